@@ -1,0 +1,48 @@
+# make benchmark | test | test-all | lint | clean
+#
+# Each sets up .venv from a fresh clone with pip alone. PYTHON=python3.12 picks the
+# interpreter; VENV=0 uses the packages that this interpreter already has.
+
+VENV ?= .venv
+# A version manager may leave a python3.x on the PATH that does not start: run it before choosing.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
+
+ifeq ($(PYTHON),)
+$(error no Python 3.11 or newer runs here: install one, or name it with PYTHON=/path/to/python3)
+endif
+
+ifeq ($(VENV),0)
+RUN := $(PYTHON)
+READY :=
+else
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+endif
+
+.PHONY: benchmark test test-all lint clean
+.DELETE_ON_ERROR:
+
+benchmark: $(READY)
+	$(RUN) benchmark_ddp.py $(ARGS)
+
+test: lint
+	$(RUN) -m pytest -m "not slow" $(ARGS)
+
+test-all: lint
+	$(RUN) -m pytest $(ARGS)
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+# ensurepip is missing from some distributions' Python: virtualenv, itself from pip, stands in.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); \
+		$(PYTHON) -m pip install --user --break-system-packages virtualenv && \
+		$(PYTHON) -m virtualenv $(VENV); }
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache

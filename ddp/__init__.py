@@ -1,0 +1,118 @@
+"""Distributed data parallel, built by hand, from the obvious to the fast.
+
+Read in this order: base.py (the seam), synchronous.py, individual.py, individual_v2.py, buckets.py,
+bucketed.py, copy_engine.py; none.py is the floor and torch_ddp.py the oracle.
+"""
+
+import importlib.util
+import inspect
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ddp.base import DataParallel
+from ddp.bucketed import BucketedDDP
+from ddp.copy_engine import CopyEngineDDP, Unavailable
+from ddp.individual import IndividualDDP
+from ddp.individual_v2 import IndividualV2DDP
+from ddp.none import NoCommunication
+from ddp.synchronous import SynchronousDDP
+from ddp.torch_ddp import TorchDDP, TunedTorchDDP
+
+__all__ = ["IMPLEMENTATIONS", "DataParallel", "Unavailable", "implementation", "wrap"]
+
+IMPLEMENTATIONS: dict[str, type[nn.Module]] = {
+    "none": NoCommunication,
+    "ddp": SynchronousDDP,
+    "ddp_individual": IndividualDDP,
+    "ddp_individual_v2": IndividualV2DDP,
+    "ddp_bucketed": BucketedDDP,
+    "ddp_copy_engine": CopyEngineDDP,
+    "torch_ddp": TorchDDP,
+    "torch_ddp_tuned": TunedTorchDDP,
+}
+
+
+def wrap(name: str, module: nn.Module, **options: Any) -> nn.Module:
+    """Make `module` data parallel.
+
+    Args:
+        name: a key of `IMPLEMENTATIONS`, or `path/to/file.py:ClassName`.
+        module: the network, on its device already.
+        options: `reduce`, `process_group`, `find_unused_parameters`; `bucket_size_mb` where
+            gradients are batched.
+
+    Raises:
+        ValueError: for an unknown name, or ranks with different models.
+        TypeError: for an option that this variant does not have.
+        Unavailable: where the variant cannot work on this machine; the message says why.
+    """
+    cls = implementation(name)
+    unknown = [option for option in options if option not in options_of(cls)]
+    if unknown:
+        raise TypeError(
+            f"{name} has no option {', '.join(unknown)}; it takes {', '.join(options_of(cls))}"
+        )
+    return cls(module, **options)
+
+
+def implementation(name: str) -> type[nn.Module]:
+    """The class behind a name or behind `path/to/file.py:ClassName`.
+
+    Raises:
+        ValueError: if there is no such variant, file or class, or the class lacks
+            `finish_gradient_synchronization`.
+    """
+    if name in IMPLEMENTATIONS:
+        return IMPLEMENTATIONS[name]
+    path, separator, class_name = name.rpartition(":")
+    if not separator:
+        raise ValueError(
+            f"implementation {name!r} is unknown: choose from {', '.join(IMPLEMENTATIONS)} "
+            "or give path/to/file.py:ClassName"
+        )
+    return _load_class(Path(path), class_name)
+
+
+def options_of(cls: type[nn.Module]) -> list[str]:
+    """Names of the keyword options that a variant's constructor takes."""
+    names = {}
+    for base in cls.__mro__:
+        init = vars(base).get("__init__")
+        if init is None:
+            continue
+        parameters = list(inspect.signature(init).parameters.values())[2:]
+        names.update(
+            {
+                p.name: None
+                for p in parameters
+                if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
+            }
+        )
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters) or base is TorchDDP:
+            break
+    return list(names)
+
+
+def _load_class(path: Path, class_name: str) -> type[nn.Module]:
+    if not path.is_file():
+        raise ValueError(f"implementation {path}:{class_name}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(f"plugin_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"implementation {path}:{class_name}: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"implementation {path}:{class_name}: {path} fails: {error!r}") from error
+    cls = getattr(module, class_name, None)
+    if not (inspect.isclass(cls) and issubclass(cls, nn.Module)):
+        raise ValueError(
+            f"implementation {path}:{class_name}: {path} has no nn.Module of that name"
+        )
+    if not callable(getattr(cls, "finish_gradient_synchronization", None)):
+        raise ValueError(
+            f"implementation {path}:{class_name}: it needs a method finish_gradient_synchronization"
+        )
+    return cls

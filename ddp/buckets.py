@@ -1,0 +1,129 @@
+"""Which gradients travel together: a plan made of numbers only, no tensors and no communication.
+
+Every rank computes the same plan from the same model, so it can be tested alone and it is the
+reason why collectives, which match by call order, always meet their counterparts.
+
+Three rules, each of which public hand-built versions often miss:
+
+- a bucket holds one dtype, because a flat buffer and a collective do;
+- buckets follow the order in which gradients become ready, so that the first is complete early;
+- the last buckets are small. What is sent after the last gradient is ready cannot hide behind
+  the backward pass, so no bucket takes more than half of the bytes that are still to come.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+
+ALIGNMENT_BYTES = 16  # vectorised loads of the optimizer want aligned views
+SMALLEST_TAIL_BYTES = 1 << 20  # below this a collective is all latency
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What the plan knows of one gradient: its number of elements and their type."""
+
+    numel: int
+    dtype: str
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients of one dtype that are reduced together.
+
+    Attributes:
+        members: indices of the gradients, in the order in which they become ready.
+        offsets: where each member starts in a flat buffer, in elements.
+        numel: elements of that flat buffer, alignment included.
+        nbytes: bytes of the members themselves.
+    """
+
+    members: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numel: int
+    nbytes: int
+
+
+def mebibytes(bucket_size_mb: float) -> int:
+    """Bytes of the option `bucket_size_mb`, which counts in MiB as PyTorch's DDP does.
+
+    Raises:
+        ValueError: if it is not a positive finite number.
+    """
+    if not 0 < bucket_size_mb < inf:
+        raise ValueError(f"bucket_size_mb: {bucket_size_mb} is not a positive number of MiB")
+    return int(bucket_size_mb * (1 << 20))
+
+
+def one_bucket_each(gradients: Sequence[Gradient], order: Sequence[int]) -> list[Bucket]:
+    """The plan without batching: every gradient travels alone."""
+    return plan_buckets(gradients, order, bucket_bytes=0)
+
+
+def plan_buckets(
+    gradients: Sequence[Gradient], order: Sequence[int], bucket_bytes: float = inf
+) -> list[Bucket]:
+    """Cut `order` into buckets of at most `bucket_bytes`, small ones last.
+
+    A gradient larger than a bucket has one of its own. The buckets are returned in the order in
+    which they become complete when gradients become ready in `order`: that is the order in which
+    every rank launches them.
+
+    Args:
+        gradients: all gradients, by index.
+        order: a permutation of their indices, first ready first.
+        bucket_bytes: the capacity; 0 puts every gradient in a bucket of its own.
+
+    Raises:
+        ValueError: if `order` is not a permutation of the indices.
+    """
+    if sorted(order) != list(range(len(gradients))):
+        raise ValueError(f"the order is no permutation of {len(gradients)} gradients: {order}")
+    position = {index: place for place, index in enumerate(order)}
+    groups = [
+        group
+        for dtype in dict.fromkeys(gradients[i].dtype for i in order)
+        for group in _cut(
+            [i for i in order if gradients[i].dtype == dtype], gradients, bucket_bytes
+        )
+    ]
+    groups.sort(key=lambda group: position[group[-1]])
+    return [_lay_out(group, gradients) for group in groups]
+
+
+def _cut(
+    indices: list[int], gradients: Sequence[Gradient], bucket_bytes: float
+) -> list[tuple[int, ...]]:
+    remaining = sum(gradients[i].nbytes for i in indices)
+    groups: list[tuple[int, ...]] = []
+    group: list[int] = []
+    filled, capacity = 0, 0.0
+    for i in indices:
+        nbytes = gradients[i].nbytes
+        if group and filled + nbytes > capacity:
+            groups.append(tuple(group))
+            group, filled = [], 0
+        if not group:
+            capacity = min(bucket_bytes, max(remaining / 2, SMALLEST_TAIL_BYTES))
+        group.append(i)
+        filled += nbytes
+        remaining -= nbytes
+    return [*groups, tuple(group)] if group else groups
+
+
+def _lay_out(group: tuple[int, ...], gradients: Sequence[Gradient]) -> Bucket:
+    unit = max(1, ALIGNMENT_BYTES // gradients[group[0]].itemsize)
+    padded = [-(-gradients[i].numel // unit) * unit for i in group]
+    ends = list(accumulate(padded))
+    return Bucket(
+        members=group,
+        offsets=tuple(end - size for end, size in zip(ends, padded, strict=True)),
+        numel=ends[-1],
+        nbytes=sum(gradients[i].nbytes for i in group),
+    )

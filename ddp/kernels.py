@@ -1,0 +1,67 @@
+"""The one kernel of the course: the sum that the copy engines cannot do.
+
+Traffic: W chunks are read once and one is written, (W + 1) · n bytes for chunks of n bytes. A chain
+of `torch.add` would move 3(W − 1) · n and round 16-bit values W − 1 times.
+"""
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no Triton on this platform: the plain twin serves
+    triton = None
+
+BLOCK = 4096
+MAX_PROGRAMS = 64  # leave most multiprocessors to the model; bandwidth is reached all the same
+
+
+def combine_plain(mine: Tensor, pulled: Tensor, scale: float) -> None:
+    """`mine ← scale · (mine + Σ pulled)`, accumulated in float32 or wider, in place.
+
+    Args:
+        mine: [n], any floating dtype, contiguous.
+        pulled: [W − 1, n], the same dtype; rows contiguous.
+        scale: 1/W for a mean, 1 for a sum.
+    """
+    wide = torch.promote_types(mine.dtype, torch.float32)
+    total = mine.to(wide) + pulled.to(wide).sum(dim=0)
+    mine.copy_(total.mul_(scale))
+
+
+def combine(mine: Tensor, pulled: Tensor, scale: float) -> None:
+    """`combine_plain`, in one pass over memory on a GPU."""
+    if triton is None or not mine.is_cuda:
+        combine_plain(mine, pulled, scale)
+    else:
+        combine_kernel_launch(mine, pulled, scale)
+
+
+def combine_kernel_launch(mine: Tensor, pulled: Tensor, scale: float) -> None:
+    n = mine.numel()
+    if n == 0:
+        return
+    programs = min(triton.cdiv(n, BLOCK), MAX_PROGRAMS)
+    _combine_kernel[(programs,)](
+        mine, pulled, n, pulled.stride(0), float(scale), pulled.shape[0],
+        WIDE=tl.float64 if mine.dtype == torch.float64 else tl.float32,
+        BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+if triton is not None:
+
+    @triton.jit
+    def _combine_kernel(
+        p_mine, p_pulled, n, row_stride, scale,
+        ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        # A fixed number of programs strides over the chunk: the grid does not fill the device.
+        for i_block in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
+            o_n = i_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            m_n = o_n < n
+            b_sum = tl.load(p_mine + o_n, mask=m_n, other=0).to(WIDE)
+            for i_row in tl.static_range(ROWS):
+                b_sum += tl.load(p_pulled + i_row * row_stride + o_n, mask=m_n, other=0).to(WIDE)
+            tl.store(p_mine + o_n, (b_sum * scale).to(p_mine.dtype.element_ty), mask=m_n)

@@ -1,0 +1,20 @@
+"""The floor: the same step without any communication.
+
+Every rank trains on its own shard as if it were alone, so the replicas drift apart: useless for
+training, and the one honest measure of what synchronisation costs. Whatever a variant takes
+longer than this is its exposed communication, or the price of making the model's kernels run
+beside the transfer.
+"""
+
+from ddp.base import DataParallel
+from ddp.buckets import Bucket
+
+
+class NoCommunication(DataParallel):
+    """Hooks and bookkeeping of the others, and no collective."""
+
+    def launch(self, bucket: Bucket) -> None:
+        pass
+
+    def wait(self, bucket: Bucket, handle: None) -> None:
+        pass

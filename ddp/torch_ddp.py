@@ -1,0 +1,162 @@
+"""`torch_ddp`: PyTorch's own DistributedDataParallel behind the same seam. The oracle.
+
+Its reducer is written in C++ and has synchronised when backward returns, so
+`finish_gradient_synchronization` only checks that it did. What the private half hands over through
+`gradient_ready` never passes through autograd's accumulation and PyTorch's reducer does not see
+it: those gradients are reduced by our own calls at finish, and a table must say so.
+
+`torch_ddp_tuned` is the same class with the settings that its documentation recommends for speed
+(https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
+A comparison with the defaults alone would flatter the variants built by hand.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp.base import remove_all
+from ddp.buckets import mebibytes
+from ddp.synchronous import SynchronousDDP
+
+
+class TorchDDP(DistributedDataParallel):
+    """PyTorch's DDP, with the methods of `ddp.base.DataParallel`.
+
+    Args:
+        bucket_size_mb: PyTorch's `bucket_cap_mb`; default PyTorch's own, 25.
+        settings: further arguments of DistributedDataParallel (not through `wrap`).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        reduce: str = "mean",
+        process_group: dist.ProcessGroup | None = None,
+        find_unused_parameters: bool = False,
+        bucket_size_mb: float | None = None,
+        **settings: Any,
+    ):
+        if bucket_size_mb is not None:
+            settings["bucket_cap_mb"] = mebibytes(bucket_size_mb) / (1 << 20)
+        by_hand = _WithoutHooks(
+            module,
+            reduce=reduce,
+            process_group=process_group,
+            find_unused_parameters=find_unused_parameters,
+        )
+        super().__init__(
+            module,
+            process_group=process_group,
+            find_unused_parameters=find_unused_parameters,
+            **settings,
+        )
+        self._by_hand = (by_hand,)  # in a tuple, so that it is not a submodule
+        self._arrived: set[Parameter] = set()
+        self._unfinished = False
+        self._holds_sums = False
+        self._watch_arrivals()
+
+    def forward(self, *args, **kwargs):
+        if not (self.training and torch.is_grad_enabled()):
+            return self.module(*args, **kwargs)
+        if self._holds_sums:  # PyTorch's reducer averages: gradients kept from before must be means
+            self._scale(1 / self.world_size)
+        # PyTorch decides at the end of a forward whether the next one broadcasts buffers.
+        self.require_forward_param_sync = self.require_backward_grad_sync
+        self._unfinished = self._unfinished or self.require_backward_grad_sync
+        return super().forward(*args, **kwargs)
+
+    def gradient_ready(self, parameter: Parameter) -> None:
+        """Reduce a gradient that autograd did not accumulate, by our own call at finish."""
+        self._by_hand[0].gradient_ready(parameter)
+
+    def finish_gradient_synchronization(self) -> None:
+        by_hand = self._by_hand[0]
+        if by_hand._unfinished:
+            by_hand.finish_gradient_synchronization()
+        elif self._unfinished:
+            self._check_that_all_arrived()
+            if self.reduce == "sum":
+                self._scale(self.world_size)
+        self._unfinished = False
+        self._arrived.clear()
+
+    def stats(self) -> dict[str, int]:
+        """Of a step: PyTorch's own record of its buckets, or ours after `gradient_ready`."""
+        ours = self._by_hand[0].stats()
+        if ours["collectives"]:
+            return ours
+        record = self._get_ddp_logging_data()
+        sizes = str(record.get("rebuilt_bucket_sizes") or record.get("bucket_sizes") or "")
+        buckets = [int(size) for size in sizes.replace(" ", "").split(",") if size]
+        return {
+            "collectives": len(buckets) + int(self.find_unused_parameters),
+            "bytes": sum(buckets),
+            "buckets": len(buckets),
+        }
+
+    @property
+    def reduce(self) -> str:
+        return self._by_hand[0].reduce
+
+    @reduce.setter
+    def reduce(self, value: str) -> None:
+        self._by_hand[0].reduce = value
+
+    @property
+    def world_size(self) -> int:
+        return self._by_hand[0].world_size
+
+    def _scale(self, factor: float) -> None:
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+        self._holds_sums = factor > 1
+
+    def _check_that_all_arrived(self) -> None:
+        trainable = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
+        missing = [name for p, name in trainable.items() if p not in self._arrived]
+        if missing and not self.find_unused_parameters:
+            self._arrived.clear()
+            self._unfinished = False
+            raise RuntimeError(
+                f"unfinished reduction: {', '.join(missing)} got no gradient in the last "
+                "backward; if that is meant, pass find_unused_parameters=True"
+            )
+
+    def _watch_arrivals(self) -> None:
+        me = weakref.ref(self)
+
+        def hook(parameter: Parameter) -> None:
+            if (wrapper := me()) is not None and wrapper.require_backward_grad_sync:
+                wrapper._arrived.add(parameter)
+                wrapper._unfinished = True
+
+        trainable = [p for p in self.module.parameters() if p.requires_grad]
+        handles = [p.register_post_accumulate_grad_hook(hook) for p in trainable]
+        weakref.finalize(self, remove_all, handles)
+
+
+class TunedTorchDDP(TorchDDP):
+    """PyTorch's DDP with gradients as views of its buckets, larger buckets and a static graph."""
+
+    def __init__(self, module: nn.Module, *, bucket_size_mb: float = 100, **options):
+        static = not options.get("find_unused_parameters", False)
+        super().__init__(
+            module,
+            bucket_size_mb=bucket_size_mb,
+            gradient_as_bucket_view=True,
+            static_graph=static,
+            **options,
+        )
+
+
+class _WithoutHooks(SynchronousDDP):
+    def _register_hooks(self) -> None:
+        """Only `gradient_ready` speaks to this one."""

@@ -1,0 +1,42 @@
+"""Which parameters can a backward from these outputs reach?"""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+
+def parameters_reached_by(output: Any) -> set[Parameter]:
+    """Leaves of the autograd graphs behind every tensor in `output`.
+
+    Looks into tuples, lists, dictionaries and dataclasses. A leaf hidden inside a custom
+    `autograd.Function` is not seen; the wrapper then learns of it when its gradient arrives.
+    """
+    stack = [t.grad_fn for t in _tensors(output) if t.grad_fn is not None]
+    seen, reached = set(stack), set()
+    while stack:
+        node = stack.pop()
+        leaf = getattr(node, "variable", None)  # only AccumulateGrad nodes have one
+        if leaf is not None:
+            reached.add(leaf)
+        for next_node, _ in node.next_functions:
+            if next_node is not None and next_node not in seen:
+                seen.add(next_node)
+                stack.append(next_node)
+    return reached
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _tensors(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name))

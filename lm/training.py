@@ -1,0 +1,55 @@
+"""One training step with its phases named.
+
+The benchmark, the profiler and the tests all call this one step, so what is measured is what is
+tested. It knows neither variants nor devices: the caller hands it a forward that returns the loss
+and whatever must happen between backward and the optimizer.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from torch.profiler import record_function
+
+
+def training_step(
+    batch: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    forward_loss: Callable[[Any], Tensor],
+    finish: Callable[[], None],
+    learning_rate: float,
+    max_gradient_norm: float | None = None,
+) -> Tensor:
+    """Forward, backward, synchronise, clip (in warmup), step.
+
+    Args:
+        batch: handed to `forward_loss` as it is.
+        optimizer: its gradients are set to None at the end.
+        forward_loss: batch -> scalar loss.
+        finish: called after backward; when it returns, every `.grad` is synchronised.
+        learning_rate: of this step, for all parameter groups.
+        max_gradient_norm: clip the total gradient norm to this; None leaves it alone.
+
+    Returns:
+        The loss of this rank's batch, detached, on its device.
+    """
+    with record_function("lr_scheduling"):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+    with record_function("forward_pass"):
+        loss = forward_loss(batch)
+    with record_function("backward_pass"):
+        loss.backward()
+    with record_function("gradient_sync"):
+        finish()
+    if max_gradient_norm is not None:
+        with record_function("gradient_clipping_warmup"):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            clip_grad_norm_(parameters, max_gradient_norm)
+    with record_function("optimizer_step"):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return loss.detach()

@@ -1,0 +1,56 @@
+"""Measuring room: cells, resume, JSON lines, statistics, tables and the comparison picture.
+
+It imports nothing from the other rooms and knows nothing of what is measured. Matplotlib and
+torch are imported where they are used, so that importing this package is cheap.
+"""
+
+from measure.cells import plan_rounds
+from measure.chart import draw_comparison
+from measure.environment import environment, git_state, peak_flops
+from measure.files import append_line, read_lines, write_atomically
+from measure.progress import Progress, duration
+from measure.results import (
+    ERROR,
+    FINISHED,
+    OK,
+    OOM,
+    SCHEMA_VERSION,
+    STATUSES,
+    TIMEOUT,
+    UNAVAILABLE,
+    Results,
+    cell_key,
+)
+from measure.statistics import Ratio, Summary, ratio, summarize
+from measure.table import MISSING, Column, describe_failure, format_table
+
+__all__ = [
+    "ERROR",
+    "FINISHED",
+    "MISSING",
+    "OK",
+    "OOM",
+    "SCHEMA_VERSION",
+    "STATUSES",
+    "TIMEOUT",
+    "UNAVAILABLE",
+    "Column",
+    "Progress",
+    "Ratio",
+    "Results",
+    "Summary",
+    "append_line",
+    "cell_key",
+    "describe_failure",
+    "draw_comparison",
+    "duration",
+    "environment",
+    "format_table",
+    "git_state",
+    "peak_flops",
+    "plan_rounds",
+    "ratio",
+    "read_lines",
+    "summarize",
+    "write_atomically",
+]

@@ -1,0 +1,32 @@
+"""Which variants the behaviour tests run on, and where."""
+
+import pytest
+import torch
+
+from ddp import IMPLEMENTATIONS
+
+HAND_BUILT = ["ddp", "ddp_individual", "ddp_individual_v2", "ddp_bucketed"]
+COPY_ENGINE = "ddp_copy_engine"
+CPU_COPY_ENGINE = "tests/ddp/cpu_copy_engine.py:CpuCopyEngineDDP"
+BUILT_IN = [*HAND_BUILT, CPU_COPY_ENGINE, "torch_ddp"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "implementation" not in metafunc.fixturenames:
+        return
+    names = metafunc.config.getoption("--implementation") or BUILT_IN
+    cases = [pytest.param(name, "cpu", id=f"{_short(name)}-cpu") for name in names]
+    if torch.cuda.device_count() >= 2:
+        gpu_names = [COPY_ENGINE if name == CPU_COPY_ENGINE else name for name in names]
+        cases += [pytest.param(name, "cuda", id=f"{_short(name)}-cuda") for name in gpu_names]
+    metafunc.parametrize(("implementation", "device_type"), cases)
+
+
+def _short(name: str) -> str:
+    return name if name in IMPLEMENTATIONS else name.rpartition(":")[2]
+
+
+@pytest.fixture
+def ranks(device_type: str, request: pytest.FixtureRequest):
+    """The pool on which the implementation at hand is tested."""
+    return request.getfixturevalue("cpu_ranks" if device_type == "cpu" else "gpu_ranks")

@@ -1,0 +1,116 @@
+"""A long-lived pool of ranks: value tests share it, because starting ranks takes seconds.
+
+A test hands a module-level function to some ranks; each calls it as
+`function(Context, *arguments)` and its assertions are the test's. Sub-groups of every size exist
+from the start, so that a test on two ranks and one on four use the same processes.
+"""
+
+import gc
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = timedelta(seconds=30)  # of one collective
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a function on a rank may use."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: dist.ProcessGroup
+
+
+class RankPool:
+    """`size` processes with a process group (gloo, or NCCL with one GPU each)."""
+
+    def __init__(self, size: int, device_type: str = "cpu"):
+        self.size, self.device_type = size, device_type
+        self._processes: list = []
+
+    def run(self, world_size: int, function: Callable, *arguments: Any) -> list[Any]:
+        """Call `function(context, *arguments)` on the first ranks; what each returned.
+
+        Raises:
+            AssertionError: with the tracebacks of all ranks that raised; the pool starts afresh.
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes[:world_size]:
+            pipe.send((world_size, function, arguments))
+        answers = [self._receive(pipe) for pipe in self._pipes[:world_size]]
+        failures = [f"rank {r}:\n{text}" for r, (ok, text) in enumerate(answers) if not ok]
+        if failures:
+            self.close(kill=True)
+            raise AssertionError("\n".join(failures))
+        return [value for _, value in answers]
+
+    def close(self, kill: bool = False) -> None:
+        for pipe in getattr(self, "_pipes", []):
+            if not kill:
+                pipe.send(None)
+        for process in self._processes:
+            if kill:
+                process.kill()
+            process.join(20)
+        self._processes = []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        store = Path(tempfile.mkdtemp()) / "store"
+        self._pipes, ends = zip(*(context.Pipe() for _ in range(self.size)), strict=True)
+        self._processes = [
+            context.Process(
+                target=_serve, args=(r, self.size, self.device_type, str(store), end), daemon=True
+            )
+            for r, end in enumerate(ends)
+        ]
+        for process in self._processes:
+            process.start()
+
+    @staticmethod
+    def _receive(pipe: Connection) -> tuple[bool, Any]:
+        if not pipe.poll(TIMEOUT.total_seconds() * 3):
+            return False, "no answer"
+        try:
+            return pipe.recv()
+        except EOFError:
+            return False, "the process died"
+
+
+def _serve(rank: int, size: int, device_type: str, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=TIMEOUT,
+        device_id=device if device_type == "cuda" else None,
+    )
+    groups = {n: dist.new_group(list(range(n)), timeout=TIMEOUT) for n in range(1, size + 1)}
+    while (task := pipe.recv()) is not None:
+        world_size, function, arguments = task
+        try:
+            torch.manual_seed(0)
+            context = Context(rank, world_size, device, groups[world_size])
+            pipe.send((True, function(context, *arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        gc.collect()
+    dist.destroy_process_group()
+    gc.collect()  # a gloo process that has built an optimizer may abort at exit without this

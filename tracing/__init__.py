@@ -1,0 +1,28 @@
+"""From a profiler's trace to the picture: trace → intervals → overlap → timeline.
+
+Read in this order: `intervals` (time as sets), `trace` with `cpu_rules` and `gpu_rules` (what is
+computation, what is communication), `overlap` (the numbers), `timeline` (the picture). `phases`
+and `profiler` are for the code that is being measured. This package knows no other room.
+"""
+
+from .overlap import Overlap, overlap, steps
+from .phases import PHASES, phase
+from .profiler import profile
+from .summary import OperatorRow, slowest_operators, write_summary
+from .timeline import draw_timeline
+from .trace import Trace, load_trace
+
+__all__ = [
+    "PHASES",
+    "OperatorRow",
+    "Overlap",
+    "Trace",
+    "draw_timeline",
+    "load_trace",
+    "overlap",
+    "phase",
+    "profile",
+    "slowest_operators",
+    "steps",
+    "write_summary",
+]
