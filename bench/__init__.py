@@ -1,0 +1,1 @@
+"""What `benchmark_ddp.py` does: options, correctness gate, timed rounds, profiles, report."""

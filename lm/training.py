@@ -6,6 +6,7 @@ and whatever must happen between backward and the optimizer.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ def training_step(
     finish: Callable[[], None],
     learning_rate: float,
     max_gradient_norm: float | None = None,
+    phase: Callable[[str], AbstractContextManager] = record_function,
 ) -> Tensor:
     """Forward, backward, synchronise, clip (in warmup), step.
 
@@ -32,24 +34,25 @@ def training_step(
         finish: called after backward; when it returns, every `.grad` is synchronised.
         learning_rate: of this step, for all parameter groups.
         max_gradient_norm: clip the total gradient norm to this; None leaves it alone.
+        phase: a context manager that is entered with each phase's name.
 
     Returns:
         The loss of this rank's batch, detached, on its device.
     """
-    with record_function("lr_scheduling"):
+    with phase("lr_scheduling"):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-    with record_function("forward_pass"):
+    with phase("forward_pass"):
         loss = forward_loss(batch)
-    with record_function("backward_pass"):
+    with phase("backward_pass"):
         loss.backward()
-    with record_function("gradient_sync"):
+    with phase("gradient_sync"):
         finish()
     if max_gradient_norm is not None:
-        with record_function("gradient_clipping_warmup"):
+        with phase("gradient_clipping_warmup"):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             clip_grad_norm_(parameters, max_gradient_norm)
-    with record_function("optimizer_step"):
+    with phase("optimizer_step"):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return loss.detach()

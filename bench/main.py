@@ -1,0 +1,126 @@
+"""From the command line to the workers and back: parse, check, launch, report."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from bench.options import Settings, parse, settings_from
+from bench.profiling import Profiling
+from bench.report import report
+from bench.worker import Benchmark, device_name, plan, record_failure
+from lm.launch import INTERRUPTED, run_ranks
+from lm.model import Transformer
+from lm.runtime import (
+    Hardware,
+    connect_store,
+    find_hardware,
+    has_parent,
+    invocation,
+    launched,
+    launched_rank,
+    launched_world_size,
+    process_group,
+)
+from lm.watch import Watch
+from measure import Results
+
+DEFAULT_FOLDER = Path("results_ddp")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0, 1 for a wrong gradient or a failed cell, 2 for bad input."""
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        hardware = find_hardware(options.device, options.num_processes)
+        folder = DEFAULT_FOLDER / invocation()[: len("YYYYMMDD_HHMMSS")]
+        settings = settings_from(options, hardware.device_type, folder)
+        if not options.profile:
+            Results(settings.output_dir)  # a folder of another version is refused here
+    except ValueError as error:
+        if launched_rank() == 0:
+            print(f"benchmark_ddp.py: {error}", file=sys.stderr)
+        return 2
+    if options.dry_run:
+        if launched_rank() == 0:
+            print(describe_plan(settings, hardware, options))
+        return 0
+    return (work if launched() else launch)(settings, hardware, options)
+
+
+def launch(settings: Settings, hardware: Hardware, options: argparse.Namespace) -> int:
+    """Start the ranks; when a cell ends them, record it and start again for the rest."""
+    print(hardware.sentence, flush=True)
+    command = [sys.executable, *sys.orig_argv[1:]]
+    while True:
+        outcome = run_ranks(command, hardware.num_processes)
+        if outcome.status == INTERRUPTED:
+            folder = options.profile_output_dir if options.profile else settings.output_dir
+            resume = "" if options.profile else f"; resume with --output-dir {folder}"
+            print(f"interrupted: what is finished is in {folder}{resume}", file=sys.stderr)
+            return INTERRUPTED
+        if outcome.status == 0 or options.profile or not (outcome.cause and outcome.doing):
+            break
+        record_failure(settings, outcome.doing, outcome.cause)
+    if options.profile or outcome.status:
+        return outcome.status
+    device = "cpu" if hardware.device_type == "cpu" else torch.cuda.get_device_name(0)
+    return print_report(settings, hardware.num_processes, device)
+
+
+def work(settings: Settings, hardware: Hardware, options: argparse.Namespace) -> int:
+    """One rank."""
+    with process_group(hardware, settings.timeout_s) as worker:
+        task: Benchmark | Profiling
+        if options.profile:
+            task = Profiling(settings, worker, options.profile_output_dir)
+        else:
+            task = Benchmark(settings, worker)
+        store = connect_store(timedelta(seconds=settings.timeout_s))
+        task.watch = Watch(
+            store, worker.rank, worker.world_size, settings.timeout_s, task.on_failure
+        )
+        try:
+            task.run()
+        except KeyboardInterrupt:
+            os._exit(INTERRUPTED)  # the others may be gone: an orderly end is not possible
+        except Exception as error:
+            task.watch.fail(error)
+        task.watch.close()
+    if worker.is_first and not has_parent() and not options.profile:
+        return print_report(settings, worker.world_size, device_name(worker.device))
+    return 0
+
+
+def print_report(settings: Settings, world_size: int, device: str) -> int:
+    text, status = report(settings, world_size, device)
+    print(text, flush=True)
+    return status
+
+
+def describe_plan(settings: Settings, hardware: Hardware, options: argparse.Namespace) -> str:
+    """What would run, for `--dry-run`."""
+    world_size = launched_world_size() if launched() else hardware.num_processes
+    with torch.device("meta"):
+        count = sum(p.numel() for p in Transformer(settings.model).parameters())
+    width = 2 if settings.dtype == "bfloat16" else 4
+    cells = plan(settings)
+    lines = [
+        hardware.sentence,
+        f"model: {count:,} parameters, {count * width / (1 << 20):,.1f} MiB of gradients a step",
+        f"batch: {settings.batch_size} sequences of {settings.model.context_length} tokens a "
+        f"rank, {world_size} ranks, {settings.dtype}, data {settings.data}",
+        f"implementations: {', '.join(settings.implementations)}",
+    ]
+    if options.profile:
+        return "\n".join([*lines, f"profile: {settings.num_steps} steps each, traces in "
+                          f"{options.profile_output_dir}"])  # fmt: skip
+    lines.append(
+        f"benchmark: {len(cells)} cells, {settings.rounds} rounds of {settings.num_steps} steps "
+        f"({settings.warmup_steps} of them warmup, not timed), results in {settings.output_dir}"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,129 @@
+"""Build one implementation, train it for some epochs, take it down again."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bench.options import Settings, batches_for
+from ddp import implementation, options_of, wrap
+from lm.model import Transformer, forward_loss
+from lm.runtime import StepClock, Worker, seed_everything
+from lm.schedule import MAX_WARMUP_GRADIENT_NORM, in_warmup, learning_rate
+from lm.training import training_step
+from tracing import phase
+
+Phase = Callable[[str], AbstractContextManager]
+
+
+@dataclass
+class Run:
+    """One implementation in training on this rank; batches are on the device already."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: list[tuple[Tensor, Tensor]]
+    settings: Settings
+    device: torch.device
+
+    def step(self, number: int, phase: Phase) -> Tensor:
+        warmup = self.settings.warmup_steps
+        return training_step(
+            self.batches[number],
+            self.optimizer,
+            forward_loss=self.forward_loss,
+            finish=self.model.finish_gradient_synchronization,
+            learning_rate=learning_rate(number, warmup),
+            max_gradient_norm=MAX_WARMUP_GRADIENT_NORM if in_warmup(number, warmup) else None,
+            phase=phase,
+        )
+
+    def forward_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with arithmetic(self.settings.dtype, self.device):
+            return forward_loss(self.model, batch)
+
+
+def arithmetic(dtype: str, device: torch.device) -> AbstractContextManager:
+    return torch.autocast(device.type, torch.bfloat16) if dtype == "mixed" else nullcontext()
+
+
+def build_network(settings: Settings, device: torch.device, dtype: str) -> nn.Module:
+    """The same parameters for the same seed, on every rank and for every implementation."""
+    seed_everything(settings.seed)
+    with torch.device(device):
+        network = Transformer(settings.model)
+    network.to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+    if settings.compile:
+        for block in network.blocks:
+            block.compile()
+    return network
+
+
+def wrap_network(name: str, network: nn.Module, bucket_size_mb: float | None) -> nn.Module:
+    takes_size = "bucket_size_mb" in options_of(implementation(name))
+    given = bucket_size_mb is not None and takes_size
+    return wrap(name, network, **({"bucket_size_mb": bucket_size_mb} if given else {}))
+
+
+@contextmanager
+def building(settings: Settings, name: str, worker: Worker) -> Iterator[Run]:
+    """A run of `name`, whose memory is free again afterwards."""
+    network = build_network(settings, worker.device, settings.dtype)
+    model = wrap_network(name, network, settings.bucket_size_mb)
+    batches = batches_for(settings, worker.rank, worker.world_size)
+    run = Run(
+        model=model,
+        optimizer=torch.optim.AdamW(network.parameters(), lr=0.0, fused=True),
+        batches=[
+            tuple(tokens.to(worker.device) for tokens in batches(step))
+            for step in range(settings.num_steps)
+        ],
+        settings=settings,
+        device=worker.device,
+    )
+    del network, model
+    try:
+        yield run
+    finally:
+        del run
+        release_memory(worker.device)
+
+
+def release_memory(device: torch.device) -> None:
+    gc.collect()
+    torch._dynamo.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def train(run: Run, clock: StepClock, step_phase: Callable[[int], Phase]) -> Tensor:
+    """All epochs; returns the last loss. Each epoch's range tells its kind and learning rates."""
+    settings, loss = run.settings, torch.zeros(())
+    clock.mark()
+    for epoch in range(settings.num_epochs):
+        first = epoch * settings.steps_per_epoch
+        with phase(epoch_name(settings, epoch)):
+            for number in range(first, first + settings.steps_per_epoch):
+                loss = run.step(number, step_phase(number))
+                clock.mark()
+    return loss
+
+
+def epoch_name(settings: Settings, epoch: int) -> str:
+    """`epoch_0_warmup_lr_0_to_0.00083`, `epoch_1_training_lr_0.001`."""
+    first, warmup = epoch * settings.steps_per_epoch, settings.warmup_steps
+    low = learning_rate(first, warmup)
+    high = learning_rate(first + settings.steps_per_epoch - 1, warmup)
+    kind = "warmup" if in_warmup(first, warmup) else "training"
+    return f"epoch_{epoch}_{kind}_lr_{low:.2g}" + (f"_to_{high:.2g}" if high != low else "")
+
+
+def slowest_rank(values: list[float], device: torch.device) -> list[float]:
+    """The maximum over ranks of each value, on every rank."""
+    together = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(together, op=dist.ReduceOp.MAX)
+    return together.tolist()

@@ -1,0 +1,186 @@
+"""What each rank does in benchmark mode: the gate first, then interleaved rounds of timing."""
+
+import json
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from bench.gate import Gate
+from bench.options import Settings
+from bench.training import building, slowest_rank, train
+from ddp import Unavailable
+from lm.runtime import PeakMemory, StepClock, Worker, invocation
+from lm.watch import Cause, Watch
+from measure import (
+    FINISHED,
+    OK,
+    UNAVAILABLE,
+    Progress,
+    Results,
+    cell_key,
+    environment,
+    plan_rounds,
+)
+from tracing import phase
+
+GATE, TIMING = "gate", "timing"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement: the gate of an implementation (round -1), or one of its timed rounds."""
+
+    implementation: str
+    kind: str
+    round: int
+
+    def row(self, settings: Settings, world_size: int, device: str) -> dict:
+        """What its line in the results starts with, and what it is recognised by."""
+        config = {
+            **settings.identity(),
+            **vars(self),
+            "world_size": world_size,
+            "device": device,
+            "torch": torch.__version__,
+        }
+        return {"key": cell_key(config), **vars(self), "config": config}
+
+    @property
+    def label(self) -> str:
+        return f"{self.implementation} ({'gate' if self.kind == GATE else f'round {self.round}'})"
+
+
+def plan(settings: Settings) -> list[Cell]:
+    """The same order on every rank: all gates, then rounds in which every one takes its turn."""
+    gates = [Cell(name, GATE, -1) for name in settings.implementations]
+    rounds = plan_rounds(settings.implementations, settings.rounds, settings.seed)
+    return gates + [Cell(name, TIMING, number) for number, name in rounds]
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def record_failure(settings: Settings, row_text: str, cause: Cause) -> None:
+    """The cell that was under way becomes a row, whoever is left to write it."""
+    if not row_text:
+        return
+    row = json.loads(row_text)
+    results = Results(settings.output_dir)
+    newest = next((r for r in results.rows() if r["key"] == row["key"]), {})
+    if newest.get("invocation") != row["invocation"]:
+        who = f"rank {cause.rank}: " if cause.rank >= 0 else ""
+        results.record({**row, "status": cause.status, "reason": who + cause.message})
+
+
+class Benchmark:
+    """The cells of this run, measured by all ranks together and recorded by the first."""
+
+    def __init__(self, settings: Settings, worker: Worker):
+        self.settings, self.worker = settings, worker
+        self.watch: Watch | None = None
+        self._doing = ""
+        self._gate: Gate | None = None
+
+    def on_failure(self, cause: Cause) -> None:
+        if self.worker.is_first:
+            record_failure(self.settings, self._doing, cause)
+
+    def run(self) -> None:
+        cells = self._agree_on(self._unfinished())
+        enabled = None if self.worker.is_first else False
+        with Progress(len(cells), enabled) as progress:
+            unavailable = set()
+            for cell in cells:
+                progress.update(cell.label)
+                if cell.implementation in unavailable:
+                    continue
+                if self._measure(cell) == UNAVAILABLE:
+                    unavailable.add(cell.implementation)
+
+    def _unfinished(self) -> list[Cell]:
+        """Finished cells are skipped; so is the rest of an implementation that failed just now."""
+        if not self.worker.is_first:
+            return []
+        results = Results(self.settings.output_dir)
+        rows = {row["key"]: row for row in results.rows()}
+        cells = plan(self.settings)
+        known = {cell: rows.get(self._row(cell)["key"]) for cell in cells}
+        given_up = {
+            cell.implementation
+            for cell, row in known.items()
+            if row and row["status"] != OK
+            and (row["status"] == UNAVAILABLE or row["invocation"] == invocation())
+        }  # fmt: skip
+        return [
+            cell
+            for cell, row in known.items()
+            if not (row and row["status"] in FINISHED) and cell.implementation not in given_up
+        ]
+
+    def _agree_on(self, cells: list[Cell]) -> list[Cell]:
+        """The first rank has read the results; other hosts may not have the file."""
+        box = [cells]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def _row(self, cell: Cell) -> dict:
+        row = cell.row(self.settings, self.worker.world_size, device_name(self.worker.device))
+        return {**row, "invocation": invocation()}
+
+    def _measure(self, cell: Cell) -> str:
+        """Record the cell's row; its status."""
+        self._doing = json.dumps(self._row(cell))
+        if self.worker.is_first:
+            self.watch.say(self._doing)
+        self.watch.at(cell.label)
+        try:
+            measured = self._prove(cell) if cell.kind == GATE else self._time(cell)
+            status = OK
+        except Unavailable as reason:
+            measured, status = {"reason": str(reason)}, UNAVAILABLE
+        if self.worker.is_first:
+            row = {**self._row(cell), "status": status, **measured, "environment": environment()}
+            Results(self.settings.output_dir).record(row)
+        self._doing = ""
+        return status
+
+    def _prove(self, cell: Cell) -> dict:
+        self._gate = self._gate or Gate(self.settings, self.worker)
+        return {"gradient_error": self._gate.error(cell.implementation)}
+
+    def _time(self, cell: Cell) -> dict:
+        self._gate = None  # its reference gradients would count as memory
+        memory = PeakMemory(self.worker.device)
+        with building(self.settings, cell.implementation, self.worker) as run:
+            clock = StepClock(self.worker.device)
+            loss = train(run, clock, lambda number: self._phase(cell, number))
+            milliseconds = slowest_rank(clock.milliseconds(), self.worker.device)
+            outside = getattr(run.model, "bytes_outside_allocator", 0)
+            peak = memory.bytes()
+            stats = run.model.stats() if hasattr(run.model, "stats") else {}
+            del run
+        timed = milliseconds[self._untimed_steps() :]
+        peak = slowest_rank([-1.0 if peak is None else peak + outside], self.worker.device)[0]
+        return {
+            "step_ms": timed,
+            "untimed_step_ms": milliseconds[: self._untimed_steps()],
+            "peak_memory_bytes": None if peak < 0 else int(peak),
+            "loss": float(loss),
+            **stats,
+        }
+
+    def _untimed_steps(self) -> int:
+        """Warmup epochs, and of a run without them its first steps, which build and allocate."""
+        return max(self.settings.warmup_steps, min(3, self.settings.num_steps - 1))
+
+    def _phase(self, cell: Cell, number: int):
+        @contextmanager
+        def noted(name: str):
+            self.watch.at(f"{cell.label}, step {number}, {name}")
+            with phase(name):
+                yield
+
+        return noted

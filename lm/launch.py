@@ -1,0 +1,128 @@
+"""Start one process a rank on this machine, and stop them all when one fails.
+
+The parent takes the part that torchrun's agent has on each node: it hosts the store, gives every
+child the same variables, and waits. Children die with it, whatever ends it.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from lm.runtime import LAUNCHED_HERE
+from lm.watch import EXIT_FAILED, Cause, print_cause, publish_cause, read_cause, read_doing
+
+INTERRUPTED = 130  # as a shell reports Ctrl-C
+GRACE_S = 5.0  # how long the others may take to leave by themselves
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks ended.
+
+    Attributes:
+        status: 0, the first failing rank's exit status, or `INTERRUPTED`.
+        cause: what failed first, where it is known.
+        doing: what rank 0 had said that it was doing (`Watch.say`), empty if nothing.
+    """
+
+    status: int
+    cause: Cause | None = None
+    doing: str = ""
+
+
+def run_ranks(command: Sequence[str], num_processes: int) -> Outcome:
+    """Run `command` once a rank and wait for all."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    children = [
+        subprocess.Popen(
+            command, env=_environment(rank, num_processes, store.port), preexec_fn=_die_with_parent
+        )
+        for rank in range(num_processes)
+    ]
+    previous = signal.signal(signal.SIGTERM, _raise_interrupt)
+    try:
+        board = dist.PrefixStore("attempt_0", store)
+        status = _wait(children, board)
+        return Outcome(status, read_cause(board), read_doing(board))
+    except KeyboardInterrupt:
+        _stop(children, grace_s=1.0)
+        return Outcome(INTERRUPTED)
+    finally:
+        _stop(children, grace_s=0.0)
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
+    threads = max(1, (os.cpu_count() or 1) // num_processes)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        LAUNCHED_HERE: "1",
+    }
+
+
+def _wait(children: list[subprocess.Popen], store: dist.Store) -> int:
+    """0 when all succeed; otherwise stop the rest and return the first failing status."""
+    while True:
+        statuses = [child.poll() for child in children]
+        failed = [rank for rank, status in enumerate(statuses) if status]
+        if failed:
+            # One that was killed could not name a cause itself; consequences exit later than it.
+            killed = [rank for rank in failed if statuses[rank] < 0]
+            if killed:
+                _name_signal(store, killed[0], -statuses[killed[0]])
+            _stop(children, GRACE_S)
+            return EXIT_FAILED if statuses[failed[0]] < 0 else statuses[failed[0]]
+        if all(status == 0 for status in statuses):
+            return 0
+        time.sleep(0.05)
+
+
+def _name_signal(store: dist.Store, rank: int, number: int) -> None:
+    key = f"rank_{rank}"
+    place = store.get(key).decode().split(" ", 2)[2] if store.check([key]) else "start"
+    name = signal.Signals(number).name
+    cause = Cause(rank, "error", f"killed by {name}, last seen at {place}")
+    if publish_cause(store, cause):
+        print_cause(cause)
+
+
+def _stop(children: list[subprocess.Popen], grace_s: float) -> None:
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline and any(child.poll() is None for child in children):
+        time.sleep(0.05)
+    for child in children:
+        if child.poll() is None:
+            child.terminate()
+    for child in children:
+        try:
+            child.wait(2.0)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def _raise_interrupt(_number: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _die_with_parent() -> None:
+    """Linux: the kernel ends this child when its parent dies, even by SIGKILL."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, see man 2 prctl
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

@@ -1,0 +1,256 @@
+"""Where this process runs: ranks, devices, process group, seeds and clocks.
+
+The environment is read here and nowhere else.
+"""
+
+import gc
+import os
+import random
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+INVOCATION = "LM_INVOCATION"
+LAUNCHED_HERE = "LM_LAUNCHED_HERE"
+LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What this machine offers a run.
+
+    Attributes:
+        backend: `"nccl"` with GPUs, otherwise `"gloo"`.
+        device_type: `"cuda"` or `"cpu"`.
+        num_processes: one a GPU, or two on a CPU.
+        sentence: the choice and its reason, for the user.
+    """
+
+    backend: str
+    device_type: str
+    num_processes: int
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Worker:
+    """This process among its peers."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    store: dist.Store
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def launched() -> bool:
+    """Has torchrun, or another launcher, started this process as one of several?"""
+    return all(variable in os.environ for variable in LAUNCH_VARIABLES)
+
+
+def launched_rank() -> int:
+    """The rank that the launcher gave this process; 0 without a launcher."""
+    return int(os.environ["RANK"]) if launched() else 0
+
+
+def launched_world_size() -> int:
+    """The number of ranks that the launcher started; 1 without a launcher."""
+    return int(os.environ["WORLD_SIZE"]) if launched() else 1
+
+
+def invocation() -> str:
+    """Tells this call of a program from a later one: its start, `YYYYMMDD_HHMMSS_process`.
+
+    The workers that a call starts share it.
+    """
+    return os.environ.setdefault(INVOCATION, f"{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}")
+
+
+def has_parent() -> bool:
+    """Was this worker started by `lm.launch`, whose process reports the results?"""
+    return LAUNCHED_HERE in os.environ
+
+
+def find_hardware(device: str = "auto", num_processes: int | None = None) -> Hardware:
+    """Choose backend, device and process count for this machine.
+
+    Args:
+        device: `"auto"`, `"cpu"` or `"cuda"`.
+        num_processes: overrides the number of processes.
+
+    Raises:
+        ValueError: if CUDA is asked for and cannot be used, or there are fewer GPUs than processes.
+    """
+    count, obstacle = _usable_gpus()
+    if device == "cuda" and not count:
+        raise ValueError(f"--device cuda: {obstacle or 'this machine has no NVIDIA GPU'}")
+    if device == "cpu" or not count:
+        n = num_processes or 2
+        reason = "as asked" if device == "cpu" else obstacle or "no GPU here"
+        return Hardware("gloo", "cpu", n, f"gloo, {n} processes on CPU ({reason})")
+    n = num_processes or count
+    if n > count:
+        raise ValueError(f"--num-processes {n}: there are {count} GPUs, and NCCL needs one each")
+    name = torch.cuda.get_device_name(0)
+    return Hardware("nccl", "cuda", n, f"NCCL, {n} processes, one on each {name}")
+
+
+def _usable_gpus() -> tuple[int, str | None]:
+    """How many GPUs PyTorch can use, and why it cannot use those that seem to be there."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    if available:
+        return torch.cuda.device_count(), None
+    driver = Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists()
+    if torch.version.cuda is None and driver:
+        return (
+            0,
+            f"an NVIDIA driver is here, but PyTorch {torch.__version__} is a build without CUDA",
+        )
+    if caught or (driver and torch.version.cuda):
+        detail = str(caught[0].message).split("\n")[0] if caught else "no device answered"
+        return 0, f"an NVIDIA driver is here, but PyTorch cannot use it: {detail}"
+    return 0, None
+
+
+@contextmanager
+def process_group(hardware: Hardware, timeout_s: float) -> Iterator[Worker]:
+    """Join the ranks that the launcher started, and leave them in order.
+
+    Args:
+        hardware: of this machine; its backend and device type are used.
+        timeout_s: after this many seconds without progress a run is given up (`lm.watch`); a
+            collective gives up somewhat later, so that the first cause can be named.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    device = _claim_device(hardware, local_rank)
+    limit = timedelta(seconds=timeout_s * 1.5 + 10)
+    store = connect_store(limit, host_it=rank == 0)
+    dist.init_process_group(
+        hardware.backend,
+        store=dist.PrefixStore("process_group", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=limit,
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        yield Worker(rank, world_size, local_rank, device, store)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()  # a gloo process that has built an optimizer may abort at exit without this
+
+
+def connect_store(limit: timedelta, host_it: bool = False) -> dist.Store:
+    """A connection to the key-value store of this run.
+
+    Args:
+        limit: how long a call may wait.
+        host_it: open the store in this process, unless the launcher already hosts it.
+    """
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ.get("MASTER_PORT", 29500)),
+        is_master=host_it and not hosted,
+        timeout=limit,
+        wait_for_workers=False,
+    )
+    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _claim_device(hardware: Hardware, local_rank: int) -> torch.device:
+    if hardware.device_type == "cpu":
+        if "OMP_NUM_THREADS" not in os.environ:
+            local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"--nproc_per_node: local rank {local_rank} has no GPU, "
+            f"there are {torch.cuda.device_count()}; NCCL needs one each"
+        )
+    torch.cuda.set_device(local_rank)
+    # Multicast is neither used nor needed by ddp_copy_engine, which asks for this setting.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    return torch.device("cuda", local_rank)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's and torch's generators (all devices): the same model on every rank."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+class StepClock:
+    """Durations of consecutive steps, without stopping the device in between.
+
+    On a GPU a mark is an event in the stream, read when all steps are over; on a CPU it is the
+    monotonic clock. `mark()` before the first step and after each.
+    """
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self._marks: list = []
+
+    def mark(self) -> None:
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def milliseconds(self) -> list[float]:
+        """One duration a step; waits for the device."""
+        pairs = list(zip(self._marks[:-1], self._marks[1:], strict=True))
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            return [start.elapsed_time(end) for start, end in pairs]
+        return [(end - start) * 1e3 for start, end in pairs]
+
+
+class PeakMemory:
+    """Peak bytes of this process since construction: the GPU's, or the process's resident set."""
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self._can_reset = _reset_resident_peak()
+
+    def bytes(self) -> int | None:
+        """None where the system cannot tell."""
+        if self._on_gpu:
+            return torch.cuda.max_memory_allocated()
+        return _resident_peak() if self._can_reset else None
+
+
+def _reset_resident_peak() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # man 5 proc: reset VmHWM
+    except OSError:
+        return False
+    return True
+
+
+def _resident_peak() -> int | None:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,182 @@
+"""When one rank dies or hangs, the others stop, and the first cause is named.
+
+Collective libraries wait for a peer that will never come, and when they give up they blame whoever
+they happened to be connected to. So every rank says through the store how far it has come, from a
+thread that goes on when the main thread is stuck. The rank that is furthest behind when nobody
+moves any more is the one that the others wait for; one that no longer speaks is gone.
+"""
+
+import json
+import os
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+EXIT_FAILED = 70  # a run failed, and the cause is in the store
+CAUSE = "first_cause"
+DOING = "doing"
+MESSAGE_LENGTH = 200  # characters
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a run stops: `status` is `oom`, `error` or `timeout`."""
+
+    rank: int
+    status: str
+    message: str
+
+
+def publish_cause(store: dist.Store, cause: Cause) -> bool:
+    """Name the cause, unless another was named before; True if this one is the first."""
+    text = json.dumps(vars(cause))
+    return store.compare_set(CAUSE, "", text).decode() == text
+
+
+def read_cause(store: dist.Store) -> Cause | None:
+    return Cause(**json.loads(store.get(CAUSE))) if store.check([CAUSE]) else None
+
+
+def read_doing(store: dist.Store) -> str:
+    return store.get(DOING).decode() if store.check([DOING]) else ""
+
+
+class Watch:
+    """A thread that reports this rank's progress and watches that of the others.
+
+    Args:
+        store: a connection of its own, because a blocked call of the main thread holds its.
+        timeout_s: seconds without any progress, or without a word from a rank, until the run ends.
+        on_failure: called once with the cause before this process exits.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        on_failure: Callable[[Cause], None],
+    ):
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._timeout_s, self._on_failure = timeout_s, on_failure
+        self._interval_s = min(1.0, timeout_s / 8)
+        self._place, self._count = "start", 0
+        self._heard: dict[int, tuple[int, float]] = {}  # rank -> (beat, when it changed)
+        self._moved: dict[int, tuple[int, float, str]] = {}  # rank -> (count, when, place)
+        self._stop = threading.Event()
+        self._ending = threading.Lock()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="watch")
+        self._thread.start()
+
+    def at(self, place: str) -> None:
+        """This rank has come to `place`. Every rank passes the same places in the same order."""
+        self._place = place
+        self._count += 1
+
+    def say(self, what: str) -> None:
+        """Tell the launcher what this run is doing, in case that it has to tell how it ended."""
+        self._store.set(DOING, what)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def fail(self, error: BaseException) -> None:
+        """End this process because of `error`, once the first cause is known."""
+        if not is_consequence(error):
+            self._end(Cause(self._rank, status_of(error), describe(error)))
+        # A peer is gone: its own word, its launcher's or its silence will tell which.
+        self._stop.wait(self._interval_s * 5)
+        self._end(Cause(self._rank, "error", describe(error)))
+
+    def _run(self) -> None:
+        beat = 0
+        while not self._stop.wait(self._interval_s):
+            beat += 1
+            try:
+                self._store.set(f"rank_{self._rank}", f"{beat} {self._count} {self._place}")
+                cause = read_cause(self._store) or self._look_around()
+            except RuntimeError:  # DistError: the process that hosts the store has gone
+                cause = Cause(
+                    -1, "error", "the launcher, or the rank that hosts the store, is gone"
+                )
+            if cause:
+                self._end(cause)
+
+    def _look_around(self) -> Cause | None:
+        now = time.monotonic()
+        for rank in range(self._world_size):
+            self._listen(rank, now)
+        if len(self._moved) < self._world_size:
+            return None
+        for rank, (_, when) in self._heard.items():
+            if now - when > max(self._timeout_s / 2, 3 * self._interval_s):
+                place = self._moved[rank][2]
+                return Cause(rank, "error", f"stopped responding, last seen at {place}")
+        if now - max(when for _, when, _ in self._moved.values()) > self._timeout_s:
+            return self._name_the_last()
+        return None
+
+    def _listen(self, rank: int, now: float) -> None:
+        key = f"rank_{rank}"
+        if not self._store.check([key]):
+            return
+        beat, count, place = self._store.get(key).decode().split(" ", 2)
+        if rank not in self._heard or self._heard[rank][0] != int(beat):
+            self._heard[rank] = (int(beat), now)
+        if rank not in self._moved or self._moved[rank][0] != int(count):
+            self._moved[rank] = (int(count), now, place)
+
+    def _name_the_last(self) -> Cause:
+        rank = min(self._moved, key=lambda r: self._moved[r][0])
+        count, _, place = self._moved[rank]
+        furthest = max(c for c, _, _ in self._moved.values())
+        who = "stalled" if count < furthest else "stopped together with all other ranks"
+        return Cause(rank, "timeout", f"{who} at {place}: no progress for {self._timeout_s:g} s")
+
+    def _end(self, cause: Cause) -> None:
+        """Name the cause if nobody has, tell the caller, and leave at once."""
+        with self._ending:
+            try:
+                first = publish_cause(self._store, cause)
+                cause = read_cause(self._store) or cause
+            except RuntimeError:
+                first = True
+            if first:
+                print_cause(cause)
+            self._on_failure(cause)
+            sys.stdout.flush()
+            os._exit(EXIT_FAILED)  # the main thread may never come back from a collective
+
+
+def print_cause(cause: Cause) -> None:
+    who = f"rank {cause.rank}" if cause.rank >= 0 else "the run"
+    print(f"{who} failed first: {cause.message}", file=sys.stderr, flush=True)
+
+
+def status_of(error: BaseException) -> str:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return "oom"
+    return "oom" if "out of memory" in str(error).lower() else "error"
+
+
+def describe(error: BaseException) -> str:
+    """One line: the type and the beginning of what it says."""
+    text = " ".join(str(error).split("\n\n")[0].split())
+    return textwrap.shorten(f"{type(error).__name__}: {text}", MESSAGE_LENGTH, placeholder=" ...")
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Is this what a rank sees when a *peer* has failed?"""
+    if isinstance(error, dist.DistBackendError | dist.DistNetworkError):
+        return True
+    text = str(error).lower()
+    signs = ("connection closed by peer", "connection reset", "gloo", "broken pipe", "timed out")
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)

@@ -1,0 +1,72 @@
+"""One line on a terminal that says what runs and how long the rest may take."""
+
+import shutil
+import sys
+import time
+from typing import Self, TextIO
+
+_CLEAR_LINE = "\r\x1b[K"
+
+
+class Progress:
+    """A line on stderr, rewritten for each step; silent unless stderr is a terminal.
+
+    Call `update(label)` as each of `total` steps *starts*, and `close()` at the end; as a context
+    manager it closes itself, also when an exception passes through, so that a traceback or a
+    table starts on a clean line.
+
+        with Progress(total=len(cells)) as progress:
+            for cell in cells:
+                progress.update(cell.name)
+                measure(cell)
+    """
+
+    def __init__(self, total: int, enabled: bool | None = None, stream: TextIO | None = None):
+        self.total = total
+        self.stream = sys.stderr if stream is None else stream
+        self.enabled = self.stream.isatty() if enabled is None else enabled
+        self.started = 0
+        self.began = time.monotonic()
+        self._dirty = False
+
+    def update(self, label: str) -> None:
+        """Show that the next step, called `label`, starts now."""
+        self.started += 1
+        if not self.enabled:
+            return
+        line = f"[{self.started}/{self.total}] {' '.join(label.split())}{self._remaining()}"
+        width = shutil.get_terminal_size().columns - 1  # a full line would scroll
+        self.stream.write(_CLEAR_LINE + line[:width])
+        self.stream.flush()
+        self._dirty = True
+
+    def close(self) -> None:
+        """Erase the line and leave the cursor at its start. A second call does nothing."""
+        if self._dirty:
+            self.stream.write(_CLEAR_LINE)
+            self.stream.flush()
+            self._dirty = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def _remaining(self) -> str:
+        """Estimate the remaining time from the mean duration of the steps that are done."""
+        done = self.started - 1
+        if done < 1:
+            return ""
+        seconds = (time.monotonic() - self.began) / done * max(0, self.total - done)
+        return f", about {duration(seconds)} left"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as `42 s`, `3 min 05 s` or `2 h 07 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

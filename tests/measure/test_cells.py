@@ -1,0 +1,67 @@
+"""The order of cells: complete, balanced, and the same on every rank."""
+
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from measure.cells import plan_rounds
+
+
+def _rounds(n, rounds, seed):
+    order = plan_rounds([f"cell{i}" for i in range(n)], rounds, seed)
+    return [[cell for number, cell in order if number == r] for r in range(rounds)]
+
+
+def _predecessors(row):
+    return dict(pair[::-1] for pair in pairwise(row))
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+def test_every_round_runs_every_cell_once_and_in_sequence(n):
+    order = plan_rounds(list(range(n)), 6, seed=1)
+    assert [number for number, _ in order] == [r for r in range(6) for _ in range(n)]
+    for r in range(6):
+        assert sorted(cell for number, cell in order if number == r) == list(range(n))
+
+
+@pytest.mark.parametrize("n", range(2, 10))
+@pytest.mark.parametrize("seed", range(3))
+def test_no_cell_follows_the_same_one_in_consecutive_rounds(n, seed):
+    rows = _rounds(n, 2 * n + 1, seed)
+    for one, next_one in pairwise(rows):
+        assert not _predecessors(one).items() & _predecessors(next_one).items()
+
+
+@pytest.mark.parametrize("n", range(2, 10))
+def test_design_is_balanced(n):
+    rounds = n if n % 2 == 0 else 2 * n
+    rows = _rounds(n, rounds, seed=5)
+    pairs = Counter(pair for row in rows for pair in _predecessors(row).items())
+    assert set(pairs.values()) == {rounds * (n - 1) // (n * (n - 1))}
+    assert len(pairs) == n * (n - 1)
+    positions = Counter((cell, i) for row in rows for i, cell in enumerate(row))
+    assert set(positions.values()) == {rounds // n}
+
+
+def test_other_processes_plan_the_same_order():
+    code = "from measure.cells import plan_rounds; print(plan_rounds(list('abcdefg'), 4, 9))"
+    seen = {
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        for _ in range(2)
+    }
+    assert seen == {str(plan_rounds(list("abcdefg"), 4, 9))}
+
+
+def test_seed_matters_and_the_cells_stay_as_they_were():
+    cells = [{"name": name} for name in "abcdefg"]
+    assert plan_rounds(cells, 2, 0) != plan_rounds(cells, 2, 1)
+    assert [cell["name"] for cell in cells] == list("abcdefg")
+
+
+def test_no_cells_and_no_rounds():
+    assert plan_rounds([], 3, 0) == []
+    with pytest.raises(ValueError, match="rounds must be at least 1"):
+        plan_rounds(["a"], 0, 0)

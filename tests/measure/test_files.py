@@ -1,0 +1,134 @@
+"""Files survive kills: whole or absent, and a cut last line is dropped and repaired."""
+
+import json
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+
+from measure.files import append_line, read_lines, write_atomically
+
+
+def test_write_atomically_replaces_text_and_bytes(tmp_path):
+    path = tmp_path / "summary.txt"
+    write_atomically(path, "größer")
+    assert path.read_text(encoding="utf-8") == "größer"
+    write_atomically(str(path), b"\x00\xff")
+    assert path.read_bytes() == b"\x00\xff"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_write_atomically_has_ordinary_permissions(tmp_path):
+    path = tmp_path / "picture.png"
+    ordinary = tmp_path / "ordinary"
+    ordinary.touch()
+    write_atomically(path, b"1")
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(ordinary.stat().st_mode)
+
+
+def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    write_atomically(path, "old")
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_append_and_read(tmp_path):
+    path = tmp_path / "log.jsonl"
+    assert read_lines(path) == []
+    append_line(path, '{"a": 1}')
+    append_line(path, '{"a": "ü"}')
+    assert read_lines(path) == [{"a": 1}, {"a": "ü"}]
+    with pytest.raises(ValueError, match="line break"):
+        append_line(path, '{"a":\n1}')
+
+
+@pytest.mark.parametrize("cut", ['{"b', '{"b": "ü'.encode()[:-1], b"x" * 9000, "{"])
+def test_cut_last_line_is_dropped_and_repaired(tmp_path, cut):
+    path = tmp_path / "log.jsonl"
+    append_line(path, '{"a": 1}')
+    with open(path, "ab") as file:
+        file.write(cut if isinstance(cut, bytes) else cut.encode())
+    assert read_lines(path) == [{"a": 1}]
+    append_line(path, '{"c": 3}')
+    assert read_lines(path) == [{"a": 1}, {"c": 3}]
+    assert path.read_text() == '{"a": 1}\n{"c": 3}\n'
+
+
+def test_file_that_is_only_a_cut_line(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"schema')
+    assert read_lines(path) == []
+    append_line(path, "{}")
+    assert path.read_text() == "{}\n"
+
+
+def test_whole_last_line_without_line_break_is_kept(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"a": 1}\n{"b": 2}')
+    assert read_lines(path) == [{"a": 1}, {"b": 2}]
+    append_line(path, '{"c": 3}')
+    assert read_lines(path) == [{"a": 1}, {"b": 2}, {"c": 3}]
+
+
+@pytest.mark.parametrize("broken", ['{"a', "", "\x00\x00", "{}{}"])
+def test_corrupt_line_elsewhere_names_file_and_line(tmp_path, broken):
+    path = tmp_path / "log.jsonl"
+    path.write_text(f'{{"a": 1}}\n{broken}\n{{"c": 3}}\n')
+    with pytest.raises(ValueError, match=r"log\.jsonl, line 2") as caught:
+        read_lines(path)
+    assert "\n" not in str(caught.value)
+
+
+def _kill_while_running(code: str, folder, seconds: float) -> None:
+    """Start `code` with `folder` as argument, wait until it has begun, SIGKILL it a bit later."""
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder)])
+    deadline = time.monotonic() + 30
+    while not (folder / "begun").exists():
+        assert process.poll() is None, "the writing process ended by itself"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    (folder / "begun").unlink()
+
+
+_WRITER = """
+import importlib.util, json, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+spec = importlib.util.spec_from_file_location("files", {source!r})  # without measure's imports
+files = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(files)
+i = 0
+while True:
+    text = json.dumps({{"i": i, "padding": "ü" * 200_000}})
+    files.write_atomically(folder / "whole.json", text)
+    files.append_line(folder / "log.jsonl", text)
+    (folder / "begun").touch()
+    i += 1
+"""
+
+
+def test_killed_writer_leaves_whole_files(tmp_path):
+    code = _WRITER.format(source=sys.modules["measure.files"].__file__)
+    generator = random.Random(0)
+    for _ in range(5):
+        _kill_while_running(code, tmp_path, generator.uniform(0, 0.05))
+        whole = json.loads((tmp_path / "whole.json").read_text())
+        assert len(whole["padding"]) == 200_000
+        assert {len(line["padding"]) for line in read_lines(tmp_path / "log.jsonl")} == {200_000}
+    leftovers = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
+    assert leftovers == {"whole.json", "log.jsonl"}

@@ -1,0 +1,83 @@
+"""The progress line: only on a terminal, with an estimate, and clean afterwards."""
+
+import io
+import sys
+
+import pytest
+
+from measure import progress as room
+from measure.progress import Progress, duration
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def _last_line(stream):
+    return stream.getvalue().split("\r")[-1].removeprefix("\x1b[K")
+
+
+def test_silent_without_a_terminal(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with Progress(2) as progress:
+        progress.update("a")
+        progress.update("b")
+    assert stream.getvalue() == ""
+
+
+def test_estimate_of_the_remaining_time(monkeypatch):
+    stream, clock = Terminal(), [100.0]
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(room.time, "monotonic", lambda: clock[0])
+    progress = Progress(5)
+    progress.update("first")
+    assert _last_line(stream) == "[1/5] first"
+    clock[0] += 30
+    progress.update("second\nline")
+    assert _last_line(stream) == "[2/5] second line, about 2 min 00 s left"
+    assert "\n" not in stream.getvalue()
+
+
+def test_long_label_does_not_wrap(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Terminal()
+    progress = Progress(1, stream=stream)
+    progress.update("x" * 100)
+    assert len(_last_line(stream)) == 39
+
+
+def test_line_is_clean_after_an_exception():
+    stream = Terminal()
+
+    def fail():
+        with Progress(3, stream=stream) as progress:
+            progress.update("a")
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fail()
+    assert stream.getvalue().endswith("\r\x1b[K")
+
+
+def test_close_twice_and_without_update_and_forced_on():
+    stream = io.StringIO()
+    progress = Progress(1, enabled=True, stream=stream)
+    progress.close()
+    assert stream.getvalue() == ""
+    progress.update("a")
+    progress.close()
+    written = stream.getvalue()
+    progress.close()
+    assert stream.getvalue() == written
+    assert "[1/1] a" in written
+
+
+def test_duration():
+    assert [duration(s) for s in (0.4, 59.6, 65, 7620)] == [
+        "0 s",
+        "1 min 00 s",
+        "1 min 05 s",
+        "2 h 07 min",
+    ]

@@ -1,0 +1,85 @@
+"""Tables line up, print what is missing, and say why a row failed."""
+
+from measure.table import Column, format_table
+
+COLUMNS = [
+    Column("name", "implementation"),
+    Column("median", "step ms", ".1f"),
+    Column("collectives"),
+    Column("ratio", "to reference", lambda ratio: f"{ratio[0]:.2f} [{ratio[1]:.2f}]", right=True),
+    Column("exact"),
+]
+ROWS = [
+    {"name": "short", "median": 1234.56, "collectives": 7, "ratio": (1.0, 0.9), "exact": True},
+    {"name": "a much longer name", "median": float("nan"), "status": "ok", "ratio": None},
+    {"name": "broken", "status": "oom", "reason": "out of memory:\n  tried 2 | 3 GiB" + "!" * 80},
+]
+
+
+def test_plain_table():
+    assert format_table(COLUMNS, ROWS, title="Steps").splitlines() == [
+        "Steps",
+        "",
+        "implementation      step ms  collectives  to reference  exact",
+        "------------------  -------  -----------  ------------  -----",
+        "short                1234.6            7   1.00 [0.90]    yes",
+        "a much longer name        –            –             –      –",
+        "broken              oom: out of memory: tried 2 | 3 GiB" + "!" * 80,
+    ]
+
+
+def test_markdown_table():
+    lines = format_table(COLUMNS, ROWS, title="Steps", markdown=True).splitlines()
+    assert lines[:4] == [
+        "**Steps**",
+        "",
+        "| implementation | step ms | collectives | to reference | exact |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    assert lines[4] == "| short | 1234.6 | 7 | 1.00 [0.90] | yes |"
+    assert lines[6].startswith("| broken | oom: out of memory: tried 2 \\| 3 GiB!")
+    assert lines[6].endswith("! |  |  |  |")
+
+
+def test_plain_keys_as_columns_and_text_left():
+    table = format_table(
+        ["a", "b", "c"], [{"a": "x", "b": 1.0, "c": "left"}, {"a": "yy", "c": "l"}]
+    )
+    assert table.splitlines() == [
+        "a      b  c",
+        "--  ----  ----",
+        "x   1.00  left",
+        "yy     –  l",
+    ]
+
+
+def test_failure_keeps_every_text_column_before_the_numbers():
+    columns = ["mode", "backend", "ms"]
+    rows = [
+        {"mode": "m", "backend": "gloo", "ms": 1},
+        {"mode": "n", "backend": "a long backend", "status": "timeout"},
+    ]
+    assert format_table(columns, rows).splitlines()[-2:] == [
+        "m     gloo             1",
+        "n     a long backend  timeout",
+    ]
+
+
+def test_reason_starts_at_the_left_of_a_wide_column_after_a_number_that_names_the_row():
+    rows = [{"tokens": 1024, "milliseconds": 7}, {"tokens": 2048, "status": "oom"}]
+    assert format_table(["tokens", "milliseconds"], rows).splitlines()[-2:] == [
+        "  1024             7",
+        "  2048  oom",
+    ]
+
+
+def test_failure_in_a_table_of_one_column():
+    assert format_table(["name"], [{"name": "x", "status": "error"}]).endswith("x     error")
+
+
+def test_all_rows_failed_and_no_rows():
+    rows = [{"name": "x", "status": "unavailable", "reason": "needs two GPUs"}]
+    assert format_table(COLUMNS, rows).splitlines()[-1] == (
+        "x               unavailable: needs two GPUs"
+    )
+    assert len(format_table(COLUMNS, []).splitlines()) == 2

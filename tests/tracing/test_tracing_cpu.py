@@ -1,0 +1,190 @@
+"""Traces without a GPU: two real ones (see gloo_steps.py), and hand-written traps."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tracing import PHASES, load_trace, overlap, steps
+from tracing.intervals import difference, total
+
+HERE = Path(__file__).parent
+FIXTURES = {name: HERE / f"fixtures/gloo_{name}.json" for name in ("synchronous", "overlapped")}
+PARAMETERS, STEPS = 6, 2
+
+
+def raster(path, prefix, span):
+    """Microseconds of the span in which an event of that name ran: the slow way to measure."""
+    start, end = span
+    busy = np.zeros(round(end - start), dtype=bool)
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event["name"].startswith(prefix):
+            first, last = event["ts"] - start, event["ts"] + event["dur"] - start
+            busy[max(round(first), 0) : max(round(last), 0)] = True
+    return busy
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_real_trace_equals_a_microsecond_raster(name):
+    trace = load_trace(FIXTURES[name])
+    result = overlap(trace)
+    computing = raster(FIXTURES[name], "aten::", trace.span)
+    communicating = raster(FIXTURES[name], "gloo:", trace.span)
+    close = {"rel": 0.01, "abs": 20}
+    assert result.computation == pytest.approx(computing.sum(), **close)
+    assert result.communication == pytest.approx(communicating.sum(), **close)
+    assert result.overlapped == pytest.approx((computing & communicating).sum(), **close)
+    assert result.exposed == pytest.approx((~computing & communicating).sum(), **close)
+    assert result.idle == pytest.approx((~computing & ~communicating).sum(), **close)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_real_trace_has_its_parts(name):
+    trace = load_trace(FIXTURES[name])
+    assert trace.basis == "CPU operators (a proxy)"
+    assert len(trace.communication) == PARAMETERS * STEPS
+    assert len(steps(trace)) == overlap(trace).steps == STEPS
+    assert list(trace.epochs) == ["epoch_0_training_lr_0.001"]
+    assert set(trace.phases) == set(PHASES) - {"lr_scheduling", "gradient_clipping_warmup"}
+
+
+def test_synchronous_waits_after_backward():
+    trace = load_trace(FIXTURES["synchronous"])
+    result = overlap(trace)
+    assert total(difference(trace.communication, trace.phases["gradient_sync"])) == 0
+    assert result.overlapped < 0.001 * result.communication
+
+
+def test_overlapped_hides_part_of_it():
+    assert 0.3 < overlap(load_trace(FIXTURES["overlapped"])).overlap_fraction < 1
+
+
+def event(name, start, end, thread=1, cat="cpu_op"):
+    times = {"ts": start, "dur": end - start}
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": thread} | times
+
+
+def load(tmp_path, events):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    return load_trace(path)
+
+
+def test_a_wait_inside_a_backward_hook_is_not_computation(tmp_path):
+    wrapper = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+    events = [
+        event("AddmmBackward0", 0, 12),
+        event("aten::mm", 0, 10),
+        event(wrapper, 12, 100),
+        event("torch::autograd::AccumulateGrad", 12, 100),
+        event("aten::add_", 12, 14),
+        event("c10d::allreduce_", 20, 25),
+        event("gloo:all_reduce", 22, 90, thread=2, cat="user_annotation"),
+    ]
+    trace = load(tmp_path, events)
+    assert trace.computation == [(0, 10), (12, 14)]
+    assert trace.communication == [(22, 90)]
+    assert overlap(trace).exposed == 68
+
+
+def test_collectives_inside_a_compiled_graph_are_cut_out(tmp_path):
+    events = [
+        event("## Call CompiledFxGraph f1 ##", 0, 100),
+        event("_c10d_functional::wait_tensor", 40, 70),
+        event("gloo:all_reduce", 30, 70, thread=2, cat="user_annotation"),
+    ]
+    trace = load(tmp_path, events)
+    assert trace.computation == [(0, 40), (70, 100)]
+    assert overlap(trace).overlapped == 10
+
+
+def test_a_launch_on_one_thread_does_not_stop_another(tmp_path):
+    events = [event("c10d::allreduce_", 0, 50, thread=1), event("aten::mm", 0, 50, thread=3)]
+    assert load(tmp_path, events).computation == [(0, 50)]
+
+
+def test_operators_on_gloos_own_thread_belong_to_the_collective(tmp_path):
+    events = [
+        event("gloo:all_reduce", 0, 50, thread=2, cat="user_annotation"),
+        event("aten::div_", 40, 45, thread=2),
+    ]
+    assert load(tmp_path, events).computation == []
+
+
+def test_reducers_copies_are_computation(tmp_path):
+    name = "torch::distributed::reducer::mul_out"
+    assert load(tmp_path, [event(name, 0, 5)]).computation == [(0, 5)]
+
+
+def test_compressed_trace_reads_the_same(tmp_path):
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(FIXTURES["overlapped"].read_bytes()))
+    assert load_trace(path) == load_trace(FIXTURES["overlapped"])
+
+
+def test_only_the_steps_count(tmp_path):
+    """The barrier before the first step and the export after the last are not training."""
+    events = [
+        event("epoch_0_training_lr_0.001", 0, 100, cat="user_annotation"),
+        event("gloo:barrier", 5, 10, thread=2, cat="user_annotation"),
+        event("forward_pass", 20, 40, cat="user_annotation"),
+        event("aten::mm", 20, 40),
+        event("gloo:all_reduce", 40, 60, thread=2, cat="user_annotation"),
+        event("optimizer_step", 60, 80, cat="user_annotation"),
+        event("aten::add_", 60, 80),
+        event("aten::item", 85, 95),
+    ]
+    trace = load(tmp_path, events)
+    assert trace.span == (20, 80)
+    assert overlap(trace).computation == 40
+    assert overlap(trace).communication == 20
+    without_phases = load(tmp_path, [e for e in events if not e["name"].endswith(("pass", "step"))])
+    assert without_phases.span == (0, 100)
+    assert steps(without_phases) == []
+
+
+def broken_files(folder):
+    text = FIXTURES["overlapped"].read_bytes()
+    contents = {
+        "empty.json": b"",
+        "cut.json": text[: len(text) // 2],
+        "cut.json.gz": gzip.compress(text)[:4000],
+        "plain.json.gz": text,
+        "binary.json": bytes(range(256)),
+        "list.json": b"[]",
+        "no_events.json": b'{"traceEvents": []}',
+        "other.json": b'{"traceEvents": "x"}',
+        "no_times.json": b'{"traceEvents": [{"ph": "X", "name": "aten::mm"}]}',
+    }
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    return sorted(contents)
+
+
+def test_broken_file_is_named_on_one_line(tmp_path):
+    for name in broken_files(tmp_path):
+        with pytest.raises(ValueError, match=r"json") as caught:
+            load_trace(tmp_path / name)
+        assert str(tmp_path / name) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_two_fresh_gloo_processes(tmp_path):
+    """What PyTorch writes today still follows the rules."""
+    command = [sys.executable, str(HERE / "gloo_steps.py"), str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, env=environment, check=True, timeout=300)
+    for rank in (0, 1):
+        trace = load_trace(tmp_path / f"synchronous_rank_{rank}_trace.json")
+        assert trace.rank == rank
+        assert len(trace.communication) == PARAMETERS * STEPS
+        assert total(difference(trace.communication, trace.phases["gradient_sync"])) == 0
+        trace = load_trace(tmp_path / f"overlapped_rank_{rank}_trace.json")
+        assert len(trace.communication) == PARAMETERS * STEPS
+        assert overlap(trace).overlap_fraction > 0

@@ -1,0 +1,47 @@
+"""Interval algebra against sets of integers: interval (2, 5) is the unit cells {2, 3, 4}."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from tracing.intervals import difference, intersection, total, union
+
+
+def cells(intervals):
+    return {cell for start, end in intervals for cell in range(start, end)}
+
+
+def random_intervals(source):
+    starts = [source.randrange(40) for _ in range(source.randrange(9))]
+    return [(start, start + source.randrange(9)) for start in starts]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_algebra_equals_sets_of_cells(seed):
+    source = random.Random(seed)
+    a, b = random_intervals(source), random_intervals(source)
+    assert cells(union(a)) == cells(a)
+    assert cells(union(a + b)) == cells(a) | cells(b)
+    assert cells(intersection(a, b)) == cells(a) & cells(b)
+    assert cells(difference(a, b)) == cells(a) - cells(b)
+    assert total(a) == len(cells(a))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_results_are_sorted_and_have_gaps(seed):
+    source = random.Random(seed)
+    a, b = random_intervals(source), random_intervals(source)
+    for result in (union(a), intersection(a, b), difference(a, b)):
+        assert all(start < end for start, end in result)
+        assert all(p[1] < n[0] for p, n in pairwise(result))
+
+
+def test_touching_intervals_join_and_empty_ones_vanish():
+    assert union([(2.0, 3.0), (1.0, 2.0), (5.0, 5.0)]) == [(1.0, 3.0)]
+    assert total([]) == 0
+
+
+def test_interval_that_ends_before_it_starts_is_refused():
+    with pytest.raises(ValueError, match="ends before"):
+        union([(2.0, 1.0)])

@@ -1,0 +1,204 @@
+"""The picture, the summary, and the profiler that feeds them."""
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib.colors import to_hex
+
+from tracing import (
+    OperatorRow,
+    Trace,
+    draw_timeline,
+    load_trace,
+    overlap,
+    phase,
+    profile,
+    slowest_operators,
+    write_summary,
+)
+from tracing.files import written_whole
+from tracing.timeline import COMPUTATION, EXPOSED, HIDDEN, representative_step, timeline_figure
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+def fixture(name):
+    return load_trace(FIXTURES / f"gloo_{name}.json")
+
+
+def png_size(path):
+    header = path.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", header[16:24])
+
+
+def made_up_trace(rank=0, lengths=(100.0, 300.0, 200.0), exposed=10.0):
+    """Steps of given lengths; in each, computation then exposed communication then computation."""
+    computation, communication, phases = [], [], {"forward_pass": [], "optimizer_step": []}
+    start = 0.0
+    for length in lengths:
+        middle, end = start + length / 2, start + length
+        computation += [(start, middle), (middle + exposed, end)]
+        communication += [(middle - exposed, middle + exposed)]
+        phases["forward_pass"].append((start, start + 5))
+        phases["optimizer_step"].append((end - 5, end))
+        start = end
+    return Trace(
+        rank, "GPU kernels", computation, communication, phases, "x", {}, (0.0, sum(lengths))
+    )
+
+
+def test_one_panel_and_three_stacked(tmp_path):
+    synchronous, overlapped = fixture("synchronous"), fixture("overlapped")
+    draw_timeline({"ddp": [synchronous]}, tmp_path / "one.png", title="one")
+    three = {"ddp": [synchronous, synchronous], "v2": [overlapped], "bucketed": [overlapped]}
+    draw_timeline(three, tmp_path / "three.png")
+    width, height = png_size(tmp_path / "one.png")
+    assert width >= 1800
+    assert png_size(tmp_path / "three.png")[0] == width
+    assert png_size(tmp_path / "three.png")[1] > 1.5 * height
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["one.png", "three.png"]
+
+
+def drawn_ms(axes, colour):
+    """How many milliseconds of a colour the panel holds, lanes added."""
+    bars = [c for c in axes.collections if to_hex(c.get_facecolor()[0]) == colour.lower()]
+    paths = [path for bar in bars for path in bar.get_paths()]
+    return sum(path.get_extents().width for path in paths)
+
+
+def texts(axes):
+    return " | ".join(text.get_text() for text in axes.texts)
+
+
+def test_bars_are_as_long_as_the_numbers_say():
+    trace = fixture("overlapped")
+    (window,) = representative_step([trace])
+    step = overlap(trace, window)
+    axes = timeline_figure({"v2": [trace]}, "title").axes[0]
+    for colour, microseconds in [
+        (COMPUTATION, step.computation),
+        (HIDDEN, step.overlapped),
+        (EXPOSED, step.exposed),
+    ]:
+        assert drawn_ms(axes, colour) == pytest.approx(microseconds / 1000, rel=1e-4)
+    assert f"exposed {step.exposed / 1000:.1f} ms" in texts(axes)
+    assert f"{step.overlap_fraction:.0%} hidden" in texts(axes)
+
+
+def test_step_of_median_length_is_drawn_on_every_rank():
+    fast, slow = made_up_trace(0), made_up_trace(1, lengths=(110.0, 310.0, 230.0))
+    assert representative_step([fast, slow]) == [(400, 600), (420, 650)]
+    cut = made_up_trace(1, lengths=(110.0,))
+    assert representative_step([fast, cut]) == [(0, 100), (0, 110)]
+
+
+def test_panels_share_one_axis_that_starts_at_the_step():
+    short, long = made_up_trace(lengths=(1000.0,)), made_up_trace(lengths=(5000.0,))
+    axes = timeline_figure({"a": [short], "b": [long]}, "title").axes
+    assert axes[0].get_xlim() == axes[1].get_xlim()
+    assert axes[0].get_xlim()[0] == 0
+    assert axes[0].get_xlim()[1] == pytest.approx(5, rel=0.02)
+
+
+def test_more_than_four_ranks_show_four_and_say_so():
+    axes = timeline_figure({"ddp": [made_up_trace(rank) for rank in range(6)]}, "title").axes[0]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    assert "first 4 of 6 ranks" in texts(axes)
+
+
+def test_end_of_backward_is_marked():
+    trace = fixture("synchronous")
+    (window,) = representative_step([trace])
+    axes = timeline_figure({"ddp": [trace]}, "title").axes[0]
+    ends = {end for _, end in trace.phases["backward_pass"] if window[0] < end <= window[1]}
+    (marked,) = [line.get_xdata()[0] for line in axes.lines]
+    assert marked == pytest.approx((ends.pop() - window[0]) / 1000)
+
+
+def test_nothing_to_draw_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no trace of ddp"):
+        draw_timeline({"ddp": []}, tmp_path / "x.png")
+    with pytest.raises(ValueError, match="any implementation"):
+        draw_timeline({}, tmp_path / "x.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_summary_holds_the_figures(tmp_path):
+    traces = [fixture("overlapped")]
+    rows = [OperatorRow("aten::mm", 45, 104_000.0, 103_364.8), OperatorRow("x" * 80, 1, 2.0, 1.0)]
+    path = tmp_path / "ddp_summary.txt"
+    configuration = {"implementation": "ddp", "d_model": 512}
+    write_summary(path, configuration, traces, rows, ["ddp_rank_0_trace.json"], {"peak MB": 812})
+    text = path.read_text()
+    step = overlap(traces[0]).per_step()
+    for value in (step.span, step.computation, step.communication, step.exposed, step.idle):
+        assert f"{value / 1000:.3f}" in text
+    assert f"{step.overlap_fraction:.1%}" in text
+    assert "CPU operators (a proxy)" in text
+    assert re.search(r"aten::mm +45 +104\.000 +103\.365", text)
+    assert re.search(rf"backward_pass +{step.phases['backward_pass'] / 1000:.3f}", text)
+    assert re.search(r"d_model +512", text)
+    assert re.search(r"peak MB +812", text)
+    for expected in ("ddp_rank_0_trace.json", "chrome://tracing", "ui.perfetto.dev"):
+        assert expected in text
+    assert max(len(line) for line in text.splitlines()) <= 110
+    assert [p.name for p in tmp_path.iterdir()] == ["ddp_summary.txt"]
+
+
+def test_profile_writes_a_trace_that_loads(tmp_path):
+    path = tmp_path / "new" / "trace.json"
+    with profile(path, device_type="cpu", memory=False) as profiler:
+        with phase("forward_pass"):
+            product = torch.ones(8, 8, requires_grad=True) @ torch.ones(8, 8)
+        with phase("backward_pass"):
+            product.sum().backward()
+    trace = load_trace(path)
+    assert list(trace.phases) == ["forward_pass", "backward_pass"]
+    assert trace.computation
+    assert not trace.communication
+    names = [row.name for row in slowest_operators(profiler, limit=3)]
+    assert len(names) == 3
+    everything = slowest_operators(profiler, limit=1000)
+    assert "aten::mm" in [row.name for row in everything]
+    assert "forward_pass" not in [row.name for row in everything]
+    assert [r.self_us for r in everything] == sorted((r.self_us for r in everything), reverse=True)
+    assert [p.name for p in path.parent.iterdir()] == ["trace.json"]
+
+
+def test_failed_profile_leaves_no_file(tmp_path):
+    with (
+        pytest.raises(RuntimeError, match="step failed"),
+        profile(tmp_path / "trace.json", device_type="cpu"),
+    ):
+        raise RuntimeError("step failed")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failed_writer_keeps_the_old_file(tmp_path):
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+
+    def write_half():
+        with written_whole(path) as temporary:
+            temporary.write_text("half of the n")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_half()
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file.txt"]
+
+
+def test_reader_of_the_old_file_is_not_disturbed(tmp_path):
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+    with path.open() as reader:
+        with written_whole(path) as temporary:
+            temporary.write_text("new")
+        assert reader.read() == "old"
+    assert path.read_text() == "new"

@@ -1,0 +1,70 @@
+"""What is computation and what is communication in a trace without a GPU (gloo).
+
+Read off real traces of two gloo processes, all-reducing from hooks in backward and after it:
+
+communication
+    Every event named `gloo:*` or `nccl:*`. Gloo records one on the worker thread that carries
+    out the collective, from the moment it starts on it to its end, so it covers moving the bytes,
+    adding them and waiting for a slower partner, as an NCCL kernel does. Several may run at once.
+neither
+    `c10d::*`: the caller's side of a collective. It queues the work and returns; counting it as
+    communication would count the bytes twice, counting it as computation would hide a wait.
+    Waiting itself (`work.wait()`) is no event at all: the operators just stop.
+    `autograd::*`, `torch::autograd::*` and the nodes named `...Backward0`: wrappers around
+    operators. They also contain the hooks, so a blocking all-reduce called in a hook lies inside
+    one: the wrapper would turn the wait into computation.
+computation
+    Every other operator (`cpu_op`: `aten::*`, DDP's `torch::distributed::reducer::*` copies,
+    compiled graphs) on a thread that carries no collective, less any `c10d::*` time inside it.
+
+This is a proxy. An operator's time is wall time on a core that it shares with gloo's threads and
+with other processes, so communication that is hidden here still slows the operators it hides
+behind. The interpreter's own time between operators counts as idle.
+"""
+
+import re
+
+from .intervals import Interval, difference
+
+BASIS = "CPU operators (a proxy)"
+COLLECTIVES = ("gloo:", "nccl:")
+CALLER_SIDE = ("c10d::", "_c10d_functional::")
+WRAPPERS = ("autograd::", "torch::autograd::")
+
+
+def classify(events: list[dict]) -> tuple[list[Interval], list[Interval]]:
+    """(computation, communication), each sorted; computation is merged per thread."""
+    collectives = [e for e in events if e["name"].startswith(COLLECTIVES)]
+    busy_threads = {e["tid"] for e in collectives}
+    operators = [
+        e
+        for e in events
+        if e.get("cat") == "cpu_op" and e["tid"] not in busy_threads and not is_wrapper(e["name"])
+    ]
+    return _without_launches(operators), _intervals(collectives)
+
+
+def is_wrapper(name: str) -> bool:
+    """Whether an operator only contains others: a node of the backward graph."""
+    return name.startswith(WRAPPERS) or re.fullmatch(r"[^:]*Backward\d*", name) is not None
+
+
+def place_phases(
+    events: list[dict], on_cpu: dict[str, list[Interval]]
+) -> tuple[dict[str, list[Interval]], str]:
+    """The phases as recorded, and where that is."""
+    return on_cpu, "ranges on the CPU thread"
+
+
+def _without_launches(operators: list[dict]) -> list[Interval]:
+    """Per thread: operators less the caller's side of collectives, alone or inside a graph."""
+    kept: list[Interval] = []
+    for thread in {e["tid"] for e in operators}:
+        own = [e for e in operators if e["tid"] == thread]
+        launches = [e for e in own if e["name"].startswith(CALLER_SIDE)]
+        kept += difference(_intervals(own), _intervals(launches))
+    return sorted(kept)
+
+
+def _intervals(events: list[dict]) -> list[Interval]:
+    return sorted((e["start"], e["end"]) for e in events)

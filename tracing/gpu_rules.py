@@ -1,0 +1,161 @@
+"""What is computation and what is communication in a trace with GPU kernels, and where phases lie.
+
+communication
+    A kernel, copy or memset
+    (a) whose name contains "nccl", or
+    (b) on a side stream, inside a range named `communication:...` that was recorded around its
+        launch and that the profiler projected on that stream (category `gpu_user_annotation`).
+        That is how a variant that moves bytes with the copy engines says what they are for: peer
+        copies, symmetric-memory barriers and the sum all count, as they do inside an NCCL kernel.
+        The projected range itself counts as a whole: between its barriers the stream waits for
+        the other ranks. The main stream, where most of the forward pass ran, is no side stream.
+computation
+    Every other kernel, copy and memset.
+
+Phases are recorded on the CPU, which runs ahead of the GPU, so they are placed on the device by
+*launch*: a phase's device interval goes from the first start to the last end of the computation
+that any thread launched during the phase. (The profiler's own projection follows the CPU thread
+that opened the range, but autograd launches backward's kernels from a thread of its own; it is
+the fallback where launches are not recorded.) One exception: `gradient_sync` mostly waits, and a
+wait has no kernel. It lasts from the end of the computation launched before it to the start of
+the computation launched after it.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+
+from .intervals import Interval
+from .phases import COMMUNICATION_PREFIX
+
+BASIS = "GPU kernels"
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+
+def classify(events: list[dict]) -> tuple[list[Interval], list[Interval]]:
+    """(computation, communication), each sorted and not merged."""
+    side_ranges = _side_ranges(events)
+    computing, communicating = _split(events, side_ranges)
+    return _intervals(computing), _intervals(communicating + side_ranges)
+
+
+def place_phases(
+    events: list[dict], on_cpu: dict[str, list[Interval]]
+) -> tuple[dict[str, list[Interval]], str]:
+    """The phases on the device, and how they were placed."""
+    computing, _ = _split(events, _side_ranges(events))
+    launched = _by_launch_time(events, computing)
+    if launched:
+        placed = {name: _by_launch(launched, ranges) for name, ranges in on_cpu.items()}
+        if "gradient_sync" in on_cpu:
+            placed["gradient_sync"] = _waits(launched, on_cpu["gradient_sync"])
+        return {name: found for name, found in placed.items() if found}, "kernels by launch"
+    placed = {name: _projections(events, name) for name in on_cpu}
+    placed = {name: found for name, found in placed.items() if found}
+    return (placed, "the profiler's projection") if placed else (on_cpu, "ranges on the CPU thread")
+
+
+def _split(events: list[dict], side_ranges: list[dict]) -> tuple[list[dict], list[dict]]:
+    """The device's events as (computing, communicating)."""
+    by_stream: dict[tuple, list[dict]] = {}
+    for event in side_ranges:
+        by_stream.setdefault(_stream(event), []).append(event)
+    computing: list[dict] = []
+    communicating: list[dict] = []
+    for event in events:
+        if event.get("cat") in ON_DEVICE:
+            inside = any(
+                around["start"] <= event["start"] and event["end"] <= around["end"]
+                for around in by_stream.get(_stream(event), ())
+            )
+            is_communication = inside or "nccl" in event["name"].lower()
+            (communicating if is_communication else computing).append(event)
+    return computing, communicating
+
+
+def _side_ranges(events: list[dict]) -> list[dict]:
+    """The projected `communication:...` ranges that are not on the main stream."""
+    main = _main_stream(events)
+    projected = [e for e in events if e.get("cat") == "gpu_user_annotation"]
+    named = [e for e in projected if e["name"].startswith(COMMUNICATION_PREFIX)]
+    return [e for e in named if _stream(e) != main]
+
+
+def _main_stream(events: list[dict]) -> tuple | None:
+    """The stream that got most of the forward pass's launches, else most kernels."""
+    forwards = [
+        (e["start"], e["end"])
+        for e in events
+        if e.get("cat") == "user_annotation" and e["name"] == "forward_pass"
+    ]
+    launch_times = _launch_times(events)
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    in_forward = [
+        event
+        for event in kernels
+        if any(a <= launch_times.get(_correlation(event), -1) < b for a, b in forwards)
+    ]
+    counts = Counter(_stream(event) for event in in_forward or kernels)
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def _stream(event: dict) -> tuple:
+    """Device and stream: the profiler writes them where a CPU event has process and thread."""
+    return event["pid"], event["tid"]
+
+
+def _by_launch_time(events: list[dict], computing: list[dict]) -> list[tuple[float, float, float]]:
+    """(time of the launch on the CPU, start, end) of each computation, in launch order."""
+    launch_times = _launch_times(events)
+    return sorted(
+        (launch_times[_correlation(event)], event["start"], event["end"])
+        for event in computing
+        if _correlation(event) in launch_times
+    )
+
+
+def _launch_times(events: list[dict]) -> dict[int, float]:
+    """Correlation number → when the CPU launched it."""
+    launches = [event for event in events if event.get("cat") in LAUNCHES]
+    return {_correlation(event): event["start"] for event in launches}
+
+
+def _correlation(event: dict) -> int | None:
+    """The number that a kernel shares with the runtime call that launched it."""
+    return event.get("args", {}).get("correlation", id(event))
+
+
+def _by_launch(
+    launched: list[tuple[float, float, float]], ranges: list[Interval]
+) -> list[Interval]:
+    """Per range on the CPU: first start to last end of what was launched in it."""
+    placed = []
+    for start, end in ranges:
+        inside = launched[bisect_left(launched, (start,)) : bisect_left(launched, (end,))]
+        if inside:
+            placed.append((min(k[1] for k in inside), max(k[2] for k in inside)))
+    return placed
+
+
+def _waits(launched: list[tuple[float, float, float]], ranges: list[Interval]) -> list[Interval]:
+    """Per gradient_sync: from the end of what was launched before to the start of what follows."""
+    placed = []
+    for start, end in ranges:
+        first, last = bisect_left(launched, (start,)), bisect_left(launched, (end,))
+        before, inside, after = launched[:first], launched[first:last], launched[last:]
+        begins = max((k[2] for k in before), default=min((k[1] for k in inside), default=None))
+        ends = min((k[1] for k in after), default=max((k[2] for k in inside), default=None))
+        if begins is not None and ends is not None:
+            placed.append((begins, max(begins, ends)))
+    return placed
+
+
+def _projections(events: list[dict], name: str) -> list[Interval]:
+    """The profiler's own device ranges of that name on the main stream."""
+    main = _main_stream(events)
+    projected = [e for e in events if e.get("cat") == "gpu_user_annotation"]
+    return _intervals([e for e in projected if e["name"] == name and _stream(e) == main])
+
+
+def _intervals(events: list[dict]) -> list[Interval]:
+    return sorted((e["start"], e["end"]) for e in events)

@@ -1,0 +1,32 @@
+"""Record a trace: torch.profiler with the options that the rest of this room reads."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from .files import written_whole
+
+
+@contextmanager
+def profile(
+    trace_path: str | Path, *, device_type: str, memory: bool = True
+) -> Iterator[torch.profiler.profile]:
+    """Profile the body and, if it succeeds, write its Chrome trace to `trace_path`.
+
+    Keep the body to a few steps, after warming up outside: a trace grows by about 100 kB a step
+    even for a tiny model, and the first steps allocate, compile and connect.
+    """
+    activities = [ProfilerActivity.CPU]
+    if device_type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with torch.profiler.profile(
+        activities=activities, profile_memory=memory, record_shapes=False
+    ) as profiler:
+        yield profiler
+        if device_type == "cuda":
+            torch.cuda.synchronize()  # kernels still in flight belong to the trace
+    with written_whole(trace_path) as temporary:
+        profiler.export_chrome_trace(str(temporary))

@@ -1,0 +1,227 @@
+"""The picture: one training step of each implementation, under each other on one time axis.
+
+One panel per implementation, one lane per rank; in each lane computation above, communication
+below it. Communication that computation hides is pale, communication that the step waits for is
+strong and hatched. So a synchronous variant is seen, without reading, as a strong block after the
+end of backward, and an overlapped one as a pale block under it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from .files import written_whole
+from .intervals import Interval, difference, intersection, union
+from .overlap import Overlap, overlap, steps
+from .trace import Trace
+
+MAX_LANES = 4
+
+# Okabe and Ito's palette: told apart by colour-blind readers and, by lightness, in grey print.
+COMPUTATION = "#0072B2"
+HIDDEN = "#F3C7A4"
+EXPOSED = "#D55E00"
+INK = "#222222"
+TINTS = {  # phase: (label, background, label's colour)
+    "forward_pass": ("forward", "#E4EEF8", "#35608A"),
+    "backward_pass": ("backward", "#E3F1E4", "#3D7345"),
+    "gradient_sync": ("sync", "#FAF0C8", "#6B5B00"),
+    "gradient_clipping_warmup": ("clip", "#E9E9E9", "#555555"),
+    "optimizer_step": ("optimizer", "#EAE6F2", "#5F4B8B"),
+}
+
+WIDTH = 9.0  # inches: 100 pixels each in a README of 900
+DOTS_PER_INCH = 200
+LANE, HEADER = 0.46, 0.34  # inches: one rank, and the panel's line of names above the lanes
+ROWS = {"computation": (0.52, 0.40), "communication": (0.08, 0.40)}  # (bottom, height) in a lane
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One step of one rank, in milliseconds from the step's start."""
+
+    rank: int
+    length: float
+    computation: list[Interval]
+    hidden: list[Interval]
+    exposed: list[Interval]
+    phases: dict[str, list[Interval]]
+
+
+def draw_timeline(
+    traces: dict[str, list[Trace]], path: str | Path, title: str = "One training step"
+) -> None:
+    """Draw one representative step of each implementation, {name: traces, one per rank}."""
+    figure = timeline_figure(traces, title)
+    with written_whole(path) as temporary:
+        figure.savefig(temporary, dpi=DOTS_PER_INCH)
+
+
+def timeline_figure(traces: dict[str, list[Trace]], title: str) -> Figure:
+    """The picture before it is saved."""
+    empty = [name for name, ranks in traces.items() if not ranks]
+    if empty or not traces:
+        raise ValueError(f"draw_timeline: no trace of {', '.join(empty) or 'any implementation'}")
+    windows = {name: representative_step(ranks) for name, ranks in traces.items()}
+    panels = {
+        name: [_lane(t, w) for t, w in zip(ranks, windows[name], strict=True)]
+        for name, ranks in traces.items()
+    }
+    figure, all_axes = _empty_figure([len(lanes[:MAX_LANES]) for lanes in panels.values()])
+    axis_end = max(lane.length for lanes in panels.values() for lane in lanes[:MAX_LANES])
+    for axes, (name, lanes) in zip(all_axes, panels.items(), strict=True):
+        measured = [overlap(t, w) for t, w in zip(traces[name], windows[name], strict=True)]
+        _draw_panel(axes, lanes[:MAX_LANES], axis_end)
+        _write_figures(axes, name, measured, len(lanes[:MAX_LANES]))
+    all_axes[-1].set_xlabel("milliseconds since the step's forward pass began", fontsize=9)
+    all_axes[-1].tick_params(labelbottom=True)
+    _draw_frame(figure, title, traces)
+    return figure
+
+
+def representative_step(traces: list[Trace]) -> list[Interval]:
+    """The step of median length (mean over ranks), the same one on every rank; else the span.
+
+    The same, because the ranks of one step wait for each other: their lanes explain each other.
+    """
+    per_rank = [steps(trace) for trace in traces]
+    count = min(len(windows) for windows in per_rank)
+    if count == 0:
+        return [trace.span for trace in traces]
+    lengths = [fmean(w[i][1] - w[i][0] for w in per_rank) for i in range(count)]
+    median = sorted(range(count), key=lengths.__getitem__)[(count - 1) // 2]
+    return [windows[median] for windows in per_rank]
+
+
+def _lane(trace: Trace, window: Interval) -> Lane:
+    def in_window(intervals: list[Interval]) -> list[Interval]:
+        start = window[0]
+        inside = intersection(intervals, [window])
+        return [((a - start) / 1000, (b - start) / 1000) for a, b in inside]
+
+    return Lane(
+        rank=trace.rank,
+        length=(window[1] - window[0]) / 1000,
+        computation=in_window(union(trace.computation)),
+        hidden=in_window(intersection(trace.communication, trace.computation)),
+        exposed=in_window(difference(trace.communication, trace.computation)),
+        phases={name: in_window(found) for name, found in trace.phases.items()},
+    )
+
+
+def _empty_figure(lane_counts: list[int]) -> tuple[Figure, list[Axes]]:
+    """Panels under each other, laid out in inches so that lanes look alike in every picture."""
+    heights = [HEADER + LANE * max(count, 2) for count in lane_counts]
+    top, bottom, gap = 0.78, 0.72, 0.12
+    height = top + bottom + sum(heights) + gap * (len(heights) - 1)
+    figure = Figure(figsize=(WIDTH, height))
+    all_axes, y = [], height - top
+    for panel_height in heights:
+        y -= panel_height
+        all_axes.append(figure.add_axes((0.075, y / height, 0.745, panel_height / height)))
+        y -= gap
+    return figure, all_axes
+
+
+def _draw_panel(axes: Axes, lanes: list[Lane], axis_end: float) -> None:
+    lane_height = max(len(lanes), 2) / len(lanes)  # a single lane fills the panel
+    for index, lane in enumerate(lanes):
+        _draw_lane(axes, lane, -(index + 1) * lane_height, lane_height)
+    _label_phases(axes, lanes[0], axis_end)
+    axes.set_xlim(0, axis_end * 1.005)
+    axes.set_ylim(-lane_height * len(lanes), HEADER / LANE)
+    middles = [-(index + 0.5) * lane_height for index in range(len(lanes))]
+    axes.set_yticks(middles, [f"rank {lane.rank}" for lane in lanes])
+    axes.tick_params(labelsize=9, length=0, axis="y")
+    axes.tick_params(labelsize=9, labelbottom=False, axis="x")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _draw_lane(axes: Axes, lane: Lane, bottom: float, height: float) -> None:
+    def bars(intervals: list[Interval], row: tuple[float, float], **style) -> None:
+        spans = [(start, end - start) for start, end in intervals]
+        axes.broken_barh(spans, (bottom + row[0] * height, row[1] * height), **style)
+
+    for phase, (_, tint, _) in TINTS.items():
+        bars(lane.phases.get(phase, []), (0, 0.98), facecolor=tint, linewidth=0)
+    bars(lane.computation, ROWS["computation"], facecolor=COMPUTATION, linewidth=0)
+    bars(lane.hidden, ROWS["communication"], facecolor=HIDDEN, linewidth=0)
+    style = {"facecolor": EXPOSED, "edgecolor": "white", "hatch": "/////", "linewidth": 0}
+    bars(lane.exposed, ROWS["communication"], **style)
+    for _, end in lane.phases.get("backward_pass", []):
+        axes.plot([end, end], [bottom, bottom + 0.98 * height], color=INK, linewidth=1.6)
+
+
+def _label_phases(axes: Axes, lane: Lane, axis_end: float) -> None:
+    """Name each phase above the first lane where the name fits; the legend has them all."""
+    for phase, (label, _, ink) in TINTS.items():
+        for start, end in lane.phases.get(phase, []):
+            if end - start > axis_end * 0.0135 * len(label):
+                axes.text(
+                    (start + end) / 2, 0.08, label, ha="center", va="bottom", fontsize=8, color=ink
+                )
+
+
+def _write_figures(axes: Axes, name: str, measured: list[Overlap], drawn: int) -> None:
+    """The panel's name and, right of it, its numbers: means over all ranks."""
+    style = {"transform": axes.transAxes, "va": "top", "color": INK}
+    axes.text(0, 1.0, name, weight="bold", fontsize=10, **style)
+    if len(measured) > drawn:
+        note = f"first {drawn} of {len(measured)} ranks"
+        axes.text(0.995, 1.0, note, ha="right", fontsize=8, **style)
+    fractions = [m.overlap_fraction for m in measured if m.overlap_fraction is not None]
+    lines = [
+        (f"step {fmean(m.span for m in measured) / 1000:.1f} ms", INK, "bold"),
+        (f"exposed {fmean(m.exposed for m in measured) / 1000:.1f} ms", EXPOSED, "bold"),
+        (f"{fmean(fractions):.0%} hidden" if fractions else "no communication", INK, "normal"),
+    ]
+    for row, (text, colour, weight) in enumerate(lines):
+        axes.annotate(
+            text,
+            (1, 1),
+            xytext=(10, -24 - 14 * row),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            va="top",
+            fontsize=10,
+            color=colour,
+            weight=weight,
+        )
+
+
+def _draw_frame(figure: Figure, title: str, traces: dict[str, list[Trace]]) -> None:
+    """Title, legend and the small print."""
+    inches = figure.get_figheight()
+    figure.text(0.012, 1 - 0.08 / inches, title, fontsize=13, weight="bold", va="top", color=INK)
+    handles = [
+        Patch(facecolor=COMPUTATION, label="computation"),
+        Patch(facecolor=HIDDEN, label="communication, hidden behind it"),
+        Patch(
+            facecolor=EXPOSED,
+            edgecolor="white",
+            hatch="/////",
+            label="communication, exposed: the step waits",
+        ),
+        Line2D([], [], color=INK, linewidth=1.6, label="end of backward"),
+    ]
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(0.004, 1 - 0.32 / inches),
+        ncols=4,
+        fontsize=9,
+        frameon=False,
+        handlelength=1.4,
+        columnspacing=1.4,
+    )
+    bases = sorted({trace.basis for ranks in traces.values() for trace in ranks})
+    note = (
+        f"Measured from {', '.join(bases)}. The step of median length, each rank from its own "
+        "start; numbers are means over ranks."
+    )
+    figure.text(0.012, 0.06 / inches, note, fontsize=8, va="bottom", color="#555555")

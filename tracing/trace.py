@@ -1,0 +1,102 @@
+"""Read a Chrome trace that torch.profiler wrote, as intervals of computation and communication."""
+
+import gzip
+import json
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import cpu_rules, gpu_rules
+from .intervals import Interval
+from .phases import EPOCH_PREFIX, PHASES
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank did, in microseconds on that rank's clock.
+
+    rank           from the trace's distributedInfo, 0 where there is none
+    basis          what the intervals are made of: "GPU kernels", or CPU operators as a proxy
+    computation    sorted; intervals may overlap (several streams or threads)
+    communication  sorted; one interval per collective or kernel, which may overlap too
+    phases         name of the phase → its intervals, in order; only phases that occur
+    phase_basis    where the phases were placed: on the device, or on the CPU thread
+    epochs         name of the epoch's range → its intervals, always on the CPU thread
+    span           first forward pass to the end of the last optimizer step
+    """
+
+    rank: int
+    basis: str
+    computation: list[Interval]
+    communication: list[Interval]
+    phases: dict[str, list[Interval]]
+    phase_basis: str
+    epochs: dict[str, list[Interval]]
+    span: Interval
+
+
+def load_trace(path: str | Path) -> Trace:
+    """Read a trace, `.json` or `.json.gz`.
+
+    The rules that tell computation from communication are in `gpu_rules` if the trace has kernel
+    events and in `cpu_rules` otherwise. Raises ValueError, naming the file, if it is not a whole
+    trace with at least one operator or kernel.
+    """
+    document = _read_json(Path(path))
+    try:
+        events = [_with_interval(e) for e in document["traceEvents"] if e.get("ph") == "X"]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path}: a trace event without name, time or thread ({error})") from error
+    rules = gpu_rules if any(e.get("cat") == "kernel" for e in events) else cpu_rules
+    computation, communication = rules.classify(events)
+    if not computation and not communication:
+        raise ValueError(f"{path}: the trace holds no operator and no kernel; profile again")
+    epochs = _ranges(events, lambda name: name.startswith(EPOCH_PREFIX))
+    phases, phase_basis = rules.place_phases(events, _ranges(events, PHASES.__contains__))
+    return Trace(
+        rank=(document.get("distributedInfo") or {}).get("rank", 0),
+        basis=rules.BASIS,
+        computation=computation,
+        communication=communication,
+        phases=phases,
+        phase_basis=phase_basis,
+        epochs=epochs,
+        span=_span(phases, epochs, computation + communication),
+    )
+
+
+def _read_json(path: Path) -> dict:
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            document = json.load(file, strict=False)
+    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path}: not a whole Chrome trace ({reason}); profile again") from error
+    if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
+        raise ValueError(f"{path}: not a Chrome trace (no list traceEvents)")
+    return document
+
+
+def _with_interval(event: dict) -> dict:
+    """Add `start` and `end`, and insist on what every rule reads."""
+    start = float(event["ts"])
+    required = {"name": str(event["name"]), "pid": event["pid"], "tid": event["tid"]}
+    return event | required | {"start": start, "end": start + float(event.get("dur", 0))}
+
+
+def _ranges(events: list[dict], wanted) -> dict[str, list[Interval]]:
+    """The record_function ranges on the CPU whose name is wanted: name → intervals in order."""
+    found: dict[str, list[Interval]] = {}
+    for event in sorted(events, key=lambda e: e["start"]):
+        if event.get("cat") == "user_annotation" and wanted(event["name"]):
+            found.setdefault(event["name"], []).append((event["start"], event["end"]))
+    return found
+
+
+def _span(phases: dict, epochs: dict, events: list[Interval]) -> Interval:
+    """The profiled steps; what comes before and after (barriers, exports) is not counted."""
+    in_epochs = [interval for intervals in epochs.values() for interval in intervals]
+    starts = phases.get("forward_pass") or in_epochs or events
+    ends = phases.get("optimizer_step") or in_epochs or events
+    return (min(start for start, _ in starts), max(end for _, end in ends))
