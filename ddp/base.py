@@ -12,17 +12,12 @@ One step of a rank, in the words used by code, documents, traces and pictures:
     wait      the reduced values are in `.grad`
     finish    launch and wait for whatever is left, before `optimizer.step()`
 
-Collectives match by call order alone. If two ranks launched the same buckets in another order,
-gradients of different parameters would be summed without any error, so nothing is launched in the
-order in which it happens to become ready: a bucket waits for its predecessors. The agreed order is
-the reverse of registration in the first step and then, once, the order that rank 0 has observed.
-
-Several backwards before one finish each reduce what they add. A reduced gradient is the same on
-all ranks; reducing it again together with new local terms leaves its mean unchanged, and under
-`reduce="sum"` each rank first takes back its share, 1/W of it.
+The agreed order is the reverse of registration in the first step and then, once, the order that
+rank 0 has observed. rounds.py keeps the books of what is ready, launched and reduced, hooks.py
+says how autograd reaches this class, unused.py what happens to a parameter without a gradient,
+buckets.py how a plan is made.
 """
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -33,13 +28,15 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ddp.buckets import Bucket, Gradient, one_bucket_each
-from ddp.checks import broadcast_from_rank_0, check_same_model
-from ddp.unused import parameters_reached_by
+from ddp.checks import broadcast_from_rank_0, check_same_model, full_names
+from ddp.hooks import register_hooks
+from ddp.rounds import Rounds
+from ddp.unused import agree_on_use, parameters_reached_by
 
 REDUCTIONS = ("mean", "sum")
 
 
-class DataParallel(nn.Module):
+class DataParallel(Rounds, nn.Module):
     """A network whose gradients are the mean (or the sum) of those of all ranks.
 
     Args:
@@ -83,11 +80,10 @@ class DataParallel(nn.Module):
         if not self._parameters_by_index:
             raise RuntimeError("no parameter requires a gradient: there is nothing to synchronise")
         self._index = {p: i for i, p in enumerate(self._parameters_by_index)}
-        self._names = _full_names(module)
+        self._names = full_names(module)
         self._synchronizing = True
         self._order_is_observed = False
         self._reduced: set[int] = set()  # `.grad` holds the same reduced value on all ranks
-        self._used: set[int] = set()  # got a local gradient since it was last reduced
         self._stats = {"collectives": 0, "bytes": 0, "buckets": 0}
         self._adopt_order(list(reversed(range(len(self._parameters_by_index)))))
         self._begin_step()
@@ -141,8 +137,7 @@ class DataParallel(nn.Module):
 
         Raises:
             ValueError: if the parameter is not one of the module's trainable ones.
-            RuntimeError: for a sparse gradient, or when one parameter gets a second gradient
-                while another has none, so that ranks could disagree on what is reduced.
+            RuntimeError: for a missing or a sparse gradient.
         """
         i = self._index.get(parameter)
         if i is None:
@@ -154,13 +149,16 @@ class DataParallel(nn.Module):
                 f"{self._names[parameter]} has a sparse gradient, which no variant reduces: "
                 "build its embedding with sparse=False"
             )
+        self._settle(i)
+        self._reduced.discard(i)
         self._used.add(i)
         if not self._synchronizing:
             return
         self._unfinished = True
-        self._reduced.discard(i)
-        if self._bucket_of[i] < self._launched:
-            self._ready_again(i)
+        everything_is_sent = self._launched == len(self._buckets)
+        if everything_is_sent and not self.find_unused_parameters:
+            self._wait_for_all()
+            self._begin_round()  # a second backward before finish
         self._arrivals[i] = self._arrivals.get(i, 0) + 1
         self._ready.add(i)
         if self.launches_in_backward:
@@ -172,23 +170,25 @@ class DataParallel(nn.Module):
         """Return when every `.grad` holds the reduced gradient. A second call does nothing.
 
         Raises:
-            RuntimeError: if some parameters got no gradient and `find_unused_parameters` is off;
-                the message names them. The step is then discarded.
+            RuntimeError: naming the parameters, if some got no gradient and
+                `find_unused_parameters` is off. The step is then discarded.
         """
         if not self._unfinished:
             return
-        if self.find_unused_parameters:
-            self._ready.update(range(len(self._parameters_by_index)))
-        else:
+        if not self.find_unused_parameters:
             self._raise_if_incomplete()
-        self._launch_complete_buckets(everything=True)
-        self._wait_for_all()
+        self._finish_round()
+        used, late = self._used, self._used - self._reduced
         if self.find_unused_parameters:
-            self._settle_unused()
+            used, late = agree_on_use(self, used, late)
+            self._adopt_stand_ins(used)
+        if late:  # a gradient has grown since it was sent
+            self._begin_round()
+            self._finish_round()
+            self._adopt_stand_ins(used)
         self._stats = dict(self._counters, buckets=len(self._buckets))
         if not self._order_is_observed:
             self._agree_on_order()
-        self._used.clear()
         self._begin_step()
 
     def stats(self) -> dict[str, int]:
@@ -217,7 +217,7 @@ class DataParallel(nn.Module):
         return dist.ReduceOp.AVG if self.reduce == "mean" else dist.ReduceOp.SUM
 
     def gradient(self, i: int) -> Tensor:
-        """What this rank adds to parameter `i`: its `.grad`, contiguous, or zeros if it has none."""
+        """What this rank adds to parameter `i`: its contiguous `.grad`, or zeros if it has none."""
         parameter = self._parameters_by_index[i]
         if parameter.grad is None:
             zeros = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
@@ -227,7 +227,7 @@ class DataParallel(nn.Module):
         return parameter.grad
 
     def stand_in(self, i: int, tensor: Tensor) -> Tensor:
-        """Reduce `tensor` for the unused parameter `i`; it becomes `.grad` if another rank used it."""
+        """Reduce `tensor` for the unused parameter `i`; if another rank used it, it is `.grad`."""
         self._stand_ins[i] = tensor
         return tensor
 
@@ -235,93 +235,29 @@ class DataParallel(nn.Module):
         self._counters["collectives"] += collectives
         self._counters["bytes"] += nbytes
 
-    # ---- rounds: every bucket once, in the agreed order ----------------------------------------
-
-    def _begin_step(self) -> None:
-        self._unfinished = False
-        self._counters = {"collectives": 0, "bytes": 0}
-        self._arrivals: dict[int, int] = {}  # index -> gradients so far, first arrival first
-        self._reached: set[int] = set()
-        self._late = False
-        self._stand_ins: dict[int, Tensor] = {}
-        self._begin_round()
-
-    def _begin_round(self) -> None:
-        self._ready: set[int] = set()
-        self._launched = 0  # buckets launched so far, and the next one to launch
-        self._in_flight: dict[int, Any] = {}
-
-    def _launch_complete_buckets(self, everything: bool = False) -> None:
-        while self._launched < len(self._buckets):
-            bucket = self._buckets[self._launched]
-            if not (everything or self._ready.issuperset(bucket.members)):
-                return
-            for i in bucket.members:
-                self._take_back_share(i)
-            self._in_flight[self._launched] = self.launch(bucket)
-            self._launched += 1
-
-    def _wait_for_all(self) -> None:
-        for number in list(self._in_flight):
-            self._wait_for(number)
-
-    def _wait_for(self, number: int) -> None:
-        bucket = self._buckets[number]
-        self.wait(bucket, self._in_flight.pop(number))
-        self._reduced.update(bucket.members)
-
-    def _ready_again(self, i: int) -> None:
-        """A second backward before finish adds to a gradient that has been sent already."""
-        if self._bucket_of[i] in self._in_flight:
-            self._wait_for(self._bucket_of[i])
-            self._reduced.discard(i)
-        if self._launched == len(self._buckets) and not self.find_unused_parameters:
-            self._wait_for_all()
-            self._begin_round()
-        elif not self.find_unused_parameters:
-            raise RuntimeError(
-                f"{self._names[self._parameters_by_index[i]]} got a second gradient while "
-                f"{self._show_names(self._missing())} got none: use no_sync() for all but the "
-                "last backward, or find_unused_parameters=True"
-            )
-        else:
-            # Ranks differ in what they use, so which of them needs another round is only
-            # known, and agreed upon, at finish.
-            self._late = True
-            if i in self._stand_ins:
-                reduced = self._stand_ins.pop(i)
-                share = 1 if self.reduce == "mean" else 1 / self.world_size
-                self._parameters_by_index[i].grad.add_(reduced, alpha=share)
-
-    def _take_back_share(self, i: int) -> None:
-        """Turn a reduced gradient into this rank's part of it, to be reduced again."""
-        if i in self._reduced:
-            self._reduced.discard(i)
-            gradient = self._parameters_by_index[i].grad
-            if gradient is not None and self.reduce == "sum":
-                gradient.div_(self.world_size)
-
-    @torch.no_grad()
-    def _before_accumulation(self, i: int) -> None:
-        """Autograd is about to add to `.grad`: no collective may be writing to it."""
-        if self._bucket_of[i] in self._in_flight:
-            self._wait_for(self._bucket_of[i])
-        self._take_back_share(i)
+    # ---- between steps --------------------------------------------------------------------------
 
     def _prepare_step(self) -> None:
-        if self.find_unused_parameters:
-            # Other ranks may have launched what this one did not reach: complete the round,
-            # so that all have issued the same collectives before the buffers' broadcast.
-            if self._arrivals:
-                self._launch_complete_buckets(everything=True)
-        elif self._arrivals and self._missing():
+        """All ranks must have issued the same collectives before the buffers' broadcast."""
+        incomplete = bool(self._arrivals) and bool(self._missing())
+        if self._in_backward or (incomplete and not self.find_unused_parameters):
             self._discard_step()
+        elif incomplete and self.launches_in_backward:  # others may have launched more
+            self._launch_complete_buckets(everything=True)
         self._wait_for_all()
         self.before_forward()
         broadcast_from_rank_0(list(self.module.buffers()), self.process_group)
         self._unfinished = True
 
     def _discard_step(self) -> None:
+        """Forget a step that was left half-way, and its gradients: some are reduced, some not.
+
+        Ranks may have been stopped in different places, so each completes the round, with zeros.
+        """
+        for parameter in self._parameters_by_index:
+            parameter.grad = None
+        if self._arrivals and self.launches_in_backward:
+            self._launch_complete_buckets(everything=True)
         self._wait_for_all()
         self._begin_step()
 
@@ -338,8 +274,8 @@ class DataParallel(nn.Module):
         if not missing:
             return
         message = (
-            f"unfinished reduction: {self._show_names(missing)} got no gradient in the last "
-            "backward; if that is meant, pass find_unused_parameters=True"
+            f"unfinished reduction: {self._show_names(missing)} got no gradient in a backward of "
+            "this step; if that is meant, pass find_unused_parameters=True"
         )
         try:
             self._discard_step()
@@ -352,32 +288,15 @@ class DataParallel(nn.Module):
         if self.find_unused_parameters and self._reached and len(self._arrivals) == 1:
             self._ready.update(set(range(len(self._parameters_by_index))) - self._reached)
 
-    def _settle_unused(self) -> None:
-        """Agree on who was used anywhere, and on whether a second round is needed."""
-        count = len(self._parameters_by_index)
-        device = self._parameters_by_index[0].device
-        flags = torch.zeros(count + 1, dtype=torch.int32, device=device)
-        flags[[i for i in self._used if self._parameters_by_index[i].grad is not None]] = 1
-        flags[count] = int(self._late)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
-        *used, late = flags.tolist()
-        self._adopt_stand_ins(used)
-        if late:
-            self._begin_round()
-            self._launch_complete_buckets(everything=True)
-            self._wait_for_all()
-            self._adopt_stand_ins(used)
-
-    def _adopt_stand_ins(self, used: list[int]) -> None:
+    def _adopt_stand_ins(self, used: set[int]) -> None:
         for i, reduced in self._stand_ins.items():
             parameter = self._parameters_by_index[i]
-            if used[i]:
+            if i in used:
                 parameter.grad = reduced.view_as(parameter)
         self._stand_ins.clear()
 
     def _show_names(self, indices: list[int]) -> str:
-        names = [self._names[self._parameters_by_index[i]] for i in indices]
-        return ", ".join(names)
+        return ", ".join(self._names[self._parameters_by_index[i]] for i in indices)
 
     # ---- the agreed order ----------------------------------------------------------------------
 
@@ -398,38 +317,5 @@ class DataParallel(nn.Module):
         self._adopt_order(message.tolist())
         self._order_is_observed = True
 
-    # ---- hooks ---------------------------------------------------------------------------------
-
     def _register_hooks(self) -> None:
-        """Hooks hold the wrapper weakly, and leave the parameters when it goes."""
-        me = weakref.ref(self)
-
-        def before(i: int):
-            def hook(_gradient: Tensor) -> None:
-                if (wrapper := me()) is not None:
-                    wrapper._before_accumulation(i)
-
-            return hook
-
-        def after(parameter: Parameter) -> None:
-            if (wrapper := me()) is not None:
-                wrapper.gradient_ready(parameter)
-
-        handles = []
-        for i, p in enumerate(self._parameters_by_index):
-            handles.append(p.register_hook(before(i)))
-            handles.append(p.register_post_accumulate_grad_hook(after))
-        weakref.finalize(self, remove_all, handles)
-
-
-def remove_all(handles: list) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-def _full_names(module: nn.Module) -> dict[Parameter, str]:
-    """`{parameter: name}`, a tied parameter under all its names."""
-    names: dict[Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return {parameter: " = ".join(all_names) for parameter, all_names in names.items()}
+        register_hooks(self, self._parameters_by_index)

@@ -48,6 +48,14 @@ def first_difference(reference: Description, other: Description, rank: int) -> s
     return None
 
 
+def full_names(module: nn.Module) -> dict[nn.Parameter, str]:
+    """`{parameter: name}`, a tied parameter under all its names."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return {parameter: " = ".join(all_names) for parameter, all_names in names.items()}
+
+
 def _show(entry: tuple[str, tuple[int, ...], str, bool]) -> str:
     name, shape, dtype, trainable = entry
     return f"{name} {list(shape)} {dtype}{'' if trainable else ' (frozen)'}"

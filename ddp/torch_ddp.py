@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp.base import remove_all
 from ddp.buckets import mebibytes
+from ddp.hooks import remove_all
 from ddp.synchronous import SynchronousDDP
 
 

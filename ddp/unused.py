@@ -1,9 +1,11 @@
-"""Which parameters can a backward from these outputs reach?"""
+"""Parameters that take no part in a backward, on some ranks or on all."""
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -40,3 +42,18 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from _tensors(getattr(value, field.name))
+
+
+def agree_on_use(wrapper: Any, used: set[int], late: set[int]) -> tuple[set[int], bool]:
+    """Which parameters any rank has used in this step, and whether any rank was late.
+
+    A rank is late that got a gradient for a parameter after its bucket had left; it needs one more
+    round, and a round is a matter of all ranks.
+    """
+    parameters = wrapper._parameters_by_index
+    flags = torch.zeros(len(parameters) + 1, dtype=torch.int32, device=parameters[0].device)
+    flags[[i for i in used if parameters[i].grad is not None]] = 1
+    flags[-1] = int(bool(late))
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=wrapper.process_group)
+    *by_anyone, anyone_late = flags.tolist()
+    return {i for i, flag in enumerate(by_anyone) if flag}, bool(anyone_late)

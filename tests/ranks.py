@@ -8,11 +8,12 @@ from the start, so that a test on two ranks and one on four use the same process
 import gc
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = timedelta(seconds=30)  # of one collective
+GRACE_SECONDS = 2
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,10 @@ class RankPool:
         """
         if not self._processes:
             self._start()
-        for pipe in self._pipes[:world_size]:
+        pipes = self._pipes[:world_size]
+        for pipe in pipes:
             pipe.send((world_size, function, arguments))
-        answers = [self._receive(pipe) for pipe in self._pipes[:world_size]]
+        answers = self._collect(pipes)
         failures = [f"rank {r}:\n{text}" for r, (ok, text) in enumerate(answers) if not ok]
         if failures:
             self.close(kill=True)
@@ -80,13 +83,22 @@ class RankPool:
             process.start()
 
     @staticmethod
-    def _receive(pipe: Connection) -> tuple[bool, Any]:
-        if not pipe.poll(TIMEOUT.total_seconds() * 3):
-            return False, "no answer"
-        try:
-            return pipe.recv()
-        except EOFError:
-            return False, "the process died"
+    def _collect(pipes: Sequence[Connection]) -> list[tuple[bool, Any]]:
+        """Every rank's answer; once one has failed, the others have a moment left for theirs."""
+        answers: list[tuple[bool, Any]] = [(False, "no answer")] * len(pipes)
+        waiting = list(pipes)
+        deadline = monotonic() + 3 * TIMEOUT.total_seconds()
+        while waiting and (left := deadline - monotonic()) > 0:
+            for pipe in wait(waiting, left):
+                waiting.remove(pipe)
+                try:
+                    answer = pipe.recv()
+                except EOFError:
+                    answer = False, "the process died"
+                answers[pipes.index(pipe)] = answer
+                if not answer[0]:
+                    deadline = min(deadline, monotonic() + GRACE_SECONDS)
+        return answers
 
 
 def _serve(rank: int, size: int, device_type: str, store: str, pipe: Connection) -> None:

@@ -35,7 +35,8 @@ class SharedFileMemory:
             folder.rmdir()
 
     def view(self, rank: int, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._buffers[rank][start : start + numel * dtype.itemsize].view(dtype)
+        # .data: as on a GPU, torch knows nothing of the memory that two such tensors share
+        return self._buffers[rank].data[start : start + numel * dtype.itemsize].view(dtype)
 
     def barrier(self) -> None:
         dist.barrier(group=self._group)

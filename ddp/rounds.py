@@ -1,0 +1,91 @@
+"""One round: every bucket is launched once, in the agreed order, and waited for.
+
+Collectives match by call order alone. If two ranks launched the same buckets in another order,
+gradients of different parameters would be summed without any error, so nothing is launched in the
+order in which it happens to become ready: a bucket waits for its predecessors.
+
+Several backwards before one finish each reduce what they add, in a round each. A reduced gradient
+is the same on all ranks; reducing it again together with new local terms leaves its mean unchanged,
+and under `reduce="sum"` each rank first takes back its share, 1/W of it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ddp.buckets import Bucket
+
+
+class Rounds:
+    """The bookkeeping half of `ddp.base.DataParallel`; by itself it does nothing."""
+
+    reduce: str
+    world_size: int
+    _parameters_by_index: list[Parameter]
+    _buckets: list[Bucket]
+    _bucket_of: dict[int, int]
+    _reduced: set[int]
+
+    def _begin_step(self) -> None:
+        self._unfinished = False
+        self._counters = {"collectives": 0, "bytes": 0}
+        self._arrivals: dict[int, int] = {}  # index -> gradients so far, first arrival first
+        self._used: set[int] = set()  # got a local gradient, under no_sync() too
+        self._reached: set[int] = set()  # the forwards of this step lead to these
+        self._stand_ins: dict[int, Tensor] = {}
+        self._in_backward = False  # stays True if that backward has failed
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._ready: set[int] = set()
+        self._launched = 0  # buckets launched so far, and the next one to launch
+        self._in_flight: dict[int, Any] = {}
+
+    def _launch_complete_buckets(self, everything: bool = False) -> None:
+        while self._launched < len(self._buckets):
+            bucket = self._buckets[self._launched]
+            if not (everything or self._ready.issuperset(bucket.members)):
+                return
+            for i in bucket.members:
+                self._take_back_share(i)
+            self._in_flight[self._launched] = self.launch(bucket)
+            self._launched += 1
+
+    def _finish_round(self) -> None:
+        self._launch_complete_buckets(everything=True)
+        self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        for number in list(self._in_flight):
+            self._wait_for(number)
+
+    def _wait_for(self, number: int) -> None:
+        bucket = self._buckets[number]
+        self.wait(bucket, self._in_flight.pop(number))
+        self._reduced.update(bucket.members)
+
+    def _settle(self, i: int) -> None:
+        """`.grad` of `i` is this rank's own again: not under way, and without the others' part."""
+        if self._bucket_of[i] in self._in_flight:
+            self._wait_for(self._bucket_of[i])
+        if i in self._stand_ins:  # unused here in an earlier backward, used elsewhere perhaps
+            theirs = self._stand_ins.pop(i)
+            share = 1 if self.reduce == "mean" else 1 / self.world_size
+            self._parameters_by_index[i].grad.add_(theirs, alpha=share)
+
+    @torch.no_grad()
+    def _before_accumulation(self, i: int) -> None:
+        """Autograd is about to add to `.grad`: no collective may be writing to it."""
+        if self._bucket_of[i] in self._in_flight:
+            self._wait_for(self._bucket_of[i])
+        self._take_back_share(i)
+
+    def _take_back_share(self, i: int) -> None:
+        """Turn a reduced gradient into this rank's part of it, to be reduced again."""
+        if i in self._reduced:
+            self._reduced.discard(i)
+            gradient = self._parameters_by_index[i].grad
+            if gradient is not None and self.reduce == "sum":
+                gradient.div_(self.world_size)
