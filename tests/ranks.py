@@ -115,6 +115,7 @@ def _serve(rank: int, size: int, device_type: str, store: str, pipe: Connection)
         device_id=device if device_type == "cuda" else None,
     )
     groups = {n: dist.new_group(list(range(n)), timeout=TIMEOUT) for n in range(1, size + 1)}
+    gc.freeze()  # what is imported stays: collecting after each task is then cheap
     while (task := pipe.recv()) is not None:
         world_size, function, arguments = task
         try:

@@ -12,14 +12,22 @@ BUILT_IN = [*HAND_BUILT, CPU_COPY_ENGINE, "torch_ddp"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "implementation" not in metafunc.fixturenames:
-        return
-    names = metafunc.config.getoption("--implementation") or BUILT_IN
+    """`implementation`: every variant; `hand_built`: those that are not PyTorch's own."""
+    chosen = metafunc.config.getoption("--implementation") or BUILT_IN
+    for fixture, names in {
+        "implementation": chosen,
+        "hand_built": [name for name in chosen if not name.startswith("torch_ddp")],
+    }.items():
+        if fixture in metafunc.fixturenames:
+            metafunc.parametrize((fixture, "device_type"), _cases(names))
+
+
+def _cases(names: list[str]) -> list:
     cases = [pytest.param(name, "cpu", id=f"{_short(name)}-cpu") for name in names]
     if torch.cuda.device_count() >= 2:
         gpu_names = [COPY_ENGINE if name == CPU_COPY_ENGINE else name for name in names]
-        cases += [pytest.param(name, "cuda", id=f"{_short(name)}-cuda") for name in gpu_names]
-    metafunc.parametrize(("implementation", "device_type"), cases)
+        cases += [pytest.param(name, "cuda", id=f"{_short(name)}-cuda", marks=pytest.mark.gpu) for name in gpu_names]
+    return cases
 
 
 def _short(name: str) -> str:
