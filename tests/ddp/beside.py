@@ -29,10 +29,15 @@ class Beside:
         self.reference_backward(loss)
 
     def reference_backward(self, loss: Loss) -> None:
+        """Scaled behind the backward, not in the loss: 16-bit layers would round differently."""
+        parameters = [p for p in self.reference.parameters() if p.requires_grad]
         for rank in range(self.world_size):
             value = loss(self.reference, rank)
-            if value.requires_grad:
-                (value * self.scale).backward()
+            gradients = torch.autograd.grad(value, parameters, allow_unused=True)
+            for p, gradient in zip(parameters, gradients, strict=True):
+                if gradient is not None:
+                    scaled = gradient * self.scale
+                    p.grad = scaled if p.grad is None else p.grad + scaled
 
     def finish(self) -> None:
         self.model.finish_gradient_synchronization()

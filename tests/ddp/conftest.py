@@ -26,7 +26,10 @@ def _cases(names: list[str]) -> list:
     cases = [pytest.param(name, "cpu", id=f"{_short(name)}-cpu") for name in names]
     if torch.cuda.device_count() >= 2:
         gpu_names = [COPY_ENGINE if name == CPU_COPY_ENGINE else name for name in names]
-        cases += [pytest.param(name, "cuda", id=f"{_short(name)}-cuda", marks=pytest.mark.gpu) for name in gpu_names]
+        cases += [
+            pytest.param(name, "cuda", id=f"{_short(name)}-cuda", marks=pytest.mark.gpu)
+            for name in gpu_names
+        ]
     return cases
 
 

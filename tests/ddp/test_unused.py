@@ -32,7 +32,9 @@ def on_some_ranks_then_on_none(context: Context, name: str) -> None:
 def untouched_where_nobody_used_it(context: Context, name: str) -> None:
     """Neither None nor an old gradient changes, so momentum alone moves nobody's parameter."""
     pair = pair_of(context, name)
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in _models(pair)]
+    optimizers = [
+        torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (pair.model, pair.reference)
+    ]
     for step in range(5):
         pair.backward(branches_loss(step, lambda r, s=step: [s % 2] if r == 0 else []))
         pair.finish()
@@ -136,9 +138,14 @@ class HiddenLayer(nn.Module):
 def hidden_from_the_graph(context: Context, name: str) -> None:
     """As in reentrant checkpointing: its gradient arrives although no path seemed to lead there."""
     options = dict(small_buckets(name), find_unused_parameters=True)
-    pair = Beside(context, name, HiddenLayer(), **options)
+    pair = Beside(context, name, HiddenLayer(), reduce="sum", **options)
     for step in range(4):
-        pair.step(branches_loss(step, lambda r, s=step: [1] if (r + s) % 2 else []), step % 2 == 0)
+        loss = branches_loss(step, lambda r, s=step: [1] if (r + s) % 2 else [])
+        loss(pair.model, context.rank).backward()
+        for rank in range(context.world_size):
+            loss(pair.reference, rank).backward()
+        pair.finish()
+        pair.zero_grad(set_to_none=step % 2 == 0)
 
 
 def test_parameters_that_the_graph_does_not_show(ranks, hand_built):
@@ -179,7 +186,3 @@ def differs_between_ranks(context: Context, name: str) -> None:
 
 def test_ranks_that_miss_different_parameters(ranks, hand_built):
     ranks.run(2, differs_between_ranks, hand_built)
-
-
-def _models(pair: Beside) -> list[nn.Module]:
-    return [pair.model, pair.reference]

@@ -1,0 +1,127 @@
+"""Buffers follow rank 0 before each synchronising training forward, and only then."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp import wrap
+from tests.ranks import Context
+
+
+class Noted(nn.Module):
+    """Batch norm, and buffers of other types that each forward notes down as it found them."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("unsaved", torch.zeros(()), persistent=False)
+        self.register_buffer("strided", torch.zeros(2, 3).t())
+
+    def forward(self, x):
+        self.found = {n: b.clone() for n, b in self.named_buffers()}
+        return self.norm(x)
+
+
+def build(context: Context, name: str) -> nn.Module:
+    module = Noted()
+    for buffer in module.buffers():
+        buffer.fill_(context.rank + 5)
+    return wrap(name, module.to(context.device), process_group=context.group)
+
+
+def data(context: Context) -> torch.Tensor:
+    """Another distribution on each rank."""
+    return (torch.randn(6, 3) * (1 + context.rank) + 10 * context.rank).to(context.device)
+
+
+def of_rank_0(context: Context, tensor: torch.Tensor) -> torch.Tensor:
+    everyone = [torch.empty_like(tensor).contiguous() for _ in range(context.world_size)]
+    dist.all_gather(everyone, tensor.contiguous(), group=context.group)
+    return everyone[0]
+
+
+def spoil(context: Context, model: nn.Module) -> dict[str, torch.Tensor]:
+    for buffer in model.buffers():
+        buffer.fill_(context.rank + 20)
+    return {n: b.clone() for n, b in model.module.named_buffers()}
+
+
+def in_step(context: Context, name: str) -> None:
+    model = build(context, name)
+    for buffer_name, buffer in model.module.named_buffers():
+        assert (buffer == 5).all(), f"{buffer_name} is not rank 0's after construction: {buffer}"
+
+    for _ in range(3):
+        before = {n: of_rank_0(context, b) for n, b in model.module.named_buffers()}
+        model(data(context)).sum().backward()
+        model.finish_gradient_synchronization()
+        for buffer_name, found in model.module.found.items():
+            torch.testing.assert_close(found, before[buffer_name], rtol=0, atol=0)
+        assert model.module.norm.running_mean.mean() > -5
+        spoil(context, model)
+
+
+def left_alone(context: Context, name: str) -> None:
+    """No broadcast in eval, without gradients under no_sync: what a rank has, it keeps."""
+    model = build(context, name)
+    model(data(context)).sum().backward()
+    model.finish_gradient_synchronization()
+
+    mine = spoil(context, model)
+    with model.no_sync():
+        model(data(context)).sum().backward()
+    assert_found(model, mine)
+    model(data(context)).sum().backward()
+    assert (model.module.found["count"] == 20).all()
+    model.finish_gradient_synchronization()
+
+    mine = spoil(context, model)
+    model.eval()
+    model(data(context))
+    assert_found(model, mine)
+
+
+def assert_found(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    for name, found in model.module.found.items():
+        assert torch.equal(found, expected[name]), f"{name}: {found} instead of {expected[name]}"
+
+
+def one_rank_evaluates(context: Context, name: str) -> None:
+    """A broadcast on this rank alone would hang, or be mixed up with the next collective."""
+    model = build(context, name)
+    for _ in range(2):
+        model(data(context)).sum().backward()
+        model.finish_gradient_synchronization()
+        model.eval()
+        if context.rank == 1:
+            with torch.no_grad():
+                for _ in range(3):
+                    model(data(context))
+            model(data(context))
+        model.train()
+    before = {n: of_rank_0(context, b) for n, b in model.module.named_buffers()}
+    model(data(context)).sum().backward()
+    model.finish_gradient_synchronization()
+    assert_found(model, before)
+
+
+def broadcast_between_two_backwards(context: Context, name: str) -> None:
+    """Between backward and finish a forward's broadcast comes behind the gradients."""
+    model = build(context, name)
+    for _ in range(3):
+        for _ in range(2):
+            model(data(context)).sum().backward()
+        model.finish_gradient_synchronization()
+        gradient = model.module.norm.bias.grad
+        torch.testing.assert_close(gradient, of_rank_0(context, gradient))
+        torch.testing.assert_close(gradient, torch.full_like(gradient, 12.0))
+        model.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "body", [in_step, left_alone, one_rank_evaluates, broadcast_between_two_backwards]
+)
+def test_buffers(ranks, implementation, body):
+    ranks.run(2, body, implementation)
