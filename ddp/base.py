@@ -219,6 +219,8 @@ class DataParallel(Rounds, nn.Module):
     def gradient(self, i: int) -> Tensor:
         """What this rank adds to parameter `i`: its contiguous `.grad`, or zeros if it has none."""
         parameter = self._parameters_by_index[i]
+        if i in self._stand_ins:
+            return self._stand_ins[i]
         if parameter.grad is None:
             zeros = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
             return self.stand_in(i, zeros)

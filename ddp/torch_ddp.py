@@ -120,8 +120,9 @@ class TorchDDP(DistributedDataParallel):
         self._holds_sums = factor > 1
 
     def _check_that_all_arrived(self) -> None:
-        trainable = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
-        missing = [name for p, name in trainable.items() if p not in self._arrived]
+        by_hand = self._by_hand[0]
+        trainable = by_hand._parameters_by_index  # as at construction, when the reducer was built
+        missing = [by_hand._names[p] for p in trainable if p not in self._arrived]
         if missing and not self.find_unused_parameters:
             self._arrived.clear()
             self._unfinished = False

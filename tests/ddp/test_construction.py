@@ -1,0 +1,191 @@
+"""What `wrap` accepts, refuses and does before the first step."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ddp import IMPLEMENTATIONS, Unavailable, implementation, options_of, wrap
+from tests.ddp.beside import Beside, Chain, chain_loss, small_buckets
+from tests.ranks import Context
+
+TABLE_ORDER = ["none", "ddp", "ddp_individual", "ddp_individual_v2", "ddp_bucketed"]
+
+
+def test_the_table():
+    assert list(IMPLEMENTATIONS)[:5] == TABLE_ORDER
+    assert {"ddp_copy_engine", "torch_ddp"} <= set(IMPLEMENTATIONS)
+    assert all(issubclass(cls, nn.Module) for cls in IMPLEMENTATIONS.values())
+
+
+def test_unknown_name_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"ddp_fancy.*none, ddp, ddp_individual") as error:
+        wrap("ddp_fancy", nn.Linear(1, 1))
+    assert all(name in str(error.value) for name in IMPLEMENTATIONS)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_plug_ins_are_named(tmp_path: Path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("class NotAModule: ...\nclass Lacking(__import__('torch').nn.Module): ...\n")
+    failing = tmp_path / "failing.py"
+    failing.write_text("1 / 0\n")
+    for name, complaint in [
+        (f"{tmp_path}/absent.py:Any", "no file"),
+        (f"{broken}:NotAModule", "no nn.Module of that name"),
+        (f"{broken}:Lacking", "finish_gradient_synchronization"),
+        (f"{failing}:Any", "ZeroDivisionError"),
+    ]:
+        with pytest.raises(ValueError, match=complaint):
+            implementation(name)
+
+
+def test_options_only_where_they_mean_something():
+    common = {"reduce", "process_group", "find_unused_parameters"}
+    for name, cls in IMPLEMENTATIONS.items():
+        options = set(options_of(cls))
+        assert common <= options, name
+        assert ("bucket_size_mb" in options) == (name not in ("none", "ddp", "ddp_individual"))
+
+
+def test_without_a_process_group():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        wrap("ddp", nn.Linear(1, 1))
+
+
+def refusals(context: Context, name: str) -> None:
+    def build(**options):
+        return wrap(name, Chain().to(context.device), process_group=context.group, **options)
+
+    with pytest.raises(TypeError, match="bucket_size") as error:
+        build(bucket_size=3)
+    assert "find_unused_parameters" in str(error.value)
+    with pytest.raises(ValueError, match=r"reduce: 'max'.*mean, sum"):
+        build(reduce="max")
+    if "bucket_size_mb" in options_of(implementation(name)):
+        for size in (0, -1, math.nan, math.inf):
+            with pytest.raises(ValueError, match="bucket_size_mb"):
+                build(bucket_size_mb=size)
+    else:
+        with pytest.raises(TypeError, match="bucket_size_mb"):
+            build(bucket_size_mb=1)
+    frozen = Chain().requires_grad_(False).to(context.device)
+    with pytest.raises(RuntimeError):
+        wrap(name, frozen, process_group=context.group)
+    Beside(context, name, Chain(), **small_buckets(name)).step(chain_loss(0))  # still in step
+
+
+def network(**changes) -> nn.Module:
+    module = nn.Sequential()
+    module.add_module("first", nn.Linear(4, changes.get("width", 5)))
+    module.add_module(changes.get("name", "second"), nn.Linear(changes.get("width", 5), 2))
+    if changes.get("more"):
+        module.add_module("third", nn.Linear(2, 2))
+    if changes.get("frozen"):
+        module[1].bias.requires_grad_(False)
+    if changes.get("buffer"):
+        module.register_buffer("offset", torch.zeros(changes["buffer"]))
+    return module.to(changes.get("dtype", torch.float32))
+
+
+DIFFERENCES = [
+    ({"width": 6}, r"first\.weight \[5, 4\].*first\.weight \[6, 4\]"),
+    ({"dtype": torch.float64}, r"first\.weight \[5, 4\] torch.float32.*\[5, 4\] torch.float64"),
+    ({"more": True}, r"third\.weight \[2, 2\]"),
+    ({"name": "other"}, r"second\.weight.*other\.weight"),
+    ({"frozen": True}, r"second\.bias.*frozen"),
+    ({"buffer": 3}, r"offset \[3\]"),
+]
+
+
+def different_models(context: Context, name: str) -> None:
+    """One odd rank, first, middle or last, and everyone raises the same."""
+    for turn, (changes, message) in enumerate(DIFFERENCES):
+        odd = 1 + turn % (context.world_size - 1)
+        module = network(**(changes if context.rank == odd else {})).to(context.device)
+        with pytest.raises(ValueError, match=message) as error:
+            wrap(name, module, process_group=context.group)
+        assert f"rank {odd}" in str(error.value)
+        assert "\n" not in str(error.value)
+    Beside(context, name, Chain(), **small_buckets(name)).step(chain_loss(0))
+
+
+def initial_values(context: Context, name: str) -> None:
+    torch.manual_seed(context.rank)
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    module[1].requires_grad_(False)
+    module[2].running_mean.fill_(context.rank)
+    model = wrap(name, module.to(context.device), process_group=context.group)
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    for (key, ours), theirs in zip(
+        model.module.state_dict().items(), expected.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, msg=f"{key} is not rank 0's")
+
+
+@pytest.mark.parametrize("body", [refusals, different_models, initial_values])
+def test_construction(ranks, implementation, body):
+    ranks.run(min(3, ranks.size), body, implementation)
+
+
+def copy_engine_on_cpu(context: Context) -> None:
+    with pytest.raises(Unavailable, match=r"needs NVIDIA GPUs of one host with peer access.*cpu"):
+        wrap("ddp_copy_engine", nn.Linear(2, 2), process_group=context.group)
+
+
+def test_copy_engine_says_why_it_is_unavailable(cpu_ranks):
+    cpu_ranks.run(3, copy_engine_on_cpu)
+
+
+PLUG_IN = '''
+"""A learner's variant: blocking, in its own few lines."""
+import torch.distributed as dist
+from ddp import DataParallel
+
+
+class Mine(DataParallel):
+    launches_in_backward = False
+
+    def launch(self, bucket):
+        for i in bucket.members:
+            dist.all_reduce(self.gradient(i), group=self.process_group)
+            self.count(collectives=1, nbytes=bucket.nbytes)
+            if self.reduce == "mean":
+                self.gradient(i).div_(self.world_size)
+
+    def wait(self, bucket, handle):
+        pass
+'''
+
+
+def pytest_on(plug_in: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ddp"]
+    command += ["--implementation", f"{plug_in}:Mine", *arguments]
+    root = Path(__file__).parents[2]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)
+
+
+def test_collecting_the_tests_of_a_learners_variant(tmp_path: Path):
+    plug_in = tmp_path / "mine.py"
+    plug_in.write_text(PLUG_IN)
+    collected = pytest_on(plug_in, "--collect-only", "-k", "Mine")
+    assert collected.returncode == 0, collected.stdout + collected.stderr
+    assert "test_accumulation[Mine-cpu" in collected.stdout
+    assert "test_unused_parameters[Mine-cpu" in collected.stdout
+    assert "ddp_bucketed-cpu" not in collected.stdout
+
+
+@pytest.mark.slow
+def test_a_learners_variant_passes_every_behaviour_test(tmp_path: Path):
+    plug_in = tmp_path / "mine.py"
+    plug_in.write_text(PLUG_IN)
+    run = pytest_on(plug_in, "-k", "Mine")
+    assert run.returncode == 0, run.stdout
+    plug_in.write_text(PLUG_IN.replace("self.gradient(i).div_(self.world_size)", "pass"))
+    run = pytest_on(plug_in, "-k", "Mine", "-x")
+    assert run.returncode == 1, run.stdout

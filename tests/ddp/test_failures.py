@@ -1,0 +1,189 @@
+"""Failed and abandoned steps, and what is left when a wrapper goes."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp import wrap
+from tests.ddp.beside import (
+    Beside,
+    Branches,
+    Chain,
+    branches_loss,
+    chain_loss,
+    numbers,
+    small_buckets,
+)
+from tests.ranks import Context
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("backward failed on purpose")
+
+
+class FailingChain(nn.Module):
+    """Its backward fails at the input of layer `fails_at`, when that is not None."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.fails_at: int | None = None
+
+    def forward(self, x):
+        x.requires_grad_()
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer(Failing.apply(x) if i == self.fails_at else x))
+        return x
+
+
+def failed_backward(context: Context, name: str, places: list[int]) -> None:
+    """`places[rank]`: where it fails; at 0 every gradient has arrived and may be under way."""
+    for set_to_none in (True, False, None):  # None: the user does not zero at all
+        for unused in (False, True):
+            options = dict(small_buckets(name), find_unused_parameters=unused)
+            pair = Beside(context, name, FailingChain(), **options)
+            for step in range(2):
+                pair.model.module.fails_at = places[context.rank]
+                with pytest.raises(ArithmeticError):
+                    chain_loss(50 + step)(pair.model, context.rank).backward()
+                pair.model.module.fails_at = None
+                if set_to_none is not None:
+                    pair.zero_grad(set_to_none)
+                pair.step(chain_loss(step))
+
+
+@pytest.mark.parametrize("places", [[0, 0], [2, 2], [3, 0]])
+def test_a_failed_backward_does_not_poison_the_next_step(ranks, hand_built, places):
+    ranks.run(2, failed_backward, hand_built, places)
+
+
+def failed_backward_in_torch(context: Context, name: str) -> None:
+    model = wrap(name, FailingChain().to(context.device), process_group=context.group)
+    model.module.fails_at = 2
+    with pytest.raises(ArithmeticError):
+        chain_loss(0)(model, context.rank).backward()
+    model.module.fails_at = None
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+        chain_loss(1)(model, context.rank)
+
+
+def test_torch_raises_after_a_failed_backward(cpu_ranks):
+    """What PyTorch documents instead: the wrapper must be built anew."""
+    cpu_ranks.run(2, failed_backward_in_torch, "torch_ddp")
+
+
+def abandoned(context: Context, name: str) -> None:
+    """A forward after a partial backward discards the partial step, zeroed or not."""
+    pair = Beside(context, name, Branches(), **small_buckets(name))
+    for step, set_to_none in enumerate([True, False, None]):
+        branches_loss(step, lambda r: [0, 1])(pair.model, context.rank).backward()
+        if set_to_none is not None:
+            pair.zero_grad(set_to_none)
+        pair.step(branches_loss(9 + step, lambda r: [3, 2, 1, 0]))
+        branches_loss(step, lambda r: [0, 1, 2, 3])(pair.model, context.rank)  # no backward
+        pair.step(branches_loss(20 + step, lambda r: [3, 2, 1, 0]))
+
+
+def test_a_forward_discards_a_partial_step(ranks, hand_built):
+    ranks.run(2, abandoned, hand_built)
+
+
+def alive(kind: type) -> int:
+    gc.collect()
+    return sum(isinstance(thing, kind) for thing in gc.get_objects())
+
+
+def fifty_steps(context: Context, name: str) -> None:
+    """As many handles and tensors after fifty steps as after five."""
+    torch.manual_seed(0)
+    module = Chain().to(context.device)
+    model = wrap(name, module, process_group=context.group, **small_buckets(name))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    counts = []
+    for step in range(50):
+        chain_loss(step)(model, context.rank).backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step in (4, 49):
+            counts.append((alive(dist.Work), alive(torch.Tensor), reachable_works(model)))
+    assert counts[0] == counts[1], f"(handles, tensors) grew: {counts}"
+    assert counts[1][2] == 0, "handles of a finished step are still held"
+
+
+def reachable_works(model: nn.Module) -> int:
+    """Handles that the wrapper's own attributes still hold (gc's list lacks pybind objects)."""
+    seen, stack, found = set(), [vars(model)], 0
+    while stack:
+        thing = stack.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        found += isinstance(thing, dist.Work)
+        if isinstance(thing, dict):
+            stack += thing.values()
+        elif isinstance(thing, list | tuple | set):
+            stack += thing
+    return found
+
+
+def hooks_of(module: nn.Module) -> int:
+    return sum(
+        len(p._backward_hooks or {}) + len(p._post_accumulate_grad_hooks or {})
+        for p in module.parameters()
+    )
+
+
+def goes_without_a_trace(context: Context, name: str) -> None:
+    module = Chain().to(context.device)
+    for turn in range(3):  # the same network, wrapped again and again
+        model = wrap(name, module, process_group=context.group, **small_buckets(name))
+        loss = chain_loss(turn)
+        for _ in range(2):
+            loss(model, context.rank).backward()
+            model.finish_gradient_synchronization()
+            gradients = [p.grad.clone() for p in module.parameters()]
+            module.zero_grad()
+        gone = weakref.ref(model)
+        del model
+        gc.collect()
+        assert gone() is None, "something keeps the wrapper alive"
+        assert hooks_of(module) == 0
+        module.zero_grad()
+        for rank in range(context.world_size):
+            (loss(module, rank) / context.world_size).backward()
+        for p, gradient in zip(module.parameters(), gradients, strict=True):
+            torch.testing.assert_close(p.grad, gradient)
+        module.zero_grad()
+
+
+def test_nothing_leaks_over_fifty_steps(ranks, implementation):
+    ranks.run(2, fifty_steps, implementation)
+
+
+def test_a_wrapper_leaves_no_trace(ranks, implementation):
+    ranks.run(2, goes_without_a_trace, implementation)
+
+
+def frozen_behind_the_wrapper(context: Context, name: str) -> None:
+    """A parameter frozen after wrapping gets no gradient: the error names it."""
+    pair = Beside(context, name, Branches(count=2), **small_buckets(name))
+    pair.model.module.branches[1].requires_grad_(False)
+    x = numbers(3, 5, seed=0, rank=context.rank, like=pair.model)
+    pair.model(x, [0, 1]).sum().backward()
+    with pytest.raises(RuntimeError, match=r"branches\.1\.weight, branches\.1\.bias"):
+        pair.model.finish_gradient_synchronization()
+
+
+def test_parameters_frozen_later_are_named(ranks, implementation):
+    ranks.run(2, frozen_behind_the_wrapper, implementation)
