@@ -5,10 +5,12 @@ gets from the whole batch. So each rank also computes that, alone, in float32, a
 does not communicate, and is compared with the rank's own shard.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
-from bench.options import Settings, batches_for
+from bench.settings import Settings, batches_for, label
 from bench.training import build_network, release_memory, slowest_rank, wrap_network
 from lm.model import forward_loss
 from lm.runtime import Worker
@@ -18,10 +20,13 @@ STEPS = 2  # the second step meets rebuilt buckets and gradients that were clear
 
 
 class Gate:
-    """Reference gradients of the whole global batch and of this rank's shard, in float32."""
+    """Reference gradients of the whole global batch and of this rank's shard, in float32.
 
-    def __init__(self, settings: Settings, worker: Worker):
-        self._settings, self._worker = settings, worker
+    `note` is told how far it has come.
+    """
+
+    def __init__(self, settings: Settings, worker: Worker, note: Callable[[str], None]):
+        self._settings, self._worker, self._note = settings, worker, note
         network = build_network(settings, worker.device, "float32")
         shards = range(worker.world_size)
         self._whole = [self._reference(network, step, shards) for step in range(STEPS)]
@@ -36,6 +41,7 @@ class Gate:
         expected = self._own if name == "none" else self._whole
         errors = []
         for step in range(STEPS):
+            self._note(f"{label(name)} (gate), step {step}")
             forward_loss(model, self._batch(step, self._worker.rank)).backward()
             model.finish_gradient_synchronization()
             errors.append(relative_error(gradients_of(network), expected[step]))
@@ -46,6 +52,7 @@ class Gate:
 
     def _reference(self, network: nn.Module, step: int, ranks: range | list[int]) -> list[Tensor]:
         for rank in ranks:
+            self._note(f"reference gradients (gate), step {step}, batch of rank {rank}")
             (forward_loss(network, self._batch(step, rank)) / len(ranks)).backward()
         gradients = gradients_of(network)
         network.zero_grad(set_to_none=True)

@@ -8,10 +8,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from bench.options import Settings, parse, settings_from
+from bench.options import parse
 from bench.profiling import Profiling
 from bench.report import report
+from bench.settings import Settings, check_folder, settings_from
 from bench.worker import Benchmark, device_name, plan, record_failure
 from lm.launch import INTERRUPTED, run_ranks
 from lm.model import Transformer
@@ -21,6 +23,7 @@ from lm.runtime import (
     find_hardware,
     has_parent,
     invocation,
+    is_first_of_host,
     launched,
     launched_rank,
     launched_world_size,
@@ -29,6 +32,7 @@ from lm.runtime import (
 from lm.watch import Watch
 from measure import Results
 
+BAD_INPUT = 2
 DEFAULT_FOLDER = Path("results_ddp")
 
 
@@ -39,17 +43,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hardware = find_hardware(options.device, options.num_processes)
         folder = DEFAULT_FOLDER / invocation()[: len("YYYYMMDD_HHMMSS")]
         settings = settings_from(options, hardware.device_type, folder)
-        if not options.profile:
-            Results(settings.output_dir)  # a folder of another version is refused here
+        check_output(settings, options)
     except ValueError as error:
-        if launched_rank() == 0:
-            print(f"benchmark_ddp.py: {error}", file=sys.stderr)
-        return 2
+        if is_first_of_host():
+            print(f"benchmark_ddp.py: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
     if options.dry_run:
         if launched_rank() == 0:
             print(describe_plan(settings, hardware, options))
         return 0
-    return (work if launched() else launch)(settings, hardware, options)
+    if launched():
+        return work(settings, hardware, options)
+    try:
+        return launch(settings, hardware, options)
+    except KeyboardInterrupt:
+        folder = options.profile_output_dir if options.profile else settings.output_dir
+        resume = "" if options.profile else f"; resume with --output-dir {folder}"
+        print(f"interrupted: what is finished is in {folder}{resume}", file=sys.stderr)
+        return INTERRUPTED
+
+
+def check_output(settings: Settings, options: argparse.Namespace) -> None:
+    """Refuse a folder that cannot take the results; make it, unless this is a rehearsal."""
+    if options.profile:
+        check_folder("--profile-output-dir", options.profile_output_dir, not options.dry_run)
+    elif launched_rank() == 0:
+        check_folder("--output-dir", settings.output_dir, not options.dry_run)
+        try:
+            Results(settings.output_dir)  # refuses the rows of another version
+        except (ValueError, OSError) as error:
+            raise ValueError(f"--output-dir: {error}") from error
 
 
 def launch(settings: Settings, hardware: Hardware, options: argparse.Namespace) -> int:
@@ -59,15 +82,12 @@ def launch(settings: Settings, hardware: Hardware, options: argparse.Namespace) 
     while True:
         outcome = run_ranks(command, hardware.num_processes)
         if outcome.status == INTERRUPTED:
-            folder = options.profile_output_dir if options.profile else settings.output_dir
-            resume = "" if options.profile else f"; resume with --output-dir {folder}"
-            print(f"interrupted: what is finished is in {folder}{resume}", file=sys.stderr)
-            return INTERRUPTED
+            raise KeyboardInterrupt
         if outcome.status == 0 or options.profile or not (outcome.cause and outcome.doing):
             break
         record_failure(settings, outcome.doing, outcome.cause)
     if options.profile or outcome.status:
-        return outcome.status
+        return int(outcome.status != 0)
     device = "cpu" if hardware.device_type == "cpu" else torch.cuda.get_device_name(0)
     return print_report(settings, hardware.num_processes, device)
 
@@ -86,11 +106,13 @@ def work(settings: Settings, hardware: Hardware, options: argparse.Namespace) ->
         )
         try:
             task.run()
+            dist.barrier()  # nobody leaves, and falls silent, while others work
         except KeyboardInterrupt:
             os._exit(INTERRUPTED)  # the others may be gone: an orderly end is not possible
         except Exception as error:
             task.watch.fail(error)
         task.watch.close()
+        dist.barrier()  # the first rank may host the store, which the other watches use
     if worker.is_first and not has_parent() and not options.profile:
         return print_report(settings, worker.world_size, device_name(worker.device))
     return 0

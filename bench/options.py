@@ -1,15 +1,13 @@
-"""The command line, checked before any worker starts, and the settings that it becomes."""
+"""The command line: every option with its unit, its default and its effect."""
 
 import argparse
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NoReturn
 
-from ddp import IMPLEMENTATIONS, implementation
-from lm.data import Batches, open_data
-from lm.model import PRESETS, ModelConfig
+from ddp import IMPLEMENTATIONS
+from lm.model import PRESETS
+from lm.runtime import is_first_of_host
 
 DTYPES = ("float32", "mixed", "bfloat16")
 EXAMPLES = """\
@@ -25,44 +23,11 @@ examples:
 """
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What one call of the benchmark does; sizes are per rank, sequences in tokens."""
-
-    implementations: tuple[str, ...]
-    model: ModelConfig
-    batch_size: int
-    bucket_size_mb: float | None
-    num_epochs: int
-    warmup_epochs: int
-    steps_per_epoch: int
-    rounds: int
-    seed: int
-    dtype: str
-    compile: bool
-    data: str
-    timeout_s: float
-    output_dir: Path
-
-    @property
-    def warmup_steps(self) -> int:
-        return self.warmup_epochs * self.steps_per_epoch
-
-    @property
-    def num_steps(self) -> int:
-        return self.num_epochs * self.steps_per_epoch
-
-    def identity(self) -> dict:
-        """What makes two measurements comparable: everything but names, order and places."""
-        skipped = {"implementations", "output_dir", "rounds", "timeout_s"}
-        return {k: v for k, v in asdict(self).items() if k not in skipped}
-
-
 class Parser(argparse.ArgumentParser):
     """argparse, with a wrong option answered by one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {message}\n" if is_first_of_host() else None)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -172,8 +137,9 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "(default: results_ddp/ and the time)",
     )  # fmt: skip
     group.add_argument(
-        "--dry-run", action="store_true", help="check the options, print the plan, start nothing"
-    )
+        "--dry-run", action="store_true",
+        help="check the options, print the plan, start and write nothing (default: off)",
+    )  # fmt: skip
 
 
 def _add_profile(group: argparse._ArgumentGroup) -> None:
@@ -189,83 +155,3 @@ def _add_profile(group: argparse._ArgumentGroup) -> None:
         "--profile-output-dir", type=Path, default=Path("profiler_output"), metavar="FOLDER",
         help="receives traces, summaries and pictures (default: ./profiler_output)",
     )  # fmt: skip
-
-
-def settings_from(options: argparse.Namespace, device_type: str, default_folder: Path) -> Settings:
-    """Check what the options mean together.
-
-    Raises:
-        ValueError: one line that names the option, what is wrong, and what to do.
-    """
-    _require_positive(options)
-    names = [options.profile_implementation] if options.profile else options.implementations
-    if options.profile and options.profile_implementation == "all":
-        names = options.implementations
-    for name in names:
-        implementation(name)
-    if len(set(names)) < len(names):
-        raise ValueError("--implementations: a name appears twice, give each once")
-    if options.warmup_epochs > options.num_epochs:
-        raise ValueError(
-            f"--warmup-epochs {options.warmup_epochs} exceeds --num-epochs {options.num_epochs}"
-        )
-    if options.warmup_epochs == options.num_epochs and not options.profile:
-        raise ValueError(
-            f"--warmup-epochs {options.warmup_epochs} leaves no epoch to time, "
-            "give a larger --num-epochs"
-        )
-    settings = Settings(
-        implementations=tuple(names),
-        model=_model(options, device_type),
-        batch_size=options.batch_size,
-        bucket_size_mb=options.bucket_size_mb,
-        num_epochs=options.num_epochs,
-        warmup_epochs=options.warmup_epochs,
-        steps_per_epoch=options.steps_per_epoch or (3 if options.profile else 6),
-        rounds=options.rounds,
-        seed=options.seed,
-        dtype=options.dtype,
-        compile=options.compile,
-        data=_data_source(options.data),
-        timeout_s=options.timeout,
-        output_dir=options.output_dir or default_folder,
-    )
-    batches_for(settings, rank=0, world_size=1)  # unreadable, empty or too short a text
-    return settings
-
-
-def batches_for(settings: Settings, rank: int, world_size: int) -> Batches:
-    return Batches(
-        open_data(settings.data, settings.model.vocab_size),
-        batch_size=settings.batch_size,
-        context_length=settings.model.context_length,
-        rank=rank,
-        world_size=world_size,
-        seed=settings.seed,
-    )
-
-
-def _model(options: argparse.Namespace, device_type: str) -> ModelConfig:
-    preset = options.preset or ("small" if device_type == "cuda" else "laptop")
-    names = {field.name for field in fields(ModelConfig)}
-    given = {k: v for k, v in vars(options).items() if k in names and v is not None}
-    return replace(PRESETS[preset], **given)
-
-
-def _data_source(source: str) -> str:
-    """A path is made absolute: it names the same text when a resumed run starts elsewhere."""
-    return source if source in ("stdlib", "synthetic") else str(Path(source).absolute())
-
-
-def _require_positive(options: argparse.Namespace) -> None:
-    sizes = [
-        "d_model", "num_layers", "num_heads", "d_ff", "vocab_size", "context_length", "batch_size",
-        "num_epochs", "steps_per_epoch", "rounds", "num_processes", "bucket_size_mb", "timeout",
-    ]  # fmt: skip
-    for name in sizes:
-        value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: give a positive number")
-    for name in ("warmup_epochs", "seed"):
-        if getattr(options, name) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: give 0 or more")

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bench.options import Settings
+from bench.settings import Settings, label
 from bench.training import Phase, building, train
 from ddp import Unavailable
 from lm.runtime import StepClock, Worker
@@ -118,7 +118,8 @@ class Profiling:
     def _report(self, names: list[str]) -> None:
         traces = {name: [load_trace(path) for path in self._trace_files(name)] for name in names}
         for name in names:
-            measured = overlap(traces[name][0]).per_step()
+            whole = overlap(traces[name][0])
+            measured = whole.per_step() or whole
             share = measured.overlap_fraction
             print(
                 f"{name}: step {measured.span / 1e3:.2f} ms, communication "
@@ -154,4 +155,4 @@ def trace_file(folder: Path, name: str, rank: int) -> Path:
 
 def file_stem(name: str) -> str:
     """A plug-in's class name, without its path."""
-    return re.sub(r"[^\w.-]", "_", name.rpartition(":")[2])
+    return re.sub(r"[^\w.-]", "_", label(name))

@@ -1,10 +1,22 @@
 """Rows of results to the comparison table and picture, and to the exit status."""
 
+import math
+
 from bench.gate import TOLERANCE
-from bench.options import Settings
+from bench.settings import Settings, label
 from bench.worker import GATE, TIMING, plan
 from lm.model import flops_per_token
-from measure import OK, Column, Results, draw_comparison, format_table, peak_flops, ratio, summarize
+from measure import (
+    OK,
+    UNAVAILABLE,
+    Column,
+    Results,
+    draw_comparison,
+    format_table,
+    peak_flops,
+    ratio,
+    summarize,
+)
 
 FLOOR, REFERENCE = "none", "torch_ddp"
 MIB = 1 << 20
@@ -13,7 +25,6 @@ MIB = 1 << 20
 def report(settings: Settings, world_size: int, device: str) -> tuple[str, int]:
     """The text to print, and the exit status: 1 if a gradient was wrong or a cell failed."""
     rows = comparison(settings, world_size, device)
-    tokens = settings.batch_size * settings.model.context_length
     title = (
         f"{world_size} ranks on {device}, {settings.batch_size} sequences of "
         f"{settings.model.context_length} tokens a rank and step, {settings.dtype}"
@@ -27,24 +38,26 @@ def report(settings: Settings, world_size: int, device: str) -> tuple[str, int]:
         baseline=FLOOR if any(r["label"] == FLOOR for r in rows) else None,
         reference=REFERENCE if any(r["label"] == REFERENCE for r in rows) else None,
     )
-    table = format_table(columns(), rows, title=title)
-    text = f"{table}\n\n{_legend(tokens)}\n\nresults: {Results(settings.output_dir).path}\n"
+    table = format_table(columns(rows), rows, title=title)
+    text = f"{table}\n\n{_legend(rows, device)}\n\nresults: {Results(settings.output_dir).path}\n"
     return text + f"picture: {picture}", int(any(_is_bad(row) for row in rows))
 
 
-def columns() -> list[Column]:
+def columns(rows: list[dict]) -> list[Column]:
+    """About 130 characters together; MFU only where the device's peak is known."""
+    mfu = [Column("mfu", "MFU", ".1%")] if any(row.get("mfu") for row in rows) else []
     return [
         Column("label", "implementation"),
-        Column("gradient_error", "gradient error", _error),
+        Column("gradient_error", "error", _error),
         Column("step", "step ms [p10, p90]", right=True),
         Column("tokens_per_second", "tokens/s", ",.0f"),
-        Column("exposed_ms", "exposed ms", ".2f"),
+        Column("exposed_ms", "exposed ms", _milliseconds),
         Column("to_floor", f"× {FLOOR}", right=True),
         Column("to_reference", f"× {REFERENCE} [95 %]", right=True),
-        Column("collectives", "collectives", ",d"),
+        Column("collectives", "calls", ",d"),
         Column("sent_mb", "MiB sent", ",.1f"),
         Column("peak_memory_mb", "peak MiB", ",.0f"),
-        Column("mfu", "MFU", ".1%"),
+        *mfu,
     ]
 
 
@@ -74,10 +87,11 @@ def _row(
     name: str, cells: list[dict], rounds: dict, settings: Settings, world_size: int, device: str
 ) -> dict:
     failed = [row for row in cells if row["status"] != OK]
-    row: dict = {"label": name, "status": OK}
+    row: dict = {"label": label(name), "status": OK}
     gate = next((r for r in cells if r["kind"] == GATE and r["status"] == OK), None)
     if gate:
-        row["gradient_error"] = gate["gradient_error"]
+        error = gate["gradient_error"]
+        row["gradient_error"] = math.inf if error is None else error  # JSON knows no infinity
     if failed or not rounds[name]:
         reason = failed[0].get("reason") if failed else "not measured yet"
         return {**row, "status": failed[0]["status"] if failed else "missing", "reason": reason}
@@ -92,7 +106,8 @@ def _row(
         "median_ms": times.median,
         "low_ms": times.p10,
         "high_ms": times.p90,
-        "step": f"{times.median:.2f} [{times.p10:.2f}, {times.p90:.2f}]",
+        "step": f"{_milliseconds(times.median)} "
+        f"[{_milliseconds(times.p10)}, {_milliseconds(times.p90)}]",
         "tokens_per_second": tokens / times.median * 1e3,
         "exposed_ms": _exposed(name, times.median, rounds),
         "to_floor": _ratio_text(_ratio(rounds, name, FLOOR), interval=False),
@@ -138,10 +153,13 @@ def _error(value: float) -> str:
     return f"{value:.1e}" + ("" if value <= TOLERANCE else " WRONG")
 
 
+def _milliseconds(value: float) -> str:
+    return f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}"
+
+
 def _is_bad(row: dict) -> bool:
-    if row["status"] not in (OK, "unavailable"):
-        return True
-    return not row.get("gradient_error", 0.0) <= TOLERANCE if row["status"] == OK else False
+    wrong = row.get("gradient_error", 0.0) > TOLERANCE
+    return wrong or row["status"] not in (OK, UNAVAILABLE)
 
 
 def _for_picture(row: dict) -> dict:
@@ -150,10 +168,19 @@ def _for_picture(row: dict) -> dict:
     return {key: row.get(key) for key in (*rest, *keys)}
 
 
-def _legend(tokens: int) -> str:
-    return (
-        "gradient error: largest relative error in float32 against one process on the whole "
-        f"global batch (none: its own shard), wrong above {TOLERANCE:g}\n"
-        "step: median over all timed steps of the slowest rank; "
-        f"exposed: step minus {FLOOR}; MiB sent: gradients handed to collectives, a rank and step"
-    )
+def _legend(rows: list[dict], device: str) -> str:
+    memory = "the process's memory" if device == "cpu" else "the GPU's allocated memory"
+    lines = [
+        f"error       largest relative error of a float32 gradient, against one process on the "
+        f"whole batch ({FLOOR}: on its own shard); wrong above {TOLERANCE:g}",
+        "step        of the slowest rank: median over all timed steps, with its spread; "
+        "warmup is not timed",
+        f"exposed     what communication adds: step minus {FLOOR}",
+        "×           ratio of step times, below 1 is faster; [95 %]: confidence interval over "
+        "the rounds",
+        "calls, sent collectives that a step starts, and bytes of gradients handed to them",
+        f"peak        of {memory}, the largest over ranks and rounds",
+    ]
+    if any(row.get("mfu") for row in rows):
+        lines.append("MFU         model FLOPs per second over the GPU's peak")
+    return "\n".join(lines)

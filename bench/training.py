@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.options import Settings, batches_for
+from bench.settings import Settings, batches_for
 from ddp import implementation, options_of, wrap
 from lm.model import Transformer, forward_loss
 from lm.runtime import StepClock, Worker, seed_everything

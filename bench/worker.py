@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from bench.gate import Gate
-from bench.options import Settings
+from bench.settings import Settings, label, source_digest
 from bench.training import building, slowest_rank, train
 from ddp import Unavailable
 from lm.runtime import PeakMemory, StepClock, Worker, invocation
@@ -45,11 +45,14 @@ class Cell:
             "device": device,
             "torch": torch.__version__,
         }
+        if digest := source_digest(self.implementation):
+            config["source"] = digest
         return {"key": cell_key(config), **vars(self), "config": config}
 
     @property
     def label(self) -> str:
-        return f"{self.implementation} ({'gate' if self.kind == GATE else f'round {self.round}'})"
+        part = "gate" if self.kind == GATE else f"round {self.round}"
+        return f"{label(self.implementation)} ({part})"
 
 
 def plan(settings: Settings) -> list[Cell]:
@@ -148,7 +151,7 @@ class Benchmark:
         return status
 
     def _prove(self, cell: Cell) -> dict:
-        self._gate = self._gate or Gate(self.settings, self.worker)
+        self._gate = self._gate or Gate(self.settings, self.worker, self.watch.at)
         return {"gradient_error": self._gate.error(cell.implementation)}
 
     def _time(self, cell: Cell) -> dict:

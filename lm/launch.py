@@ -20,6 +20,10 @@ from lm.watch import EXIT_FAILED, Cause, print_cause, publish_cause, read_cause,
 
 INTERRUPTED = 130  # as a shell reports Ctrl-C
 GRACE_S = 5.0  # how long the others may take to leave by themselves
+TERMINATION_S = 2.0  # how long a rank may take to follow SIGTERM
+
+# Loaded before any fork: after it, a child of a process with threads must not take locks.
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True)
@@ -38,24 +42,23 @@ class Outcome:
 
 
 def run_ranks(command: Sequence[str], num_processes: int) -> Outcome:
-    """Run `command` once a rank and wait for all."""
+    """Run `command` once a rank and wait for all; Ctrl-C and SIGTERM end them with this process."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    children = [
-        subprocess.Popen(
-            command, env=_environment(rank, num_processes, store.port), preexec_fn=_die_with_parent
-        )
-        for rank in range(num_processes)
-    ]
+    board = dist.PrefixStore("attempt_0", store)
+    children: list[subprocess.Popen] = []
     previous = signal.signal(signal.SIGTERM, _raise_interrupt)
     try:
-        board = dist.PrefixStore("attempt_0", store)
+        for rank in range(num_processes):
+            environment = _environment(rank, num_processes, store.port)
+            children.append(subprocess.Popen(command, env=environment, preexec_fn=_follow_parent))
         status = _wait(children, board)
         return Outcome(status, read_cause(board), read_doing(board))
     except KeyboardInterrupt:
-        _stop(children, grace_s=1.0)
         return Outcome(INTERRUPTED)
     finally:
+        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C is no news
         _stop(children, grace_s=0.0)
+        signal.signal(signal.SIGINT, on_interrupt)
         signal.signal(signal.SIGTERM, previous)
 
 
@@ -97,32 +100,36 @@ def _name_signal(store: dist.Store, rank: int, number: int) -> None:
     key = f"rank_{rank}"
     place = store.get(key).decode().split(" ", 2)[2] if store.check([key]) else "start"
     name = signal.Signals(number).name
-    cause = Cause(rank, "error", f"killed by {name}, last seen at {place}")
+    hint = " (by the system, if memory ran out)" if number == signal.SIGKILL else ""
+    cause = Cause(rank, "error", f"killed by {name}{hint}, last seen at {place}")
     if publish_cause(store, cause):
         print_cause(cause)
 
 
 def _stop(children: list[subprocess.Popen], grace_s: float) -> None:
-    deadline = time.monotonic() + grace_s
+    """Ranks that have not left after `grace_s` are told to, then forced."""
+    _wait_for_exit(children, grace_s)
+    for child in children:
+        child.terminate()  # does nothing to one that has left
+    _wait_for_exit(children, TERMINATION_S)  # one that is stopped cannot follow
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+def _wait_for_exit(children: list[subprocess.Popen], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline and any(child.poll() is None for child in children):
-        time.sleep(0.05)
-    for child in children:
-        if child.poll() is None:
-            child.terminate()
-    for child in children:
-        try:
-            child.wait(2.0)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+        time.sleep(0.02)
 
 
 def _raise_interrupt(_number: int, _frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _die_with_parent() -> None:
-    """Linux: the kernel ends this child when its parent dies, even by SIGKILL."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, see man 2 prctl
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+def _follow_parent() -> None:
+    """In the child, before it starts: Ctrl-C is the parent's business, and its end is ours."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if _LIBC is not None:
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, see man 2 prctl: also after SIGKILL
+        _LIBC.prctl(set_parent_death_signal, signal.SIGKILL)

@@ -64,6 +64,11 @@ def launched_rank() -> int:
     return int(os.environ["RANK"]) if launched() else 0
 
 
+def is_first_of_host() -> bool:
+    """Is this the process that speaks for its host? True without a launcher."""
+    return not launched() or int(os.environ.get("LOCAL_RANK", os.environ["RANK"])) == 0
+
+
 def launched_world_size() -> int:
     """The number of ranks that the launcher started; 1 without a launcher."""
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
@@ -90,18 +95,24 @@ def find_hardware(device: str = "auto", num_processes: int | None = None) -> Har
         num_processes: overrides the number of processes.
 
     Raises:
-        ValueError: if CUDA is asked for and cannot be used, or there are fewer GPUs than processes.
+        ValueError: if CUDA is asked for and cannot be used, or there are fewer GPUs than processes
+            (those that a launcher has started on this host, too).
     """
     count, obstacle = _usable_gpus()
     if device == "cuda" and not count:
-        raise ValueError(f"--device cuda: {obstacle or 'this machine has no NVIDIA GPU'}")
+        reason = obstacle or "this machine has no NVIDIA GPU"
+        raise ValueError(f"--device cuda: {reason}; give --device cpu, or auto")
     if device == "cpu" or not count:
         n = num_processes or 2
         reason = "as asked" if device == "cpu" else obstacle or "no GPU here"
         return Hardware("gloo", "cpu", n, f"gloo, {n} processes on CPU ({reason})")
-    n = num_processes or count
+    n = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if launched() else num_processes or count
     if n > count:
-        raise ValueError(f"--num-processes {n}: there are {count} GPUs, and NCCL needs one each")
+        option = "--nproc_per_node" if launched() else "--num-processes"
+        raise ValueError(
+            f"{option} {n}: NCCL needs a GPU for each process; give {count} or fewer, or "
+            "--device cpu"
+        )
     name = torch.cuda.get_device_name(0)
     return Hardware("nccl", "cuda", n, f"NCCL, {n} processes, one on each {name}")
 
@@ -115,11 +126,11 @@ def _usable_gpus() -> tuple[int, str | None]:
         return torch.cuda.device_count(), None
     driver = Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists()
     if torch.version.cuda is None and driver:
-        return (
-            0,
-            f"an NVIDIA driver is here, but PyTorch {torch.__version__} is a build without CUDA",
-        )
-    if caught or (driver and torch.version.cuda):
+        build = f"PyTorch {torch.__version__} is a build without CUDA"
+        return 0, f"an NVIDIA driver is here, but {build}"
+    if driver and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return 0, "CUDA_VISIBLE_DEVICES hides this machine's GPUs"
+    if caught or driver:
         detail = str(caught[0].message).split("\n")[0] if caught else "no device answered"
         return 0, f"an NVIDIA driver is here, but PyTorch cannot use it: {detail}"
     return 0, None
@@ -179,11 +190,6 @@ def _claim_device(hardware: Hardware, local_rank: int) -> torch.device:
             local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise ValueError(
-            f"--nproc_per_node: local rank {local_rank} has no GPU, "
-            f"there are {torch.cuda.device_count()}; NCCL needs one each"
-        )
     torch.cuda.set_device(local_rank)
     # Multicast is neither used nor needed by ddp_copy_engine, which asks for this setting.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")

@@ -4,8 +4,11 @@ Collective libraries wait for a peer that will never come, and when they give up
 they happened to be connected to. So every rank says through the store how far it has come, from a
 thread that goes on when the main thread is stuck. The rank that is furthest behind when nobody
 moves any more is the one that the others wait for; one that no longer speaks is gone.
+
+Times are this process's own, of when it *saw* a change: clocks of hosts need not agree.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -14,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,16 +25,22 @@ import torch.distributed as dist
 EXIT_FAILED = 70  # a run failed, and the cause is in the store
 CAUSE = "first_cause"
 DOING = "doing"
+NOBODY = -1
+RECORDED = "recorded"  # the first rank has done what it does about the cause
 MESSAGE_LENGTH = 200  # characters
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a run stops: `status` is `oom`, `error` or `timeout`."""
+    """Why a run stops: `status` is `oom`, `error` or `timeout`, `rank` whose fault, or `NOBODY`."""
 
     rank: int
     status: str
     message: str
+
+    @property
+    def blame(self) -> str:
+        return "the run failed: " if self.rank == NOBODY else f"rank {self.rank} failed first: "
 
 
 def publish_cause(store: dist.Store, cause: Cause) -> bool:
@@ -52,7 +62,8 @@ class Watch:
 
     Args:
         store: a connection of its own, because a blocked call of the main thread holds its.
-        timeout_s: seconds without any progress, or without a word from a rank, until the run ends.
+        timeout_s: seconds without any progress until the run ends; half of them without a word
+            from a rank.
         on_failure: called once with the cause before this process exits.
     """
 
@@ -68,10 +79,13 @@ class Watch:
         self._timeout_s, self._on_failure = timeout_s, on_failure
         self._interval_s = min(1.0, timeout_s / 8)
         self._place, self._count = "start", 0
-        self._heard: dict[int, tuple[int, float]] = {}  # rank -> (beat, when it changed)
-        self._moved: dict[int, tuple[int, float, str]] = {}  # rank -> (count, when, place)
+        now = time.monotonic()  # a rank that never says a word is missed from here on
+        everyone = range(world_size)
+        self._heard = dict.fromkeys(everyone, (0, now))  # rank -> (beat, when it changed)
+        self._moved = dict.fromkeys(everyone, (0, now, "start"))  # rank -> (count, when, place)
+        self._peer_is_gone = False
         self._stop = threading.Event()
-        self._ending = threading.Lock()
+        self._naming, self._leaving = threading.Lock(), threading.Lock()
         self._thread = threading.Thread(target=self._run, daemon=True, name="watch")
         self._thread.start()
 
@@ -85,6 +99,7 @@ class Watch:
         self._store.set(DOING, what)
 
     def close(self) -> None:
+        """Only when all ranks have finished: silence of one that left looks like its death."""
         self._stop.set()
         self._thread.join()
 
@@ -93,7 +108,8 @@ class Watch:
         if not is_consequence(error):
             self._end(Cause(self._rank, status_of(error), describe(error)))
         # A peer is gone: its own word, its launcher's or its silence will tell which.
-        self._stop.wait(self._interval_s * 5)
+        self._peer_is_gone = True
+        self._stop.wait(self._interval_s * 6)
         self._end(Cause(self._rank, "error", describe(error)))
 
     def _run(self) -> None:
@@ -102,24 +118,26 @@ class Watch:
             beat += 1
             try:
                 self._store.set(f"rank_{self._rank}", f"{beat} {self._count} {self._place}")
-                cause = read_cause(self._store) or self._look_around()
+                cause, suspicion = read_cause(self._store), self._look_around()
             except RuntimeError:  # DistError: the process that hosts the store has gone
-                cause = Cause(
-                    -1, "error", "the launcher, or the rank that hosts the store, is gone"
-                )
+                if self._stop.is_set():
+                    return
+                message = "the launcher, or the rank that hosts the store, is gone"
+                cause, suspicion = None, Cause(NOBODY, "error", message)
             if cause:
-                self._end(cause)
+                self._leave(cause)
+            if suspicion:
+                self._end(suspicion)
 
     def _look_around(self) -> Cause | None:
         now = time.monotonic()
         for rank in range(self._world_size):
             self._listen(rank, now)
-        if len(self._moved) < self._world_size:
-            return None
-        for rank, (_, when) in self._heard.items():
-            if now - when > max(self._timeout_s / 2, 3 * self._interval_s):
-                place = self._moved[rank][2]
-                return Cause(rank, "error", f"stopped responding, last seen at {place}")
+        silent = min(self._heard, key=lambda rank: self._heard[rank][1])
+        patience = 3 * self._interval_s if self._peer_is_gone else self._timeout_s / 2
+        if now - self._heard[silent][1] > patience:
+            message = f"stopped responding, last seen at {self._moved[silent][2]}"
+            return Cause(silent, "error", f"{message}; rank {self._rank} waits at {self._place}")
         if now - max(when for _, when, _ in self._moved.values()) > self._timeout_s:
             return self._name_the_last()
         return None
@@ -129,21 +147,22 @@ class Watch:
         if not self._store.check([key]):
             return
         beat, count, place = self._store.get(key).decode().split(" ", 2)
-        if rank not in self._heard or self._heard[rank][0] != int(beat):
+        if self._heard[rank][0] != int(beat):
             self._heard[rank] = (int(beat), now)
-        if rank not in self._moved or self._moved[rank][0] != int(count):
+        if self._moved[rank][0] != int(count):
             self._moved[rank] = (int(count), now, place)
 
     def _name_the_last(self) -> Cause:
         rank = min(self._moved, key=lambda r: self._moved[r][0])
         count, _, place = self._moved[rank]
-        furthest = max(c for c, _, _ in self._moved.values())
-        who = "stalled" if count < furthest else "stopped together with all other ranks"
-        return Cause(rank, "timeout", f"{who} at {place}: no progress for {self._timeout_s:g} s")
+        together = count == max(c for c, _, _ in self._moved.values())
+        who = "all ranks stand still" if together else "stalled"
+        message = f"{who} at {place}: no progress for {self._timeout_s:g} s"
+        return Cause(NOBODY if together else rank, "timeout", message)
 
     def _end(self, cause: Cause) -> None:
-        """Name the cause if nobody has, tell the caller, and leave at once."""
-        with self._ending:
+        """Name the cause if nobody has, and leave."""
+        with self._naming:
             try:
                 first = publish_cause(self._store, cause)
                 cause = read_cause(self._store) or cause
@@ -151,14 +170,29 @@ class Watch:
                 first = True
             if first:
                 print_cause(cause)
-            self._on_failure(cause)
-            sys.stdout.flush()
-            os._exit(EXIT_FAILED)  # the main thread may never come back from a collective
+            self._leave(cause)
+
+    def _leave(self, cause: Cause) -> None:
+        """Tell the caller the cause, which has been named, and leave at once."""
+        with self._leaving:
+            try:
+                self._on_failure(cause)
+                self._wait_until_recorded()
+                sys.stdout.flush()
+            finally:
+                os._exit(EXIT_FAILED)  # the main thread may never come back from a collective
+
+    def _wait_until_recorded(self) -> None:
+        """torchrun ends all ranks as soon as one has left: leave after the one that records."""
+        with contextlib.suppress(RuntimeError):  # the first rank, or the store, is gone
+            if self._rank == 0:
+                self._store.set(RECORDED, "")
+            else:
+                self._store.wait([RECORDED], timedelta(seconds=2 * self._interval_s + 1))
 
 
 def print_cause(cause: Cause) -> None:
-    who = f"rank {cause.rank}" if cause.rank >= 0 else "the run"
-    print(f"{who} failed first: {cause.message}", file=sys.stderr, flush=True)
+    print(f"{cause.blame}{cause.message}", file=sys.stderr, flush=True)
 
 
 def status_of(error: BaseException) -> str:

@@ -1,0 +1,188 @@
+"""Bad input: one line that names the option, exit status 2, and nothing has started."""
+
+import argparse
+import os
+import re
+
+import pytest
+
+from bench import main as command
+from bench.options import EXAMPLES, Parser, parse
+from bench.settings import settings_from, source_digest
+from measure import SCHEMA_VERSION
+from tests.bench.command import PLUGINS, ROOT, benchmark
+
+CPU = ["--device", "cpu"]
+FILES = {  # in the folder in which each case runs
+    "empty.txt": b"",
+    "short.txt": b"abc",
+    "binary.txt": b"a\0b" * 1000,
+    "broken.py": b"import nothing_of_that_name",
+    "plugin.py": b"import torch\nclass Right(torch.nn.Module):\n  def forward(self): pass\n"
+    b"class Number: pass\n",
+    "old/results.jsonl": b'{"schema_version": 0}\n',
+    "noise/results.jsonl": b"not json\n",
+    "folder/results.jsonl/x": b"",
+}
+CASES = {
+    "--implementations nope": "choose from none, ddp, .*path/to/file.py:ClassName",
+    "--implementations gone.py:X": "--implementations.*no file gone.py",
+    "--implementations plugin.py:Gone": "--implementations.*no nn.Module of that name",
+    "--implementations plugin.py:Number": "--implementations.*no nn.Module of that name",
+    "--implementations plugin.py:Right": "--implementations.*finish_gradient_synchronization",
+    "--implementations broken.py:X": "--implementations.*nothing_of_that_name",
+    "--implementations empty.txt:X": "--implementations.*not a Python file",
+    "--implementations ddp none ddp": "--implementations: ddp appears twice",
+    "--implementations": "--implementations: expected at least one",
+    "--profile --profile-implementation nope": "--profile-implementation: .*choose from",
+    "--d-model 0": "--d-model 0: give a positive",
+    "--num-layers -1": "--num-layers -1: give a positive",
+    "--num-heads 0": "--num-heads 0: give a positive",
+    "--d-ff 0": "--d-ff 0: give a positive",
+    "--vocab-size 0": "--vocab-size 0: give a positive",
+    "--context-length 0": "--context-length 0: give a positive",
+    "--batch-size 0": "--batch-size 0: give a positive",
+    "--batch-size 2.5": "--batch-size: invalid int value",
+    "--num-epochs 0": "--num-epochs 0: give a positive",
+    "--steps-per-epoch 0": "--steps-per-epoch 0: give a positive",
+    "--rounds 0": "--rounds 0: give a positive",
+    "--num-processes 0": "--num-processes 0: give a positive",
+    "--bucket-size-mb 0": "--bucket-size-mb 0.0: give a positive",
+    "--bucket-size-mb nan": "--bucket-size-mb nan: give a positive",
+    "--timeout inf": "--timeout inf: give a positive",
+    "--d-model 30": "--num-heads .* does not divide --d-model 30: choose",
+    "--d-model 12 --num-heads 4": "--d-model 12 over --num-heads 4.*choose",
+    "--warmup-epochs -1": "--warmup-epochs -1: give 0 or more",
+    "--warmup-epochs 3": "--warmup-epochs 3 exceeds --num-epochs 2.*give",
+    "--warmup-epochs 2": "--warmup-epochs 2 leaves no epoch to time.*give",
+    "--seed -1": "--seed -1: give 0 or more",
+    "--vocab-size 255": "--vocab-size is 255.*256 or more",
+    "--data gone.txt": "--data .*gone.txt' does not exist: give",
+    "--data ''": "--data '' does not exist: give",
+    "--data empty.txt": "--data .*empty.txt' is empty: give",
+    "--data binary.txt": "--data .*binary.txt' is binary.*give",
+    "--data short.txt": r"--data .*short.txt' holds 3 bytes.*--context-length \+ 1 = 129: give",
+    "--dtype float16": "--dtype: invalid choice.*mixed",
+    "--preset huge": "--preset: invalid choice.*laptop",
+    "--nope": "--nope",
+    "--output-dir short.txt": "--output-dir short.txt: short.txt is a file, name a folder",
+    "--output-dir short.txt/x": "--output-dir short.txt/x: .*short.txt is a file, name a folder",
+    "--output-dir /proc/x": "--output-dir /proc/x: cannot be written to.*name another",
+    "--output-dir old": "--output-dir: .*schema version 0.*name another",
+    "--output-dir noise": "--output-dir: .*results.jsonl, line 1: not a JSON line",
+    "--output-dir folder": "--output-dir: .*results.jsonl",
+    "--profile --profile-output-dir short.txt": "--profile-output-dir short.txt: .*name a folder",
+    "--profile --profile-output-dir /proc/x": "--profile-output-dir /proc/x: cannot be written",
+}
+
+
+@pytest.fixture
+def no_workers(monkeypatch, tmp_path):
+    """The files of the cases lie in the current folder, and any start is a failure."""
+    for name, content in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "run_ranks", lambda *_: pytest.fail("workers were started"))
+
+
+@pytest.mark.parametrize("line", CASES)
+def test_bad_input_is_one_line_and_status_2(no_workers, capfd, line):
+    with pytest.raises(SystemExit) as stopped:
+        raise SystemExit(command.main([*CPU, *line.replace("''", "").split(" ")]))
+    out, err = capfd.readouterr()
+    assert stopped.value.code == 2
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("benchmark_ddp.py: ")
+    assert re.search(CASES[line], err), err
+
+
+def test_cuda_without_a_gpu(no_workers, capfd, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert command.main(["--device", "cuda"]) == 2
+    assert "--device cuda: " in (err := capfd.readouterr().err)
+    assert err.count("\n") == 1
+
+
+def test_a_folder_without_permission(no_workers, capfd, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # the superuser may write anywhere
+    assert command.main([*CPU, "--output-dir", "new", "--dry-run"]) == 2
+    assert "--output-dir new: cannot be written to (Permission denied)" in capfd.readouterr().err
+
+
+def test_the_script_itself_exits_with_2():
+    run = benchmark("--implementations", "nope")
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("mode", [[], ["--profile"]])
+def test_a_dry_run_starts_and_writes_nothing(no_workers, capfd, tmp_path, mode):
+    before = sorted(tmp_path.rglob("*"))
+    assert command.main([*CPU, *mode, "--dry-run"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert out.startswith("gloo, 2 processes on CPU (as asked)\nmodel: 1,115,264 parameters")
+    assert ("48 cells" in out) != bool(mode)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_help_tells_default_and_effect_of_every_option(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse(["--help"])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert EXAMPLES in text
+    for group in ("what to compare", "model", "run", "output", "profile mode"):
+        assert f"\n{group}" in text
+
+
+def test_every_option_has_help_with_its_default(monkeypatch):
+    seen = []
+    monkeypatch.setattr(Parser, "parse_args", lambda self, _: seen.extend(self._actions))
+    parse([])
+    options = [action for action in seen if not isinstance(action, argparse._HelpAction)]
+    assert len(options) >= 25
+    for action in options:
+        assert "(default: " in action.help, action.option_strings
+        assert action.nargs == 0 or action.choices or action.metavar, action.option_strings
+
+
+def test_settings_follow_preset_options_and_mode():
+    settings = settings_from(parse(["--preset", "small", "--d-ff", "64"]), "cpu", "folder")
+    assert (settings.model.d_model, settings.model.d_ff) == (768, 64)
+    assert (settings.steps_per_epoch, settings.output_dir) == (6, "folder")
+    one = ["--profile", "--profile-implementation", "ddp"]
+    settings = settings_from(parse(one), "cuda", "folder")
+    assert (settings.implementations, settings.steps_per_epoch) == (("ddp",), 3)
+    assert settings.model.num_layers == 12  # `small` on GPUs
+
+
+def test_home_and_relative_paths_name_the_same_text_from_anywhere(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("word " * 100)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for path in ("~/text.txt", "text.txt"):
+        assert settings_from(parse(["--data", path]), "cpu", "").data == str(tmp_path / "text.txt")
+
+
+def test_an_edited_plugin_is_another_implementation(tmp_path):
+    (tmp_path / "mine.py").write_text("a = 1")
+    first = source_digest(f"{tmp_path}/mine.py:Mine")
+    (tmp_path / "mine.py").write_text("a = 2")
+    source_digest.cache_clear()
+    assert first != source_digest(f"{tmp_path}/mine.py:Mine")
+    assert source_digest("ddp") is None
+
+
+def test_a_folder_of_this_schema_is_resumed(no_workers, tmp_path):
+    row = f'{{"schema_version": {SCHEMA_VERSION}, "key": "k", "status": "ok"}}\n'
+    (tmp_path / "old/results.jsonl").write_text(row)
+    assert command.main([*CPU, "--output-dir", "old", "--dry-run"]) == 0
+
+
+def test_two_plugins_that_would_write_the_same_files_are_refused(no_workers, capfd):
+    names = [f"{ROOT}/{PLUGINS}:Minimal", f"{ROOT}/tests/bench/../bench/plugins.py:Minimal"]
+    assert command.main([*CPU, "--implementations", *names]) == 2
+    assert "--implementations: Minimal appears twice" in capfd.readouterr().err
