@@ -59,7 +59,7 @@ if triton is not None:
     ):  # fmt: skip
         # A fixed number of programs strides over the chunk: the grid does not fill the device.
         for i_block in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
-            o_n = i_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            o_n = i_block * BLOCK + tl.arange(0, BLOCK)
             m_n = o_n < n
             b_sum = tl.load(p_mine + o_n, mask=m_n, other=0).to(WIDE)
             for i_row in tl.static_range(ROWS):

@@ -40,6 +40,7 @@ class RankPool:
     def __init__(self, size: int, device_type: str = "cpu"):
         self.size, self.device_type = size, device_type
         self._processes: list = []
+        self._pipes: Sequence[Connection] = ()
 
     def run(self, world_size: int, function: Callable, *arguments: Any) -> list[Any]:
         """Call `function(context, *arguments)` on the first ranks; what each returned.
@@ -60,14 +61,14 @@ class RankPool:
         return [value for _, value in answers]
 
     def close(self, kill: bool = False) -> None:
-        for pipe in getattr(self, "_pipes", []):
+        for pipe in self._pipes:
             if not kill:
                 pipe.send(None)
         for process in self._processes:
             if kill:
                 process.kill()
             process.join(20)
-        self._processes = []
+        self._processes, self._pipes = [], ()
 
     def _start(self) -> None:
         context = mp.get_context("spawn")

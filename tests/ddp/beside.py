@@ -104,6 +104,7 @@ class Branches(nn.Module):
 
     def __init__(self, count: int = 4, width: int = 5):
         super().__init__()
+        self.width = width
         self.common = nn.Linear(width, width)
         self.branches = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
 
@@ -118,7 +119,9 @@ def branches_loss(seed: int, which: Callable[[int], list[int]]) -> Loss:
     """Each rank takes the branches `which(rank)`."""
 
     def loss(model: nn.Module, rank: int) -> Tensor:
-        return model(numbers(3, 5, seed=seed, rank=rank, like=model), which(rank)).square().sum()
+        width = getattr(model, "module", model).width
+        x = numbers(3, width, seed=seed, rank=rank, like=model)
+        return model(x, which(rank)).square().sum()
 
     return loss
 

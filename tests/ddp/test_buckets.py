@@ -1,0 +1,135 @@
+"""The plan alone: numbers in, numbers out."""
+
+import random
+
+import pytest
+
+from ddp.buckets import (
+    ALIGNMENT_BYTES,
+    SMALLEST_TAIL_BYTES,
+    Bucket,
+    Gradient,
+    mebibytes,
+    one_bucket_each,
+    plan_buckets,
+)
+
+SIZES = {"torch.float32": 4, "torch.bfloat16": 2, "torch.float64": 8}
+MIB = 1 << 20
+
+
+def floats(*numels: int) -> list[Gradient]:
+    return [Gradient(n, "torch.float32", 4) for n in numels]
+
+
+def random_case(seed: int) -> tuple[list[Gradient], list[int], float]:
+    choose = random.Random(seed)
+    gradients = []
+    for _ in range(choose.randint(1, 60)):
+        dtype = choose.choice(list(SIZES)[: 1 + seed % 3])
+        largest = choose.choice([3, 1000, 3_000_000])
+        gradients.append(Gradient(choose.randint(0, largest), dtype, SIZES[dtype]))
+    order = list(range(len(gradients)))
+    choose.shuffle(order)
+    return gradients, order, choose.choice([0, 1, 999, MIB, 25 * MIB, float("inf")])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_properties_of_a_plan(seed):
+    gradients, order, capacity = random_case(seed)
+    buckets = plan_buckets(gradients, order, capacity)
+    place = {index: at for at, index in enumerate(order)}
+
+    everyone = [i for bucket in buckets for i in bucket.members]
+    assert sorted(everyone) == sorted(order), "every gradient travels once"
+    for bucket in buckets:
+        assert len({gradients[i].dtype for i in bucket.members}) == 1
+        places = [place[i] for i in bucket.members]
+        assert places == sorted(places), "members follow the order of readiness"
+        assert bucket.nbytes == sum(gradients[i].nbytes for i in bucket.members)
+        assert len(bucket.members) == 1 or bucket.nbytes <= capacity
+        check_layout(bucket, gradients)
+
+    completed = [max(place[i] for i in bucket.members) for bucket in buckets]
+    assert completed == sorted(completed), "launched in the order in which they are complete"
+    assert plan_buckets(gradients, order, capacity) == buckets, "the same on every rank"
+
+
+def check_layout(bucket: Bucket, gradients: list[Gradient]) -> None:
+    """Slices are aligned, disjoint, in order, and waste less than one unit each."""
+    end = 0
+    for i, start in zip(bucket.members, bucket.offsets, strict=True):
+        assert start * gradients[i].itemsize % ALIGNMENT_BYTES == 0
+        assert 0 <= start - end < ALIGNMENT_BYTES
+        end = start + gradients[i].numel
+    assert end <= bucket.numel < end + ALIGNMENT_BYTES
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_bucket_takes_more_than_half_of_the_rest(seed):
+    """Of its dtype; single gradients and buckets below the smallest tail cannot help it."""
+    gradients, order, capacity = random_case(seed)
+    buckets = plan_buckets(gradients, order, capacity)
+    for dtype in SIZES:
+        of_dtype = [b for b in buckets if gradients[b.members[0]].dtype == dtype]
+        rest = sum(b.nbytes for b in of_dtype)
+        for bucket in of_dtype:
+            allowed = max(rest / 2, SMALLEST_TAIL_BYTES)
+            assert len(bucket.members) == 1 or bucket.nbytes <= allowed
+            rest -= bucket.nbytes
+
+
+def test_the_last_buckets_are_small():
+    gradients = floats(*[MIB // 8] * 256)  # 128 MiB in halves of a MiB
+    sizes = [b.nbytes / MIB for b in plan_buckets(gradients, range(256), 50 * MIB)]
+    assert sizes == [50, 39, 19.5, 9.5, 5, 2.5, 1, 1, 0.5]
+
+
+def test_a_gradient_larger_than_a_bucket_is_alone():
+    gradients = floats(10, 10_000, 10, 10)
+    members = [b.members for b in plan_buckets(gradients, [0, 1, 2, 3], 100)]
+    assert members == [(0,), (1,), (2, 3)]
+
+
+def test_buckets_are_filled_up():
+    """Neighbours that fit together do travel together."""
+    gradients = floats(*[10] * 9)
+    assert [b.members for b in plan_buckets(gradients, range(9), 120)] == [
+        (0, 1, 2),
+        (3, 4, 5),
+        (6, 7, 8),
+    ]
+    assert len(plan_buckets(gradients, range(9))) == 1
+
+
+def test_dtypes_are_split_and_interleave_by_completion():
+    gradients = [
+        Gradient(4, "torch.float32", 4),
+        Gradient(4, "torch.bfloat16", 2),
+        Gradient(4, "torch.float32", 4),
+        Gradient(4, "torch.bfloat16", 2),
+    ]
+    members = [b.members for b in plan_buckets(gradients, [3, 2, 1, 0])]
+    assert members == [(3, 1), (2, 0)]
+    members = [b.members for b in plan_buckets(gradients, [0, 1, 3, 2])]
+    assert members == [(1, 3), (0, 2)]
+
+
+def test_one_bucket_each_keeps_the_order():
+    assert [b.members for b in one_bucket_each(floats(5, 0, 7), [2, 0, 1])] == [(2,), (0,), (1,)]
+
+
+@pytest.mark.parametrize("order", [[0, 1], [0, 1, 1], [0, 1, 3], [0, 1, 2, 2], [-1, 0, 1]])
+def test_no_permutation(order):
+    with pytest.raises(ValueError, match="no permutation"):
+        plan_buckets(floats(1, 2, 3), order)
+
+
+@pytest.mark.parametrize("size", [0, -1, -0.0, float("nan"), float("inf"), -float("inf")])
+def test_bad_bucket_sizes(size):
+    with pytest.raises(ValueError, match=r"bucket_size_mb: .* is not a positive number"):
+        mebibytes(size)
+
+
+def test_mebibytes():
+    assert [mebibytes(size) for size in (1, 0.5, 100)] == [MIB, MIB // 2, 100 * MIB]

@@ -1,0 +1,86 @@
+"""The copy-engine exchange: chunks, and ranks that dawdle."""
+
+import random
+import time
+
+import pytest
+import torch
+
+from ddp import wrap
+from ddp.copy_engine import chunk_bounds
+from tests.ddp.beside import Branches, branches_loss
+from tests.ddp.conftest import COPY_ENGINE, CPU_COPY_ENGINE
+from tests.ranks import Context
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("numel", [0, 1, 127, 128, 129, 1000, 12_345])
+def test_chunks_cover_the_bucket_once(world_size, numel):
+    bounds = chunk_bounds(numel, world_size)
+    assert len(bounds) == world_size
+    assert [i for low, high in bounds for i in range(low, high)] == list(range(numel))
+    assert max(high - low for low, high in bounds) <= -(-numel // world_size) + 127
+
+
+def dawdle(context: Context, choose: random.Random) -> None:
+    """One rank, now and then, is late: on a GPU its kernels as well as its Python."""
+    late, how_long = choose.randrange(2 * context.world_size), choose.uniform(0, 0.004)
+    if context.rank == late:
+        time.sleep(how_long)
+        if context.device.type == "cuda":
+            torch.cuda._sleep(int(how_long * 1e9))
+
+
+def beside_bucketed(context: Context, name: str, steps: int) -> None:
+    """The same numbers as `ddp_bucketed`, step after step, in buckets and pieces of odd sizes."""
+    models = []
+    for variant in (name, "ddp_bucketed"):
+        torch.manual_seed(0)
+        module = Branches(count=5, width=23).to(context.device)
+        options = {"process_group": context.group, "bucket_size_mb": 5000 / (1 << 20)}
+        models.append(wrap(variant, module, **options))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9) for m in models]
+    choose = random.Random(7)  # the same on every rank
+    for step in range(steps):
+        for model in models:
+            dawdle(context, choose)
+            loss = branches_loss(step, lambda r: [0, 1, 2, 3, 4])(model, context.rank)
+            dawdle(context, choose)
+            loss.backward()
+            dawdle(context, choose)
+            model.finish_gradient_synchronization()
+        for (key, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(
+                p.grad, q.grad, rtol=1e-5, atol=1e-6, msg=lambda m, k=key, s=step: f"{s} {k}: {m}"
+            )
+        set_to_none = choose.random() < 0.5
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def in_pieces(context: Context, name: str) -> None:
+    """Chunks larger than the scratch memory are pulled piece by piece."""
+    from ddp import copy_engine
+
+    before, copy_engine.PIECE_BYTES = copy_engine.PIECE_BYTES, 2048
+    try:
+        beside_bucketed(context, name, 3)
+    finally:
+        copy_engine.PIECE_BYTES = before
+
+
+def test_many_steps_with_late_ranks(cpu_ranks):
+    cpu_ranks.run(3, beside_bucketed, CPU_COPY_ENGINE, 30)
+
+
+def test_pieces(cpu_ranks):
+    cpu_ranks.run(3, in_pieces, CPU_COPY_ENGINE)
+
+
+@pytest.mark.gpu
+def test_many_steps_with_late_ranks_on_gpus(gpu_ranks):
+    gpu_ranks.run(gpu_ranks.size, beside_bucketed, COPY_ENGINE, 300)
+    gpu_ranks.run(gpu_ranks.size, in_pieces, COPY_ENGINE)
