@@ -103,6 +103,9 @@ class DataParallel(Rounds, nn.Module):
         """Make the reduced values visible in the members' gradients."""
         raise NotImplementedError
 
+    def collect(self, i: int) -> None:
+        """Called when gradient `i` is ready, before its bucket may be launched."""
+
     def before_forward(self) -> None:
         """Called before each synchronising forward, when no reduction is under way."""
 
@@ -161,6 +164,7 @@ class DataParallel(Rounds, nn.Module):
             self._begin_round()  # a second backward before finish
         self._arrivals[i] = self._arrivals.get(i, 0) + 1
         self._ready.add(i)
+        self.collect(i)
         if self.launches_in_backward:
             self._mark_unreached_ready()
             self._launch_complete_buckets()

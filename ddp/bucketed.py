@@ -3,10 +3,11 @@
 The problem that `ddp_individual_v2` leaves: a coalesced group is still one transfer a tensor
 inside the library. One contiguous buffer is one transfer, at the full rate of the wire.
 
-The idea: when all gradients of a bucket are ready, copy them side by side into a flat buffer, let
-each `.grad` be a view of its slice, and average the buffer with one all-reduce. Nothing is copied
-back: the optimizer reads the views. Buckets leave in one fixed order, the order in which gradients
-become ready, and the last ones are small, because they cannot hide behind backward any more.
+The idea: when a gradient is ready, copy it into its slice of a flat buffer, at once, while it is
+still in the cache, and let `.grad` be a view of that slice. When the bucket is full, one all-reduce
+averages the buffer. Nothing is copied back: the optimizer reads the views. Buckets leave in one
+fixed order, the order in which gradients become ready, and the last ones are small, because they
+cannot hide behind backward any more.
 
 A flat buffer lives as long as its views. `zero_grad(set_to_none=True)` drops them, so the memory
 goes back before the next forward needs it; with `set_to_none=False` the views stay, autograd adds
@@ -31,7 +32,7 @@ class BucketedDDP(DataParallel):
         bucket_size_mb: a bucket's capacity in MiB; a larger gradient has its own.
     """
 
-    def __init__(self, module: nn.Module, *, bucket_size_mb: float = 100, **options):
+    def __init__(self, module: nn.Module, *, bucket_size_mb: float = 200, **options):
         self._bucket_bytes = mebibytes(bucket_size_mb)
         self._flat: dict[Bucket, Tensor] = {}
         super().__init__(module, **options)
@@ -46,6 +47,10 @@ class BucketedDDP(DataParallel):
             if any(self._parameters_by_index[i].grad is None for i in bucket.members):
                 del self._flat[bucket]
 
+    def collect(self, i: int) -> None:
+        bucket = self._buckets[self._bucket_of[i]]
+        self.move(bucket, bucket.members.index(i))
+
     def launch(self, bucket: Bucket) -> dist.Work:
         flat = self.fill(bucket)
         self.count(collectives=1, nbytes=bucket.nbytes)
@@ -55,33 +60,23 @@ class BucketedDDP(DataParallel):
         handle.wait()
 
     def fill(self, bucket: Bucket) -> Tensor:
-        """Bring the members' gradients into the flat buffer and bind `.grad` to its slices."""
-        flat = self.flat_buffer(bucket)
-        sources, slices = [], []
-        for i, view in zip(bucket.members, self.views(bucket, flat), strict=True):
-            parameter = self._parameters_by_index[i]
-            if parameter.grad is None:
-                self.stand_in(i, view.zero_())
-            elif parameter.grad.data_ptr() != view.data_ptr():
-                sources.append(parameter.grad)
-                slices.append(view)
-                parameter.grad = view
-        if sources:
-            self.copy(slices, sources)
-        return flat
+        """Bring in what `collect` has not seen: zeros for members that are unused here."""
+        for place in range(len(bucket.members)):
+            self.move(bucket, place)
+        return self.flat_buffer(bucket)
+
+    def move(self, bucket: Bucket, place: int) -> None:
+        """Make the gradient of the member at `place` a view of the flat buffer."""
+        i, start = bucket.members[place], bucket.offsets[place]
+        parameter = self._parameters_by_index[i]
+        view = self.flat_buffer(bucket)[start : start + parameter.numel()].view(parameter.shape)
+        if parameter.grad is None:
+            self.stand_in(i, view.zero_())
+        elif parameter.grad.data_ptr() != view.data_ptr():
+            parameter.grad = view.copy_(parameter.grad)
 
     def flat_buffer(self, bucket: Bucket) -> Tensor:
         if bucket not in self._flat:
             some = self._parameters_by_index[bucket.members[0]]
             self._flat[bucket] = torch.empty(bucket.numel, dtype=some.dtype, device=some.device)
         return self._flat[bucket]
-
-    def views(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
-        parameters = [self._parameters_by_index[i] for i in bucket.members]
-        return [
-            flat[start : start + p.numel()].view(p.shape)
-            for start, p in zip(bucket.offsets, parameters, strict=True)
-        ]
-
-    def copy(self, slices: list[Tensor], sources: list[Tensor]) -> None:
-        torch._foreach_copy_(slices, sources)

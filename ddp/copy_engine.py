@@ -4,22 +4,22 @@ The problem that `ddp_bucketed` leaves: perfect overlap still costs. NCCL moves 
 while they run, the model's own kernels have fewer multiprocessors and often need a second wave.
 
 The idea: a GPU has copy engines, separate units that move memory and compute nothing. The buckets
-live in memory that every GPU of the host can read, and an all-reduce becomes, on a side stream:
+live in memory that every GPU of the host can reach, and an all-reduce becomes, on a side stream:
 
-    copy      the gradients into this rank's flat buffer
-    barrier   every rank's bucket is filled
-    pull      my chunk, 1/W of the bucket, from every other rank           (copy engines)
-    sum       the W versions of my chunk into my buffer                    (a small kernel)
-    barrier   every rank's chunk is reduced
-    pull      each other chunk from the rank that reduced it               (copy engines)
-    barrier   nobody reads my buffer any more, so I may write to it again
+    signal    my bucket is filled
+    pull      my chunk, 1/W of the bucket, from each peer that has signalled    (copy engines)
+    sum       the W versions of my chunk                                        (a small kernel)
+    push      the result into every peer's buffer                               (copy engines)
+    signal    all my pushes have arrived, and wait until all peers say the same
 
-That is a reduce-scatter and an all-gather: the bytes on the wire are a ring's, 2(W − 1)/W of the
+That is a reduce-scatter and an all-gather: the bytes on the wire are a ring's, 2(W - 1)/W of the
 bucket a rank (Thakur, Rabenseifner and Gropp, 2005), and each chunk is summed once, on one rank,
-so all replicas hold the same bits.
+so all replicas hold the same bits. Pushing needs no barrier in between: the only other reader of
+my chunk in a peer's buffer is myself, and I have read it. Nobody reads my buffer after the last
+signal, so the next step may write to it.
 
-What it leaves: the buffers stay allocated through the next forward, the small sum and the copy
-into the buckets still cost memory bandwidth, and it works on GPUs of one host only.
+What it leaves: the copies still take memory bandwidth from the model, the buffers stay allocated
+through the next forward, and it works on GPUs of one host only.
 """
 
 from contextlib import AbstractContextManager
@@ -34,7 +34,7 @@ from ddp.buckets import Bucket, Gradient
 from ddp.kernels import combine
 from ddp.peer_memory import PeerMemory, Unavailable, why_not
 
-PIECE_BYTES = 64 << 20  # larger chunks are pulled and summed piece by piece
+PIECE_BYTES = 64 << 20  # of a larger chunk, so much is pulled and summed at a time
 ALIGNMENT_BYTES = 256
 
 
@@ -43,32 +43,39 @@ class CopyEngineDDP(BucketedDDP):
 
     It keeps the bytes of all gradients allocated, and at most `PIECE_BYTES` more for what it pulls.
 
+    Args:
+        bucket_size_mb: a bucket's capacity in MiB; a larger gradient has its own.
+
     Raises:
-        Unavailable: without GPUs of one host that can read each other's memory.
+        Unavailable: on every rank, without GPUs of one host that can read each other's memory.
     """
 
-    def __init__(self, module: nn.Module, **options):
+    def __init__(self, module: nn.Module, *, bucket_size_mb: float = 100, **options):
         self._memory: PeerMemory | None = None
-        super().__init__(module, **options)
+        super().__init__(module, bucket_size_mb=bucket_size_mb, **options)
+
+    @property
+    def bytes_outside_allocator(self) -> int:
+        """Memory of this rank's GPU that `torch.cuda.max_memory_allocated` does not count."""
+        return self._memory.nbytes
 
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
         buckets = super().plan(gradients, order)
         self._unbind_gradients()
         ends = list(accumulate(_aligned(self._bytes_of(bucket)) for bucket in buckets))
-        starts = [0, *ends[:-1]]
         if self._memory is None:
             self._open(ends[-1] + ALIGNMENT_BYTES * len(gradients))
-        self._start_of = dict(zip(buckets, starts, strict=True))
+        self._start_of = dict(zip(buckets, [0, *ends[:-1]], strict=True))
         return buckets
 
     def before_forward(self) -> None:
         """Nothing to let go of: peers hold the addresses of this memory."""
 
     def launch(self, bucket: Bucket) -> torch.cuda.Event | None:
+        flat = self.fill(bucket)
+        self.count(collectives=1, nbytes=bucket.nbytes)
         with self.side_stream(), record_function("communication: copy engines"):
-            flat = self.fill(bucket)
-            self.count(collectives=1, nbytes=bucket.nbytes)
-            self._exchange(bucket, flat.numel(), flat.dtype)
+            self._exchange(self._start_of[bucket], flat.numel(), flat.dtype)
             return self.record_event()
 
     def wait(self, bucket: Bucket, handle: torch.cuda.Event | None) -> None:
@@ -80,39 +87,39 @@ class CopyEngineDDP(BucketedDDP):
         memory = self._memory
         return memory.view(memory.rank, self._start_of[bucket], bucket.numel, dtype)
 
-    def copy(self, slices: list[Tensor], sources: list[Tensor]) -> None:
-        super().copy(slices, sources)
-        for source in sources:
-            if source.is_cuda:  # the allocator must not reuse it before this stream has read it
-                source.record_stream(self._stream)
-
     # ---- the exchange --------------------------------------------------------------------------
 
-    def _exchange(self, bucket: Bucket, numel: int, dtype: torch.dtype) -> None:
-        memory, start = self._memory, self._start_of[bucket]
-        chunks = chunk_bounds(numel, memory.world_size)
+    def _exchange(self, start: int, numel: int, dtype: torch.dtype) -> None:
+        """All-reduce the `numel` elements from byte `start` on of every rank's memory."""
+        memory = self._memory
+        low, high = chunk_of(memory.rank, numel, memory.world_size)
+        # Each rank begins with another peer, so that no GPU serves all others at once.
+        peers = [(memory.rank + k) % memory.world_size for k in range(1, memory.world_size)]
 
         def part(rank: int, low: int, high: int) -> Tensor:
             return memory.view(rank, start + low * dtype.itemsize, high - low, dtype)
 
-        others = [(memory.rank + k) % memory.world_size for k in range(1, memory.world_size)]
-        memory.barrier()
-        for low, high in self._pieces(chunks[memory.rank], dtype):
-            pulled = self._scratch(len(others), high - low, dtype)
-            for row, peer in zip(pulled, others, strict=True):
-                row.copy_(part(peer, low, high))
-            scale = 1 / memory.world_size if self.reduce == "mean" else 1.0
-            combine(part(memory.rank, low, high), pulled, scale)
-        memory.barrier()
-        for peer in others:
-            low, high = chunks[peer]
-            part(memory.rank, low, high).copy_(part(peer, low, high))
-        memory.barrier()
+        memory.signal()
+        for peer in peers:
+            memory.wait_for(peer)
+        for a, b in self._pieces(low, high, dtype.itemsize):
+            pulled = self._scratch(len(peers), b - a, dtype)
+            for row, peer in zip(pulled, peers, strict=True):
+                row.copy_(part(peer, a, b))
+            combine(part(memory.rank, a, b), pulled, self._scale)
+        for peer in peers:
+            part(peer, low, high).copy_(part(memory.rank, low, high))
+        memory.signal()
+        for peer in peers:
+            memory.wait_for(peer)
 
-    def _pieces(self, chunk: tuple[int, int], dtype: torch.dtype) -> list[tuple[int, int]]:
+    @property
+    def _scale(self) -> float:
+        return 1 / self.world_size if self.reduce == "mean" else 1.0
+
+    def _pieces(self, low: int, high: int, itemsize: int) -> list[tuple[int, int]]:
         rows = max(1, self.world_size - 1)
-        step = max(1, PIECE_BYTES // (rows * dtype.itemsize) // 128 * 128)
-        low, high = chunk
+        step = max(128, self._pulled.numel() // (rows * itemsize) // 128 * 128)
         return [(at, min(at + step, high)) for at in range(low, high, step)]
 
     def _scratch(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -124,7 +131,8 @@ class CopyEngineDDP(BucketedDDP):
         device = self._parameters_by_index[0].device
         self._check_available(device)
         self._memory = self.open_memory(nbytes, device)
-        self._pulled = torch.empty(min(PIECE_BYTES, nbytes), dtype=torch.uint8, device=device)
+        largest = max(128 * 8 * self.world_size, min(PIECE_BYTES, nbytes))
+        self._pulled = torch.empty(largest, dtype=torch.uint8, device=device)
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
 
@@ -155,11 +163,11 @@ class CopyEngineDDP(BucketedDDP):
         return bucket.numel * self._parameters_by_index[bucket.members[0]].element_size()
 
 
-def chunk_bounds(numel: int, world_size: int) -> list[tuple[int, int]]:
-    """The half-open range of elements that each rank reduces; the last ones may be empty."""
+def chunk_of(rank: int, numel: int, world_size: int) -> tuple[int, int]:
+    """The half-open range of elements that `rank` reduces; the last ranks' may be empty."""
     step = -(-numel // world_size)
     step = -(-step // 128) * 128  # whole cache lines
-    return [(min(r * step, numel), min((r + 1) * step, numel)) for r in range(world_size)]
+    return min(rank * step, numel), min((rank + 1) * step, numel)
 
 
 def _aligned(nbytes: int) -> int:

@@ -25,7 +25,7 @@ class IndividualV2DDP(DataParallel):
         bucket_size_mb: a group is sent when its next gradient would exceed this many MiB.
     """
 
-    def __init__(self, module: nn.Module, *, bucket_size_mb: float = 100, **options):
+    def __init__(self, module: nn.Module, *, bucket_size_mb: float = 200, **options):
         self._bucket_bytes = mebibytes(bucket_size_mb)
         super().__init__(module, **options)
 

@@ -5,6 +5,7 @@ buffer of one size on every rank and maps each rank's into the address space of 
 a peer's buffer with an ordinary copy is then a job for the copy engines.
 """
 
+import ctypes
 import os
 import socket
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+FLAG_BYTES = 4096  # one word a peer, and what follows stays aligned
 MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -20,26 +22,60 @@ class Unavailable(RuntimeError):
 
 
 class PeerMemory:
-    """`nbytes` of symmetric memory on every rank of `group`. Construction is a collective.
+    """`nbytes` of symmetric memory on every rank of `group`, and flags to say what is in it.
+
+    Construction is a collective. torch numbers its rendezvous once a process, so all ranks of a
+    group must have constructed as many before, in any group.
+
+    Ranks are told apart in time by flags: `signal` writes a growing number into a word of every
+    peer's memory, `wait_for` holds the stream until a peer's number has arrived. Both are done by
+    the stream itself (stream memory operations of the CUDA driver API). A waiting *kernel* would
+    hold a multiprocessor, and a matrix product that is sized for all of them would then need a
+    second wave.
 
     Attributes:
         rank, world_size: of the group.
+        nbytes: what it takes of this GPU, which PyTorch's allocator does not count.
     """
 
     def __init__(self, nbytes: int, device: torch.device, group: dist.ProcessGroup):
+        # Private in name, documented all the same; this is its only import.
         from torch.distributed import _symmetric_memory as symmetric_memory
 
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+        self.nbytes = FLAG_BYTES + nbytes
+        self._own = symmetric_memory.empty(self.nbytes, dtype=torch.uint8, device=device)
         self._handle = symmetric_memory.rendezvous(self._own, group)
+        self._own[:FLAG_BYTES].zero_()
+        self._handle.barrier(channel=0)  # nobody signals before all flags are zero
+        self._flags = list(self._handle.buffer_ptrs)
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._signals = 0
 
     def view(self, rank: int, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """`numel` elements of `rank`'s memory from byte `start` on."""
-        return self._handle.get_buffer(rank, (numel,), dtype, start // dtype.itemsize)
+        """`numel` elements of `rank`'s memory from byte `start` on, to read or to write."""
+        offset = (FLAG_BYTES + start) // dtype.itemsize
+        return self._handle.get_buffer(rank, (numel,), dtype, offset)
 
-    def barrier(self) -> None:
-        """Work queued behind this on the current stream starts when all ranks have come here."""
-        self._handle.barrier(channel=0)
+    def signal(self) -> None:
+        """Tell every peer that what is queued on the current stream so far has been done."""
+        self._signals += 1
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                self._queue("cuStreamWriteValue32_v2", self._flags[peer] + 4 * self.rank)
+
+    def wait_for(self, peer: int) -> None:
+        """Hold the current stream until `peer` has signalled as often as this rank."""
+        self._queue("cuStreamWaitValue32_v2", self._flags[self.rank] + 4 * peer)
+
+    def _queue(self, operation: str, address: int) -> None:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        # Flag 0 fences all earlier writes before a write, and waits for "at least" in a wait.
+        status = getattr(self._driver, operation)(
+            stream, ctypes.c_uint64(address), ctypes.c_uint32(self._signals), ctypes.c_uint(0)
+        )
+        if status:
+            raise RuntimeError(f"the CUDA driver refused {operation}: error {status}")
 
 
 def why_not(device: torch.device, group: dist.ProcessGroup) -> str | None:

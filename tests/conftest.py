@@ -27,11 +27,30 @@ def cpu_ranks():
     pool.close()
 
 
+class GpuPools:
+    """A pool of NCCL ranks for each world size.
+
+    Sub-groups of one pool would not do: torch numbers the rendezvous of symmetric memory once a
+    process, so ranks that have taken part in different ones cannot meet again.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self._pools = {n: RankPool(n, "cuda") for n in range(1, size + 1)}
+
+    def run(self, world_size: int, *arguments):
+        return self._pools[world_size].run(world_size, *arguments)
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
 @pytest.fixture(scope="session")
 def gpu_ranks():
     """One NCCL rank a GPU, at most four."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    pool = RankPool(min(4, torch.cuda.device_count()), "cuda")
-    yield pool
-    pool.close()
+    pools = GpuPools(min(4, torch.cuda.device_count()))
+    yield pools
+    pools.close()

@@ -23,7 +23,7 @@ def profile(
     if device_type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with torch.profiler.profile(
-        activities=activities, profile_memory=memory, record_shapes=False
+        activities=activities, profile_memory=memory, record_shapes=False, acc_events=True
     ) as profiler:
         yield profiler
         if device_type == "cuda":

@@ -19,6 +19,7 @@ class SharedFileMemory:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         paths = [tempfile.mkdtemp(prefix="peer") if self.rank == 0 else None]
         dist.broadcast_object_list(paths, group=group, group_src=0)
+        self.nbytes = nbytes
         self._group, folder = group, Path(paths[0])
         if self.rank == 0:
             for rank in range(self.world_size):
@@ -38,8 +39,11 @@ class SharedFileMemory:
         # .data: as on a GPU, torch knows nothing of the memory that two such tensors share
         return self._buffers[rank].data[start : start + numel * dtype.itemsize].view(dtype)
 
-    def barrier(self) -> None:
-        dist.barrier(group=self._group)
+    def signal(self) -> None:
+        dist.barrier(group=self._group)  # stronger: nobody goes on before all have signalled
+
+    def wait_for(self, peer: int) -> None:
+        """All have signalled."""
 
 
 class CpuCopyEngineDDP(CopyEngineDDP):

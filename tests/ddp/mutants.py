@@ -176,9 +176,11 @@ MUTANTS = [
         ("tests/ddp/test_failures.py", "failed_backward"),
     ),
     Mutant(
-        "the copy engine pulls before chunks are reduced",
-        (("copy_engine.py", "        memory.barrier()\n        for peer in others:",
-          "        for peer in others:"),),
+        "the copy engine pulls before its peers have filled their buffers",
+        (("copy_engine.py",
+          "        memory.signal()\n        for peer in peers:\n            memory.wait_for(peer)\n"
+          "        for a, b",
+          "        for a, b"),),
         ("tests/ddp/test_copy_engine.py",),
     ),
 ]  # fmt: skip

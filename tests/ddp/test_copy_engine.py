@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ddp import wrap
-from ddp.copy_engine import chunk_bounds
+from ddp.copy_engine import chunk_of
 from tests.ddp.beside import Branches, branches_loss
 from tests.ddp.conftest import COPY_ENGINE, CPU_COPY_ENGINE
 from tests.ranks import Context
@@ -16,8 +16,7 @@ from tests.ranks import Context
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("numel", [0, 1, 127, 128, 129, 1000, 12_345])
 def test_chunks_cover_the_bucket_once(world_size, numel):
-    bounds = chunk_bounds(numel, world_size)
-    assert len(bounds) == world_size
+    bounds = [chunk_of(rank, numel, world_size) for rank in range(world_size)]
     assert [i for low, high in bounds for i in range(low, high)] == list(range(numel))
     assert max(high - low for low, high in bounds) <= -(-numel // world_size) + 127
 

@@ -47,7 +47,6 @@ def interpreted() -> None:
     kinds = [torch.float32, torch.float16]
     check(SIZES, kinds, [(1, 0.5), (3, 0.25), (2, 1.0), (0, 1.0)], "cpu")
     check([300], [torch.float64], [(3, 0.25)], "cpu")
-    kernels.MAX_PROGRAMS = 2  # each program strides over several blocks
     check([5 * 4096 + 1], [torch.float32], [(3, 0.25)], "cpu")
 
 
