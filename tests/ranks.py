@@ -116,7 +116,6 @@ def _serve(rank: int, size: int, device_type: str, store: str, pipe: Connection)
         device_id=device if device_type == "cuda" else None,
     )
     groups = {n: dist.new_group(list(range(n)), timeout=TIMEOUT) for n in range(1, size + 1)}
-    gc.freeze()  # what is imported stays: collecting after each task is then cheap
     while (task := pipe.recv()) is not None:
         world_size, function, arguments = task
         try:
@@ -126,5 +125,6 @@ def _serve(rank: int, size: int, device_type: str, store: str, pipe: Connection)
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         gc.collect()
+        gc.freeze()  # what is left, modules mostly, stays: the next collection is then cheap
     dist.destroy_process_group()
     gc.collect()  # a gloo process that has built an optimizer may abort at exit without this
