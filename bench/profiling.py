@@ -41,7 +41,7 @@ class Profiling:
             self._report([name for name in names if name not in self.unavailable])
 
     def _profile(self, name: str) -> None:
-        self.watch.at(f"{name} (profile)")
+        self.watch.at(f"{label(name)} (profile)")
         try:
             self._record(name)
         except Unavailable as reason:
@@ -80,9 +80,9 @@ class Profiling:
 
     def _phase(self, name: str, number: int) -> Phase:
         @contextmanager
-        def noted(label: str):
-            self.watch.at(f"{name}, step {number}, {label}")
-            with phase(label):
+        def noted(part: str):
+            self.watch.at(f"{label(name)}, step {number}, {part}")
+            with phase(part):
                 yield
 
         return noted
@@ -113,11 +113,14 @@ class Profiling:
             [str(path) for path in files],
             self._memory,
         )
-        draw_timeline({name: traces}, self.folder / f"{stem}_timeline.png", title=self._title())
+        picture = self.folder / f"{stem}_timeline.png"
+        draw_timeline({label(name): traces}, picture, title=self._title())
 
     def _report(self, names: list[str]) -> None:
-        traces = {name: [load_trace(path) for path in self._trace_files(name)] for name in names}
-        for name in names:
+        traces = {
+            label(name): [load_trace(path) for path in self._trace_files(name)] for name in names
+        }
+        for name in traces:
             whole = overlap(traces[name][0])
             measured = whole.per_step() or whole
             share = measured.overlap_fraction
@@ -128,7 +131,7 @@ class Profiling:
                 + f" (rank 0, {measured.basis})"
             )
         for name, reason in self.unavailable.items():
-            print(f"{name}: {reason}")
+            print(f"{label(name)}: {reason}")
         if len(names) > 1:
             picture = self.folder / "all_timeline.png"
             draw_timeline(traces, picture, title=self._title())

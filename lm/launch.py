@@ -46,7 +46,8 @@ def run_ranks(command: Sequence[str], num_processes: int) -> Outcome:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     board = dist.PrefixStore("attempt_0", store)
     children: list[subprocess.Popen] = []
-    previous = signal.signal(signal.SIGTERM, _raise_interrupt)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, _raise_interrupt)
     try:
         for rank in range(num_processes):
             environment = _environment(rank, num_processes, store.port)
@@ -56,10 +57,11 @@ def run_ranks(command: Sequence[str], num_processes: int) -> Outcome:
     except KeyboardInterrupt:
         return Outcome(INTERRUPTED)
     finally:
-        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C is no news
+        for number in previous:
+            signal.signal(number, signal.SIG_IGN)  # a second one is no news
         _stop(children, grace_s=0.0)
-        signal.signal(signal.SIGINT, on_interrupt)
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:

@@ -15,6 +15,7 @@ import sys
 import textwrap
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,12 +46,14 @@ class Cause:
 
 def publish_cause(store: dist.Store, cause: Cause) -> bool:
     """Name the cause, unless another was named before; True if this one is the first."""
-    text = json.dumps(vars(cause))
-    return store.compare_set(CAUSE, "", text).decode() == text
+    mine = f"{uuid.uuid4().hex} {json.dumps(vars(cause))}"  # two may come to the same conclusion
+    return store.compare_set(CAUSE, "", mine).decode() == mine
 
 
 def read_cause(store: dist.Store) -> Cause | None:
-    return Cause(**json.loads(store.get(CAUSE))) if store.check([CAUSE]) else None
+    if not store.check([CAUSE]):
+        return None
+    return Cause(**json.loads(store.get(CAUSE).decode().partition(" ")[2]))
 
 
 def read_doing(store: dist.Store) -> str:
@@ -126,7 +129,7 @@ class Watch:
                 cause, suspicion = None, Cause(NOBODY, "error", message)
             if cause:
                 self._leave(cause)
-            if suspicion:
+            elif suspicion:
                 self._end(suspicion)
 
     def _look_around(self) -> Cause | None:

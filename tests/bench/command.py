@@ -21,12 +21,12 @@ LIMIT_S = 240
 TOKEN = "BENCHMARK_TEST"
 
 
-def launch(*arguments: str | Path, launcher=(), **options) -> subprocess.Popen:
+def launch(*arguments: str | Path, prefix=(), launcher=(), **options) -> subprocess.Popen:
     """Start a tiny run; all its processes carry a mark, by which `survivors` finds them."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
     variables = {"PYTHONPATH": str(ROOT), **os.environ, **options.pop("env", {})}
     process = subprocess.Popen(
-        [sys.executable, *launcher, SCRIPT, *TINY, *map(str, arguments)],
+        [*prefix, sys.executable, *launcher, SCRIPT, *TINY, *map(str, arguments)],
         cwd=options.pop("cwd", ROOT),
         env={**variables, TOKEN: (token := uuid.uuid4().hex)},
         **options,

@@ -1,0 +1,216 @@
+"""One tiny real run on two gloo ranks: what it prints, what it leaves, and what a rerun does."""
+
+import json
+import os
+import pty
+import re
+import signal
+
+import pytest
+
+from ddp import IMPLEMENTATIONS
+from measure import SCHEMA_VERSION
+from tests.bench.command import (
+    PLUGINS,
+    benchmark,
+    finish,
+    launch,
+    table_of,
+    wait_for_rows,
+)
+
+NAMES = [*IMPLEMENTATIONS, "Minimal"]
+MEASURED = [name for name in NAMES if name != "ddp_copy_engine"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("run") / "new" / "results"
+
+
+@pytest.fixture(scope="module")
+def arguments(folder):
+    names = [*IMPLEMENTATIONS, f"{PLUGINS}:Minimal"]
+    return ["--output-dir", folder, "--implementations", *names]
+
+
+@pytest.fixture(scope="module")
+def interrupted(arguments, folder):
+    """The same run at a terminal, which reaches the whole process group with Ctrl-C."""
+    terminal, end = pty.openpty()
+    process = launch(*arguments, stderr=end, start_new_session=True)
+    os.close(end)
+    wait_for_rows(folder, 10)
+    os.killpg(process.pid, signal.SIGINT)
+    run = finish(process)
+    run.shown = os.read(terminal, 1 << 16).decode()
+    run.rows = (folder / "results.jsonl").read_text()
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(interrupted, arguments):
+    """Resumed, without a terminal."""
+    return benchmark(*arguments)
+
+
+@pytest.fixture(scope="module")
+def rows(finished, folder):
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def test_it_says_where_it_runs_and_succeeds_in_silence(finished):
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.startswith("gloo, 2 processes on CPU (as asked)\n2 ranks on cpu, ")
+    assert finished.stderr == ""  # no progress without a terminal
+
+
+def test_every_implementation_has_a_row_in_order(finished):
+    table = table_of(finished.stdout)
+    assert list(table) == NAMES
+    for name in MEASURED:
+        error, step, *_ = table[name].split()[1:]
+        assert float(error) <= 1e-6
+        assert float(step) > 0
+    assert "unavailable: " in table["ddp_copy_engine"]
+    assert "needs NVIDIA GPUs" in table["ddp_copy_engine"]
+
+
+def test_the_table_is_no_wider_than_a_large_terminal(finished):
+    heading = next(line for line in finished.stdout.splitlines() if line.startswith("implem"))
+    assert len(heading) <= 132
+    legend = finished.stdout.partition("\n\nerror  ")[2]
+    for word in ("step", "exposed", "×", "[95 %]", "calls", "sent", "peak"):
+        assert word in heading
+        assert word in legend
+
+
+def test_ratios_are_to_the_floor_and_to_torch(finished):
+    table = table_of(finished.stdout)
+    ratio = r"\d+\.\d{3}"
+    interval = rf"{ratio} \[{ratio}, {ratio}\]"
+    assert re.search(rf" –  +–  +{interval} +0 ", table["none"])
+    assert re.search(rf" {ratio}  +– +\d+ +0.1 ", table["torch_ddp"])
+    for name in set(MEASURED) - {"none", "torch_ddp"}:
+        assert re.search(rf" {ratio}  +{interval} ", table[name]), table[name]
+
+
+def test_rows_carry_config_environment_samples_and_status(rows):
+    assert len({row["key"] for row in rows}) == len(rows) == 3 * len(MEASURED) + 1
+    for row in rows:
+        assert row["schema_version"] == SCHEMA_VERSION
+        assert row["config"]["model"]["d_model"] == 16
+        assert (row["config"]["world_size"], row["config"]["device"]) == (2, "cpu")
+        assert {"python", "torch", "cpu", "git_commit", "command"} <= set(row["environment"])
+        assert row["status"] == ("unavailable" if "copy" in row["implementation"] else "ok")
+        if row["kind"] == "timing":
+            assert len(row["step_ms"]) == 1
+            assert len(row["untimed_step_ms"]) == 3
+            assert min(row["step_ms"] + row["untimed_step_ms"]) > 0
+            assert row["peak_memory_bytes"] > 1e7
+            assert 0 < row["loss"] < 7
+        elif row["status"] == "ok":
+            assert row["gradient_error"] <= 1e-6
+
+
+def test_counts_tell_the_implementations_apart(rows):
+    timed = {row["implementation"]: row for row in rows if row["kind"] == "timing"}
+    assert timed["none"]["collectives"] == timed["none"]["bytes"] == 0
+    assert timed["ddp"]["collectives"] == timed["ddp_individual"]["collectives"] == 21
+    assert timed["ddp_bucketed"]["collectives"] < 21
+    sizes = {timed[name]["bytes"] for name in MEASURED if "Min" not in name and name != "none"}
+    assert sizes == {53_568}  # every parameter, in float32
+
+
+def test_all_learn_the_same(rows):
+    losses = {
+        row["implementation"]: row["loss"]
+        for row in rows
+        if row["kind"] == "timing" and row["round"] == 0 and row["implementation"] != "none"
+    }
+    assert max(losses.values()) - min(losses.values()) < 1e-4
+
+
+def test_rounds_are_interleaved(rows):
+    order = [(row["round"], row["implementation"]) for row in rows if row["kind"] == "timing"]
+    assert {number for number, _ in order[: len(MEASURED)]} == {order[0][0]}
+
+
+def test_the_picture_is_there_and_nothing_half_written(finished, folder):
+    assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in folder.iterdir()) == ["comparison.png", "results.jsonl"]
+
+
+def test_a_rerun_measures_nothing_and_prints_the_same(finished, arguments, folder, rows):
+    again = benchmark(*arguments)
+    assert (again.returncode, again.stdout) == (0, finished.stdout)
+    assert len((folder / "results.jsonl").read_text().splitlines()) == len(rows)
+
+
+def test_on_a_terminal_progress_is_one_line_of_rank_0(interrupted):
+    steps = re.findall(r"\[(\d+)/(\d+)\] (\w+) \((gate|round \d)\)", interrupted.shown)
+    assert [int(step[0]) for step in steps] == list(range(1, len(steps) + 1))
+    assert {step[1] for step in steps} == {str(3 * len(NAMES))}
+    assert [step[2] for step in steps][: len(NAMES)] == NAMES
+
+
+def test_ctrl_c_is_answered_by_one_line(interrupted, folder):
+    assert interrupted.returncode == 130
+    assert interrupted.shown.count("\n") == 1
+    said = f"interrupted: what is finished is in {folder}; resume with --output-dir {folder}"
+    assert interrupted.shown.rstrip().endswith(said)
+
+
+def test_a_resumed_run_measures_only_what_is_missing(interrupted, rows, folder):
+    assert 10 <= interrupted.rows.count("\n") < len(rows)
+    assert (folder / "results.jsonl").read_text().startswith(interrupted.rows)
+
+
+def test_a_killed_run_leaves_whole_files_and_no_workers(tmp_path):
+    process = launch("--implementations", "none", "ddp", "--output-dir", tmp_path)
+    wait_for_rows(tmp_path, 2)
+    process.kill()
+    finish(process)
+    lines = (tmp_path / "results.jsonl").read_text().splitlines()
+    assert 2 <= len(lines) < 6
+    assert all(json.loads(line)["status"] == "ok" for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_parent_alone_ends_all(tmp_path, number):
+    process = launch("--output-dir", tmp_path)
+    wait_for_rows(tmp_path, 10)
+    process.send_signal(number)
+    run = finish(process)
+    assert run.returncode == 130
+    assert run.stderr.startswith("interrupted: what is finished is in ")
+    assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_default_folder_is_new_and_says_when(tmp_path):
+    run = benchmark("--implementations", "none", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    (made,) = (tmp_path / "results_ddp").iterdir()
+    assert re.fullmatch(r"\d{8}_\d{6}", made.name)
+    assert (made / "comparison.png").exists()
+
+
+@pytest.mark.slow
+def test_compiled_blocks_are_proved_and_timed(tmp_path):
+    run = benchmark("--compile", "--implementations", "none", "ddp_bucketed", "torch_ddp",
+                    "--timeout", "200", "--output-dir", tmp_path)  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert float(table_of(run.stdout)["ddp_bucketed"].split()[1]) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["mixed", "bfloat16"])
+def test_sixteen_bit(tmp_path, dtype):
+    run = benchmark("--dtype", dtype, "--output-dir", tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert list(table_of(run.stdout)) == list(IMPLEMENTATIONS)
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    sizes = {r.get("bytes") for r in rows if r["kind"] == "timing"} - {0}
+    assert sizes == {53_568 // (2 if dtype == "bfloat16" else 1)}

@@ -1,0 +1,89 @@
+"""What fails becomes a row that names rank and cause; the other implementations are measured."""
+
+import json
+import re
+
+import pytest
+
+from tests.bench.command import PLUGINS, benchmark, table_of
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")
+SILENCE = "rank 1: stopped responding, last seen at .*; rank 0 waits at Stopped .*step 2"
+ROWS = {
+    "Raising": "error: rank 1: KeyError: 'no bucket of that name'",
+    "Killed": r"error: rank 1: killed by SIGKILL \(.*\), last seen at ",
+    "Hungry": "oom: rank 1: OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.",
+    "Sleepy": r"timeout: rank 1: stalled at Sleepy \(round \d\), step 2, backward_pass: no "
+    "progress for 8 s",
+    "Stopped": f"error: {SILENCE}, gradient_sync",
+}
+
+
+def run_with(folder, *classes, **options):
+    plugins = [f"{PLUGINS}:{name}" for name in classes]
+    names = ["--implementations", "none", *plugins]
+    return benchmark(*names, "--timeout", 8, "--output-dir", folder, **options)
+
+
+def causes(run) -> list[str]:
+    return re.findall(r"^(?:rank \d|the run) failed.*$", run.stderr, re.MULTILINE)
+
+
+def rows_of(folder) -> dict[str, dict]:
+    """The last row of each implementation."""
+    rows = map(json.loads, (folder / "results.jsonl").read_text().splitlines())
+    return {row["implementation"].rpartition(":")[2]: row for row in rows}
+
+
+def check(run, folder, names) -> None:
+    """One row and one line each, and the right ones are measured."""
+    assert run.returncode == 1
+    table, rows = table_of(run.stdout), rows_of(folder)
+    assert float(table["none"].split()[1]) == 0
+    for name in names:
+        assert re.search(rf"^{name} +{ROWS[name]}", table[name]), table[name]
+        assert rows[name]["status"] == ROWS[name].partition(":")[0]
+    assert len(causes(run)) == len(names)
+
+
+def test_a_wrong_one_a_raising_one_and_a_killed_one(tmp_path):
+    """With a right one between them: all are measured, and the exit status says it."""
+    run = run_with(tmp_path, "Forgetful", "Raising", "Killed", "Poisonous", "Minimal")
+    check(run, tmp_path, ["Raising", "Killed"])
+    table = table_of(run.stdout)
+    assert "1.0e+00 WRONG" in table["Forgetful"]
+    assert "inf WRONG" in table["Poisonous"]
+    assert re.search(r"^Minimal +0.0e\+00 +\d", table["Minimal"])
+    assert (tmp_path / "comparison.png").exists()
+
+
+@pytest.mark.slow
+def test_out_of_memory_a_sleep_and_a_stop(tmp_path):
+    names = ["Hungry", "Sleepy", "Stopped"]
+    check(run_with(tmp_path, *names, "Minimal"), tmp_path, names)
+
+
+@pytest.mark.slow
+def test_a_failed_cell_is_tried_again_by_a_rerun(tmp_path):
+    for attempt in (1, 2):
+        check(run_with(tmp_path, "Raising"), tmp_path, ["Raising"])
+        lines = (tmp_path / "results.jsonl").read_text().splitlines()
+        assert sum('"error"' in line for line in lines) == attempt
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Raising", "Hungry", "Sleepy", "Stopped"])
+def test_under_torchrun_the_cause_is_named_once_and_recorded(tmp_path, name):
+    run = run_with(tmp_path, name, launcher=TORCHRUN)
+    assert run.returncode == 1
+    assert len(causes(run)) == 1
+    assert re.search(ROWS[name].partition(": rank 1: ")[2], causes(run)[0])
+    assert rows_of(tmp_path)[name]["status"] == ROWS[name].partition(":")[0]
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_killed_rank_ends_the_others(tmp_path):
+    run = run_with(tmp_path, "Killed", launcher=TORCHRUN)
+    assert run.returncode == 1
+    assert "Signal 9 (SIGKILL) received" in run.stderr
+    assert rows_of(tmp_path)["none"]["status"] == "ok"

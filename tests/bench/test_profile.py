@@ -1,0 +1,120 @@
+"""Profile mode on two gloo ranks: traces with named ranges, summaries, pictures."""
+
+import json
+
+import pytest
+
+from tests.bench.command import PLUGINS, ROOT, benchmark
+
+NAMES = ["ddp", "Minimal"]
+ALWAYS = ["forward_pass", "backward_pass", "gradient_sync", "optimizer_step", "lr_scheduling"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("profile")
+
+
+@pytest.fixture(scope="module")
+def run(place):
+    """Two implementations, one of them a plug-in, into the default folder."""
+    names = ["--implementations", "ddp", "ddp_copy_engine", f"{ROOT / PLUGINS}:Minimal"]
+    mode = ["--profile", "--profile-implementation", "all", "--dtype", "bfloat16"]
+    return benchmark(*mode, *names, cwd=place)
+
+
+@pytest.fixture(scope="module")
+def folder(run, place):
+    assert run.returncode == 0, run.stderr
+    return place / "profiler_output"
+
+
+def ranges(folder, name: str, rank: int) -> dict[str, list[tuple[float, float]]]:
+    """Label -> (start, end) of the ranges in a trace, in microseconds."""
+    trace = json.loads((folder / f"{name}_rank_{rank}_trace.json").read_text())
+    found = {}
+    for event in trace["traceEvents"]:
+        if event.get("cat") == "user_annotation":
+            found.setdefault(event["name"], []).append((event["ts"], event["ts"] + event["dur"]))
+    return found
+
+
+def test_files_are_named_by_implementation_and_rank(folder):
+    expected = {"all_timeline.png"}
+    for name in NAMES:
+        expected |= {f"{name}_rank_{rank}_trace.json" for rank in range(2)}
+        expected |= {f"{name}_summary.txt", f"{name}_timeline.png"}
+    assert {path.name for path in folder.iterdir()} == expected
+    for picture in folder.glob("*.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_trace_has_every_phase_of_every_step(folder, name, rank):
+    found = ranges(folder, name, rank)
+    for label in ALWAYS:
+        assert len(found[label]) == 4, label  # two epochs of two steps
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_epochs_tell_kind_and_learning_rate_and_only_warmup_is_clipped(folder, name):
+    found = ranges(folder, name, 0)
+    epochs = sorted(label for label in found if label.startswith("epoch_"))
+    assert epochs == ["epoch_0_warmup_lr_0_to_0.0005", "epoch_1_training_lr_0.001"]
+    (warmup,), (training,) = found[epochs[0]], found[epochs[1]]
+    clips = found["gradient_clipping_warmup"]
+    assert len(clips) == 2
+    assert all(warmup[0] <= start and end <= warmup[1] for start, end in clips)
+    steps = found["optimizer_step"]
+    assert sum(training[0] <= start and end <= training[1] for start, end in steps) == 2
+
+
+def test_the_summary_explains_itself(folder):
+    for name in NAMES:
+        text = (folder / f"{name}_summary.txt").read_text()
+        for word in ("Configuration", "bfloat16", "computation", "communication", "overlapped",
+                     "exposed", "idle", "CPU operators", "forward_pass", "Slowest operators",
+                     "aten::", f"{name}_rank_1_trace.json", "perfetto"):  # fmt: skip
+            assert word in text, word
+
+
+def test_without_a_terminal_it_prints_a_line_each(run):
+    lines = run.stdout.splitlines()
+    assert lines[0] == "gloo, 2 processes on CPU (as asked)"
+    for number, name in enumerate(NAMES, start=1):
+        assert lines[number].startswith(f"{name}: step ")
+        assert "exposed" in lines[number]
+    assert "ddp_copy_engine" in lines[3]
+    assert "not available" in lines[3]
+    assert lines[-1] == "traces, summaries and timelines: profiler_output"
+    assert "[1/" not in run.stderr
+
+
+@pytest.mark.slow
+def test_one_implementation_alone(tmp_path):
+    run = benchmark("--profile", "--profile-implementation", "ddp_individual_v2",
+                    "--profile-output-dir", tmp_path / "a" / "b", "--warmup-epochs", 0)  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    files = {path.name for path in (tmp_path / "a" / "b").iterdir()}
+    assert files == {
+        "ddp_individual_v2_rank_0_trace.json",
+        "ddp_individual_v2_rank_1_trace.json",
+        "ddp_individual_v2_summary.txt",
+        "ddp_individual_v2_timeline.png",
+    }
+    found = ranges(tmp_path / "a" / "b", "ddp_individual_v2", 1)
+    assert "gradient_clipping_warmup" not in found
+    assert {label for label in found if label.startswith("epoch_")} == {
+        "epoch_0_training_lr_0.001",
+        "epoch_1_training_lr_0.001",
+    }
+
+
+@pytest.mark.slow
+def test_a_failure_ends_the_profile_and_is_named(tmp_path):
+    run = benchmark("--profile", "--implementations", "ddp", f"{PLUGINS}:Raising",
+                    "--profile-output-dir", tmp_path)  # fmt: skip
+    assert run.returncode == 1
+    assert run.stderr.count("rank 1 failed first: KeyError: 'no bucket of that name'") == 1
+    assert (tmp_path / "ddp_summary.txt").exists()

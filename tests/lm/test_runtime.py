@@ -1,0 +1,170 @@
+"""Where a process runs: hardware and its sentence, launch variables, clocks, memory, seeds."""
+
+import random
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from lm import runtime
+from lm.runtime import PeakMemory, StepClock, find_hardware, seed_everything
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Make this machine look like another one."""
+    for variable in ("CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def become(*, gpus=0, driver=False, cuda="13.0", warning=None):
+        def is_available():
+            if warning:
+                warnings.warn(warning, stacklevel=2)
+            return gpus > 0
+
+        monkeypatch.setattr(torch.cuda, "is_available", is_available)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(Path, "exists", lambda path: driver and "nvidia" in str(path))
+
+    return become
+
+
+def test_without_a_gpu_two_processes_on_gloo(machine):
+    machine()
+    hardware = find_hardware()
+    assert (hardware.backend, hardware.device_type, hardware.num_processes) == ("gloo", "cpu", 2)
+    assert hardware.sentence == "gloo, 2 processes on CPU (no GPU here)"
+
+
+def test_all_gpus_with_nccl(machine):
+    machine(gpus=4, driver=True)
+    hardware = find_hardware()
+    assert (hardware.backend, hardware.device_type, hardware.num_processes) == ("nccl", "cuda", 4)
+    assert hardware.sentence == "NCCL, 4 processes, one on each NVIDIA H200"
+    assert find_hardware(num_processes=2).num_processes == 2
+
+
+def test_cpu_is_taken_when_asked_for(machine):
+    machine(gpus=4, driver=True)
+    hardware = find_hardware("cpu", 3)
+    assert hardware.sentence == "gloo, 3 processes on CPU (as asked)"
+
+
+OBSTACLES = {
+    "a build without CUDA": {"driver": True, "cuda": None},
+    "PyTorch cannot use it: CUDA initialization: the driver is too old": {
+        "driver": True,
+        "warning": "CUDA initialization: the driver is too old\n(found version 11)",
+    },
+    "PyTorch cannot use it: no device answered": {"driver": True},
+}
+
+
+@pytest.mark.parametrize("reason", OBSTACLES)
+def test_a_driver_that_pytorch_cannot_use_is_said(machine, reason):
+    machine(**OBSTACLES[reason])
+    sentence = find_hardware().sentence
+    assert sentence.startswith("gloo, 2 processes on CPU (an NVIDIA driver is here, but ")
+    assert reason in sentence
+    assert "\n" not in sentence
+    with pytest.raises(ValueError, match=f"--device cuda: .*{reason}.*give --device cpu"):
+        find_hardware("cuda")
+
+
+def test_hidden_gpus_are_said(machine, monkeypatch):
+    machine(driver=True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "CUDA_VISIBLE_DEVICES hides" in find_hardware().sentence
+
+
+def test_cuda_without_a_gpu_is_refused(machine):
+    machine()
+    with pytest.raises(ValueError, match="--device cuda: this machine has no NVIDIA GPU; give"):
+        find_hardware("cuda")
+
+
+def test_more_processes_than_gpus_are_refused(machine, monkeypatch):
+    machine(gpus=2, driver=True)
+    with pytest.raises(ValueError, match=r"--num-processes 3: .*give 2 or fewer"):
+        find_hardware(num_processes=3)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "x"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=r"--nproc_per_node 4: .*give 2 or fewer"):
+        find_hardware()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert find_hardware().num_processes == 2
+
+
+@pytest.mark.parametrize("missing", runtime.LAUNCH_VARIABLES)
+def test_a_launcher_is_recognised_by_all_its_variables(monkeypatch, missing):
+    variables = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "host", "LOCAL_RANK": "0"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert runtime.launched()
+    assert (runtime.launched_rank(), runtime.launched_world_size()) == (3, 8)
+    assert runtime.is_first_of_host()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert not runtime.is_first_of_host()
+    monkeypatch.delenv(missing)
+    assert not runtime.launched()
+    assert (runtime.launched_rank(), runtime.launched_world_size()) == (0, 1)
+    assert runtime.is_first_of_host()
+
+
+def test_workers_share_the_invocation_of_their_parent(monkeypatch):
+    monkeypatch.delenv(runtime.INVOCATION, raising=False)
+    first = runtime.invocation()
+    assert first == runtime.invocation()
+    time.strptime(first[:15], "%Y%m%d_%H%M%S")
+    monkeypatch.setenv(runtime.INVOCATION, "another")
+    assert runtime.invocation() == "another"
+
+
+def test_the_clock_measures_what_is_between_marks():
+    clock = StepClock(CPU)
+    clock.mark()
+    for seconds in (0.01, 0.03):
+        time.sleep(seconds)
+        clock.mark()
+    first, second = clock.milliseconds()
+    assert 10 <= first < second
+    assert 30 <= second < 300
+
+
+def test_a_clock_with_one_mark_has_no_steps():
+    clock = StepClock(CPU)
+    clock.mark()
+    assert clock.milliseconds() == []
+
+
+def test_peak_memory_sees_what_was_freed_and_starts_anew():
+    size = 200 << 20
+    memory = PeakMemory(CPU)
+    before = memory.bytes()
+    if before is None:
+        pytest.skip("this system does not reset the peak")
+    block = torch.ones(size // 4)
+    del block
+    assert memory.bytes() >= before + 0.9 * size
+    assert PeakMemory(CPU).bytes() < before + 0.5 * size
+
+
+def test_peak_memory_is_unknown_where_it_cannot_be_reset(monkeypatch):
+    monkeypatch.setattr(runtime, "_reset_resident_peak", lambda: False)
+    assert PeakMemory(CPU).bytes() is None
+
+
+def test_seeds_decide_both_generators():
+    def draw(seed):
+        seed_everything(seed)
+        return random.random(), torch.rand(1).item()
+
+    assert draw(3) == draw(3)
+    assert set(draw(3)).isdisjoint(draw(4))
