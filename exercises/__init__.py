@@ -1,0 +1,18 @@
+"""Nine exercises in data-parallel training; README.md says how to work through them.
+
+Each folder has a `starter.py`, the specification with blanks to fill in, and a `check.py`, the
+properties that a solution has.
+"""
+
+EXERCISES: dict[str, str] = {
+    "average": "ex1_average",
+    "hooks": "ex2_hooks",
+    "measure": "ex3_measure",
+    "plan": "ex4_plan",
+    "order": "ex5_order",
+    "no_sync": "ex6_no_sync",
+    "unused": "ex7_unused",
+    "ring": "ex8_ring",
+    "flat": "ex9_flat",
+}
+"""Name on the command line -> folder, in order of difficulty."""

@@ -1,0 +1,59 @@
+"""`python -m exercises.check NAME my_file.py`: is this solution right, and if not, why?
+
+One line a property. The exit status is 0 if all are right, 1 if one is not, 2 for a wrong command.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from exercises import EXERCISES
+from exercises.judge import Ranks, Result, judge, load_check
+
+USAGE = f"usage: python -m exercises.check NAME my_file.py   (NAME: {', '.join(EXERCISES)})"
+
+
+def main(arguments: Sequence[str]) -> int:
+    try:
+        exercise, solution = parse(arguments)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    ranks = Ranks(max(load_check(exercise).WORLD_SIZES))
+    results = []
+    try:
+        for result in judge(exercise, solution, ranks):
+            print(show(result), flush=True)
+            results.append(result)
+    finally:
+        ranks.close()
+    right = sum(r.verdict == "right" for r in results)
+    print(f"{right} of {len(results)} right")
+    return int(right < len(results))
+
+
+def parse(arguments: Sequence[str]) -> tuple[str, Path]:
+    """The folder of the exercise, and the learner's file.
+
+    Raises:
+        ValueError: one line that says what to type.
+    """
+    if len(arguments) != 2:
+        raise ValueError(USAGE)
+    name, path = arguments[0], Path(arguments[1])
+    if name not in EXERCISES:
+        raise ValueError(f"there is no exercise {name!r}: choose from {', '.join(EXERCISES)}")
+    if not path.is_file():
+        raise ValueError(
+            f"there is no file {path}: copy exercises/{EXERCISES[name]}/starter.py there"
+        )
+    return EXERCISES[name], path
+
+
+def show(result: Result) -> str:
+    line = f"{result.verdict:<8}{result.text}"
+    return f"{line}: {result.why}" if result.why else line
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

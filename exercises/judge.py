@@ -1,0 +1,171 @@
+"""Try every property of a solution on a pool of ranks, and say what is wrong in one line each.
+
+Nothing that a solution does can hang the check: a collective that some rank never issues fails
+after `patience_s` on the ranks that wait for it, and a rank that does not answer at all (an endless
+loop, say) is killed a little later.
+"""
+
+import gc
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing.connection import wait
+from pathlib import Path
+from time import monotonic
+from types import ModuleType
+
+from exercises.attempt import Try, Verdict, attempt
+from exercises.record import POINT_TO_POINT
+from tests.ranks import Context, RankPool
+
+PATIENCE_S = 6.0  # for one collective
+KILL_AFTER_S = 3.0  # beyond that, a rank is taken for lost
+START_S = 120.0  # a loaded machine may need long to import torch
+
+
+@dataclass(frozen=True)
+class Result:
+    """`verdict` is right, wrong or skipped."""
+
+    text: str
+    verdict: str
+    why: str = ""
+
+
+class Ranks(RankPool):
+    """The pool of the tests, with an answer, if only None, from every rank within a time."""
+
+    def try_on(self, world_size: int, task: Try) -> list[Verdict | None]:
+        """Each rank's verdict; None for one that died or gave no answer, and the pool is new."""
+        if not self._processes:
+            self._start()
+            self._collect_verdicts(self._send(self.size, _get_ready), START_S)
+        pipes = self._send(world_size, attempt, task)
+        verdicts = self._collect_verdicts(pipes, task.patience_s + KILL_AFTER_S)
+        if None in verdicts:
+            self.close(kill=True)
+        return verdicts
+
+    def _send(self, world_size: int, function, *arguments) -> list:
+        pipes = list(self._pipes[:world_size])
+        for pipe in pipes:
+            pipe.send((world_size, function, arguments))
+        return pipes
+
+    @staticmethod
+    def _collect_verdicts(pipes: list, seconds: float) -> list[Verdict | None]:
+        verdicts: dict[int, Verdict | None] = {}
+        deadline = monotonic() + seconds
+        while len(verdicts) < len(pipes) and (left := deadline - monotonic()) > 0:
+            for pipe in wait([p for r, p in enumerate(pipes) if r not in verdicts], left):
+                try:
+                    ok, answer = pipe.recv()
+                except EOFError:
+                    ok, answer = True, None
+                verdicts[pipes.index(pipe)] = answer if ok else Verdict("raised", answer)
+        return [verdicts.get(r) for r in range(len(pipes))]
+
+
+def _get_ready(context: Context) -> None:
+    """The rank is there; what torch has built need not be looked at after every property.
+
+    When sizes do not match, gloo ends the process with a message of its own, which would stand
+    between ours. What Python writes to its standard error still comes out.
+    """
+    gc.collect()
+    gc.freeze()
+    sys.stderr = sys.stdout
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+
+
+def load_check(name: str) -> ModuleType:
+    """The check of an exercise: `WORLD_SIZES` and `PROPERTIES`."""
+    return import_module(f"exercises.{name}.check")
+
+
+def judge(
+    exercise: str, solution: Path, ranks: Ranks, patience_s: float = PATIENCE_S
+) -> Iterator[Result]:
+    """One result a property; after a stall the others are skipped, they would stall as well."""
+    check = load_check(exercise)
+    stalled = False
+    for number, body in enumerate(check.PROPERTIES):
+        text = body.__doc__.strip().splitlines()[0].rstrip(".")
+        if stalled:
+            yield Result(text, "skipped", "not tried: repair the stall first")
+            continue
+        why = ""
+        for world_size in check.WORLD_SIZES:
+            why, stalled = _try(exercise, number, solution.resolve(), ranks, world_size, patience_s)
+            if why:
+                several = f"with {world_size} ranks, " if len(check.WORLD_SIZES) > 1 else ""
+                why = several + why
+                break
+        yield Result(text, "wrong" if why else "right", why)
+
+
+def _try(exercise, number, solution, ranks, world_size, patience_s) -> tuple[str, bool]:
+    """Why the property does not hold (empty if it does), and whether a rank was left waiting."""
+    folder = Path(tempfile.mkdtemp(prefix="exercise_"))
+    try:
+        task = Try(f"exercises.{exercise}.check", number, solution, folder, patience_s)
+        verdicts = ranks.try_on(world_size, task)
+        return explain(verdicts, [_read_calls(task.log(r)) for r in range(world_size)])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read_calls(log: Path) -> list[dict]:
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def explain(verdicts: list[Verdict | None], calls: list[list[dict]]) -> tuple[str, bool]:
+    """The first cause (a blank, an exception, a stall, a wrong value), and whether a rank waits."""
+    stuck = {r: v for r, v in enumerate(verdicts) if v is None or v.kind == "stalled"}
+    for kind, form in (("blank", "fill in: {1}"), ("raised", "rank {0} raised {1}")):
+        for rank, verdict in enumerate(verdicts):
+            if verdict and verdict.kind == kind:
+                return form.format(rank, verdict.text), bool(stuck)
+    if stuck:
+        where = [f"; rank {r} waits{v.text}" for r, v in stuck.items() if v and v.text]
+        return explain_stall(list(stuck), calls) + "".join(where[:1]), True
+    return next((v.text for v in verdicts if v.kind == "wrong"), ""), False
+
+
+def explain_stall(stuck: list[int], calls: list[list[dict]]) -> str:
+    """Which rank did not take part in what the others wait for."""
+    for rank in stuck:
+        last = calls[rank][-1] if calls[rank] else {"what": ""}
+        if last["what"] in POINT_TO_POINT:
+            peer = last["peer"]
+            theirs = "has gone on"
+            if peer in stuck and calls[peer]:
+                theirs = f"is in {show(calls[peer][-1])}"
+            return (
+                f"a {last['what']} was not matched on rank {peer}: rank {rank} waits in "
+                f"{show(last)} while rank {peer} {theirs}"
+            )
+    for number in range(max(map(len, calls), default=0)):
+        nth = [c[number] if number < len(c) else None for c in calls]
+        if all(call == nth[0] for call in nth):
+            continue
+        waiting = next(r for r, call in enumerate(nth) if call)
+        other = next(r for r, call in enumerate(nth) if call != nth[waiting])
+        theirs = f"issued {show(nth[other])}" if nth[other] else f"issued {number or 'none'}"
+        return (
+            f"a collective was not matched on rank {other}: call {number + 1} of rank {waiting} "
+            f"is {show(nth[waiting])}, and rank {other} {theirs}"
+        )
+    return f"rank {stuck[0]} gave no answer: does it loop for ever, or has its process died?"
+
+
+def show(call: dict) -> str:
+    towards = {"send": "to", "isend": "to", "recv": "from", "irecv": "from"}.get(call["what"])
+    peer = f" {towards} rank {call['peer']}" if towards else ""
+    return f"{call['what']}{peer} of {call['numel']} numbers"

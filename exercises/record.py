@@ -1,0 +1,135 @@
+"""What a rank asks of torch.distributed, written down in order while a solution runs.
+
+Every public call is recorded once, with the size of its first tensor, its peer and whether it was
+asynchronous; a call that torch makes on behalf of another is not. `wait()` on what an asynchronous
+call returned is recorded too, and a check adds marks of its own, such as "this gradient has been
+accumulated". So one list tells what happened before what.
+
+The calls also go into a file, one line each, written before the call is made: if the rank never
+comes back, the file still tells where it stopped.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+POINT_TO_POINT = ("send", "recv", "isend", "irecv")
+COLLECTIVES = (
+    "all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "all_gather",
+    "all_gather_into_tensor", "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor",
+    "all_to_all", "all_to_all_single", "barrier", "all_gather_object", "gather_object",
+    "broadcast_object_list", "scatter_object_list",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Event:
+    """`what` is the name of a call, `"wait"`, or a mark of the check with its `detail`."""
+
+    what: str
+    numel: int = 0
+    nbytes: int = 0
+    data_ptr: int = 0
+    peer: int | None = None
+    asynchronous: bool = False
+    detail: Any = None
+
+
+class Record:
+    """Attributes: `events`, first to last."""
+
+    def __init__(self, file: Path):
+        self.events: list[Event] = []
+        self._file = file
+        self._depth = 0
+
+    def mark(self, what: str, detail: Any = None) -> None:
+        self.events.append(Event(what, detail=detail))
+
+    def clear(self) -> None:
+        self.events.clear()
+
+    def calls(self, *names: str) -> list[Event]:
+        """The calls of these names; of all names if none is given."""
+        return [e for e in self.events if e.what in (names or COLLECTIVES + POINT_TO_POINT)]
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """While the block lasts, torch.distributed's functions are the recorded ones."""
+        originals = {
+            (module, name): getattr(module, name)
+            for module in (dist, distributed_c10d)
+            for name in COLLECTIVES + POINT_TO_POINT
+            if hasattr(module, name)
+        }
+        recorded = {name: self._recorded(name, f) for (_, name), f in originals.items()}
+        for module, name in originals:
+            setattr(module, name, recorded[name])
+        try:
+            yield
+        finally:
+            for (module, name), function in originals.items():
+                setattr(module, name, function)
+
+    def _recorded(self, name: str, function: Callable) -> Callable:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def call(*args, **kwargs):
+            if self._depth == 0:
+                self._write_down(name, signature.bind(*args, **kwargs).arguments)
+            self._depth += 1
+            try:
+                answer = function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+            return RecordedWork(answer, self) if isinstance(answer, dist.Work) else answer
+
+        return call
+
+    def _write_down(self, name: str, arguments: dict[str, Any]) -> None:
+        tensor = next((v for v in arguments.values() if isinstance(v, Tensor)), None)
+        event = Event(
+            name,
+            numel=0 if tensor is None else tensor.numel(),
+            nbytes=0 if tensor is None else tensor.nbytes,
+            data_ptr=0 if tensor is None else tensor.data_ptr(),
+            peer=peer_of(arguments) if name in POINT_TO_POINT else None,
+            asynchronous=name in ("isend", "irecv") or bool(arguments.get("async_op")),
+        )
+        self.events.append(event)
+        with self._file.open("a") as file:
+            line = {"what": event.what, "numel": event.numel, "peer": event.peer}
+            file.write(json.dumps(line) + "\n")
+
+
+def peer_of(arguments: dict[str, Any]) -> int | None:
+    names = ("dst", "group_dst", "src", "group_src")
+    return next((arguments[n] for n in names if arguments.get(n) is not None), None)
+
+
+class RecordedWork:
+    """What an asynchronous call returned; waiting for it is an event."""
+
+    def __init__(self, work: dist.Work, record: Record):
+        self._work, self._record = work, record
+
+    def wait(self, *arguments: Any) -> bool:
+        self._record.mark("wait")
+        return self._work.wait(*arguments)
+
+    def get_future(self) -> Any:
+        self._record.mark("wait")  # a future is another way of waiting
+        return self._work.get_future()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
