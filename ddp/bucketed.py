@@ -17,12 +17,22 @@ What it leaves: overlap is nearly perfect and yet a step is slower than without 
 collective's kernels take multiprocessors and memory bandwidth from the model's own.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.base import DataParallel
 from ddp.buckets import Bucket, Gradient, mebibytes, plan_buckets
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A bucket's buffer [numel], and its members' slices of it, each in its parameter's shape."""
+
+    buffer: Tensor
+    slices: list[Tensor]
 
 
 class BucketedDDP(DataParallel):
@@ -34,49 +44,60 @@ class BucketedDDP(DataParallel):
 
     def __init__(self, module: nn.Module, *, bucket_size_mb: float = 200, **options):
         self._bucket_bytes = mebibytes(bucket_size_mb)
-        self._flat: dict[Bucket, Tensor] = {}
+        self._flats: dict[Bucket, Flat] = {}
         super().__init__(module, **options)
 
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
-        self._flat.clear()  # the views of an earlier plan keep their buffers while they need them
+        self._flats.clear()  # the views of an earlier plan keep their buffers while they need them
         return plan_buckets(gradients, order, self._bucket_bytes)
 
     def before_forward(self) -> None:
         """Let go of buffers whose views `zero_grad(set_to_none=True)` has dropped."""
-        for bucket in list(self._flat):
+        for bucket in list(self._flats):
             if any(self._parameters_by_index[i].grad is None for i in bucket.members):
-                del self._flat[bucket]
+                del self._flats[bucket]
 
     def collect(self, i: int) -> None:
         bucket = self._buckets[self._bucket_of[i]]
-        self.move(bucket, bucket.members.index(i))
+        self._move(i, self._flat(bucket).slices[bucket.members.index(i)])
 
     def launch(self, bucket: Bucket) -> dist.Work:
-        flat = self.fill(bucket)
+        buffer = self.fill(bucket)
         self.count(collectives=1, nbytes=bucket.nbytes)
-        return dist.all_reduce(flat, op=self.reduce_op, group=self.process_group, async_op=True)
+        return dist.all_reduce(buffer, op=self.reduce_op, group=self.process_group, async_op=True)
 
     def wait(self, bucket: Bucket, handle: dist.Work) -> None:
         handle.wait()
 
     def fill(self, bucket: Bucket) -> Tensor:
         """Bring in what `collect` has not seen: zeros for members that are unused here."""
-        for place in range(len(bucket.members)):
-            self.move(bucket, place)
-        return self.flat_buffer(bucket)
+        flat = self._flat(bucket)
+        for i, view in zip(bucket.members, flat.slices, strict=True):
+            self._move(i, view)
+        return flat.buffer
 
-    def move(self, bucket: Bucket, place: int) -> None:
-        """Make the gradient of the member at `place` a view of the flat buffer."""
-        i, start = bucket.members[place], bucket.offsets[place]
+    def allocate(self, bucket: Bucket) -> Tensor:
+        """The bucket's buffer, with whatever is in that memory."""
+        some = self._parameters_by_index[bucket.members[0]]
+        return torch.empty(bucket.numel, dtype=some.dtype, device=some.device)
+
+    def _flat(self, bucket: Bucket) -> Flat:
+        if bucket not in self._flats:
+            buffer = self.allocate(bucket)
+            parameters = [self._parameters_by_index[i] for i in bucket.members]
+            self._flats[bucket] = Flat(
+                buffer,
+                [
+                    buffer[start : start + p.numel()].view(p.shape)
+                    for start, p in zip(bucket.offsets, parameters, strict=True)
+                ],
+            )
+        return self._flats[bucket]
+
+    def _move(self, i: int, view: Tensor) -> None:
+        """Make the gradient of parameter `i` the given slice of a flat buffer."""
         parameter = self._parameters_by_index[i]
-        view = self.flat_buffer(bucket)[start : start + parameter.numel()].view(parameter.shape)
         if parameter.grad is None:
             self.stand_in(i, view.zero_())
         elif parameter.grad.data_ptr() != view.data_ptr():
             parameter.grad = view.copy_(parameter.grad)
-
-    def flat_buffer(self, bucket: Bucket) -> Tensor:
-        if bucket not in self._flat:
-            some = self._parameters_by_index[bucket.members[0]]
-            self._flat[bucket] = torch.empty(bucket.numel, dtype=some.dtype, device=some.device)
-        return self._flat[bucket]

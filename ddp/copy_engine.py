@@ -66,64 +66,32 @@ class CopyEngineDDP(BucketedDDP):
         if self._memory is None:
             self._open(ends[-1] + ALIGNMENT_BYTES * len(gradients))
         self._start_of = dict(zip(buckets, [0, *ends[:-1]], strict=True))
+        self._exchange_of = {bucket: self._prepare(bucket) for bucket in buckets}
         return buckets
 
     def before_forward(self) -> None:
         """Nothing to let go of: peers hold the addresses of this memory."""
 
     def launch(self, bucket: Bucket) -> torch.cuda.Event | None:
-        flat = self.fill(bucket)
+        self.fill(bucket)
         self.count(collectives=1, nbytes=bucket.nbytes)
+        scale = 1 / self.world_size if self.reduce == "mean" else 1.0
         with self.side_stream(), record_function("communication: copy engines"):
-            self._exchange(self._start_of[bucket], flat.numel(), flat.dtype)
+            self._exchange_of[bucket].run(scale)
             return self.record_event()
 
     def wait(self, bucket: Bucket, handle: torch.cuda.Event | None) -> None:
         if handle is not None:
             torch.cuda.current_stream().wait_event(handle)
 
-    def flat_buffer(self, bucket: Bucket) -> Tensor:
+    def allocate(self, bucket: Bucket) -> Tensor:
         dtype = self._parameters_by_index[bucket.members[0]].dtype
         memory = self._memory
         return memory.view(memory.rank, self._start_of[bucket], bucket.numel, dtype)
 
-    # ---- the exchange --------------------------------------------------------------------------
-
-    def _exchange(self, start: int, numel: int, dtype: torch.dtype) -> None:
-        """All-reduce the `numel` elements from byte `start` on of every rank's memory."""
-        memory = self._memory
-        low, high = chunk_of(memory.rank, numel, memory.world_size)
-        # Each rank begins with another peer, so that no GPU serves all others at once.
-        peers = [(memory.rank + k) % memory.world_size for k in range(1, memory.world_size)]
-
-        def part(rank: int, low: int, high: int) -> Tensor:
-            return memory.view(rank, start + low * dtype.itemsize, high - low, dtype)
-
-        memory.signal()
-        for peer in peers:
-            memory.wait_for(peer)
-        for a, b in self._pieces(low, high, dtype.itemsize):
-            pulled = self._scratch(len(peers), b - a, dtype)
-            for row, peer in zip(pulled, peers, strict=True):
-                row.copy_(part(peer, a, b))
-            combine(part(memory.rank, a, b), pulled, self._scale)
-        for peer in peers:
-            part(peer, low, high).copy_(part(memory.rank, low, high))
-        memory.signal()
-        for peer in peers:
-            memory.wait_for(peer)
-
-    @property
-    def _scale(self) -> float:
-        return 1 / self.world_size if self.reduce == "mean" else 1.0
-
-    def _pieces(self, low: int, high: int, itemsize: int) -> list[tuple[int, int]]:
-        rows = max(1, self.world_size - 1)
-        step = max(128, self._pulled.numel() // (rows * itemsize) // 128 * 128)
-        return [(at, min(at + step, high)) for at in range(low, high, step)]
-
-    def _scratch(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        return self._pulled[: rows * columns * dtype.itemsize].view(dtype).view(rows, columns)
+    def _prepare(self, bucket: Bucket) -> "Exchange":
+        dtype = self._parameters_by_index[bucket.members[0]].dtype
+        return Exchange(self._memory, self._start_of[bucket], bucket.numel, dtype, self._pulled)
 
     # ---- memory and streams --------------------------------------------------------------------
 
@@ -161,6 +129,52 @@ class CopyEngineDDP(BucketedDDP):
 
     def _bytes_of(self, bucket: Bucket) -> int:
         return bucket.numel * self._parameters_by_index[bucket.members[0]].element_size()
+
+
+class Exchange:
+    """The all-reduce of one stretch of every rank's memory: what is copied where, decided once.
+
+    Args:
+        memory: of all ranks.
+        start, numel, dtype: the stretch begins at byte `start` and holds `numel` elements.
+        scratch: bytes for what is pulled; it may be shared by exchanges on one stream.
+    """
+
+    def __init__(
+        self, memory: PeerMemory, start: int, numel: int, dtype: torch.dtype, scratch: Tensor
+    ):
+        me, size = memory.rank, memory.world_size
+        low, high = chunk_of(me, numel, size)
+        # Each rank begins with another peer, so that no GPU serves all others at once.
+        peers = [(me + k) % size for k in range(1, size)]
+
+        def part(rank: int, a: int, b: int) -> Tensor:
+            return memory.view(rank, start + a * dtype.itemsize, b - a, dtype)
+
+        self._memory = memory
+        self._sums: list[tuple[Tensor, Tensor, list[Tensor]]] = []  # mine, pulled, sources
+        rows = max(1, len(peers))
+        step = max(128, scratch.numel() // (rows * dtype.itemsize) // 128 * 128)
+        for a in range(low, high, step):
+            b = min(a + step, high)
+            pulled = scratch[: len(peers) * (b - a) * dtype.itemsize].view(dtype)
+            sources = [part(peer, a, b) for peer in peers]
+            self._sums.append((part(me, a, b), pulled.view(len(peers), b - a), sources))
+        self._mine = part(me, low, high)
+        self._targets = [part(peer, low, high) for peer in peers]
+
+    def run(self, scale: float) -> None:
+        """Queue everything on the current stream; afterwards every rank holds scale · sum."""
+        self._memory.signal()
+        self._memory.wait_for_peers()
+        for mine, pulled, sources in self._sums:
+            for row, source in zip(pulled, sources, strict=True):
+                row.copy_(source)
+            combine(mine, pulled, scale)
+        for target in self._targets:
+            target.copy_(self._mine)
+        self._memory.signal()
+        self._memory.wait_for_peers()
 
 
 def chunk_of(rank: int, numel: int, world_size: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ a peer's buffer with an ordinary copy is then a job for the copy engines.
 import ctypes
 import os
 import socket
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ class PeerMemory:
     group must have constructed as many before, in any group.
 
     Ranks are told apart in time by flags: `signal` writes a growing number into a word of every
-    peer's memory, `wait_for` holds the stream until a peer's number has arrived. Both are done by
+    peer's memory, `wait_for_peers` holds the stream until theirs have arrived. Both are done by
     the stream itself (stream memory operations of the CUDA driver API). A waiting *kernel* would
     hold a multiprocessor, and a matrix product that is sized for all of them would then need a
     second wave.
@@ -49,7 +50,7 @@ class PeerMemory:
         self._own[:FLAG_BYTES].zero_()
         self._handle.barrier(channel=0)  # nobody signals before all flags are zero
         self._flags = list(self._handle.buffer_ptrs)
-        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._write, self._wait = _stream_memory_operations()
         self._signals = 0
 
     def view(self, rank: int, start: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -60,22 +61,35 @@ class PeerMemory:
     def signal(self) -> None:
         """Tell every peer that what is queued on the current stream so far has been done."""
         self._signals += 1
+        stream = torch.cuda.current_stream().cuda_stream
+        for peer, flags in enumerate(self._flags):
+            if peer != self.rank:
+                _check(self._write(stream, flags + 4 * self.rank, self._signals, 0))
+
+    def wait_for_peers(self) -> None:
+        """Hold the current stream until every peer has signalled as often as this rank."""
+        stream = torch.cuda.current_stream().cuda_stream
         for peer in range(self.world_size):
             if peer != self.rank:
-                self._queue("cuStreamWriteValue32_v2", self._flags[peer] + 4 * self.rank)
+                flag = self._flags[self.rank] + 4 * peer
+                _check(self._wait(stream, flag, self._signals, 0))
 
-    def wait_for(self, peer: int) -> None:
-        """Hold the current stream until `peer` has signalled as often as this rank."""
-        self._queue("cuStreamWaitValue32_v2", self._flags[self.rank] + 4 * peer)
 
-    def _queue(self, operation: str, address: int) -> None:
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        # Flag 0 fences all earlier writes before a write, and waits for "at least" in a wait.
-        status = getattr(self._driver, operation)(
-            stream, ctypes.c_uint64(address), ctypes.c_uint32(self._signals), ctypes.c_uint(0)
-        )
-        if status:
-            raise RuntimeError(f"the CUDA driver refused {operation}: error {status}")
+def _stream_memory_operations() -> tuple[Callable[..., int], Callable[..., int]]:
+    """The driver's write, which flag 0 makes wait for all earlier writes, and its "at least" wait.
+
+    https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEMOP.html
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    operations = driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
+    for operation in operations:
+        operation.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    return operations
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"the CUDA driver refused a stream memory operation: error {status}")
 
 
 def why_not(device: torch.device, group: dist.ProcessGroup) -> str | None:

@@ -42,7 +42,7 @@ class SharedFileMemory:
     def signal(self) -> None:
         dist.barrier(group=self._group)  # stronger: nobody goes on before all have signalled
 
-    def wait_for(self, peer: int) -> None:
+    def wait_for_peers(self) -> None:
         """All have signalled."""
 
 

@@ -178,9 +178,8 @@ MUTANTS = [
     Mutant(
         "the copy engine pulls before its peers have filled their buffers",
         (("copy_engine.py",
-          "        memory.signal()\n        for peer in peers:\n            memory.wait_for(peer)\n"
-          "        for a, b",
-          "        for a, b"),),
+          "        self._memory.signal()\n        self._memory.wait_for_peers()\n        for mine",
+          "        for mine"),),
         ("tests/ddp/test_copy_engine.py",),
     ),
 ]  # fmt: skip
