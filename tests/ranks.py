@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = timedelta(seconds=30)  # of one collective
+START_SECONDS = 180  # importing torch in every rank takes long on a busy machine
 GRACE_SECONDS = 2
 
 
@@ -53,7 +54,7 @@ class RankPool:
         pipes = self._pipes[:world_size]
         for pipe in pipes:
             pipe.send((world_size, function, arguments))
-        answers = self._collect(pipes)
+        answers = self._collect(pipes, 3 * TIMEOUT.total_seconds())
         failures = [f"rank {r}:\n{text}" for r, (ok, text) in enumerate(answers) if not ok]
         if failures:
             self.close(kill=True)
@@ -82,13 +83,17 @@ class RankPool:
         ]
         for process in self._processes:
             process.start()
+        ready = self._collect(self._pipes, START_SECONDS)
+        if not all(started for started, _ in ready):
+            self.close(kill=True)
+            raise RuntimeError(f"the ranks did not start: {ready}")
 
     @staticmethod
-    def _collect(pipes: Sequence[Connection]) -> list[tuple[bool, Any]]:
+    def _collect(pipes: Sequence[Connection], seconds: float) -> list[tuple[bool, Any]]:
         """Every rank's answer; once one has failed, the others have a moment left for theirs."""
         answers: list[tuple[bool, Any]] = [(False, "no answer")] * len(pipes)
         waiting = list(pipes)
-        deadline = monotonic() + 3 * TIMEOUT.total_seconds()
+        deadline = monotonic() + seconds
         while waiting and (left := deadline - monotonic()) > 0:
             for pipe in wait(waiting, left):
                 waiting.remove(pipe)
@@ -116,6 +121,7 @@ def _serve(rank: int, size: int, device_type: str, store: str, pipe: Connection)
         device_id=device if device_type == "cuda" else None,
     )
     groups = {n: dist.new_group(list(range(n)), timeout=TIMEOUT) for n in range(1, size + 1)}
+    pipe.send((True, "ready"))
     while (task := pipe.recv()) is not None:
         world_size, function, arguments = task
         try:
