@@ -164,8 +164,10 @@ def _is_bad(row: dict) -> bool:
 
 def _for_picture(row: dict) -> dict:
     keys = ("samples_ms", "median_ms", "low_ms", "high_ms", "exposed_ms", "peak_memory_mb")
-    rest = ("label", "status", "reason", "ratio_to_baseline", "ratio_to_reference")
-    return {key: row.get(key) for key in (*rest, *keys)}
+    rest = ("status", "reason", "ratio_to_baseline", "ratio_to_reference")
+    wrong = row.get("gradient_error", 0.0) > TOLERANCE and row["label"] not in (FLOOR, REFERENCE)
+    label = row["label"] + (" (WRONG)" if wrong else "")
+    return {"label": label, **{key: row.get(key) for key in (*rest, *keys)}}
 
 
 def _legend(rows: list[dict], device: str) -> str:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,19 +47,21 @@ def run_ranks(command: Sequence[str], num_processes: int) -> Outcome:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     board = dist.PrefixStore("attempt_0", store)
     children: list[subprocess.Popen] = []
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGTERM, _raise_interrupt)
+    # A flag and no exception: one that is raised while Python forks is lost.
+    interrupted = threading.Event()
+    previous = {
+        number: signal.signal(number, lambda *_: interrupted.set())
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         for rank in range(num_processes):
             environment = _environment(rank, num_processes, store.port)
             children.append(subprocess.Popen(command, env=environment, preexec_fn=_follow_parent))
-        status = _wait(children, board)
+        status = _wait(children, board, interrupted)
+        if interrupted.is_set():
+            return Outcome(INTERRUPTED)
         return Outcome(status, read_cause(board), read_doing(board))
-    except KeyboardInterrupt:
-        return Outcome(INTERRUPTED)
     finally:
-        for number in previous:
-            signal.signal(number, signal.SIG_IGN)  # a second one is no news
         _stop(children, grace_s=0.0)
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -81,9 +84,9 @@ def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
     }
 
 
-def _wait(children: list[subprocess.Popen], store: dist.Store) -> int:
+def _wait(children: list[subprocess.Popen], store: dist.Store, interrupted: threading.Event) -> int:
     """0 when all succeed; otherwise stop the rest and return the first failing status."""
-    while True:
+    while not interrupted.is_set():
         statuses = [child.poll() for child in children]
         failed = [rank for rank, status in enumerate(statuses) if status]
         if failed:
@@ -96,6 +99,7 @@ def _wait(children: list[subprocess.Popen], store: dist.Store) -> int:
         if all(status == 0 for status in statuses):
             return 0
         time.sleep(0.05)
+    return INTERRUPTED
 
 
 def _name_signal(store: dist.Store, rank: int, number: int) -> None:
@@ -125,13 +129,10 @@ def _wait_for_exit(children: list[subprocess.Popen], limit_s: float) -> None:
         time.sleep(0.02)
 
 
-def _raise_interrupt(_number: int, _frame: object) -> None:
-    raise KeyboardInterrupt
-
-
 def _follow_parent() -> None:
     """In the child, before it starts: Ctrl-C is the parent's business, and its end is ours."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if _LIBC is not None:
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG, see man 2 prctl: also after SIGKILL
         _LIBC.prctl(set_parent_death_signal, signal.SIGKILL)

@@ -115,6 +115,7 @@ def test_a_failing_finish_takes_no_step(network):
 
 
 def train(seed: int) -> list[float]:
+    torch.set_num_threads(1)  # several on a busy machine take ten times as long
     seed_everything(seed)
     config = ModelConfig(d_model=32, num_layers=1, num_heads=2, d_ff=64, context_length=32)
     network = Transformer(config)

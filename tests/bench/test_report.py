@@ -1,0 +1,91 @@
+"""From rows of results to table, picture and exit status, without a run."""
+
+import pytest
+
+from bench.options import parse
+from bench.report import report
+from bench.settings import settings_from
+from bench.worker import GATE, plan
+from measure import Results
+
+NAMES = ["none", "ddp", "torch_ddp"]
+STEPS = {"none": 100.0, "ddp": 150.0, "torch_ddp": 120.0}
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return settings_from(parse(["--implementations", *NAMES]), "cpu", tmp_path)
+
+
+@pytest.fixture
+def pictures(monkeypatch):
+    drawn = []
+    monkeypatch.setattr("bench.report.draw_comparison", lambda rows, *_, **__: drawn.append(rows))
+    return drawn
+
+
+def record(settings, device="cpu", **changes):
+    """All cells of a run of two ranks; `changes` maps a name to what is different in its rows."""
+    for cell in plan(settings):
+        timed = {"step_ms": [STEPS[cell.implementation]] * 6, "peak_memory_bytes": 3 << 20,
+                 "collectives": 2, "bytes": 1 << 20}  # fmt: skip
+        measured = {"gradient_error": 1e-7} if cell.kind == GATE else timed
+        row = {**cell.row(settings, 2, device), "status": "ok", "invocation": "x", **measured}
+        change = changes.get(cell.implementation, {})
+        Results(settings.output_dir).record({**row, **change.get(cell.kind, {})})
+
+
+def line(text: str, name: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith(f"{name} "))
+
+
+def test_the_numbers_of_a_row(settings, pictures):
+    record(settings)
+    text, status = report(settings, 2, "cpu")
+    assert status == 0
+    tokens = 2 * 8 * 128
+    assert line(text, "ddp").split() == [
+        *("ddp", "1.0e-07", "150.0", "[150.0,", "150.0]", f"{tokens / 0.15:,.0f}", "50.00"),
+        *("1.500", "1.250", "[1.250,", "1.250]", "2", "1.0", "3"),
+    ]
+    assert "MFU" not in text
+    (rows,) = pictures
+    assert [row["label"] for row in rows] == NAMES
+    assert rows[1]["ratio_to_reference"] == pytest.approx((1.25, 1.25, 1.25))
+
+
+@pytest.mark.parametrize("error", [1.0, float("nan"), float("inf")])
+def test_a_wrong_gradient_is_said_everywhere(settings, pictures, error):
+    """JSON has no infinity: such an error comes back as null."""
+    record(settings, ddp={GATE: {"gradient_error": error}})
+    text, status = report(settings, 2, "cpu")
+    assert status == 1
+    assert "WRONG" in line(text, "ddp")
+    assert "WRONG" not in line(text, "none")
+    assert pictures[0][1]["label"] == "ddp (WRONG)"
+
+
+@pytest.mark.parametrize(("status", "bad"), [("oom", 1), ("error", 1), ("unavailable", 0)])
+def test_a_failed_cell_is_a_row_with_its_reason(settings, pictures, status, bad):
+    record(settings, ddp={"timing": {"status": status, "reason": "rank 1: why"}})
+    text, exit_status = report(settings, 2, "cpu")
+    assert exit_status == bad
+    assert f"{status}: rank 1: why" in line(text, "ddp")
+
+
+def test_what_was_not_measured_is_said(settings, pictures):
+    text, status = report(settings, 2, "cpu")
+    assert (status, text.count("missing: not measured yet")) == (1, 3)
+
+
+def test_rows_of_another_setting_do_not_count(settings, pictures):
+    record(settings)
+    text, _ = report(settings, 4, "cpu")
+    assert text.count("missing") == 3
+
+
+def test_mfu_where_the_peak_is_known(settings, pictures):
+    record(settings, device="NVIDIA H200")
+    text, _ = report(settings, 2, "NVIDIA H200")
+    assert "MFU" in text.splitlines()[2]
+    assert line(text, "none").endswith("%")
