@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from bench.settings import Settings, label
 from bench.training import Phase, building, train
@@ -66,6 +67,7 @@ class Profiling:
             self._operators = slowest_operators(profiler)
             self._memory = self._read_memory(name)
             self._stats = run.model.stats() if hasattr(run.model, "stats") else {}
+            self._launches = describe_launches(run.model)
             del run
 
     def _read_memory(self, name: str) -> dict[str, str]:
@@ -112,6 +114,7 @@ class Profiling:
             self._operators,
             [str(path) for path in files],
             self._memory,
+            self._launches,
         )
         picture = self.folder / f"{stem}_timeline.png"
         draw_timeline({label(name): traces}, picture, title=self._title())
@@ -150,6 +153,21 @@ class Profiling:
         """Of all ranks whose traces are in this folder: other hosts may have their own."""
         paths = [trace_file(self.folder, name, r) for r in range(self.worker.world_size)]
         return [path for path in paths if path.exists()]
+
+
+def describe_launches(model: nn.Module) -> list[str]:
+    """What left after how many gradients; empty for a variant that does not tell."""
+    launches = model.launches() if hasattr(model, "launches") else []
+    total = sum(len(launch.names) for launch in launches)
+    lines = []
+    for launch in launches:
+        first, *rest = launch.names
+        more = f" and {len(rest)} more, last {rest[-1]}" if rest else ""
+        lines.append(
+            f"after gradient {launch.ready:>3} of {total}: {launch.nbytes / MIB:8.3f} MiB, "
+            f"{first}{more}"
+        )
+    return lines
 
 
 def trace_file(folder: Path, name: str, rank: int) -> Path:

@@ -30,7 +30,7 @@ from torch.nn import Parameter
 from ddp.buckets import Bucket, Gradient, one_bucket_each
 from ddp.checks import broadcast_from_rank_0, check_same_model, full_names
 from ddp.hooks import register_hooks
-from ddp.rounds import Rounds
+from ddp.rounds import Launch, Rounds
 from ddp.unused import agree_on_use, parameters_reached_by
 
 REDUCTIONS = ("mean", "sum")
@@ -85,6 +85,7 @@ class DataParallel(Rounds, nn.Module):
         self._order_is_observed = False
         self._reduced: set[int] = set()  # `.grad` holds the same reduced value on all ranks
         self._stats = {"collectives": 0, "bytes": 0, "buckets": 0}
+        self._launches: list[tuple[int, Bucket]] = []
         self._adopt_order(list(reversed(range(len(self._parameters_by_index)))))
         self._begin_step()
         self._register_hooks()
@@ -191,6 +192,7 @@ class DataParallel(Rounds, nn.Module):
             self._finish_round()
             self._adopt_stand_ins(used)
         self._stats = dict(self._counters, buckets=len(self._buckets))
+        self._launches = self._log
         if not self._order_is_observed:
             self._agree_on_order()
         self._begin_step()
@@ -202,6 +204,13 @@ class DataParallel(Rounds, nn.Module):
         2(W-1)/W times as many over each link), and `buckets` in the plan.
         """
         return dict(self._stats)
+
+    def launches(self) -> list[Launch]:
+        """Of the last finished step, on this rank: what left when, in order."""
+        return [
+            Launch(ready, bucket.nbytes, tuple(self._name(i) for i in bucket.members))
+            for ready, bucket in self._launches
+        ]
 
     @property
     def reduce(self) -> str:
@@ -302,7 +311,10 @@ class DataParallel(Rounds, nn.Module):
         self._stand_ins.clear()
 
     def _show_names(self, indices: list[int]) -> str:
-        return ", ".join(self._names[self._parameters_by_index[i]] for i in indices)
+        return ", ".join(self._name(i) for i in indices)
+
+    def _name(self, i: int) -> str:
+        return self._names[self._parameters_by_index[i]]
 
     # ---- the agreed order ----------------------------------------------------------------------
 

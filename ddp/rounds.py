@@ -9,6 +9,7 @@ is the same on all ranks; reducing it again together with new local terms leaves
 and under `reduce="sum"` each rank first takes back its share, 1/W of it.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp.buckets import Bucket
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A bucket that left when `ready` gradients of the step had arrived; names in bucket order."""
+
+    ready: int
+    nbytes: int
+    names: tuple[str, ...]
 
 
 class Rounds:
@@ -31,6 +41,7 @@ class Rounds:
     def _begin_step(self) -> None:
         self._unfinished = False
         self._counters = {"collectives": 0, "bytes": 0}
+        self._log: list[tuple[int, Bucket]] = []  # gradients ready, and the bucket launched then
         self._arrivals: dict[int, int] = {}  # index -> gradients so far, first arrival first
         self._used: set[int] = set()  # got a local gradient, under no_sync() too
         self._reached: set[int] = set()  # the forwards of this step lead to these
@@ -51,6 +62,7 @@ class Rounds:
             for i in bucket.members:
                 self._take_back_share(i)
             self._in_flight[self._launched] = self.launch(bucket)
+            self._log.append((len(self._arrivals), bucket))
             self._launched += 1
 
     def _finish_round(self) -> None:

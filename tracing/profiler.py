@@ -1,5 +1,6 @@
 """Record a trace: torch.profiler with the options that the rest of this room reads."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +9,9 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from .files import written_whole
+
+# The profiler's own log goes to stderr, from 2.13 on with a line at each start and stop.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The text beside the picture: configuration, times, slowest operators, how to look further."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +44,12 @@ def write_summary(
     operators: list[OperatorRow],
     trace_files: list[str],
     memory: dict | None = None,
+    launches: Sequence[str] = (),
 ) -> None:
-    """Write the summary of one implementation; `traces` and `trace_files` are one per rank."""
+    """Write the summary of one implementation; `traces` and `trace_files` are one per rank.
+
+    `launches` says, a line each, what was sent when in a step.
+    """
     title = f"Profile of {configuration.get('implementation', Path(path).stem)}"
     measured = {trace.rank: overlap(trace) for trace in traces}
     sections = [
@@ -52,6 +57,7 @@ def write_summary(
         _section("Configuration", [f"{name:<28} {value}" for name, value in configuration.items()]),
         _section("Computation and communication, ms per step", _overlap_table(measured)),
         _section("Time per phase, ms per step", _phase_table(measured, traces)),
+        *([_section("Launches of one step, rank 0", list(launches))] if launches else []),
         _section("Slowest operators, rank 0, ms over the whole trace", _operator_table(operators)),
     ]
     if memory:

@@ -195,6 +195,32 @@ def stats_are_true(context: Context, name: str) -> None:
     check(context, name)
 
 
+def launches_are_true(context: Context, name: str) -> None:
+    """`launches()` tells when each recorded collective left, and with whose gradients."""
+
+    @with_steps
+    def check(steps: Steps) -> None:
+        sizes = {n: p.nbytes for n, p in steps.model.module.named_parameters()}
+        for _ in range(2):
+            events = steps.run()
+            launches = steps.model.launches()
+            places = [i for i, e in enumerate(events) if e.what.startswith("allreduce")]
+            assert len(launches) == len(places)
+            assert sorted(n for launch in launches for n in launch.names) == sorted(sizes)
+            for launch, place in zip(launches, places, strict=True):
+                assert launch.nbytes == sum(sizes[n] for n in launch.names)
+                marked = sum(e.what == "ready" for e in events[:place])
+                # A gradient is marked behind the hook that launches its bucket.
+                assert launch.ready == min(len(sizes), marked + (name != "ddp")), launch
+
+    check(context, name, **several_buckets(name))
+
+
+@pytest.mark.parametrize("name", ["ddp", *OVERLAPPING])
+def test_launches_equal_what_was_recorded(cpu_ranks, name):
+    cpu_ranks.run(2, launches_are_true, name)
+
+
 def test_ddp_reduces_each_gradient_after_backward(cpu_ranks):
     cpu_ranks.run(2, synchronous)
 
