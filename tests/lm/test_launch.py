@@ -183,6 +183,7 @@ def test_two_failures_at_once_have_one_first_cause(watches, capfd):
 def test_a_lost_connection_waits_for_the_word_of_the_peer(watches):
     """The rank that only *sees* a failure does not put itself in the place of its cause."""
     first, second = watches(0, 2), watches(1, 2)
+    first._timeout_s = 100  # its silence alone would take 50 s to tell
     second.close()  # dead
     first.fail(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234"))
     assert wait_for_end(watches)[0].rank == 1
@@ -202,6 +203,7 @@ def test_the_first_published_cause_stays():
     assert read_cause(store) is None
     assert publish_cause(store, Cause(1, "oom", "first"))
     assert not publish_cause(store, Cause(2, "error", "second"))
+    assert not publish_cause(store, Cause(1, "oom", "first"))  # a third one, of the same mind
     assert read_cause(store) == Cause(1, "oom", "first")
 
 
