@@ -54,7 +54,8 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--bucket-size-mb", type=float, metavar="MIB",
         help="gradient bytes reduced together, in MiB, for every implementation that batches "
-        "(default: each one's own, 100 for the hand-built ones, 25 for torch_ddp)",
+        "(default: each one's own: 200 for ddp_individual_v2 and ddp_bucketed, 100 for "
+        "ddp_copy_engine and torch_ddp_tuned, 25 for torch_ddp)",
     )  # fmt: skip
 
 

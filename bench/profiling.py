@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.settings import Settings, label
-from bench.training import Phase, building, train
+from bench.training import Phase, Run, building, train
 from ddp import Unavailable
 from lm.runtime import StepClock, Worker
 from lm.watch import Cause, Watch
@@ -60,24 +60,30 @@ class Profiling:
                 run.step(number, phase)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-                torch.cuda.memory._record_memory_history(max_entries=100_000)
             dist.barrier()
             with profile(trace_path, device_type=device.type) as profiler:
                 train(run, StepClock(device), lambda number: self._phase(name, number))
             self._operators = slowest_operators(profiler)
-            self._memory = self._read_memory(name)
+            self._memory = self._record_memory(name, run)
             self._stats = run.model.stats() if hasattr(run.model, "stats") else {}
             self._launches = describe_launches(run.model)
             del run
 
-    def _read_memory(self, name: str) -> dict[str, str]:
-        """Peak of this rank, and a snapshot for https://docs.pytorch.org/memory_viz."""
+    def _record_memory(self, name: str, run: Run) -> dict[str, str]:
+        """Peak of this rank, and a snapshot of one more step.
+
+        Recording allocations slows the host down, which would show in the trace: hence a step of
+        its own. The functions are private in name, documented all the same
+        (https://docs.pytorch.org/docs/stable/torch_cuda_memory.html).
+        """
         if self.worker.device.type != "cuda":
             return {}
+        peak = torch.cuda.max_memory_allocated() / MIB
         snapshot = self.folder / f"{file_stem(name)}_rank_{self.worker.rank}_memory.pickle"
+        torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
+        run.step(0, phase)
         torch.cuda.memory._dump_snapshot(str(snapshot))
         torch.cuda.memory._record_memory_history(enabled=None)
-        peak = torch.cuda.max_memory_allocated() / MIB
         return {"peak allocated, MiB": f"{peak:.0f}", "snapshot": str(snapshot)}
 
     def _phase(self, name: str, number: int) -> Phase:
