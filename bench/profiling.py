@@ -140,7 +140,7 @@ class Profiling:
                 + f" (rank 0, {measured.basis})"
             )
         for name, reason in self.unavailable.items():
-            print(f"{label(name)}: {reason}")
+            print(f"{label(name)}: unavailable: {reason}")
         if len(names) > 1:
             picture = self.folder / "all_timeline.png"
             draw_timeline(traces, picture, title=self._title())

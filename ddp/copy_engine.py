@@ -107,7 +107,7 @@ class CopyEngineDDP(BucketedDDP):
     def _check_available(self, device: torch.device) -> None:
         reason = why_not(device, self.process_group)
         if reason:
-            raise Unavailable(f"ddp_copy_engine is not available: {reason}")
+            raise Unavailable(f"ddp_copy_engine {reason}")
 
     def open_memory(self, nbytes: int, device: torch.device) -> PeerMemory:
         return PeerMemory(nbytes, device, self.process_group)

@@ -93,7 +93,7 @@ def _check(status: int) -> None:
 
 
 def why_not(device: torch.device, group: dist.ProcessGroup) -> str | None:
-    """The reason why peer memory cannot be used, agreed by all ranks; None if it can."""
+    """What is missing ("needs ..."), agreed by all ranks; None if peer memory can be used."""
     answers: list[tuple[str | None, str, int]] = [(None, "", 0)] * dist.get_world_size(group)
     mine = (_own_obstacle(device), socket.gethostname() + _boot_id(), device.index or 0)
     dist.all_gather_object(answers, mine, group=group)
@@ -101,7 +101,7 @@ def why_not(device: torch.device, group: dist.ProcessGroup) -> str | None:
         if obstacle:
             return obstacle
     if len({host for _, host, _ in answers}) > 1:
-        return "the ranks are on several hosts; peer-to-peer memory needs GPUs of one host"
+        return "needs all ranks on one host, and they are on several"
     return None
 
 
@@ -109,10 +109,10 @@ def _own_obstacle(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"needs NVIDIA GPUs of one host with peer access; this model is on {device.type}"
     if os.environ.get(MULTICAST_OFF) != "1":
-        return f"set {MULTICAST_OFF}=1 before the start: multicast is neither used nor needed"
+        return f"needs {MULTICAST_OFF}=1 from the start: multicast is neither used nor needed"
     for other in range(torch.cuda.device_count()):
         if other != device.index and not torch.cuda.can_device_access_peer(device.index, other):
-            return f"GPU {device.index} has no peer access to GPU {other}"
+            return f"needs peer access from GPU {device.index} to GPU {other}"
     return None
 
 

@@ -86,7 +86,7 @@ def test_without_a_terminal_it_prints_a_line_each(run):
         assert lines[number].startswith(f"{name}: step ")
         assert "exposed" in lines[number]
     assert "ddp_copy_engine" in lines[3]
-    assert "not available" in lines[3]
+    assert "unavailable: ddp_copy_engine needs" in lines[3]
     assert lines[-1] == "traces, summaries and timelines: profiler_output"
     assert "[1/" not in run.stderr
 
