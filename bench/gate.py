@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.settings import Settings, batches_for, label
-from bench.training import build_network, release_memory, slowest_rank, wrap_network
+from bench.training import build_network, max_over_ranks, release_memory, wrap_network
 from lm.model import forward_loss
 from lm.runtime import Worker
 
@@ -48,7 +48,7 @@ class Gate:
             network.zero_grad(set_to_none=True)
         del model, network
         release_memory(self._worker.device)
-        return max(slowest_rank(errors, self._worker.device))
+        return max(max_over_ranks(errors, self._worker.device))
 
     def _reference(self, network: nn.Module, step: int, ranks: range | list[int]) -> list[Tensor]:
         for rank in ranks:

@@ -122,7 +122,7 @@ def epoch_name(settings: Settings, epoch: int) -> str:
     return f"epoch_{epoch}_{kind}_lr_{low:.2g}" + (f"_to_{high:.2g}" if high != low else "")
 
 
-def slowest_rank(values: list[float], device: torch.device) -> list[float]:
+def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
     """The maximum over ranks of each value, on every rank."""
     together = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(together, op=dist.ReduceOp.MAX)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from bench.gate import Gate
 from bench.settings import Settings, label, source_digest
-from bench.training import building, slowest_rank, train
+from bench.training import building, max_over_ranks, train
 from ddp import Unavailable
 from lm.runtime import PeakMemory, StepClock, Worker, invocation
 from lm.watch import Cause, Watch
@@ -160,13 +160,13 @@ class Benchmark:
         with building(self.settings, cell.implementation, self.worker) as run:
             clock = StepClock(self.worker.device)
             loss = train(run, clock, lambda number: self._phase(cell, number))
-            milliseconds = slowest_rank(clock.milliseconds(), self.worker.device)
+            milliseconds = max_over_ranks(clock.milliseconds(), self.worker.device)
             outside = getattr(run.model, "bytes_outside_allocator", 0)
             peak = memory.bytes()
             stats = run.model.stats() if hasattr(run.model, "stats") else {}
             del run
         timed = milliseconds[self._untimed_steps() :]
-        peak = slowest_rank([-1.0 if peak is None else peak + outside], self.worker.device)[0]
+        peak = max_over_ranks([-1.0 if peak is None else peak + outside], self.worker.device)[0]
         return {
             "step_ms": timed,
             "untimed_step_ms": milliseconds[: self._untimed_steps()],

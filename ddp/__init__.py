@@ -6,6 +6,7 @@ bucketed.py, copy_engine.py; none.py is the floor and torch_ddp.py the oracle.
 
 import importlib.util
 import inspect
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,24 +76,12 @@ def implementation(name: str) -> type[nn.Module]:
     return _load_class(Path(path), class_name)
 
 
-def options_of(cls: type[nn.Module]) -> list[str]:
-    """Names of the keyword options that a variant's constructor takes."""
-    names = {}
-    for base in cls.__mro__:
-        init = vars(base).get("__init__")
-        if init is None:
-            continue
-        parameters = list(inspect.signature(init).parameters.values())[2:]
-        names.update(
-            {
-                p.name: None
-                for p in parameters
-                if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
-            }
-        )
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters) or base is TorchDDP:
-            break
-    return list(names)
+def options_of(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Names of the keyword options that a variant takes: its `options`, or its constructor's."""
+    if hasattr(cls, "options"):
+        return cls.options
+    parameters = list(inspect.signature(cls).parameters.values())[1:]
+    return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
 
 
 def _load_class(path: Path, class_name: str) -> type[nn.Module]:
@@ -102,6 +91,7 @@ def _load_class(path: Path, class_name: str) -> type[nn.Module]:
     if spec is None or spec.loader is None:
         raise ValueError(f"implementation {path}:{class_name}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -18,6 +18,7 @@ says how autograd reaches this class, unused.py what happens to a parameter with
 buckets.py how a plan is made.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -46,12 +47,15 @@ class DataParallel(Rounds, nn.Module):
         process_group: the ranks that hold replicas; default all.
         find_unused_parameters: accept parameters that take no part in a backward on some or all
             ranks. A rank that did not use a parameter contributes zero; one that nobody used
-            keeps its `.grad` untouched.
+            keeps its `.grad`.
 
     Raises:
         RuntimeError: if no process group is initialised, or the module has nothing to train.
         ValueError: if the ranks hold different models (on every rank), or an unknown reduction.
     """
+
+    options: ClassVar[tuple[str, ...]] = ("reduce", "process_group", "find_unused_parameters")
+    """What `wrap` accepts for this variant."""
 
     launches_in_backward: ClassVar[bool] = True
     """False for a variant that launches everything in `finish_gradient_synchronization`."""
@@ -113,7 +117,11 @@ class DataParallel(Rounds, nn.Module):
     # ---- what a user calls ---------------------------------------------------------------------
 
     def forward(self, *args, **kwargs):
-        if not (self.training and torch.is_grad_enabled() and self._synchronizing):
+        if not (self.training and torch.is_grad_enabled()):
+            return self.module(*args, **kwargs)
+        if self._in_backward:  # the last one failed
+            self._discard_step()
+        if not self._synchronizing:
             return self.module(*args, **kwargs)
         self._prepare_step()
         output = self.module(*args, **kwargs)
@@ -183,14 +191,15 @@ class DataParallel(Rounds, nn.Module):
         if not self.find_unused_parameters:
             self._raise_if_incomplete()
         self._finish_round()
-        used, late = self._used, self._used - self._reduced
+        used, anything_late = self._used, bool(self._used - self._reduced)
         if self.find_unused_parameters:
-            used, late = agree_on_use(self, used, late)
+            used, anything_late = agree_on_use(self, used, anything_late)
             self._adopt_stand_ins(used)
-        if late:  # a gradient has grown since it was sent
+        if anything_late:  # a gradient has grown since it was sent
             self._begin_round()
             self._finish_round()
             self._adopt_stand_ins(used)
+        self._restore_strides()
         self._stats = dict(self._counters, buckets=len(self._buckets))
         self._launches = self._log
         if not self._order_is_observed:
@@ -230,13 +239,16 @@ class DataParallel(Rounds, nn.Module):
         return dist.ReduceOp.AVG if self.reduce == "mean" else dist.ReduceOp.SUM
 
     def gradient(self, i: int) -> Tensor:
-        """What this rank adds to parameter `i`: its contiguous `.grad`, or zeros if it has none."""
+        """What this rank adds to parameter `i`: its contiguous `.grad`, or zeros if it has none.
+
+        In a step that is being discarded NaN stands for the missing gradient, so that a rank that
+        does not discard it sees at once that it has no mean.
+        """
         parameter = self._parameters_by_index[i]
         if i in self._stand_ins:
             return self._stand_ins[i]
         if parameter.grad is None:
-            zeros = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-            return self.stand_in(i, zeros)
+            return self.stand_in(i, torch.full(parameter.shape, self._absent, **_kind(parameter)))
         if not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.contiguous()  # ranks may hold different strides
         return parameter.grad
@@ -254,11 +266,17 @@ class DataParallel(Rounds, nn.Module):
 
     def _prepare_step(self) -> None:
         """All ranks must have issued the same collectives before the buffers' broadcast."""
-        incomplete = bool(self._arrivals) and bool(self._missing())
-        if self._in_backward or (incomplete and not self.find_unused_parameters):
+        if self.find_unused_parameters:
+            # Others may have launched what this rank has not even begun.
+            if self._unfinished and self._missing() and self.launches_in_backward:
+                self._launch_complete_buckets(everything=True)
+        elif self._arrivals and (missing := self._missing()):
+            warnings.warn(
+                f"a step is discarded, gradients included: {self._show_names(missing)} got none "
+                "in its backward; if that is meant, pass find_unused_parameters=True",
+                stacklevel=3,
+            )
             self._discard_step()
-        elif incomplete and self.launches_in_backward:  # others may have launched more
-            self._launch_complete_buckets(everything=True)
         self._wait_for_all()
         self.before_forward()
         broadcast_from_rank_0(list(self.module.buffers()), self.process_group)
@@ -267,8 +285,10 @@ class DataParallel(Rounds, nn.Module):
     def _discard_step(self) -> None:
         """Forget a step that was left half-way, and its gradients: some are reduced, some not.
 
-        Ranks may have been stopped in different places, so each completes the round, with zeros.
+        Ranks may have been stopped in different places, so each completes the round. That works
+        if every rank was stopped inside its backward; where one was not, it sees NaN.
         """
+        self._absent = torch.nan
         for parameter in self._parameters_by_index:
             parameter.grad = None
         if self._arrivals and self.launches_in_backward:
@@ -277,12 +297,6 @@ class DataParallel(Rounds, nn.Module):
         self._begin_step()
 
     # ---- parameters without a gradient ---------------------------------------------------------
-
-    def _missing(self) -> list[int]:
-        """Parameters that got fewer gradients than others in this step."""
-        expected = max(self._arrivals.values(), default=1)
-        count = len(self._parameters_by_index)
-        return [i for i in range(count) if self._arrivals.get(i, 0) < expected]
 
     def _raise_if_incomplete(self) -> None:
         missing = self._missing()
@@ -310,12 +324,6 @@ class DataParallel(Rounds, nn.Module):
                 parameter.grad = reduced.view_as(parameter)
         self._stand_ins.clear()
 
-    def _show_names(self, indices: list[int]) -> str:
-        return ", ".join(self._name(i) for i in indices)
-
-    def _name(self, i: int) -> str:
-        return self._names[self._parameters_by_index[i]]
-
     # ---- the agreed order ----------------------------------------------------------------------
 
     def _adopt_order(self, order: list[int]) -> None:
@@ -337,3 +345,7 @@ class DataParallel(Rounds, nn.Module):
 
     def _register_hooks(self) -> None:
         register_hooks(self, self._parameters_by_index)
+
+
+def _kind(tensor: Tensor) -> dict[str, Any]:
+    return {"dtype": tensor.dtype, "device": tensor.device}

@@ -42,6 +42,8 @@ class BucketedDDP(DataParallel):
         bucket_size_mb: a bucket's capacity in MiB; a larger gradient has its own.
     """
 
+    options = (*DataParallel.options, "bucket_size_mb")
+
     def __init__(self, module: nn.Module, *, bucket_size_mb: float = 200, **options):
         self._bucket_bytes = mebibytes(bucket_size_mb)
         self._flats: dict[Bucket, Flat] = {}
@@ -98,6 +100,6 @@ class BucketedDDP(DataParallel):
         """Make the gradient of parameter `i` the given slice of a flat buffer."""
         parameter = self._parameters_by_index[i]
         if parameter.grad is None:
-            self.stand_in(i, view.zero_())
+            self.stand_in(i, view.fill_(self._absent))
         elif parameter.grad.data_ptr() != view.data_ptr():
             parameter.grad = view.copy_(parameter.grad)

@@ -6,8 +6,8 @@ while they run, the model's own kernels have fewer multiprocessors and often nee
 The idea: a GPU has copy engines, separate units that move memory and compute nothing. The buckets
 live in memory that every GPU of the host can reach, and an all-reduce becomes, on a side stream:
 
-    signal    my bucket is filled
-    pull      my chunk, 1/W of the bucket, from each peer that has signalled    (copy engines)
+    signal    my bucket is filled, and wait until all peers say the same
+    pull      my chunk, 1/W of the bucket, from each peer                       (copy engines)
     sum       the W versions of my chunk                                        (a small kernel)
     push      the result into every peer's buffer                               (copy engines)
     signal    all my pushes have arrived, and wait until all peers say the same
@@ -19,7 +19,8 @@ my chunk in a peer's buffer is myself, and I have read it. Nobody reads my buffe
 signal, so the next step may write to it.
 
 What it leaves: the copies still take memory bandwidth from the model, the buffers stay allocated
-through the next forward, and it works on GPUs of one host only.
+through the next forward, and it works on GPUs of one host only. A stream waits for a peer without
+end, so something must watch for ranks that die, as the benchmark does (lm/watch.py).
 """
 
 from contextlib import AbstractContextManager

@@ -25,6 +25,8 @@ class IndividualV2DDP(DataParallel):
         bucket_size_mb: a group is sent when its next gradient would exceed this many MiB.
     """
 
+    options = (*DataParallel.options, "bucket_size_mb")
+
     def __init__(self, module: nn.Module, *, bucket_size_mb: float = 200, **options):
         self._bucket_bytes = mebibytes(bucket_size_mb)
         super().__init__(module, **options)

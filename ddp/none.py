@@ -11,7 +11,7 @@ from ddp.buckets import Bucket
 
 
 class NoCommunication(DataParallel):
-    """Hooks and bookkeeping of the others, and no collective."""
+    """Hooks and bookkeeping of the others, and no collective of gradients."""
 
     def launch(self, bucket: Bucket) -> None:
         pass

@@ -9,12 +9,15 @@ import ctypes
 import os
 import socket
 from collections.abc import Callable
+from itertools import permutations
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 FLAG_BYTES = 4096  # one word a peer, and what follows stays aligned
+CAN_FLUSH_REMOTE_WRITES = 98  # CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
+WAIT_AND_FLUSH = 1 << 30  # CU_STREAM_WAIT_VALUE_FLUSH
 MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -50,11 +53,18 @@ class PeerMemory:
         self._own[:FLAG_BYTES].zero_()
         self._handle.barrier(channel=0)  # nobody signals before all flags are zero
         self._flags = list(self._handle.buffer_ptrs)
-        self._write, self._wait = _stream_memory_operations()
+        self._write, self._wait, self._wait_flags = _stream_memory_operations(device.index)
         self._signals = 0
 
     def view(self, rank: int, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """`numel` elements of `rank`'s memory from byte `start` on, to read or to write."""
+        """`numel` elements of `rank`'s memory from byte `start` on, to read or to write.
+
+        A view of this rank's memory keeps it alive, one of a peer's does not.
+        """
+        if rank == self.rank:
+            first = FLAG_BYTES + start
+            # .data: gradients that share the memory must not share a count of changes.
+            return self._own.data[first : first + numel * dtype.itemsize].view(dtype)
         offset = (FLAG_BYTES + start) // dtype.itemsize
         return self._handle.get_buffer(rank, (numel,), dtype, offset)
 
@@ -72,24 +82,28 @@ class PeerMemory:
         for peer in range(self.world_size):
             if peer != self.rank:
                 flag = self._flags[self.rank] + 4 * peer
-                _check(self._wait(stream, flag, self._signals, 0))
+                _check(self._wait(stream, flag, self._signals, self._wait_flags))
 
 
-def _stream_memory_operations() -> tuple[Callable[..., int], Callable[..., int]]:
-    """The driver's write, which flag 0 makes wait for all earlier writes, and its "at least" wait.
+def _stream_memory_operations(device: int) -> tuple[Callable[..., int], Callable[..., int], int]:
+    """The driver's write and its wait, and the flags that a wait needs on this GPU.
 
+    A write waits for what is queued before it. A wait is for "at least"; where a GPU might let
+    later work overtake a peer's earlier writes, it is told to flush them first.
     https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEMOP.html
     """
     driver = ctypes.CDLL("libcuda.so.1")
     operations = driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
     for operation in operations:
         operation.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-    return operations
+    can_flush = ctypes.c_int(0)
+    _check(driver.cuDeviceGetAttribute(ctypes.byref(can_flush), CAN_FLUSH_REMOTE_WRITES, device))
+    return (*operations, WAIT_AND_FLUSH if can_flush.value else 0)
 
 
 def _check(status: int) -> None:
     if status:
-        raise RuntimeError(f"the CUDA driver refused a stream memory operation: error {status}")
+        raise RuntimeError(f"the CUDA driver refused a call: error {status}")
 
 
 def why_not(device: torch.device, group: dist.ProcessGroup) -> str | None:
@@ -97,11 +111,15 @@ def why_not(device: torch.device, group: dist.ProcessGroup) -> str | None:
     answers: list[tuple[str | None, str, int]] = [(None, "", 0)] * dist.get_world_size(group)
     mine = (_own_obstacle(device), socket.gethostname() + _boot_id(), device.index or 0)
     dist.all_gather_object(answers, mine, group=group)
-    for obstacle, _, _ in answers:
+    obstacles, hosts, gpus = zip(*answers, strict=True)
+    for obstacle in obstacles:
         if obstacle:
             return obstacle
-    if len({host for _, host, _ in answers}) > 1:
+    if len(set(hosts)) > 1:
         return "needs all ranks on one host, and they are on several"
+    for one, other in permutations(sorted(set(gpus)), 2):
+        if not torch.cuda.can_device_access_peer(one, other):
+            return f"needs peer access from GPU {one} to GPU {other}"
     return None
 
 
@@ -110,9 +128,6 @@ def _own_obstacle(device: torch.device) -> str | None:
         return f"needs NVIDIA GPUs of one host with peer access; this model is on {device.type}"
     if os.environ.get(MULTICAST_OFF) != "1":
         return f"needs {MULTICAST_OFF}=1 from the start: multicast is neither used nor needed"
-    for other in range(torch.cuda.device_count()):
-        if other != device.index and not torch.cuda.can_device_access_peer(device.index, other):
-            return f"needs peer access from GPU {device.index} to GPU {other}"
     return None
 
 

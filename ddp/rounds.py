@@ -6,7 +6,8 @@ order in which it happens to become ready: a bucket waits for its predecessors.
 
 Several backwards before one finish each reduce what they add, in a round each. A reduced gradient
 is the same on all ranks; reducing it again together with new local terms leaves its mean unchanged,
-and under `reduce="sum"` each rank first takes back its share, 1/W of it.
+and under `reduce="sum"` each rank first takes back its share, 1/W of it (up to rounding, where W
+is no power of two). The ranks must run the backwards of a step in one order.
 """
 
 from dataclasses import dataclass
@@ -37,9 +38,11 @@ class Rounds:
     _buckets: list[Bucket]
     _bucket_of: dict[int, int]
     _reduced: set[int]
+    _names: dict[Parameter, str]
 
     def _begin_step(self) -> None:
         self._unfinished = False
+        self._absent = 0.0  # what stands for a gradient that this rank does not have
         self._counters = {"collectives": 0, "bytes": 0}
         self._log: list[tuple[int, Bucket]] = []  # gradients ready, and the bucket launched then
         self._arrivals: dict[int, int] = {}  # index -> gradients so far, first arrival first
@@ -101,3 +104,21 @@ class Rounds:
             gradient = self._parameters_by_index[i].grad
             if gradient is not None and self.reduce == "sum":
                 gradient.div_(self.world_size)
+
+    def _missing(self) -> list[int]:
+        """Parameters that got fewer gradients than others in this step."""
+        expected = max(self._arrivals.values(), default=1)
+        count = len(self._parameters_by_index)
+        return [i for i in range(count) if self._arrivals.get(i, 0) < expected]
+
+    def _restore_strides(self) -> None:
+        """Collectives want contiguous gradients, optimizers those of the parameter's strides."""
+        for parameter in self._parameters_by_index:
+            if parameter.grad is not None and not parameter.is_contiguous():
+                parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
+
+    def _show_names(self, indices: list[int]) -> str:
+        return ", ".join(self._name(i) for i in indices)
+
+    def _name(self, i: int) -> str:
+        return self._names[self._parameters_by_index[i]]

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp.base import DataParallel
 from ddp.buckets import mebibytes
 from ddp.hooks import remove_all
 from ddp.synchronous import SynchronousDDP
@@ -31,6 +33,8 @@ class TorchDDP(DistributedDataParallel):
         bucket_size_mb: PyTorch's `bucket_cap_mb`; default PyTorch's own, 25.
         settings: further arguments of DistributedDataParallel (not through `wrap`).
     """
+
+    options = (*DataParallel.options, "bucket_size_mb")
 
     def __init__(
         self,
@@ -65,8 +69,7 @@ class TorchDDP(DistributedDataParallel):
     def forward(self, *args, **kwargs):
         if not (self.training and torch.is_grad_enabled()):
             return self.module(*args, **kwargs)
-        if self._holds_sums:  # PyTorch's reducer averages: gradients kept from before must be means
-            self._scale(1 / self.world_size)
+        self._by_hand[0]._stats["collectives"] = 0
         # PyTorch decides at the end of a forward whether the next one broadcasts buffers.
         self.require_forward_param_sync = self.require_backward_grad_sync
         self._unfinished = self._unfinished or self.require_backward_grad_sync
@@ -139,13 +142,24 @@ class TorchDDP(DistributedDataParallel):
                 wrapper._arrived.add(parameter)
                 wrapper._unfinished = True
 
+        def before(_gradients: tuple[Tensor | None, ...]) -> None:
+            wrapper = me()
+            if wrapper is not None and wrapper._holds_sums:
+                # PyTorch's reducer averages: gradients kept from before must be means.
+                wrapper._scale(1 / wrapper.world_size)
+
         trainable = [p for p in self.module.parameters() if p.requires_grad]
-        handles = [p.register_post_accumulate_grad_hook(hook) for p in trainable]
+        self._accumulation_nodes = [get_gradient_edge(p).node for p in trainable]
+        handles = [node.register_prehook(before) for node in self._accumulation_nodes]
+        handles += [p.register_post_accumulate_grad_hook(hook) for p in trainable]
         weakref.finalize(self, remove_all, handles)
 
 
 class TunedTorchDDP(TorchDDP):
-    """PyTorch's DDP with gradients as views of its buckets, larger buckets and a static graph."""
+    """PyTorch's DDP with gradients as views of its buckets, larger buckets and a static graph.
+
+    A static graph is learned in the first training step, which must therefore synchronise.
+    """
 
     def __init__(self, module: nn.Module, *, bucket_size_mb: float = 100, **options):
         static = not options.get("find_unused_parameters", False)
@@ -156,6 +170,17 @@ class TunedTorchDDP(TorchDDP):
             static_graph=static,
             **options,
         )
+        self._learns_the_graph = static
+
+    def forward(self, *args, **kwargs):
+        if self._learns_the_graph and self.training and torch.is_grad_enabled():
+            if not self.require_backward_grad_sync:
+                raise RuntimeError(
+                    "torch_ddp_tuned: the first training step must not be under no_sync(), "
+                    "its static graph is learned there; use torch_ddp"
+                )
+            self._learns_the_graph = False
+        return super().forward(*args, **kwargs)
 
 
 class _WithoutHooks(SynchronousDDP):

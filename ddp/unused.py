@@ -44,7 +44,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(getattr(value, field.name))
 
 
-def agree_on_use(wrapper: Any, used: set[int], late: set[int]) -> tuple[set[int], bool]:
+def agree_on_use(wrapper: Any, used: set[int], late: bool) -> tuple[set[int], bool]:
     """Which parameters any rank has used in this step, and whether any rank was late.
 
     A rank is late that got a gradient for a parameter after its bucket had left; it needs one more
@@ -53,7 +53,7 @@ def agree_on_use(wrapper: Any, used: set[int], late: set[int]) -> tuple[set[int]
     parameters = wrapper._parameters_by_index
     flags = torch.zeros(len(parameters) + 1, dtype=torch.int32, device=parameters[0].device)
     flags[[i for i in used if parameters[i].grad is not None]] = 1
-    flags[-1] = int(bool(late))
+    flags[-1] = int(late)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=wrapper.process_group)
     *by_anyone, anyone_late = flags.tolist()
     return {i for i, flag in enumerate(by_anyone) if flag}, bool(anyone_late)

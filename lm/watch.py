@@ -108,12 +108,13 @@ class Watch:
 
     def fail(self, error: BaseException) -> None:
         """End this process because of `error`, once the first cause is known."""
-        if not is_consequence(error):
-            self._end(Cause(self._rank, status_of(error), describe(error)))
+        status = status_of(error)
+        if status == "oom" or not is_consequence(error):
+            self._end(Cause(self._rank, status, describe(error)))
         # A peer is gone: its own word, its launcher's or its silence will tell which.
         self._peer_is_gone = True
         self._stop.wait(self._interval_s * 6)
-        self._end(Cause(self._rank, "error", describe(error)))
+        self._end(Cause(self._rank, status, describe(error)))
 
     def _run(self) -> None:
         beat = 0

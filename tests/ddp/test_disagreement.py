@@ -1,0 +1,195 @@
+"""Ranks that do not do the same, and states that only some of them are in."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from ddp import implementation, wrap
+from tests.ddp.beside import (
+    Beside,
+    Branches,
+    branches_loss,
+    chain_loss,
+    is_torch,
+    numbers,
+    small_buckets,
+)
+from tests.ddp.test_failures import FailingChain
+from tests.ranks import Context
+
+
+def strides_of_the_parameter(context: Context, name: str) -> None:
+    """A fused optimizer pairs elements by their place in memory."""
+    network = nn.Conv2d(2, 3, 3).to(context.device, memory_format=torch.channels_last)
+    pair = Beside(context, name, network)
+
+    def loss(model, rank):
+        return model(numbers(2, 2, 5, 5, seed=3, rank=rank, like=model)).square().sum()
+
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=True)
+                  for m in (pair.model, pair.reference)]  # fmt: skip
+    for _ in range(3):
+        pair.backward(loss)
+        pair.finish()
+        weight = pair.model.module.weight
+        assert weight.grad.stride() == weight.stride()
+        for optimizer in optimizers:
+            optimizer.step()
+        pair.zero_grad(set_to_none=True)
+    for p, q in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_gradients_have_the_strides_of_their_parameters(ranks, implementation):
+    ranks.run(2, strides_of_the_parameter, implementation)
+
+
+def failed_microbatch(context: Context, name: str) -> None:
+    """A backward that fails under no_sync is retried there; what it adds must not be lost."""
+    pair = Beside(context, name, FailingChain(), **small_buckets(name))
+    for step in range(2):
+        with pair.model.no_sync():
+            pair.model.module.fails_at = 2
+            with pytest.raises(ArithmeticError):
+                chain_loss(step)(pair.model, context.rank).backward()
+            pair.model.module.fails_at = None
+        pair.zero_grad(set_to_none=True)
+        pair.backward(chain_loss(10 + step), synchronise=False)
+        pair.backward(chain_loss(20 + step))
+        pair.finish()
+        pair.zero_grad(set_to_none=True)
+
+
+def test_failed_microbatch_under_no_sync(ranks, implementation):
+    if is_torch(implementation):
+        pytest.skip("PyTorch's DDP drops what was accumulated after a failed backward")
+    ranks.run(2, failed_microbatch, implementation)
+
+
+def one_rank_discards(context: Context, name: str) -> bool:
+    """Rank 0 fails and skips its batch. Is what rank 1 gets visibly no mean?"""
+    model = wrap(name, FailingChain().to(context.device), process_group=context.group,
+                 **small_buckets(name))  # fmt: skip
+    for step in range(2):
+        loss = chain_loss(step)(model, context.rank)
+        loss.backward()
+        model.finish_gradient_synchronization()
+        model.zero_grad()
+    model.module.fails_at = 2 if context.rank == 0 else None
+    loss = chain_loss(7)(model, context.rank)
+    if context.rank == 0:
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        model.module.fails_at = None
+        chain_loss(8)(model, context.rank)  # the next forward discards the step
+        return True
+    loss.backward()
+    model.finish_gradient_synchronization()
+    return any(p.grad.isnan().any().item() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["ddp_individual", "ddp_individual_v2", "ddp_bucketed"])
+def test_a_rank_that_discards_does_not_pass_for_zeros(cpu_ranks, name):
+    assert cpu_ranks.run(2, one_rank_discards, name) == [True, True]
+
+
+class WithBuffer(Branches):
+    def __init__(self):
+        super().__init__(count=2)
+        self.register_buffer("seen", torch.zeros(1))
+
+
+def nothing_in_the_first(context: Context, name: str) -> None:
+    """Rank 1 has no loss in the first of two microbatches, and buffers are broadcast between."""
+    options = dict(small_buckets(name), find_unused_parameters=True)
+    pair = Beside(context, name, WithBuffer(), **options)
+    for step in range(2):
+        for microbatch in range(2):
+            loss = branches_loss(2 * step + microbatch, lambda r: [0, 1])
+            value = loss(pair.model, context.rank)
+            if not (microbatch == 0 and context.rank == 1):
+                value.backward()
+        value = branches_loss(2 * step, lambda r: [0, 1])(pair.reference, 0)
+        ((value) * pair.scale).backward()
+        pair.reference_backward(branches_loss(2 * step + 1, lambda r: [0, 1]))
+        pair.finish()
+        pair.zero_grad(set_to_none=True)
+
+
+def test_a_rank_without_a_loss_in_one_microbatch(ranks, implementation):
+    if is_torch(implementation):
+        pytest.skip("PyTorch's DDP reduces in each backward and waits for all ranks there")
+    ranks.run(2, nothing_in_the_first, implementation)
+
+
+def forward_before_the_step(context: Context, name: str) -> None:
+    """Finished sums stay sums, whatever is computed before the optimizer uses them."""
+    pair = Beside(context, name, FailingChain(), reduce="sum")
+    pair.backward(chain_loss(1))
+    pair.finish()
+    chain_loss(2)(pair.model, context.rank)
+    pair.compare()
+
+
+def test_forward_between_finish_and_step(ranks, implementation):
+    ranks.run(2, forward_before_the_step, implementation)
+
+
+def discarded_with_a_warning(context: Context, name: str) -> None:
+    model = wrap(name, Branches(2).to(context.device), process_group=context.group)
+    branches_loss(0, lambda r: [0])(model, context.rank).backward()
+    with pytest.warns(UserWarning, match="discarded.*branches.1.weight, branches.1.bias"):
+        branches_loss(1, lambda r: [0, 1])(model, context.rank)
+
+
+@pytest.mark.parametrize("name", ["ddp", "ddp_bucketed"])
+def test_a_discarded_step_is_said(cpu_ranks, name):
+    cpu_ranks.run(2, discarded_with_a_warning, name)
+
+
+def tuned_under_no_sync(context: Context) -> None:
+    model = wrap("torch_ddp_tuned", FailingChain().to(context.device), process_group=context.group)
+    with model.no_sync(), pytest.raises(RuntimeError, match=r"first training step .* no_sync"):
+        chain_loss(0)(model, context.rank)
+    for step in range(3):
+        chain_loss(step)(model, context.rank).backward()
+        model.finish_gradient_synchronization()
+        model.zero_grad()
+
+
+def test_tuned_torch_ddp_learns_its_graph_first(cpu_ranks):
+    cpu_ranks.run(2, tuned_under_no_sync)
+
+
+def gradients_outlive_the_wrapper(context: Context, name: str) -> None:
+    network = FailingChain().to(context.device)
+    model = wrap(name, network, process_group=context.group)
+    chain_loss(0)(model, context.rank).backward()
+    model.finish_gradient_synchronization()
+    before = [p.grad.clone() for p in network.parameters()]
+    del model
+    gc.collect()
+    if context.device.type == "cuda":
+        torch.cuda.empty_cache()
+    for p, expected in zip(network.parameters(), before, strict=True):
+        assert torch.equal(p.grad, expected)
+        p.grad.zero_()
+
+
+def test_gradients_outlive_the_wrapper(ranks, implementation):
+    ranks.run(2, gradients_outlive_the_wrapper, implementation)
+
+
+def test_plugin_with_a_dataclass(tmp_path):
+    path = tmp_path / "plugin.py"
+    path.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "from ddp import DataParallel\n"
+        "@dataclass\nclass Note:\n    text: str = ''\n"
+        "class Mine(DataParallel):\n    note = Note('x')\n"
+    )
+    cls = implementation(f"{path}:Mine")
+    assert cls.note.text == "x"
