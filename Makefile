@@ -41,6 +41,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); \
 		$(PYTHON) -m pip install --user --break-system-packages virtualenv && \
 		$(PYTHON) -m virtualenv $(VENV); }
+	@echo "installing PyTorch and what else is needed into $(VENV): some minutes the first time"
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test]'
 	touch $@
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -58,8 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return launch(settings, hardware, options)
     except KeyboardInterrupt:
         folder = options.profile_output_dir if options.profile else settings.output_dir
-        resume = "" if options.profile else f"; resume with --output-dir {folder}"
-        print(f"interrupted: what is finished is in {folder}{resume}", file=sys.stderr)
+        message = f"interrupted: what is finished is in {folder}"
+        if not options.profile:
+            again = [*sys.argv, *([] if options.output_dir else ["--output-dir", str(folder)])]
+            message += f"; resume with: python {shlex.join(again)}"
+        print(message, file=sys.stderr)
         return INTERRUPTED
 
 

@@ -149,7 +149,7 @@ def _add_profile(group: argparse._ArgumentGroup) -> None:
         help="record traces with the PyTorch profiler (default: benchmark)",
     )  # fmt: skip
     group.add_argument(
-        "--profile-implementation", metavar="NAME", default="all",
+        "--profile-implementation", metavar="NAME",
         help="one implementation, or all on one time axis (default: all of --implementations)",
     )  # fmt: skip
     group.add_argument(

@@ -137,7 +137,7 @@ class Profiling:
                 f"{name}: step {measured.span / 1e3:.2f} ms, communication "
                 f"{measured.communication / 1e3:.2f} ms, exposed {measured.exposed / 1e3:.2f} ms"
                 + ("" if share is None else f", overlap {share:.0%}")
-                + f" (rank 0, {measured.basis})"
+                + f" (rank 0, mean of {whole.steps} steps, {measured.basis})"
             )
         for name, reason in self.unavailable.items():
             print(f"{label(name)}: unavailable: {reason}")

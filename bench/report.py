@@ -20,6 +20,7 @@ from measure import (
 
 FLOOR, REFERENCE = "none", "torch_ddp"
 MIB = 1 << 20
+NOISY = 1.5  # 90th over 10th percentile of the floor, from which a comparison says little
 
 
 def report(settings: Settings, world_size: int, device: str) -> tuple[str, int]:
@@ -33,7 +34,7 @@ def report(settings: Settings, world_size: int, device: str) -> tuple[str, int]:
     draw_comparison(
         [_for_picture(row) for row in rows],
         picture,
-        title="Step time, and what of it is exposed communication",
+        title="Step time, and what communication adds to it",
         subtitle=title,
         baseline=FLOOR if any(r["label"] == FLOOR for r in rows) else None,
         reference=REFERENCE if any(r["label"] == REFERENCE for r in rows) else None,
@@ -173,16 +174,24 @@ def _for_picture(row: dict) -> dict:
 def _legend(rows: list[dict], device: str) -> str:
     memory = "the process's memory" if device == "cpu" else "the GPU's allocated memory"
     lines = [
-        f"error       largest relative error of a float32 gradient, against one process on the "
+        f"error         largest relative error of a float32 gradient, against one process on the "
         f"whole batch ({FLOOR}: on its own shard); wrong above {TOLERANCE:g}",
-        "step        of the slowest rank: median over all timed steps, with its spread; "
+        "step          of the slowest rank: median over all timed steps, with its spread; "
         "warmup is not timed",
-        f"exposed     what communication adds: step minus {FLOOR}",
-        "×           ratio of step times, below 1 is faster; [95 %]: confidence interval over "
+        f"exposed       what communication adds, by waiting and by contention: step minus {FLOOR}",
+        "×             ratio of step times, below 1 is faster; [95 %]: confidence interval over "
         "the rounds",
-        "calls, sent collectives that a step starts, and bytes of gradients handed to them",
-        f"peak        of {memory}, the largest over ranks and rounds",
+        "calls, sent   collectives that a step starts, and bytes of gradients handed to them; –: "
+        "the implementation has no stats()",
+        f"peak          of {memory}, the largest over ranks and rounds",
     ]
     if any(row.get("mfu") for row in rows):
-        lines.append("MFU         model FLOPs per second over the GPU's peak")
+        lines.append("MFU           model FLOPs per second over the GPU's peak")
+    floor = next((row for row in rows if row["label"] == FLOOR and row["status"] == OK), None)
+    if floor and floor["high_ms"] > NOISY * floor["low_ms"]:
+        lines.append(
+            f"The machine was busy: steps of {FLOOR} took {floor['low_ms']:.0f} to "
+            f"{floor['high_ms']:.0f} ms. Close other programs, or raise --rounds, before you "
+            "compare."
+        )
     return "\n".join(lines)

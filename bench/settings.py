@@ -133,7 +133,9 @@ def _corpus(source: str, vocab_size: int) -> Corpus:
 
 def _names(options: argparse.Namespace) -> list[str]:
     names, option = options.implementations, "--implementations"
-    if options.profile and options.profile_implementation != "all":
+    if options.profile_implementation and not options.profile:
+        raise ValueError("--profile-implementation: give --profile too")
+    if options.profile and options.profile_implementation not in (None, "all"):
         names, option = [options.profile_implementation], "--profile-implementation"
     for name in names:
         try:

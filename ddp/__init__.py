@@ -52,9 +52,8 @@ def wrap(name: str, module: nn.Module, **options: Any) -> nn.Module:
     cls = implementation(name)
     unknown = [option for option in options if option not in options_of(cls)]
     if unknown:
-        raise TypeError(
-            f"{name} has no option {', '.join(unknown)}; it takes {', '.join(options_of(cls))}"
-        )
+        known = ", ".join(options_of(cls)) or "none"
+        raise TypeError(f"{name} has no option {', '.join(unknown)}; it takes {known}")
     return cls(module, **options)
 
 
@@ -70,8 +69,8 @@ def implementation(name: str) -> type[nn.Module]:
     path, separator, class_name = name.rpartition(":")
     if not separator:
         raise ValueError(
-            f"implementation {name!r} is unknown: choose from {', '.join(IMPLEMENTATIONS)} "
-            "or give path/to/file.py:ClassName"
+            f"implementation {name!r} is unknown: choose from {', '.join(IMPLEMENTATIONS)}, "
+            "or give path/to/file.py:ClassName; separate several with spaces"
         )
     return _load_class(Path(path), class_name)
 

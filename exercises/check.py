@@ -3,6 +3,7 @@
 One line a property. The exit status is 0 if all are right, 1 if one is not, 2 for a wrong command.
 """
 
+import ast
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,14 @@ def main(arguments: Sequence[str]) -> int:
         exercise, solution = parse(arguments)
     except ValueError as error:
         print(error, file=sys.stderr)
+        return 2
+    missing = [name for name in wanted(exercise) if name not in solution.read_text()]
+    if missing:
+        print(
+            f"{solution} does not define {', '.join(missing)}: start from "
+            f"exercises/{exercise}/starter.py",
+            file=sys.stderr,
+        )
         return 2
     ranks = Ranks(max(load_check(exercise).WORLD_SIZES))
     results = []
@@ -48,6 +57,15 @@ def parse(arguments: Sequence[str]) -> tuple[str, Path]:
             f"there is no file {path}: copy exercises/{EXERCISES[name]}/starter.py there"
         )
     return EXERCISES[name], path
+
+
+def wanted(exercise: str) -> list[str]:
+    """The classes and functions that the starter defines at its top level, and the check uses."""
+    folder = Path(__file__).parent / exercise
+    starter = ast.parse((folder / "starter.py").read_text())
+    names = [node.name for node in starter.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    check = (folder / "check.py").read_text()
+    return [name for name in names if f"solution.{name}" in check]
 
 
 def show(result: Result) -> str:

@@ -1,9 +1,9 @@
 """The comparison picture: one horizontal bar of step time per row, with its spread and doubt.
 
 How to read it, and how it is drawn: a bar ends at the median step time. Its first part is what the
-baseline row needs too, the second, in the warning colour, is exposed communication. Small dots are
-the raw steps, the line across them is the spread. Behind the bar stand the ratios; on the right,
-where it is known, peak memory. A row that has no time says why, in words.
+baseline row needs too, the second, in the warning colour, is what communication adds. Small dots
+are the raw steps, the line across them is the spread. Behind the bar stand the ratios; on the
+right, where it is known, peak memory. A row that has no time says why, in words.
 """
 
 import io
@@ -49,7 +49,7 @@ def draw_comparison(
     `median_ms`, `low_ms` to `high_ms` (what `spread` names), `exposed_ms` (or None),
     `ratio_to_baseline` and `ratio_to_reference` as (value, low, high) (or None), and
     `peak_memory_mb` (or None). `baseline` and `reference` are labels of rows; the baseline's
-    median is drawn as a line behind all bars. Memory is in MB of 2**20 bytes.
+    median is drawn as a line behind all bars. Memory is in MiB.
     """
     figure, times, memory = _layout(rows)
     limit = _time_limit(rows)
@@ -214,8 +214,8 @@ def _write_head(figure, title: str, subtitle: str, baseline: str | None, exposed
     handles = []
     if exposed:
         handles += [
-            Patch(color=_FLOOR, label="computation (what remains without communication)"),
-            Patch(color=_EXPOSED, label="exposed communication"),
+            Patch(color=_FLOOR, label="computation (what remains without it)"),
+            Patch(color=_EXPOSED, label="added by communication"),
         ]
     if baseline is not None:
         name = f"{_shorten(_name(baseline), 14)}: the floor"
@@ -258,7 +258,7 @@ def _number(value: float) -> str:
 
 
 def _bytes(megabytes: float) -> str:
-    return f"{megabytes:.0f} MB" if megabytes < 1000 else f"{megabytes / 1024:.2f} GB"
+    return f"{megabytes:.0f} MiB" if megabytes < 1000 else f"{megabytes / 1024:.2f} GiB"
 
 
 def _name(label: str) -> str:

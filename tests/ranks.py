@@ -49,6 +49,7 @@ class RankPool:
         Raises:
             AssertionError: with the tracebacks of all ranks that raised; the pool starts afresh.
         """
+        __tracebackhide__ = True  # what the ranks say is the failure
         if not self._processes:
             self._start()
         pipes = self._pipes[:world_size]

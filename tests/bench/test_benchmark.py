@@ -157,8 +157,9 @@ def test_on_a_terminal_progress_is_one_line_of_rank_0(interrupted):
 def test_ctrl_c_is_answered_by_one_line(interrupted, folder):
     assert interrupted.returncode == 130
     assert interrupted.shown.count("\n") == 1
-    said = f"interrupted: what is finished is in {folder}; resume with --output-dir {folder}"
-    assert interrupted.shown.rstrip().endswith(said)
+    said = f"interrupted: what is finished is in {folder}; resume with: python "
+    assert said in interrupted.shown
+    assert f"--output-dir {folder}" in interrupted.shown.partition(said)[2]
 
 
 def test_a_resumed_run_measures_only_what_is_missing(interrupted, rows, folder):

@@ -25,6 +25,7 @@ FILES = {  # in the folder in which each case runs
     "folder/results.jsonl/x": b"",
 }
 CASES = {
+    "--profile-implementation ddp": r"--profile-implementation: give --profile too",
     "--implementations nope": "choose from none, ddp, .*path/to/file.py:ClassName",
     "--implementations gone.py:X": "--implementations.*no file gone.py",
     "--implementations plugin.py:Gone": "--implementations.*no nn.Module of that name",

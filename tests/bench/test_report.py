@@ -5,7 +5,7 @@ import pytest
 from bench.options import parse
 from bench.report import report
 from bench.settings import settings_from
-from bench.worker import GATE, plan
+from bench.worker import GATE, TIMING, plan
 from measure import Results
 
 NAMES = ["none", "ddp", "torch_ddp"]
@@ -89,3 +89,11 @@ def test_mfu_where_the_peak_is_known(settings, pictures):
     text, _ = report(settings, 2, "NVIDIA H200")
     assert "MFU" in text.splitlines()[2]
     assert line(text, "none").endswith("%")
+
+
+def test_a_busy_machine_is_said(settings, pictures):
+    record(settings)
+    assert "machine was busy" not in report(settings, 2, "cpu")[0]
+    record(settings, none={TIMING: {"step_ms": [100.0, 100.0, 100.0, 300.0, 300.0, 300.0]}})
+    text, _ = report(settings, 2, "cpu")
+    assert "The machine was busy: steps of none took 100 to 300 ms" in text

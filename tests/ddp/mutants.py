@@ -167,12 +167,12 @@ MUTANTS = [
     ),
     Mutant(
         "late gradients are not reduced",
-        (("base.py", "if late:", "if False:"),),
+        (("base.py", "if anything_late:", "if False:"),),
         ("tests/ddp/test_accumulation.py", "behind"),
     ),
     Mutant(
         "a failed backward is not discarded",
-        (("base.py", "self._in_backward or", "False or"),),
+        (("base.py", "if self._in_backward:", "if False:"),),
         ("tests/ddp/test_failures.py", "failed_backward"),
     ),
     Mutant(
@@ -181,6 +181,16 @@ MUTANTS = [
           "        self._memory.signal()\n        self._memory.wait_for_peers()\n        for mine",
           "        for mine"),),
         ("tests/ddp/test_copy_engine.py",),
+    ),
+    Mutant(
+        "a discarded step passes for zeros",
+        (("base.py", "self._absent = torch.nan", "self._absent = 0.0"),),
+        ("tests/ddp/test_disagreement.py", "discards"),
+    ),
+    Mutant(
+        "gradients keep the strides of the collective",
+        (("base.py", "self._restore_strides()", "pass"),),
+        ("tests/ddp/test_disagreement.py", "strides"),
     ),
 ]  # fmt: skip
 

@@ -256,3 +256,13 @@ def test_classes_run_in_the_benchmark(tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_file_of_another_exercise_is_refused_before_ranks_start(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("exercises.check.Ranks", None)
+    path = tmp_path / "my_average.py"
+    path.write_text("class AverageDDP:\n    pass\n")
+    assert main(["hooks", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "does not define OverlapDDP: start from exercises/ex2_hooks/starter.py" in error

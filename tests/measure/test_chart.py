@@ -73,7 +73,7 @@ def test_numbers_and_failures_are_written(drawn):
     assert {"40.0 ms", "55.0 ms", "1.38× floor", "1.10× peer [1.08, 1.12]"} <= set(texts)
     assert {"oom: tried to allocate $2^30$ bytes", "unavailable: needs two GPUs"} <= set(texts)
     assert {"Title $1", "4 × device_x"} <= set(texts)
-    assert {" 900 MB", " 9.00 GB"} <= set(texts)
+    assert {" 900 MiB", " 9.00 GiB"} <= set(texts)
     assert not any("peer" in text and "1.00×" in text for text in texts)  # not against itself
 
 
