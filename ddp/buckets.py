@@ -9,6 +9,8 @@ Three rules, each of which public hand-built versions often miss:
 - buckets follow the order in which gradients become ready, so that the first is complete early;
 - the last buckets are small. What is sent after the last gradient is ready cannot hide behind
   the backward pass, so no bucket takes more than half of the bytes that are still to come.
+  A gradient that is larger than a bucket travels alone and does not count: a token embedding,
+  often the last to be ready, would otherwise let the bucket before it be as large as itself.
 """
 
 from collections.abc import Sequence
@@ -100,7 +102,7 @@ def plan_buckets(
 def _cut(
     indices: list[int], gradients: Sequence[Gradient], bucket_bytes: float
 ) -> list[tuple[int, ...]]:
-    remaining = sum(gradients[i].nbytes for i in indices)
+    remaining = sum(gradients[i].nbytes for i in indices if gradients[i].nbytes <= bucket_bytes)
     groups: list[tuple[int, ...]] = []
     group: list[int] = []
     filled, capacity = 0, 0.0
@@ -113,7 +115,8 @@ def _cut(
             capacity = min(bucket_bytes, max(remaining / 2, SMALLEST_TAIL_BYTES))
         group.append(i)
         filled += nbytes
-        remaining -= nbytes
+        if nbytes <= bucket_bytes:
+            remaining -= nbytes
     return [*groups, tuple(group)] if group else groups
 
 

@@ -67,11 +67,13 @@ def check_layout(bucket: Bucket, gradients: list[Gradient]) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_no_bucket_takes_more_than_half_of_the_rest(seed):
-    """Of its dtype; single gradients and buckets below the smallest tail cannot help it."""
+    """Of its dtype and of what can share a bucket; single gradients and buckets below the smallest
+    tail cannot help it."""
     gradients, order, capacity = random_case(seed)
     buckets = plan_buckets(gradients, order, capacity)
     for dtype in SIZES:
         of_dtype = [b for b in buckets if gradients[b.members[0]].dtype == dtype]
+        of_dtype = [b for b in of_dtype if b.nbytes <= capacity]
         rest = sum(b.nbytes for b in of_dtype)
         for bucket in of_dtype:
             allowed = max(rest / 2, SMALLEST_TAIL_BYTES)
@@ -83,6 +85,13 @@ def test_the_last_buckets_are_small():
     gradients = floats(*[MIB // 8] * 256)  # 128 MiB in halves of a MiB
     sizes = [b.nbytes / MIB for b in plan_buckets(gradients, range(256), 50 * MIB)]
     assert sizes == [50, 39, 19.5, 9.5, 5, 2.5, 1, 1, 0.5]
+
+
+def test_buckets_are_small_before_a_large_last_gradient():
+    """A transformer: blocks from the last to the first, then the token embedding."""
+    gradients = floats(*[MIB // 8] * 256, 64 * MIB)
+    sizes = [b.nbytes / MIB for b in plan_buckets(gradients, range(257), 50 * MIB)]
+    assert sizes == [50, 39, 19.5, 9.5, 5, 2.5, 1, 1, 0.5, 256]
 
 
 def test_a_gradient_larger_than_a_bucket_is_alone():
