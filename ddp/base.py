@@ -248,7 +248,7 @@ class DataParallel(Rounds, nn.Module):
         if i in self._stand_ins:
             return self._stand_ins[i]
         if parameter.grad is None:
-            return self.stand_in(i, torch.full(parameter.shape, self._absent, **_kind(parameter)))
+            return self.stand_in(i, parameter.new_full(parameter.shape, self._absent))
         if not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.contiguous()  # ranks may hold different strides
         return parameter.grad
@@ -345,7 +345,3 @@ class DataParallel(Rounds, nn.Module):
 
     def _register_hooks(self) -> None:
         register_hooks(self, self._parameters_by_index)
-
-
-def _kind(tensor: Tensor) -> dict[str, Any]:
-    return {"dtype": tensor.dtype, "device": tensor.device}
