@@ -1,0 +1,193 @@
+"""The fused noise kernel against its plain twin.
+
+Without a GPU the kernel runs in Triton's interpreter, which must be chosen before a kernel is
+decorated: in a process of its own, so that no other test sees it.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dp_clipping import noise
+from dp_clipping.kernels import noise as kernels
+from dp_clipping.noise import NoiseStream, add_noise, standard_normal
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = 4 * kernels.BLOCK
+SIZES = [0, 1, 2, 3, 4, 5, 127, PROGRAM - 1, PROGRAM, PROGRAM + 1, 3 * PROGRAM + 2]
+OFFSETS = [0, 1, 2, 3, 4, 2**31 - 2, 2**34 - 5, 2**40 + 3, 2**62 + 1]
+HALF_STEP = {torch.float64: 0, torch.float32: 0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+# Words with and without the sign bit, and ones that Triton would make constants of: 0, 1, 16.
+STREAMS = [
+    NoiseStream.derive(bytes(32), step=5, parameter="weight", share=1),
+    NoiseStream(0, 0, 0, 0),
+    NoiseStream(1, 0, 1, 16),
+    NoiseStream(0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF),
+    NoiseStream(0xA4093822, 0x299F31D0, 0x13198A2E, 0x83707344),
+]
+
+
+@triton.jit(do_not_specialize=["first", "seed", "c2", "c3"])
+def _store_words(p_out, first, seed, c2, c3, BLOCK: tl.constexpr):
+    w0, w1, w2, w3 = kernels._words(first, seed, c2, c3, BLOCK)
+    o_row = tl.program_id(0) * 4 * BLOCK + tl.arange(0, BLOCK)
+    tl.store(p_out + o_row, w0.to(tl.int64))
+    tl.store(p_out + o_row + BLOCK, w1.to(tl.int64))
+    tl.store(p_out + o_row + 2 * BLOCK, w2.to(tl.int64))
+    tl.store(p_out + o_row + 3 * BLOCK, w3.to(tl.int64))
+
+
+def check_words(device: str) -> None:
+    """The integers are equal, to the last bit."""
+    programs, block = 3, 64
+    for stream in STREAMS:
+        for first in [0, 5, 2**32 - 70, 2**61]:
+            words = torch.empty(programs, 4, block, dtype=torch.int64, device=device)
+            seed = kernels._signed(stream.key_0 | stream.key_1 << 32, 64)
+            high = (kernels._signed(w, 32) for w in (stream.counter_2, stream.counter_3))
+            _store_words[(programs,)](words, first, seed, *high, BLOCK=block)
+            expected = noise.philox(torch.arange(first, first + programs * block), stream)
+            got = words.cpu().transpose(0, 1).reshape(4, -1)
+            assert torch.equal(got, torch.stack(expected)), (stream, first)
+
+
+def check_noise(device: str, sizes: list[int], offsets: list[int], streams=STREAMS) -> None:
+    """Normals differ by the two logarithms and cosines only; nothing is written outside."""
+    for stream in streams:
+        for offset in offsets:
+            for n in sizes:
+                guard = torch.full((n + 8,), torch.nan, device=device)
+                total = torch.zeros(n, device=device)
+                kernels.add_noise_kernel_launch(total, guard[:n], stream, 1.0, 1.0, offset)
+                expected = standard_normal(n, stream, offset=offset, device=device)
+                torch.testing.assert_close(guard[:n], expected, rtol=0, atol=2e-6)
+                assert guard[n:].isnan().all(), "written behind its end"
+
+
+def check_result(device: str) -> None:
+    """Sum, scale, divisor and the cast at the end, in every output dtype, also in place."""
+    n, stream = 3 * PROGRAM + 5, STREAMS[0]
+    total = torch.linspace(-40, 40, n, device=device)
+    for dtype, half_step in HALF_STEP.items():
+        if device == "cpu" and dtype == torch.bfloat16:
+            half_step *= 2  # the interpreter cuts off where a GPU rounds
+        for std, divisor in [(1.0, 1.0), (3.5, 256.0), (2 / 3, 3.0), (0.0, 7.0)]:
+            out = torch.full((n,), torch.nan, dtype=dtype, device=device)
+            kernels.add_noise_kernel_launch(total, out, stream, std, divisor, 6)
+            z = standard_normal(n, stream, offset=6, device=device).double()
+            exact = (total.double() + std * z) / divisor
+            error = (out.double() - exact).abs()
+            # float32 rounds the sum, the quotient and z, all of which the divisor shrinks
+            bound = half_step * exact.abs() + (1.2e-5 + 2e-6 * std) / divisor
+            assert (error <= 1.001 * bound).all(), (dtype, std, divisor)
+    in_place = total.clone()
+    kernels.add_noise_kernel_launch(in_place, in_place, stream, 2.0, 4.0, 3)
+    torch.testing.assert_close(in_place, plain(total, 2.0, 4.0, 3), rtol=1e-6, atol=2e-6)
+
+
+def plain(total: torch.Tensor, std: float, divisor: float, offset: int) -> torch.Tensor:
+    out = torch.empty_like(total)
+    noise.add_noise_plain(total, out, STREAMS[0], std, divisor, offset)
+    return out
+
+
+def check_layouts(device: str) -> None:
+    """Through the public function: element i is the i-th in row-major order."""
+    everything = torch.arange(40 * 50.0, device=device).view(40, 50)
+    for total in (everything.T, everything[::3, 1::2], everything[:, :1].expand(40, 50)):
+        for dtype in (torch.float32, torch.bfloat16):
+            noisy = add_noise(total, STREAMS[0], std=2.0, divisor=4.0, dtype=dtype, offset=7)
+            expected = plain(total.reshape(-1), 2.0, 4.0, 7).view(total.shape)
+            rounding = max(1e-6, 2 * HALF_STEP[dtype])
+            torch.testing.assert_close(noisy.float(), expected, rtol=rounding, atol=2e-6)
+            out = torch.empty(total.T.shape, dtype=dtype, device=device).T
+            assert add_noise(total, STREAMS[0], std=2.0, divisor=4.0, offset=7, out=out) is out
+            assert torch.equal(out, noisy)
+
+
+def check_slices(device: str) -> None:
+    """Values do not depend on where a launch begins: shards and replicas get equal bits."""
+    whole = torch.zeros(5000, device=device)
+    kernels.add_noise_kernel_launch(whole, whole, STREAMS[0], 1.5, 3.0, 2**33 + 1)
+    for start, end in [(0, 5000), (1, 4), (1023, 1025), (2, 5000), (4999, 5000)]:
+        part = torch.zeros(end - start, device=device)
+        kernels.add_noise_kernel_launch(part, part, STREAMS[0], 1.5, 3.0, 2**33 + 1 + start)
+        assert torch.equal(part, whole[start:end])
+
+
+def interpreted() -> None:
+    """What the process of `test_kernel_in_the_interpreter` runs."""
+    kernels.serves = lambda total: total.dtype == torch.float32
+    check_words("cpu")
+    check_noise("cpu", SIZES, [0, 3, 2**34 - 5], STREAMS[:1])
+    check_noise("cpu", [PROGRAM + 3], OFFSETS)
+    check_result("cpu")
+    check_layouts("cpu")
+    check_slices("cpu")
+
+
+def test_kernel_in_the_interpreter():
+    command = (
+        "from tests.dp_clipping import test_noise_kernel; test_noise_kernel.interpreted(); "
+        "print('compared')"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", command],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.strip() == "compared"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_compiled_kernel():
+    check_words("cuda")
+    check_noise("cuda", [*SIZES, 1_000_003], OFFSETS)
+    check_result("cuda")
+    check_layouts("cuda")
+    check_slices("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_streams_share_one_compiled_kernel():
+    """A variant a key would compile in every step."""
+    total = torch.zeros(4096, device="cuda")
+    cache = kernels._add_noise_kernel.device_caches[torch.cuda.current_device()][0]
+    add_noise(total, STREAMS[0], std=1.0)
+    compiled = len(cache)
+    for stream in STREAMS:
+        for offset in (0, 4, 64, 400):
+            add_noise(total, stream, std=1.0, offset=offset)
+    assert len(cache) == compiled
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_more_elements_than_32_bits_count():
+    n = 2**31 + 5
+    out = torch.full((n,), torch.nan, dtype=torch.bfloat16, device="cuda")
+    total = torch.zeros(1, device="cuda").expand(n).contiguous()
+    add_noise(total, STREAMS[0], std=1.0, out=out)
+    expected = standard_normal(1000, STREAMS[0], offset=n - 1000, device="cuda").bfloat16()
+    torch.testing.assert_close(out[-1000:], expected)
+    assert out.isfinite().all()
+
+
+def test_the_kernel_serves_float32_on_a_gpu_only():
+    assert not kernels.serves(torch.zeros(1))
+    if torch.cuda.is_available():
+        assert kernels.serves(torch.zeros(1, device="cuda"))
+        assert not kernels.serves(torch.zeros(1, dtype=torch.float64, device="cuda"))
