@@ -1,0 +1,12 @@
+"""Differentially private training: DP-SGD (Abadi et al. 2016) at nearly the price of training.
+
+Read in this order: engine.py (the front door), model.py and criterion.py and optimizer.py (what it
+returns), session.py (a step), capture.py and layers/ (per-sample gradients), clip.py, noise.py,
+sampling.py, keys.py.
+"""
+
+from dp_clipping.engine import PrivacyEngine
+from dp_clipping.memory_manager import BatchMemoryManager
+from dp_clipping.modes import MODES
+
+__all__ = ["MODES", "BatchMemoryManager", "PrivacyEngine"]

@@ -1,0 +1,295 @@
+"""Functional capture: a network whose layers deliver per-sample gradients and no ordinary ones.
+
+Each layer that owns trainable parameters gets a forward that runs its arithmetic as one autograd
+function, with detached parameters. What it hands over in backward goes to a `Session`. Outside of a
+session (evaluation, inference, the user's own calls) the layers are what they were.
+
+No module hooks are involved, so `torch.compile`, non-reentrant activation checkpointing and
+autocast meet plain autograd functions.
+"""
+
+import types
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils._pytree import tree_flatten, tree_map
+
+from dp_clipping.layers import embedding, linear, norm, vectorized
+from dp_clipping.layers.arithmetic import wide
+from dp_clipping.layers.handle import Handle, expand_shared
+from dp_clipping.layout import FEW, MORE, find_layout
+from dp_clipping.session import Session, Tap
+
+FORWARDS = {
+    "linear": linear.forward,
+    "conv1d": linear.forward,
+    "embedding": embedding.forward,
+    "rms_norm": norm.forward,
+    "layer_norm": norm.forward,
+    "vectorized": vectorized.forward,
+}
+CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
+
+
+def kind_of(module: nn.Module) -> str:
+    """Which of `FORWARDS` computes what this module does; `vectorized` is right for any."""
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    if not own <= {"weight", "bias"} or nn.utils.parametrize.is_parametrized(module):
+        return "vectorized"
+    method = type(module).forward
+    if method is nn.Linear.forward:
+        return "linear"
+    if method is nn.Embedding.forward:
+        return "embedding"
+    if method is nn.RMSNorm.forward:
+        return "rms_norm"
+    if method is nn.LayerNorm.forward and module.weight is not None:
+        return "layer_norm"
+    if (
+        type(module).__name__ == "Conv1D"
+        and type(module).__module__ == "transformers.pytorch_utils"
+    ):
+        return "conv1d"
+    return "vectorized"
+
+
+class Capture:
+    """The layers of one network, captured.
+
+    Attributes:
+        handles: of every captured module.
+        parameters: trainable ones in order of registration, tied ones once.
+        names: parameter -> its full name.
+        groups: parameter -> clipping group; `group_names` has one line a group.
+        anchor: the leaf that makes autograd visit every captured layer.
+    """
+
+    def __init__(self, network: nn.Module, clipping: str = "flat"):
+        self.network = network
+        self.handles = self._install()
+        self.parameters = [p for p in network.parameters() if p.requires_grad]
+        self.names = {p: n for n, p in reversed(list(network.named_parameters()))}
+        self.groups, self.group_names = self._make_groups(clipping)
+        device = self.parameters[0].device
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self._uses: dict[Parameter, int] = {}
+
+    # ---- which layers ---------------------------------------------------------------------------
+
+    def _install(self) -> list[Handle]:
+        handles = []
+        covered: set[nn.Module] = set()
+        for name, module in self.network.named_modules():
+            if module in covered or isinstance(module, CONTAINERS):
+                continue
+            if not any(p.requires_grad for p in _owned(module)):
+                continue
+            kind = kind_of(module)
+            recurse = kind == "vectorized"
+            trainable = tuple(
+                n for n, p in module.named_parameters(recurse=recurse) if p.requires_grad
+            )
+            if recurse:
+                covered.update(module.modules())
+            handle = Handle(name, kind, module, trainable)
+            module._private = handle
+            module.forward = types.MethodType(FORWARDS[kind], module)
+            handles.append(handle)
+        return handles
+
+    def forget(self) -> None:
+        """Forget where the samples are and how often parameters are used."""
+        self._uses.clear()
+        for handle in self.handles:
+            handle.layouts.clear()
+            handle.output_layouts.clear()
+
+    def remove(self) -> None:
+        """Give the modules their own forwards back."""
+        for module in self.network.modules():
+            if "_private" in module.__dict__:
+                del module._private, module.forward
+
+    def _make_groups(self, clipping: str) -> tuple[dict[Parameter, int], list[str]]:
+        """One group over all parameters, or one a module; a tied weight is its first owner's."""
+        if clipping == "flat":
+            return dict.fromkeys(self.parameters, 0), ["all parameters"]
+        owners = {p: self.names[p].rpartition(".")[0] for p in self.parameters}
+        names = list(dict.fromkeys(owners.values()))
+        return {p: names.index(owner) for p, owner in owners.items()}, names
+
+    # ---- sessions -------------------------------------------------------------------------------
+
+    @contextmanager
+    def attached(self, session: Session | None) -> Iterator[None]:
+        """Inside, calls of the layers belong to the session (None: to nobody)."""
+        before = [(handle, handle.session, handle.slots) for handle in self.handles]
+        for handle in self.handles:
+            handle.session = session
+            handle.slots = {} if session is None else session.slots[handle.name]
+        try:
+            yield
+        finally:
+            for handle, old_session, old_slots in before:
+                handle.session, handle.slots = old_session, old_slots
+
+    def make_slots(self, session: Session) -> dict[str, dict[str, Tensor]]:
+        """handle -> parameter's name -> slot; a parameter's slot is one, however many use it."""
+        slots: dict[Parameter, Tensor] = {}
+        copied = {
+            p for h in self.handles if h.kind == "vectorized" for p in h.parameters().values()
+        }
+        for handle in self.handles:
+            for parameter in handle.parameters().values():
+                if parameter not in slots:
+                    value = self._slot_value(parameter, parameter in copied)
+                    slots[parameter] = Tap.apply(self.anchor, value, session, parameter)
+        return {
+            handle.name: {name: slots[p] for name, p in handle.parameters().items()}
+            for handle in self.handles
+        }
+
+    def _slot_value(self, parameter: Parameter, copied: bool) -> Tensor:
+        """What is expanded: the parameter where a module computes with it, else a zero."""
+        if copied:
+            return parameter.detach()
+        dtype = parameter.dtype
+        if parameter.dim() < 2:
+            dtype = wide(dtype)
+        elif torch.is_autocast_enabled(parameter.device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(parameter.device.type)
+        return torch.zeros((), dtype=dtype, device=parameter.device)
+
+    # ---- where the samples are ------------------------------------------------------------------
+
+    def establish(self, few: tuple[tuple, dict], more: tuple[tuple, dict]) -> None:
+        """Find every layer's layouts from the arguments of two batches; see `layout`.
+
+        A layer whose input is shared by all samples gets it expanded to the batch, which changes
+        the shapes that later layers see: the search is repeated until nothing new is found.
+
+        Raises:
+            ValueError: naming the layer whose input or output has no layout.
+        """
+        known = -1
+        while known != (known := self._count_layouts()):
+            first, second = self._observe(*few, FEW), self._observe(*more, MORE)
+            uses: dict[Parameter, int] = {}
+            for handle in self.handles:
+                calls = list(zip(first[handle.name], second[handle.name], strict=True))
+                for call_few, call_more in calls:
+                    self._learn(handle, call_few, call_more)
+                for parameter in handle.parameters().values():
+                    uses[parameter] = uses.get(parameter, 0) + len(calls)
+        for parameter, count in uses.items():
+            self._uses[parameter] = max(count, self._uses.get(parameter, 0))
+        for handle in self.handles:
+            handle.always_dense = any(
+                self._uses[p] > 1 for p in handle.parameters().values() if p.dim() > 1
+            )
+
+    def _count_layouts(self) -> int:
+        return sum(len(handle.layouts) for handle in self.handles)
+
+    def _learn(self, handle: Handle, few: "Call", more: "Call") -> None:
+        name = handle.name or type(self.network).__name__
+        dims = tuple(x.dim() for x in few.inputs)
+        sides = [("input", handle.layouts, few.inputs, more.inputs)]
+        if handle.kind == "vectorized":
+            sides.append(("output", handle.output_layouts, few.outputs, more.outputs))
+        for side, known, some, others in sides:
+            layouts = tuple(
+                find_layout(a, b, f"{side} {n} of {name}")
+                for n, (a, b) in enumerate(zip(some, others, strict=True))
+            )
+            if known.setdefault(dims, layouts) != layouts:
+                raise ValueError(
+                    f"{name} is called with its samples in different places "
+                    f"({known[dims]}, {layouts}): use two modules, or one layout"
+                )
+
+    @torch.no_grad()
+    def _observe(self, args: tuple, kwargs: dict, batch_size: int) -> dict[str, list["Call"]]:
+        """handle -> its calls in one plain forward of `batch_size` samples."""
+        calls: dict[str, list[Call]] = {handle.name: [] for handle in self.handles}
+
+        def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
+            handle: Handle = module._private
+            inputs = tensors_in((args, kwargs))
+            calls[handle.name].append(Call(inputs, []))
+            layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
+            if handle.kind != "vectorized" and layouts and layouts[0].kind == "shared":
+                return (expand_shared(inputs[0], batch_size),), {}
+            return None
+
+        def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+            handle: Handle = module._private
+            call = calls[handle.name][-1]
+            call.outputs[:] = tensors_in(output)
+            layouts = handle.output_layouts.get(tuple(x.dim() for x in call.inputs), ())
+            if handle.kind == "vectorized" and any(x.kind == "shared" for x in layouts):
+                return tree_map(
+                    lambda y: expand_shared(y, batch_size) if isinstance(y, Tensor) else y, output
+                )
+            return None
+
+        with ExitStack() as stack:
+            stack.enter_context(self.attached(None))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(_fork_randomness(self.anchor.device))
+            stack.enter_context(_without_dropout(self.network))
+            for module in self.network.modules():
+                if "_private" in module.__dict__:
+                    hook = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+                    stack.callback(hook.remove)
+                    hook = module.register_forward_hook(after, with_kwargs=True)
+                    stack.callback(hook.remove)
+            self.network(*args, **kwargs)
+        return calls
+
+
+@dataclass(frozen=True)
+class Call:
+    """The tensors that one call of a layer was given and gave."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _owned(module: nn.Module) -> Iterator[Parameter]:
+    """The module's own parameters, those in its parameter lists included."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if isinstance(child, nn.ParameterList | nn.ParameterDict):
+            yield from child.parameters()
+
+
+@contextmanager
+def _fork_randomness(device: torch.device) -> Iterator[None]:
+    """The user's random streams do not notice the search."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+@contextmanager
+def _without_dropout(network: nn.Module) -> Iterator[None]:
+    """Dropout would make the same sample look different in the two runs."""
+    dropouts = [m for m in network.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+    before = [m.training for m in dropouts]
+    for module in dropouts:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in zip(dropouts, before, strict=True):
+            module.training = training

@@ -1,0 +1,143 @@
+"""The loss of a batch as one loss a sample, and a `backward` that clips."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dp_clipping.model import PrivateModel
+
+REDUCTIONS = ("mean", "sum")
+
+
+class PrivateLoss:
+    """Losses [B] that print and backpropagate as one number.
+
+    `backward()` adds the clipped sum of the samples' gradients to `.grad`. Sums, differences and
+    multiples work as for a tensor; they act on each sample's loss.
+    """
+
+    def __init__(self, model: PrivateModel, session: Any, losses: Tensor, reduction: str):
+        self.model, self._session = model, session
+        self.loss_per_sample, self.loss_reduction = losses, reduction
+
+    def backward(self) -> None:
+        self.model.private_backward(self._session, self.loss_per_sample)
+
+    def detach(self) -> Tensor:
+        """The mean (0 for an empty batch) or the sum. Not covered by ε."""
+        losses = self.loss_per_sample.detach()
+        if self.loss_reduction == "sum" or losses.numel() == 0:
+            return losses.sum()
+        return losses.mean()
+
+    def item(self) -> float:
+        return self.detach().item()
+
+    __float__ = item
+
+    def _with(self, losses: Tensor) -> "PrivateLoss":
+        return PrivateLoss(self.model, self._session, losses, self.loss_reduction)
+
+    def _other(self, other: Any) -> Any:
+        if not isinstance(other, PrivateLoss):
+            return other
+        if other.loss_reduction != self.loss_reduction or other._session is not self._session:
+            raise ValueError(
+                "losses of different batches or reductions do not add up sample by sample"
+            )
+        return other.loss_per_sample
+
+    def __add__(self, other: Any) -> "PrivateLoss":
+        return self._with(self.loss_per_sample + self._other(other))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> "PrivateLoss":
+        return self._with(self.loss_per_sample - self._other(other))
+
+    def __rsub__(self, other: Any) -> "PrivateLoss":
+        return self._with(other - self.loss_per_sample)
+
+    def __mul__(self, factor: Any) -> "PrivateLoss":
+        return self._with(self.loss_per_sample * factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> "PrivateLoss":
+        return self._with(self.loss_per_sample / divisor)
+
+    def __neg__(self) -> "PrivateLoss":
+        return self._with(-self.loss_per_sample)
+
+    def __repr__(self) -> str:
+        samples = self.loss_per_sample.numel()
+        return f"PrivateLoss({self.item():.4f}, {self.loss_reduction} of {samples} samples)"
+
+
+class PrivateCriterion:
+    """The user's criterion, asked for one loss a sample.
+
+    `criterion.reduction` is `"none"` during the call. What comes back is [B]; [B, ...] or, with
+    `shape=(B, T, ...)` of the outputs before they were flattened, [B·T], is reduced over a sample's
+    own entries: the mean (over targets that are not `ignore_index`, where the criterion has one) or
+    the sum.
+
+    Raises:
+        ValueError: if the losses are not one a sample: already reduced, or of another batch.
+    """
+
+    def __init__(self, model: PrivateModel, criterion: Callable[..., Tensor], reduction: str):
+        own = getattr(criterion, "reduction", reduction)
+        if own != reduction or reduction not in REDUCTIONS:
+            raise ValueError(
+                f"loss_reduction is {reduction!r} and criterion.reduction {own!r}: both must be "
+                "'mean' or both 'sum'"
+            )
+        self.model, self.criterion, self.loss_reduction = model, criterion, reduction
+
+    def __call__(
+        self, *args: Any, shape: tuple[int, ...] | None = None, **kwargs: Any
+    ) -> PrivateLoss | Tensor:
+        losses = self._per_sample(*args, shape=shape, **kwargs)
+        if self.model.policy is None:
+            return losses.mean() if self.loss_reduction == "mean" else losses.sum()
+        if not torch.is_grad_enabled() or not self.model.training:
+            return PrivateLoss(self.model, None, losses, self.loss_reduction)
+        session = self.model.last_session
+        if session is None:
+            raise RuntimeError("the criterion was called before the private model's forward")
+        expected = 0 if session.is_empty else session.batch_size
+        if losses.dim() != 1 or len(losses) != expected:
+            raise ValueError(
+                f"the criterion gave losses of shape {tuple(losses.shape)} for {expected} samples: "
+                "with reduction 'none' it must return one a sample, not a loss already reduced "
+                "over the batch; for flattened targets pass shape=outputs.shape"
+            )
+        return PrivateLoss(self.model, session, losses, self.loss_reduction)
+
+    def _per_sample(self, *args: Any, shape: tuple[int, ...] | None, **kwargs: Any) -> Tensor:
+        before = getattr(self.criterion, "reduction", self.loss_reduction)
+        self.criterion.reduction = "none"
+        try:
+            losses = self.criterion(*args, **kwargs)
+        finally:
+            self.criterion.reduction = before
+        if shape is not None and losses.dim() == 1 and losses.shape[0] == shape[0] * shape[1]:
+            losses = losses.view(shape[0], shape[1])
+        if losses.dim() < 2:
+            return losses
+        counted = self._counted(losses, args, kwargs)
+        total = losses.flatten(1).sum(1)
+        return total if self.loss_reduction == "sum" else total / counted
+
+    def _counted(self, losses: Tensor, args: tuple, kwargs: dict) -> Tensor | int:
+        """How many entries of each sample a mean is over: [B] or one number."""
+        entries = losses[0].numel() if len(losses) else 1
+        ignore_index = getattr(self.criterion, "ignore_index", None)
+        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        if ignore_index is None or target is None or target.numel() != losses.numel():
+            return max(entries, 1)
+        valid = target.view(losses.shape) != ignore_index
+        return valid.flatten(1).sum(1).clamp_min(1)

@@ -1,0 +1,302 @@
+"""`PrivacyEngine`: Opacus's front door, its accountants underneath, its ghost mode's conventions.
+
+Code written for Opacus 1.6 with `grad_sample_mode="ghost"` runs with the import changed.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from opacus.accountants import create_accountant
+from opacus.accountants.utils import get_noise_multiplier
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from dp_clipping.clip import CLIPPING_FUNCTIONS, GAMMA
+from dp_clipping.criterion import PrivateCriterion
+from dp_clipping.keys import Keys, fixed_keys, fresh_keys
+from dp_clipping.model import PrivateModel
+from dp_clipping.modes import DEFAULT_MODE, policy_of
+from dp_clipping.optimizer import PrivateOptimizer
+from dp_clipping.sampling import PoissonLoader
+from dp_clipping.validation import check_module
+
+CLIPPINGS = ("flat", "per_layer")
+
+
+class PrivacyEngine:
+    """Makes a network, its optimizer, criterion and loader private, and keeps the account.
+
+    Args:
+        accountant: `"prv"`, `"rdp"` or `"gdp"`, Opacus's own.
+        secure_mode: not supported: the noise is counter-based, not cryptographic.
+    """
+
+    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False):
+        if secure_mode:
+            raise ValueError(
+                "secure_mode=True is not supported: noise comes from a counter-based generator, "
+                "and attacks on floating point are out of scope; use Opacus with torchcsprng"
+            )
+        self.accountant = create_accountant(mechanism=accountant)
+        self.secure_mode = False
+        self._keys: Keys | None = None
+        self._dataset: Any = None
+
+    # ---- what a user calls ----------------------------------------------------------------------
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: Callable[..., Tensor] | None = None,
+        data_loader: DataLoader,
+        noise_multiplier: float,
+        max_grad_norm: float | list[float],
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = DEFAULT_MODE,
+        wrap_model: bool = True,
+        rand_on_empty: bool = False,
+        clipping_function: str = "abadi",
+        gamma: float = GAMMA,
+        expected_batch_size: float | None = None,
+    ) -> tuple[PrivateModel, PrivateOptimizer, PrivateCriterion, DataLoader]:
+        """Model, optimizer, criterion and loader for private training.
+
+        Args:
+            module: the network, or `ddp.wrap(name, network)`.
+            optimizer: over parameters of the module.
+            criterion: with a `reduction`; it is asked for one loss a sample. Default
+                `nn.CrossEntropyLoss()`.
+            data_loader: over a map-style dataset; its length sets the sample rate 1 / len.
+            noise_multiplier: σ; the noise has standard deviation σ · max_grad_norm. 0 is allowed.
+            max_grad_norm: C, or one threshold a clipping group.
+            batch_first: dimension 0 of the inputs counts the samples, else dimension 1.
+            loss_reduction: `"mean"` divides the noisy sum by the expected batch size.
+            poisson_sampling: False leaves the loader alone, and the stated ε does not hold.
+            clipping: `"flat"`: one norm over all parameters; `"per_layer"`: one a module.
+            noise_generator: its seed fixes noise and sampling: for tests only.
+            grad_sample_mode: one of `dp_clipping.MODES`.
+            wrap_model: only True.
+            rand_on_empty: an empty draw yields a batch of random values, as in Opacus.
+            clipping_function: `"abadi"` or `"automatic"`; `gamma` is the latter's γ.
+            expected_batch_size: of all ranks together; default the loader's batch size, times the
+                ranks if it has a `DistributedSampler`. A public constant.
+
+        Raises:
+            ValueError: for an argument out of range, an optimizer of other parameters, or a module
+                that mixes samples, by name, with what to use instead.
+        """
+        criterion = nn.CrossEntropyLoss() if criterion is None else criterion
+        _check_arguments(noise_multiplier, max_grad_norm, clipping, clipping_function, gamma)
+        if not wrap_model:
+            raise ValueError("wrap_model=False is not supported: use the returned model")
+        policy = policy_of(grad_sample_mode, clipping_function, gamma)
+        _check_optimizer(optimizer, module)
+        if policy is not None:
+            check_module(module)
+        device = next(module.parameters()).device
+        group = getattr(module, "process_group", None)
+        self._keys = (
+            fresh_keys(group, device) if noise_generator is None else fixed_keys(noise_generator)
+        )
+
+        loader = self._private_loader(
+            data_loader, group, poisson_sampling, batch_first, rand_on_empty
+        )
+        world_size = 1 if group is None else dist.get_world_size(group)
+        if expected_batch_size is None:
+            expected_batch_size = _expected_batch_size(data_loader, world_size)
+        model = PrivateModel(
+            module,
+            mode=grad_sample_mode,
+            policy=policy,
+            max_grad_norm=max_grad_norm,
+            clipping=clipping,
+            batch_first=batch_first,
+        )
+        private_optimizer = PrivateOptimizer(
+            optimizer,
+            model=model,
+            noise_multiplier=noise_multiplier,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            noise_key=self._keys.noise,
+        )
+        sample_rate = 1 / len(data_loader)
+        private_optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate))
+        if isinstance(loader, PoissonLoader) and policy is not None:
+            loader.on_draw = private_optimizer.begin_draw
+            model.holds_dummy = lambda: loader.holds_dummy
+        return (
+            model,
+            private_optimizer,
+            PrivateCriterion(model, criterion, loss_reduction),
+            loader,
+        )
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: Callable[..., Tensor] | None = None,
+        data_loader: DataLoader,
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        max_grad_norm: float | list[float],
+        **arguments: Any,
+    ) -> tuple[PrivateModel, PrivateOptimizer, PrivateCriterion, DataLoader]:
+        """`make_private` with the noise that ends `epochs` epochs at (ε, δ).
+
+        Further arguments are those of `make_private`. Warns if the accountant has counted steps
+        already, since the budget is taken to start at zero.
+        """
+        if len(self.accountant) > 0:
+            warnings.warn(
+                "make_private_with_epsilon takes the whole budget to be unspent, but this engine's "
+                "accountant has counted steps already: the total will be above target_epsilon",
+                stacklevel=2,
+            )
+        noise_multiplier = get_noise_multiplier(
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            sample_rate=1 / len(data_loader),
+            epochs=epochs,
+            accountant=self.accountant.mechanism(),
+        )
+        return self.make_private(
+            module=module,
+            optimizer=optimizer,
+            criterion=criterion,
+            data_loader=data_loader,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            **arguments,
+        )
+
+    def get_epsilon(self, delta: float) -> float:
+        """ε spent so far at this δ; infinite if a step had no noise."""
+        if self._keys is not None and self._keys.fixed:
+            warnings.warn(
+                "noise and sampling come from a fixed seed: anyone who knows it can subtract the "
+                "noise, and ε means nothing",
+                stacklevel=2,
+            )
+        if any(noise_multiplier == 0 for noise_multiplier, _, _ in self.accountant.history):
+            return math.inf
+        if not self.accountant.history:
+            return 0.0
+        return self.accountant.get_epsilon(delta)
+
+    @classmethod
+    def is_compatible(
+        cls, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
+    ) -> bool:
+        """Whether `make_private` would take the module."""
+        try:
+            check_module(module)
+        except ValueError:
+            return False
+        return True
+
+    @classmethod
+    def validate(cls, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
+        """Raises ValueError naming the modules that mix samples, and what to use instead."""
+        check_module(module)
+
+    # ---- the loader -----------------------------------------------------------------------------
+
+    def _private_loader(
+        self,
+        loader: DataLoader,
+        group: dist.ProcessGroup | None,
+        poisson_sampling: bool,
+        batch_first: bool,
+        rand_on_empty: bool,
+    ) -> DataLoader:
+        if self._dataset is not None and self._dataset is not loader.dataset:
+            warnings.warn(
+                "this engine has accounted for another dataset: ε is a property of one dataset, "
+                "use a PrivacyEngine for each",
+                stacklevel=3,
+            )
+        self._dataset = loader.dataset
+        if not poisson_sampling:
+            warnings.warn(
+                "poisson_sampling=False: batches are not Poisson samples, and the ε that the "
+                "accountant states does not hold",
+                stacklevel=3,
+            )
+            return loader
+        return PoissonLoader.from_data_loader(
+            loader,
+            key=self._keys.sampling,
+            rank=0 if group is None else dist.get_rank(group),
+            world_size=1 if group is None else dist.get_world_size(group),
+            batch_first=batch_first,
+            rand_on_empty=rand_on_empty,
+        )
+
+
+def _expected_batch_size(loader: DataLoader, world_size: int) -> float:
+    """The loader's batch size, times the ranks if each has its own part of the data."""
+    batch_size = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
+    if batch_size is None:
+        raise ValueError("the loader has no batch_size: give expected_batch_size=")
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    return float(batch_size * (world_size if isinstance(sampler, DistributedSampler) else 1))
+
+
+def _check_arguments(
+    noise_multiplier: float,
+    max_grad_norm: float | Sequence[float],
+    clipping: str,
+    clipping_function: str,
+    gamma: float,
+) -> None:
+    if not 0 <= noise_multiplier < math.inf:
+        raise ValueError(
+            f"noise_multiplier is {noise_multiplier}: give a finite number of 0 or more"
+        )
+    limits = max_grad_norm if isinstance(max_grad_norm, Sequence) else [max_grad_norm]
+    if not limits or not all(0 < limit < math.inf for limit in limits):
+        raise ValueError(f"max_grad_norm is {max_grad_norm}: give a finite number above 0")
+    if clipping not in CLIPPINGS:
+        raise ValueError(f"clipping {clipping!r} is unknown: choose one of {', '.join(CLIPPINGS)}")
+    if clipping == "flat" and isinstance(max_grad_norm, Sequence):
+        raise ValueError("max_grad_norm is a list, which goes with clipping='per_layer'")
+    if clipping_function not in CLIPPING_FUNCTIONS:
+        known = ", ".join(CLIPPING_FUNCTIONS)
+        raise ValueError(
+            f"clipping_function {clipping_function!r} is unknown: choose one of {known}"
+        )
+    if not 0 < gamma < math.inf:
+        raise ValueError(f"gamma is {gamma}: give a finite number above 0")
+
+
+def _check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
+    own = set(module.parameters())
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    if not held <= own:
+        raise ValueError(
+            "the optimizer holds parameters that are not the module's: build it from "
+            "module.parameters()"
+        )
+    missing = [n for n, p in module.named_parameters() if p.requires_grad and p not in held]
+    if missing:
+        raise ValueError(
+            f"trainable but not in the optimizer: {', '.join(missing[:5])}; freeze them with "
+            "requires_grad_(False) or give them to the optimizer"
+        )

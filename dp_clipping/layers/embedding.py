@@ -1,0 +1,125 @@
+"""Embeddings: y = W[ids], so row v of G_i is the sum of output gradients of sample i's tokens v.
+
+Tokens that repeat within a sample add up before the norm is taken: the squared norm is the sum,
+over the distinct tokens of the sample, of the squared norm of that sum.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dp_clipping.layers.arithmetic import SUM_ROUNDING, wide
+from dp_clipping.layers.handle import Handle
+from dp_clipping.layout import Layout
+
+
+def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
+    handle: Handle = self._private
+    if handle.session is None:
+        return type(self).forward(self, ids)
+    layout, ids = handle.batched(ids)
+    session, weight = handle.session, self.weight.detach()
+    if handle.keeps_dense():
+        slot = handle.slot("weight")
+        return Dense.apply(
+            ids, weight, slot, self.padding_idx, layout.kind, layout.dim, session.batch_size
+        )
+    return Factors.apply(ids, weight, session.anchor, handle, self.padding_idx, layout)
+
+
+def batch_tokens(ids: Tensor, gy: Tensor, layout: Layout, batch_size: int) -> tuple[Tensor, Tensor]:
+    """ids [..] and gy [.., d] -> [B, T] and [B, T, d]."""
+    width = gy.shape[-1]
+    ids = layout.batch_first(ids, batch_size).reshape(batch_size, -1)
+    gy = layout.batch_first(gy, batch_size).reshape(batch_size, -1, width)
+    return ids, gy
+
+
+def without_padding(ids: Tensor, gy: Tensor, padding_idx: int | None) -> Tensor:
+    """Output gradients [B, T, d] with those of padding tokens zero: they train nothing."""
+    if padding_idx is None:
+        return gy
+    return gy.masked_fill((ids == padding_idx).unsqueeze(-1), 0)
+
+
+class Dense(torch.autograd.Function):
+    """`F.embedding`, which in backward returns G [B, V, d] as the gradient of `slot`."""
+
+    @staticmethod
+    def forward(ctx, ids, weight, slot, padding_idx, kind, dim, batch_size):
+        ctx.save_for_backward(ids)
+        ctx.rest = (padding_idx, kind, dim, batch_size, slot.shape, slot.dtype)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx, gy):
+        (ids,) = ctx.saved_tensors
+        padding_idx, kind, dim, batch_size, shape, dtype = ctx.rest
+        ids, gy = batch_tokens(ids, gy, Layout(kind, dim), batch_size)
+        factors = EmbeddingFactors(ids, without_padding(ids, gy, padding_idx), shape[1])
+        return None, None, factors.dense().to(dtype), None, None, None, None
+
+
+class Factors(torch.autograd.Function):
+    """`F.embedding`, which in backward hands ids and output gradients to the session."""
+
+    @staticmethod
+    def forward(ctx, ids, weight, anchor, handle, padding_idx, layout):
+        ctx.save_for_backward(ids)
+        ctx.rest = (handle, handle.session, padding_idx, layout, weight.shape[0])
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx, gy):
+        (ids,) = ctx.saved_tensors
+        handle, session, padding_idx, layout, vocabulary = ctx.rest
+        ids, gy = batch_tokens(ids, gy, layout, session.batch_size)
+        gy = without_padding(ids, gy, padding_idx)
+        session.factors(handle.parameter("weight"), EmbeddingFactors(ids, gy, vocabulary))
+        return None, None, None, None, None, None
+
+
+class EmbeddingFactors:
+    """What one use left: ids [B, T] int, y [B, T, d]."""
+
+    def __init__(self, ids: Tensor, y: Tensor, vocabulary: int):
+        self.ids, self.y, self.vocabulary = ids, y, vocabulary
+
+    def squared_norms(self, _grams: object = None) -> tuple[Tensor, Tensor]:
+        """(‖G_i‖², an upper bound of it that holds for what `weighted_sum` adds), both [B].
+
+        Sorting a sample's ids numbers its distinct tokens without a table of the vocabulary's size.
+        The bound allows for repeated tokens that cancel and are added in another order.
+        """
+        batch_size, tokens = self.ids.shape
+        if tokens == 0:
+            zero = self.y.new_zeros(batch_size, dtype=wide(self.y.dtype))
+            return zero, zero
+        ordered, order = self.ids.sort(dim=1)
+        new = torch.ones_like(ordered, dtype=torch.bool)
+        new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+        number = torch.empty_like(ordered).scatter_(1, order, new.long().cumsum(1) - 1)
+        rows = (number + torch.arange(batch_size, device=number.device)[:, None] * tokens).flatten()
+        y = self.y.flatten(0, 1).to(wide(self.y.dtype))
+        sums = torch.zeros_like(y).index_add_(0, rows, y)
+        squared = torch.linalg.vector_norm(sums.view(batch_size, -1), dim=1).square()
+        scale = torch.linalg.vector_norm(y, dim=1).view(batch_size, tokens).sum(1)
+        sum_error = SUM_ROUNDING[y.dtype] * 4 * scale
+        return squared, (squared.sqrt() + sum_error).square()
+
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        """Σ_i c_i G_i [V, d] in `wide(dtype)`; c [B]."""
+        y = self.y.to(wide(self.y.dtype)) * coefficients[:, None, None]
+        total = y.new_zeros(self.vocabulary, y.shape[-1])
+        return total.index_add_(0, self.ids.flatten(), y.flatten(0, 1))
+
+    def dense(self) -> Tensor:
+        """G [B, V, d] in `wide(dtype)`: the plain twin."""
+        batch_size, tokens = self.ids.shape
+        y = self.y.to(wide(self.y.dtype))
+        total = y.new_zeros(batch_size, self.vocabulary, y.shape[-1])
+        sample = torch.arange(batch_size, device=y.device)[:, None].expand(batch_size, tokens)
+        return total.index_put_((sample, self.ids), y, accumulate=True)
+
+    def select(self, samples: Tensor | slice) -> "EmbeddingFactors":
+        return EmbeddingFactors(self.ids[samples], self.y[samples], self.vocabulary)

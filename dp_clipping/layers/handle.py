@@ -1,0 +1,109 @@
+"""What a captured layer carries: which session it works for, and where its samples are."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from dp_clipping.layout import Layout
+
+if TYPE_CHECKING:
+    from dp_clipping.session import Session
+
+
+class LayoutUnknown(Exception):
+    """A layer was called in a way that the search for the batch dimension has not seen."""
+
+
+class Handle:
+    """State of one captured module, at `module._private`.
+
+    Attributes:
+        name: of the module in the network.
+        kind: which file of `layers` its forward comes from.
+        trainable: names of the parameters it captures, relative to the module.
+        session: the private step that its calls belong to; None: the layer is an ordinary one.
+        slots: name -> the dense slot of this session.
+        layouts: number of dimensions of each input -> their layouts.
+    """
+
+    def __init__(self, name: str, kind: str, module: nn.Module, trainable: tuple[str, ...]):
+        self.name, self.kind, self.trainable = name, kind, trainable
+        self._parameters = {n: module.get_parameter(n) for n in trainable}
+        self.session: Session | None = None
+        self.slots: dict[str, Tensor] = {}
+        self.layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
+        self.output_layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
+        self.always_dense = False
+
+    def parameter(self, name: str) -> Parameter:
+        return self._parameters[name]
+
+    def parameters(self) -> dict[str, Parameter]:
+        return self._parameters
+
+    def slot(self, name: str) -> Tensor | None:
+        return self.slots.get(name)
+
+    def layouts_of(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
+        key = tuple(x.dim() for x in inputs)
+        found = self.layouts.get(key)
+        if found is None:
+            raise LayoutUnknown(self.name)
+        return found
+
+    def batched(self, x: Tensor) -> tuple[Layout, Tensor]:
+        """The layout of the only input, which gets a batch dimension if it has none.
+
+        A layer that reads the same values for every sample ([1, T] or [T] position ids) has one
+        output gradient for all of them, in which the samples are added up already. With the input
+        expanded to the batch, broadcasting does downstream what it did before.
+        """
+        (layout,) = self.layouts_of([x])
+        check_size(x, layout, self)
+        if layout.kind == "shared":
+            return Layout("dimension", 0), expand_shared(x, self.session.batch_size)
+        return layout, x
+
+    def keeps_dense(self, x: Tensor | None = None, weight: Tensor | None = None) -> bool:
+        """Whether this use keeps G rather than its factors."""
+        if self.always_dense or torch.compiler.is_compiling():
+            return True
+        if x is None:
+            return self.session.dense_always
+        tokens = x.numel() // x.shape[-1] // self.session.batch_size
+        return self.session.prefers_dense(tokens, *weight.shape)
+
+
+def expand_shared(x: Tensor, batch_size: int) -> Tensor:
+    """[1, ..] -> [B, ..]; anything else gets a new first dimension."""
+    x = x if x.dim() > 1 and x.shape[0] == 1 else x.unsqueeze(0)
+    return x.expand(batch_size, *x.shape[1:])
+
+
+def check_size(x: Tensor, layout: Layout, handle: Handle) -> None:
+    """A batch of another size inside the network has no row of its own for every sample."""
+    batch_size = handle.session.batch_size
+    if layout.kind == "shared":
+        fits = not layout.dim or x.shape[0] == 1
+    elif layout.kind == "dimension":
+        fits = x.shape[layout.dim] == batch_size
+    else:
+        fits = x.shape[0] % batch_size == 0
+    if not fits:
+        raise ValueError(
+            f"{handle.name or 'the network'} got an input of shape {tuple(x.shape)} for a batch of "
+            f"{batch_size} samples, and its samples were seen as {layout} in an earlier batch: "
+            "per-sample gradients need every sample's own rows; if the way it is called has "
+            "changed, call model.forget_layouts()"
+        )
+
+
+def autocast_operands(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
+    """The operands as autocast would make them for a matrix product."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return (x, *parameters)
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(None if t is None else t.to(dtype) for t in (x, *parameters))

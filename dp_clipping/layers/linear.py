@@ -1,0 +1,168 @@
+"""Linear layers: y = x Wᵀ + b, so G_i = Σ_t y_it a_itᵀ for W and Σ_t y_it for b.
+
+y are output gradients [B, T, d], a inputs [B, T, p]. The squared norm needs no G:
+
+    ‖G_i‖² = Σ_{t,s} (a_it · a_is)(y_it · y_is)
+
+the inner product of two Gram matrices (Goodfellow 2015, "Efficient per-example gradient
+computations", for T = 1; Li et al. 2022, arXiv:2110.05679, "ghost clipping", for sequences).
+
+The rounding of that sum is of the order of ε·S² with S = Σ_t ‖a_t‖‖y_t‖, which exceeds ‖G‖² where
+tokens cancel. So every norm comes with an upper bound that includes it, and the bound clips.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dp_clipping.layers.arithmetic import SUM_ROUNDING, full_float32, wide, wide_bmm
+from dp_clipping.layers.handle import Handle, autocast_operands
+from dp_clipping.layout import Layout
+
+# Relative to S², what the rounding of a Gram product is allowed to be.
+GRAM_ROUNDING = {torch.float64: 2.0**-50, torch.float32: 2.0**-22}
+GRAM_ROUNDING_16_BIT = 2.0**-18
+LARGEST_GRAM = 1 << 28  # elements of all samples' Gram matrices; above it, sample by sample
+
+
+def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
+    """Of `nn.Linear` and of Hugging Face's `Conv1D`, whose weight is [p, d]."""
+    handle: Handle = self._private
+    if handle.session is None:
+        return type(self).forward(self, x)
+    transposed = handle.kind == "conv1d"
+    layout, x = handle.batched(x)
+    x, weight, bias = autocast_operands(x, self.weight.detach(), _detached(self.bias))
+    weight = weight.t() if transposed else weight
+    session = handle.session
+    arguments = (x, weight, bias, handle.slot("bias"))
+    if "weight" not in handle.trainable or handle.keeps_dense(x, weight):
+        slot = handle.slot("weight")
+        return Dense.apply(
+            *arguments, slot, layout.kind, layout.dim, session.batch_size, transposed
+        )
+    return Factors.apply(*arguments, session.anchor, handle, layout, transposed)
+
+
+def _detached(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach()
+
+
+def batch_tokens(x: Tensor, layout: Layout, batch_size: int) -> Tensor:
+    """x in any layout, [.., features] -> [B, T, features]."""
+    x = layout.batch_first(x, batch_size)
+    return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
+
+
+class Dense(torch.autograd.Function):
+    """`F.linear`, which in backward returns G as the gradient of `weight_slot` [B, d, p].
+
+    Slots are inputs that forward ignores. All arguments are tensors and plain constants, so that
+    `torch.compile` traces through. `transposed`: the parameter, and so its slot, is [p, d].
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, bias_slot, weight_slot, kind, dim, batch_size, transposed):
+        ctx.save_for_backward(x, weight)
+        ctx.layout = (kind, dim, batch_size)
+        ctx.wants = (x.requires_grad, weight_slot is not None, bias_slot is not None)
+        ctx.transposed = transposed
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, gy):
+        x, weight = ctx.saved_tensors
+        kind, dim, batch_size = ctx.layout
+        wants_x, wants_weight, wants_bias = ctx.wants
+        layout = Layout(kind, dim)
+        y = batch_tokens(gy, layout, batch_size)
+        gx = gy @ weight if wants_x else None
+        gradients = None
+        if wants_weight:
+            a = batch_tokens(x, layout, batch_size)
+            left, right = (a, y) if ctx.transposed else (y, a)
+            gradients = torch.bmm(left.mT, right)
+        bias = y.sum(1, dtype=wide(y.dtype)) if wants_bias else None
+        return gx, None, None, bias, gradients, None, None, None, None
+
+
+class Factors(torch.autograd.Function):
+    """`F.linear`, which in backward hands its factors to the session and computes no G."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, bias_slot, anchor, handle, layout, transposed):
+        ctx.save_for_backward(x, weight)
+        ctx.rest = (handle, handle.session, layout, transposed)
+        ctx.wants = (x.requires_grad, bias_slot is not None)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, gy):
+        x, weight = ctx.saved_tensors
+        handle, session, layout, transposed = ctx.rest
+        wants_x, wants_bias = ctx.wants
+        y = batch_tokens(gy, layout, session.batch_size)
+        gx = gy @ weight if wants_x else None
+        a = batch_tokens(x, layout, session.batch_size)
+        session.factors(handle.parameter("weight"), LinearFactors(a, y, transposed))
+        bias = y.sum(1, dtype=wide(y.dtype)) if wants_bias else None
+        return gx, None, None, bias, None, None, None, None
+
+
+class Grams:
+    """Gram matrices of the activations last seen: layers that read the same input share one."""
+
+    def __init__(self) -> None:
+        self._of: Tensor | None = None
+        self._gram: Tensor | None = None
+
+    def of(self, a: Tensor) -> Tensor:
+        """[B, T, p] -> [B, T, T] in `wide(dtype)`."""
+        same = self._of is not None and (
+            self._of.data_ptr() == a.data_ptr()
+            and self._of.shape == a.shape
+            and self._of.stride() == a.stride()
+            and self._of._version == a._version
+        )
+        if not same:
+            self._of, self._gram = a, wide_bmm(a, a.mT)
+        return self._gram
+
+
+class LinearFactors:
+    """What one use left: a [B, T, p], y [B, T, d]; the parameter is [d, p], transposed [p, d]."""
+
+    def __init__(self, a: Tensor, y: Tensor, transposed: bool):
+        self.a, self.y, self.transposed = a, y, transposed
+
+    def squared_norms(self, grams: Grams | None = None) -> tuple[Tensor, Tensor]:
+        """(‖G_i‖², an upper bound of it that holds for what `weighted_sum` adds), both [B]."""
+        batch_size, tokens = self.a.shape[:2]
+        if batch_size > 1 and batch_size * tokens * tokens > LARGEST_GRAM:
+            parts = [self.select(slice(i, i + 1)).squared_norms() for i in range(batch_size)]
+            return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+        gram_a = (grams or Grams()).of(self.a)
+        gram_y = wide_bmm(self.y, self.y.mT)
+        squared = torch.linalg.vecdot(gram_a.flatten(1), gram_y.flatten(1)).clamp_min(0)
+        diagonals = gram_a.diagonal(dim1=1, dim2=2) * gram_y.diagonal(dim1=1, dim2=2)
+        scale = diagonals.clamp_min(0).sqrt().sum(1)  # S
+        dtype = self.a.dtype
+        gram_error = GRAM_ROUNDING.get(dtype, GRAM_ROUNDING_16_BIT) * scale.square()
+        sum_error = SUM_ROUNDING[wide(dtype)] * max(4.0, tokens**0.5 / 2) * scale
+        return squared, ((squared + gram_error).sqrt() + sum_error).square()
+
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        """Σ_i c_i G_i in `wide(dtype)`, in the parameter's shape; c [B]."""
+        y = self.y.to(wide(self.y.dtype)) * coefficients[:, None, None]
+        a = self.a.to(y.dtype)
+        left, right = (a, y) if self.transposed else (y, a)
+        with full_float32():
+            return left.flatten(0, 1).t() @ right.flatten(0, 1)
+
+    def dense(self) -> Tensor:
+        """G itself: the plain twin."""
+        left, right = (self.a, self.y) if self.transposed else (self.y, self.a)
+        return wide_bmm(left.mT, right)
+
+    def select(self, samples: Tensor | slice) -> "LinearFactors":
+        return LinearFactors(self.a[samples], self.y[samples], self.transposed)

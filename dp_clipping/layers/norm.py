@@ -1,0 +1,105 @@
+"""RMSNorm and LayerNorm: y = x̂ · w + b, so G_i = Σ_t y_it · x̂_it for w and Σ_t y_it for b.
+
+x̂ is the normalised input. The input's gradient comes from PyTorch's own backward, which is asked
+for that alone; the weights' gradients are one elementwise product and one sum over a sample's
+tokens (Zhang and Sennrich 2019 for RMSNorm, Ba et al. 2016 for LayerNorm).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dp_clipping.layers.arithmetic import wide
+from dp_clipping.layers.handle import Handle
+from dp_clipping.layout import Layout
+
+
+def forward(self: nn.RMSNorm | nn.LayerNorm, x: Tensor) -> Tensor:
+    handle: Handle = self._private
+    if handle.session is None:
+        return type(self).forward(self, x)
+    layout, x = handle.batched(x)
+    place = (layout.kind, layout.dim, handle.session.batch_size)
+    shape, weight = list(self.normalized_shape), self.weight.detach()
+    if handle.kind == "rms_norm":
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        return RMSNorm.apply(x, weight, handle.slot("weight"), shape, eps, *place)
+    bias = None if self.bias is None else self.bias.detach()
+    slots = handle.slot("weight"), handle.slot("bias")
+    return LayerNorm.apply(x, weight, bias, *slots, shape, self.eps, *place)
+
+
+def per_sample(x: Tensor, layout: Layout, batch_size: int, shape: list[int]) -> Tensor:
+    """[.., *shape] in any layout -> [B, T, *shape]."""
+    return layout.batch_first(x, batch_size).reshape(batch_size, -1, *shape)
+
+
+class RMSNorm(torch.autograd.Function):
+    """`F.rms_norm`, whose weight's G [B, *shape] is the gradient of `slot`."""
+
+    @staticmethod
+    def forward(ctx, x, weight, slot, shape, eps, kind, dim, batch_size):
+        dims = list(range(-len(shape), 0))
+        if x.is_cuda and weight.dtype == x.dtype:
+            y, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
+        else:
+            y = F.rms_norm(x, shape, weight, eps)
+            rstd = (x.to(wide(x.dtype)).square().mean(dims, keepdim=True) + eps).rsqrt()
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.rest = (shape, dims, Layout(kind, dim), batch_size, x.requires_grad, slot is not None)
+        return y
+
+    @staticmethod
+    def backward(ctx, gy):
+        x, weight, rstd = ctx.saved_tensors
+        shape, dims, layout, batch_size, wants_x, wants_weight = ctx.rest
+        gx = _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) if wants_x else None
+        gradients = None
+        if wants_weight:
+            product = per_sample(gy * x, layout, batch_size, shape).flatten(2)
+            scale = per_sample(rstd, layout, batch_size, [1] * len(shape)).flatten(2)
+            # Σ_t rstd_t (y_t · x_t): a row times a matrix for each sample
+            scale = scale.to(product.dtype)
+            gradients = torch.bmm(scale.mT, product).view(batch_size, *shape).to(wide(x.dtype))
+        return gx, None, gradients, None, None, None, None, None
+
+
+def _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) -> Tensor:
+    if x.is_cuda and weight.dtype == x.dtype == gy.dtype:
+        backward = torch.ops.aten._fused_rms_norm_backward
+        return backward(gy, x, shape, rstd, weight, [True, False])[0]
+    dtype = wide(x.dtype)
+    normalized, scaled = x.to(dtype) * rstd, gy.to(dtype) * weight
+    mean = (scaled * normalized).mean(dims, keepdim=True)
+    return (rstd * (scaled - normalized * mean)).to(x.dtype)
+
+
+class LayerNorm(torch.autograd.Function):
+    """`F.layer_norm`, whose G [B, *shape] are the gradients of the two slots."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, weight_slot, bias_slot, shape, eps, kind, dim, batch_size):
+        if x.dtype != weight.dtype:  # under autocast
+            x = x.to(torch.promote_types(x.dtype, weight.dtype))
+        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        wants = x.requires_grad, weight_slot is not None, bias_slot is not None
+        ctx.rest = (shape, Layout(kind, dim), batch_size, wants)
+        return y
+
+    @staticmethod
+    def backward(ctx, gy):
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        shape, layout, batch_size, (wants_x, wants_weight, wants_bias) = ctx.rest
+        gx = None
+        if wants_x:
+            backward = torch.ops.aten.native_layer_norm_backward
+            gx = backward(gy, x, shape, mean, rstd, weight, bias, [True, False, False])[0]
+        dtype = wide(x.dtype)
+        weights = biases = None
+        if wants_weight:
+            normalized = (x.to(dtype) - mean.to(dtype)) * rstd.to(dtype)
+            weights = per_sample(gy.to(dtype) * normalized, layout, batch_size, shape).sum(1)
+        if wants_bias:
+            biases = per_sample(gy, layout, batch_size, shape).sum(1, dtype=dtype)
+        return gx, None, None, weights, biases, None, None, None, None, None

@@ -1,0 +1,119 @@
+"""Where the samples are in a tensor: found by looking at two batch sizes, never guessed.
+
+A size that equals the batch size proves nothing: T, p and B may coincide, a batch of one looks
+like a position id. So the network is run on two and on three samples, and each layer's inputs are
+compared: the dimension that grew is the batch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FEW, MORE = 2, 3  # samples in the two runs
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How B samples lie in a tensor.
+
+    | kind | shape | meaning |
+    | --- | --- | --- |
+    | `dimension` | [.., B, ..] | `dim` counts the samples |
+    | `sample_major` | [B·T, ..] | flattened, a sample's tokens side by side |
+    | `time_major` | [T·B, ..] | flattened, the samples of a token side by side |
+    | `shared` | [..] | no batch: every sample uses the same values (position ids); `dim` is 1 if
+    the first dimension is a batch of one, to be broadcast |
+    """
+
+    kind: str = "dimension"
+    dim: int = 0
+
+    def batch_first(self, x: Tensor, batch_size: int) -> Tensor:
+        """A view or copy of x whose first dimension is the sample."""
+        if self.kind == "dimension":
+            return x.movedim(self.dim, 0)
+        if self.kind == "sample_major":
+            return x.unflatten(0, (batch_size, x.shape[0] // batch_size))
+        if self.kind == "time_major":
+            return x.unflatten(0, (x.shape[0] // batch_size, batch_size)).transpose(0, 1)
+        raise ValueError("a shared tensor has no samples")
+
+    def restore(self, x: Tensor) -> Tensor:
+        """The inverse of `batch_first`."""
+        if self.kind == "dimension":
+            return x.movedim(0, self.dim)
+        if self.kind == "sample_major":
+            return x.flatten(0, 1)
+        if self.kind == "time_major":
+            return x.transpose(0, 1).flatten(0, 1)
+        raise ValueError("a shared tensor has no samples")
+
+    def sample_dim(self) -> int:
+        """Which dimension `split` has put the samples in."""
+        return {"dimension": self.dim, "sample_major": 0, "time_major": 1}[self.kind]
+
+    def split(self, x: Tensor, batch_size: int) -> Tensor:
+        """x with a dimension of its own for the samples, in place: for `torch.vmap`."""
+        if self.kind == "sample_major":
+            return x.unflatten(0, (batch_size, x.shape[0] // batch_size))
+        if self.kind == "time_major":
+            return x.unflatten(0, (x.shape[0] // batch_size, batch_size))
+        return x
+
+
+def find_layout(few: Tensor, more: Tensor, what: str) -> Layout:
+    """The layout of a tensor that was seen with `FEW` samples and again with one sample more.
+
+    Raises:
+        ValueError: naming `what`, where two dimensions grew, one grew by something else than whole
+            samples, or a flattened tensor has neither order.
+    """
+    if few.dim() != more.dim():
+        raise ValueError(f"{what} changes its number of dimensions with the batch size")
+    grown = [d for d in range(few.dim()) if few.shape[d] != more.shape[d]]
+    if not grown:
+        return Layout("shared", int(few.dim() > 1 and few.shape[0] == 1))
+    if len(grown) > 1:
+        raise ValueError(
+            f"{what} has more than one dimension that grows with the batch "
+            f"({tuple(few.shape)} for {FEW} samples, {tuple(more.shape)} for {MORE}): samples are "
+            "mixed there, and no per-sample gradient exists"
+        )
+    dim = grown[0]
+    length, rest = divmod(few.shape[dim], FEW)
+    if rest or more.shape[dim] != MORE * length:
+        raise ValueError(
+            f"{what} has {few.shape[dim]} rows for {FEW} samples and {more.shape[dim]} for {MORE}: "
+            "rows that do not belong to a sample each (a capacity- or balance-limited expert, "
+            "a batch statistic) have no per-sample gradient"
+        )
+    if length == 1:
+        return Layout("dimension", dim)
+    if dim != 0:
+        raise ValueError(
+            f"{what} is flattened into dimension {dim}: flatten batch and tokens in front"
+        )
+    return _flattened_order(few, more, length, what)
+
+
+def _flattened_order(few: Tensor, more: Tensor, length: int, what: str) -> Layout:
+    """Which of the two orders; both runs start with the same samples, so values tell."""
+    sample_major = _same(more[: FEW * length], few)
+    by_time = more.unflatten(0, (length, MORE))[:, :FEW].flatten(0, 1)
+    time_major = _same(by_time, few)
+    if sample_major == time_major:
+        why = "fits both orders" if sample_major else "fits neither order (samples are mixed)"
+        raise ValueError(
+            f"{what} is flattened to {tuple(few.shape)} and its content {why}: give the layer "
+            "[batch, tokens, features]"
+        )
+    return Layout("sample_major" if sample_major else "time_major")
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Equal up to what kernels for another batch size round differently."""
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    a, b = a.double(), b.double()
+    return bool((a - b).norm() <= 1e-2 * b.norm())

@@ -1,0 +1,300 @@
+"""The network in private training: forward opens a session, backward leaves clipped sums."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils._pytree import tree_flatten, tree_map
+
+from dp_clipping.capture import Capture
+from dp_clipping.clip import thresholds
+from dp_clipping.layers.arithmetic import wide
+from dp_clipping.layers.handle import LayoutUnknown
+from dp_clipping.layout import FEW, MORE
+from dp_clipping.session import Policy, Session
+
+
+class PrivateModel(nn.Module):
+    """A network, or a `ddp` wrapper around one, whose backward clips every sample's gradient.
+
+    In evaluation and under `torch.no_grad` it is the network itself. Unknown attributes are looked
+    up there too.
+
+    Args:
+        module: the network or its data-parallel wrapper; `.module` of this one.
+        mode: name of the mode, for messages.
+        policy: how the mode works; None trains without privacy.
+        max_grad_norm: C, or a list of thresholds, one a group.
+        clipping: `"flat"` or `"per_layer"`.
+        batch_first: the first dimension of the inputs counts the samples, else the second.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        mode: str,
+        policy: Policy | None,
+        max_grad_norm: float | list[float],
+        clipping: str = "flat",
+        batch_first: bool = True,
+    ):
+        super().__init__()
+        self.module = module
+        self.mode, self.policy, self.clipping = mode, policy, clipping
+        self.max_grad_norm = max_grad_norm
+        self.batch_first = batch_first
+        self.accumulating = False  # more microbatches of this draw are to come: nothing leaves yet
+        self.nonfinite_samples = 0
+        self.holds_dummy: Callable[[], bool] = lambda: False  # is the loader's batch made up?
+        self._is_wrapped = hasattr(module, "gradient_ready")
+        self._norms: list[Tensor] = []
+        self._session: Session | None = None
+        self._step_is_open = False
+        self._established = False
+        self._capture: Capture | None = None
+        if policy is not None:
+            self._capture = Capture(self.network, clipping)
+            self._check_thresholds()
+            if self._is_wrapped:
+                module.reduce = "sum"
+            self._use_wide_gradients()
+
+    # ---- what a user calls ----------------------------------------------------------------------
+
+    @property
+    def network(self) -> nn.Module:
+        """The bare network."""
+        return self.module.module if self._is_wrapped else self.module
+
+    @property
+    def capture(self) -> Capture:
+        assert self._capture is not None
+        return self._capture
+
+    @property
+    def per_sample_gradient_norms(self) -> Tensor:
+        """Unclipped norms of all samples since `zero_grad`, float32 [local batch], in order.
+
+        Not covered by ε: for looking, not for publishing.
+        """
+        if self.policy is None:
+            raise RuntimeError(f"mode {self.mode} computes no per-sample norms")
+        if not self._norms:
+            raise RuntimeError("no backward since zero_grad: there are no norms yet")
+        return torch.cat(self._norms)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.policy is None:
+            return self.module(*args, **kwargs)
+        if not (self.training and torch.is_grad_enabled()):
+            with self.capture.attached(None):
+                return self.module(*args, **kwargs)
+        batch_size = self._batch_size(args, kwargs)
+        if batch_size == 0:  # many networks cannot run on nothing: one row of zeros stands in
+            args, kwargs = self._map_batch((args, kwargs), 0, _one_row)
+        if not self._established:
+            self._establish(args, kwargs)
+        session = Session(self.capture, max(batch_size, 1), self.policy)
+        session.is_empty = batch_size == 0
+        with self.capture.attached(session), self._sync_context():
+            try:
+                output = self.module(*args, **kwargs)
+            except LayoutUnknown:
+                self._establish(args, kwargs)
+                output = self._call_network_again(args, kwargs)
+        self._session = session
+        return tree_map(_no_rows, output) if session.is_empty else output
+
+    def no_sync(self) -> AbstractContextManager:
+        """Backwards inside accumulate locally; the next one outside sends the whole sum."""
+        return self.module.no_sync() if self._is_wrapped else nullcontext()
+
+    def forget_layouts(self) -> None:
+        """Look for the batch dimension again, as when the way layers are called changes."""
+        self._established = False
+        self.capture.forget()
+
+    def to_standard_module(self) -> nn.Module:
+        """The network with its own forwards, as before `make_private`."""
+        if self._capture is not None:
+            self._capture.remove()
+        return self.network
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+    # ---- what criterion and optimizer call ------------------------------------------------------
+
+    @property
+    def last_session(self) -> Session | None:
+        return self._session
+
+    def limits(self) -> list[float]:
+        """C_k of each clipping group."""
+        return thresholds(self.max_grad_norm, len(self.capture.group_names), self.clipping)
+
+    def sensitivity(self) -> float:
+        """C of the step that is open: what one sample can move the sum by."""
+        return sum(c * c for c in self._step_limits) ** 0.5
+
+    def private_backward(self, session: Session, losses: Tensor) -> None:
+        """Add the clipped sum of this batch to `.grad`, in float32, and let it leave."""
+        self._open_step()
+        if session is not self._session:
+            raise RuntimeError("backward of an earlier forward: run one forward, then its backward")
+        with self._sync_context():
+            if session.is_empty or self.holds_dummy():
+                self._norms.append(losses.detach().new_zeros(0, dtype=torch.float32))
+                for parameter in self.capture.parameters:
+                    self._receive(parameter, None)
+            else:
+                limits = torch.tensor(self._step_limits, dtype=torch.float64, device=losses.device)
+                self._norms.append(session.backward(losses, limits, self._receive))
+                self.nonfinite_samples += session.nonfinite
+        self._session = None
+
+    def _call_network_again(self, args: tuple, kwargs: dict) -> Any:
+        """Not through the wrapper, which has prepared its step: other ranks do not repeat it."""
+        try:
+            return self.network(*args, **kwargs)
+        except LayoutUnknown as error:
+            raise ValueError(
+                f"{error} is called in a way that depends on more than the batch: where its "
+                "samples are cannot be established"
+            ) from error
+
+    @property
+    def step_is_open(self) -> bool:
+        """Sums have been added to `.grad` since the last step."""
+        return self._step_is_open
+
+    def close_step(self) -> None:
+        self._step_is_open = False
+
+    def clear_gradients(self) -> None:
+        """`zero_grad`: gradients are dropped, and may be float32 again."""
+        self._norms.clear()
+        self._step_is_open = False
+        self.nonfinite_samples = 0
+        for parameter in self.capture.parameters:
+            parameter.grad = None
+        self._use_wide_gradients()
+
+    def apply_gradient(self, parameter: Parameter, gradient: Tensor) -> None:
+        """Let `.grad` be what the optimizer applies, in the parameter's own dtype."""
+        parameter.grad = None
+        parameter.grad_dtype = parameter.dtype
+        parameter.grad = gradient
+
+    # ---- gradients ------------------------------------------------------------------------------
+
+    def _open_step(self) -> None:
+        if self._step_is_open:
+            return
+        if any(p.grad is not None for p in self.capture.parameters):
+            raise ValueError(
+                "gradients of the last step are still there: call optimizer.zero_grad() after "
+                "optimizer.step(), or they would be used twice"
+            )
+        self._step_limits = self.limits()
+        self._step_is_open = True
+
+    def _use_wide_gradients(self) -> None:
+        """`.grad` of 16-bit parameters is float32 until noise is in it."""
+        for parameter in self.capture.parameters:
+            if parameter.dtype != wide(parameter.dtype) and parameter.grad is None:
+                parameter.grad_dtype = wide(parameter.dtype)
+        if self._is_wrapped and any(p.dtype != wide(p.dtype) for p in self.capture.parameters):
+            self.module.gradient_dtype = torch.float32
+
+    @torch.no_grad()
+    def _receive(self, parameter: Parameter, total: Tensor | None) -> None:
+        if total is None:
+            total = torch.zeros_like(parameter, dtype=wide(parameter.dtype))
+        total = total.to(wide(parameter.dtype)).view(parameter.shape)
+        if parameter.grad is None:
+            parameter.grad = total
+        else:
+            if self._is_wrapped:
+                self.module.before_gradient(parameter)
+            parameter.grad.add_(total)
+        if self._is_wrapped:
+            self.module.gradient_ready(parameter)
+
+    def _sync_context(self) -> AbstractContextManager:
+        return self.no_sync() if self.accumulating else nullcontext()
+
+    def _check_thresholds(self) -> None:
+        limits, groups = self.limits(), self.capture.group_names
+        if len(limits) != len(groups):
+            raise ValueError(
+                f"max_grad_norm has {len(limits)} thresholds for {len(groups)} clipping groups "
+                f"({', '.join(groups[:4])}{', ...' if len(groups) > 4 else ''}): give one a group, "
+                "or one number"
+            )
+
+    # ---- the batch ------------------------------------------------------------------------------
+
+    def _batch_dim(self, x: Tensor) -> int:
+        return 0 if self.batch_first or x.dim() == 1 else 1
+
+    def _batch_size(self, args: tuple, kwargs: dict) -> int:
+        """The largest batch dimension of the inputs; inputs of batch 1 are broadcast."""
+        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor) and t.dim()]
+        if not tensors:
+            raise ValueError("forward got no tensor, so there is no batch to clip samples of")
+        matrices = [t for t in tensors if t.dim() > 1] or tensors
+        return max(t.shape[self._batch_dim(t)] for t in matrices)
+
+    def _map_batch(self, tree: Any, batch_size: int, change: Any) -> Any:
+        def leaf(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.dim():
+                return x
+            dim = self._batch_dim(x)
+            return change(x, dim) if x.shape[dim] == batch_size else x
+
+        return tree_map(leaf, tree)
+
+    def _establish(self, args: tuple, kwargs: dict) -> None:
+        batch_size = self._batch_size(args, kwargs)
+
+        def rows(count: int) -> Any:
+            index = torch.arange(count) % min(batch_size, FEW)
+            return self._map_batch(
+                (args, kwargs), batch_size, lambda x, dim: x.index_select(dim, index.to(x.device))
+            )
+
+        with _same_buffers(self.network):
+            self.capture.establish(rows(FEW), rows(MORE))
+        self._established = True
+
+
+@contextmanager
+def _same_buffers(network: nn.Module) -> Iterator[None]:
+    """Buffers that a forward updates are put back; only these two forwards do not count."""
+    before = [(buffer, buffer.detach().clone()) for buffer in network.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def _one_row(x: Tensor, dim: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = 1
+    return x.new_zeros(shape)
+
+
+def _no_rows(leaf: Any) -> Any:
+    return leaf[:0] if isinstance(leaf, Tensor) and leaf.dim() else leaf

@@ -1,0 +1,177 @@
+"""The optimizer of private training: finish the exchange, add noise once, divide, step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from dp_clipping.model import PrivateModel
+from dp_clipping.noise import NoiseStream, add_noise
+
+
+class PrivateOptimizer(Optimizer):
+    """Wraps any `torch.optim.Optimizer`, which then sees clipped sum plus noise, divided.
+
+    Attributes:
+        noise_multiplier: σ; the noise on the sum has standard deviation σC. Schedulers change it.
+        max_grad_norm: C, which schedulers change too; it applies from the next step on.
+        expected_batch_size: the public constant that a mean is divided by.
+        steps: private steps so far; part of the key of each step's noise.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        model: PrivateModel,
+        noise_multiplier: float,
+        expected_batch_size: float,
+        loss_reduction: str = "mean",
+        noise_key: bytes,
+    ):
+        self.original_optimizer = optimizer
+        self.model = model
+        self.noise_multiplier = noise_multiplier
+        self.expected_batch_size = expected_batch_size
+        self.loss_reduction = loss_reduction
+        self.steps = 0
+        self.step_hook: Callable[[PrivateOptimizer], None] | None = None
+        self._noise_key = noise_key
+        self._skip_next = False
+        self._last_was_skipped = False
+
+    # ---- an optimizer for schedulers and users --------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.original_optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.original_optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self.original_optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.original_optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.original_optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.original_optimizer.defaults = defaults
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a private optimizer holds the noise key: use PrivacyEngine.save_checkpoint"
+        )
+
+    def __repr__(self) -> str:
+        return f"PrivateOptimizer(σ={self.noise_multiplier}, {self.original_optimizer!r})"
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        raise RuntimeError(
+            "add parameters before make_private: later ones have no clipped gradient"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.original_optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.original_optimizer.load_state_dict(state)
+
+    @property
+    def max_grad_norm(self) -> float | list[float]:
+        return self.model.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | list[float]) -> None:
+        self.model.max_grad_norm = value
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """Draws that a step consists of: always one. Accountants multiply the sample rate by it."""
+        return 1
+
+    def attach_step_hook(self, hook: Callable[["PrivateOptimizer"], None]) -> None:
+        """`hook(self)` runs in each real step before parameters change: accountants count there."""
+        self.step_hook = hook
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """The next `step()` belongs to a microbatch that is not the last one of its draw."""
+        self._skip_next = do_skip
+        self.model.accumulating = do_skip
+
+    # ---- the step -------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients and norms; after a skipped step, keep what is being accumulated.
+
+        Private gradients are always set to None: zeros of a 16-bit parameter could not take up
+        float32 sums.
+        """
+        if self.model.policy is None:
+            self.original_optimizer.zero_grad(set_to_none)
+        elif not self._last_was_skipped:
+            self.model.clear_gradients()
+            self.original_optimizer.zero_grad(set_to_none=True)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Raises RuntimeError if no backward has been since the last step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._last_was_skipped, self._skip_next = self._skip_next, False
+        if self._last_was_skipped:
+            return loss
+        self.model.accumulating = False
+        self._finish_synchronization()
+        if self.model.policy is not None:
+            self._apply_noise()
+        self.original_optimizer.step()
+        return loss
+
+    def _finish_synchronization(self) -> None:
+        if hasattr(self.model.module, "finish_gradient_synchronization"):
+            self.model.module.finish_gradient_synchronization()
+
+    @torch.no_grad()
+    def _apply_noise(self) -> None:
+        model = self.model
+        if not model.step_is_open:
+            raise RuntimeError(
+                "optimizer.step() without a backward since the last one: also an empty batch runs "
+                "forward and backward, so that noise is added on every rank"
+            )
+        if self.step_hook is not None:
+            self.step_hook(self)
+        std = self.noise_multiplier * model.sensitivity()
+        divisor = self.expected_batch_size if self.loss_reduction == "mean" else 1.0
+        for parameter in model.capture.parameters:
+            stream = NoiseStream.derive(
+                self._noise_key,
+                step=self.steps,
+                parameter=model.capture.names[parameter],
+                share=0,
+            )
+            noisy = add_noise(
+                parameter.grad, stream, std=std, divisor=divisor, dtype=parameter.dtype
+            )
+            model.apply_gradient(parameter, noisy)
+        self.steps += 1
+        model.close_step()
+
+    def begin_draw(self, number: int) -> None:
+        """The loader is about to hand over a new Poisson draw."""
+        if self.model.step_is_open:
+            raise RuntimeError(
+                f"draw {number} of the loader begins before optimizer.step() has used the last "
+                "one: a step is one draw; to split a draw into microbatches use BatchMemoryManager"
+            )

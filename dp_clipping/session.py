@@ -1,0 +1,214 @@
+"""One private step of one batch: what its forward and its backward leave behind.
+
+    forward    each layer takes a slot: an input that does nothing but receive a gradient
+    backward   what arrives there are per-sample gradients or their factors: normed at once
+    clip       norms -> coefficients, when the last one is known
+    sum        Σ_i c_i G_i of each parameter, handed on as it becomes final
+
+Bookkeeping modes keep what arrived and sum it afterwards: one backward. Two-pass modes keep
+nothing and run backward a second time. Neither computes an ordinary weight gradient.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from dp_clipping.clip import coefficients, finite_samples
+from dp_clipping.layers.arithmetic import squared_norms, weighted_sum, wide
+from dp_clipping.layers.linear import Grams
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a mode works.
+
+    Attributes:
+        two_passes: norms in one backward, sums in a second one.
+        dense_always: materialise every per-sample gradient.
+        clipping_function, gamma: see `dp_clipping.clip`.
+    """
+
+    two_passes: bool = False
+    dense_always: bool = False
+    clipping_function: str = "abadi"
+    gamma: float = 0.01
+
+
+class Session:
+    """Raises RuntimeError where a norm would miss something."""
+
+    def __init__(self, capture: Any, batch_size: int, policy: Policy):
+        self.capture, self.batch_size, self.policy = capture, batch_size, policy
+        self.anchor: Tensor = capture.anchor
+        self.slots = capture.make_slots(self)
+        self._running = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._summing = False
+        self._squared: dict[int, Tensor] = {}  # group -> [B]
+        self._bounds: dict[int, Tensor] = {}
+        self._kept: dict[Parameter, Any] = {}
+        self._seen: set[Parameter] = set()
+        self._grams = Grams()
+
+    # ---- what layers ask in forward -------------------------------------------------------------
+
+    @property
+    def dense_always(self) -> bool:
+        return self.policy.dense_always
+
+    def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
+        """Whether G [d, p] of a linear layer is kept rather than its factors: if it is smaller."""
+        if self.policy.two_passes:
+            return False
+        return self.dense_always or tokens * (outputs + inputs) >= outputs * inputs
+
+    # ---- what layers hand over in backward ------------------------------------------------------
+
+    def dense(self, parameter: Parameter, gradients: Tensor) -> None:
+        """G [B, *parameter], the sum over all uses of the parameter."""
+        self._arrived(parameter)
+        if self._summing:
+            self._hand_on(parameter, gradients)
+            return
+        squared = squared_norms(gradients)
+        self._add(parameter, squared, squared)
+        if not self.policy.two_passes:
+            self._kept[parameter] = gradients
+
+    def factors(self, parameter: Parameter, factors: Any) -> None:
+        """Factors of G of the parameter's only use."""
+        self._arrived(parameter)
+        if self._summing:
+            self._hand_on(parameter, factors)
+            return
+        self._add(parameter, *factors.squared_norms(self._grams))
+        if not self.policy.two_passes:
+            self._kept[parameter] = factors
+
+    def _arrived(self, parameter: Parameter) -> None:
+        name = self.capture.names[parameter]
+        if not self._running:
+            raise RuntimeError(
+                f"{name} was used by another forward than the last one before this backward: run "
+                "one forward, then its backward (samples of one batch may be concatenated)"
+            )
+        if parameter in self._seen:
+            raise RuntimeError(
+                f"{name} was used more often in this step than in the first one, so its norm would "
+                "miss the cross terms: call model.forget_layouts() before a forward that differs"
+            )
+        self._seen.add(parameter)
+
+    def _add(self, parameter: Parameter, squared: Tensor, bounds: Tensor) -> None:
+        group = self.capture.groups[parameter]
+        for totals, value in ((self._squared, squared), (self._bounds, bounds)):
+            totals[group] = value if group not in totals else totals[group] + value
+
+    # ---- the step -------------------------------------------------------------------------------
+
+    def backward(
+        self, losses: Tensor, limits: Tensor, receive: Callable[[Parameter, Tensor | None], None]
+    ) -> Tensor:
+        """Clipped sums of a batch.
+
+        Args:
+            losses: [B], one a sample.
+            limits: [K], the threshold of each group.
+            receive: called once for each trainable parameter with Σ_i c_i G_i in float32 (float64),
+                or None for a parameter that this backward did not reach.
+
+        Returns:
+            Unclipped norms [B] in float32 (float64).
+        """
+        try:
+            self._running = True
+            with self.capture.attached(self):
+                self._run_backward(losses, retain_graph=self.policy.two_passes)
+                norms = self._clip(limits)
+                self._receive = receive
+                self._sum(losses)
+            for parameter in self.capture.parameters:
+                if parameter not in self._seen:
+                    receive(parameter, None)
+            return norms
+        finally:
+            self._running = False
+            self._receive = None
+            self._forget()
+
+    def _run_backward(self, losses: Tensor, retain_graph: bool) -> None:
+        parameters = list(self.capture.parameters)
+        found = torch.autograd.grad(
+            losses.sum(), [self.anchor, *parameters], retain_graph=retain_graph, allow_unused=True
+        )
+        outside = [p for p, g in zip(parameters, found[1:], strict=True) if g is not None]
+        if outside:
+            names = ", ".join(self.capture.names[p] for p in outside)
+            raise RuntimeError(
+                f"{names}: used outside of the module that owns it (as in F.linear(x, "
+                "embedding.weight)), where no per-sample gradient is captured: call the module, "
+                "tie the weights of two modules, or freeze the parameter"
+            )
+
+    def _clip(self, limits: Tensor) -> Tensor:
+        groups = range(len(limits))
+        some = next(iter(self._squared.values()), None)
+        dtype = torch.float32 if some is None else some.dtype
+        zero = torch.zeros(self.batch_size, dtype=dtype, device=self.anchor.device)
+        squared = torch.stack([self._squared.get(k, zero) for k in groups])
+        bounds = torch.stack([self._bounds.get(k, zero) for k in groups])
+        policy = self.policy
+        self._coefficients = coefficients(bounds, limits, policy.clipping_function, policy.gamma)
+        good = finite_samples(bounds)
+        # One look from the host: a product with zero would not keep NaN out of the sum.
+        self._good = None if bool(good.all()) else good.nonzero()[:, 0]
+        self.nonfinite = self.batch_size - (
+            self.batch_size if self._good is None else len(self._good)
+        )
+        return squared.sum(0).sqrt()
+
+    def _sum(self, losses: Tensor) -> None:
+        self._summing = True
+        if self.policy.two_passes:
+            self._seen.clear()
+            self._run_backward(losses, retain_graph=False)
+        while self._kept:
+            parameter = next(iter(self._kept))
+            self._hand_on(parameter, self._kept.pop(parameter))
+
+    def _hand_on(self, parameter: Parameter, remains: Any) -> None:
+        scale = self._coefficients[self.capture.groups[parameter]]
+        good = self._good
+        if good is not None:
+            scale = scale[good]
+            remains = remains[good] if isinstance(remains, Tensor) else remains.select(good)
+        if isinstance(remains, Tensor):
+            total = weighted_sum(scale.to(wide(remains.dtype)), remains)
+        else:
+            total = remains.weighted_sum(scale)
+        self._receive(parameter, total)
+
+
+class Tap(torch.autograd.Function):
+    """A slot [B, *parameter] without memory, between the anchor and all uses of a parameter.
+
+    Autograd sums the uses' gradients before it calls backward here, so cross terms of tied and
+    reused weights are in the norm.
+    """
+
+    @staticmethod
+    def forward(ctx, anchor, value, session, parameter):
+        ctx.rest = (session, parameter)
+        return value.expand(session.batch_size, *parameter.shape)
+
+    @staticmethod
+    def backward(ctx, gradients):
+        session, parameter = ctx.rest
+        session.dense(parameter, gradients)
+        return None, None, None, None

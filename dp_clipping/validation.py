@@ -1,0 +1,49 @@
+"""What cannot be private, refused by name, with what to use instead.
+
+A per-sample gradient exists only where a sample's loss depends on that sample alone. Modules that
+mix samples, or carry what they saw from one batch into the next, have none.
+"""
+
+from torch import nn
+
+BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+MESSAGE = "{name} ({kind}): {why}; {instead}"
+
+
+def check_module(module: nn.Module) -> None:
+    """Raises ValueError listing every module that cannot be trained privately."""
+    problems = [
+        MESSAGE.format(
+            name=name or "the module", kind=type(child).__name__, why=why, instead=instead
+        )
+        for name, child in module.named_modules()
+        if (reason := problem_of(child))
+        for why, instead in [reason]
+    ]
+    if problems:
+        raise ValueError("not trainable privately: " + " | ".join(problems))
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ValueError("the module has no trainable parameter: there is nothing to make private")
+
+
+def problem_of(module: nn.Module) -> tuple[str, str] | None:
+    """Why this one module is refused, and what to do; None if it is not."""
+    if isinstance(module, BATCH_NORMS):
+        if not module.training and not any(p.requires_grad for p in module.parameters()):
+            return None  # frozen in evaluation mode: fixed statistics mix nothing
+        return "normalises with statistics of the batch, which mix samples", "use nn.GroupNorm"
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+        return "carries statistics of earlier samples", "set track_running_stats=False"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        trainable = module.weight.requires_grad
+        if trainable and module.sparse:
+            return "has sparse gradients", "set sparse=False"
+        if module.max_norm is not None:
+            return "renormalises rows that the batch looks up", "set max_norm=None"
+        if trainable and module.scale_grad_by_freq:
+            return "scales by frequencies in the batch, which mixes samples", (
+                "set scale_grad_by_freq=False"
+            )
+    if hasattr(module, "_forward_hooks") and "weight_u" in module._buffers:
+        return "updates the power iteration of spectral_norm in training", "remove_spectral_norm"
+    return None
