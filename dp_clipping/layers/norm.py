@@ -22,8 +22,7 @@ def forward(self: nn.RMSNorm | nn.LayerNorm, x: Tensor) -> Tensor:
     place = (layout.kind, layout.dim, handle.session.batch_size)
     shape, weight = list(self.normalized_shape), self.weight.detach()
     if handle.kind == "rms_norm":
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        return RMSNorm.apply(x, weight, handle.slot("weight"), shape, eps, *place)
+        return RMSNorm.apply(x, weight, handle.slot("weight"), shape, self.eps, *place)
     bias = None if self.bias is None else self.bias.detach()
     slots = handle.slot("weight"), handle.slot("bias")
     return LayerNorm.apply(x, weight, bias, *slots, shape, self.eps, *place)
@@ -44,6 +43,7 @@ class RMSNorm(torch.autograd.Function):
             y, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
         else:
             y = F.rms_norm(x, shape, weight, eps)
+            eps = torch.finfo(wide(x.dtype)).eps if eps is None else eps  # PyTorch's own default
             rstd = (x.to(wide(x.dtype)).square().mean(dims, keepdim=True) + eps).rsqrt()
         ctx.save_for_backward(x, weight, rstd)
         ctx.rest = (shape, dims, Layout(kind, dim), batch_size, x.requires_grad, slot is not None)
@@ -79,11 +79,11 @@ class LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, weight_slot, bias_slot, shape, eps, kind, dim, batch_size):
+        wants = x.requires_grad, weight_slot is not None, bias_slot is not None
         if x.dtype != weight.dtype:  # under autocast
             x = x.to(torch.promote_types(x.dtype, weight.dtype))
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        wants = x.requires_grad, weight_slot is not None, bias_slot is not None
         ctx.rest = (shape, Layout(kind, dim), batch_size, wants)
         return y
 

@@ -1,0 +1,91 @@
+"""Private steps without an engine around them, for all tests of this folder."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dp_clipping.clip import GAMMA
+from dp_clipping.criterion import PrivateCriterion, PrivateLoss
+from dp_clipping.model import PrivateModel
+from dp_clipping.modes import policy_of
+from tests.dp_clipping import oracle, zoo
+
+MODES = ("per_sample", "ghost", "bookkeeping")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """These networks are small: more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def private(
+    network: nn.Module,
+    mode: str = "bookkeeping",
+    max_grad_norm: float | list[float] = 1.0,
+    clipping: str = "flat",
+    clipping_function: str = "abadi",
+    **options,
+) -> PrivateModel:
+    """The network as `PrivacyEngine.make_private` wraps it."""
+    return PrivateModel(
+        network,
+        mode=mode,
+        policy=policy_of(mode, clipping_function, GAMMA),
+        max_grad_norm=max_grad_norm,
+        clipping=clipping,
+        **options,
+    )
+
+
+def private_loss(
+    model: PrivateModel, batch: oracle.Batch, per_sample_loss: oracle.PerSampleLoss
+) -> PrivateLoss:
+    """The loss of one forward, a sum over the batch."""
+    criterion = PrivateCriterion(model, zoo.Criterion(per_sample_loss, "sum"), "sum")
+    return criterion(oracle.forward(model, batch[0]), batch[1])
+
+
+def clipped_sums(
+    model: PrivateModel,
+    batch: oracle.Batch,
+    per_sample_loss: oracle.PerSampleLoss = zoo.product,
+) -> dict[str, Tensor]:
+    """Name of a trainable parameter -> Σ_i c_i g_i, as one step leaves it in `.grad`."""
+    model.clear_gradients()
+    private_loss(model, batch, per_sample_loss).backward()
+    return gradients_of(model)
+
+
+def gradients_of(model: PrivateModel) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.network.named_parameters() if p.requires_grad}
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """Parameter by parameter, relative to the largest entry of all."""
+    assert list(actual) == list(expected)
+    scale = max((float(g.abs().max()) for g in expected.values()), default=0.0)
+    for name, g in expected.items():
+        torch.testing.assert_close(
+            actual[name].double(),
+            g.double(),
+            rtol=0,
+            atol=tolerance * scale,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+
+
+def count_calls(function: Callable) -> Callable:
+    """The function, with the number of its calls in `.count`."""
+
+    def counted(*args, **kwargs):
+        counted.count += 1
+        return function(*args, **kwargs)
+
+    counted.count = 0
+    return counted
