@@ -15,7 +15,7 @@ One step of a rank, in the words used by code, documents, traces and pictures:
 The agreed order is the reverse of registration in the first step and then, once, the order that
 rank 0 has observed. rounds.py keeps the books of what is ready, launched and reduced, hooks.py
 says how autograd reaches this class, unused.py what happens to a parameter without a gradient,
-buckets.py how a plan is made.
+buckets.py how a plan is made, arithmetic.py whether means or sums travel and in which type.
 """
 
 import warnings
@@ -28,16 +28,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from ddp.arithmetic import Arithmetic
 from ddp.buckets import Bucket, Gradient, one_bucket_each
 from ddp.checks import broadcast_from_rank_0, check_same_model, full_names
 from ddp.hooks import register_hooks
 from ddp.rounds import Launch, Rounds
 from ddp.unused import agree_on_use, parameters_reached_by
 
-REDUCTIONS = ("mean", "sum")
 
-
-class DataParallel(Rounds, nn.Module):
+class DataParallel(Rounds, Arithmetic, nn.Module):
     """A network whose gradients are the mean (or the sum) of those of all ranks.
 
     Args:
@@ -83,6 +82,7 @@ class DataParallel(Rounds, nn.Module):
         self._parameters_by_index = [p for p in module.parameters() if p.requires_grad]
         if not self._parameters_by_index:
             raise RuntimeError("no parameter requires a gradient: there is nothing to synchronise")
+        self._give_dtypes()
         self._index = {p: i for i, p in enumerate(self._parameters_by_index)}
         self._names = full_names(module)
         self._synchronizing = True
@@ -119,6 +119,7 @@ class DataParallel(Rounds, nn.Module):
     def forward(self, *args, **kwargs):
         if not (self.training and torch.is_grad_enabled()):
             return self.module(*args, **kwargs)
+        self._conform_all()
         if self._in_backward:  # the last one failed
             self._discard_step()
         if not self._synchronizing:
@@ -141,19 +142,36 @@ class DataParallel(Rounds, nn.Module):
             self._synchronizing = before
 
     @torch.no_grad()
+    def before_gradient(self, parameter: Parameter) -> None:
+        """`parameter.grad` is about to be added to.
+
+        Afterwards no collective is writing to it, it is of `gradient_dtype`, and what it holds is
+        this rank's part: nothing, what was accumulated so far, or its share of what is reduced.
+        Autograd's hook calls this before it accumulates; a private engine calls it before it adds
+        a further clipped sum. Under `no_sync` too.
+
+        Raises:
+            ValueError: if the parameter is not one of the module's trainable ones.
+        """
+        i = self._index_of(parameter, "before_gradient")
+        if self._bucket_of[i] in self._in_flight:
+            self._wait_for(self._bucket_of[i])
+        self._conform(i)
+        self._take_back_share(i)
+
+    @torch.no_grad()
     def gradient_ready(self, parameter: Parameter) -> None:
         """`parameter.grad` is final for this backward and may be reduced.
 
         Autograd's hook calls this in ordinary training; a private engine calls it when a clipped
-        sum is final.
+        sum is final, for all parameters before its next forward: that forward takes what is
+        incomplete for a step that failed, and discards it.
 
         Raises:
             ValueError: if the parameter is not one of the module's trainable ones.
-            RuntimeError: for a missing or a sparse gradient.
+            RuntimeError: for a gradient that is missing, sparse or not of `gradient_dtype`.
         """
-        i = self._index.get(parameter)
-        if i is None:
-            raise ValueError("gradient_ready: not a trainable parameter of the wrapped module")
+        i = self._index_of(parameter, "gradient_ready")
         if parameter.grad is None:
             raise RuntimeError(f"gradient_ready: {self._names[parameter]} has no gradient")
         if parameter.grad.layout != torch.strided:
@@ -161,12 +179,14 @@ class DataParallel(Rounds, nn.Module):
                 f"{self._names[parameter]} has a sparse gradient, which no variant reduces: "
                 "build its embedding with sparse=False"
             )
+        self._raise_if_rounded(i)
         self._settle(i)
         self._reduced.discard(i)
         self._used.add(i)
         if not self._synchronizing:
             return
         self._unfinished = True
+        self._by_hand |= not self._in_backward
         everything_is_sent = self._launched == len(self._buckets)
         if everything_is_sent and not self.find_unused_parameters:
             self._wait_for_all()
@@ -221,22 +241,7 @@ class DataParallel(Rounds, nn.Module):
             for ready, bucket in self._launches
         ]
 
-    @property
-    def reduce(self) -> str:
-        return self._reduce
-
-    @reduce.setter
-    def reduce(self, value: str) -> None:
-        if value not in REDUCTIONS:
-            raise ValueError(f"reduce: {value!r} is unknown, choose one of {', '.join(REDUCTIONS)}")
-        self._reduce = value
-
     # ---- helpers for variants ------------------------------------------------------------------
-
-    @property
-    def reduce_op(self) -> dist.ReduceOp.RedOpType:
-        """The collective's own operation: averaging inside it saves a pass over memory."""
-        return dist.ReduceOp.AVG if self.reduce == "mean" else dist.ReduceOp.SUM
 
     def gradient(self, i: int) -> Tensor:
         """What this rank adds to parameter `i`: its contiguous `.grad`, or zeros if it has none.
@@ -248,7 +253,8 @@ class DataParallel(Rounds, nn.Module):
         if i in self._stand_ins:
             return self._stand_ins[i]
         if parameter.grad is None:
-            return self.stand_in(i, parameter.new_full(parameter.shape, self._absent))
+            absent = parameter.new_full(parameter.shape, self._absent, dtype=self.dtype_of(i))
+            return self.stand_in(i, absent)
         if not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.contiguous()  # ranks may hold different strides
         return parameter.grad
@@ -266,21 +272,25 @@ class DataParallel(Rounds, nn.Module):
 
     def _prepare_step(self) -> None:
         """All ranks must have issued the same collectives before the buffers' broadcast."""
-        if self.find_unused_parameters:
+        if self.find_unused_parameters and not self._by_hand:
             # Others may have launched what this rank has not even begun.
             if self._unfinished and self._missing() and self.launches_in_backward:
                 self._launch_complete_buckets(everything=True)
-        elif self._arrivals and (missing := self._missing()):
-            warnings.warn(
-                f"a step is discarded, gradients included: {self._show_names(missing)} got none "
-                "in its backward; if that is meant, pass find_unused_parameters=True",
-                stacklevel=3,
-            )
-            self._discard_step()
+        else:
+            self._discard_partial_step()
         self._wait_for_all()
         self.before_forward()
         broadcast_from_rank_0(list(self.module.buffers()), self.process_group)
         self._unfinished = True
+
+    def _discard_partial_step(self) -> None:
+        if self._arrivals and (missing := self._missing()):
+            warnings.warn(
+                f"a step is discarded, gradients included: {self._show_names(missing)} got none "
+                "in its backward; if that is meant, pass find_unused_parameters=True",
+                stacklevel=4,
+            )
+            self._discard_step()
 
     def _discard_step(self) -> None:
         """Forget a step that was left half-way, and its gradients: some are reduced, some not.
@@ -328,8 +338,10 @@ class DataParallel(Rounds, nn.Module):
 
     def _adopt_order(self, order: list[int]) -> None:
         gradients = [
-            Gradient(p.numel(), str(p.dtype), p.element_size()) for p in self._parameters_by_index
+            Gradient(p.numel(), str(self.dtype_of(i)), self.dtype_of(i).itemsize)
+            for i, p in enumerate(self._parameters_by_index)
         ]
+        self._order = order
         self._buckets = self.plan(gradients, order)
         self._bucket_of = {i: n for n, bucket in enumerate(self._buckets) for i in bucket.members}
 
@@ -342,6 +354,11 @@ class DataParallel(Rounds, nn.Module):
         dist.broadcast(message, group=self.process_group, group_src=0)
         self._adopt_order(message.tolist())
         self._order_is_observed = True
+
+    def _index_of(self, parameter: Parameter, caller: str) -> int:
+        if parameter not in self._index:
+            raise ValueError(f"{caller}: not a trainable parameter of the wrapped module")
+        return self._index[parameter]
 
     def _register_hooks(self) -> None:
         register_hooks(self, self._parameters_by_index)

@@ -80,8 +80,9 @@ class BucketedDDP(DataParallel):
 
     def allocate(self, bucket: Bucket) -> Tensor:
         """The bucket's buffer, with whatever is in that memory."""
-        some = self._parameters_by_index[bucket.members[0]]
-        return torch.empty(bucket.numel, dtype=some.dtype, device=some.device)
+        first = bucket.members[0]
+        device = self._parameters_by_index[first].device
+        return torch.empty(bucket.numel, dtype=self.dtype_of(first), device=device)
 
     def _flat(self, bucket: Bucket) -> Flat:
         if bucket not in self._flats:

@@ -64,7 +64,7 @@ class CopyEngineDDP(BucketedDDP):
         buckets = super().plan(gradients, order)
         self._unbind_gradients()
         ends = list(accumulate(_aligned(self._bytes_of(bucket)) for bucket in buckets))
-        if self._memory is None:
+        if self._memory is None or ends[-1] > self._capacity:  # the first plan, or a wider type
             self._open(ends[-1] + ALIGNMENT_BYTES * len(gradients))
         self._start_of = dict(zip(buckets, [0, *ends[:-1]], strict=True))
         self._exchange_of = {bucket: self._prepare(bucket) for bucket in buckets}
@@ -86,12 +86,12 @@ class CopyEngineDDP(BucketedDDP):
             torch.cuda.current_stream().wait_event(handle)
 
     def allocate(self, bucket: Bucket) -> Tensor:
-        dtype = self._parameters_by_index[bucket.members[0]].dtype
+        dtype = self.dtype_of(bucket.members[0])
         memory = self._memory
         return memory.view(memory.rank, self._start_of[bucket], bucket.numel, dtype)
 
     def _prepare(self, bucket: Bucket) -> "Exchange":
-        dtype = self._parameters_by_index[bucket.members[0]].dtype
+        dtype = self.dtype_of(bucket.members[0])
         return Exchange(self._memory, self._start_of[bucket], bucket.numel, dtype, self._pulled)
 
     # ---- memory and streams --------------------------------------------------------------------
@@ -99,11 +99,19 @@ class CopyEngineDDP(BucketedDDP):
     def _open(self, nbytes: int) -> None:
         device = self._parameters_by_index[0].device
         self._check_available(device)
-        self._memory = self.open_memory(nbytes, device)
+        self._close()
+        self._memory, self._capacity = self.open_memory(nbytes, device), nbytes
         largest = max(128 * 8 * self.world_size, min(PIECE_BYTES, nbytes))
         self._pulled = torch.empty(largest, dtype=torch.uint8, device=device)
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
+
+    def _close(self) -> None:
+        """Let go of memory that is too small, once nothing that is queued uses it."""
+        if self._memory is not None:
+            if self._pulled.is_cuda:
+                torch.cuda.synchronize(self._pulled.device)
+            self._memory, self._exchange_of = None, {}
 
     def _check_available(self, device: torch.device) -> None:
         reason = why_not(device, self.process_group)
@@ -129,7 +137,7 @@ class CopyEngineDDP(BucketedDDP):
                     parameter.grad = parameter.grad.clone()
 
     def _bytes_of(self, bucket: Bucket) -> int:
-        return bucket.numel * self._parameters_by_index[bucket.members[0]].element_size()
+        return bucket.numel * self.dtype_of(bucket.members[0]).itemsize
 
 
 class Exchange:

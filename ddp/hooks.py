@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 
 def register_hooks(wrapper: Any, parameters: Sequence[Parameter]) -> None:
-    """Call `wrapper._before_accumulation(i)` and, after it, `wrapper.gradient_ready(parameter)`.
+    """Call `wrapper.before_gradient(parameter)` and, after it, `wrapper.gradient_ready(parameter)`.
 
     A tied parameter's hooks run once a backward, with the sum of its uses. They run in autograd's
     thread, on the stream on which the gradient is accumulated, so that a collective started there
@@ -23,14 +23,14 @@ def register_hooks(wrapper: Any, parameters: Sequence[Parameter]) -> None:
     """
     me = weakref.ref(wrapper)
 
-    def before(i: int):
+    def before(parameter: Parameter):
         def hook(_gradients: tuple[Tensor | None, ...]) -> None:
             if (wrapper := me()) is None:
                 return
             if not wrapper._in_backward:
                 wrapper._in_backward = True
                 Variable._execution_engine.queue_callback(end_of_backward)
-            wrapper._before_accumulation(i)
+            wrapper.before_gradient(parameter)
 
         return hook
 
@@ -44,7 +44,7 @@ def register_hooks(wrapper: Any, parameters: Sequence[Parameter]) -> None:
 
     nodes = [get_gradient_edge(parameter).node for parameter in parameters]
     wrapper._accumulation_nodes = nodes  # parameters hold them weakly, and graphs come and go
-    handles = [node.register_prehook(before(i)) for i, node in enumerate(nodes)]
+    handles = [n.register_prehook(before(p)) for n, p in zip(nodes, parameters, strict=True)]
     handles += [p.register_post_accumulate_grad_hook(after) for p in parameters]
     weakref.finalize(wrapper, remove_all, handles)
 

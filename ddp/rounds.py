@@ -50,6 +50,7 @@ class Rounds:
         self._reached: set[int] = set()  # the forwards of this step lead to these
         self._stand_ins: dict[int, Tensor] = {}
         self._in_backward = False  # stays True if that backward has failed
+        self._by_hand = False  # some gradients of this step did not come from autograd's hook
         self._begin_round()
 
     def _begin_round(self) -> None:
@@ -63,6 +64,7 @@ class Rounds:
             if not (everything or self._ready.issuperset(bucket.members)):
                 return
             for i in bucket.members:
+                self._conform(i)
                 self._take_back_share(i)
             self._in_flight[self._launched] = self.launch(bucket)
             self._log.append((len(self._arrivals), bucket))
@@ -90,13 +92,6 @@ class Rounds:
             share = 1 if self.reduce == "mean" else 1 / self.world_size
             self._parameters_by_index[i].grad.add_(theirs, alpha=share)
 
-    @torch.no_grad()
-    def _before_accumulation(self, i: int) -> None:
-        """Autograd is about to add to `.grad`: no collective may be writing to it."""
-        if self._bucket_of[i] in self._in_flight:
-            self._wait_for(self._bucket_of[i])
-        self._take_back_share(i)
-
     def _take_back_share(self, i: int) -> None:
         """Turn a reduced gradient into this rank's part of it, to be reduced again."""
         if i in self._reduced:
@@ -104,6 +99,10 @@ class Rounds:
             gradient = self._parameters_by_index[i].grad
             if gradient is not None and self.reduce == "sum":
                 gradient.div_(self.world_size)
+
+    def _is_in_mid_step(self) -> bool:
+        """Gradients have arrived, or left, that are not finished."""
+        return bool(self._arrivals or self._launched or self._in_backward)
 
     def _missing(self) -> list[int]:
         """Parameters that got fewer gradients than others in this step."""
@@ -115,7 +114,8 @@ class Rounds:
         """Collectives want contiguous gradients, optimizers those of the parameter's strides."""
         for parameter in self._parameters_by_index:
             if parameter.grad is not None and not parameter.is_contiguous():
-                parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
+                gradient = parameter.grad
+                parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
     def _show_names(self, indices: list[int]) -> str:
         return ", ".join(self._name(i) for i in indices)

@@ -69,24 +69,35 @@ class TorchDDP(DistributedDataParallel):
     def forward(self, *args, **kwargs):
         if not (self.training and torch.is_grad_enabled()):
             return self.module(*args, **kwargs)
-        self._by_hand[0]._stats["collectives"] = 0
+        by_hand = self._by_hand[0]
+        by_hand._stats["collectives"] = 0
+        by_hand._conform_all()
+        by_hand._discard_partial_step()
         # PyTorch decides at the end of a forward whether the next one broadcasts buffers.
         self.require_forward_param_sync = self.require_backward_grad_sync
         self._unfinished = self._unfinished or self.require_backward_grad_sync
         return super().forward(*args, **kwargs)
 
+    def before_gradient(self, parameter: Parameter) -> None:
+        """Before a gradient is added to without autograd; afterwards `gradient_ready`."""
+        self._by_hand[0].before_gradient(parameter)
+
     def gradient_ready(self, parameter: Parameter) -> None:
         """Reduce a gradient that autograd did not accumulate, by our own call at finish."""
-        self._by_hand[0].gradient_ready(parameter)
+        by_hand = self._by_hand[0]
+        by_hand._synchronizing = self.require_backward_grad_sync
+        by_hand.gradient_ready(parameter)
 
     def finish_gradient_synchronization(self) -> None:
         by_hand = self._by_hand[0]
         if by_hand._unfinished:
             by_hand.finish_gradient_synchronization()
+            self._holds_sums = self.reduce == "sum"
         elif self._unfinished:
             self._check_that_all_arrived()
             if self.reduce == "sum":
                 self._scale(self.world_size)
+            by_hand._reduced.update(by_hand._index.values())
         self._unfinished = False
         self._arrived.clear()
 
@@ -113,6 +124,15 @@ class TorchDDP(DistributedDataParallel):
         self._by_hand[0].reduce = value
 
     @property
+    def gradient_dtype(self) -> torch.dtype | None:
+        """As for the other variants, for `gradient_ready` only: PyTorch's reducer refuses it."""
+        return self._by_hand[0].gradient_dtype
+
+    @gradient_dtype.setter
+    def gradient_dtype(self, value: torch.dtype | None) -> None:
+        self._by_hand[0].gradient_dtype = value
+
+    @property
     def world_size(self) -> int:
         return self._by_hand[0].world_size
 
@@ -134,13 +154,22 @@ class TorchDDP(DistributedDataParallel):
                 "backward; if that is meant, pass find_unused_parameters=True"
             )
 
+    def _arrive(self, parameter: Parameter) -> None:
+        by_hand = self._by_hand[0]
+        if by_hand.dtype_of(by_hand._index[parameter]) != parameter.dtype:
+            raise RuntimeError(
+                "PyTorch's reducer works in the parameters' own type: gradient_dtype is for "
+                "gradients that are handed to gradient_ready"
+            )
+        self._arrived.add(parameter)
+        self._unfinished = True
+
     def _watch_arrivals(self) -> None:
         me = weakref.ref(self)
 
         def hook(parameter: Parameter) -> None:
             if (wrapper := me()) is not None and wrapper.require_backward_grad_sync:
-                wrapper._arrived.add(parameter)
-                wrapper._unfinished = True
+                wrapper._arrive(parameter)
 
         def before(_gradients: tuple[Tensor | None, ...]) -> None:
             wrapper = me()
@@ -158,7 +187,9 @@ class TorchDDP(DistributedDataParallel):
 class TunedTorchDDP(TorchDDP):
     """PyTorch's DDP with gradients as views of its buckets, larger buckets and a static graph.
 
-    A static graph is learned in the first training step, which must therefore synchronise.
+    A static graph is learned in the first training step, which must therefore synchronise. A
+    private step, in which autograd accumulates nothing, teaches it that no parameter is used:
+    ordinary steps behind one would not be reduced at all, and are refused.
     """
 
     def __init__(self, module: nn.Module, *, bucket_size_mb: float = 100, **options):
@@ -171,6 +202,8 @@ class TunedTorchDDP(TorchDDP):
             **options,
         )
         self._learns_the_graph = static
+        self._knows_the_graph = not static
+        self._learned_nothing = False
 
     def forward(self, *args, **kwargs):
         if self._learns_the_graph and self.training and torch.is_grad_enabled():
@@ -181,6 +214,19 @@ class TunedTorchDDP(TorchDDP):
                 )
             self._learns_the_graph = False
         return super().forward(*args, **kwargs)
+
+    def gradient_ready(self, parameter: Parameter) -> None:
+        self._learned_nothing = not (self._learns_the_graph or self._knows_the_graph)
+        super().gradient_ready(parameter)
+
+    def _arrive(self, parameter: Parameter) -> None:
+        if self._learned_nothing:
+            raise RuntimeError(
+                "torch_ddp_tuned: its static graph was learned in a private step, where it sees "
+                "no gradient; for ordinary steps wrap the network anew, or use torch_ddp"
+            )
+        self._knows_the_graph = True
+        super()._arrive(parameter)
 
 
 class _WithoutHooks(SynchronousDDP):

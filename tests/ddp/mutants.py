@@ -156,9 +156,29 @@ MUTANTS = [
     ),
     Mutant(
         "gradients doubled by a pre-accumulate hook",
-        (("hooks.py", "wrapper._before_accumulation(i)\n\n",
-          "parameters[i].grad = _gradients[0].clone()\n\n"),),
+        (("hooks.py", "wrapper.before_gradient(parameter)\n\n",
+          "parameter.grad = _gradients[0].clone()\n\n"),),
         ("tests/ddp/test_gradients.py",),
+    ),
+    Mutant(
+        "a further clipped sum is added to what other ranks have added",
+        (("base.py", "        self._conform(i)\n        self._take_back_share(i)",
+          "        self._conform(i)"),),
+        ("tests/ddp/test_gradient_ready.py", "rounds"),
+    ),
+    Mutant(
+        "float32 sums travel in 16 bits",
+        (("bucketed.py", "dtype=self.dtype_of(first)",
+          "dtype=self._parameters_by_index[first].dtype"),),
+        ("tests/ddp/test_gradient_dtype.py", "sums"),
+    ),
+    Mutant(
+        "the optimizer's 16-bit gradients stay in the next step",
+        (("arithmetic.py", "        if self._gradient_dtype is not None:\n            give_dtype",
+          "        if False:\n            give_dtype"),
+         ("arithmetic.py", "        if self._gradient_dtype is not None:\n            self._give",
+          "        if False:\n            self._give")),
+        ("tests/ddp/test_gradient_dtype.py", "sums"),
     ),
     Mutant(
         "mean of means of sums: the share is not taken back",

@@ -1,10 +1,14 @@
 """`gradient_ready` driven by hand, as the private engine does: no autograd hook speaks."""
 
+import itertools
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from ddp import wrap
 from tests.ddp.beside import Chain, chain_loss, small_buckets
+from tests.ddp.test_failures import FailingChain
 from tests.ranks import Context
 
 
@@ -120,8 +124,128 @@ def incomplete(context: Context, name: str) -> None:
     check_driven_by_hand(context, model)
 
 
+class Engine:
+    """A private engine in miniature: the wrapper's forward, `autograd.grad`, then by hand.
+
+    Attributes:
+        expected: of each parameter, what every rank must hold at the end of the step.
+        own: this rank's part of it.
+    """
+
+    def __init__(self, context: Context, name: str, **options):
+        self.rank, self.world_size = context.rank, context.world_size
+        network = FailingChain().to(context.device)  # untied: zeros of one layer stay its own
+        self.model = wrap(name, network, process_group=context.group, **options)
+        self.parameters = list(self.model.parameters())
+        self.scale = 1 if self.model.reduce == "sum" else 1 / self.world_size
+        self.expected = [torch.zeros_like(p) for p in self.parameters]
+        self.own = [torch.zeros_like(p) for p in self.parameters]
+
+    def sums(self, model: torch.nn.Module, seed: int, rank: int) -> list[torch.Tensor]:
+        """All zero on the last rank now and then: its share of a Poisson draw was empty."""
+        loss = chain_loss(seed)(model, rank)
+        before = [p.grad for p in self.parameters]
+        gradients = torch.autograd.grad(loss, self.parameters)
+        assert all(p.grad is b for p, b in zip(self.parameters, before, strict=True))
+        empty = seed % 3 == 2 and rank == self.world_size - 1
+        return [torch.zeros_like(g) if empty else g for g in gradients]
+
+    def round(self, seed: int, stop_before: int = -1) -> None:
+        """One microbatch; the exception, if any, comes before that parameter is handed over."""
+        sums = self.sums(self.model, seed, self.rank)
+        for i in reversed(range(len(sums))):
+            if i == stop_before:
+                raise ArithmeticError("failed on purpose")
+            self.add(self.parameters[i], sums[i])
+        for rank in range(self.world_size):
+            for e, s in zip(self.expected, self.sums(self.model.module, seed, rank), strict=True):
+                e.add_(s, alpha=self.scale)
+        for o, s in zip(self.own, self.sums(self.model.module, seed, self.rank), strict=True):
+            o.add_(s)
+
+    def add(self, parameter: torch.nn.Parameter, clipped: torch.Tensor) -> None:
+        self.model.before_gradient(parameter)
+        if parameter.grad is None:
+            parameter.grad = clipped
+        else:
+            parameter.grad.add_(clipped)
+        self.model.gradient_ready(parameter)
+
+    def finish(self) -> None:
+        self.model.finish_gradient_synchronization()
+        for p, e in zip(self.parameters, self.expected, strict=True):
+            torch.testing.assert_close(p.grad, e, rtol=1e-5, atol=1e-5)
+
+    def check_that_nothing_travelled(self) -> None:
+        for p, o in zip(self.parameters, self.own, strict=True):
+            torch.testing.assert_close(p.grad, o, rtol=1e-5, atol=1e-5)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.model.zero_grad(set_to_none=set_to_none)
+        for tensor in [*self.expected, *self.own]:
+            tensor.zero_()
+
+
+def rounds_by_hand(context: Context, name: str, reductions=("sum", "mean")) -> None:
+    """Rounds with and without `no_sync`, in every order, before one finish."""
+    for reduce in reductions:
+        engine = Engine(context, name, reduce=reduce, **small_buckets(name))
+        plans = [[True], [True, True], [False, False, True], [True, False], [True, False, True]]
+        for step, synchronise in enumerate(plans):
+            for micro, sync in enumerate(synchronise):
+                with nullcontext() if sync else engine.model.no_sync():
+                    engine.round(10 * step + micro)
+                if not any(synchronise[: micro + 1]):
+                    engine.model.finish_gradient_synchronization()  # there is nothing to finish
+                    engine.check_that_nothing_travelled()
+            engine.finish()
+            if step != 2:  # once not zeroed: the next step adds to what is reduced
+                engine.zero_grad(set_to_none=step % 2 == 0)
+
+
+def failed_by_hand(context: Context, name: str, find_unused=(False, True)) -> None:
+    """An exception between two parameters, not the same two on each rank."""
+    for unused in find_unused:
+        options = dict(small_buckets(name), find_unused_parameters=unused)
+        engine = Engine(context, name, reduce="sum", **options)
+        for step, set_to_none in enumerate((True, False, True)):
+            with pytest.raises(ArithmeticError):
+                engine.round(50 + step, stop_before=[2, 4, 5, 0][context.rank])
+            engine.zero_grad(set_to_none)
+            engine.round(10 * step)
+            engine.round(10 * step + 1)
+            engine.finish()
+            engine.zero_grad(set_to_none)
+
+
+def autograd_behind_by_hand(context: Context, name: str) -> None:
+    """Private and ordinary steps in turn, and nobody zeroes."""
+    for reduce, first in itertools.product(("sum", "mean"), (0, 1)):
+        engine = Engine(context, name, reduce=reduce)
+        for step in range(first, first + 3):
+            if step % 2:
+                engine.round(3 * step)
+            else:
+                chain_loss(3 * step)(engine.model, context.rank).backward()
+                for rank in range(context.world_size):
+                    sums = engine.sums(engine.model.module, 3 * step, rank)
+                    for e, s in zip(engine.expected, sums, strict=True):
+                        e.add_(s, alpha=engine.scale)
+            engine.finish()
+
+
 @pytest.mark.parametrize(
-    "body", [driven_by_hand, accumulated_by_hand, by_hand_and_by_autograd, refused, incomplete]
+    "body",
+    [
+        driven_by_hand,
+        accumulated_by_hand,
+        by_hand_and_by_autograd,
+        refused,
+        incomplete,
+        rounds_by_hand,
+        failed_by_hand,
+        autograd_behind_by_hand,
+    ],
 )
 def test_gradient_ready(ranks, implementation, body):
     ranks.run(2, body, implementation)
@@ -129,3 +253,8 @@ def test_gradient_ready(ranks, implementation, body):
 
 def test_gradient_ready_on_three_ranks(ranks, implementation):
     ranks.run(min(3, ranks.size), driven_by_hand, implementation)
+
+
+@pytest.mark.parametrize(("body", "case"), [(rounds_by_hand, ["sum"]), (failed_by_hand, [False])])
+def test_gradient_ready_on_four_ranks(ranks, implementation, body, case):
+    ranks.run(min(4, ranks.size), body, implementation, case)

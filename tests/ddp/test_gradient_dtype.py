@@ -1,0 +1,258 @@
+"""`gradient_dtype`: float32 sums for 16-bit parameters, handed over by hand or by autograd."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp import wrap
+from tests.ddp.beside import Chain, chain_loss, is_torch, numbers, small_buckets
+from tests.ddp.recorder import RecordingGroup, recording
+from tests.ranks import Context
+
+ODD = 1 + 2**-12  # rounded away in 16 bits
+TUNED = "torch_ddp_tuned"
+
+
+class Mixed(nn.Module):
+    """Parameters of 16, 32 and 64 bit, a frozen one and one that is not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.low = nn.Linear(6, 6, dtype=torch.bfloat16)
+        self.norm = nn.LayerNorm(6)
+        self.fine = nn.Parameter(torch.ones(6, dtype=torch.float64))
+        self.large = nn.Parameter(torch.ones(6, 500, dtype=torch.bfloat16) / 500)
+        self.other = nn.Linear(6, 6, dtype=torch.float16)
+        self.frozen = nn.Linear(6, 6, dtype=torch.bfloat16).requires_grad_(False)
+        self.picture = nn.Conv2d(2, 6, 3, dtype=torch.bfloat16).to(
+            memory_format=torch.channels_last
+        )
+
+    def forward(self, x):
+        picture = x.new_ones(len(x), 2, 3, 3, dtype=torch.bfloat16)
+        x = x * self.fine.float() * self.large.float().sum(dim=1)
+        x = self.norm(self.low(x.bfloat16()).float() + self.picture(picture).flatten(1).float())
+        return self.other(x.half()).float() + self.frozen(x.bfloat16()).float()
+
+
+def mixed_loss(model: nn.Module, seed: int, rank: int) -> Tensor:
+    return model(numbers(4, 6, seed=seed, rank=rank, like=model)).square().sum()
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def wide(parameter: nn.Parameter) -> torch.dtype:
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def clipped(parameters: list[nn.Parameter], step: int, rank: int) -> list[Tensor]:
+    """Small whole numbers times `ODD`: their sums are exact in float32, in any order."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    draws = [torch.randint(-8, 9, p.shape, generator=generator) for p in parameters]
+    return [(d * ODD).to(p.device) for d, p in zip(draws, parameters, strict=True)]
+
+
+def hand_over(model: nn.Module, sums: list[Tensor]) -> None:
+    for p, s in reversed(list(zip(trainable(model), sums, strict=True))):
+        model.before_gradient(p)
+        p.grad = s.to(p.grad_dtype) if p.grad is None else p.grad.add_(s)
+        model.gradient_ready(p)
+
+
+def reduced(context: Context, model: nn.Module, steps: list[int]) -> list[Tensor]:
+    sums = [torch.zeros_like(p, dtype=wide(p)) for p in trainable(model)]
+    for step in steps:
+        for rank in range(context.world_size):
+            for total, s in zip(sums, clipped(trainable(model), step, rank), strict=True):
+                total.add_(s)
+    return sums
+
+
+def replace_gradients(model: nn.Module) -> None:
+    """What an optimizer of 16-bit parameters wants, with the noise in it."""
+    for p in trainable(model):
+        noisy, p.grad = p.grad + 1, None
+        p.grad_dtype = p.dtype
+        p.grad = noisy.to(p.dtype)
+
+
+def float32_sums(context: Context, name: str) -> None:
+    with recording(context.group) as recorder:
+        group = recorder if context.device.type == "cpu" else context.group
+        model = wrap(name, Mixed().to(context.device), process_group=group, **small_buckets(name))
+        model.reduce, model.gradient_dtype = "sum", torch.float32
+        optimizer = torch.optim.AdamW(trainable(model), lr=0.01)
+        assert model.module.frozen.weight.grad_dtype == torch.bfloat16
+        for step in range(6):
+            recorder.events.clear()
+            rounds = [2 * step, 2 * step + 1][: 1 + step % 2]
+            for seed in rounds:
+                mixed_loss(model, seed, context.rank)
+                hand_over(model, clipped(trainable(model), seed, context.rank))
+            model.finish_gradient_synchronization()
+            for p, s in zip(trainable(model), reduced(context, model, rounds), strict=True):
+                assert p.grad.stride() == p.stride()
+                assert torch.equal(p.grad, s), "not exact, or rounded on the way"
+            if recorder is group and "copy_engine" not in name:
+                assert types_recorded(recorder) == {"torch.float32", "torch.float64"}
+            assert model.stats()["bytes"] % sum(p.grad.nbytes for p in trainable(model)) == 0
+            replace_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 3 == 0)
+        check_that_it_can_be_undone(context, model)
+
+
+def types_recorded(recorder: RecordingGroup) -> set[str]:
+    return {e.dtype for e in recorder.gradient_collectives() if "int" not in e.dtype}
+
+
+def check_that_it_can_be_undone(context: Context, model: nn.Module) -> None:
+    model.zero_grad()
+    model.gradient_dtype = None
+    assert all(p.grad_dtype == p.dtype for p in trainable(model))
+    hand_over(model, clipped(trainable(model), 0, context.rank))
+    model.finish_gradient_synchronization()
+    for p, s in zip(trainable(model), reduced(context, model, [0]), strict=True):
+        torch.testing.assert_close(p.grad, s.to(p.dtype), rtol=2e-2, atol=2e-1)
+    assert model.stats()["bytes"] == sum(p.nbytes for p in trainable(model))
+
+
+def by_autograd(context: Context, name: str) -> None:
+    """16-bit gradients are added up in float32, over microbatches and over ranks."""
+    model = wrap(name, Mixed().to(context.device), process_group=context.group)
+    model.gradient_dtype = torch.float32
+    for step in range(3):
+        expected = [torch.zeros_like(p, dtype=wide(p)) for p in trainable(model)]
+        for seed in (2 * step, 2 * step + 1):
+            mixed_loss(model, seed, context.rank).backward()
+            for rank in range(context.world_size):
+                loss = mixed_loss(model.module, seed, rank)
+                gradients = torch.autograd.grad(loss, trainable(model))
+                for e, g in zip(expected, gradients, strict=True):
+                    e.add_(g, alpha=1 / context.world_size)
+        model.finish_gradient_synchronization()
+        for p, e in zip(trainable(model), expected, strict=True):
+            torch.testing.assert_close(p.grad, e, rtol=1e-6, atol=1e-5)
+        replace_gradients(model)
+        model.zero_grad(set_to_none=step == 1)
+
+
+def unused(context: Context, name: str) -> None:
+    """Each rank hands over one of two parameters, and nobody the third."""
+    network = nn.ParameterList(torch.zeros(3, dtype=torch.bfloat16) for _ in range(3))
+    options = dict(small_buckets(name), find_unused_parameters=True, reduce="sum")
+    model = wrap(name, network.to(context.device), process_group=context.group, **options)
+    model.gradient_dtype = torch.float32
+    for _ in range(3):
+        mine = model.module[context.rank]
+        model.before_gradient(mine)
+        mine.grad = torch.full_like(mine, ODD, dtype=torch.float32)
+        model.gradient_ready(mine)
+        model.finish_gradient_synchronization()
+        for p in list(model.module)[:2]:
+            assert torch.equal(p.grad, torch.full_like(p, ODD, dtype=torch.float32))
+        assert model.module[2].grad is None
+        replace_gradients(nn.ParameterList(list(model.module)[:2]))
+        model.zero_grad()
+
+
+def refusals(context: Context, name: str) -> None:
+    model = wrap(name, Mixed().to(context.device), process_group=context.group)
+    model.reduce = "sum"
+    with pytest.raises(ValueError, match=r"gradient_dtype: torch.int32 is not a floating type"):
+        model.gradient_dtype = torch.int32
+    with pytest.raises(ValueError, match="before_gradient: not a trainable"):
+        model.before_gradient(model.module.frozen.weight)
+    last = trainable(model)[-1]
+    last.grad = torch.ones_like(last)
+    model.gradient_ready(last)
+    with pytest.raises(RuntimeError, match="gradient_dtype cannot change in the middle of a step"):
+        model.gradient_dtype = torch.float32
+    assert model.gradient_dtype is None
+    with pytest.raises(RuntimeError, match="got no gradient"):
+        model.finish_gradient_synchronization()
+    model.gradient_dtype = torch.float32
+    last.grad_dtype, last.grad = None, torch.ones_like(last)  # any type may be assigned
+    with pytest.raises(RuntimeError, match=r"picture\.bias has a gradient of torch.bfloat16"):
+        model.gradient_ready(last)
+    model.zero_grad()
+    hand_over(model, clipped(trainable(model), 0, context.rank))
+    model.finish_gradient_synchronization()
+    for p, s in zip(trainable(model), reduced(context, model, [0]), strict=True):
+        assert torch.equal(p.grad, s)
+    wrap(name, model.module, process_group=context.group)
+    assert all(p.grad.dtype == p.grad_dtype == p.dtype for p in trainable(model))
+
+
+def unchanged(context: Context, name: str) -> None:
+    """A float32 network: the plan, the gradients and their memory stay what they were."""
+    model = wrap(name, Chain().to(context.device), process_group=context.group)
+    chain_loss(0)(model, context.rank).backward()
+    model.finish_gradient_synchronization()
+    before = [(p.grad, p.grad.data_ptr()) for p in model.parameters()]
+    plan = getattr(model, "_buckets", None)
+    model.gradient_dtype = torch.float32
+    assert getattr(model, "_buckets", None) is plan
+    for p, (gradient, address) in zip(model.parameters(), before, strict=True):
+        assert p.grad is gradient
+        assert p.grad.data_ptr() == address
+
+
+@pytest.mark.parametrize("body", [float32_sums, unused, refusals, unchanged])
+def test_gradient_dtype(ranks, implementation, body):
+    ranks.run(2, body, implementation)
+
+
+def test_gradient_dtype_on_four_ranks(ranks, implementation):
+    ranks.run(min(4, ranks.size), float32_sums, implementation)
+
+
+def test_autograd_accumulates_in_the_gradient_dtype(ranks, implementation):
+    if is_torch(implementation):
+        pytest.skip("PyTorch's reducer works in the parameters' own type: see below")
+    ranks.run(2, by_autograd, implementation)
+
+
+def refused_by_torch(context: Context, name: str) -> None:
+    model = wrap(name, Mixed().to(context.device), process_group=context.group)
+    model.gradient_dtype = torch.float32
+    with pytest.raises(RuntimeError, match=r"gradient_dtype is for gradients .* gradient_ready"):
+        mixed_loss(model, 0, context.rank).backward()
+
+
+def tuned_by_hand(context: Context) -> None:
+    float32_sums(context, TUNED)
+    model = wrap(TUNED, Mixed().to(context.device), process_group=context.group, reduce="sum")
+    torch.autograd.grad(mixed_loss(model, 0, context.rank), trainable(model))
+    hand_over(model, [torch.ones_like(p) for p in trainable(model)])
+    model.finish_gradient_synchronization()
+    with pytest.raises(RuntimeError, match="static graph was learned in a private step"):
+        mixed_loss(model, 1, context.rank).backward()
+
+
+@pytest.mark.parametrize("name", ["torch_ddp", TUNED])
+def test_the_reducer_of_torch_refuses_another_type(cpu_ranks, name):
+    cpu_ranks.run(2, refused_by_torch, name)
+
+
+def test_tuned_torch_ddp_by_hand(cpu_ranks):
+    cpu_ranks.run(2, tuned_by_hand)
+
+
+def none_by_hand(context: Context) -> None:
+    """The floor adds up what this rank hands over, and takes nothing back."""
+    model = wrap("none", Mixed().to(context.device), process_group=context.group, reduce="sum")
+    model.gradient_dtype = torch.float32
+    for _ in range(2):
+        for _ in range(2):
+            hand_over(model, clipped(trainable(model), 0, context.rank))
+        model.finish_gradient_synchronization()
+        for p, s in zip(trainable(model), clipped(trainable(model), 0, context.rank), strict=True):
+            assert torch.equal(p.grad, 2 * s)
+        model.zero_grad()
+
+
+def test_none_by_hand(cpu_ranks):
+    cpu_ranks.run(2, none_by_hand)
