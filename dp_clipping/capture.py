@@ -155,7 +155,11 @@ class Capture:
         }
 
     def _slot_value(self, parameter: Parameter, copied: bool) -> Tensor:
-        """What is expanded: the parameter where a module computes with it, else a zero."""
+        """What is expanded: the parameter where a module computes with it, else a zero.
+
+        Its dtype is that of the G it receives: float16's largest number is too small for a sum
+        over tokens, so there G is float32.
+        """
         if copied:
             return parameter.detach()
         dtype = parameter.dtype
@@ -163,6 +167,8 @@ class Capture:
             dtype = wide(dtype)
         elif torch.is_autocast_enabled(parameter.device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(parameter.device.type)
+        if dtype == torch.float16:
+            dtype = wide(dtype)
         return torch.zeros((), dtype=dtype, device=parameter.device)
 
     # ---- where the samples are ------------------------------------------------------------------

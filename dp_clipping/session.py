@@ -182,6 +182,7 @@ class Session:
             parameter = next(iter(self._kept))
             self._hand_on(parameter, self._kept.pop(parameter))
 
+    @torch.no_grad()
     def _hand_on(self, parameter: Parameter, remains: Any) -> None:
         scale = self._coefficients[self.capture.groups[parameter]]
         good = self._good

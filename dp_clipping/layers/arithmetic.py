@@ -56,7 +56,7 @@ def wide_mm(left: Tensor, right: Tensor) -> Tensor:
 
 def squared_norms(gradients: Tensor) -> Tensor:
     """‖G_i‖² of G [B, ...]: [B] in `wide(dtype)`, of exactly the rounded values in G."""
-    rows = gradients.reshape(len(gradients), -1)
+    rows = gradients.reshape(len(gradients), gradients.shape[1:].numel())
     return torch.linalg.vector_norm(rows, dim=1, dtype=wide(rows.dtype)).square()
 
 
@@ -75,7 +75,7 @@ def weighted_sum(coefficients: Tensor, gradients: Tensor) -> Tensor:
     bfloat16 (less than 2⁻⁷ smaller): products of two bfloat16 are exact in float32, so a sample's
     contribution still is at most its coefficient times its norm.
     """
-    rows = gradients.reshape(len(gradients), -1)
+    rows = gradients.reshape(len(gradients), gradients.shape[1:].numel())
     if rows.dtype == torch.bfloat16 and rows.is_cuda:
         total = wide_mm(round_down(coefficients, rows.dtype)[None], rows)[0]
         return total.view(gradients.shape[1:])

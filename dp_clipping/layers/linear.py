@@ -81,7 +81,9 @@ class Dense(torch.autograd.Function):
         if wants_weight:
             a = batch_tokens(x, layout, batch_size)
             left, right = (a, y) if ctx.transposed else (y, a)
-            gradients = torch.bmm(left.mT, right)
+            # In float16 a sum over tokens may exceed the largest number.
+            product = wide_bmm if y.dtype == torch.float16 else torch.bmm
+            gradients = product(left.mT, right)
         bias = y.sum(1, dtype=wide(y.dtype)) if wants_bias else None
         return gx, None, None, bias, gradients, None, None, None, None
 
