@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from dp_clipping.clip import coefficients, finite_samples
 from dp_clipping.layers.arithmetic import squared_norms, weighted_sum, wide
 from dp_clipping.layers.linear import Grams
+from dp_clipping.rescale import is_rescaled, rescale
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Session:
 
     def _forget(self) -> None:
         self._summing = False
-        self._squared: dict[int, Tensor] = {}  # group -> [B]
-        self._bounds: dict[int, Tensor] = {}
+        self._squared: dict[Parameter, Tensor] = {}  # squared norms [B]
+        self._bounds: dict[Parameter, Tensor] = {}  # upper bounds of them, for what is summed
         self._kept: dict[Parameter, Any] = {}
         self._seen: set[Parameter] = set()
         self._grams = Grams()
@@ -74,7 +75,7 @@ class Session:
         """G [B, *parameter], the sum over all uses of the parameter."""
         self._arrived(parameter)
         if self._summing:
-            self._hand_on(parameter, gradients)
+            self._hand_on(parameter, self._only_good(gradients))
             return
         squared = squared_norms(gradients)
         self._add(parameter, squared, squared)
@@ -85,7 +86,7 @@ class Session:
         """Factors of G of the parameter's only use."""
         self._arrived(parameter)
         if self._summing:
-            self._hand_on(parameter, factors)
+            self._hand_on(parameter, self._only_good(factors))
             return
         self._add(parameter, *factors.squared_norms(self._grams))
         if not self.policy.two_passes:
@@ -106,9 +107,7 @@ class Session:
         self._seen.add(parameter)
 
     def _add(self, parameter: Parameter, squared: Tensor, bounds: Tensor) -> None:
-        group = self.capture.groups[parameter]
-        for totals, value in ((self._squared, squared), (self._bounds, bounds)):
-            totals[group] = value if group not in totals else totals[group] + value
+        self._squared[parameter], self._bounds[parameter] = squared, bounds
 
     # ---- the step -------------------------------------------------------------------------------
 
@@ -157,21 +156,40 @@ class Session:
             )
 
     def _clip(self, limits: Tensor) -> Tensor:
-        groups = range(len(limits))
-        some = next(iter(self._squared.values()), None)
-        dtype = torch.float32 if some is None else some.dtype
-        zero = torch.zeros(self.batch_size, dtype=dtype, device=self.anchor.device)
-        squared = torch.stack([self._squared.get(k, zero) for k in groups])
-        bounds = torch.stack([self._bounds.get(k, zero) for k in groups])
+        bounds = self._by_group(self._bounds, len(limits))
         policy = self.policy
-        self._coefficients = coefficients(bounds, limits, policy.clipping_function, policy.gamma)
-        good = finite_samples(bounds)
+        scale = coefficients(bounds, limits, policy.clipping_function, policy.gamma)
         # One look from the host: a product with zero would not keep NaN out of the sum.
+        good = finite_samples(bounds)
         self._good = None if bool(good.all()) else good.nonzero()[:, 0]
-        self.nonfinite = self.batch_size - (
-            self.batch_size if self._good is None else len(self._good)
-        )
-        return squared.sum(0).sqrt()
+        self.nonfinite = 0 if self._good is None else self.batch_size - len(self._good)
+        if self._good is not None:
+            scale = scale[:, self._good]
+            for parameter, remains in self._kept.items():
+                self._kept[parameter] = self._only_good(remains)
+        if any(is_rescaled(remains) for remains in self._kept.values()):
+            others = {p: b for p, b in self._bounds.items() if not is_rescaled(self._kept[p])}
+            rest = self._by_group(others, len(limits))
+            rest = rest if self._good is None else rest[:, self._good]
+            scale = rescale(self._kept, rest, self.capture.groups, scale, limits)
+        self._coefficients, self._by_host = scale, scale.tolist()
+        return self._by_group(self._squared, len(limits)).sum(0).sqrt()
+
+    def _by_group(self, values: dict[Parameter, Tensor], groups: int) -> Tensor:
+        """Sums over the parameters of each group: [K, B]."""
+        some = next(iter(self._squared.values()), self.anchor)
+        total = torch.zeros(groups, self.batch_size, dtype=some.dtype, device=some.device)
+        for k in range(groups):
+            own = [v for p, v in values.items() if self.capture.groups[p] == k]
+            if own:
+                total[k] = torch.stack(own).sum(0)
+        return total
+
+    def _only_good(self, remains: Any) -> Any:
+        """Without the samples whose norm is not finite."""
+        if self._good is None:
+            return remains
+        return remains[self._good] if isinstance(remains, Tensor) else remains.select(self._good)
 
     def _sum(self, losses: Tensor) -> None:
         self._summing = True
@@ -184,15 +202,12 @@ class Session:
 
     @torch.no_grad()
     def _hand_on(self, parameter: Parameter, remains: Any) -> None:
-        scale = self._coefficients[self.capture.groups[parameter]]
-        good = self._good
-        if good is not None:
-            scale = scale[good]
-            remains = remains[good] if isinstance(remains, Tensor) else remains.select(good)
+        group = self.capture.groups[parameter]
+        scale = self._coefficients[group]
         if isinstance(remains, Tensor):
             total = weighted_sum(scale.to(wide(remains.dtype)), remains)
         else:
-            total = remains.weighted_sum(scale)
+            total = remains.weighted_sum(scale, self._by_host[group])
         self._receive(parameter, total)
 
 

@@ -71,15 +71,35 @@ def round_down(coefficients: Tensor, dtype: torch.dtype) -> Tensor:
 def weighted_sum(coefficients: Tensor, gradients: Tensor) -> Tensor:
     """Σ_i c_i G_i in `wide(dtype)`; c [B] in that dtype, G [B, *shape].
 
-    On a GPU bfloat16 gradients are read once, by a product with the coefficients rounded *down* to
-    bfloat16 (less than 2⁻⁷ smaller): products of two bfloat16 are exact in float32, so a sample's
+    On a GPU 16-bit gradients are read once by a matrix product, with coefficients rounded *down* to
+    their dtype (by less than 2⁻⁷): a product of two such numbers is exact in float32, so a sample's
     contribution still is at most its coefficient times its norm.
     """
     rows = gradients.reshape(len(gradients), gradients.shape[1:].numel())
-    if rows.dtype == torch.bfloat16 and rows.is_cuda:
-        total = wide_mm(round_down(coefficients, rows.dtype)[None], rows)[0]
-        return total.view(gradients.shape[1:])
-    return _widened_sum(coefficients, rows).view(gradients.shape[1:])
+    if rows.is_cuda and rows.element_size() == 2 and len(rows):
+        total = _sum_by_groups(coefficients, rows)
+    else:
+        total = _widened_sum(coefficients, rows)
+    return total.view(gradients.shape[1:])
+
+
+def _sum_by_groups(coefficients: Tensor, rows: Tensor) -> Tensor:
+    """c @ rows [B, N] as C @ rows' with rows' [B·g, N/g], a view, and C [g, B·g] block by block.
+
+    A product with one row has next to nothing for the matrix units to do with the 64 rows that
+    they load at a time; cutting each sample into g pieces fills them. Powers of two bring the
+    largest coefficient near 1, so that small ones do not leave the dtype's range.
+    """
+    batch_size, numel = rows.shape
+    pieces = max(1, 64 // batch_size)
+    while numel % (8 * pieces) and pieces > 1:
+        pieces //= 2
+    exponent = torch.frexp(coefficients.max()).exponent
+    near_one = torch.ldexp(coefficients, -exponent)
+    block = torch.eye(pieces, dtype=rows.dtype, device=rows.device)
+    left = torch.kron(round_down(near_one, rows.dtype)[None], block)
+    total = wide_mm(left, rows.view(batch_size * pieces, numel // pieces))
+    return torch.ldexp(total.view(-1), exponent, out=total.view(-1))
 
 
 def _widened_sum(coefficients: Tensor, rows: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ class EmbeddingFactors:
         sum_error = SUM_ROUNDING[y.dtype] * 4 * scale
         return squared, (squared.sqrt() + sum_error).square()
 
-    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+    def weighted_sum(self, coefficients: Tensor, _by_host: list[float] | None = None) -> Tensor:
         """Σ_i c_i G_i [V, d] in `wide(dtype)`; c [B]."""
         y = self.y.to(wide(self.y.dtype)) * coefficients[:, None, None]
         total = y.new_zeros(self.vocabulary, y.shape[-1])

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dp_clipping.layers.arithmetic import SUM_ROUNDING, full_float32, wide, wide_bmm
+from dp_clipping.layers.arithmetic import SUM_ROUNDING, full_float32, wide, wide_bmm, wide_mm
 from dp_clipping.layers.handle import Handle, autocast_operands
 from dp_clipping.layout import Layout
 
@@ -136,6 +136,8 @@ class LinearFactors:
 
     def __init__(self, a: Tensor, y: Tensor, transposed: bool):
         self.a, self.y, self.transposed = a, y, transposed
+        self.is_scaled = False  # y contains the coefficients
+        self._gram_a: Tensor | None = None
 
     def squared_norms(self, grams: Grams | None = None) -> tuple[Tensor, Tensor]:
         """(‖G_i‖², an upper bound of it that holds for what `weighted_sum` adds), both [B]."""
@@ -143,9 +145,10 @@ class LinearFactors:
         if batch_size > 1 and batch_size * tokens * tokens > LARGEST_GRAM:
             parts = [self.select(slice(i, i + 1)).squared_norms() for i in range(batch_size)]
             return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-        gram_a = (grams or Grams()).of(self.a)
-        gram_y = wide_bmm(self.y, self.y.mT)
-        squared = torch.linalg.vecdot(gram_a.flatten(1), gram_y.flatten(1)).clamp_min(0)
+        if self._gram_a is None:
+            self._gram_a = (grams or Grams()).of(self.a)
+        gram_a, gram_y = self._gram_a, wide_bmm(self.y, self.y.mT)
+        squared = torch.linalg.vecdot(gram_a, gram_y).sum(1).clamp_min(0)
         diagonals = gram_a.diagonal(dim1=1, dim2=2) * gram_y.diagonal(dim1=1, dim2=2)
         scale = diagonals.clamp_min(0).sqrt().sum(1)  # S
         dtype = self.a.dtype
@@ -153,13 +156,28 @@ class LinearFactors:
         sum_error = SUM_ROUNDING[wide(dtype)] * max(4.0, tokens**0.5 / 2) * scale
         return squared, ((squared + gram_error).sqrt() + sum_error).square()
 
-    def weighted_sum(self, coefficients: Tensor) -> Tensor:
-        """Σ_i c_i G_i in `wide(dtype)`, in the parameter's shape; c [B]."""
-        y = self.y.to(wide(self.y.dtype)) * coefficients[:, None, None]
-        a = self.a.to(y.dtype)
-        left, right = (a, y) if self.transposed else (y, a)
+    def weighted_sum(self, coefficients: Tensor, by_host: list[float] | None = None) -> Tensor:
+        """Σ_i c_i G_i in `wide(dtype)`, in the parameter's shape; c [B], `by_host` the same.
+
+        16-bit factors on a GPU are multiplied sample by sample, each product scaled where it is
+        accumulated, in float32; scaled ones (see `rescale`) by one product.
+        """
+        left, right = (self.a, self.y) if self.transposed else (self.y, self.a)
+        if self.is_scaled:
+            return wide_mm(left.flatten(0, 1).t(), right.flatten(0, 1))
+        if left.is_cuda and left.element_size() == 2:
+            return self._sum_by_sample(left, right, by_host or coefficients.tolist())
+        dtype = wide(left.dtype)
+        left = left.to(dtype) * coefficients[:, None, None]
         with full_float32():
-            return left.flatten(0, 1).t() @ right.flatten(0, 1)
+            return left.flatten(0, 1).t() @ right.flatten(0, 1).to(dtype)
+
+    def _sum_by_sample(self, left: Tensor, right: Tensor, coefficients: list[float]) -> Tensor:
+        shape = (left.shape[-1], right.shape[-1])
+        total = torch.zeros(shape, dtype=torch.float32, device=left.device)
+        for y, a, c in zip(left, right, coefficients, strict=True):
+            total = torch.addmm(total, y.t(), a, out_dtype=torch.float32, alpha=c)
+        return total
 
     def dense(self) -> Tensor:
         """G itself: the plain twin."""

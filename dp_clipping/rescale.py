@@ -1,0 +1,89 @@
+"""Weighted sums of 16-bit factors by one product, and still never above C.
+
+Σ_i c_i G_i of a linear layer is one matrix product once its output gradients are y'_it = c_i y_it.
+In 16 bit y' is rounded, and tokens that cancel can make the rounding larger than what is left: a
+contribution of C would come out as 1.002 C, or 1.03 C. So the rounded values themselves are normed:
+
+1. y' = round(c_i (1 - η) y_it) in place, exactly y_it where c_i = 1;
+2. the norm of what will be summed, from the Gram matrix of y' and that of the activations;
+3. a sample that still exceeds its threshold is halved until it does not: a power of two rounds
+   nothing.
+
+η is far above what rounding adds where tokens do not cancel, so step 3 finds nothing to do there.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from dp_clipping.clip import MARGIN
+from dp_clipping.layers.linear import LinearFactors
+
+ETA = 2.0**-8
+
+
+def rescale(
+    kept: dict[Parameter, Any],
+    others: Tensor,
+    groups: dict[Parameter, int],
+    coefficients: Tensor,
+    limits: Tensor,
+) -> Tensor:
+    """Scale 16-bit linear factors in place, so that summing them without weights is safe.
+
+    Args:
+        kept: what each parameter left, of the samples whose coefficients are given.
+        others: [K, B] upper bounds of the squared norms of all other parameters of each group.
+        groups: parameter -> k.
+        coefficients: [K, B] float32.
+        limits: [K] thresholds C_k.
+
+    Returns:
+        The coefficients that hold for the other parameters [K, B].
+    """
+    mine = {p: one for p, one in kept.items() if is_rescaled(one)}
+    scale = torch.where(coefficients < 1, coefficients * (1 - ETA), coefficients)
+    _own_storage(mine, kept, groups)
+    by_host = scale.tolist()
+    done: set[int] = set()
+    for parameter, one in mine.items():
+        if one.y.data_ptr() not in done:
+            done.add(one.y.data_ptr())
+            torch._foreach_mul_(list(one.y.unbind(0)), by_host[groups[parameter]])
+    bounds = scale.square() * others
+    for parameter, one in mine.items():
+        bounds[groups[parameter]] += one.squared_norms()[1]
+    excess = bounds.sqrt() * (1 + MARGIN[torch.float32]) / limits.to(bounds)[:, None]
+    if bool((excess > 1).any()):
+        halved = torch.exp2(-excess.clamp_min(1).log2().ceil())
+        for parameter, one in mine.items():
+            one.y = one.y * halved[groups[parameter], :, None, None].to(one.y.dtype)
+        scale = scale * halved
+    for one in mine.values():
+        one.is_scaled = True
+    return scale
+
+
+def is_rescaled(remains: Any) -> bool:
+    """Whether these are factors that are summed after scaling: 16-bit ones of a linear layer."""
+    return isinstance(remains, LinearFactors) and remains.y.element_size() == 2
+
+
+def _own_storage(
+    mine: dict[Parameter, LinearFactors], kept: dict[Parameter, Any], groups: dict[Parameter, int]
+) -> None:
+    """Output gradients that several layers share may be scaled once, by one coefficient.
+
+    Layers whose outputs are added have one output gradient, the very same tensor.
+    """
+    seen: dict[int, tuple] = {}
+    for parameter, remains in kept.items():
+        if isinstance(remains, Tensor):
+            continue
+        y = remains.y
+        storage = y.untyped_storage().data_ptr()
+        use = (groups[parameter], y.data_ptr(), y.shape, y.stride(), parameter in mine)
+        if seen.setdefault(storage, use) != use:
+            remains.y = y.clone()
