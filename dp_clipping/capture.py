@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from dp_clipping.layers import embedding, linear, norm, vectorized
 from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import Handle, expand_shared
-from dp_clipping.layout import FEW, MORE, find_layout
+from dp_clipping.layout import FEW, MORE, Layout, find_layout
 from dp_clipping.session import Session, Tap
 
 FORWARDS = {
@@ -78,6 +79,7 @@ class Capture:
         device = self.parameters[0].device
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._uses: dict[Parameter, int] = {}
+        self._routing: set[str] = set()
 
     # ---- which layers ---------------------------------------------------------------------------
 
@@ -110,10 +112,13 @@ class Capture:
             handle.output_layouts.clear()
 
     def remove(self) -> None:
-        """Give the modules their own forwards back."""
+        """Give the modules their own forwards back, and 16-bit parameters 16-bit gradients."""
         for module in self.network.modules():
             if "_private" in module.__dict__:
                 del module._private, module.forward
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad_dtype = parameter.dtype
 
     def _make_groups(self, clipping: str) -> tuple[dict[Parameter, int], list[str]]:
         """One group over all parameters, or one a module; a tied weight is its first owner's."""
@@ -213,16 +218,28 @@ class Capture:
                 find_layout(a, b, f"{side} {n} of {name}")
                 for n, (a, b) in enumerate(zip(some, others, strict=True))
             )
+            self._refuse_routed(name, layouts)
             if known.setdefault(dims, layouts) != layouts:
                 raise ValueError(
                     f"{name} is called with its samples in different places "
                     f"({known[dims]}, {layouts}): use two modules, or one layout"
                 )
 
+    def _refuse_routed(self, name: str, layouts: tuple[Layout, ...]) -> None:
+        """Rows picked or sorted by their values may look like whole samples by chance, once."""
+        if self._routing and any(x.kind in ("sample_major", "time_major") for x in layouts):
+            raise ValueError(
+                f"{name} gets its samples flattened, in a network that picks or sorts rows by "
+                f"their values ({', '.join(sorted(self._routing))}): how many rows each sample has "
+                "there differs from batch to batch; give the layer [batch, tokens, features] and "
+                "mask its output"
+            )
+
     @torch.no_grad()
     def _observe(self, args: tuple, kwargs: dict, batch_size: int) -> dict[str, list["Call"]]:
         """handle -> its calls in one plain forward of `batch_size` samples."""
         calls: dict[str, list[Call]] = {handle.name: [] for handle in self.handles}
+        routing = Routing()
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             handle: Handle = module._private
@@ -255,8 +272,29 @@ class Capture:
                     stack.callback(hook.remove)
                     hook = module.register_forward_hook(after, with_kwargs=True)
                     stack.callback(hook.remove)
-            self.network(*args, **kwargs)
+            with routing:
+                self.network(*args, **kwargs)
+        self._routing = routing.operators
         return calls
+
+
+class Routing(TorchDispatchMode):
+    """Notes operators whose output's shape or order depends on values, as a mixture's routing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        if function is aten.index.Tensor:
+            found = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        else:
+            by_shape = torch.Tag.dynamic_output_shape in function.tags
+            found = by_shape or function.overloadpacket is aten.sort
+        if found:
+            self.operators.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
