@@ -5,6 +5,8 @@
     clip       norms -> coefficients, when the last one is known
     sum        Σ_i c_i G_i of each parameter, handed on as it becomes final
 
+In a profiler's trace these are `norm_pass`, `clip_coefficients` and `weighted_sum`.
+
 Bookkeeping modes keep what arrived and sum it afterwards: one backward. Two-pass modes keep
 nothing and run backward a second time. Neither computes an ordinary weight gradient.
 """
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.profiler import record_function
 
 from dp_clipping.clip import coefficients, finite_samples
 from dp_clipping.layers.arithmetic import squared_norms, weighted_sum, wide
@@ -128,10 +131,13 @@ class Session:
         try:
             self._running = True
             with self.capture.attached(self):
-                self._run_backward(losses, retain_graph=self.policy.two_passes)
-                norms = self._clip(limits)
+                with record_function("norm_pass"):
+                    self._run_backward(losses, retain_graph=self.policy.two_passes)
+                with record_function("clip_coefficients"):
+                    norms = self._clip(limits)
                 self._receive = receive
-                self._sum(losses)
+                with record_function("weighted_sum"):
+                    self._sum(losses)
             for parameter in self.capture.parameters:
                 if parameter not in self._seen:
                     receive(parameter, None)
