@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.profiler import record_function
 
 from dp_clipping.clip import coefficients, finite_samples
-from dp_clipping.layers.arithmetic import squared_norms, weighted_sum, wide
+from dp_clipping.layers.arithmetic import Weights, squared_norms, weighted_sum
 from dp_clipping.layers.linear import Grams
 from dp_clipping.rescale import is_rescaled, rescale
 
@@ -178,18 +178,17 @@ class Session:
             rest = self._by_group(others, len(limits))
             rest = rest if self._good is None else rest[:, self._good]
             scale = rescale(self._kept, rest, self.capture.groups, scale, limits)
-        self._coefficients, self._by_host = scale, scale.tolist()
+        self._weights = [Weights(*c) for c in zip(scale, scale.tolist(), strict=True)]
         return self._by_group(self._squared, len(limits)).sum(0).sqrt()
 
     def _by_group(self, values: dict[Parameter, Tensor], groups: int) -> Tensor:
         """Sums over the parameters of each group: [K, B]."""
         some = next(iter(self._squared.values()), self.anchor)
         total = torch.zeros(groups, self.batch_size, dtype=some.dtype, device=some.device)
-        for k in range(groups):
-            own = [v for p, v in values.items() if self.capture.groups[p] == k]
-            if own:
-                total[k] = torch.stack(own).sum(0)
-        return total
+        if not values:
+            return total
+        index = torch.tensor([self.capture.groups[p] for p in values], device=some.device)
+        return total.index_add_(0, index, torch.stack(list(values.values())))
 
     def _only_good(self, remains: Any) -> Any:
         """Without the samples whose norm is not finite."""
@@ -208,12 +207,11 @@ class Session:
 
     @torch.no_grad()
     def _hand_on(self, parameter: Parameter, remains: Any) -> None:
-        group = self.capture.groups[parameter]
-        scale = self._coefficients[group]
+        weights = self._weights[self.capture.groups[parameter]]
         if isinstance(remains, Tensor):
-            total = weighted_sum(scale.to(wide(remains.dtype)), remains)
+            total = weighted_sum(weights, remains)
         else:
-            total = remains.weighted_sum(scale, self._by_host[group])
+            total = remains.weighted_sum(weights)
         self._receive(parameter, total)
 
 

@@ -5,6 +5,7 @@ float64): matrix units multiply 16-bit operands exactly and add in float32, so n
 the operands had.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -68,8 +69,36 @@ def round_down(coefficients: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(too_large, below, rounded)
 
 
-def weighted_sum(coefficients: Tensor, gradients: Tensor) -> Tensor:
-    """Σ_i c_i G_i in `wide(dtype)`; c [B] in that dtype, G [B, *shape].
+class Weights:
+    """Coefficients c [B] of one clipping group, in the forms that sums want them in.
+
+    `values` are float32 (float64) on the device, `by_host` the same as numbers.
+    """
+
+    def __init__(self, values: Tensor, by_host: list[float] | None = None):
+        self.values = values
+        self.by_host = values.tolist() if by_host is None else by_host
+        self._blocks: dict[tuple[torch.dtype, int], tuple[Tensor, float]] = {}
+
+    def block(self, dtype: torch.dtype, pieces: int) -> tuple[Tensor, float]:
+        """C [g, B·g] with c_i on the diagonal of its i-th block, rounded down, and a factor.
+
+        The factor is a power of two that brings float16 coefficients, small beside the largest of
+        them or not, into that dtype's range; 1 for bfloat16, which has float32's.
+        """
+        key = (dtype, pieces)
+        if key not in self._blocks:
+            exponent = 0
+            if dtype == torch.float16 and max(self.by_host) > 0:
+                exponent = math.frexp(max(self.by_host))[1]
+            row = round_down(self.values * 2.0**-exponent, dtype)[None]
+            identity = torch.eye(pieces, dtype=dtype, device=row.device)
+            self._blocks[key] = (torch.kron(row, identity), 2.0**exponent)
+        return self._blocks[key]
+
+
+def weighted_sum(weights: Weights, gradients: Tensor) -> Tensor:
+    """Σ_i c_i G_i in `wide(dtype)`; G [B, *shape].
 
     On a GPU 16-bit gradients are read once by a matrix product, with coefficients rounded *down* to
     their dtype (by less than 2⁻⁷): a product of two such numbers is exact in float32, so a sample's
@@ -77,29 +106,25 @@ def weighted_sum(coefficients: Tensor, gradients: Tensor) -> Tensor:
     """
     rows = gradients.reshape(len(gradients), gradients.shape[1:].numel())
     if rows.is_cuda and rows.element_size() == 2 and len(rows):
-        total = _sum_by_groups(coefficients, rows)
+        total = _sum_by_pieces(weights, rows)
     else:
-        total = _widened_sum(coefficients, rows)
+        total = _widened_sum(weights.values, rows)
     return total.view(gradients.shape[1:])
 
 
-def _sum_by_groups(coefficients: Tensor, rows: Tensor) -> Tensor:
+def _sum_by_pieces(weights: Weights, rows: Tensor) -> Tensor:
     """c @ rows [B, N] as C @ rows' with rows' [B·g, N/g], a view, and C [g, B·g] block by block.
 
     A product with one row has next to nothing for the matrix units to do with the 64 rows that
-    they load at a time; cutting each sample into g pieces fills them. Powers of two bring the
-    largest coefficient near 1, so that small ones do not leave the dtype's range.
+    they load at a time; cutting each sample into g pieces fills them.
     """
     batch_size, numel = rows.shape
     pieces = max(1, 64 // batch_size)
     while numel % (8 * pieces) and pieces > 1:
         pieces //= 2
-    exponent = torch.frexp(coefficients.max()).exponent
-    near_one = torch.ldexp(coefficients, -exponent)
-    block = torch.eye(pieces, dtype=rows.dtype, device=rows.device)
-    left = torch.kron(round_down(near_one, rows.dtype)[None], block)
-    total = wide_mm(left, rows.view(batch_size * pieces, numel // pieces))
-    return torch.ldexp(total.view(-1), exponent, out=total.view(-1))
+    block, factor = weights.block(rows.dtype, pieces)
+    total = wide_mm(block, rows.view(batch_size * pieces, numel // pieces)).view(-1)
+    return total if factor == 1 else total.mul_(factor)
 
 
 def _widened_sum(coefficients: Tensor, rows: Tensor) -> Tensor:

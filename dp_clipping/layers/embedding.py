@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_clipping.layers.arithmetic import SUM_ROUNDING, wide
+from dp_clipping.layers.arithmetic import SUM_ROUNDING, Weights, wide
 from dp_clipping.layers.handle import Handle
 from dp_clipping.layout import Layout
 
@@ -107,9 +107,9 @@ class EmbeddingFactors:
         sum_error = SUM_ROUNDING[y.dtype] * 4 * scale
         return squared, (squared.sqrt() + sum_error).square()
 
-    def weighted_sum(self, coefficients: Tensor, _by_host: list[float] | None = None) -> Tensor:
-        """Σ_i c_i G_i [V, d] in `wide(dtype)`; c [B]."""
-        y = self.y.to(wide(self.y.dtype)) * coefficients[:, None, None]
+    def weighted_sum(self, weights: Weights) -> Tensor:
+        """Σ_i c_i G_i [V, d] in `wide(dtype)`."""
+        y = self.y.to(wide(self.y.dtype)) * weights.values[:, None, None]
         total = y.new_zeros(self.vocabulary, y.shape[-1])
         return total.index_add_(0, self.ids.flatten(), y.flatten(0, 1))
 

@@ -15,7 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dp_clipping.layers.arithmetic import SUM_ROUNDING, full_float32, wide, wide_bmm, wide_mm
+from dp_clipping.layers.arithmetic import (
+    SUM_ROUNDING,
+    Weights,
+    full_float32,
+    wide,
+    wide_bmm,
+    wide_mm,
+)
 from dp_clipping.layers.handle import Handle, autocast_operands
 from dp_clipping.layout import Layout
 
@@ -156,8 +163,8 @@ class LinearFactors:
         sum_error = SUM_ROUNDING[wide(dtype)] * max(4.0, tokens**0.5 / 2) * scale
         return squared, ((squared + gram_error).sqrt() + sum_error).square()
 
-    def weighted_sum(self, coefficients: Tensor, by_host: list[float] | None = None) -> Tensor:
-        """Σ_i c_i G_i in `wide(dtype)`, in the parameter's shape; c [B], `by_host` the same.
+    def weighted_sum(self, weights: Weights) -> Tensor:
+        """Σ_i c_i G_i in `wide(dtype)`, in the parameter's shape.
 
         16-bit factors on a GPU are multiplied sample by sample, each product scaled where it is
         accumulated, in float32; scaled ones (see `rescale`) by one product.
@@ -166,9 +173,9 @@ class LinearFactors:
         if self.is_scaled:
             return wide_mm(left.flatten(0, 1).t(), right.flatten(0, 1))
         if left.is_cuda and left.element_size() == 2:
-            return self._sum_by_sample(left, right, by_host or coefficients.tolist())
+            return self._sum_by_sample(left, right, weights.by_host)
         dtype = wide(left.dtype)
-        left = left.to(dtype) * coefficients[:, None, None]
+        left = left.to(dtype) * weights.values.to(dtype)[:, None, None]
         with full_float32():
             return left.flatten(0, 1).t() @ right.flatten(0, 1).to(dtype)
 
