@@ -16,14 +16,30 @@ class PrivateLoss:
 
     `backward()` adds the clipped sum of the samples' gradients to `.grad`. Sums, differences and
     multiples work as for a tensor; they act on each sample's loss.
+
+
+    With `PrivacyEngine(release=True)` a training loss cannot be looked at. One of evaluation can:
+    what that data is, is the user's own matter.
     """
 
     def __init__(self, model: PrivateModel, session: Any, losses: Tensor, reduction: str):
         self.model, self._session = model, session
-        self.loss_per_sample, self.loss_reduction = losses, reduction
+        self._losses, self.loss_reduction = losses, reduction
+
+    @property
+    def loss_per_sample(self) -> Tensor:
+        """[B]. Not covered by ε."""
+        if self._session is not None:
+            self.model.refuse_in_release("the loss in training")
+        return self._losses
 
     def backward(self) -> None:
-        self.model.private_backward(self._session, self.loss_per_sample)
+        if self._session is None:
+            raise RuntimeError(
+                "backward of a loss of evaluation: call the model in training mode with gradients "
+                "enabled, then the criterion"
+            )
+        self.model.private_backward(self._session, self._losses)
 
     def detach(self) -> Tensor:
         """The mean (0 for an empty batch) or the sum. Not covered by ε."""
@@ -47,29 +63,29 @@ class PrivateLoss:
             raise ValueError(
                 "losses of different batches or reductions do not add up sample by sample"
             )
-        return other.loss_per_sample
+        return other._losses
 
     def __add__(self, other: Any) -> "PrivateLoss":
-        return self._with(self.loss_per_sample + self._other(other))
+        return self._with(self._losses + self._other(other))
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> "PrivateLoss":
-        return self._with(self.loss_per_sample - self._other(other))
+        return self._with(self._losses - self._other(other))
 
     def __rsub__(self, other: Any) -> "PrivateLoss":
-        return self._with(other - self.loss_per_sample)
+        return self._with(other - self._losses)
 
     def __mul__(self, factor: Any) -> "PrivateLoss":
-        return self._with(self.loss_per_sample * factor)
+        return self._with(self._losses * factor)
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> "PrivateLoss":
-        return self._with(self.loss_per_sample / divisor)
+        return self._with(self._losses / divisor)
 
     def __neg__(self) -> "PrivateLoss":
-        return self._with(-self.loss_per_sample)
+        return self._with(-self._losses)
 
     def __repr__(self) -> str:
         samples = self.loss_per_sample.numel()

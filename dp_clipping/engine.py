@@ -4,25 +4,31 @@ Code written for Opacus 1.6 with `grad_sample_mode="ghost"` runs with the import
 """
 
 import math
+import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
+from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from dp_clipping import checkpoint
+from dp_clipping.checkpoint_file import SCHEDULERS
 from dp_clipping.clip import CLIPPING_FUNCTIONS, GAMMA
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.keys import Keys, fixed_keys, fresh_keys
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import DEFAULT_MODE, policy_of
 from dp_clipping.optimizer import PrivateOptimizer
+from dp_clipping.run import Run
 from dp_clipping.sampling import PoissonLoader
 from dp_clipping.validation import check_module
 
@@ -35,9 +41,13 @@ class PrivacyEngine:
     Args:
         accountant: `"prv"`, `"rdp"` or `"gdp"`, Opacus's own.
         secure_mode: not supported: the noise is counter-based, not cryptographic.
+        release: what ε does not cover raises RuntimeError instead of showing itself: per-sample
+            norms, the count of non-finite samples, the loss in training.
     """
 
-    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False):
+    def __init__(
+        self, *, accountant: str = "prv", secure_mode: bool = False, release: bool = False
+    ):
         if secure_mode:
             raise ValueError(
                 "secure_mode=True is not supported: noise comes from a counter-based generator, "
@@ -45,7 +55,8 @@ class PrivacyEngine:
             )
         self.accountant = create_accountant(mechanism=accountant)
         self.secure_mode = False
-        self._keys: Keys | None = None
+        self.release = release
+        self._runs: list[Run] = []
         self._dataset: Any = None
 
     # ---- what a user calls ----------------------------------------------------------------------
@@ -107,12 +118,9 @@ class PrivacyEngine:
             check_module(module)
         device = next(module.parameters()).device
         group = getattr(module, "process_group", None)
-        self._keys = (
-            fresh_keys(group, device) if noise_generator is None else fixed_keys(noise_generator)
-        )
-
+        keys = fresh_keys(group, device) if noise_generator is None else fixed_keys(noise_generator)
         loader = self._private_loader(
-            data_loader, group, poisson_sampling, batch_first, rand_on_empty
+            data_loader, keys, group, poisson_sampling, batch_first, rand_on_empty
         )
         world_size = 1 if group is None else dist.get_world_size(group)
         if expected_batch_size is None:
@@ -124,6 +132,7 @@ class PrivacyEngine:
             max_grad_norm=max_grad_norm,
             clipping=clipping,
             batch_first=batch_first,
+            release=self.release,
         )
         private_optimizer = PrivateOptimizer(
             optimizer,
@@ -131,13 +140,27 @@ class PrivacyEngine:
             noise_multiplier=noise_multiplier,
             expected_batch_size=expected_batch_size,
             loss_reduction=loss_reduction,
-            noise_key=self._keys.noise,
+            noise_key=keys.noise,
         )
         sample_rate = 1 / len(data_loader)
-        private_optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate))
-        if isinstance(loader, PoissonLoader) and policy is not None:
+        private_optimizer.attach_step_hook(lambda stepping: self._count(stepping, sample_rate))
+        if isinstance(loader, PoissonLoader):
             loader.on_draw = private_optimizer.begin_draw
             model.holds_dummy = lambda: loader.holds_dummy
+        settings = {
+            "mode": grad_sample_mode,
+            "noise_multiplier": noise_multiplier,
+            "max_grad_norm": max_grad_norm,
+            "clipping": clipping,
+            "clipping_function": clipping_function,
+            "gamma": gamma,
+            "loss_reduction": loss_reduction,
+            "expected_batch_size": expected_batch_size,
+            "poisson_sampling": poisson_sampling,
+            "num_samples": len(data_loader.dataset),
+            "sample_rate": sample_rate,
+        }
+        self._runs.append(Run(model, private_optimizer, loader, group, keys, settings))
         return (
             model,
             private_optimizer,
@@ -187,8 +210,8 @@ class PrivacyEngine:
         )
 
     def get_epsilon(self, delta: float) -> float:
-        """ε spent so far at this δ; infinite if a step had no noise."""
-        if self._keys is not None and self._keys.fixed:
+        """ε spent so far at this δ; infinite if a step had no noise (mode `no_dp` has none)."""
+        if any(run.keys.fixed for run in self._runs):
             warnings.warn(
                 "noise and sampling come from a fixed seed: anyone who knows it can subtract the "
                 "noise, and ε means nothing",
@@ -199,6 +222,99 @@ class PrivacyEngine:
         if not self.accountant.history:
             return 0.0
         return self.accountant.get_epsilon(delta)
+
+    def save_checkpoint(
+        self,
+        *,
+        path: str | os.PathLike,
+        module: PrivateModel,
+        optimizer: PrivateOptimizer | None = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        checkpoint_dict: Mapping[str, Any] | None = None,
+        module_state_dict_kwargs: Mapping[str, Any] | None = None,
+        torch_save_kwargs: Mapping[str, Any] | None = None,
+        data_loader: DataLoader | None = None,
+    ) -> None:
+        """Write a checkpoint at `path` and the key at `path` + `".key"`; see `checkpoint`.
+
+        Every rank calls it between two steps, and rank 0 writes. A kill at any moment leaves a
+        checkpoint that can be loaded. The loader's position, the number of steps and torch's random
+        states are saved in any case.
+
+        Args:
+            path: a file name.
+            module, optimizer, data_loader: as `make_private` returned them. Without `optimizer`
+                the state of the wrapped one (momentum) is not saved.
+            noise_scheduler, grad_clip_scheduler: Opacus's; their state is saved.
+            checkpoint_dict: further entries of the user's (a learning-rate scheduler's
+                `state_dict()`, say): tensors, numbers, strings, in lists, tuples or dicts.
+            module_state_dict_kwargs: for the network's `state_dict`.
+            torch_save_kwargs: for `torch.save`.
+
+        Raises:
+            RuntimeError: in the middle of a step.
+            ValueError: for a module that is not of this engine, or entries that a load could not
+                read without executing code.
+        """
+        run = self._run_of(module, optimizer, data_loader)
+        checkpoint.save(
+            run,
+            self.accountant,
+            _file_name(path),
+            with_optimizer=optimizer is not None,
+            schedulers=_given(noise_scheduler, grad_clip_scheduler),
+            extra=checkpoint_dict or {},
+            module_kwargs=module_state_dict_kwargs or {},
+            torch_kwargs=torch_save_kwargs or {},
+        )
+
+    def load_checkpoint(
+        self,
+        *,
+        path: str | os.PathLike,
+        module: PrivateModel,
+        optimizer: PrivateOptimizer | None = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        module_load_dict_kwargs: Mapping[str, Any] | None = None,
+        torch_load_kwargs: Mapping[str, Any] | None = None,
+        data_loader: DataLoader | None = None,
+        new_keys: bool = False,
+    ) -> dict[str, Any]:
+        """Go on with a saved run, bit for bit, after a `make_private` with its arguments.
+
+        Every rank calls it. Nothing is changed unless everything fits, on every rank. No code from
+        the file is executed. The engine's account becomes the saved one.
+
+        Args:
+            path: as given to `save_checkpoint`.
+            module, optimizer, data_loader: as `make_private` returned them.
+            noise_scheduler, grad_clip_scheduler: made as before; they receive the saved state.
+            module_load_dict_kwargs: for the network's `load_state_dict`.
+            torch_load_kwargs: for `torch.load`; tensors come to the CPU by default.
+            new_keys: go on with a new key for noise and samples: where the key file is lost, the
+                data are others, or another continuation of this checkpoint is published. Another
+                σ, C or clipping draws a new key without being asked, with a warning.
+
+        Returns:
+            The entries of `checkpoint_dict`, and those of module and accountant, as in Opacus.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is cut short, of another run, or without its key; on one line.
+        """
+        run = self._run_of(module, optimizer, data_loader)
+        return checkpoint.load(
+            run,
+            self.accountant,
+            _file_name(path),
+            with_optimizer=optimizer is not None,
+            schedulers=_given(noise_scheduler, grad_clip_scheduler),
+            module_kwargs=module_load_dict_kwargs or {},
+            torch_kwargs=torch_load_kwargs or {},
+            new_keys=new_keys,
+        )
 
     @classmethod
     def is_compatible(
@@ -216,11 +332,48 @@ class PrivacyEngine:
         """Raises ValueError naming the modules that mix samples, and what to use instead."""
         check_module(module)
 
+    @classmethod
+    def get_compatible_module(cls, module: nn.Module) -> nn.Module:
+        """A copy in which Opacus's fixes have replaced what mixes samples, then validated."""
+        fixed = ModuleValidator.fix(module)
+        check_module(fixed)
+        return fixed
+
+    # ---- the account and the runs ---------------------------------------------------------------
+
+    def _count(self, optimizer: PrivateOptimizer, sample_rate: float) -> None:
+        """One step, counted before it changes a parameter."""
+        before = list(self.accountant.history)
+        private = optimizer.model.policy is not None
+        try:
+            self.accountant.step(
+                noise_multiplier=optimizer.noise_multiplier if private else 0.0,
+                sample_rate=sample_rate * optimizer.accumulated_iterations,
+            )
+        except BaseException:
+            self.accountant.history = before  # Opacus's gdp forgets it when σ changes
+            raise
+
+    def _run_of(self, module: Any, optimizer: Any, loader: Any) -> Run:
+        for run in self._runs:
+            if run.model is module:
+                for name, given, own in (
+                    ("optimizer", optimizer, run.optimizer),
+                    ("data_loader", loader, run.loader),
+                ):
+                    if given is not None and given is not own:
+                        raise ValueError(
+                            f"{name} is not the one that make_private returned with this module"
+                        )
+                return run
+        raise ValueError("module is not one that this engine's make_private returned")
+
     # ---- the loader -----------------------------------------------------------------------------
 
     def _private_loader(
         self,
         loader: DataLoader,
+        keys: Keys,
         group: dist.ProcessGroup | None,
         poisson_sampling: bool,
         batch_first: bool,
@@ -242,12 +395,26 @@ class PrivacyEngine:
             return loader
         return PoissonLoader.from_data_loader(
             loader,
-            key=self._keys.sampling,
+            key=keys.sampling,
             rank=0 if group is None else dist.get_rank(group),
             world_size=1 if group is None else dist.get_world_size(group),
             batch_first=batch_first,
             rand_on_empty=rand_on_empty,
         )
+
+
+def _file_name(path: Any) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(
+            f"path is a {type(path).__name__}: give a file name, beside which the key has its file"
+        )
+    return Path(path)
+
+
+def _given(noise_scheduler: Any, grad_clip_scheduler: Any) -> dict[str, Any]:
+    """Entry in the checkpoint -> scheduler, of those that are there."""
+    both = zip(SCHEDULERS, (noise_scheduler, grad_clip_scheduler), strict=True)
+    return {entry: scheduler for entry, scheduler in both if scheduler is not None}
 
 
 def _expected_batch_size(loader: DataLoader, world_size: int) -> float:

@@ -7,13 +7,21 @@ knows which samples the others draw.
 """
 
 import hashlib
+import os
+import re
 import secrets
+import stat
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from measure.files import replacing
+
 KEY_BYTES = 32
+MODE = 0o600
+LINE = re.compile(r"(drawn|fixed) ([0-9a-f]{64})")
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,11 @@ class Keys:
     def sampling(self) -> bytes:
         return self._derive(b"sampling key")
 
+    @property
+    def fingerprint(self) -> str:
+        """Public: tells whether a key is the right one, and nothing about it."""
+        return self._derive(b"fingerprint").hex()
+
     def _derive(self, purpose: bytes) -> bytes:
         return hashlib.blake2b(purpose, key=self.master, digest_size=KEY_BYTES).digest()
 
@@ -53,3 +66,31 @@ def fixed_keys(generator: torch.Generator) -> Keys:
     """Keys from a generator's seed: for tests, where nothing is private."""
     seed = generator.initial_seed().to_bytes(16, "little", signed=True)
     return Keys(hashlib.blake2b(seed, digest_size=KEY_BYTES).digest(), fixed=True)
+
+
+def read_keys(path: Path) -> list[Keys]:
+    """The keys in a key file, a line each; none if there is no such file.
+
+    Raises:
+        ValueError: for anything else than keys. What the file holds is in no message.
+    """
+    try:
+        lines = path.read_bytes().decode("ascii", "replace").splitlines()
+    except FileNotFoundError:
+        return []
+    found = [LINE.fullmatch(line) for line in lines]
+    if not lines or not all(found):
+        raise ValueError(f"{path} is not a key file, or is cut short: move it away or restore it")
+    return [Keys(bytes.fromhex(match[2]), fixed=match[1] == "fixed") for match in found]
+
+
+def write_keys(path: Path, keys: list[Keys]) -> None:
+    """Let the file hold exactly these keys and be readable by its owner alone; atomic.
+
+    A file that is so already is left alone.
+    """
+    if read_keys(path) == keys and stat.S_IMODE(os.stat(path).st_mode) == MODE:
+        return
+    lines = (f"{'fixed' if k.fixed else 'drawn'} {k.master.hex()}\n" for k in keys)
+    with replacing(path, mode=MODE) as file:
+        file.write("".join(lines).encode())

@@ -30,6 +30,7 @@ class PrivateModel(nn.Module):
         max_grad_norm: C, or a list of thresholds, one a group.
         clipping: `"flat"` or `"per_layer"`.
         batch_first: the first dimension of the inputs counts the samples, else the second.
+        release: what is not covered by ε raises instead of showing itself.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class PrivateModel(nn.Module):
         max_grad_norm: float | list[float],
         clipping: str = "flat",
         batch_first: bool = True,
+        release: bool = False,
     ):
         super().__init__()
         self.module = module
@@ -48,7 +50,8 @@ class PrivateModel(nn.Module):
         self.max_grad_norm = max_grad_norm
         self.batch_first = batch_first
         self.accumulating = False  # more microbatches of this draw are to come: nothing leaves yet
-        self.nonfinite_samples = 0
+        self.release = release
+        self._nonfinite_samples = 0
         self.holds_dummy: Callable[[], bool] = lambda: False  # is the loader's batch made up?
         self._is_wrapped = hasattr(module, "gradient_ready")
         self._norms: list[Tensor] = []
@@ -81,11 +84,21 @@ class PrivateModel(nn.Module):
 
         Not covered by ε: for looking, not for publishing.
         """
+        self.refuse_in_release("per_sample_gradient_norms")
         if self.policy is None:
             raise RuntimeError(f"mode {self.mode} computes no per-sample norms")
         if not self._norms:
             raise RuntimeError("no backward since zero_grad: there are no norms yet")
         return torch.cat(self._norms)
+
+    @property
+    def nonfinite_samples(self) -> int:
+        """Samples since `zero_grad` that were left out, their norms not finite.
+
+        Not covered by ε either.
+        """
+        self.refuse_in_release("nonfinite_samples")
+        return self._nonfinite_samples
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.policy is None:
@@ -134,6 +147,14 @@ class PrivateModel(nn.Module):
 
     # ---- what criterion and optimizer call ------------------------------------------------------
 
+    def refuse_in_release(self, what: str) -> None:
+        """Raises RuntimeError in a run whose every output is to be covered by ε."""
+        if self.release:
+            raise RuntimeError(
+                f"{what} depends on the samples without noise and is not covered by ε: it is off "
+                "with release=True; build PrivacyEngine(release=False) to look at it in private"
+            )
+
     @property
     def last_session(self) -> Session | None:
         return self._session
@@ -159,7 +180,7 @@ class PrivateModel(nn.Module):
             else:
                 limits = torch.tensor(self._step_limits, dtype=torch.float64, device=losses.device)
                 self._norms.append(session.backward(losses, limits, self._receive))
-                self.nonfinite_samples += session.nonfinite
+                self._nonfinite_samples += session.nonfinite
         self._session = None
 
     def _call_network_again(self, args: tuple, kwargs: dict) -> Any:
@@ -184,7 +205,7 @@ class PrivateModel(nn.Module):
         """`zero_grad`: gradients are dropped, and may be float32 again."""
         self._norms.clear()
         self._step_is_open = False
-        self.nonfinite_samples = 0
+        self._nonfinite_samples = 0
         for parameter in self.capture.parameters:
             parameter.grad = None
         self._use_wide_gradients()

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from dp_clipping.model import PrivateModel
 from dp_clipping.noise import NoiseStream, add_noise
@@ -17,7 +18,8 @@ class PrivateOptimizer(Optimizer):
         noise_multiplier: σ; the noise on the sum has standard deviation σC. Schedulers change it.
         max_grad_norm: C, which schedulers change too; it applies from the next step on.
         expected_batch_size: the public constant that a mean is divided by.
-        steps: private steps so far; part of the key of each step's noise.
+        steps: steps so far; part of the key of each step's noise.
+        open_draw: number of the draw that the loader has handed out and no step has used yet.
     """
 
     def __init__(
@@ -36,10 +38,12 @@ class PrivateOptimizer(Optimizer):
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
         self.steps = 0
+        self.open_draw: int | None = None
         self.step_hook: Callable[[PrivateOptimizer], None] | None = None
         self._noise_key = noise_key
         self._skip_next = False
         self._last_was_skipped = False
+        self._is_prepared = False  # `.grad` holds what the optimizer applies
 
     # ---- an optimizer for schedulers and users --------------------------------------------------
 
@@ -117,8 +121,10 @@ class PrivateOptimizer(Optimizer):
         float32 sums.
         """
         if self.model.policy is None:
+            self._is_prepared = False
             self.original_optimizer.zero_grad(set_to_none)
         elif not self._last_was_skipped:
+            self._is_prepared = False
             self.model.clear_gradients()
             self.original_optimizer.zero_grad(set_to_none=True)
 
@@ -131,33 +137,76 @@ class PrivateOptimizer(Optimizer):
         self._last_was_skipped, self._skip_next = self._skip_next, False
         if self._last_was_skipped:
             return loss
-        self.model.accumulating = False
-        self._finish_synchronization()
-        if self.model.policy is not None:
-            self._apply_noise()
+        if not self._is_ready():
+            with record_function("gradient_sync"):
+                self._finish_synchronization()
+            with record_function("noise"):
+                self._prepare()
+        self._is_prepared = False
         self.original_optimizer.step()
+        self.open_draw = None
         return loss
 
-    def _finish_synchronization(self) -> None:
-        if hasattr(self.model.module, "finish_gradient_synchronization"):
-            self.model.module.finish_gradient_synchronization()
+    def pre_step(self) -> bool:
+        """Let `.grad` be what `step()` applies: finish the exchange, count the step, add noise.
 
-    @torch.no_grad()
-    def _apply_noise(self) -> None:
-        model = self.model
-        if not model.step_is_open:
+        `step()` does it itself. Called before, it leaves room for what may be done with noisy
+        gradients only, such as clipping their total norm. False for a step that is skipped.
+
+        Raises:
+            RuntimeError: if no backward has been since the last step.
+        """
+        if self._skip_next:
+            return False
+        if not self._is_ready():
+            self._finish_synchronization()
+            self._prepare()
+        return True
+
+    @property
+    def is_mid_step(self) -> bool:
+        """`.grad` holds sums, or what `pre_step` made of them, that no parameter has seen yet."""
+        return self.model.step_is_open or self._is_prepared
+
+    def _is_ready(self) -> bool:
+        """A backward after `pre_step` has opened another step, which has no noise yet."""
+        return self._is_prepared and not self.model.step_is_open
+
+    def _prepare(self) -> None:
+        if self.model.policy is not None and not self.model.step_is_open:
             raise RuntimeError(
                 "optimizer.step() without a backward since the last one: also an empty batch runs "
                 "forward and backward, so that noise is added on every rank"
             )
         if self.step_hook is not None:
             self.step_hook(self)
+        # Counted before noise is drawn: what fails from here on never draws the same noise again.
+        number, self.steps = self.steps, self.steps + 1
+        if self.model.policy is not None:
+            self._apply_noise(number)
+        self._is_prepared = True
+
+    def resume(self, steps: int, noise_key: bytes) -> None:
+        """Go on at a step boundary: the noise of step number `steps` is the next to be drawn."""
+        self.steps, self._noise_key = steps, noise_key
+        self.open_draw = None
+        self._is_prepared = False
+        self._skip_next = self._last_was_skipped = self.model.accumulating = False
+
+    def _finish_synchronization(self) -> None:
+        self.model.accumulating = False
+        if hasattr(self.model.module, "finish_gradient_synchronization"):
+            self.model.module.finish_gradient_synchronization()
+
+    @torch.no_grad()
+    def _apply_noise(self, number: int) -> None:
+        model = self.model
         std = self.noise_multiplier * model.sensitivity()
         divisor = self.expected_batch_size if self.loss_reduction == "mean" else 1.0
         for parameter in model.capture.parameters:
             stream = NoiseStream.derive(
                 self._noise_key,
-                step=self.steps,
+                step=number,
                 parameter=model.capture.names[parameter],
                 share=0,
             )
@@ -165,7 +214,6 @@ class PrivateOptimizer(Optimizer):
                 parameter.grad, stream, std=std, divisor=divisor, dtype=parameter.dtype
             )
             model.apply_gradient(parameter, noisy)
-        self.steps += 1
         model.close_step()
 
     def begin_draw(self, number: int) -> None:
@@ -175,3 +223,4 @@ class PrivateOptimizer(Optimizer):
                 f"draw {number} of the loader begins before optimizer.step() has used the last "
                 "one: a step is one draw; to split a draw into microbatches use BatchMemoryManager"
             )
+        self.open_draw = number

@@ -105,6 +105,11 @@ class PoissonSampler(Sampler[list[int]]):
         indices = mask.nonzero().flatten()
         return [indices[indices % self.world_size == r].tolist() for r in range(self.world_size)]
 
+    def rekey(self, key: bytes) -> None:
+        """Take the coming draws from another key, as a resumed run does."""
+        _check_draw(key, 0, self.num_samples, self.sample_rate)
+        self._key = key
+
     def seek(self, draws: range) -> None:
         """Let the next iteration give these draws, and the ones after it continue from there."""
         self.step = draws.start

@@ -7,7 +7,7 @@ torch are imported where they are used, so that importing this package is cheap.
 from measure.cells import plan_rounds
 from measure.chart import draw_comparison
 from measure.environment import environment, git_state, peak_flops
-from measure.files import append_line, read_lines, write_atomically
+from measure.files import append_line, read_lines, replacing, write_atomically
 from measure.progress import Progress, duration
 from measure.results import (
     ERROR,
@@ -51,6 +51,7 @@ __all__ = [
     "plan_rounds",
     "ratio",
     "read_lines",
+    "replacing",
     "summarize",
     "write_atomically",
 ]

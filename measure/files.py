@@ -15,22 +15,31 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """Write `content` (text as UTF-8) to `path` so that it is there whole or not at all.
+    """Write `content` (text as UTF-8) to `path` so that it is there whole or not at all."""
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """A file to fill that takes the place of `path` when the `with` block ends without an error.
 
     The temporary file lies in the same folder, because a rename is atomic only within one file
     system. `fsync` before the rename keeps a power cut from leaving an empty file under the final
     name; `fsync` of the folder makes the rename itself durable. A kill in between leaves a hidden
-    `.NAME.RANDOM.tmp` behind and `path` untouched.
+    `.NAME.RANDOM.tmp` behind and `path` untouched. `mode`, less the process's mask, holds from the
+    moment the file exists.
     """
     path = Path(path)
-    data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
-        with open(temporary, "xb") as file:
-            file.write(data)
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+        with open(descriptor, "w+b") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -1,0 +1,127 @@
+"""Whether a checkpoint fits a run, and whether it may go on with the saved key: see checkpoint.py.
+
+Everything here reads and compares; nothing is changed.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from opacus.accountants.accountant import IAccountant
+from torch import Tensor
+
+from dp_clipping.checkpoint_file import OWN, SCHEDULERS, key_path, scheduler_state
+from dp_clipping.keys import Keys, read_keys
+from dp_clipping.optimizer import PrivateOptimizer
+from dp_clipping.run import Run
+
+DATA = ("poisson_sampling", "num_samples", "sample_rate")
+NOISE = (
+    "noise_multiplier", "max_grad_norm", "clipping", "clipping_function", "gamma",
+    "loss_reduction", "expected_batch_size",
+)  # fmt: skip
+
+
+def check_fits(
+    run: Run,
+    accountant: IAccountant,
+    path: Path,
+    saved: dict[str, Any],
+    schedulers: Mapping[str, Any],
+    new_keys: bool,
+    strict: bool,
+) -> tuple[Keys | None, list[str]]:
+    """The key to go on with (None: a new one) and what deserves a warning; else ValueError."""
+    own, here = saved[OWN], run.describe()
+    there = own["run"]
+    _check_same("mechanism of the accountant", saved["privacy_accountant_state_dict"]["mechanism"],
+                accountant.mechanism(), path)  # fmt: skip
+    for name in ("private", "optimizer"):
+        _check_same(name, there[name], here[name], path)
+    _check_tensors("trainable parameter", there["parameters"], here["parameters"], path)
+    if strict:
+        of_network = run.model.network.state_dict()
+        _check_tensors("entry", *map(_shapes, (saved["module_state_dict"], of_network)), path)
+    if "optimizer_state_dict" in saved:
+        _check_optimizer(saved["optimizer_state_dict"], run.optimizer, path)
+    notes = _check_schedulers(saved, schedulers, path)
+    if new_keys:
+        return None, notes
+    for name in DATA:
+        _check_same(name, there[name], here[name], path, " and its data, or pass new_keys=True")
+    changed = [name for name in NOISE if there[name] != here[name]]
+    if changed:
+        what = ", ".join(f"{name} was {there[name]} and is {here[name]}" for name in changed)
+        return None, [*notes, f"{what}, so noise and samples are drawn with a new key"]
+    return _find_keys(path, own["key_fingerprint"]), notes
+
+
+def _check_same(name: str, there: Any, here: Any, path: Path, instead: str = "") -> None:
+    if there != here:
+        raise ValueError(
+            f"{path}: {name} is {there} in the checkpoint and {here} in this run: resume with the "
+            f"settings of the saved run{instead}"
+        )
+
+
+def _check_tensors(kind: str, there: Mapping, here: Mapping, path: Path) -> None:
+    for name in [*there, *here]:
+        if there.get(name) != here.get(name) or (name in there) != (name in here):
+            is_there, is_here = there.get(name, "missing"), here.get(name, "missing")
+            raise ValueError(
+                f"{path} is of another model: {kind} {name} is {is_there} in the checkpoint and "
+                f"{is_here} in this model"
+            )
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else None
+        for name, value in state.items()
+    }
+
+
+def _check_optimizer(state: dict[str, Any], optimizer: PrivateOptimizer, path: Path) -> None:
+    groups = optimizer.param_groups
+    _check_same(
+        "number of parameters in the optimizer's groups",
+        [len(group["params"]) for group in state["param_groups"]],
+        [len(group["params"]) for group in groups],
+        path,
+    )
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for name, value in state["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                what = f"the optimizer's {name} of parameter {number}"
+                _check_same(what, list(value.shape), list(parameter.shape), path)
+
+
+def _check_schedulers(
+    saved: dict[str, Any], schedulers: Mapping[str, Any], path: Path
+) -> list[str]:
+    notes = []
+    for entry in SCHEDULERS:
+        name = entry.removesuffix("_state_dict")
+        if (entry in saved) != (entry in schedulers):
+            there, here = ("a", "no") if entry in saved else ("no", "a")
+            notes.append(f"{there} {name} in the checkpoint and {here} {name} given")
+        elif entry in saved:
+            here = sorted(scheduler_state(schedulers[entry]))
+            _check_same(f"state of the {name}", sorted(saved[entry]), here, path)
+    return notes
+
+
+def _find_keys(path: Path, fingerprint: str) -> Keys:
+    beside = key_path(path)
+    keys = read_keys(beside)
+    for key in keys:
+        if key.fingerprint == fingerprint:
+            return key
+    what = "holds no key of this checkpoint" if keys else "is missing"
+    raise ValueError(
+        f"{beside} {what}, so a resumed run would draw other noise and other samples than the "
+        "saved one: restore the file, or pass new_keys=True to go on with a new key (private all "
+        "the same, but not the same run)"
+    )
