@@ -10,7 +10,7 @@ autocast meet plain autograd functions.
 
 import types
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,8 +137,10 @@ class Capture:
         for handle in self.handles:
             handle.session = session
             handle.slots = {} if session is None else session.slots[handle.name]
+        twice = session is not None and session.policy.two_passes
         try:
-            yield
+            with _reusable_when_compiled() if twice else nullcontext():
+                yield
         finally:
             for handle, old_session, old_slots in before:
                 handle.session, handle.slots = old_session, old_slots
@@ -315,6 +317,17 @@ def _owned(module: nn.Module) -> Iterator[Parameter]:
     for child in module.children():
         if isinstance(child, nn.ParameterList | nn.ParameterDict):
             yield from child.parameters()
+
+
+def _reusable_when_compiled() -> AbstractContextManager:
+    """Backwards of graphs compiled in here may run twice: they do not write over their inputs.
+
+    A private setting of torch; without it the second pass is an error that names it.
+    """
+    config = getattr(getattr(torch, "_functorch", None), "config", None)
+    if not hasattr(config, "donated_buffer"):
+        return nullcontext()
+    return config.patch(donated_buffer=False)
 
 
 @contextmanager
