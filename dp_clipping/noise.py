@@ -123,12 +123,44 @@ def add_noise(
     target = (
         out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     )
-    flat_total, flat_target = total.reshape(-1), target.view(-1)
+    flat_total, flat_target = total.contiguous().view(-1), target.view(-1)
     if kernels.serves(total):
         kernels.add_noise_kernel_launch(flat_total, flat_target, stream, std, divisor, offset)
     else:
         add_noise_plain(flat_total, flat_target, stream, std, divisor, offset)
     return out if target is out else out.copy_(target)
+
+
+@torch.no_grad()
+def add_noise_to_all(
+    totals: list[Tensor], streams: list[NoiseStream], *, std: float, divisor: float,
+    dtypes: list[torch.dtype],
+) -> list[Tensor]:  # fmt: skip
+    """`add_noise` of each total with its stream, in few launches: the results in order.
+
+    Args:
+        totals: float32, any shapes; those whose dtype stays are overwritten.
+        dtypes: of the results.
+    """
+    if std == 0 or not all(kernels.serves(total) for total in totals):
+        return [
+            add_noise(total, stream, std=std, divisor=divisor, dtype=dtype)
+            for total, stream, dtype in zip(totals, streams, dtypes, strict=True)
+        ]
+    totals = [total.contiguous() for total in totals]
+    results = [
+        total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
+        for total, dtype in zip(totals, dtypes, strict=True)
+    ]
+    for total, result, dtype in zip(totals, results, dtypes, strict=True):
+        _check(total, std, divisor, dtype, 0, result)
+    for place in dict.fromkeys((result.dtype, result.device) for result in results):
+        own = [i for i, result in enumerate(results) if (result.dtype, result.device) == place]
+        kernels.add_noise_to_all_kernel_launch(
+            [totals[i] for i in own], [results[i] for i in own], [streams[i] for i in own],
+            std, divisor,
+        )  # fmt: skip
+    return results
 
 
 def add_noise_plain(

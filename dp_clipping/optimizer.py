@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from dp_clipping.model import PrivateModel
-from dp_clipping.noise import NoiseStream, add_noise
+from dp_clipping.noise import NoiseStream, add_noise_to_all
 
 
 class PrivateOptimizer(Optimizer):
@@ -203,17 +203,22 @@ class PrivateOptimizer(Optimizer):
         model = self.model
         std = self.noise_multiplier * model.sensitivity()
         divisor = self.expected_batch_size if self.loss_reduction == "mean" else 1.0
-        for parameter in model.capture.parameters:
-            stream = NoiseStream.derive(
-                self._noise_key,
-                step=number,
-                parameter=model.capture.names[parameter],
-                share=0,
+        parameters = model.capture.parameters
+        streams = [
+            NoiseStream.derive(
+                self._noise_key, step=number, parameter=model.capture.names[p], share=0
             )
-            noisy = add_noise(
-                parameter.grad, stream, std=std, divisor=divisor, dtype=parameter.dtype
-            )
-            model.apply_gradient(parameter, noisy)
+            for p in parameters
+        ]
+        noisy = add_noise_to_all(
+            [p.grad for p in parameters],
+            streams,
+            std=std,
+            divisor=divisor,
+            dtypes=[p.dtype for p in parameters],
+        )
+        for parameter, gradient in zip(parameters, noisy, strict=True):
+            model.apply_gradient(parameter, gradient)
         model.close_step()
 
     def begin_draw(self, number: int) -> None:

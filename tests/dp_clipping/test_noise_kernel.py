@@ -122,6 +122,26 @@ def check_slices(device: str) -> None:
         assert torch.equal(part, whole[start:end])
 
 
+def check_many(device: str) -> None:
+    """One launch for many tensors gives each the bits of its own launch."""
+    sizes = [0, 1, 5, PROGRAM, PROGRAM * kernels.LOOPS, PROGRAM * kernels.LOOPS + 3]
+    streams = [
+        NoiseStream.derive(bytes(32), step=1, parameter=str(n), share=0) for n in range(len(sizes))
+    ]
+    streams[1], streams[2] = STREAMS[3], STREAMS[4]
+    dtypes = [torch.float32, torch.bfloat16] * 3
+    totals = [torch.linspace(-9, 9, n, device=device) for n in sizes]
+    totals[2] = torch.linspace(-9, 9, 10, device=device)[::2]
+    expected = [
+        add_noise(total, stream, std=3.0, divisor=7.0, dtype=dtype)
+        for total, stream, dtype in zip(totals, streams, dtypes, strict=True)
+    ]
+    got = noise.add_noise_to_all(totals, streams, std=3.0, divisor=7.0, dtypes=dtypes)
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
 def interpreted() -> None:
     """What the process of `test_kernel_in_the_interpreter` runs."""
     kernels.serves = lambda total: total.dtype == torch.float32
@@ -131,6 +151,7 @@ def interpreted() -> None:
     check_result("cpu")
     check_layouts("cpu")
     check_slices("cpu")
+    check_many("cpu")
 
 
 def test_kernel_in_the_interpreter():
@@ -158,6 +179,7 @@ def test_compiled_kernel():
     check_result("cuda")
     check_layouts("cuda")
     check_slices("cuda")
+    check_many("cuda")
 
 
 @pytest.mark.gpu
