@@ -1,0 +1,559 @@
+"""The front door: Opacus's names and answers, and what is refused, on one line."""
+
+import contextlib
+import functools
+import inspect
+import math
+import warnings
+from types import SimpleNamespace
+
+import opacus
+import pytest
+import torch
+from opacus.accountants.utils import get_noise_multiplier
+from opacus.schedulers import ExponentialGradClip, ExponentialNoise
+from opacus.utils.batch_memory_manager import BatchMemoryManager as OpacusBatchMemoryManager
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_clipping import MODES, BatchMemoryManager, PrivacyEngine
+from dp_clipping.criterion import PrivateCriterion, PrivateLoss
+from dp_clipping.model import PrivateModel
+from dp_clipping.optimizer import PrivateOptimizer
+from dp_clipping.sampling import PoissonLoader
+from tests.dp_clipping import oracle
+
+PRIVATE = [mode for mode in MODES if mode != "no_dp"]
+SAMPLES, BATCH, CLASSES = 24, 6, 3
+
+pytestmark = [
+    pytest.mark.filterwarnings("error::UserWarning"),
+    pytest.mark.filterwarnings("ignore:noise and sampling come from a fixed seed"),
+    pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
+    pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+    pytest.mark.filterwarnings("ignore:Optimal order is the"),
+]
+
+
+def data(count=SAMPLES, width=4):
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(count, width, generator=draw)
+    return TensorDataset(x, torch.randint(CLASSES, (count,), generator=draw))
+
+
+def network(width=4):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
+def fixed(seed=5):
+    return torch.Generator().manual_seed(seed)
+
+
+def arguments(**changes):
+    """For `make_private`, of any engine."""
+    net = changes.pop("module", None) or network()
+    return {
+        "module": net,
+        "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
+        "data_loader": DataLoader(data(), batch_size=BATCH),
+        "noise_multiplier": 1.0,
+        "max_grad_norm": 0.5,
+        **changes,
+    }
+
+
+def build(*, engine=None, accountant="rdp", release=False, **changes):
+    engine = engine or PrivacyEngine(accountant=accountant, release=release)
+    model, optimizer, criterion, loader = engine.make_private(**arguments(**changes))
+    return SimpleNamespace(
+        engine=engine, model=model, optimizer=optimizer, criterion=criterion, loader=loader
+    )
+
+
+def backward(run, batch):
+    x, y = batch
+    run.criterion(run.model(x), y).backward()
+
+
+def step(run, batch=None):
+    backward(run, batch or data()[:5])
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def parameters(run):
+    return [p.detach().clone() for p in run.model.parameters()]
+
+
+class TestSignatures:
+    @pytest.mark.parametrize(
+        "method",
+        ["__init__", "make_private", "make_private_with_epsilon", "get_epsilon", "is_compatible",
+         "validate", "get_compatible_module", "save_checkpoint", "load_checkpoint"],
+    )  # fmt: skip
+    def test_every_name_of_opacus_is_accepted(self, method):
+        theirs = inspect.signature(getattr(opacus.PrivacyEngine, method)).parameters
+        ours = inspect.signature(getattr(PrivacyEngine, method)).parameters
+        accepted = set(ours)
+        if method == "make_private_with_epsilon":  # hands the rest on
+            accepted |= set(inspect.signature(PrivacyEngine.make_private).parameters)
+        names = [n for n, p in theirs.items() if p.kind is not p.VAR_KEYWORD and n != "self"]
+        assert set(names) <= accepted
+        for name in set(names) & set(ours) - {"grad_sample_mode", "criterion"}:
+            default = theirs[name].default
+            if default is not inspect.Parameter.empty:
+                assert ours[name].default == default, name
+
+    @pytest.mark.parametrize("mode", [*MODES, "none"])
+    def test_every_mode_returns_four_things(self, mode):
+        run = build(grad_sample_mode=mode)
+        kinds = PrivateModel, PrivateOptimizer, PrivateCriterion, PoissonLoader
+        things = run.model, run.optimizer, run.criterion, run.loader
+        assert all(isinstance(thing, kind) for thing, kind in zip(things, kinds, strict=True))
+        before = parameters(run)
+        for batch in run.loader:
+            step(run, batch)
+        assert any((a != b).any() for a, b in zip(before, parameters(run), strict=True))
+        private = mode in PRIVATE
+        assert math.isfinite(run.engine.get_epsilon(1e-5)) == private
+
+    def test_compatible_modules(self):
+        bad = nn.Sequential(nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8))
+        assert not PrivacyEngine.is_compatible(module=bad)
+        with pytest.raises(ValueError, match=r"1 \(BatchNorm2d\).*GroupNorm"):
+            PrivacyEngine.validate(module=bad, optimizer=None, data_loader=None)
+        good = PrivacyEngine.get_compatible_module(bad)
+        assert PrivacyEngine.is_compatible(module=good, optimizer=None, data_loader=None)
+        assert isinstance(bad[1], nn.BatchNorm2d), "a copy"
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("changes", "match"),
+        [
+            ({"grad_sample_mode": "hooks"}, r"'hooks' is unknown: choose one of no_dp, per_sample"),
+            ({"noise_multiplier": -1.0}, "noise_multiplier is -1.0: give a finite"),
+            ({"noise_multiplier": math.nan}, "noise_multiplier is nan"),
+            ({"noise_multiplier": math.inf}, "noise_multiplier is inf"),
+            ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0: give a finite number above 0"),
+            ({"max_grad_norm": math.inf}, "max_grad_norm is inf"),
+            ({"max_grad_norm": math.nan}, "max_grad_norm is nan"),
+            ({"max_grad_norm": [1.0, 1.0]}, "goes with clipping='per_layer'"),
+            ({"max_grad_norm": [], "clipping": "per_layer"}, r"max_grad_norm is \[\]"),
+            ({"max_grad_norm": [1.0], "clipping": "per_layer"}, "1 thresholds for 2 clipping"),
+            ({"clipping": "adaptive"}, "'adaptive' is unknown: choose one of flat, per_layer"),
+            ({"clipping_function": "x"}, "'x' is unknown: choose one of abadi, automatic"),
+            ({"gamma": 0.0}, "gamma is 0.0"),
+            ({"wrap_model": False}, "wrap_model=False is not supported: use the returned model"),
+            ({"loss_reduction": "sum"}, "loss_reduction is 'sum' and criterion.reduction 'mean'"),
+            ({"loss_reduction": "none"}, "both must be 'mean' or both 'sum'"),
+            ({"module": nn.BatchNorm1d(4)}, r"BatchNorm1d.*mix samples"),
+        ],
+    )
+    def test_arguments(self, changes, match):
+        with pytest.raises(ValueError, match=match) as caught:
+            build(**changes)
+        assert "\n" not in str(caught.value)
+
+    def test_optimizers_of_other_parameters(self):
+        other = network()
+        with pytest.raises(ValueError, match="parameters that are not the module's"):
+            build(optimizer=torch.optim.SGD(other.parameters(), lr=1))
+        with pytest.raises(ValueError, match=r"not in the optimizer: 0.weight, 0.bias; freeze"):
+            build(module=other, optimizer=torch.optim.SGD(other[2].parameters(), lr=1))
+
+    def test_nothing_trainable(self):
+        frozen = network().requires_grad_(False)
+        with pytest.raises(ValueError, match="no trainable parameter"):
+            build(module=frozen)
+
+    def test_secure_mode(self):
+        with pytest.raises(ValueError, match=r"secure_mode=True is not supported.*counter-based"):
+            PrivacyEngine(secure_mode=True)
+
+    @pytest.mark.parametrize("mode", PRIVATE)
+    def test_a_loss_already_reduced(self, mode):
+        def mean_of_all(outputs, targets):
+            return nn.functional.cross_entropy(outputs, targets)
+
+        mean_of_all.reduction = "mean"
+        run = build(criterion=mean_of_all, grad_sample_mode=mode)
+        with pytest.raises(ValueError, match="one a sample, not a loss already reduced"):
+            backward(run, data()[:5])
+
+    @pytest.mark.parametrize("mode", PRIVATE)
+    def test_steps_out_of_order(self, mode):
+        run = build(grad_sample_mode=mode)
+        with pytest.raises(RuntimeError, match="without a backward since the last one"):
+            run.optimizer.step()
+        assert run.optimizer.steps == 0
+        backward(run, data()[:5])
+        run.optimizer.step()
+        with pytest.raises(RuntimeError, match="without a backward since the last one"):
+            run.optimizer.step()
+        with pytest.raises(ValueError, match=r"call optimizer.zero_grad\(\) after"):
+            backward(run, data()[:5])
+        run.optimizer.zero_grad()
+        step(run)
+        assert run.optimizer.steps == 2
+        assert run.engine.accountant.history == [(1.0, 1 / 4, 2)]
+
+    def test_a_second_draw_before_the_step(self):
+        run = build()
+        draws = iter(run.loader)
+        backward(run, next(draws))
+        with pytest.raises(RuntimeError, match="draw 1 of the loader begins before"):
+            next(draws)
+
+    def test_a_criterion_before_the_model(self):
+        run = build()
+        with pytest.raises(RuntimeError, match="before the private model's forward"):
+            run.criterion(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))
+
+    def test_a_backward_of_evaluation(self):
+        run = build()
+        run.model.eval()
+        x, y = data()[:5]
+        with pytest.raises(RuntimeError, match="backward of a loss of evaluation"):
+            run.criterion(run.model(x), y).backward()
+
+    def test_parameters_added_later(self):
+        with pytest.raises(RuntimeError, match="before make_private"):
+            build().optimizer.add_param_group({"params": []})
+
+
+class TestWarnings:
+    def test_not_poisson(self):
+        with pytest.warns(UserWarning, match="the ε that the accountant states does not hold"):
+            run = build(poisson_sampling=False)
+        assert type(run.loader) is DataLoader
+
+    @pytest.mark.filterwarnings("default:noise and sampling come from a fixed seed")
+    def test_fixed_seed_also_after_another_make_private(self):
+        run = build(noise_generator=fixed())
+        step(run)
+        with pytest.warns(UserWarning, match="fixed seed: anyone who knows it can subtract"):
+            run.engine.get_epsilon(1e-5)
+        loader = DataLoader(run.loader.dataset, batch_size=BATCH)
+        build(engine=run.engine, data_loader=loader)
+        with pytest.warns(UserWarning, match="fixed seed"):
+            run.engine.get_epsilon(1e-5)
+
+    def test_two_datasets(self):
+        run = build()
+        with pytest.warns(UserWarning, match="another dataset"):
+            build(engine=run.engine)
+
+    def test_a_budget_already_spent(self, monkeypatch):
+        monkeypatch.setattr("dp_clipping.engine.get_noise_multiplier", lambda **_: 1.0)
+        run = build()
+        step(run)
+        rest = arguments(data_loader=DataLoader(run.loader.dataset, batch_size=BATCH))
+        del rest["noise_multiplier"]
+        with pytest.warns(UserWarning, match="counted steps already"):
+            run.engine.make_private_with_epsilon(
+                target_epsilon=8, target_delta=1e-3, epochs=1, **rest
+            )
+
+
+class TestNoise:
+    def test_no_seed_determines_it(self):
+        def run(**more):
+            one = build(**more)  # network() seeds torch's global stream
+            torch.manual_seed(0)
+            drawn = []
+            for batch in one.loader:
+                drawn.append(batch[0])
+                backward(one, data()[:5])
+                one.optimizer.step()
+                gradients = [p.grad.clone() for p in one.model.parameters()]
+                one.optimizer.zero_grad()
+            return gradients, [x.tolist() for x in drawn]
+
+        (first, drawn), (second, others) = run(), run()
+        assert all((a != b).all() for a, b in zip(first, second, strict=True))
+        assert drawn != others
+        (first, drawn), (second, others) = [run(noise_generator=fixed()) for _ in range(2)]
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        assert drawn == others
+
+    @pytest.mark.parametrize("mode", PRIVATE)
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    def test_grad_is_the_clipped_sum_plus_noise_over_the_expected_batch(self, mode, reduction):
+        x, y = data(width=300)[:5]
+        net = network(width=300)
+        gradients = oracle.per_sample_gradients(net, (x, y), one_each)
+        total = oracle.clipped_sum(gradients, 0.5)
+        run = build(
+            module=net,
+            data_loader=DataLoader(data(width=300), batch_size=BATCH),
+            criterion=nn.CrossEntropyLoss(reduction=reduction),
+            loss_reduction=reduction,
+            noise_multiplier=0.4,
+            grad_sample_mode=mode,
+        )
+        backward(run, (x, y))
+        run.optimizer.step()
+        divisor = BATCH if reduction == "mean" else 1
+        noise = []
+        for name, parameter in run.model.network.named_parameters():
+            noise.append((parameter.grad.double() * divisor - total[name]).flatten())
+        noise = torch.cat(noise)
+        assert noise.std().item() == pytest.approx(0.4 * 0.5, rel=0.1)  # 1523 values: 2 % is one σ
+        assert noise.mean().abs() < 0.4 * 0.5 * 4 / len(noise) ** 0.5
+        run.optimizer.zero_grad()
+        assert all(p.grad is None for p in run.model.parameters())
+        assert run.model.module is net
+
+    def test_the_expected_batch_can_be_said(self):
+        def gradient(**more):
+            run = build(noise_multiplier=0.0, **more)
+            backward(run, data()[:5])
+            run.optimizer.step()
+            return run.model.network[0].weight.grad
+
+        torch.testing.assert_close(gradient() * BATCH, gradient(expected_batch_size=12.5) * 12.5)
+
+    def test_each_step_has_its_own(self):
+        run = build(noise_generator=fixed())
+        seen = []
+        for _ in range(2):
+            x, y = data()[:0]
+            backward(run, (x, y))
+            run.optimizer.step()
+            seen.append(run.model.network[0].weight.grad)
+            run.optimizer.zero_grad()
+        assert (seen[0] != seen[1]).all()
+
+    def test_a_failed_step_never_draws_the_same_noise_again(self):
+        run = build(noise_generator=fixed())
+        step_of = run.optimizer.original_optimizer.step
+
+        def fail():
+            raise MemoryError
+
+        seen = []
+        for stepping in (fail, step_of):
+            run.optimizer.original_optimizer.step = stepping
+            backward(run, data()[:0])
+            with contextlib.suppress(MemoryError):
+                run.optimizer.step()
+            seen.append(run.model.network[0].weight.grad)
+            run.optimizer.zero_grad()
+        assert (seen[0] != seen[1]).all()
+        assert run.engine.accountant.history == [(1.0, 1 / 4, 2)]
+
+
+def one_each(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+class TestSchedulers:
+    def test_learning_rate(self):
+        run = build()
+        schedule = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda n: 1 / (1 + n))
+        rates = []
+        for _ in range(3):
+            step(run)
+            rates.append(run.optimizer.original_optimizer.param_groups[0]["lr"])
+            schedule.step()
+        assert rates == pytest.approx([0.1, 0.05, 0.1 / 3])
+
+    def test_noise_and_threshold(self):
+        """Noise alone, on empty batches: its scale is σC of the moment, and so is the account."""
+        net = nn.Linear(3000, CLASSES)
+        run = build(
+            module=net, data_loader=DataLoader(data(width=3000), batch_size=BATCH),
+            expected_batch_size=1, noise_generator=fixed(),
+        )  # fmt: skip
+        ours = [
+            ExponentialNoise(run.optimizer, gamma=0.5),
+            ExponentialGradClip(run.optimizer, gamma=3.0),
+        ]
+        scales = []
+        for _ in range(3):
+            backward(run, data(width=3000)[:0])
+            run.optimizer.step()
+            scales.append(net.weight.grad.std().item())
+            run.optimizer.zero_grad()
+            for one in ours:
+                one.step()
+        assert scales == pytest.approx([0.5, 0.75, 1.125], rel=0.03)
+        q = 1 / 4
+        assert run.engine.accountant.history == [(1.0, q, 1), (0.5, q, 1), (0.25, q, 1)]
+
+    def test_the_threshold_of_a_step_is_the_one_it_began_with(self):
+        run = build(noise_multiplier=0.0, expected_batch_size=1)
+        backward(run, data()[:1])
+        run.optimizer.max_grad_norm = 1e-3
+        run.optimizer.step()
+        norm = torch.cat([p.grad.flatten() for p in run.model.parameters()]).norm()
+        assert norm == pytest.approx(0.5, rel=1e-3)
+
+
+class TestDraws:
+    @pytest.mark.parametrize("manager", [BatchMemoryManager, OpacusBatchMemoryManager])
+    @pytest.mark.parametrize("mode", PRIVATE)
+    def test_microbatches_equal_one_large_batch(self, mode, manager):
+        options = {"noise_generator": fixed(), "noise_multiplier": 0.3, "grad_sample_mode": mode}
+        whole, split = build(**options), build(**options)
+        for batch in whole.loader:
+            step(whole, batch)
+        sizes = []
+        with manager(
+            data_loader=split.loader, max_physical_batch_size=2, optimizer=split.optimizer
+        ) as loader:
+            for batch in loader:
+                sizes.append(len(batch[0]))
+                step(split, batch)
+        assert max(sizes) == 2
+        assert len(sizes) > len(whole.loader)
+        assert split.optimizer.steps == whole.optimizer.steps == 4
+        assert split.engine.accountant.history == whole.engine.accountant.history
+        for a, b in zip(parameters(whole), parameters(split), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+    @pytest.mark.parametrize("rand_on_empty", [False, True])
+    @pytest.mark.parametrize("mode", PRIVATE)
+    def test_empty_batches(self, mode, rand_on_empty):
+        run = build(
+            data_loader=DataLoader(data(), batch_size=1), grad_sample_mode=mode,
+            rand_on_empty=rand_on_empty, noise_generator=fixed(),
+        )  # fmt: skip
+        quiet = build(
+            data_loader=DataLoader(data(), batch_size=1), grad_sample_mode=mode,
+            rand_on_empty=rand_on_empty, noise_generator=fixed(), noise_multiplier=0.0,
+        )  # fmt: skip
+        empty = 0
+        for batch, same in zip(run.loader, quiet.loader, strict=True):
+            is_empty = run.loader.holds_dummy or len(batch[0]) == 0
+            empty += is_empty
+            for one, own in ((run, batch), (quiet, same)):
+                backward(one, own)
+                one.optimizer.step()
+            assert all((p.grad != 0).any() for p in run.model.parameters())
+            if is_empty:
+                assert not any(p.grad.any() for p in quiet.model.parameters())
+            run.optimizer.zero_grad()
+            quiet.optimizer.zero_grad()
+        assert 0 < empty < SAMPLES
+        assert run.engine.accountant.history == [(1.0, 1 / SAMPLES, SAMPLES)]
+
+
+class TestLoss:
+    def test_arithmetic(self):
+        run = build()
+        x, y = data()[:5]
+        outputs = run.model(x)
+        loss = run.criterion(outputs, y)
+        own = loss.loss_per_sample
+        for made, expected in (
+            (loss + 1, own + 1),
+            (1 + loss, own + 1),
+            (loss + loss, 2 * own),
+            (sum([loss, loss]), 2 * own),
+            (loss - 2, own - 2),
+            (2 - loss, 2 - own),
+            (loss - loss, 0 * own),
+            (loss * 3, 3 * own),
+            (3 * loss, 3 * own),
+            (loss / 4, own / 4),
+            (-loss, -own),
+        ):
+            assert isinstance(made, PrivateLoss)
+            assert torch.equal(made.loss_per_sample, expected)
+        assert loss.item() == float(loss) == pytest.approx(own.mean().item())
+        assert not loss.detach().requires_grad
+        assert "mean of 5 samples" in repr(loss)
+        with pytest.raises(ValueError, match="different batches or reductions"):
+            loss + run.criterion(run.model(x), y)
+
+    def test_scaling_scales_the_norms(self):
+        norms = []
+        for factor in (1, 3):
+            run = build()
+            x, y = data()[:5]
+            (run.criterion(run.model(x), y) * factor).backward()
+            norms.append(run.model.per_sample_gradient_norms)
+        torch.testing.assert_close(norms[1], 3 * norms[0])
+
+    def test_sum(self):
+        run = build(criterion=nn.CrossEntropyLoss(reduction="sum"), loss_reduction="sum")
+        x, y = data()[:5]
+        loss = run.criterion(run.model(x), y)
+        assert loss.item() == pytest.approx(loss.loss_per_sample.sum().item())
+        assert "sum of 5 samples" in repr(loss)
+
+    def test_evaluation(self):
+        run = build()
+        run.model.eval()
+        x, y = data()[:5]
+        loss = run.criterion(run.model(x), y)
+        expected = nn.functional.cross_entropy(run.model.network(x), y)
+        assert loss.item() == pytest.approx(expected.item())
+
+
+class TestRelease:
+    def test_what_is_not_covered_is_off(self):
+        run = build(release=True)
+        x, y = data()[:5]
+        loss = run.criterion(run.model(x), y)
+        (loss * 2).backward()
+        for look in (
+            loss.item, loss.detach, loss.__float__, loss.__repr__,
+            lambda: loss.loss_per_sample,
+            lambda: run.model.per_sample_gradient_norms,
+            lambda: run.model.nonfinite_samples,
+        ):  # fmt: skip
+            with pytest.raises(RuntimeError, match=r"not covered by ε.*release=False"):
+                look()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        assert math.isfinite(run.engine.get_epsilon(1e-5))
+
+    def test_losses_of_evaluation_are_the_users(self):
+        run = build(release=True)
+        run.model.eval()
+        x, y = data()[:5]
+        assert math.isfinite(run.criterion(run.model(x), y).item())
+
+    def test_it_changes_no_number(self):
+        one, other = build(noise_generator=fixed()), build(noise_generator=fixed(), release=True)
+        for run in (one, other):
+            step(run)
+        for a, b in zip(parameters(one), parameters(other), strict=True):
+            assert torch.equal(a, b)
+
+
+class TestTargetEpsilon:
+    @pytest.mark.parametrize(
+        "accountant", [pytest.param("prv", marks=pytest.mark.slow), "rdp", "gdp"]
+    )
+    def test_it_is_reached_and_the_noise_is_opacus_s(self, accountant, monkeypatch):
+        # Slow and deterministic: the same search is not made twice.
+        search = functools.cache(get_noise_multiplier)
+        monkeypatch.setattr("dp_clipping.engine.get_noise_multiplier", search)
+        monkeypatch.setattr("opacus.privacy_engine.get_noise_multiplier", search)
+        target = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 2}
+        rest = arguments()
+        del rest["noise_multiplier"]
+        engine = PrivacyEngine(accountant=accountant)
+        run = SimpleNamespace()
+        run.model, run.optimizer, run.criterion, run.loader = engine.make_private_with_epsilon(
+            **target, **rest, clipping_function="automatic"
+        )
+        assert run.model.policy.clipping_function == "automatic"
+        for _ in range(2):
+            for batch in run.loader:
+                step(run, batch)
+        assert 2.5 < engine.get_epsilon(1e-3) <= 3.0
+        rest = arguments()
+        del rest["noise_multiplier"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _, theirs, *_ = opacus.PrivacyEngine(accountant=accountant).make_private_with_epsilon(
+                **target, **rest, grad_sample_mode="ghost"
+            )
+        assert run.optimizer.noise_multiplier == theirs.noise_multiplier
