@@ -3,62 +3,134 @@
 Data-parallel training is right when W ranks with a shard each get the gradient that one process
 gets from the whole batch. So each rank also computes that, alone, in float32, and compares. `none`
 does not communicate, and is compared with the rank's own shard.
+
+A private gradient, without its noise, is compared with one process that clips window by window
+and adds up. In the second step the threshold is the median of the first step's norms, so that
+about half of the windows are clipped, whatever threshold the user has chosen.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from bench.settings import Settings, batches_for, label
-from bench.training import build_network, max_over_ranks, release_memory, wrap_network
+from bench.settings import Settings, Subject, batches_for
+from bench.training import Batch, assemble, build_network, max_over_ranks, release_memory
 from lm.model import forward_loss
 from lm.runtime import Worker
 
 TOLERANCE = 1e-4  # float32 sums in another order differ by about 1e-6; a wrong one by far more
 STEPS = 2  # the second step meets rebuilt buckets and gradients that were cleared
+FLOOR = "none"
+
+Gradients = list[Tensor]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Right gradients of each step, and, of private ones, the threshold that they were clipped to.
+
+    whole  of the global batch
+    own    of this rank's shard, as `none` trains on it
+    """
+
+    whole: list[Gradients]
+    own: list[Gradients]
+    limits: list[float] | None = None
 
 
 class Gate:
-    """Reference gradients of the whole global batch and of this rank's shard, in float32.
+    """Compares with gradients that this process computes alone, in float32.
 
     `note` is told how far it has come.
     """
 
     def __init__(self, settings: Settings, worker: Worker, note: Callable[[str], None]):
         self._settings, self._worker, self._note = settings, worker, note
-        network = build_network(settings, worker.device, "float32")
-        shards = range(worker.world_size)
-        self._whole = [self._reference(network, step, shards) for step in range(STEPS)]
-        self._own = [self._reference(network, step, [worker.rank]) for step in range(STEPS)]
-        del network
-        release_memory(worker.device)
+        self._reference: Reference | None = None  # one at a time: it is large
+        self._is_private = False
 
-    def error(self, name: str) -> float:
+    def error(self, subject: Subject) -> float:
         """The largest relative error of any parameter's gradient, step and rank."""
+        reference = self._reference_for(subject)
+        expected = reference.own if subject.implementation == FLOOR else reference.whole
         network = build_network(self._settings, self._worker.device, "float32")
-        model = wrap_network(name, network, self._settings.bucket_size_mb)
-        expected = self._own if name == "none" else self._whole
+        world_size = self._worker.world_size
+        parts = assemble(subject, network, self._settings, world_size, noise_multiplier=0.0)
         errors = []
         for step in range(STEPS):
-            self._note(f"{label(name)} (gate), step {step}")
-            forward_loss(model, self._batch(step, self._worker.rank)).backward()
-            model.finish_gradient_synchronization()
+            self._note(f"{subject.label} (gate), step {step}")
+            if reference.limits is not None:
+                parts.optimizer.max_grad_norm = reference.limits[step]
+            parts.forward_loss(self._batch(step, self._worker.rank)).backward()
+            parts.finish()
+            for work in parts.more_phases.values():
+                work()
             errors.append(relative_error(gradients_of(network), expected[step]))
-            network.zero_grad(set_to_none=True)
-        del model, network
+            parts.optimizer.zero_grad(set_to_none=True)
+        del parts, network
         release_memory(self._worker.device)
         return max(max_over_ranks(errors, self._worker.device))
 
-    def _reference(self, network: nn.Module, step: int, ranks: range | list[int]) -> list[Tensor]:
+    def _reference_for(self, subject: Subject) -> Reference:
+        if self._reference is None or self._is_private != subject.is_private:
+            self._reference = None
+            network = build_network(self._settings, self._worker.device, "float32")
+            make = self._private_reference if subject.is_private else self._ordinary_reference
+            self._reference, self._is_private = make(network), subject.is_private
+            del network
+            release_memory(self._worker.device)
+        return self._reference
+
+    def _ordinary_reference(self, network: nn.Module) -> Reference:
+        def gradients(step: int, ranks: range | list[int]) -> Gradients:
+            for batch in self._batches(step, ranks):
+                (forward_loss(network, batch) / len(ranks)).backward()
+            found = gradients_of(network)
+            network.zero_grad(set_to_none=True)
+            return found
+
+        everyone, own = range(self._worker.world_size), [self._worker.rank]
+        return Reference(
+            whole=[gradients(step, everyone) for step in range(STEPS)],
+            own=[gradients(step, own) for step in range(STEPS)],
+        )
+
+    def _private_reference(self, network: nn.Module) -> Reference:
+        """Window by window: of each, one gradient is in memory, and no batch code has a part."""
+        from bench.private import private_parts
+
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+        world_size = self._worker.world_size
+        parts = private_parts("per_sample", network, optimizer, self._settings, world_size, 0.0)
+
+        def gradients(step: int, ranks: Iterable[int]) -> tuple[Gradients, Tensor]:
+            for inputs, targets in self._batches(step, ranks):
+                for window in zip(inputs.split(1), targets.split(1), strict=True):
+                    parts.forward_loss(window).backward()
+            norms = parts.model.per_sample_gradient_norms
+            for work in parts.more_phases.values():
+                work()
+            found = gradients_of(network)
+            parts.optimizer.zero_grad(set_to_none=True)
+            return found, norms
+
+        limits, whole, own = [self._settings.privacy.max_grad_norm], [], []
+        for step in range(STEPS):
+            parts.optimizer.max_grad_norm = limits[step]
+            found, norms = gradients(step, range(world_size))
+            whole.append(found)
+            own.append(gradients(step, [self._worker.rank])[0])
+            limits.append(norms.median().item())
+        return Reference(whole, own, limits)
+
+    def _batches(self, step: int, ranks: Iterable[int]) -> Iterator[Batch]:
         for rank in ranks:
             self._note(f"reference gradients (gate), step {step}, batch of rank {rank}")
-            (forward_loss(network, self._batch(step, rank)) / len(ranks)).backward()
-        gradients = gradients_of(network)
-        network.zero_grad(set_to_none=True)
-        return gradients
+            yield self._batch(step, rank)
 
-    def _batch(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
+    def _batch(self, step: int, rank: int) -> Batch:
         batches = batches_for(self._settings, rank, self._worker.world_size)
         inputs, targets = batches(step)
         return inputs.to(self._worker.device), targets.to(self._worker.device)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from bench.options import parse
 from bench.profiling import Profiling
-from bench.report import report
+from bench.report import describe_privacy, report
 from bench.settings import Settings, check_folder, settings_from
 from bench.worker import Benchmark, device_name, plan, record_failure
 from lm.launch import INTERRUPTED, run_ranks
@@ -142,6 +142,11 @@ def describe_plan(settings: Settings, hardware: Hardware, options: argparse.Name
         f"rank, {world_size} ranks, {settings.dtype}, data {settings.data}",
         f"implementations: {', '.join(settings.implementations)}",
     ]
+    if settings.has_private:
+        lines.append(
+            f"clipping: {', '.join(settings.clippings)}; {describe_privacy(settings)}; batches of "
+            "fixed size, no ε is stated"
+        )
     if options.profile:
         return "\n".join([*lines, f"profile: {settings.num_steps} steps each, traces in "
                           f"{options.profile_output_dir}"])  # fmt: skip

@@ -9,6 +9,11 @@ from ddp import IMPLEMENTATIONS
 from lm.model import PRESETS
 from lm.runtime import is_first_of_host
 
+NOT_PRIVATE = "none"
+# As dp_clipping has them: importing it imports Opacus, two seconds that an ordinary run can spare.
+CLIPPING_MODES = ("per_sample", "ghost", "flash", "bookkeeping", "flash_bookkeeping")
+CLIPPING_STYLES = ("flat", "per_layer")
+CLIPPING_FUNCTIONS = ("abadi", "automatic")
 DTYPES = ("float32", "mixed", "bfloat16")
 EXAMPLES = """\
 examples:
@@ -20,6 +25,8 @@ examples:
       your own variant in the same table
   python benchmark_ddp.py --profile --profile-implementation all
       traces, summaries and the timeline picture in ./profiler_output
+  python benchmark_ddp.py --implementations none ddp_bucketed --clipping none bookkeeping
+      what private training costs: each of them without and with clipping and noise
 """
 
 
@@ -39,6 +46,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_what(parser.add_argument_group("what to compare"))
+    _add_privacy(parser.add_argument_group("privacy (what --clipping MODE adds to every step)"))
     _add_model(parser.add_argument_group("model (each overrides the preset)"))
     _add_run(parser.add_argument_group("run"))
     _add_output(parser.add_argument_group("output"))
@@ -56,6 +64,36 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
         help="gradient bytes reduced together, in MiB, for every implementation that batches "
         "(default: each one's own: 200 for ddp_individual_v2 and ddp_bucketed, 100 for "
         "ddp_copy_engine and torch_ddp_tuned, 25 for torch_ddp)",
+    )  # fmt: skip
+
+
+def _add_privacy(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--clipping", nargs="+", metavar="MODE", default=[NOT_PRIVATE],
+        help=f"{NOT_PRIVATE} (or no_dp): ordinary training; or any of {', '.join(CLIPPING_MODES)}: "
+        "clip every sample's gradient, sum, add noise (DP-SGD). With several, every "
+        "implementation is measured with each. Batches are of fixed size, not Poisson samples: "
+        "a benchmark, for which no epsilon is stated (default: none)",
+    )  # fmt: skip
+    group.add_argument(
+        "--noise-multiplier", type=float, metavar="SIGMA",
+        help="standard deviation of the noise, in units of --max-grad-norm; 0 adds none "
+        "(default: 1.0)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-grad-norm", type=float, metavar="C",
+        help="what the gradient of a sample is clipped to, its Euclidean norm, above 0 "
+        "(default: 1.0)",
+    )  # fmt: skip
+    group.add_argument(
+        "--clipping-style", choices=CLIPPING_STYLES,
+        help="flat: one norm over all parameters; per_layer: one for each of the K modules, "
+        "clipped to C/sqrt(K) (default: flat)",
+    )  # fmt: skip
+    group.add_argument(
+        "--clipping-function", choices=CLIPPING_FUNCTIONS,
+        help="factor for a gradient of norm n; abadi: min(1, C/n); automatic: C/(n + 0.01) "
+        "(default: abadi)",
     )  # fmt: skip
 
 
@@ -100,8 +138,8 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--warmup-epochs", type=int, default=1, metavar="N",
-        help="of these, epochs with rising learning rate and clipped gradients, which are not "
-        "timed (default: 1)",
+        help="of these, epochs with rising learning rate and clipped gradients (private ones "
+        "after noise), which are not timed (default: 1)",
     )  # fmt: skip
     group.add_argument(
         "--steps-per-epoch", type=int, metavar="N",

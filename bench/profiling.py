@@ -1,6 +1,5 @@
 """Profile mode: each rank records its trace, the first one draws and sums up what they show."""
 
-import re
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.settings import Settings, label
+from bench.settings import Settings, Subject
 from bench.training import Phase, Run, building, train
 from ddp import Unavailable
 from lm.runtime import StepClock, Worker
@@ -21,55 +20,55 @@ MIB = 1 << 20
 
 
 class Profiling:
-    """Traces of the chosen implementations, in `folder`."""
+    """Traces of the chosen implementations, in each clipping mode, in `folder`."""
 
     def __init__(self, settings: Settings, worker: Worker, folder: Path):
         self.settings, self.worker, self.folder = settings, worker, folder
         self.watch: Watch | None = None
-        self.unavailable: dict[str, str] = {}
+        self.unavailable: dict[Subject, str] = {}
 
     def on_failure(self, cause: Cause) -> None:
         """What has been written is whole; nothing is recorded of what was under way."""
 
     def run(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        names = self.settings.implementations
-        with Progress(len(names), None if self.worker.is_first else False) as progress:
-            for name in names:
-                progress.update(name)
-                self._profile(name)
+        subjects = self.settings.subjects
+        with Progress(len(subjects), None if self.worker.is_first else False) as progress:
+            for subject in subjects:
+                progress.update(subject.label)
+                self._profile(subject)
         if self.worker.is_first:
-            self._report([name for name in names if name not in self.unavailable])
+            self._report([subject for subject in subjects if subject not in self.unavailable])
 
-    def _profile(self, name: str) -> None:
-        self.watch.at(f"{label(name)} (profile)")
+    def _profile(self, subject: Subject) -> None:
+        self.watch.at(f"{subject.label} (profile)")
         try:
-            self._record(name)
+            self._record(subject)
         except Unavailable as reason:
-            self.unavailable[name] = str(reason)
+            self.unavailable[subject] = str(reason)
             return
         dist.barrier()  # every trace is written
         if self.worker.is_first:
-            self._summarize(name)
+            self._summarize(subject)
 
-    def _record(self, name: str) -> None:
+    def _record(self, subject: Subject) -> None:
         device = self.worker.device
-        trace_path = trace_file(self.folder, name, self.worker.rank)
-        with building(self.settings, name, self.worker) as run:
+        trace_path = trace_file(self.folder, subject, self.worker.rank)
+        with building(self.settings, subject, self.worker) as run:
             for number in range(min(3, self.settings.num_steps)):  # build, allocate, connect
                 run.step(number, phase)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             dist.barrier()
             with profile(trace_path, device_type=device.type) as profiler:
-                train(run, StepClock(device), lambda number: self._phase(name, number))
+                train(run, StepClock(device), lambda number: self._phase(subject, number))
             self._operators = slowest_operators(profiler)
-            self._memory = self._record_memory(name, run)
+            self._memory = self._record_memory(subject, run)
             self._stats = run.model.stats() if hasattr(run.model, "stats") else {}
             self._launches = describe_launches(run.model)
             del run
 
-    def _record_memory(self, name: str, run: Run) -> dict[str, str]:
+    def _record_memory(self, subject: Subject, run: Run) -> dict[str, str]:
         """Peak of this rank, and a snapshot of one more step.
 
         Recording allocations slows the host down, which would show in the trace: hence a step of
@@ -79,28 +78,29 @@ class Profiling:
         if self.worker.device.type != "cuda":
             return {}
         peak = torch.cuda.max_memory_allocated() / MIB
-        snapshot = self.folder / f"{file_stem(name)}_rank_{self.worker.rank}_memory.pickle"
+        snapshot = self.folder / f"{subject.file_stem}_rank_{self.worker.rank}_memory.pickle"
         torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
         run.step(0, phase)
         torch.cuda.memory._dump_snapshot(str(snapshot))
         torch.cuda.memory._record_memory_history(enabled=None)
         return {"peak allocated, MiB": f"{peak:.0f}", "snapshot": str(snapshot)}
 
-    def _phase(self, name: str, number: int) -> Phase:
+    def _phase(self, subject: Subject, number: int) -> Phase:
         @contextmanager
         def noted(part: str):
-            self.watch.at(f"{label(name)}, step {number}, {part}")
+            self.watch.at(f"{subject.label}, step {number}, {part}")
             with phase(part):
                 yield
 
         return noted
 
-    def _summarize(self, name: str) -> None:
-        files = self._trace_files(name)
+    def _summarize(self, subject: Subject) -> None:
+        files = self._trace_files(subject)
         traces = [load_trace(path) for path in files]
         settings = self.settings
         configuration = {
-            "implementation": name,
+            "implementation": subject.implementation,
+            **self._privacy_of(subject),
             "ranks": self.worker.world_size,
             "device": str(self.worker.device.type),
             "dtype": settings.dtype,
@@ -112,7 +112,7 @@ class Profiling:
             **{f"{key} a step": value for key, value in self._stats.items()},
             "torch": torch.__version__,
         }
-        stem = file_stem(name)
+        stem = subject.file_stem
         write_summary_file(
             self.folder / f"{stem}_summary.txt",
             configuration,
@@ -123,11 +123,23 @@ class Profiling:
             self._launches,
         )
         picture = self.folder / f"{stem}_timeline.png"
-        draw_timeline({label(name): traces}, picture, title=self._title())
+        draw_timeline({subject.label: traces}, picture, title=self._title())
 
-    def _report(self, names: list[str]) -> None:
+    def _privacy_of(self, subject: Subject) -> dict:
+        """Lines of the summary; none without privacy."""
+        if not subject.is_private:
+            return {}
+        settings = {k.replace("_", " "): v for k, v in vars(self.settings.privacy).items()}
+        return {
+            "clipping": subject.clipping,
+            **settings,
+            "batches": "of fixed size: no ε is stated",
+        }
+
+    def _report(self, subjects: list[Subject]) -> None:
         traces = {
-            label(name): [load_trace(path) for path in self._trace_files(name)] for name in names
+            subject.label: [load_trace(path) for path in self._trace_files(subject)]
+            for subject in subjects
         }
         for name in traces:
             whole = overlap(traces[name][0])
@@ -139,9 +151,9 @@ class Profiling:
                 + ("" if share is None else f", overlap {share:.0%}")
                 + f" (rank 0, mean of {whole.steps} steps, {measured.basis})"
             )
-        for name, reason in self.unavailable.items():
-            print(f"{label(name)}: unavailable: {reason}")
-        if len(names) > 1:
+        for subject, reason in self.unavailable.items():
+            print(f"{subject.label}: unavailable: {reason}")
+        if len(subjects) > 1:
             picture = self.folder / "all_timeline.png"
             draw_timeline(traces, picture, title=self._title())
             print(f"picture of all: {picture}")
@@ -155,9 +167,9 @@ class Profiling:
             f"{settings.model.context_length} tokens a rank)"
         )
 
-    def _trace_files(self, name: str) -> list[Path]:
+    def _trace_files(self, subject: Subject) -> list[Path]:
         """Of all ranks whose traces are in this folder: other hosts may have their own."""
-        paths = [trace_file(self.folder, name, r) for r in range(self.worker.world_size)]
+        paths = [trace_file(self.folder, subject, r) for r in range(self.worker.world_size)]
         return [path for path in paths if path.exists()]
 
 
@@ -176,10 +188,5 @@ def describe_launches(model: nn.Module) -> list[str]:
     return lines
 
 
-def trace_file(folder: Path, name: str, rank: int) -> Path:
-    return folder / f"{file_stem(name)}_rank_{rank}_trace.json"
-
-
-def file_stem(name: str) -> str:
-    """A plug-in's class name, without its path."""
-    return re.sub(r"[^\w.-]", "_", label(name))
+def trace_file(folder: Path, subject: Subject, rank: int) -> Path:
+    return folder / f"{subject.file_stem}_rank_{rank}_trace.json"

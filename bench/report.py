@@ -2,8 +2,9 @@
 
 import math
 
-from bench.gate import TOLERANCE
-from bench.settings import Settings, label
+from bench.gate import FLOOR, TOLERANCE
+from bench.options import NOT_PRIVATE
+from bench.settings import Settings, Subject, label
 from bench.worker import GATE, TIMING, plan
 from lm.model import flops_per_token
 from measure import (
@@ -18,7 +19,8 @@ from measure import (
     summarize,
 )
 
-FLOOR, REFERENCE = "none", "torch_ddp"
+REFERENCE = "torch_ddp"
+WITHOUT_PRIVACY = "not private"  # what the price of privacy is relative to, in the picture
 MIB = 1 << 20
 NOISY = 1.5  # 90th over 10th percentile of the floor, from which a comparison says little
 
@@ -30,29 +32,47 @@ def report(settings: Settings, world_size: int, device: str) -> tuple[str, int]:
         f"{world_size} ranks on {device}, {settings.batch_size} sequences of "
         f"{settings.model.context_length} tokens a rank and step, {settings.dtype}"
     )
+    if settings.has_private:
+        title += f", {describe_privacy(settings)}"
     picture = settings.output_dir / "comparison.png"
+    has_price = any(row.get("ratio_to_ordinary") for row in rows)
+    labels = {row["label"] for row in rows}
+    reference = WITHOUT_PRIVACY if has_price else REFERENCE if REFERENCE in labels else None
+    heading = "Step time, and what communication adds to it"
+    if settings.has_private:
+        heading = "Step time with privacy and without, and what communication adds"
     draw_comparison(
-        [_for_picture(row) for row in rows],
+        [_for_picture(row, has_price) for row in rows],
         picture,
-        title="Step time, and what communication adds to it",
+        title=heading,
         subtitle=title,
-        baseline=FLOOR if any(r["label"] == FLOOR for r in rows) else None,
-        reference=REFERENCE if any(r["label"] == REFERENCE for r in rows) else None,
+        baseline=FLOOR if FLOOR in labels else None,
+        reference=reference,
     )
     table = format_table(columns(rows), rows, title=title)
-    text = f"{table}\n\n{_legend(rows, device)}\n\nresults: {Results(settings.output_dir).path}\n"
+    legend = _legend(rows, device, settings)
+    text = f"{table}\n\n{legend}\n\nresults: {Results(settings.output_dir).path}\n"
     return text + f"picture: {picture}", int(any(_is_bad(row) for row in rows))
 
 
 def columns(rows: list[dict]) -> list[Column]:
-    """About 130 characters together; MFU only where the device's peak is known."""
+    """About 130 characters together, and 40 more of private training.
+
+    MFU only where the device's peak is known, the price only where something has it.
+    """
     mfu = [Column("mfu", "MFU", ".1%")] if any(row.get("mfu") for row in rows) else []
+    private = any(row["clipping"] != NOT_PRIVATE for row in rows)
+    clipping = [Column("clipping")] if private else []
+    has_price = any(row.get("price") for row in rows)
+    price = [Column("price", "price [95 %]", right=True)] if has_price else []
     return [
         Column("label", "implementation"),
+        *clipping,
         Column("gradient_error", "error", _error),
         Column("step", "step ms [p10, p90]", right=True),
         Column("tokens_per_second", "tokens/s", ",.0f"),
         Column("exposed_ms", "exposed ms", _milliseconds),
+        *price,
         Column("to_floor", f"× {FLOOR}", right=True),
         Column("to_reference", f"× {REFERENCE} [95 %]", right=True),
         Column("collectives", "calls", ",d"),
@@ -63,44 +83,54 @@ def columns(rows: list[dict]) -> list[Column]:
 
 
 def comparison(settings: Settings, world_size: int, device: str) -> list[dict]:
-    """One row an implementation, in table order, from whatever has been measured so far."""
+    """One row a subject, in table order, from whatever has been measured so far."""
     measured = {row["key"]: row for row in Results(settings.output_dir).rows()}
-    cells = {
-        name: [
-            row
-            for cell in plan(settings)
-            if cell.implementation == name
-            and (row := measured.get(cell.row(settings, world_size, device)["key"]))
-        ]
-        for name in settings.implementations
-    }
+    cells: dict[Subject, list[dict]] = {subject: [] for subject in settings.subjects}
+    for cell in plan(settings):
+        if row := measured.get(cell.row(settings, world_size, device)["key"]):
+            cells[cell.subject].append(row)
     rounds = {
-        name: {r["round"]: r["step_ms"] for r in rows if r["kind"] == TIMING and r["status"] == OK}
-        for name, rows in cells.items()
+        subject: {
+            r["round"]: r["step_ms"] for r in rows if r["kind"] == TIMING and r["status"] == OK
+        }
+        for subject, rows in cells.items()
     }
     return [
-        _row(name, cells[name], rounds, settings, world_size, device)
-        for name in settings.implementations
+        _row(subject, cells[subject], rounds, settings, world_size, device) for subject in cells
     ]
 
 
 def _row(
-    name: str, cells: list[dict], rounds: dict, settings: Settings, world_size: int, device: str
+    subject: Subject,
+    cells: list[dict],
+    rounds: dict[Subject, dict],
+    settings: Settings,
+    world_size: int,
+    device: str,
 ) -> dict:
+    """Floor and reference are those of the same clipping: what communication costs beside it."""
     failed = [row for row in cells if row["status"] != OK]
-    row: dict = {"label": label(name), "status": OK}
+    row: dict = {
+        "label": label(subject.implementation),
+        "clipping": subject.clipping,
+        "name": subject.label,
+        "status": OK,
+    }
     gate = next((r for r in cells if r["kind"] == GATE and r["status"] == OK), None)
     if gate:
         error = gate["gradient_error"]
         row["gradient_error"] = math.inf if error is None else error  # JSON knows no infinity
-    if failed or not rounds[name]:
+    if failed or not rounds[subject]:
         reason = failed[0].get("reason") if failed else "not measured yet"
         return {**row, "status": failed[0]["status"] if failed else "missing", "reason": reason}
-    samples = [ms for steps in rounds[name].values() for ms in steps]
+    samples = [ms for steps in rounds[subject].values() for ms in steps]
     times = summarize(samples)
     tokens = world_size * settings.batch_size * settings.model.context_length
     last = [r for r in cells if r["kind"] == TIMING][-1]
     memory = [r["peak_memory_bytes"] for r in cells if r.get("peak_memory_bytes")]
+    to_floor = _ratio(rounds, subject, subject._replace(implementation=FLOOR))
+    to_reference = _ratio(rounds, subject, subject._replace(implementation=REFERENCE))
+    to_ordinary = _ratio(rounds, subject, subject._replace(clipping=NOT_PRIVATE))
     return {
         **row,
         "samples_ms": samples,
@@ -110,11 +140,13 @@ def _row(
         "step": f"{_milliseconds(times.median)} "
         f"[{_milliseconds(times.p10)}, {_milliseconds(times.p90)}]",
         "tokens_per_second": tokens / times.median * 1e3,
-        "exposed_ms": _exposed(name, times.median, rounds),
-        "to_floor": _ratio_text(_ratio(rounds, name, FLOOR), interval=False),
-        "to_reference": _ratio_text(_ratio(rounds, name, REFERENCE), interval=True),
-        "ratio_to_baseline": _ratio(rounds, name, FLOOR),
-        "ratio_to_reference": _ratio(rounds, name, REFERENCE),
+        "exposed_ms": _exposed(subject, times.median, rounds),
+        "price": _ratio_text(to_ordinary, interval=True),
+        "to_floor": _ratio_text(to_floor, interval=False),
+        "to_reference": _ratio_text(to_reference, interval=True),
+        "ratio_to_ordinary": to_ordinary,
+        "ratio_to_baseline": to_floor,
+        "ratio_to_reference": to_reference,
         "collectives": last.get("collectives"),
         "sent_mb": last["bytes"] / MIB if "bytes" in last else None,
         "peak_memory_mb": max(memory) / MIB if memory else None,
@@ -122,19 +154,21 @@ def _row(
     }
 
 
-def _exposed(name: str, median: float, rounds: dict) -> float | None:
-    if name == FLOOR or not rounds.get(FLOOR):
+def _exposed(subject: Subject, median: float, rounds: dict[Subject, dict]) -> float | None:
+    floor = subject._replace(implementation=FLOOR)
+    if subject == floor or not rounds.get(floor):
         return None
-    floor = summarize([ms for steps in rounds[FLOOR].values() for ms in steps]).median
-    return median - floor
+    return median - summarize([ms for steps in rounds[floor].values() for ms in steps]).median
 
 
-def _ratio(rounds: dict, name: str, other: str) -> tuple[float, float, float] | None:
+def _ratio(
+    rounds: dict[Subject, dict], subject: Subject, other: Subject
+) -> tuple[float, float, float] | None:
     """Over the rounds that both have finished."""
-    common = sorted(set(rounds[name]) & set(rounds.get(other, {})))
-    if not common or name == other:
+    common = sorted(set(rounds[subject]) & set(rounds.get(other, {})))
+    if not common or subject == other:
         return None
-    result = ratio([rounds[name][r] for r in common], [rounds[other][r] for r in common])
+    result = ratio([rounds[subject][r] for r in common], [rounds[other][r] for r in common])
     return result.value, result.low, result.high
 
 
@@ -163,15 +197,28 @@ def _is_bad(row: dict) -> bool:
     return wrong or row["status"] not in (OK, UNAVAILABLE)
 
 
-def _for_picture(row: dict) -> dict:
+def _for_picture(row: dict, has_price: bool) -> dict:
+    """Behind a bar: the ratio to the floor, and the price of privacy where that is measured."""
     keys = ("samples_ms", "median_ms", "low_ms", "high_ms", "exposed_ms", "peak_memory_mb")
-    rest = ("status", "reason", "ratio_to_baseline", "ratio_to_reference")
-    wrong = row.get("gradient_error", 0.0) > TOLERANCE and row["label"] not in (FLOOR, REFERENCE)
-    label = row["label"] + (" (WRONG)" if wrong else "")
-    return {"label": label, **{key: row.get(key) for key in (*rest, *keys)}}
+    rest = ("status", "reason", "ratio_to_baseline")
+    wrong = row.get("gradient_error", 0.0) > TOLERANCE and row["name"] not in (FLOOR, REFERENCE)
+    return {
+        "label": row["name"] + (" (WRONG)" if wrong else ""),
+        "ratio_to_reference": row.get("ratio_to_ordinary" if has_price else "ratio_to_reference"),
+        **{key: row.get(key) for key in (*rest, *keys)},
+    }
 
 
-def _legend(rows: list[dict], device: str) -> str:
+def describe_privacy(settings: Settings) -> str:
+    """Of clipping and noise, in the words of the options."""
+    privacy = settings.privacy
+    return (
+        f"noise multiplier {privacy.noise_multiplier:g}, gradient norm {privacy.max_grad_norm:g} "
+        f"({privacy.clipping_style}, {privacy.clipping_function})"
+    )
+
+
+def _legend(rows: list[dict], device: str, settings: Settings) -> str:
     memory = "the process's memory" if device == "cpu" else "the GPU's allocated memory"
     lines = [
         f"error         largest relative error of a float32 gradient, against one process on the "
@@ -185,6 +232,8 @@ def _legend(rows: list[dict], device: str) -> str:
         "the implementation has no stats()",
         f"peak          of {memory}, the largest over ranks and rounds",
     ]
+    if settings.has_private:
+        lines += _privacy_legend(rows)
     if any(row.get("mfu") for row in rows):
         lines.append("MFU           model FLOPs per second over the GPU's peak")
     floor = next((row for row in rows if row["label"] == FLOOR and row["status"] == OK), None)
@@ -195,3 +244,26 @@ def _legend(rows: list[dict], device: str) -> str:
             "compare."
         )
     return "\n".join(lines)
+
+
+def _privacy_legend(rows: list[dict]) -> list[str]:
+    lines = [
+        "clipping      mode of private training; error: of its gradient without noise, against one "
+        "process that clips window by window",
+        f"              exposed and × compare rows of the same clipping, with {FLOOR} the "
+        "implementation",
+    ]
+    if any(row.get("price") for row in rows):
+        lines.append(
+            "price         step time over that of the same implementation, clipping "
+            f"{NOT_PRIVATE}, in the same rounds"
+        )
+    if any(row["label"].startswith(REFERENCE) for row in rows):
+        lines.append(
+            f"{REFERENCE}     its reducer does not see private gradients: they are all-reduced by "
+            "our own calls, after backward"
+        )
+    return [
+        *lines,
+        "Private steps are timed on batches of fixed size, not on Poisson samples: no ε is stated.",
+    ]

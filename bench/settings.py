@@ -9,10 +9,45 @@ import os
 import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from ddp import implementation
+from bench.options import CLIPPING_MODES, NOT_PRIVATE
+from ddp import implementation, options_of
 from lm.data import Batches, Corpus, open_data
 from lm.model import PRESETS, ModelConfig
+
+SEAM = ("before_gradient", "gradient_ready")  # through which private gradients are handed over
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """How the samples' gradients are clipped, and how much noise is added; see `--help`."""
+
+    noise_multiplier: float = 1.0
+    max_grad_norm: float = 1.0
+    clipping_style: str = "flat"
+    clipping_function: str = "abadi"
+
+
+class Subject(NamedTuple):
+    """What has a row in the table, and files of its own: an implementation in a clipping mode."""
+
+    implementation: str
+    clipping: str = NOT_PRIVATE
+
+    @property
+    def is_private(self) -> bool:
+        return self.clipping != NOT_PRIVATE
+
+    @property
+    def label(self) -> str:
+        """What it is called where there is one name for it: `ddp`, or `ddp:bookkeeping`."""
+        return label(self.implementation) + (f":{self.clipping}" if self.is_private else "")
+
+    @property
+    def file_stem(self) -> str:
+        """`ddp`, or `ddp_bookkeeping`; a plug-in's class name, without its path."""
+        return re.sub(r"[^\w.-]", "_", self.label)
 
 
 @dataclass(frozen=True)
@@ -20,6 +55,8 @@ class Settings:
     """What one call of the benchmark does; sizes are per rank, sequences in tokens."""
 
     implementations: tuple[str, ...]
+    clippings: tuple[str, ...]
+    privacy: Privacy
     model: ModelConfig
     batch_size: int
     bucket_size_mb: float | None
@@ -42,10 +79,25 @@ class Settings:
     def num_steps(self) -> int:
         return self.num_epochs * self.steps_per_epoch
 
-    def identity(self) -> dict:
-        """What makes two measurements comparable: everything but names, order and places."""
-        skipped = {"implementations", "output_dir", "rounds", "timeout_s"}
-        return {k: v for k, v in asdict(self).items() if k not in skipped}
+    @property
+    def subjects(self) -> list[Subject]:
+        """In table order."""
+        return [Subject(name, mode) for name in self.implementations for mode in self.clippings]
+
+    @property
+    def has_private(self) -> bool:
+        return any(subject.is_private for subject in self.subjects)
+
+    def identity(self, clipping: str = NOT_PRIVATE) -> dict:
+        """What makes two measurements comparable: everything but names, order and places.
+
+        An ordinary one does not depend on the settings of privacy.
+        """
+        skipped = {"implementations", "clippings", "privacy", "output_dir", "rounds", "timeout_s"}
+        common = {k: v for k, v in asdict(self).items() if k not in skipped}
+        if clipping == NOT_PRIVATE:
+            return common
+        return {**common, "clipping": {"mode": clipping, **asdict(self.privacy)}}
 
 
 def settings_from(options: argparse.Namespace, device_type: str, default_folder: Path) -> Settings:
@@ -56,6 +108,9 @@ def settings_from(options: argparse.Namespace, device_type: str, default_folder:
     """
     _require_positive(options)
     names = _names(options)
+    clippings, privacy = _clippings(options), _privacy(options)
+    for name in names:
+        _check_can_clip(name, clippings)
     if options.warmup_epochs > options.num_epochs:
         raise ValueError(
             f"--warmup-epochs {options.warmup_epochs} exceeds --num-epochs "
@@ -68,6 +123,8 @@ def settings_from(options: argparse.Namespace, device_type: str, default_folder:
         )
     settings = Settings(
         implementations=tuple(names),
+        clippings=tuple(clippings),
+        privacy=privacy,
         model=_model(options, device_type),
         batch_size=options.batch_size,
         bucket_size_mb=options.bucket_size_mb,
@@ -149,6 +206,54 @@ def _names(options: argparse.Namespace) -> list[str]:
     return names
 
 
+def _clippings(options: argparse.Namespace) -> list[str]:
+    modes = [NOT_PRIVATE if mode == "no_dp" else mode for mode in options.clipping]
+    for mode in modes:
+        if mode not in (NOT_PRIVATE, *CLIPPING_MODES):
+            raise ValueError(
+                f"--clipping {mode}: unknown, choose from "
+                f"{', '.join((NOT_PRIVATE, *CLIPPING_MODES))}"
+            )
+    twice = next((mode for mode in modes if modes.count(mode) > 1), None)
+    if twice:
+        raise ValueError(f"--clipping: {twice} appears twice, give each mode once")
+    return modes
+
+
+def _privacy(options: argparse.Namespace) -> Privacy:
+    """Options that would have no effect are refused: somebody meant them."""
+    names = [field.name for field in fields(Privacy)]
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if given and set(_clippings(options)) == {NOT_PRIVATE}:
+        raise ValueError(
+            f"{_option(next(iter(given)))}: only --clipping MODE clips and adds noise, give one of "
+            f"{', '.join(CLIPPING_MODES)} too"
+        )
+    privacy = Privacy(**given)
+    if not 0 <= privacy.noise_multiplier < math.inf:
+        raise ValueError(
+            f"--noise-multiplier {privacy.noise_multiplier}: give a finite number of 0 or more"
+        )
+    if not 0 < privacy.max_grad_norm < math.inf:
+        raise ValueError(f"--max-grad-norm {privacy.max_grad_norm}: give a finite number above 0")
+    return privacy
+
+
+def _check_can_clip(name: str, clippings: list[str]) -> None:
+    """Private gradients are no autograd ones: a plug-in is handed them, and must sum."""
+    private = [mode for mode in clippings if mode != NOT_PRIVATE]
+    if not private:
+        return
+    cls = implementation(name)
+    lacking = [f"method {m}" for m in SEAM if not hasattr(cls, m)]
+    lacking += [f"option {o}" for o in ("reduce", "process_group") if o not in options_of(cls)]
+    if lacking:
+        raise ValueError(
+            f"--clipping {private[0]}: {name} lacks {', '.join(lacking)}, which private training "
+            f"needs: make it a subclass of ddp.DataParallel, or give --clipping {NOT_PRIVATE}"
+        )
+
+
 def _model(options: argparse.Namespace, device_type: str) -> ModelConfig:
     preset = options.preset or ("small" if device_type == "cuda" else "laptop")
     names = {field.name for field in fields(ModelConfig)}
@@ -162,7 +267,7 @@ def _model(options: argparse.Namespace, device_type: str) -> ModelConfig:
 def _with_options(message: str, fields: set[str]) -> str:
     """`d_model` is what the model calls it; the user knows it as `--d-model`."""
     names = "|".join(sorted(fields))
-    return re.sub(rf"\b({names})\b", lambda m: "--" + m[0].replace("_", "-"), message)
+    return re.sub(rf"\b({names})\b", lambda m: _option(m[0]), message)
 
 
 def _data_source(source: str) -> str:
@@ -180,7 +285,11 @@ def _require_positive(options: argparse.Namespace) -> None:
     for name in sizes:
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: give a positive number")
+            raise ValueError(f"{_option(name)} {value}: give a positive number")
     for name in ("warmup_epochs", "seed"):
         if getattr(options, name) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: give 0 or more")
+            raise ValueError(f"{_option(name)} {getattr(options, name)}: give 0 or more")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,15 +1,16 @@
 """Build one implementation, train it for some epochs, take it down again."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.settings import Settings, batches_for
+from bench.settings import Settings, Subject, batches_for
 from ddp import implementation, options_of, wrap
 from lm.model import Transformer, forward_loss
 from lm.runtime import StepClock, Worker, seed_everything
@@ -18,33 +19,49 @@ from lm.training import training_step
 from tracing import phase
 
 Phase = Callable[[str], AbstractContextManager]
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a step is made of, with privacy or without; see `lm.training.training_step`."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    forward_loss: Callable[[Batch], Tensor]
+    finish: Callable[[], None]
+    more_phases: Mapping[str, Callable[[], None]]
 
 
 @dataclass
 class Run:
     """One implementation in training on this rank; batches are on the device already."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    batches: list[tuple[Tensor, Tensor]]
+    parts: Parts
+    batches: list[Batch]
     settings: Settings
     device: torch.device
+
+    @property
+    def model(self) -> nn.Module:
+        return self.parts.model
 
     def step(self, number: int, phase: Phase) -> Tensor:
         warmup = self.settings.warmup_steps
         return training_step(
             self.batches[number],
-            self.optimizer,
+            self.parts.optimizer,
             forward_loss=self.forward_loss,
-            finish=self.model.finish_gradient_synchronization,
+            finish=self.parts.finish,
             learning_rate=learning_rate(number, warmup),
+            more_phases=self.parts.more_phases,
             max_gradient_norm=MAX_WARMUP_GRADIENT_NORM if in_warmup(number, warmup) else None,
             phase=phase,
         )
 
-    def forward_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def forward_loss(self, batch: Batch) -> Tensor:
         with arithmetic(self.settings.dtype, self.device):
-            return forward_loss(self.model, batch)
+            return self.parts.forward_loss(batch)
 
 
 def arithmetic(dtype: str, device: torch.device) -> AbstractContextManager:
@@ -63,6 +80,31 @@ def build_network(settings: Settings, device: torch.device, dtype: str) -> nn.Mo
     return network
 
 
+def assemble(
+    subject: Subject,
+    network: nn.Module,
+    settings: Settings,
+    world_size: int,
+    noise_multiplier: float | None = None,
+) -> Parts:
+    """`noise_multiplier` overrides that of the settings."""
+    model = wrap_network(subject.implementation, network, settings.bucket_size_mb)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.0, fused=True)
+    if subject.is_private:
+        from bench.private import private_parts  # Opacus underneath takes two seconds to import
+
+        return private_parts(
+            subject.clipping, model, optimizer, settings, world_size, noise_multiplier
+        )
+    return Parts(
+        model=model,
+        optimizer=optimizer,
+        forward_loss=partial(forward_loss, model),
+        finish=model.finish_gradient_synchronization,
+        more_phases={},
+    )
+
+
 def wrap_network(name: str, network: nn.Module, bucket_size_mb: float | None) -> nn.Module:
     takes_size = "bucket_size_mb" in options_of(implementation(name))
     given = bucket_size_mb is not None and takes_size
@@ -70,14 +112,12 @@ def wrap_network(name: str, network: nn.Module, bucket_size_mb: float | None) ->
 
 
 @contextmanager
-def building(settings: Settings, name: str, worker: Worker) -> Iterator[Run]:
-    """A run of `name`, whose memory is free again afterwards."""
+def building(settings: Settings, subject: Subject, worker: Worker) -> Iterator[Run]:
+    """A run of `subject`, whose memory is free again afterwards."""
     network = build_network(settings, worker.device, settings.dtype)
-    model = wrap_network(name, network, settings.bucket_size_mb)
     batches = batches_for(settings, worker.rank, worker.world_size)
     run = Run(
-        model=model,
-        optimizer=torch.optim.AdamW(network.parameters(), lr=0.0, fused=True),
+        parts=assemble(subject, network, settings, worker.world_size),
         batches=[
             tuple(tokens.to(worker.device) for tokens in batches(step))
             for step in range(settings.num_steps)
@@ -85,7 +125,7 @@ def building(settings: Settings, name: str, worker: Worker) -> Iterator[Run]:
         settings=settings,
         device=worker.device,
     )
-    del network, model
+    del network
     try:
         yield run
     finally:

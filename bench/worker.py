@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from bench.gate import Gate
-from bench.settings import Settings, label, source_digest
+from bench.options import NOT_PRIVATE
+from bench.settings import Settings, Subject, source_digest
 from bench.training import building, max_over_ranks, train
 from ddp import Unavailable
 from lm.runtime import PeakMemory, StepClock, Worker, invocation
@@ -35,31 +36,44 @@ class Cell:
     implementation: str
     kind: str
     round: int
+    clipping: str = NOT_PRIVATE
+
+    @property
+    def subject(self) -> Subject:
+        return Subject(self.implementation, self.clipping)
 
     def row(self, settings: Settings, world_size: int, device: str) -> dict:
         """What its line in the results starts with, and what it is recognised by."""
+        mine = {"implementation": self.implementation, "kind": self.kind, "round": self.round}
         config = {
-            **settings.identity(),
-            **vars(self),
+            **settings.identity(self.clipping),
+            **mine,
             "world_size": world_size,
             "device": device,
             "torch": torch.__version__,
         }
         if digest := source_digest(self.implementation):
             config["source"] = digest
-        return {"key": cell_key(config), **vars(self), "config": config}
+        if self.subject.is_private:
+            mine["clipping"] = self.clipping
+        return {"key": cell_key(config), **mine, "config": config}
 
     @property
     def label(self) -> str:
         part = "gate" if self.kind == GATE else f"round {self.round}"
-        return f"{label(self.implementation)} ({part})"
+        return f"{self.subject.label} ({part})"
 
 
 def plan(settings: Settings) -> list[Cell]:
-    """The same order on every rank: all gates, then rounds in which every one takes its turn."""
-    gates = [Cell(name, GATE, -1) for name in settings.implementations]
-    rounds = plan_rounds(settings.implementations, settings.rounds, settings.seed)
-    return gates + [Cell(name, TIMING, number) for number, name in rounds]
+    """The same order on every rank: all gates, then rounds in which every one takes its turn.
+
+    Gates of ordinary training come first: it and private training have different references, and
+    only one of them is in memory.
+    """
+    by_reference = sorted(settings.subjects, key=lambda subject: subject.is_private)
+    gates = [Cell(name, GATE, -1, mode) for name, mode in by_reference]
+    rounds = plan_rounds(settings.subjects, settings.rounds, settings.seed)
+    return gates + [Cell(name, TIMING, number, mode) for number, (name, mode) in rounds]
 
 
 def device_name(device: torch.device) -> str:
@@ -98,13 +112,13 @@ class Benchmark:
             unavailable = set()
             for cell in cells:
                 progress.update(cell.label)
-                if cell.implementation in unavailable:
+                if cell.subject in unavailable:
                     continue
                 if self._measure(cell) == UNAVAILABLE:
-                    unavailable.add(cell.implementation)
+                    unavailable.add(cell.subject)
 
     def _unfinished(self) -> list[Cell]:
-        """Finished cells are skipped; so is the rest of an implementation that failed just now."""
+        """Finished cells are skipped; so is the rest of a subject that failed just now."""
         if not self.worker.is_first:
             return []
         results = Results(self.settings.output_dir)
@@ -112,7 +126,7 @@ class Benchmark:
         cells = plan(self.settings)
         known = {cell: rows.get(self._row(cell)["key"]) for cell in cells}
         given_up = {
-            cell.implementation
+            cell.subject
             for cell, row in known.items()
             if row and row["status"] != OK
             and (row["status"] == UNAVAILABLE or row["invocation"] == invocation())
@@ -120,7 +134,7 @@ class Benchmark:
         return [
             cell
             for cell, row in known.items()
-            if not (row and row["status"] in FINISHED) and cell.implementation not in given_up
+            if not (row and row["status"] in FINISHED) and cell.subject not in given_up
         ]
 
     def _agree_on(self, cells: list[Cell]) -> list[Cell]:
@@ -152,12 +166,12 @@ class Benchmark:
 
     def _prove(self, cell: Cell) -> dict:
         self._gate = self._gate or Gate(self.settings, self.worker, self.watch.at)
-        return {"gradient_error": self._gate.error(cell.implementation)}
+        return {"gradient_error": self._gate.error(cell.subject)}
 
     def _time(self, cell: Cell) -> dict:
         self._gate = None  # its reference gradients would count as memory
         memory = PeakMemory(self.worker.device)
-        with building(self.settings, cell.implementation, self.worker) as run:
+        with building(self.settings, cell.subject, self.worker) as run:
             clock = StepClock(self.worker.device)
             loss = train(run, clock, lambda number: self._phase(cell, number))
             milliseconds = max_over_ranks(clock.milliseconds(), self.worker.device)

@@ -1,12 +1,13 @@
 """One training step with its phases named.
 
 The benchmark, the profiler and the tests all call this one step, so what is measured is what is
-tested. It knows neither variants nor devices: the caller hands it a forward that returns the loss
-and whatever must happen between backward and the optimizer.
+tested. It knows neither variants nor devices nor privacy: the caller hands it a forward that
+returns the loss and whatever must happen between backward and the optimizer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ def training_step(
     forward_loss: Callable[[Any], Tensor],
     finish: Callable[[], None],
     learning_rate: float,
+    more_phases: Mapping[str, Callable[[], None]] = MappingProxyType({}),
     max_gradient_norm: float | None = None,
     phase: Callable[[str], AbstractContextManager] = record_function,
 ) -> Tensor:
@@ -30,9 +32,10 @@ def training_step(
     Args:
         batch: handed to `forward_loss` as it is.
         optimizer: its gradients are set to None at the end.
-        forward_loss: batch -> scalar loss.
+        forward_loss: batch -> scalar loss, or what has `backward` and `detach` like one.
         finish: called after backward; when it returns, every `.grad` is synchronised.
         learning_rate: of this step, for all parameter groups.
+        more_phases: name -> what else comes between `finish` and clipping, in order.
         max_gradient_norm: clip the total gradient norm to this; None leaves it alone.
         phase: a context manager that is entered with each phase's name.
 
@@ -48,6 +51,9 @@ def training_step(
         loss.backward()
     with phase("gradient_sync"):
         finish()
+    for name, work in more_phases.items():
+        with phase(name):
+            work()
     if max_gradient_norm is not None:
         with phase("gradient_clipping_warmup"):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -2,10 +2,13 @@
 
 import torch
 
+PARTS_OF_BACKWARD = ("norm_pass", "clip_coefficients", "weighted_sum")  # of a private step
 PHASES = (
     "forward_pass",
     "backward_pass",
+    *PARTS_OF_BACKWARD,
     "gradient_sync",
+    "noise",
     "gradient_clipping_warmup",
     "optimizer_step",
     "lr_scheduling",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .files import written_whole
 from .overlap import Overlap, overlap
-from .phases import EPOCH_PREFIX, PHASES
+from .phases import EPOCH_PREFIX, PARTS_OF_BACKWARD, PHASES
 from .trace import Trace
 
 
@@ -101,8 +101,9 @@ def _phase_table(measured: dict[int, Overlap], traces: list[Trace]) -> list[str]
     lines = [f"{'phase':<28}" + "".join(f"{f'rank {rank}':>12}" for rank in measured)]
     for name in names:
         steps = [whole.per_step() or whole for whole in measured.values()]
+        title = f"  {name}" if name in PARTS_OF_BACKWARD else name
         lines.append(
-            f"{name:<28}" + "".join(f"{s.phases.get(name, 0.0) / 1000:>12.3f}" for s in steps)
+            f"{title:<28}" + "".join(f"{s.phases.get(name, 0.0) / 1000:>12.3f}" for s in steps)
         )
     placed = sorted({trace.phase_basis for trace in traces})
     return [*lines, "", f"Phases placed by: {', '.join(placed)}."]

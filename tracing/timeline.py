@@ -18,6 +18,7 @@ from matplotlib.patches import Patch
 from .files import written_whole
 from .intervals import Interval, difference, intersection, union
 from .overlap import Overlap, overlap, steps
+from .phases import PARTS_OF_BACKWARD
 from .trace import Trace
 
 MAX_LANES = 4
@@ -30,7 +31,12 @@ INK = "#222222"
 TINTS = {  # phase: (label, background, label's colour)
     "forward_pass": ("forward", "#E4EEF8", "#35608A"),
     "backward_pass": ("backward", "#E3F1E4", "#3D7345"),
+    # of a private step; they lie in backward, are drawn over it and labelled in its place
+    "norm_pass": ("backward, norms", "#E3F1E4", "#3D7345"),
+    "clip_coefficients": ("coefficients", "#F4E3EC", "#8A3B66"),
+    "weighted_sum": ("weighted sums", "#C9E4CD", "#2C5C35"),
     "gradient_sync": ("sync", "#FAF0C8", "#6B5B00"),
+    "noise": ("noise", "#F4E3EC", "#8A3B66"),
     "gradient_clipping_warmup": ("clip", "#E9E9E9", "#555555"),
     "optimizer_step": ("optimizer", "#EAE6F2", "#5F4B8B"),
 }
@@ -158,8 +164,11 @@ def _draw_lane(axes: Axes, lane: Lane, bottom: float, height: float) -> None:
 
 
 def _label_phases(axes: Axes, lane: Lane, axis_end: float) -> None:
-    """Name each phase above the first lane where the name fits; the legend has them all."""
+    """Name each phase above the first lane, where the name fits."""
+    divided = any(part in lane.phases for part in PARTS_OF_BACKWARD)
     for phase, (label, _, ink) in TINTS.items():
+        if divided and phase == "backward_pass":
+            continue
         for start, end in lane.phases.get(phase, []):
             if end - start > axis_end * 0.0135 * len(label):
                 axes.text(

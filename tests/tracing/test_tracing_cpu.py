@@ -50,7 +50,8 @@ def test_real_trace_has_its_parts(name):
     assert len(trace.communication) == PARAMETERS * STEPS
     assert len(steps(trace)) == overlap(trace).steps == STEPS
     assert list(trace.epochs) == ["epoch_0_training_lr_0.001"]
-    assert set(trace.phases) == set(PHASES) - {"lr_scheduling", "gradient_clipping_warmup"}
+    ordinary = {"forward_pass", "backward_pass", "gradient_sync", "optimizer_step"}
+    assert set(trace.phases) == ordinary < set(PHASES)
 
 
 def test_synchronous_waits_after_backward():

@@ -1,0 +1,72 @@
+"""Private training of an implementation, through the front door that users have.
+
+The batches are the benchmark's own, the same windows in every mode and of fixed size: what is
+timed is a step of DP-SGD, and no ε is stated for it.
+"""
+
+import logging
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from bench.settings import Settings
+from bench.training import Batch, Parts
+from dp_clipping import PrivacyEngine
+
+
+def private_parts(
+    mode: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    settings: Settings,
+    world_size: int,
+    noise_multiplier: float | None = None,
+) -> Parts:
+    """What a private step is made of.
+
+    Args:
+        mode: one of `dp_clipping.MODES`.
+        model: a network, or an implementation's wrapper around it, which is set to sums.
+        optimizer: over its parameters.
+        settings: for clipping and noise.
+        world_size: ranks whose batches are one global batch: the divisor is its size.
+        noise_multiplier: overrides that of the settings.
+    """
+    if dist.get_rank() > 0:
+        logging.getLogger("dp_clipping").setLevel(logging.ERROR)  # rank 0 says it
+    privacy = settings.privacy
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="poisson_sampling=False")
+        private, private_optimizer, criterion, _ = PrivacyEngine().make_private(
+            module=model,
+            optimizer=optimizer,
+            criterion=nn.CrossEntropyLoss(),
+            data_loader=DataLoader(range(settings.num_steps), batch_size=None),  # only its length
+            noise_multiplier=(
+                privacy.noise_multiplier if noise_multiplier is None else noise_multiplier
+            ),
+            max_grad_norm=privacy.max_grad_norm,
+            poisson_sampling=False,
+            clipping=privacy.clipping_style,
+            grad_sample_mode=mode,
+            clipping_function=privacy.clipping_function,
+            expected_batch_size=world_size * settings.batch_size,
+        )
+
+    def forward_loss(batch: Batch) -> Tensor:
+        """As `lm.model.forward_loss`, but one loss a window; what comes back has `backward`."""
+        inputs, targets = batch
+        logits = private(inputs)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return criterion(logits.flatten(0, 1).to(wide), targets.flatten(), shape=logits.shape)
+
+    return Parts(
+        model=private,
+        optimizer=private_optimizer,
+        forward_loss=forward_loss,
+        finish=getattr(model, "finish_gradient_synchronization", lambda: None),
+        more_phases={"noise": private_optimizer.pre_step},
+    )
