@@ -21,7 +21,11 @@ from tests.dp_clipping.conftest import (
     private_loss,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+]
 
 ROUNDING = 4e-5  # of float32, and the margin that coefficients keep for it
 

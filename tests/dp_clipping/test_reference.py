@@ -127,12 +127,12 @@ def test_per_layer_thresholds_are_equal_shares_of_the_whole(mode):
 
 
 @zoo.every_case
-def test_float32(case, mode="bookkeeping"):
+def test_float32(case):
     expected = reference(case.name, zoo.SIZE, torch.float32)
     limit = middle(oracle.norms(expected))
     network = case.build()
     with refusals(case, network):
-        model = private(network, mode, limit)
+        model = private(network, "bookkeeping", limit)
         sums = clipped_sums(model, case.batch(zoo.SIZE), case.per_sample_loss)
         norms = model.per_sample_gradient_norms
         assert norms.dtype == torch.float32
