@@ -2,7 +2,7 @@
 
 Read in this order: engine.py (the front door), model.py and criterion.py and optimizer.py (what it
 returns), session.py (a step), capture.py and layers/ (per-sample gradients), clip.py, noise.py,
-sampling.py, keys.py.
+sampling.py, keys.py, checkpoint.py (with checkpoint_file.py, fits.py and run.py).
 """
 
 from dp_clipping.engine import PrivacyEngine

@@ -498,6 +498,17 @@ class TestRefused:
         run = SimpleNamespace(engine=engine, model=model, optimizer=optimizer, loader=loader)
         self.refused(run, path, "first.weight is .* in the checkpoint and missing in this model")
 
+    @pytest.mark.parametrize(
+        ("scale", "there"), [(torch.ones(2), r"\[2\] torch.float32"),
+                             (torch.tensor(1.0, dtype=torch.float64), r"\[\] torch.float64")],
+    )  # fmt: skip
+    def test_another_buffer(self, path, scale, there):
+        save(build(), path)
+        other = build()
+        other.model.network.scale = scale
+        match = rf"entry scale is \[\] torch.float32 in the checkpoint and {there} in this model"
+        self.refused(other, path, match)
+
     def test_other_groups_of_the_optimizer(self, path):
         def two_groups(parameters):
             first, *rest = parameters
