@@ -64,6 +64,7 @@ class PrivateModel(nn.Module):
             self._check_thresholds()
             if self._is_wrapped:
                 module.reduce = "sum"
+                module.gradients_come_by_hand = True
             self._use_wide_gradients()
 
     # ---- what a user calls ----------------------------------------------------------------------
@@ -135,6 +136,8 @@ class PrivateModel(nn.Module):
         """The network with its own forwards, as before `make_private`."""
         if self._capture is not None:
             self._capture.remove()
+            if self._is_wrapped:
+                self.module.gradients_come_by_hand = False
         return self.network
 
     def __getattr__(self, name: str) -> Any:
@@ -168,20 +171,31 @@ class PrivateModel(nn.Module):
         return sum(c * c for c in self._step_limits) ** 0.5
 
     def private_backward(self, session: Session, losses: Tensor) -> None:
-        """Add the clipped sum of this batch to `.grad`, in float32, and let it leave."""
+        """Add the clipped sum of this batch to `.grad`, in float32, and let it leave.
+
+        If it fails half-way, the step's sums are dropped: parameters that have theirs already would
+        count the samples twice in a second attempt.
+        """
         self._open_step()
         if session is not self._session:
             raise RuntimeError("backward of an earlier forward: run one forward, then its backward")
-        with self._sync_context():
-            if session.is_empty or self.holds_dummy():
-                self._norms.append(losses.detach().new_zeros(0, dtype=torch.float32))
-                for parameter in self.capture.parameters:
-                    self._receive(parameter, None)
-            else:
-                limits = torch.tensor(self._step_limits, dtype=torch.float64, device=losses.device)
-                self._norms.append(session.backward(losses, limits, self._receive))
-                self._nonfinite_samples += session.nonfinite
+        try:
+            with self._sync_context():
+                self._add_sums(session, losses)
+        except BaseException:
+            self.clear_gradients()
+            raise
         self._session = None
+
+    def _add_sums(self, session: Session, losses: Tensor) -> None:
+        if session.is_empty or self.holds_dummy():
+            self._norms.append(losses.detach().new_zeros(0, dtype=torch.float32))
+            for parameter in self.capture.parameters:
+                self._receive(parameter, None)
+            return
+        limits = torch.tensor(self._step_limits, dtype=torch.float64, device=losses.device)
+        self._norms.append(session.backward(losses, limits, self._receive))
+        self._nonfinite_samples += session.nonfinite
 
     def _call_network_again(self, args: tuple, kwargs: dict) -> Any:
         """Not through the wrapper, which has prepared its step: other ranks do not repeat it."""

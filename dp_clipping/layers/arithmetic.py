@@ -19,7 +19,7 @@ CHUNK_ELEMENTS = 1 << 24  # of float32 temporaries, where a product must be wide
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What sums are accumulated in: float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @contextmanager

@@ -344,6 +344,33 @@ def test_a_failed_backward_does_not_poison_the_next_step(mode, at):
     assert_step_is_right(model, plain, batch)
 
 
+def test_a_second_attempt_counts_no_sample_twice():
+    """The second pass has summed one layer when it fails; nobody calls zero_grad in between."""
+    calls = []
+
+    def fail_once(gradient):
+        calls.append(gradient)
+        if len(calls) == 2:
+            raise FloatingPointError("on purpose")
+
+    def function(net, x):
+        hidden = net.a(x)
+        if hidden.requires_grad:
+            hidden.register_hook(fail_once)
+        return net.b(torch.tanh(hidden))
+
+    net = zoo.seeded(lambda: zoo.two_linears(function))
+    plain = copy.deepcopy(net)
+    plain.function = lambda net, x: net.b(torch.tanh(net.a(x)))
+    model = private(net, "ghost")
+    batch = zoo.numbers(4, 2, 5, out=(2, 3))
+    with pytest.raises(FloatingPointError, match="on purpose"):
+        private_loss(model, batch, zoo.product).backward()
+    private_loss(model, batch, zoo.product).backward()
+    assert_close(gradients_of(model), expected_sums(plain, batch, 1.0), ROUNDING)
+    assert len(model.per_sample_gradient_norms) == 4
+
+
 @every_mode
 def test_a_discarded_forward(mode):
     net, batch = tokens_case()
