@@ -1,0 +1,335 @@
+"""The mechanism that ε is computed for, measured on real steps: bounded sum, noise once, constant.
+
+A test of noise must reject a wrong scale, so `assert_noise` is itself tried on steps with two
+thirds and three halves of the noise. Keys come from the operating system in most of these tests:
+no seed can make one pass by chance, and a right mechanism fails one in a million times.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from opacus.accountants import create_accountant
+from scipy.stats import chi2
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_clipping import MODES, BatchMemoryManager, PrivacyEngine
+from dp_clipping.optimizer import PrivateOptimizer
+from tests.dp_clipping import zoo
+
+PRIVATE_MODES = [mode for mode in MODES if mode != "no_dp"]
+SAMPLES, INPUTS, HIDDEN, OUTPUTS = 24, 40, 60, 20
+SIGMA, C = 1.3, 0.7
+ONE_IN_A_MILLION = 1e-6
+WRONG_SCALES = (2 / 3, 3 / 2)
+
+
+@dataclass
+class Run:
+    """What `make_private` returned, and what it was made of."""
+
+    engine: PrivacyEngine
+    model: Any
+    optimizer: PrivateOptimizer
+    criterion: Any
+    loader: DataLoader
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Name -> what the last step applied, in float64."""
+        return {n: p.grad.double() for n, p in self.model.network.named_parameters()}
+
+    def step(self, batch: list[Tensor]) -> dict[str, Tensor]:
+        """One draw in one batch; what it applied."""
+        inputs, targets = batch
+        self.criterion(self.model(inputs), targets).backward()
+        self.optimizer.step()
+        applied = self.gradients
+        self.optimizer.zero_grad()
+        return applied
+
+    def steps(self, count: int) -> list[dict[str, Tensor]]:
+        """What the first steps of as many epochs as are needed applied."""
+        applied: list[dict[str, Tensor]] = []
+        while len(applied) < count:
+            for batch in self.loader:
+                applied.append(self.step(batch))
+        return applied[:count]
+
+
+def samples(count: int = SAMPLES) -> tuple[Tensor, Tensor]:
+    return zoo.numbers(count, INPUTS, out=(OUTPUTS,))
+
+
+def make_run(
+    data: tuple[Tensor, Tensor] | None = None,
+    batch_size: int = SAMPLES,
+    wrap_optimizer: Callable[[PrivateOptimizer], Any] | None = None,
+    seed: int | None = None,
+    accountant: str = "rdp",
+    **options: Any,
+) -> Run:
+    """A private run of 3680 parameters that no step changes; q = batch_size / samples.
+
+    `seed` fixes noise and draws; otherwise they come from the operating system.
+    """
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUTPUTS))
+    engine = PrivacyEngine(accountant=accountant)
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    defaults = {
+        "criterion": zoo.Criterion(zoo.squared_error), "noise_multiplier": SIGMA,
+        "max_grad_norm": C, "noise_generator": generator,
+    }  # fmt: skip
+    made = engine.make_private(
+        module=network,
+        optimizer=torch.optim.SGD(network.parameters(), lr=0.0),
+        data_loader=DataLoader(TensorDataset(*(data or samples())), batch_size),
+        **(defaults | options),
+    )
+    run = Run(engine, *made)
+    if wrap_optimizer is not None:
+        wrap_optimizer(run.optimizer)
+    return run
+
+
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: one[name] - other[name] for name in one}
+
+
+def flat(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors.values()])
+
+
+def assert_noise(noise: Tensor, std: float) -> None:
+    """Mean 0 and this standard deviation, over all entries and over each tenth of them."""
+    for part in (noise, *noise.tensor_split(10)):
+        n = part.numel()
+        squares = float(part.square().sum()) / std**2
+        tail = min(chi2.cdf(squares, n), chi2.sf(squares, n))
+        measured = (squares / n) ** 0.5
+        assert tail > ONE_IN_A_MILLION / 2, f"noise has {measured:.3f} of its standard deviation"
+        assert abs(float(part.mean())) < 6 * std / n**0.5
+
+
+def correlation(one: Tensor, other: Tensor) -> float:
+    n = min(len(one), len(other))
+    return float(torch.corrcoef(torch.stack([one[:n], other[:n]]))[0, 1])
+
+
+def assert_independent(one: Tensor, other: Tensor) -> None:
+    n = min(len(one), len(other))
+    assert abs(correlation(one, other)) < 6 / n**0.5
+
+
+class TestNoise:
+    @pytest.mark.parametrize("mode", PRIVATE_MODES)
+    def test_is_sigma_c_over_the_expected_batch(self, mode):
+        (noisy,) = make_run(grad_sample_mode=mode).steps(1)
+        (noiseless,) = make_run(grad_sample_mode=mode, noise_multiplier=0.0).steps(1)
+        assert_noise(flat(difference(noisy, noiseless)), SIGMA * C / SAMPLES)
+
+    @pytest.mark.parametrize("scale", WRONG_SCALES)
+    def test_another_scale_is_noticed(self, scale):
+        def wrong(optimizer):
+            optimizer.noise_multiplier *= scale
+
+        (noisy,) = make_run(wrap_optimizer=wrong).steps(1)
+        (noiseless,) = make_run(noise_multiplier=0.0).steps(1)
+        with pytest.raises(AssertionError, match="noise has"):
+            assert_noise(flat(difference(noisy, noiseless)), SIGMA * C / SAMPLES)
+
+    @pytest.mark.parametrize(
+        ("limit", "std"),
+        [(C, C), ([0.3, 0.4], 0.5)],
+        ids=["one threshold", "a threshold a module"],
+    )
+    def test_per_layer_is_calibrated_to_all_thresholds_together(self, limit, std):
+        options = {"clipping": "per_layer", "max_grad_norm": limit}
+        (noisy,) = make_run(**options).steps(1)
+        (noiseless,) = make_run(noise_multiplier=0.0, **options).steps(1)
+        assert_noise(flat(difference(noisy, noiseless)), SIGMA * std / SAMPLES)
+
+    def test_of_a_sum_is_not_divided(self):
+        options = {"criterion": zoo.Criterion(zoo.squared_error, "sum"), "loss_reduction": "sum"}
+        (noisy,) = make_run(**options).steps(1)
+        (noiseless,) = make_run(noise_multiplier=0.0, **options).steps(1)
+        assert_noise(flat(difference(noisy, noiseless)), SIGMA * C)
+
+    def test_follows_a_scheduled_multiplier_and_threshold(self):
+        run = make_run()
+        run.optimizer.noise_multiplier, run.optimizer.max_grad_norm = 2 * SIGMA, C / 10
+        noiseless = make_run(noise_multiplier=0.0, max_grad_norm=C / 10)
+        noise = difference(run.steps(1)[0], noiseless.steps(1)[0])
+        assert_noise(flat(noise), 2 * SIGMA * C / 10 / SAMPLES)
+
+    @pytest.mark.parametrize("physical", [1, 5, 24])
+    def test_is_added_once_to_all_microbatches_of_a_draw(self, physical):
+        run = make_run()
+        with BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=physical, optimizer=run.optimizer
+        ) as microbatches:
+            pieces = [run.step(batch) for batch in microbatches]
+        assert run.optimizer.steps == 1
+        assert len(pieces) == -(-SAMPLES // physical)
+        (noiseless,) = make_run(noise_multiplier=0.0).steps(1)
+        assert_noise(flat(difference(pieces[-1], noiseless)), SIGMA * C / SAMPLES)
+
+    def test_differs_between_steps_parameters_and_runs(self):
+        torch.manual_seed(0)
+        first, second = make_run().steps(2)
+        torch.manual_seed(0)
+        (other,) = make_run().steps(1)
+        (noiseless,) = make_run(noise_multiplier=0.0).steps(1)
+        noises = [difference(applied, noiseless) for applied in (first, second, other)]
+        assert_independent(flat(noises[0]), flat(noises[1]))
+        assert_independent(flat(noises[0]), flat(noises[2]))
+        for one, another in pairwise(noises[0].values()):
+            assert_independent(one.flatten(), another.flatten())
+
+    def test_sum_of_many_steps_grows_like_a_root(self):
+        """Noise that is drawn once and used again would grow with the number of steps."""
+        (noiseless,) = make_run(noise_multiplier=0.0).steps(1)
+        noises = [flat(difference(applied, noiseless)) for applied in make_run().steps(25)]
+        assert_noise(torch.stack(noises).sum(0), 5 * SIGMA * C / SAMPLES)
+
+    def test_an_empty_draw_has_noise_and_is_counted(self):
+        run = make_run(samples(50), batch_size=1)
+        for _ in range(20):
+            for batch in run.loader:
+                applied = run.step(batch)
+                if len(batch[0]) == 0:
+                    assert_noise(flat(applied), SIGMA * C / 1)
+                    counted = sum(steps for _, _, steps in run.engine.accountant.history)
+                    assert counted == run.optimizer.steps
+                    return
+        pytest.fail("a thousand draws at q = 1/50 and none was empty")
+
+
+class TestSensitivity:
+    """Two data sets that differ by one sample, in every draw, without noise."""
+
+    @pytest.mark.parametrize("clipping_function", ["abadi", "automatic"])
+    @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+    @pytest.mark.parametrize("mode", PRIVATE_MODES)
+    def test_one_sample_moves_the_sum_by_at_most_c(self, mode, clipping, clipping_function):
+        inputs, targets = samples(8)
+        targets[0] *= 1e6  # a gradient of a million times the others'
+        targets[1] *= 1e-3  # and one that is hardly clipped, if at all
+        options = {
+            "noise_multiplier": 0.0, "grad_sample_mode": mode, "clipping": clipping,
+            "clipping_function": clipping_function, "expected_batch_size": 1,
+        }  # fmt: skip
+        (everyone,) = make_run((inputs, targets), batch_size=8, **options).steps(1)
+        for left_out in (0, 1, 5):
+            keep = [i for i in range(8) if i != left_out]
+            rest = (inputs[keep], targets[keep])
+            (without,) = make_run(rest, batch_size=7, **options).steps(1)
+            moved = float(flat(difference(everyone, without)).norm())
+            assert moved <= C * (1 + 1e-5), f"sample {left_out}"
+            if left_out != 1:
+                assert moved > 0.95 * C, f"sample {left_out} is clipped more than it must be"
+
+    def test_a_sample_that_is_not_finite_moves_nothing(self):
+        inputs, targets = samples(8)
+        options = {"noise_multiplier": 0.0, "expected_batch_size": 1}
+        (without,) = make_run((inputs[1:], targets[1:]), batch_size=7, **options).steps(1)
+        targets[0] = math.nan
+        (everyone,) = make_run((inputs, targets), batch_size=8, **options).steps(1)
+        torch.testing.assert_close(everyone, without)
+
+
+class TestDraws:
+    def test_the_divisor_is_the_expected_batch_whatever_is_drawn(self):
+        """Each draw's applied gradient, times the constant, is its own clipped sum."""
+        run = make_run(batch_size=6, noise_multiplier=0.0)
+        sizes = set()
+        for _ in range(5):
+            for inputs, targets in run.loader:
+                applied = flat(run.step([inputs, targets])) * 6
+                sizes.add(len(inputs))
+                if len(inputs) == 0:
+                    assert float(applied.norm()) == 0
+                    continue
+                whole = make_run((inputs, targets), len(inputs), noise_multiplier=0.0)
+                expected = flat(whole.steps(1)[0]) * len(inputs)
+                torch.testing.assert_close(applied, expected, rtol=1e-4, atol=1e-6)
+        assert len(sizes) > 2
+
+    def test_expected_batch_size_overrides(self):
+        (usual,) = make_run(noise_multiplier=0.0).steps(1)
+        (other,) = make_run(noise_multiplier=0.0, expected_batch_size=2 * SAMPLES).steps(1)
+        torch.testing.assert_close(flat(other) * 2, flat(usual))
+
+    def test_draws_differ_between_epochs_and_between_runs_of_one_torch_seed(self):
+        def drawn():
+            torch.manual_seed(0)
+            run = make_run(samples(200), batch_size=20, noise_multiplier=0.0)
+            return [[x[:, 0].tolist() for x, _ in run.loader] for _ in range(2)]
+
+        one, other = drawn(), drawn()
+        assert one[0] != one[1]
+        assert one != other
+
+    def test_a_seed_that_is_asked_for_repeats_draws_and_noise(self):
+        """Which is why an engine with one warns: see the next test."""
+        one, other = (make_run(batch_size=6, seed=5).steps(4) for _ in range(2))
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(flat(a), flat(b))
+
+    def test_a_fixed_seed_is_said_with_epsilon(self):
+        run = make_run(seed=5)
+        run.steps(1)
+        with pytest.warns(UserWarning, match="fixed seed"):
+            run.engine.get_epsilon(1e-5)
+
+
+class TestAccount:
+    @pytest.mark.parametrize("accountant", ["prv", "rdp", "gdp"])
+    @pytest.mark.filterwarnings("ignore")
+    def test_epsilon_is_opacus_own(self, accountant):
+        run = make_run(batch_size=6, accountant=accountant)
+        run.steps(8)
+        reference = create_accountant(accountant)
+        for _ in range(8):
+            reference.step(noise_multiplier=SIGMA, sample_rate=1 / 4)
+        assert run.engine.get_epsilon(1e-5) == reference.get_epsilon(1e-5)
+
+    def test_a_draw_is_counted_once_however_many_microbatches_it_has(self):
+        run = make_run(batch_size=6)
+        with BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer
+        ) as microbatches:
+            for batch in microbatches:
+                run.step(batch)
+        assert run.engine.accountant.history == [(SIGMA, 1 / 4, 4)]
+
+    def test_the_budget_is_met_and_not_exceeded(self):
+        torch.manual_seed(0)
+        network = nn.Linear(INPUTS, OUTPUTS)
+        engine = PrivacyEngine(accountant="rdp")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = engine.make_private_with_epsilon(
+                module=network,
+                optimizer=torch.optim.SGD(network.parameters(), lr=0.0),
+                criterion=zoo.Criterion(zoo.squared_error),
+                data_loader=DataLoader(TensorDataset(*samples()), 4),
+                target_epsilon=3.0,
+                target_delta=1e-3,
+                epochs=2,
+                max_grad_norm=C,
+            )
+            Run(engine, *made).steps(12)
+            assert 2.9 < engine.get_epsilon(1e-3) <= 3.0
+
+    def test_no_noise_is_an_infinite_epsilon(self):
+        run = make_run(noise_multiplier=0.0)
+        run.steps(1)
+        assert run.engine.get_epsilon(1e-5) == math.inf
