@@ -59,6 +59,9 @@ class DataParallel(Rounds, Arithmetic, nn.Module):
     launches_in_backward: ClassVar[bool] = True
     """False for a variant that launches everything in `finish_gradient_synchronization`."""
 
+    gradients_come_by_hand: bool = False
+    """Set by a private engine: autograd accumulates nothing, all comes through `gradient_ready`."""
+
     def __init__(
         self,
         module: nn.Module,

@@ -36,6 +36,13 @@ class TorchDDP(DistributedDataParallel):
 
     options = (*DataParallel.options, "bucket_size_mb")
 
+    gradients_come_by_hand: bool = False
+    """As for the other variants; PyTorch's own forward is then left out too.
+
+    It would prepare a reducer that never hears of a gradient, and one with a static graph would
+    start collectives in the first backward, on those ranks only that have a sample to run it for.
+    """
+
     def __init__(
         self,
         module: nn.Module,
@@ -70,6 +77,9 @@ class TorchDDP(DistributedDataParallel):
         if not (self.training and torch.is_grad_enabled()):
             return self.module(*args, **kwargs)
         by_hand = self._by_hand[0]
+        if self.gradients_come_by_hand:
+            by_hand._synchronizing = self.require_backward_grad_sync
+            return by_hand(*args, **kwargs)
         by_hand._stats["collectives"] = 0
         by_hand._conform_all()
         by_hand._discard_partial_step()
@@ -156,6 +166,11 @@ class TorchDDP(DistributedDataParallel):
 
     def _arrive(self, parameter: Parameter) -> None:
         by_hand = self._by_hand[0]
+        if self.gradients_come_by_hand:
+            raise RuntimeError(
+                "gradients_come_by_hand is set, so PyTorch's reducer does not see this backward: "
+                "unset it before an ordinary forward"
+            )
         if by_hand.dtype_of(by_hand._index[parameter]) != parameter.dtype:
             raise RuntimeError(
                 "PyTorch's reducer works in the parameters' own type: gradient_dtype is for "
@@ -206,7 +221,8 @@ class TunedTorchDDP(TorchDDP):
         self._learned_nothing = False
 
     def forward(self, *args, **kwargs):
-        if self._learns_the_graph and self.training and torch.is_grad_enabled():
+        learns = self._learns_the_graph and not self.gradients_come_by_hand
+        if learns and self.training and torch.is_grad_enabled():
             if not self.require_backward_grad_sync:
                 raise RuntimeError(
                     "torch_ddp_tuned: the first training step must not be under no_sync(), "
