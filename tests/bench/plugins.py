@@ -1,8 +1,8 @@
 """Data-parallel variants of a learner's own: one that is right, and all the ways of being wrong.
 
-They are no subclasses of `ddp.DataParallel`: the benchmark asks for three methods only. What goes
-wrong does so on rank 1, in the middle of the backward pass of step 3, which the timed rounds have
-and the gate has not.
+Most are no subclasses of `ddp.DataParallel`: the benchmark asks for three methods only, except for
+private training. What goes wrong does so on rank 1, in the middle of the backward pass of step 3,
+which the timed rounds have and the gate has not.
 """
 
 import os
@@ -12,6 +12,9 @@ import time
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from ddp.buckets import Bucket
+from ddp.synchronous import SynchronousDDP
 
 FATAL_STEP = 3
 
@@ -84,3 +87,13 @@ class Killed(Minimal):
 class Stopped(Minimal):
     def misbehave(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Averaging(SynchronousDDP):
+    """Right in ordinary training. Asked for sums, it divides by the number of ranks as well."""
+
+    def launch(self, bucket: Bucket) -> None:
+        super().launch(bucket)
+        if self.reduce == "sum":
+            for i in bucket.members:
+                self.gradient(i).div_(self.world_size)

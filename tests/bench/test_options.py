@@ -36,6 +36,21 @@ CASES = {
     "--implementations ddp none ddp": "--implementations: ddp appears twice",
     "--implementations": "--implementations: expected at least one",
     "--profile --profile-implementation nope": "--profile-implementation: .*choose from",
+    "--clipping nope": "--clipping nope: unknown, choose from none, per_sample, .*bookkeeping",
+    "--clipping": "--clipping: expected at least one",
+    "--clipping none ghost no_dp": "--clipping: none appears twice, give",
+    "--clipping ghost --noise-multiplier -1": "--noise-multiplier -1.0: give a finite number of 0",
+    "--clipping ghost --noise-multiplier nan": "--noise-multiplier nan: give a finite",
+    "--clipping ghost --noise-multiplier inf": "--noise-multiplier inf: give a finite",
+    "--clipping ghost --max-grad-norm 0": "--max-grad-norm 0.0: give a finite number above 0",
+    "--clipping ghost --max-grad-norm -2": "--max-grad-norm -2.0: give a finite number above 0",
+    "--clipping ghost --max-grad-norm inf": "--max-grad-norm inf: give a finite number above 0",
+    "--clipping ghost --clipping-style layer": "--clipping-style: invalid choice.*per_layer",
+    "--clipping ghost --clipping-function x": "--clipping-function: invalid choice.*automatic",
+    "--noise-multiplier 1": "--noise-multiplier: only --clipping MODE.*give one of per_sample",
+    "--clipping none --clipping-style flat": "--clipping-style: only --clipping MODE",
+    f"--clipping none ghost --implementations {ROOT}/{PLUGINS}:Minimal": "--clipping ghost: "
+    ".*:Minimal lacks method before_gradient, .*option reduce.*make it a subclass",
     "--d-model 0": "--d-model 0: give a positive",
     "--num-layers -1": "--num-layers -1: give a positive",
     "--num-heads 0": "--num-heads 0: give a positive",
@@ -135,7 +150,7 @@ def test_help_tells_default_and_effect_of_every_option(capsys):
     text = capsys.readouterr().out
     assert stopped.value.code == 0
     assert EXAMPLES in text
-    for group in ("what to compare", "model", "run", "output", "profile mode"):
+    for group in ("what to compare", "privacy", "model", "run", "output", "profile mode"):
         assert f"\n{group}" in text
 
 
@@ -144,7 +159,7 @@ def test_every_option_has_help_with_its_default(monkeypatch):
     monkeypatch.setattr(Parser, "parse_args", lambda self, _: seen.extend(self._actions))
     parse([])
     options = [action for action in seen if not isinstance(action, argparse._HelpAction)]
-    assert len(options) >= 25
+    assert len(options) >= 30
     for action in options:
         assert "(default: " in action.help, action.option_strings
         assert action.nargs == 0 or action.choices or action.metavar, action.option_strings

@@ -73,6 +73,34 @@ def test_clipping_is_a_phase_of_its_own_after_synchronisation(network):
     assert recorder.begun() == [*WITHOUT_CLIPPING[:4], "gradient_clipping_warmup", "optimizer_step"]
 
 
+def test_further_phases_come_in_order_before_clipping(network):
+    """Noise does: what is clipped after it is no longer anybody's gradient."""
+    recorder, done = Recorder(), []
+
+    def double():
+        done.append("double")
+        network.weight.grad *= 2
+
+    before = network.weight.detach().clone()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+    training_step(
+        torch.ones(2, 3),
+        optimizer,
+        forward_loss=lambda batch: 0.1 * network(batch).sum(),
+        finish=lambda: done.append("finish"),
+        learning_rate=1.0,
+        more_phases={"double_it": double, "look_at": lambda: done.append("look")},
+        max_gradient_norm=0.5,
+        phase=recorder.phase,
+    )
+    assert done == ["finish", "double", "look"]
+    assert recorder.begun() == [
+        *(*WITHOUT_CLIPPING[:4], "double_it", "look_at"),
+        *("gradient_clipping_warmup", "optimizer_step"),
+    ]
+    torch.testing.assert_close((before - network.weight).norm(), torch.tensor(0.5))
+
+
 def test_it_sets_the_learning_rate_and_takes_the_step(network):
     before = network.weight.detach().clone()
     loss, optimizer = step(network, Recorder(), rate=0.25)

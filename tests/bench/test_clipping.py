@@ -1,0 +1,327 @@
+"""`--clipping`: every implementation in every mode, in the same table, traces and pictures."""
+
+import json
+import re
+from itertools import pairwise
+
+import pytest
+
+from bench import main as command
+from bench.options import CLIPPING_FUNCTIONS, CLIPPING_MODES, CLIPPING_STYLES, parse
+from bench.report import report
+from bench.settings import Privacy, Subject, settings_from
+from bench.worker import GATE, TIMING, plan
+from dp_clipping import MODES
+from dp_clipping import clip as dp_clip
+from dp_clipping import engine as dp_engine
+from measure import Results
+from tests.bench.command import PLUGINS, benchmark
+from tests.bench.test_profile import ranges
+
+NAMES = ["none", "ddp", "torch_ddp"]
+BOTH = ["--clipping", "none", "bookkeeping"]
+PARTS = ["norm_pass", "clip_coefficients", "weighted_sum"]
+
+
+def settings_for(*arguments, folder="folder"):
+    return settings_from(parse([str(a) for a in arguments]), "cpu", folder)
+
+
+def config_of(cell, settings):
+    return cell.row(settings, 2, "cpu")["config"]
+
+
+# ---- what is measured ---------------------------------------------------------------------------
+
+
+def test_the_names_are_those_of_the_library():
+    assert ("no_dp", *CLIPPING_MODES) == MODES
+    assert dp_engine.CLIPPINGS == CLIPPING_STYLES
+    assert dp_clip.CLIPPING_FUNCTIONS == CLIPPING_FUNCTIONS
+
+
+def test_every_implementation_meets_every_mode_in_every_round():
+    settings = settings_for("--implementations", *NAMES, "--rounds", 2, *BOTH)
+    subjects = [(name, mode) for name in NAMES for mode in ("none", "bookkeeping")]
+    assert settings.subjects == subjects
+    cells = plan(settings)
+    gates = [cell.subject for cell in cells if cell.kind == GATE]
+    assert sorted(gates) == sorted(subjects)
+    assert [gate.is_private for gate in gates] == [False] * 3 + [True] * 3  # a reference at a time
+    for number in range(2):
+        timed = [c.subject for c in cells if c.kind == TIMING and c.round == number]
+        assert sorted(timed) == sorted(subjects)
+
+
+def test_ordinary_cells_are_those_of_a_run_without_privacy():
+    ordinary = settings_for("--implementations", *NAMES)
+    mixed = settings_for("--implementations", *NAMES, *BOTH, "--max-grad-norm", 3)
+    assert "clipping" not in config_of(plan(ordinary)[0], ordinary)
+    keys = {cell.row(ordinary, 2, "cpu")["key"] for cell in plan(ordinary)}
+    others = {c.row(mixed, 2, "cpu")["key"] for c in plan(mixed) if not c.subject.is_private}
+    assert keys == others
+
+
+def test_a_key_written_before_there_was_privacy_is_still_the_key(monkeypatch):
+    monkeypatch.setattr("torch.__version__", "2.13.0")
+    settings = settings_for("--implementations", "ddp", "--data", "synthetic")
+    cell = plan(settings)[0]
+    assert cell.row(settings, 2, "cpu")["key"] == "dd62c3df9276af7d"
+
+
+def test_private_cells_differ_by_mode_and_by_every_setting():
+    options = [
+        [],
+        ["--noise-multiplier", "0"],
+        ["--max-grad-norm", "0.5"],
+        ["--clipping-style", "per_layer"],
+        ["--clipping-function", "automatic"],
+    ]
+    keys = set()
+    for more in options:
+        settings = settings_for("--implementations", "ddp", "--clipping", "ghost", "flash", *more)
+        for cell in plan(settings):
+            assert config_of(cell, settings)["clipping"]["mode"] == cell.clipping
+            keys.add(cell.row(settings, 2, "cpu")["key"])
+    assert len(keys) == len(options) * 2 * 6
+
+
+def test_defaults_and_no_dp():
+    assert settings_for().privacy == Privacy(1.0, 1.0, "flat", "abadi")
+    assert settings_for().clippings == settings_for("--clipping", "no_dp").clippings == ("none",)
+
+
+def test_names_of_a_private_subject():
+    subject = Subject("my.py:Mine", "ghost")
+    assert (subject.label, subject.file_stem) == ("Mine:ghost", "Mine_ghost")
+    assert Subject("ddp").label == Subject("ddp").file_stem == "ddp"
+
+
+@pytest.mark.parametrize("mode", [[], ["--profile"]])
+def test_a_dry_run_tells_modes_and_settings(capsys, tmp_path, mode):
+    line = [*BOTH, "--noise-multiplier", "0.5", "--clipping-style", "per_layer", "--dry-run"]
+    assert command.main(["--device", "cpu", "--output-dir", str(tmp_path), *mode, *line]) == 0
+    out = capsys.readouterr().out
+    assert "clipping: none, bookkeeping; noise multiplier 0.5, gradient norm 1 (per_layer, " in out
+    assert "no ε is stated" in out
+    assert ("96 cells" in out) != bool(mode)
+
+
+# ---- the table ----------------------------------------------------------------------------------
+
+STEPS = {  # in table order
+    Subject("none"): 100.0,
+    Subject("none", "bookkeeping"): 200.0,
+    Subject("ddp"): 150.0,
+    Subject("ddp", "bookkeeping"): 240.0,
+    Subject("torch_ddp"): 120.0,
+    Subject("torch_ddp", "bookkeeping"): 300.0,
+}
+
+
+@pytest.fixture
+def pictures(monkeypatch):
+    drawn = []
+    monkeypatch.setattr("bench.report.draw_comparison", lambda *a, **k: drawn.append((*a, k)))
+    return drawn
+
+
+def record(settings, error=1e-7):
+    for cell in plan(settings):
+        gate = {"gradient_error": error if cell.subject == Subject("ddp", "bookkeeping") else 0.0}
+        timed = {"step_ms": [STEPS[cell.subject]] * 6, "bytes": 1 << 20, "collectives": 2}
+        row = {**cell.row(settings, 2, "cpu"), "status": "ok", "invocation": "x"}
+        Results(settings.output_dir).record({**row, **(gate if cell.kind == GATE else timed)})
+
+
+def lines_of(text: str) -> dict[tuple[str, str], str]:
+    body = re.search(r"^-+  .*\n((?:.+\n)+)\n", text, re.MULTILINE)[1]
+    return {tuple(line.split()[:2]): line for line in body.splitlines()}
+
+
+def test_a_private_row_is_compared_with_its_own_mode_and_has_a_price(tmp_path, pictures):
+    settings = settings_for("--implementations", *NAMES, *BOTH, folder=tmp_path)
+    record(settings)
+    text, status = report(settings, 2, "cpu")
+    assert status == 0
+    assert list(lines_of(text)) == list(STEPS)
+    assert lines_of(text)["ddp", "bookkeeping"].split() == [
+        *("ddp", "bookkeeping", "1.0e-07", "240.0", "[240.0,", "240.0]", "8,533", "40.00"),
+        *("1.600", "[1.600,", "1.600]", "1.200", "0.800", "[0.800,", "0.800]", "2", "1.0", "–"),
+    ]
+    assert lines_of(text)["ddp", "none"].split()[7:13] == [
+        *("50.00", "–", "1.500", "1.250", "[1.250,", "1.250]"),
+    ]
+    ((rows, _, options),) = pictures
+    assert [row["label"] for row in rows][:4] == ["none", "none:bookkeeping", "ddp",
+                                                  "ddp:bookkeeping"]  # fmt: skip
+    assert rows[3]["ratio_to_reference"] == pytest.approx((1.6, 1.6, 1.6))
+    assert rows[3]["ratio_to_baseline"] == pytest.approx((1.2, 1.2, 1.2))
+    assert rows[2]["ratio_to_reference"] is None
+    assert options["reference"] == "not private"
+    assert "noise multiplier 1" in options["subtitle"]
+
+
+def test_the_legend_says_what_is_private_and_what_is_not_stated(tmp_path, pictures):
+    settings = settings_for("--implementations", *NAMES, *BOTH, folder=tmp_path)
+    record(settings)
+    text = report(settings, 2, "cpu")[0]
+    for words in ("\nprice ", "\nclipping ", "no ε is stated", "all-reduced by our own calls"):
+        assert words in text
+    ordinary = report(settings_for("--implementations", *NAMES, folder=tmp_path), 2, "cpu")[0]
+    for words in ("price", "clipping", "ε", "noise"):
+        assert words not in ordinary
+
+
+def test_without_ordinary_rows_there_is_no_price(tmp_path, pictures):
+    line = ["--implementations", *NAMES, "--clipping", "bookkeeping"]
+    settings = settings_for(*line, folder=tmp_path)
+    record(settings)
+    text, _ = report(settings, 2, "cpu")
+    assert "price" not in text
+    assert pictures[0][2]["reference"] == "torch_ddp"
+    assert pictures[0][0][1]["ratio_to_reference"] == pytest.approx((0.8, 0.8, 0.8))
+
+
+def test_a_wrong_private_gradient_is_said_of_its_own_row(tmp_path, pictures):
+    settings = settings_for("--implementations", *NAMES, *BOTH, folder=tmp_path)
+    record(settings, error=2e-4)
+    text, status = report(settings, 2, "cpu")
+    assert status == 1
+    wrong = [pair for pair, line in lines_of(text).items() if "WRONG" in line]
+    assert wrong == [("ddp", "bookkeeping")]
+    assert pictures[0][0][3]["label"] == "ddp:bookkeeping (WRONG)"
+
+
+# ---- two ranks ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("clipping")
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    """Right ones, and one that averages where it is asked for sums."""
+    names = ["none", "ddp_bucketed", f"{PLUGINS}:Averaging"]
+    line = ["--implementations", *names, "--steps-per-epoch", 1, "--rounds", 1, *BOTH]
+    return benchmark(*line, "--output-dir", folder / "run")
+
+
+@pytest.fixture(scope="module")
+def rows(run, folder):
+    return [json.loads(line) for line in (folder / "run/results.jsonl").read_text().splitlines()]
+
+
+def test_a_variant_that_averages_private_gradients_is_wrong(run):
+    assert run.returncode == 1, run.stderr
+    table = lines_of(run.stdout)
+    assert [pair for pair, line in table.items() if "WRONG" in line] == [
+        ("Averaging", "bookkeeping")
+    ]
+    assert "5.0e-01 WRONG" in table["Averaging", "bookkeeping"]  # half of the sum of two ranks
+
+
+def test_private_cells_carry_their_settings_and_ordinary_ones_none(rows):
+    assert len(rows) == 12
+    for row in rows:
+        assert row["status"] == "ok"
+        assert ("clipping" in row) == ("clipping" in row["config"])
+        assert "privacy" not in row["config"]
+    assert [row["config"]["clipping"] for row in rows if row.get("clipping")] == 6 * [
+        {
+            **{"mode": "bookkeeping", "noise_multiplier": 1.0, "max_grad_norm": 1.0},
+            **{"clipping_style": "flat", "clipping_function": "abadi"},
+        }
+    ]
+
+
+def test_private_steps_are_timed_with_sums_in_float32(rows):
+    timed = {(r["implementation"], r.get("clipping")): r for r in rows if r["kind"] == TIMING}
+    assert timed["ddp_bucketed", "bookkeeping"]["bytes"] == timed["ddp_bucketed", None]["bytes"]
+    for row in timed.values():
+        assert min(row["step_ms"]) > 0
+        assert 0 < row["loss"] < 7
+
+
+def test_the_library_is_not_warned_of_fixed_batches_but_the_reader_is(run):
+    assert "poisson_sampling" not in run.stderr
+    assert "no ε is stated" in run.stdout
+
+
+@pytest.fixture(scope="module")
+def profiled(folder):
+    """In bfloat16, where private gradients travel in float32."""
+    line = ["--profile", "--implementations", "ddp_bucketed", *BOTH, "--dtype", "bfloat16"]
+    run = benchmark(*line, "--profile-output-dir", folder / "profile")
+    assert run.returncode == 0, run.stderr
+    return folder / "profile"
+
+
+def test_modes_do_not_overwrite_each_other(profiled):
+    expected = {"all_timeline.png"}
+    for stem in ("ddp_bucketed", "ddp_bucketed_bookkeeping"):
+        expected |= {f"{stem}_rank_{rank}_trace.json" for rank in range(2)}
+        expected |= {f"{stem}_summary.txt", f"{stem}_timeline.png"}
+    assert {path.name for path in profiled.iterdir()} == expected
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_private_trace_has_its_phases_in_order(profiled, rank):
+    found = ranges(profiled, "ddp_bucketed_bookkeeping", rank)
+    outer = ["forward_pass", "backward_pass", "gradient_sync", "noise", "optimizer_step"]
+    for name in (*outer, *PARTS):
+        assert len(found[name]) == 4, name  # two epochs of two steps
+    for step in range(4):
+        for order in (outer, PARTS):
+            for earlier, later in pairwise(order):
+                assert found[earlier][step][1] <= found[later][step][0]
+        start, end = found["backward_pass"][step]
+        assert all(start <= found[p][step][0] <= found[p][step][1] <= end for p in PARTS)
+    for clip, (_, noisy) in zip(found["gradient_clipping_warmup"], found["noise"], strict=False):
+        assert clip[0] >= noisy  # of noise and sum, never of the sum alone
+    assert not set(PARTS) & set(ranges(profiled, "ddp_bucketed", rank))
+
+
+def test_the_summary_has_settings_and_phases_of_a_private_step(profiled):
+    text = (profiled / "ddp_bucketed_bookkeeping_summary.txt").read_text()
+    for word in ("noise multiplier", "max grad norm", "no ε is stated", "\nnoise  "):
+        assert word in text, word
+    for part in PARTS:
+        assert f"\n  {part} " in text
+    ordinary = (profiled / "ddp_bucketed_summary.txt").read_text()
+    assert not any(part in ordinary for part in (*PARTS, "noise"))
+
+
+@pytest.mark.slow
+def test_a_folder_of_ordinary_results_is_completed_with_private_ones(tmp_path):
+    line = ["--implementations", "none", "ddp", "--output-dir", tmp_path]
+    assert benchmark(*line).returncode == 0
+    before = (tmp_path / "results.jsonl").read_text()
+    run = benchmark(*line, *BOTH)
+    assert run.returncode == 0, run.stderr
+    after = (tmp_path / "results.jsonl").read_text()
+    assert after.startswith(before)
+    assert after.count("\n") == 2 * before.count("\n")
+    again = benchmark(*line, *BOTH)
+    assert (again.returncode, again.stdout) == (0, run.stdout)
+    assert (tmp_path / "results.jsonl").read_text() == after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["mixed", "bfloat16", "float32"])
+def test_every_mode_in_every_arithmetic(tmp_path, dtype):
+    modes = ["--clipping", "none", *CLIPPING_MODES]
+    line = ["--implementations", "none", "ddp_individual_v2", "torch_ddp_tuned", *modes]
+    style = ["--clipping-style", "per_layer", "--clipping-function", "automatic"]
+    run = benchmark(*line, *style, "--dtype", dtype, "--rounds", 1, "--output-dir", tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert len(lines_of(run.stdout)) == 3 * 6
+
+
+@pytest.mark.slow
+def test_compiled_blocks_are_clipped(tmp_path):
+    run = benchmark("--compile", "--implementations", "none", "ddp_bucketed", *BOTH, "--rounds", 1,
+                    "--timeout", "200", "--output-dir", tmp_path)  # fmt: skip
+    assert run.returncode == 0, run.stderr
