@@ -96,7 +96,7 @@ class PrivacyEngine:
             loss_reduction: `"mean"` divides the noisy sum by the expected batch size.
             poisson_sampling: False leaves the loader alone, and the stated ε does not hold.
             clipping: `"flat"`: one norm over all parameters; `"per_layer"`: one a module.
-            noise_generator: its seed fixes noise and sampling: for tests only.
+            noise_generator: its seed (rank 0's) fixes noise and sampling: for tests only.
             grad_sample_mode: one of `dp_clipping.MODES`.
             wrap_model: only True.
             rand_on_empty: an empty draw yields a batch of random values, as in Opacus.
@@ -118,7 +118,10 @@ class PrivacyEngine:
             check_module(module)
         device = next(module.parameters()).device
         group = getattr(module, "process_group", None)
-        keys = fresh_keys(group, device) if noise_generator is None else fixed_keys(noise_generator)
+        if noise_generator is None:
+            keys = fresh_keys(group, device)
+        else:
+            keys = fixed_keys(noise_generator, group, device)
         loader = self._private_loader(
             data_loader, keys, group, poisson_sampling, batch_first, rand_on_empty
         )

@@ -54,18 +54,28 @@ class Keys:
 
 def fresh_keys(group: dist.ProcessGroup | None, device: torch.device) -> Keys:
     """New keys from the operating system's entropy, rank 0's on every rank of the group."""
-    master = secrets.token_bytes(KEY_BYTES)
-    if group is not None:
-        message = torch.tensor(list(master), dtype=torch.uint8, device=device)
-        dist.broadcast(message, group=group, group_src=0)
-        master = bytes(message.tolist())
-    return Keys(master)
+    return Keys(_from_rank_0(secrets.token_bytes(KEY_BYTES), group, device))
 
 
-def fixed_keys(generator: torch.Generator) -> Keys:
-    """Keys from a generator's seed: for tests, where nothing is private."""
+def fixed_keys(
+    generator: torch.Generator,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+) -> Keys:
+    """Keys from a generator's seed, rank 0's on every rank: for tests, where nothing is private."""
     seed = generator.initial_seed().to_bytes(16, "little", signed=True)
-    return Keys(hashlib.blake2b(seed, digest_size=KEY_BYTES).digest(), fixed=True)
+    master = hashlib.blake2b(seed, digest_size=KEY_BYTES).digest()
+    return Keys(_from_rank_0(master, group, device), fixed=True)
+
+
+def _from_rank_0(
+    master: bytes, group: dist.ProcessGroup | None, device: torch.device | str
+) -> bytes:
+    if group is None:
+        return master
+    message = torch.tensor(list(master), dtype=torch.uint8, device=device)
+    dist.broadcast(message, group=group, group_src=0)
+    return bytes(message.tolist())
 
 
 def read_keys(path: Path) -> list[Keys]:
