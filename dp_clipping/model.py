@@ -50,6 +50,7 @@ class PrivateModel(nn.Module):
         self.max_grad_norm = max_grad_norm
         self.batch_first = batch_first
         self.accumulating = False  # more microbatches of this draw are to come: nothing leaves yet
+        self.keeps_gradients = False  # the last step was skipped: zero_grad keeps its sums
         self.release = release
         self._nonfinite_samples = 0
         self.holds_dummy: Callable[[], bool] = lambda: False  # is the loader's batch made up?
@@ -127,6 +128,19 @@ class PrivateModel(nn.Module):
         """Backwards inside accumulate locally; the next one outside sends the whole sum."""
         return self.module.no_sync() if self._is_wrapped else nullcontext()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients and norms; after a skipped step, keep what is being accumulated.
+
+        Private gradients are always set to None: zeros of a 16-bit parameter could not take up
+        float32 sums.
+        """
+        if self.keeps_gradients:
+            return
+        if self.policy is None:
+            super().zero_grad(set_to_none)
+        else:
+            self.clear_gradients()
+
     def forget_layouts(self) -> None:
         """Look for the batch dimension again, as when the way layers are called changes."""
         self._established = False
@@ -190,7 +204,8 @@ class PrivateModel(nn.Module):
     def _add_sums(self, session: Session, losses: Tensor) -> None:
         if session.is_empty or self.holds_dummy():
             self._norms.append(losses.detach().new_zeros(0, dtype=torch.float32))
-            for parameter in self.capture.parameters:
+            # Backwards, as a backward would: rank 0's first order becomes that of the buckets.
+            for parameter in reversed(self.capture.parameters):
                 self._receive(parameter, None)
             return
         limits = torch.tensor(self._step_limits, dtype=torch.float64, device=losses.device)

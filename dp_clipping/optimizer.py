@@ -42,7 +42,6 @@ class PrivateOptimizer(Optimizer):
         self.step_hook: Callable[[PrivateOptimizer], None] | None = None
         self._noise_key = noise_key
         self._skip_next = False
-        self._last_was_skipped = False
         self._is_prepared = False  # `.grad` holds what the optimizer applies
 
     # ---- an optimizer for schedulers and users --------------------------------------------------
@@ -115,18 +114,12 @@ class PrivateOptimizer(Optimizer):
     # ---- the step -------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients and norms; after a skipped step, keep what is being accumulated.
-
-        Private gradients are always set to None: zeros of a 16-bit parameter could not take up
-        float32 sums.
-        """
-        if self.model.policy is None:
-            self._is_prepared = False
-            self.original_optimizer.zero_grad(set_to_none)
-        elif not self._last_was_skipped:
-            self._is_prepared = False
-            self.model.clear_gradients()
-            self.original_optimizer.zero_grad(set_to_none=True)
+        """As the model's: after a skipped step, what is being accumulated is kept."""
+        if self.model.keeps_gradients:
+            return
+        self._is_prepared = False
+        self.model.zero_grad(set_to_none)
+        self.original_optimizer.zero_grad(set_to_none or self.model.policy is not None)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Raises RuntimeError if no backward has been since the last step."""
@@ -134,8 +127,9 @@ class PrivateOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._last_was_skipped, self._skip_next = self._skip_next, False
-        if self._last_was_skipped:
+        skip, self._skip_next = self._skip_next, False
+        self.model.keeps_gradients = skip
+        if skip:
             return loss
         if not self._is_ready():
             with record_function("gradient_sync"):
@@ -191,7 +185,7 @@ class PrivateOptimizer(Optimizer):
         self.steps, self._noise_key = steps, noise_key
         self.open_draw = None
         self._is_prepared = False
-        self._skip_next = self._last_was_skipped = self.model.accumulating = False
+        self._skip_next = self.model.accumulating = self.model.keeps_gradients = False
 
     def _finish_synchronization(self) -> None:
         self.model.accumulating = False
