@@ -20,13 +20,14 @@ from torch.nn import Parameter
 
 from dp_clipping.clip import MARGIN
 from dp_clipping.layers.linear import LinearFactors
+from dp_clipping.norms import Norms
 
 ETA = 2.0**-8
 
 
 def rescale(
     kept: dict[Parameter, Any],
-    others: Tensor,
+    others: Norms,
     groups: dict[Parameter, int],
     coefficients: Tensor,
     limits: Tensor,
@@ -35,7 +36,7 @@ def rescale(
 
     Args:
         kept: what each parameter left, of the samples whose coefficients are given.
-        others: [K, B] upper bounds of the squared norms of all other parameters of each group.
+        others: norms of all other parameters, of the same samples.
         groups: parameter -> k.
         coefficients: [K, B] float32.
         limits: [K] thresholds C_k.
@@ -52,9 +53,10 @@ def rescale(
         if one.y.data_ptr() not in done:
             done.add(one.y.data_ptr())
             torch._foreach_mul_(list(one.y.unbind(0)), by_host[groups[parameter]])
-    bounds = scale.square() * others
+    scaled = others.only(set())
     for parameter, one in mine.items():
-        bounds[groups[parameter]] += one.squared_norms()[1]
+        scaled.add(parameter, one.norm())
+    bounds = scale.square() * others.bounds() + scaled.bounds()
     excess = bounds.sqrt() * (1 + MARGIN[torch.float32]) / limits.to(bounds)[:, None]
     if bool((excess > 1).any()):
         halved = torch.exp2(-excess.clamp_min(1).log2().ceil())

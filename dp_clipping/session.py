@@ -12,7 +12,7 @@ nothing and run backward a second time. Neither computes an ordinary weight grad
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.profiler import record_function
 from dp_clipping.clip import coefficients, finite_samples
 from dp_clipping.layers.arithmetic import Weights, squared_norms, weighted_sum
 from dp_clipping.layers.linear import Grams
+from dp_clipping.norms import Norm, Norms
 from dp_clipping.rescale import is_rescaled, rescale
 
 
@@ -54,8 +55,7 @@ class Session:
 
     def _forget(self) -> None:
         self._summing = False
-        self._squared: dict[Parameter, Tensor] = {}  # squared norms [B]
-        self._bounds: dict[Parameter, Tensor] = {}  # upper bounds of them, for what is summed
+        self._norms: dict[Parameter, Norm] = {}
         self._kept: dict[Parameter, Any] = {}
         self._seen: set[Parameter] = set()
         self._grams = Grams()
@@ -80,8 +80,7 @@ class Session:
         if self._summing:
             self._hand_on(parameter, self._only_good(gradients))
             return
-        squared = squared_norms(gradients)
-        self._add(parameter, squared, squared)
+        self._norms[parameter] = Norm(squared_norms(gradients))
         if not self.policy.two_passes:
             self._kept[parameter] = gradients
 
@@ -91,7 +90,7 @@ class Session:
         if self._summing:
             self._hand_on(parameter, self._only_good(factors))
             return
-        self._add(parameter, *factors.squared_norms(self._grams))
+        self._norms[parameter] = factors.norm(self._grams)
         if not self.policy.two_passes:
             self._kept[parameter] = factors
 
@@ -108,9 +107,6 @@ class Session:
                 "miss the cross terms: call model.forget_layouts() before a forward that differs"
             )
         self._seen.add(parameter)
-
-    def _add(self, parameter: Parameter, squared: Tensor, bounds: Tensor) -> None:
-        self._squared[parameter], self._bounds[parameter] = squared, bounds
 
     # ---- the step -------------------------------------------------------------------------------
 
@@ -162,7 +158,8 @@ class Session:
             )
 
     def _clip(self, limits: Tensor) -> Tensor:
-        bounds = self._by_group(self._bounds, len(limits))
+        norms = self._table(len(limits))
+        bounds = norms.bounds()
         policy = self.policy
         scale = coefficients(bounds, limits, policy.clipping_function, policy.gamma)
         # One look from the host: a product with zero would not keep NaN out of the sum.
@@ -174,21 +171,21 @@ class Session:
             for parameter, remains in self._kept.items():
                 self._kept[parameter] = self._only_good(remains)
         if any(is_rescaled(remains) for remains in self._kept.values()):
-            others = {p: b for p, b in self._bounds.items() if not is_rescaled(self._kept[p])}
-            rest = self._by_group(others, len(limits))
-            rest = rest if self._good is None else rest[:, self._good]
+            others = {p for p in self._norms if not is_rescaled(self._kept[p])}
+            rest = self._table(len(limits), self._good).only(others)
             scale = rescale(self._kept, rest, self.capture.groups, scale, limits)
         self._weights = [Weights(*c) for c in zip(scale, scale.tolist(), strict=True)]
-        return self._by_group(self._squared, len(limits)).sum(0).sqrt()
+        return norms.squared().sum(0).sqrt()
 
-    def _by_group(self, values: dict[Parameter, Tensor], groups: int) -> Tensor:
-        """Sums over the parameters of each group: [K, B]."""
-        some = next(iter(self._squared.values()), self.anchor)
-        total = torch.zeros(groups, self.batch_size, dtype=some.dtype, device=some.device)
-        if not values:
-            return total
-        index = torch.tensor([self.capture.groups[p] for p in values], device=some.device)
-        return total.index_add_(0, index, torch.stack(list(values.values())))
+    def _table(self, groups: int, samples: Tensor | None = None) -> Norms:
+        """All norms of the step, or of some samples."""
+        dtype = next((norm.squared.dtype for norm in self._norms.values()), torch.float32)
+        zero = torch.zeros(self.batch_size, dtype=dtype, device=self.anchor.device)
+        pick = (lambda x: x) if samples is None else (lambda x: None if x is None else x[samples])
+        table = Norms(self.capture.groups, groups, pick(zero))
+        for parameter, norm in self._norms.items():
+            table.add(parameter, replace(norm, squared=pick(norm.squared), scale=pick(norm.scale)))
+        return table
 
     def _only_good(self, remains: Any) -> Any:
         """Without the samples whose norm is not finite."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dp_clipping.layers.arithmetic import SUM_ROUNDING, Weights, wide
 from dp_clipping.layers.handle import Handle
 from dp_clipping.layout import Layout
+from dp_clipping.norms import Norm
 
 
 def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
@@ -85,16 +86,15 @@ class EmbeddingFactors:
     def __init__(self, ids: Tensor, y: Tensor, vocabulary: int):
         self.ids, self.y, self.vocabulary = ids, y, vocabulary
 
-    def squared_norms(self, _grams: object = None) -> tuple[Tensor, Tensor]:
-        """(‖G_i‖², an upper bound of it that holds for what `weighted_sum` adds), both [B].
+    def norm(self, _grams: object = None) -> Norm:
+        """‖G_i‖², with the rounding of what `weighted_sum` adds.
 
         Sorting a sample's ids numbers its distinct tokens without a table of the vocabulary's size.
         The bound allows for repeated tokens that cancel and are added in another order.
         """
         batch_size, tokens = self.ids.shape
         if tokens == 0:
-            zero = self.y.new_zeros(batch_size, dtype=wide(self.y.dtype))
-            return zero, zero
+            return Norm(self.y.new_zeros(batch_size, dtype=wide(self.y.dtype)))
         ordered, order = self.ids.sort(dim=1)
         new = torch.ones_like(ordered, dtype=torch.bool)
         new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
@@ -104,8 +104,7 @@ class EmbeddingFactors:
         sums = torch.zeros_like(y).index_add_(0, rows, y)
         squared = torch.linalg.vector_norm(sums.view(batch_size, -1), dim=1).square()
         scale = torch.linalg.vector_norm(y, dim=1).view(batch_size, tokens).sum(1)
-        sum_error = SUM_ROUNDING[y.dtype] * 4 * scale
-        return squared, (squared.sqrt() + sum_error).square()
+        return Norm(squared, scale, sum_error=4 * SUM_ROUNDING[y.dtype])
 
     def weighted_sum(self, weights: Weights) -> Tensor:
         """Σ_i c_i G_i [V, d] in `wide(dtype)`."""

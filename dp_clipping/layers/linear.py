@@ -25,6 +25,7 @@ from dp_clipping.layers.arithmetic import (
 )
 from dp_clipping.layers.handle import Handle, autocast_operands
 from dp_clipping.layout import Layout
+from dp_clipping.norms import Norm
 
 # Relative to S², what the rounding of a Gram product is allowed to be.
 GRAM_ROUNDING = {torch.float64: 2.0**-50, torch.float32: 2.0**-22}
@@ -146,22 +147,26 @@ class LinearFactors:
         self.is_scaled = False  # y contains the coefficients
         self._gram_a: Tensor | None = None
 
-    def squared_norms(self, grams: Grams | None = None) -> tuple[Tensor, Tensor]:
-        """(‖G_i‖², an upper bound of it that holds for what `weighted_sum` adds), both [B]."""
+    def norm(self, grams: Grams | None = None) -> Norm:
+        """‖G_i‖², with the rounding of Gram products and of what `weighted_sum` adds."""
         batch_size, tokens = self.a.shape[:2]
         if batch_size > 1 and batch_size * tokens * tokens > LARGEST_GRAM:
-            parts = [self.select(slice(i, i + 1)).squared_norms() for i in range(batch_size)]
-            return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+            parts = [self.select(slice(i, i + 1))._squared_and_scale() for i in range(batch_size)]
+            squared, scale = (torch.cat(part) for part in zip(*parts, strict=True))
+        else:
+            squared, scale = self._squared_and_scale(grams)
+        dtype = self.a.dtype
+        gram_error = GRAM_ROUNDING.get(dtype, GRAM_ROUNDING_16_BIT)
+        sum_error = SUM_ROUNDING[wide(dtype)] * max(4.0, tokens**0.5 / 2)
+        return Norm(squared, scale, gram_error, sum_error)
+
+    def _squared_and_scale(self, grams: Grams | None = None) -> tuple[Tensor, Tensor]:
         if self._gram_a is None:
             self._gram_a = (grams or Grams()).of(self.a)
         gram_a, gram_y = self._gram_a, wide_bmm(self.y, self.y.mT)
-        squared = torch.linalg.vecdot(gram_a, gram_y).sum(1).clamp_min(0)
+        squared = torch.linalg.vecdot(gram_a, gram_y).sum(1)
         diagonals = gram_a.diagonal(dim1=1, dim2=2) * gram_y.diagonal(dim1=1, dim2=2)
-        scale = diagonals.clamp_min(0).sqrt().sum(1)  # S
-        dtype = self.a.dtype
-        gram_error = GRAM_ROUNDING.get(dtype, GRAM_ROUNDING_16_BIT) * scale.square()
-        sum_error = SUM_ROUNDING[wide(dtype)] * max(4.0, tokens**0.5 / 2) * scale
-        return squared, ((squared + gram_error).sqrt() + sum_error).square()
+        return squared, diagonals.sqrt().sum(1)
 
     def weighted_sum(self, weights: Weights) -> Tensor:
         """Σ_i c_i G_i in `wide(dtype)`, in the parameter's shape.

@@ -1,0 +1,78 @@
+"""Norms of a step: noted parameter by parameter, worked out for all of them together.
+
+A network has hundreds of parameters, and arithmetic on [B] numbers costs a launch each. So backward
+notes two numbers a sample and parameter, and what follows from them is computed on [P, B] tables.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+
+@dataclass(frozen=True)
+class Norm:
+    """‖G_i‖² of one parameter as computed, and what rounding may have done to it.
+
+    Attributes:
+        squared: [B] float32 (float64); a Gram product of tokens that cancel may be below 0.
+        scale: S = Σ_t ‖a_t‖‖y_t‖ [B], what errors are relative to; None where there are none.
+        gram_error: of `squared`, relative to S².
+        sum_error: of the norm of what will be summed, relative to S.
+    """
+
+    squared: Tensor
+    scale: Tensor | None = None
+    gram_error: float = 0.0
+    sum_error: float = 0.0
+
+
+class Norms:
+    """Norms by parameter, added up over clipping groups.
+
+    Args:
+        groups: parameter -> k, for K groups.
+        zero: [B] zeros, of the dtype and device of the results.
+    """
+
+    def __init__(self, groups: dict[Parameter, int], count: int, zero: Tensor):
+        self._groups, self._count, self._zero = groups, count, zero
+        self._of: dict[Parameter, Norm] = {}
+
+    def add(self, parameter: Parameter, norm: Norm) -> None:
+        self._of[parameter] = norm
+
+    def only(self, parameters: set[Parameter]) -> "Norms":
+        """Those of some parameters."""
+        part = Norms(self._groups, self._count, self._zero)
+        part._of = {p: norm for p, norm in self._of.items() if p in parameters}
+        return part
+
+    def squared(self) -> Tensor:
+        """Squared norms of each group: [K, B]."""
+        return self._by_group(self._stack().clamp_min(0))
+
+    def bounds(self) -> Tensor:
+        """Upper bounds of the squared norms of what will be summed: [K, B]."""
+        squared = self._stack().clamp_min(0)
+        norms = self._of.values()
+        scale = torch.stack(
+            [self._zero if n.scale is None else n.scale for n in norms] or [self._zero]
+        )
+        errors = [(n.gram_error, n.sum_error) for n in norms] or [(0.0, 0.0)]
+        table = torch.tensor(errors, dtype=scale.dtype).to(scale.device, non_blocking=True)
+        gram_error, sum_error = table[:, :1], table[:, 1:]
+        bound = (squared + gram_error * scale.square()).sqrt() + sum_error * scale
+        return self._by_group(bound.square())
+
+    def _stack(self) -> Tensor:
+        """[P, B], one row of zeros if there is no parameter."""
+        return torch.stack([norm.squared for norm in self._of.values()] or [self._zero])
+
+    def _by_group(self, values: Tensor) -> Tensor:
+        if self._count == 1:
+            return values.sum(0, keepdim=True)
+        index = torch.tensor([self._groups[p] for p in self._of] or [0]).to(values.device)
+        total = values.new_zeros(self._count, values.shape[1])
+        return total.index_add_(0, index, values)
