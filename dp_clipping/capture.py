@@ -24,7 +24,7 @@ from dp_clipping.layers import embedding, linear, norm, vectorized
 from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import Handle, expand_shared
 from dp_clipping.layout import FEW, MORE, Layout, find_layout
-from dp_clipping.session import Session, Tap
+from dp_clipping.session import Session
 
 FORWARDS = {
     "linear": linear.forward,
@@ -79,6 +79,10 @@ class Capture:
         device = self.parameters[0].device
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._uses: dict[Parameter, int] = {}
+        self._copied = {
+            p for h in self.handles if h.kind == "vectorized" for p in h.parameters().values()
+        }
+        self._zeros: dict[torch.dtype, Tensor] = {}
         self._routing: set[str] = set()
 
     # ---- which layers ---------------------------------------------------------------------------
@@ -146,28 +150,31 @@ class Capture:
                 handle.session, handle.slots = old_session, old_slots
 
     def make_slots(self, session: Session) -> dict[str, dict[str, Tensor]]:
-        """handle -> parameter's name -> slot; a parameter's slot is one, however many use it."""
-        slots: dict[Parameter, Tensor] = {}
-        copied = {
-            p for h in self.handles if h.kind == "vectorized" for p in h.parameters().values()
-        }
-        for handle in self.handles:
-            for parameter in handle.parameters().values():
-                if parameter not in slots:
-                    value = self._slot_value(parameter, parameter in copied)
-                    slots[parameter] = Tap.apply(self.anchor, value, session, parameter)
-        return {
-            handle.name: {name: slots[p] for name, p in handle.parameters().items()}
-            for handle in self.handles
-        }
+        """handle -> parameter's name -> slot.
 
-    def _slot_value(self, parameter: Parameter, copied: bool) -> Tensor:
-        """What is expanded: the parameter where a module computes with it, else a zero.
+        Slots are made where a layer asks for one; inside a compiled region none can be made, so a
+        network with one gets them all beforehand.
+        """
+        slots: dict[str, dict[str, Tensor]] = {handle.name: {} for handle in self.handles}
+        if self._is_compiled():
+            for handle in self.handles:
+                for name, parameter in handle.parameters().items():
+                    slots[handle.name][name] = session.slot(parameter)
+        return slots
+
+    def _is_compiled(self) -> bool:
+        return any(
+            module._compiled_call_impl is not None or hasattr(module, "_torchdynamo_orig_callable")
+            for module in self.network.modules()
+        ) or hasattr(self.network, "_orig_mod")
+
+    def slot_value(self, parameter: Parameter) -> Tensor:
+        """What a slot expands: the parameter where a module computes with it, else a zero.
 
         Its dtype is that of the G it receives: float16's largest number is too small for a sum
         over tokens, so there G is float32.
         """
-        if copied:
+        if parameter in self._copied:
             return parameter.detach()
         dtype = parameter.dtype
         if parameter.dim() < 2:
@@ -176,7 +183,9 @@ class Capture:
             dtype = torch.get_autocast_dtype(parameter.device.type)
         if dtype == torch.float16:
             dtype = wide(dtype)
-        return torch.zeros((), dtype=dtype, device=parameter.device)
+        if dtype not in self._zeros:
+            self._zeros[dtype] = torch.zeros((), dtype=dtype, device=parameter.device)
+        return self._zeros[dtype]
 
     # ---- where the samples are ------------------------------------------------------------------
 

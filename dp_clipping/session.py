@@ -49,6 +49,7 @@ class Session:
     def __init__(self, capture: Any, batch_size: int, policy: Policy):
         self.capture, self.batch_size, self.policy = capture, batch_size, policy
         self.anchor: Tensor = capture.anchor
+        self._taps: dict[Parameter, Tensor] = {}
         self.slots = capture.make_slots(self)
         self._running = False
         self._forget()
@@ -61,6 +62,13 @@ class Session:
         self._grams = Grams()
 
     # ---- what layers ask in forward -------------------------------------------------------------
+
+    def slot(self, parameter: Parameter) -> Tensor:
+        """The slot of a parameter: one, however many layers use it."""
+        if parameter not in self._taps:
+            value = self.capture.slot_value(parameter)
+            self._taps[parameter] = Tap.apply(self.anchor, value, self, parameter)
+        return self._taps[parameter]
 
     @property
     def dense_always(self) -> bool:

@@ -44,7 +44,12 @@ class Handle:
         return self._parameters
 
     def slot(self, name: str) -> Tensor | None:
-        return self.slots.get(name)
+        """Where G of this parameter arrives; None for one that is frozen."""
+        if name not in self._parameters:
+            return None
+        if name not in self.slots:
+            self.slots[name] = self.session.slot(self._parameters[name])
+        return self.slots[name]
 
     def layouts_of(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
         key = tuple(x.dim() for x in inputs)
