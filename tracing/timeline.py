@@ -32,9 +32,9 @@ TINTS = {  # phase: (label, background, label's colour)
     "forward_pass": ("forward", "#E4EEF8", "#35608A"),
     "backward_pass": ("backward", "#E3F1E4", "#3D7345"),
     # of a private step; they lie in backward, are drawn over it and labelled in its place
-    "norm_pass": ("backward, norms", "#E3F1E4", "#3D7345"),
-    "clip_coefficients": ("coefficients", "#F4E3EC", "#8A3B66"),
-    "weighted_sum": ("weighted sums", "#C9E4CD", "#2C5C35"),
+    "norm_pass": ("norms", "#E3F1E4", "#3D7345"),
+    "clip_coefficients": ("clip", "#F4E3EC", "#8A3B66"),
+    "weighted_sum": ("sums", "#C9E4CD", "#2C5C35"),
     "gradient_sync": ("sync", "#FAF0C8", "#6B5B00"),
     "noise": ("noise", "#F4E3EC", "#8A3B66"),
     "gradient_clipping_warmup": ("clip", "#E9E9E9", "#555555"),

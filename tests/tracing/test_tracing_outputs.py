@@ -2,6 +2,7 @@
 
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,16 @@ def test_bars_are_as_long_as_the_numbers_say():
         assert drawn_ms(axes, colour) == pytest.approx(microseconds / 1000, rel=1e-4)
     assert f"exposed {step.exposed / 1000:.1f} ms" in texts(axes)
     assert f"{step.overlap_fraction:.0%} hidden" in texts(axes)
+
+
+def test_the_parts_of_a_private_backward_are_named_in_its_place():
+    trace = made_up_trace(lengths=(1000.0,))
+    phases = {"backward_pass": [(5, 900)], "norm_pass": [(5, 400)], "weighted_sum": [(410, 900)]}
+    axes = timeline_figure({"ddp": [replace(trace, phases=trace.phases | phases)]}, "t").axes[0]
+    assert "norms | sums" in texts(axes)
+    del phases["norm_pass"], phases["weighted_sum"]
+    axes = timeline_figure({"ddp": [replace(trace, phases=trace.phases | phases)]}, "t").axes[0]
+    assert "backward | " in texts(axes)
 
 
 def test_step_of_median_length_is_drawn_on_every_rank():
