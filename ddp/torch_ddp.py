@@ -83,6 +83,7 @@ class TorchDDP(DistributedDataParallel):
         by_hand._stats["collectives"] = 0
         by_hand._conform_all()
         by_hand._discard_partial_step()
+        by_hand._unfinished = by_hand._is_in_mid_step()  # a forward without a gradient is forgotten
         # PyTorch decides at the end of a forward whether the next one broadcasts buffers.
         self.require_forward_param_sync = self.require_backward_grad_sync
         self._unfinished = self._unfinished or self.require_backward_grad_sync

@@ -1,6 +1,8 @@
 """Clipped sums on every data-parallel variant, beside one process that has the whole batch."""
 
 import itertools
+import sys
+import time
 from contextlib import nullcontext
 
 import numpy as np
@@ -10,6 +12,7 @@ from torch import nn
 
 from ddp import wrap
 from dp_clipping import BatchMemoryManager
+from lm.launch import run_ranks
 from tests.ddp.beside import small_buckets
 from tests.ddp.conftest import CPU_COPY_ENGINE, HAND_BUILT
 from tests.ddp.recorder import recording
@@ -368,6 +371,27 @@ def test_no_dp_is_ordinary_training(cpu_ranks, variant):
     cpu_ranks.run(2, without_privacy, variant)
 
 
+def ordinary_behind_private(context: Context, variant: str) -> None:
+    """PyTorch's reducer, left out of private steps, must not be left out of an ordinary one."""
+    pair = Beside(context, variant)
+    pair.check_step((3, 1))
+    ids, _ = oracle.pick(pair.batch, part((3, 1), context.rank))
+    with pytest.raises(RuntimeError, match="gradients_come_by_hand is set"):
+        pair.model.module(ids).sum().backward()
+    network = pair.model.to_standard_module()
+    pair.model.module.zero_grad()
+    pair.model.module(ids).sum().backward()
+    pair.finish()
+    of_ranks = [torch.empty_like(network.head.weight) for _ in range(context.world_size)]
+    torch.distributed.all_gather(of_ranks, network.head.weight.grad, group=context.group)
+    assert torch.equal(*of_ranks)
+
+
+@pytest.mark.parametrize("variant", ["torch_ddp", "torch_ddp_tuned"])
+def test_ordinary_training_behind_private(cpu_ranks, variant):
+    cpu_ranks.run(2, ordinary_behind_private, variant)
+
+
 # ---- noise ---------------------------------------------------------------------------------------
 
 
@@ -410,3 +434,51 @@ def test_replicas_stay_equal_over_several_steps(cpu_ranks, variant):
     alone = build(name="transformer")
     train(alone, 4)
     np.testing.assert_allclose(answers[0][1], parameters(alone), rtol=0, atol=1e-5)
+
+
+# ---- a rank that dies ----------------------------------------------------------------------------
+
+DIES_IN_THE_NORM_PASS = """
+import os, signal
+from datetime import timedelta
+import torch.distributed as dist
+from lm.runtime import connect_store, find_hardware, process_group
+from lm.watch import Watch
+from tests.dp_clipping.replicas import ALL, Beside
+from tests.ranks import Context
+
+with process_group(find_hardware("cpu", 2), timeout_s=6) as worker:
+    store = connect_store(timedelta(seconds=20))
+    watch = Watch(store, worker.rank, worker.world_size, 6, lambda cause: None)
+    context = Context(worker.rank, worker.world_size, worker.device, dist.group.WORLD)
+    pair = Beside(context, "ddp_bucketed", "ghost")
+    criterion = pair.per_sample_loss
+
+    def dies(outputs, targets):
+        losses = criterion(outputs, targets)
+        losses.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+        return losses
+
+    try:
+        for step in range(9):
+            if (worker.rank, step) == (1, 2):
+                pair.per_sample_loss = dies
+            watch.at(f"step {step}, backward_pass")
+            pair.backward(ALL)
+            watch.at(f"step {step}, gradient_sync")
+            pair.finish()
+            pair.model.clear_gradients()
+    except Exception as error:
+        watch.fail(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_killed_in_the_norm_pass_stops_the_others():
+    start = time.monotonic()
+    outcome = run_ranks([sys.executable, "-c", DIES_IN_THE_NORM_PASS], 2)
+    assert outcome.status != 0
+    assert outcome.cause.rank == 1
+    assert "SIGKILL" in outcome.cause.message
+    assert "last seen at step" in outcome.cause.message  # as of its last report, a moment before
+    assert time.monotonic() - start < 90, "most of it is imports"
