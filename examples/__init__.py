@@ -1,0 +1,1 @@
+"""Whole programs to start from: `python -m examples.private_text`."""

@@ -1,0 +1,383 @@
+"""Train the shared transformer on text under a stated (ε, δ).
+
+    python -m examples.private_text                            # Python's own sources; some minutes
+    python -m examples.private_text --data letters/ --epsilon 4
+    torchrun --nproc_per_node=4 -m examples.private_text       # the same run on four ranks
+
+The privacy unit is one window: the text is cut into windows of T + 1 bytes that do not overlap, and
+(ε, δ) bounds what anyone can tell from the trained parameters about whether one of them was there.
+A file, or an author, spans many windows: for k of them the bound is kε, and δ grows faster than k
+times (C. Dwork and A. Roth, The Algorithmic Foundations of Differential Privacy, theorem 2.2). If
+authors are what you must protect, give each one sample.
+
+Files in the output folder, sorted by who may see them:
+
+| file | |
+| --- | --- |
+| `model.pt` | covered by ε: this one may be published |
+| `settings.json` | public: options and sizes |
+| `training.png`, `not_covered_by_epsilon.jsonl` | for you alone: losses, clipped fractions |
+| `checkpoint.pt`, `checkpoint.pt.key` | to resume; whoever has both can subtract the noise |
+"""
+
+import hashlib
+import json
+import shlex
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from ddp import wrap
+from dp_clipping import BatchMemoryManager, PrivacyEngine
+from examples.private_text_options import RESUMABLE, check, parse
+from examples.private_text_picture import draw_training
+from lm.data import open_data
+from lm.model import ModelConfig, Transformer
+from lm.runtime import (
+    find_hardware,
+    is_first_of_host,
+    launched,
+    launched_rank,
+    launched_world_size,
+    process_group,
+    seed_everything,
+)
+from lm.schedule import learning_rate
+from measure.files import append_line, read_lines, write_atomically
+
+BAD_INPUT, INTERRUPTED = 2, 130
+HELD_OUT = 20  # one window of so many is never trained on: the last ones of the text
+EVALUATED = 1024  # of these, so that looking does not take longer than training
+WARMUP_STEPS = 20
+BETAS = (0.9, 0.98)
+NATS_PER_BIT = float(np.log(2))
+
+
+@dataclass(frozen=True)
+class Text:
+    """Windows [n, T + 1] of bytes, disjoint, and a digest of the text they come from."""
+
+    training: Tensor
+    held_out: Tensor
+    digest: str
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0, 2 for bad input, 130 after Ctrl-C."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    options = parse(arguments)
+    try:
+        check(options)
+        text = cut_windows(options.data, options.context_length)
+        settings = public_settings(options, text)
+        check_folder(options.output_dir, settings, text)
+        with this_device(options.device) as device:
+            Training(options, settings, text, device).run()
+    except ValueError as error:
+        if is_first_of_host():
+            print(f"private_text: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        if launched_rank() == 0:
+            print(f"\nstopped; to go on from the last checkpoint:\n  {command(arguments)}")
+        return INTERRUPTED
+    return 0
+
+
+def cut_windows(source: str, context_length: int) -> Text:
+    """The text of `--data`, cut; raises ValueError where it is too short or no text."""
+    if source == "synthetic":
+        raise ValueError("--data synthetic is no text: give a file, a folder or stdlib")
+    tokens = open_data(source, vocab_size=256).tokens
+    length = context_length + 1
+    count = len(tokens) // length
+    if count < HELD_OUT:
+        raise ValueError(
+            f"--data {source!r} makes {count} windows of --context-length + 1 = {length} bytes, "
+            f"and {HELD_OUT} are needed: give more text or a shorter context"
+        )
+    windows = torch.from_numpy(tokens[: count * length].reshape(count, length).copy())
+    kept = count - count // HELD_OUT
+    digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()
+    return Text(windows[:kept], windows[kept:][:EVALUATED], digest)
+
+
+def public_settings(options: Namespace, text: Text) -> dict:
+    """What identifies a run, δ filled in; raises ValueError for what the text does not allow."""
+    windows = len(text.training)
+    settings = {k: v for k, v in vars(options).items() if k not in RESUMABLE} | {"windows": windows}
+    # Far below one window in all of them: a mechanism that publishes a random window has δ = 1/n.
+    settings["delta"] = windows**-1.1 if options.delta is None else options.delta
+    if settings["delta"] >= 1 / windows:
+        raise ValueError(
+            f"--delta is {options.delta}, not below 1/windows = {1 / windows:.1e}: such a δ allows "
+            "to publish a window outright; leave it out, or give a smaller one"
+        )
+    if options.batch_size > windows:
+        raise ValueError(
+            f"--batch-size is {options.batch_size}, and there are {windows} windows: give fewer"
+        )
+    return settings
+
+
+def check_folder(folder: Path, settings: dict, text: Text) -> None:
+    """Raises ValueError if the folder holds another run than this one."""
+    try:
+        saved = json.loads((folder / "settings.json").read_text())
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--output-dir {str(folder)!r}: settings.json cannot be read ({error}): give another "
+            "folder"
+        ) from error
+    for name, value in settings.items():
+        if saved.get(name) != value:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{option} is {value}, and {saved.get(name)} in the run that "
+                f"--output-dir {str(folder)!r} holds: give that value, or another folder"
+            )
+    header = read_lines(folder / "not_covered_by_epsilon.jsonl")[:1]
+    if header and header[0]["data_digest"] != text.digest:
+        raise ValueError(
+            f"--data differs from the text of the run that --output-dir {str(folder)!r} holds: "
+            "ε counts steps on one data set; give the same text, or another folder"
+        )
+
+
+@contextmanager
+def this_device(choice: str) -> Iterator[torch.device]:
+    """Where this process computes; under torchrun, inside a process group."""
+    if not launched() or launched_world_size() == 1:
+        yield torch.device(find_hardware(choice, 1).device_type)
+        return
+    with process_group(find_hardware(choice), timeout_s=300) as worker:
+        yield worker.device
+
+
+def command(arguments: Sequence[str]) -> str:
+    """The command line that started this run."""
+    start = "python"
+    if launched() and launched_world_size() > 1:
+        start = f"torchrun --nproc_per_node={launched_world_size()}"
+    return f"{start} -m examples.private_text {shlex.join(arguments)}".rstrip()
+
+
+class Training:
+    """One private run, from the beginning or from its checkpoint."""
+
+    def __init__(self, options: Namespace, settings: dict, text: Text, device: torch.device):
+        self.options, self.settings, self.text, self.device = options, settings, text, device
+        self.is_first = launched_rank() == 0
+        self.log = options.output_dir / "not_covered_by_epsilon.jsonl"
+        self.checkpoint = options.output_dir / "checkpoint.pt"
+        seed_everything(options.seed)
+        network = Transformer(
+            ModelConfig(
+                d_model=options.d_model,
+                num_layers=options.num_layers,
+                num_heads=options.num_heads,
+                d_ff=options.d_ff,
+                context_length=options.context_length,
+            )
+        ).to(device)
+        self.parameters = sum(p.numel() for p in network.parameters())
+        optimizer = torch.optim.Adam(network.parameters(), lr=options.learning_rate, betas=BETAS)
+        self.engine = PrivacyEngine(accountant="prv")
+        self.model, self.optimizer, self.criterion, self.loader = (
+            self.engine.make_private_with_epsilon(
+                module=wrap("ddp_bucketed", network) if dist.is_initialized() else network,
+                optimizer=optimizer,
+                criterion=nn.CrossEntropyLoss(),
+                data_loader=DataLoader(TensorDataset(text.training), options.batch_size),
+                target_epsilon=options.epsilon,
+                target_delta=settings["delta"],
+                epochs=options.epochs,
+                max_grad_norm=options.max_grad_norm,
+                grad_sample_mode=options.mode,
+            )
+        )
+        self.steps = options.epochs * len(self.loader)
+
+    def run(self) -> None:
+        self._say(self._describe())
+        self._restore()
+        began, before = time.monotonic(), self.optimizer.steps
+        while self.optimizer.steps < self.steps:
+            self._train_epoch()
+        if before < self.steps:
+            self._say(f"{self.steps - before} steps in {time.monotonic() - began:.0f} s")
+        self._finish()
+
+    def _train_epoch(self) -> None:
+        """The rest of an epoch: draws, each in microbatches that fit in memory."""
+        losses: list[Tensor] = []
+        with BatchMemoryManager(
+            data_loader=self.loader,
+            max_physical_batch_size=self.options.max_physical_batch_size,
+            optimizer=self.optimizer,
+        ) as microbatches:
+            for (windows,) in microbatches:
+                number = self.optimizer.steps
+                losses.append(self._train(windows.to(self.device).long()))
+                if self.optimizer.steps > number:
+                    self._look(torch.cat(losses))
+                    losses.clear()
+                self.optimizer.zero_grad()
+
+    def _train(self, windows: Tensor) -> Tensor:
+        """Forward, backward and step of one microbatch; its losses [B] in nats a byte."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(
+                self.optimizer.steps + 1, WARMUP_STEPS, self.options.learning_rate
+            )
+        outputs = self.model(windows[:, :-1])
+        targets = windows[:, 1:].flatten()
+        loss = self.criterion(outputs.flatten(0, 1), targets, shape=outputs.shape)
+        loss.backward()
+        self.optimizer.step()
+        return loss.loss_per_sample.detach()
+
+    # ---- what epsilon does not cover ------------------------------------------------------------
+
+    def _look(self, losses: Tensor) -> None:
+        """Log what the step's samples looked like; at some steps report and save."""
+        step, options = self.optimizer.steps, self.options
+        norms = self.model.per_sample_gradient_norms
+        sums = torch.stack(
+            [losses.sum(), (norms > options.max_grad_norm).sum(), losses.new_tensor(len(losses))]
+        ).double()
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        total, clipped, count = sums.tolist()
+        line = {"step": step}
+        if count:
+            line |= {"bits": total / count / NATS_PER_BIT, "clipped": clipped / count}
+        is_last = step == self.steps
+        reports = step % options.report_every == 0 or is_last
+        if reports:
+            line["held_out_bits"] = self._held_out_bits()
+            line["epsilon"] = self.engine.get_epsilon(self.settings["delta"])
+        if self.is_first:
+            append_line(self.log, json.dumps(line))
+        if reports:
+            self._say(self._report(line))
+        if step % options.checkpoint_every == 0 or is_last:
+            self._save()
+
+    def _held_out_bits(self) -> float:
+        """Bits a byte on windows that are never trained on, of the model as it is."""
+        network, windows = self.model.network, self.text.held_out.to(self.device).long()
+        total = 0.0
+        with torch.no_grad():
+            for part in windows.split(self.options.max_physical_batch_size):
+                outputs, targets = network(part[:, :-1]), part[:, 1:]
+                total += cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum")
+        return float(total) / windows[:, 1:].numel() / NATS_PER_BIT
+
+    # ---- files ----------------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        """Go on from the checkpoint, or write the first one, so that every kill can be resumed."""
+        if self.checkpoint.exists():
+            self.engine.load_checkpoint(path=self.checkpoint, **self._parts())
+            if self.is_first:
+                lines = [x for x in read_lines(self.log) if x.get("step", 0) <= self.steps_done]
+                write_atomically(self.log, "".join(f"{json.dumps(x)}\n" for x in lines))
+            if self.steps_done < self.steps:
+                self._say(f"going on after step {self.steps_done}")
+            return
+        if self.is_first:
+            folder = self.options.output_dir
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / "settings.json", json.dumps(self.settings, indent=1) + "\n")
+            write_atomically(self.log, json.dumps({"data_digest": self.text.digest}) + "\n")
+        self._save()
+
+    @property
+    def steps_done(self) -> int:
+        return self.optimizer.steps
+
+    def _save(self) -> None:
+        self.engine.save_checkpoint(path=self.checkpoint, **self._parts())
+
+    def _parts(self) -> dict:
+        return {"module": self.model, "optimizer": self.optimizer, "data_loader": self.loader}
+
+    def _finish(self) -> None:
+        epsilon, delta = self.engine.get_epsilon(self.settings["delta"]), self.settings["delta"]
+        folder = self.options.output_dir
+        if self.is_first:
+            with (folder / "model.pt.part").open("wb") as file:
+                torch.save(self.model.network.state_dict(), file)
+            (folder / "model.pt.part").replace(folder / "model.pt")
+            draw_training(
+                folder / "training.png",
+                read_lines(self.log)[1:],
+                unigram_bits=self._unigram_bits(),
+                epsilon=self.options.epsilon,
+                title=self._title(),
+            )
+        self._say(
+            f"epsilon {epsilon:.3f} at delta {delta:.1e} for one window of "
+            f"{self.options.context_length + 1} bytes, added or removed: {folder / 'model.pt'}\n"
+            f"not covered by epsilon: {folder / 'training.png'}, {self.log}; "
+            f"secret: {self.checkpoint}.key"
+        )
+
+    # ---- words ----------------------------------------------------------------------------------
+
+    def _unigram_bits(self) -> float:
+        """What guessing by the held-out bytes' own frequencies costs: the floor of not reading."""
+        counts = np.bincount(self.text.held_out[:, 1:].flatten().numpy())
+        shares = counts[counts > 0] / counts.sum()
+        return float(-(shares * np.log2(shares)).sum())
+
+    def _title(self) -> str:
+        length = self.options.context_length + 1
+        return (
+            f"{self.parameters:,} parameters, {len(self.text.training):,} windows of {length} "
+            f"bytes, ({self.options.epsilon:g}, {self.settings['delta']:.1e})-private for a window"
+        )
+
+    def _describe(self) -> str:
+        options = self.options
+        return (
+            f"{self._title()}\n"
+            f"{self.steps} steps of {options.batch_size} windows on average, each drawn with "
+            f"probability 1/{len(self.loader)}; clipped at {options.max_grad_norm:g}, noise "
+            f"multiplier {self.optimizer.noise_multiplier:.3f}\n"
+            f"bits a byte: 8 knows nothing, {self._unigram_bits():.2f} knows how often bytes occur "
+            f"(held-out windows)\n"
+            "               |     not covered by epsilon     |\n"
+            "        step   |  training   clipped   held-out | epsilon spent"
+        )
+
+    def _report(self, line: dict) -> str:
+        bits = f"{line['bits']:8.3f}" if "bits" in line else "  nobody"
+        clipped = f"{line['clipped']:7.0%}" if "clipped" in line else "       "
+        where = f"{line['step']:5d}/{self.steps}"
+        return (
+            f"{where:>12}   |  {bits}   {clipped}   {line['held_out_bits']:8.3f} "
+            f"| {line['epsilon']:.2f}"
+        )
+
+    def _say(self, text: str) -> None:
+        if self.is_first:
+            print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

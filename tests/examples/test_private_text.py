@@ -1,0 +1,225 @@
+"""The private text example as a user meets it: its numbers, its files, kills and wrong input."""
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples import private_text
+from examples.private_text_picture import draw_training
+
+ROOT = Path(__file__).parents[2]
+SMALL = {
+    "context-length": 16, "d-model": 8, "num-layers": 1, "num-heads": 2, "d-ff": 16,
+    "batch-size": 40, "max-physical-batch-size": 32, "report-every": 4, "checkpoint-every": 3,
+}  # fmt: skip
+TINY = ["--device", "cpu", *(part for name, n in SMALL.items() for part in (f"--{name}", str(n)))]
+LINES = "".join(f"def name_{n}(self, value={n % 7}):\n    return value + {n}\n" for n in range(300))
+
+
+@pytest.fixture
+def letters(tmp_path):
+    path = tmp_path / "letters.txt"
+    path.write_text(LINES)
+    return path
+
+
+def arguments(letters: Path, folder: Path, *more: str) -> list[str]:
+    return [*TINY, "--data", str(letters), "--output-dir", str(folder), *more]
+
+
+def log_of(folder: Path) -> list[dict]:
+    lines = (folder / "not_covered_by_epsilon.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def start(*arguments: str, ranks: int = 1) -> subprocess.Popen:
+    command = [sys.executable, "-m", "examples.private_text", *arguments]
+    if ranks > 1:
+        command[1:2] = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "-m"]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run and what it printed."""
+    folder = tmp_path_factory.mktemp("finished")
+    letters = folder / "letters.txt"
+    letters.write_text(LINES)
+    process = start(*arguments(letters, folder / "run"))
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return letters, folder / "run", out
+
+
+class TestARun:
+    def test_spends_its_budget_and_says_what_it_does_not_cover(self, finished):
+        _, folder, out = finished
+        settings = json.loads((folder / "settings.json").read_text())
+        assert settings["delta"] == pytest.approx(settings["windows"] ** -1.1)
+        spent = log_of(folder)[-1]["epsilon"]
+        assert 7.5 < spent <= 8
+        assert f"epsilon {spent:.3f} at delta {settings['delta']:.1e} for one window of 17" in out
+        assert "not covered by epsilon" in out
+
+    def test_windows_are_disjoint_and_some_are_held_out(self, finished):
+        letters, folder, _ = finished
+        text = private_text.cut_windows(str(letters), 16)
+        windows = json.loads((folder / "settings.json").read_text())["windows"]
+        assert windows == len(text.training) == len(LINES) // 17 - len(LINES) // 17 // 20
+        joined = torch.cat([text.training, text.held_out]).flatten()
+        assert bytes(joined.tolist()) == LINES.encode()[: len(joined)]
+
+    def test_every_step_is_in_the_log(self, finished):
+        lines = log_of(finished[1])[1:]
+        assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+        assert all(0 <= line["clipped"] <= 1 for line in lines)
+        assert lines[-1]["held_out_bits"] < 8
+
+    def test_the_model_can_be_loaded_and_the_key_is_its_owners(self, finished):
+        folder = finished[1]
+        state = torch.load(folder / "model.pt", weights_only=True)
+        assert state["token_embedding.weight"].shape == (256, 8)
+        assert stat.S_IMODE((folder / "checkpoint.pt.key").stat().st_mode) == 0o600
+        assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
+        assert not list(folder.glob("*.part"))
+
+    def test_a_finished_run_is_not_trained_again(self, finished, capsys):
+        letters, folder, _ = finished
+        before = (folder / "model.pt").read_bytes()
+        assert private_text.main(arguments(letters, folder)) == 0
+        assert (folder / "model.pt").read_bytes() == before
+        assert "epsilon 7." in capsys.readouterr().out
+
+    def test_the_seed_is_not_the_key(self, finished, letters, tmp_path):
+        """Equal options: other draws, other noise."""
+        assert private_text.main(arguments(letters, tmp_path / "again")) == 0
+        one, other = (
+            torch.load(f / "model.pt", weights_only=True) for f in (finished[1], tmp_path / "again")
+        )
+        assert not torch.equal(one["head.weight"], other["head.weight"])
+
+
+class TestStops:
+    def wait_for_step(self, folder: Path, step: int) -> None:
+        for _ in range(2400):
+            if folder.joinpath("not_covered_by_epsilon.jsonl").exists() and (
+                log_of(folder)[-1].get("step", 0) >= step
+            ):
+                return
+            time.sleep(0.05)
+        pytest.fail(f"no step {step} within two minutes")
+
+    def test_a_killed_run_ends_as_if_it_had_not_been(self, letters, tmp_path):
+        """Two runs from one beginning: the same key, so the same draws and noise."""
+        first = start(*arguments(letters, tmp_path / "killed"))
+        self.wait_for_step(tmp_path / "killed", 4)
+        first.send_signal(signal.SIGKILL)
+        first.communicate()
+        shutil.copytree(tmp_path / "killed", tmp_path / "twin")
+        results = []
+        for name in ("killed", "twin"):
+            assert private_text.main(arguments(letters, tmp_path / name)) == 0
+            results.append((tmp_path / name / "model.pt").read_bytes())
+        assert results[0] == results[1]
+        lines = log_of(tmp_path / "killed")[1:]
+        assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+
+    def test_ctrl_c_says_how_to_go_on(self, letters, tmp_path):
+        process = start(*arguments(letters, tmp_path / "run"))
+        self.wait_for_step(tmp_path / "run", 2)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 130, err
+        assert "Traceback" not in err
+        assert f"python -m examples.private_text {TINY[0]}" in out
+        assert str(tmp_path / "run") in out
+
+    @pytest.mark.slow
+    def test_two_ranks_spend_the_same_and_learn(self, letters, tmp_path):
+        process = start(*arguments(letters, tmp_path / "run"), ranks=2)
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        last = log_of(tmp_path / "run")[-1]
+        assert 7.5 < last["epsilon"] <= 8
+        assert last["held_out_bits"] < 8
+        assert out.count("for one window of 17") == 1
+
+    @pytest.mark.slow
+    def test_ranks_do_not_change_the_result(self, letters, tmp_path):
+        """One and two ranks go on from one beginning: the same draws, noise and sums."""
+        first = start(*arguments(letters, tmp_path / "one"))
+        self.wait_for_step(tmp_path / "one", 1)
+        first.send_signal(signal.SIGKILL)
+        first.communicate()
+        shutil.copytree(tmp_path / "one", tmp_path / "two")
+        for name, ranks in (("one", 1), ("two", 2)):
+            process = start(*arguments(letters, tmp_path / name), ranks=ranks)
+            _, err = process.communicate(timeout=300)
+            assert process.returncode == 0, err
+        one, two = (
+            torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("one", "two")
+        )
+        for name in one:
+            torch.testing.assert_close(one[name], two[name], rtol=0, atol=1e-3)
+
+
+class TestWrongInput:
+    @pytest.mark.parametrize(
+        ("wrong", "says"),
+        [
+            (["--epsilon", "0"], "--epsilon is 0.0: give a finite number above 0"),
+            (["--epsilon", "nan"], "--epsilon is nan"),
+            (["--delta", "1"], "--delta is 1.0: give a number between 0 and 1"),
+            (["--delta", "0.01"], "--delta is 0.01, not below 1/windows"),
+            (["--batch-size", "0"], "--batch-size is 0: give 1 or more"),
+            (["--batch-size", "100000"], "--batch-size is 100000, and there are"),
+            (["--num-heads", "3"], "num_heads is 3, which does not divide d_model 8"),
+            (["--context-length", "5000"], "give more text or a shorter context"),
+            (["--data", "/nowhere"], "--data '/nowhere' does not exist"),
+            (["--data", "synthetic"], "--data synthetic is no text"),
+            (["--mode", "no_dp"], "argument --mode: invalid choice: 'no_dp'"),
+            (["--max-grad-norm", "-1"], "--max-grad-norm is -1.0"),
+            (["--seed", "-1"], "--seed is -1: give 0 or more"),
+        ],
+    )
+    def test_is_one_line_and_status_2(self, letters, tmp_path, capsys, wrong, says):
+        try:
+            status = private_text.main(arguments(letters, tmp_path / "run", *wrong))
+        except SystemExit as stopped:
+            status = stopped.code
+        message = capsys.readouterr().err
+        assert status == 2
+        assert says in message
+        assert message.count("\n") == 1
+        assert not (tmp_path / "run").exists()
+
+    def test_a_folder_of_another_run_is_refused(self, finished, capsys):
+        letters, folder, _ = finished
+        assert private_text.main(arguments(letters, folder, "--epsilon", "3")) == 2
+        assert "--epsilon is 3.0, and 8.0 in the run that" in capsys.readouterr().err
+
+    def test_other_text_is_refused(self, finished, tmp_path, capsys):
+        other = tmp_path / "other.txt"
+        other.write_text(LINES.replace("self", "mine"))
+        folder = shutil.copytree(finished[1], tmp_path / "run")
+        settings = json.loads((folder / "settings.json").read_text())
+        (folder / "settings.json").write_text(json.dumps(settings | {"data": str(other)}))
+        assert private_text.main(arguments(other, folder)) == 2
+        assert "--data differs from the text of the run" in capsys.readouterr().err
+
+
+def test_the_picture_of_a_run_without_any_step(tmp_path):
+    draw_training(tmp_path / "empty.png", [], unigram_bits=4.0, epsilon=8.0, title="nothing yet")
+    assert (tmp_path / "empty.png").stat().st_size > 1000
