@@ -121,20 +121,25 @@ class TestStops:
             time.sleep(0.05)
         pytest.fail(f"no step {step} within two minutes")
 
+    def kill_after(self, step: int, arguments: list[str], folder: Path) -> None:
+        process = start(*arguments)
+        self.wait_for_step(folder, step)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert not (folder / "model.pt").exists(), "the run was over before it was killed"
+
     def test_a_killed_run_ends_as_if_it_had_not_been(self, letters, tmp_path):
-        """Two runs from one beginning: the same key, so the same draws and noise."""
-        first = start(*arguments(letters, tmp_path / "killed"))
-        self.wait_for_step(tmp_path / "killed", 4)
-        first.send_signal(signal.SIGKILL)
-        first.communicate()
-        shutil.copytree(tmp_path / "killed", tmp_path / "twin")
-        results = []
-        for name in ("killed", "twin"):
-            assert private_text.main(arguments(letters, tmp_path / name)) == 0
-            results.append((tmp_path / name / "model.pt").read_bytes())
-        assert results[0] == results[1]
-        lines = log_of(tmp_path / "killed")[1:]
-        assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+        """Two runs from one beginning have one key; one of them is killed again on the way."""
+        whole, killed = tmp_path / "whole", tmp_path / "killed"
+        longer = ("--epochs", "4", "--report-every", "30")
+        self.kill_after(1, arguments(letters, whole, *longer), whole)
+        shutil.copytree(whole, killed)
+        self.kill_after(30, arguments(letters, killed, *longer), killed)
+        for folder in (whole, killed):
+            assert private_text.main(arguments(letters, folder, *longer)) == 0
+        assert (whole / "model.pt").read_bytes() == (killed / "model.pt").read_bytes()
+        assert log_of(whole) == log_of(killed)
+        assert [line["step"] for line in log_of(killed)[1:]] == list(range(1, len(log_of(whole))))
 
     def test_ctrl_c_says_how_to_go_on(self, letters, tmp_path):
         process = start(*arguments(letters, tmp_path / "run"))
@@ -159,10 +164,7 @@ class TestStops:
     @pytest.mark.slow
     def test_ranks_do_not_change_the_result(self, letters, tmp_path):
         """One and two ranks go on from one beginning: the same draws, noise and sums."""
-        first = start(*arguments(letters, tmp_path / "one"))
-        self.wait_for_step(tmp_path / "one", 1)
-        first.send_signal(signal.SIGKILL)
-        first.communicate()
+        self.kill_after(1, arguments(letters, tmp_path / "one"), tmp_path / "one")
         shutil.copytree(tmp_path / "one", tmp_path / "two")
         for name, ranks in (("one", 1), ("two", 2)):
             process = start(*arguments(letters, tmp_path / name), ranks=ranks)
