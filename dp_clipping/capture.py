@@ -9,8 +9,8 @@ autocast meet plain autograd functions.
 """
 
 import types
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,7 +143,7 @@ class Capture:
             handle.slots = {} if session is None else session.slots[handle.name]
         twice = session is not None and session.policy.two_passes
         try:
-            with _reusable_when_compiled() if twice else nullcontext():
+            with _reusable_when_compiled() if twice and self._is_compiled() else nullcontext():
                 yield
         finally:
             for handle, old_session, old_slots in before:
@@ -211,9 +211,7 @@ class Capture:
         for parameter, count in uses.items():
             self._uses[parameter] = max(count, self._uses.get(parameter, 0))
         for handle in self.handles:
-            handle.always_dense = any(
-                self._uses[p] > 1 for p in handle.parameters().values() if p.dim() > 1
-            )
+            handle.always_dense = any(self._uses[p] > 1 for p in handle.parameters().values())
 
     def _count_layouts(self) -> int:
         return sum(len(handle.layouts) for handle in self.handles)
@@ -255,7 +253,7 @@ class Capture:
         def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             handle: Handle = module._private
             inputs = tensors_in((args, kwargs))
-            calls[handle.name].append(Call(inputs, []))
+            calls[handle.name].append(Call([_if_flattened(x, batch_size) for x in inputs], []))
             layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
             if handle.kind != "vectorized" and layouts and layouts[0].kind == "shared":
                 return (expand_shared(inputs[0], batch_size),), {}
@@ -264,7 +262,7 @@ class Capture:
         def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             handle: Handle = module._private
             call = calls[handle.name][-1]
-            call.outputs[:] = tensors_in(output)
+            call.outputs[:] = [_if_flattened(y, batch_size) for y in tensors_in(output)]
             layouts = handle.output_layouts.get(tuple(x.dim() for x in call.inputs), ())
             if handle.kind == "vectorized" and any(x.kind == "shared" for x in layouts):
                 return tree_map(
@@ -272,21 +270,29 @@ class Capture:
                 )
             return None
 
+        with self.looked_at(before, after), _without_dropout(self.network), routing:
+            self.network(*args, **kwargs)
+        self._routing = routing.operators
+        return calls
+
+    @contextmanager
+    def looked_at(self, before: Callable, after: Callable | None = None) -> Iterator[None]:
+        """Inside, forwards are plain ones, and hooks run around each captured module.
+
+        The user's random streams, and what is compiled, do not notice.
+        """
         with ExitStack() as stack:
             stack.enter_context(self.attached(None))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_fork_randomness(self.anchor.device))
-            stack.enter_context(_without_dropout(self.network))
             for module in self.network.modules():
                 if "_private" in module.__dict__:
                     hook = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
                     stack.callback(hook.remove)
-                    hook = module.register_forward_hook(after, with_kwargs=True)
-                    stack.callback(hook.remove)
-            with routing:
-                self.network(*args, **kwargs)
-        self._routing = routing.operators
-        return calls
+                    if after is not None:
+                        hook = module.register_forward_hook(after, with_kwargs=True)
+                        stack.callback(hook.remove)
+            yield
 
 
 class Routing(TorchDispatchMode):
@@ -310,10 +316,16 @@ class Routing(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Call:
-    """The tensors that one call of a layer was given and gave."""
+    """What one call of a layer was given and gave: shapes (on the meta device) where they tell."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
+
+
+def _if_flattened(x: Tensor, batch_size: int) -> Tensor:
+    """Values are needed, and kept, only of what may hold flattened samples."""
+    flattened = x.dim() > 0 and x.shape[0] != batch_size and x.shape[0] % batch_size == 0
+    return x if flattened else torch.empty_like(x, device="meta")
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -328,15 +340,18 @@ def _owned(module: nn.Module) -> Iterator[Parameter]:
             yield from child.parameters()
 
 
-def _reusable_when_compiled() -> AbstractContextManager:
+@contextmanager
+def _reusable_when_compiled() -> Iterator[None]:
     """Backwards of graphs compiled in here may run twice: they do not write over their inputs.
 
-    A private setting of torch; without it the second pass is an error that names it.
+    Private settings of torch. Its cache on disk does not know the first one: it would hand out a
+    backward that was compiled for one use, silently wrong in the second.
     """
-    config = getattr(getattr(torch, "_functorch", None), "config", None)
-    if not hasattr(config, "donated_buffer"):
-        return nullcontext()
-    return config.patch(donated_buffer=False)
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+
+    with functorch.patch(donated_buffer=False), inductor.patch(fx_graph_cache=False):
+        yield
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dp_clipping.independence import check_losses
 from dp_clipping.model import PrivateModel
 
 REDUCTIONS = ("mean", "sum")
@@ -87,6 +88,13 @@ class PrivateLoss:
     def __neg__(self) -> "PrivateLoss":
         return self._with(-self._losses)
 
+    def __iter__(self):
+        """What `torch.amp.GradScaler` tries with a loss that is not a tensor."""
+        raise TypeError(
+            "a private loss is one number, not to be iterated over; if torch.amp.GradScaler asked: "
+            "it skips steps by what it sees in the data, so use bfloat16, which needs no scaler"
+        )
+
     def __repr__(self) -> str:
         samples = self.loss_per_sample.numel()
         return f"PrivateLoss({self.item():.4f}, {self.loss_reduction} of {samples} samples)"
@@ -112,6 +120,7 @@ class PrivateCriterion:
                 "'mean' or both 'sum'"
             )
         self.model, self.criterion, self.loss_reduction = model, criterion, reduction
+        self._is_checked = not model.batch_first
 
     def __call__(
         self, *args: Any, shape: tuple[int, ...] | None = None, **kwargs: Any
@@ -131,6 +140,9 @@ class PrivateCriterion:
                 "with reduction 'none' it must return one a sample, not a loss already reduced "
                 "over the batch; for flattened targets pass shape=outputs.shape"
             )
+        if not self._is_checked and expected > 1:
+            check_losses(losses, args[0] if args else kwargs.get("input"))
+            self._is_checked = True
         return PrivateLoss(self.model, session, losses, self.loss_reduction)
 
     def _per_sample(self, *args: Any, shape: tuple[int, ...] | None, **kwargs: Any) -> Tensor:

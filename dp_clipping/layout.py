@@ -32,7 +32,7 @@ class Layout:
     def batch_first(self, x: Tensor, batch_size: int) -> Tensor:
         """A view or copy of x whose first dimension is the sample."""
         if self.kind == "dimension":
-            return x.movedim(self.dim, 0)
+            return x.movedim(self.dim, 0) if self.dim else x
         if self.kind == "sample_major":
             return x.unflatten(0, (batch_size, x.shape[0] // batch_size))
         if self.kind == "time_major":

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from dp_clipping.capture import Capture
 from dp_clipping.clip import thresholds
+from dp_clipping.independence import check_network
 from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.layout import FEW, MORE
@@ -59,6 +60,7 @@ class PrivateModel(nn.Module):
         self._session: Session | None = None
         self._step_is_open = False
         self._established = False
+        self._is_checked = False
         self._capture: Capture | None = None
         if policy is not None:
             self._capture = Capture(self.network, clipping)
@@ -111,7 +113,7 @@ class PrivateModel(nn.Module):
         batch_size = self._batch_size(args, kwargs)
         if batch_size == 0:  # many networks cannot run on nothing: one row of zeros stands in
             args, kwargs = self._map_batch((args, kwargs), 0, _one_row)
-        if not self._established:
+        if not self._established or (batch_size >= FEW and not self._is_checked):
             self._establish(args, kwargs)
         session = Session(self.capture, max(batch_size, 1), self.policy)
         session.is_empty = batch_size == 0
@@ -318,13 +320,16 @@ class PrivateModel(nn.Module):
         batch_size = self._batch_size(args, kwargs)
 
         def rows(count: int) -> Any:
-            index = torch.arange(count) % min(batch_size, FEW)
+            index = torch.arange(count) % batch_size
             return self._map_batch(
                 (args, kwargs), batch_size, lambda x, dim: x.index_select(dim, index.to(x.device))
             )
 
         with _same_buffers(self.network):
             self.capture.establish(rows(FEW), rows(MORE))
+            if batch_size >= FEW and not self._is_checked:
+                check_network(self.capture, rows(FEW), rows(MORE))
+                self._is_checked = True
         self._established = True
 
 

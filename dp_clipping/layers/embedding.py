@@ -21,10 +21,8 @@ def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
     layout, ids = handle.batched(ids)
     session, weight = handle.session, self.weight.detach()
     if handle.keeps_dense():
-        slot = handle.slot("weight")
-        return Dense.apply(
-            ids, weight, slot, self.padding_idx, layout.kind, layout.dim, session.batch_size
-        )
+        place = (layout.kind, layout.dim, session.batch_size)
+        return Dense.apply(ids, weight, handle.slot("weight"), self.padding_idx, *place)
     return Factors.apply(ids, weight, session.anchor, handle, self.padding_idx, layout)
 
 

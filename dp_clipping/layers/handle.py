@@ -1,5 +1,7 @@
 """What a captured layer carries: which session it works for, and where its samples are."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +12,17 @@ from dp_clipping.layout import Layout
 
 if TYPE_CHECKING:
     from dp_clipping.session import Session
+
+
+Sink = Callable[[Tensor], None]
+
+
+def deliver(sink: Sink | None, gradients: Tensor | None) -> Tensor | None:
+    """Give G to the sink, or return it as the gradient of its slot."""
+    if sink is None:
+        return gradients
+    sink(gradients)
+    return None
 
 
 class LayoutUnknown(Exception):
@@ -50,6 +63,20 @@ class Handle:
         if name not in self.slots:
             self.slots[name] = self.session.slot(self._parameters[name])
         return self.slots[name]
+
+    def receiver(self, name: str) -> tuple[Tensor | None, Sink | None]:
+        """Where G of a parameter goes in backward: a tensor to be an input of the layer's function,
+        and who is given G; None: it is that input's gradient. (None, None) for a frozen parameter.
+
+        A slot's gradient is the way that `torch.compile` can trace, and that adds up the uses of a
+        parameter; where there is one use and no compiler the session is called at once.
+        """
+        if name not in self._parameters:
+            return None, None
+        shared = self.always_dense or self.session.dense_always
+        if shared or torch.compiler.is_compiling():
+            return self.slot(name), None
+        return self.session.anchor, partial(self.session.dense, self._parameters[name])
 
     def layouts_of(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
         key = tuple(x.dim() for x in inputs)

@@ -11,6 +11,8 @@ The rounding of that sum is of the order of ε·S² with S = Σ_t ‖a_t‖‖y_
 tokens cancel. So every norm comes with an upper bound that includes it, and the bound clips.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,18 +21,22 @@ from dp_clipping.layers.arithmetic import (
     SUM_ROUNDING,
     Weights,
     full_float32,
+    squared_norms,
     wide,
     wide_bmm,
     wide_mm,
 )
-from dp_clipping.layers.handle import Handle, autocast_operands
+from dp_clipping.layers.handle import Handle, autocast_operands, deliver
 from dp_clipping.layout import Layout
 from dp_clipping.norms import Norm
 
 # Relative to S², what the rounding of a Gram product is allowed to be.
 GRAM_ROUNDING = {torch.float64: 2.0**-50, torch.float32: 2.0**-22}
 GRAM_ROUNDING_16_BIT = 2.0**-18
-LARGEST_GRAM = 1 << 28  # elements of all samples' Gram matrices; above it, sample by sample
+# Above these many tokens that allowance, T/2 times as large relative to ‖G‖² where tokens do not
+# cancel, would be felt: there G_i is formed instead.
+LONGEST_GRAM = {torch.float64: 1 << 30, torch.float32: 256}
+LONGEST_GRAM_16_BIT = 2048
 
 
 def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
@@ -43,12 +49,12 @@ def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
     x, weight, bias = autocast_operands(x, self.weight.detach(), _detached(self.bias))
     weight = weight.t() if transposed else weight
     session = handle.session
-    arguments = (x, weight, bias, handle.slot("bias"))
+    bias_slot, bias_sink = handle.receiver("bias")
+    arguments = (x, weight, bias, bias_slot, bias_sink)
     if "weight" not in handle.trainable or handle.keeps_dense(x, weight):
-        slot = handle.slot("weight")
-        return Dense.apply(
-            *arguments, slot, layout.kind, layout.dim, session.batch_size, transposed
-        )
+        weight_slot, weight_sink = handle.receiver("weight")
+        place = (layout.kind, layout.dim, session.batch_size)
+        return Dense.apply(*arguments, weight_slot, weight_sink, *place, transposed)
     return Factors.apply(*arguments, session.anchor, handle, layout, transposed)
 
 
@@ -63,17 +69,21 @@ def batch_tokens(x: Tensor, layout: Layout, batch_size: int) -> Tensor:
 
 
 class Dense(torch.autograd.Function):
-    """`F.linear`, which in backward returns G as the gradient of `weight_slot` [B, d, p].
+    """`F.linear`, which in backward computes G [B, d, p] and delivers it.
 
-    Slots are inputs that forward ignores. All arguments are tensors and plain constants, so that
-    `torch.compile` traces through. `transposed`: the parameter, and so its slot, is [p, d].
+    Slots are inputs that forward ignores (see `Handle.receiver`). All arguments are tensors, plain
+    constants and, outside of compiled regions, sinks. `transposed`: the parameter is [p, d].
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, bias_slot, weight_slot, kind, dim, batch_size, transposed):
+    def forward(
+        ctx, x, weight, bias, bias_slot, bias_sink, weight_slot, weight_sink, kind, dim, batch_size,
+        transposed,
+    ):  # fmt: skip
         ctx.save_for_backward(x, weight)
         ctx.layout = (kind, dim, batch_size)
         ctx.wants = (x.requires_grad, weight_slot is not None, bias_slot is not None)
+        ctx.sinks = (weight_sink, bias_sink)
         ctx.transposed = transposed
         return F.linear(x, weight, bias)
 
@@ -82,28 +92,31 @@ class Dense(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         kind, dim, batch_size = ctx.layout
         wants_x, wants_weight, wants_bias = ctx.wants
+        weight_sink, bias_sink = ctx.sinks
         layout = Layout(kind, dim)
         y = batch_tokens(gy, layout, batch_size)
         gx = gy @ weight if wants_x else None
-        gradients = None
+        gradients = biases = None
         if wants_weight:
             a = batch_tokens(x, layout, batch_size)
             left, right = (a, y) if ctx.transposed else (y, a)
             # In float16 a sum over tokens may exceed the largest number.
             product = wide_bmm if y.dtype == torch.float16 else torch.bmm
-            gradients = product(left.mT, right)
-        bias = y.sum(1, dtype=wide(y.dtype)) if wants_bias else None
-        return gx, None, None, bias, gradients, None, None, None, None
+            gradients = deliver(weight_sink, product(left.mT, right))
+        if wants_bias:
+            biases = deliver(bias_sink, y.sum(1, dtype=wide(y.dtype)))
+        return gx, None, None, biases, None, gradients, None, None, None, None, None
 
 
 class Factors(torch.autograd.Function):
     """`F.linear`, which in backward hands its factors to the session and computes no G."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, bias_slot, anchor, handle, layout, transposed):
+    def forward(ctx, x, weight, bias, bias_slot, bias_sink, anchor, handle, layout, transposed):
         ctx.save_for_backward(x, weight)
         ctx.rest = (handle, handle.session, layout, transposed)
         ctx.wants = (x.requires_grad, bias_slot is not None)
+        ctx.bias_sink = bias_sink
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -115,8 +128,10 @@ class Factors(torch.autograd.Function):
         gx = gy @ weight if wants_x else None
         a = batch_tokens(x, layout, session.batch_size)
         session.factors(handle.parameter("weight"), LinearFactors(a, y, transposed))
-        bias = y.sum(1, dtype=wide(y.dtype)) if wants_bias else None
-        return gx, None, None, bias, None, None, None, None
+        biases = None
+        if wants_bias:
+            biases = deliver(ctx.bias_sink, y.sum(1, dtype=wide(y.dtype)))
+        return gx, None, None, biases, None, None, None, None, None
 
 
 class Grams:
@@ -147,26 +162,38 @@ class LinearFactors:
         self.is_scaled = False  # y contains the coefficients
         self._gram_a: Tensor | None = None
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether G_i is formed, one sample after the other, rather than Gram matrices.
+
+        Where Gram products cost more operations, or their rounding would be felt.
+        """
+        tokens, inputs, outputs = self.a.shape[1], self.a.shape[2], self.y.shape[2]
+        longest = LONGEST_GRAM.get(self.a.dtype, LONGEST_GRAM_16_BIT)
+        return tokens > longest or tokens * (inputs + outputs) >= inputs * outputs
+
     def norm(self, grams: Grams | None = None) -> Norm:
         """‖G_i‖², with the rounding of Gram products and of what `weighted_sum` adds."""
-        batch_size, tokens = self.a.shape[:2]
-        if batch_size > 1 and batch_size * tokens * tokens > LARGEST_GRAM:
-            parts = [self.select(slice(i, i + 1))._squared_and_scale() for i in range(batch_size)]
-            squared, scale = (torch.cat(part) for part in zip(*parts, strict=True))
-        else:
-            squared, scale = self._squared_and_scale(grams)
-        dtype = self.a.dtype
-        gram_error = GRAM_ROUNDING.get(dtype, GRAM_ROUNDING_16_BIT)
+        dtype, tokens = self.a.dtype, self.a.shape[1]
         sum_error = SUM_ROUNDING[wide(dtype)] * max(4.0, tokens**0.5 / 2)
-        return Norm(squared, scale, gram_error, sum_error)
-
-    def _squared_and_scale(self, grams: Grams | None = None) -> tuple[Tensor, Tensor]:
+        if self.accumulates:
+            squared = torch.cat([squared_norms(gradient) for gradient in self._samples()])
+            if dtype == wide(dtype):  # what is summed is what is normed, to the last bit
+                return Norm(squared)
+            a, y = (torch.linalg.vector_norm(x, dim=2, dtype=wide(dtype)) for x in (self.a, self.y))
+            return Norm(squared, (a * y).sum(1), sum_error=sum_error)
         if self._gram_a is None:
             self._gram_a = (grams or Grams()).of(self.a)
         gram_a, gram_y = self._gram_a, wide_bmm(self.y, self.y.mT)
         squared = torch.linalg.vecdot(gram_a, gram_y).sum(1)
         diagonals = gram_a.diagonal(dim1=1, dim2=2) * gram_y.diagonal(dim1=1, dim2=2)
-        return squared, diagonals.sqrt().sum(1)
+        gram_error = GRAM_ROUNDING.get(dtype, GRAM_ROUNDING_16_BIT)
+        return Norm(squared, diagonals.sqrt().sum(1), gram_error, sum_error)
+
+    def _samples(self) -> Iterator[Tensor]:
+        """G_i [1, *parameter] in `wide(dtype)`, one after the other."""
+        for i in range(len(self.a)):
+            yield self.select(slice(i, i + 1)).dense()
 
     def weighted_sum(self, weights: Weights) -> Tensor:
         """Σ_i c_i G_i in `wide(dtype)`, in the parameter's shape.
@@ -175,11 +202,16 @@ class LinearFactors:
         accumulated, in float32; scaled ones (see `rescale`) by one product.
         """
         left, right = (self.a, self.y) if self.transposed else (self.y, self.a)
+        dtype = wide(left.dtype)
         if self.is_scaled:
             return wide_mm(left.flatten(0, 1).t(), right.flatten(0, 1))
         if left.is_cuda and left.element_size() == 2:
             return self._sum_by_sample(left, right, weights.by_host)
-        dtype = wide(left.dtype)
+        if self.accumulates and left.dtype == dtype:
+            total = left.new_zeros(left.shape[-1], right.shape[-1])
+            for gradient, c in zip(self._samples(), weights.by_host, strict=True):
+                total.add_(gradient[0], alpha=c)
+            return total
         left = left.to(dtype) * weights.values.to(dtype)[:, None, None]
         with full_float32():
             return left.flatten(0, 1).t() @ right.flatten(0, 1).to(dtype)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_clipping.layers.arithmetic import wide
-from dp_clipping.layers.handle import Handle
+from dp_clipping.layers.handle import Handle, deliver
 from dp_clipping.layout import Layout
 
 
@@ -22,10 +22,10 @@ def forward(self: nn.RMSNorm | nn.LayerNorm, x: Tensor) -> Tensor:
     place = (layout.kind, layout.dim, handle.session.batch_size)
     shape, weight = list(self.normalized_shape), self.weight.detach()
     if handle.kind == "rms_norm":
-        return RMSNorm.apply(x, weight, handle.slot("weight"), shape, self.eps, *place)
+        return RMSNorm.apply(x, weight, *handle.receiver("weight"), shape, self.eps, *place)
     bias = None if self.bias is None else self.bias.detach()
-    slots = handle.slot("weight"), handle.slot("bias")
-    return LayerNorm.apply(x, weight, bias, *slots, shape, self.eps, *place)
+    receivers = *handle.receiver("weight"), *handle.receiver("bias")
+    return LayerNorm.apply(x, weight, bias, *receivers, shape, self.eps, *place)
 
 
 def per_sample(x: Tensor, layout: Layout, batch_size: int, shape: list[int]) -> Tensor:
@@ -34,10 +34,10 @@ def per_sample(x: Tensor, layout: Layout, batch_size: int, shape: list[int]) -> 
 
 
 class RMSNorm(torch.autograd.Function):
-    """`F.rms_norm`, whose weight's G [B, *shape] is the gradient of `slot`."""
+    """`F.rms_norm`, which in backward computes its weight's G [B, *shape] and delivers it."""
 
     @staticmethod
-    def forward(ctx, x, weight, slot, shape, eps, kind, dim, batch_size):
+    def forward(ctx, x, weight, slot, sink, shape, eps, kind, dim, batch_size):
         dims = list(range(-len(shape), 0))
         if x.is_cuda and weight.dtype == x.dtype:
             y, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
@@ -47,6 +47,7 @@ class RMSNorm(torch.autograd.Function):
             rstd = (x.to(wide(x.dtype)).square().mean(dims, keepdim=True) + eps).rsqrt()
         ctx.save_for_backward(x, weight, rstd)
         ctx.rest = (shape, dims, Layout(kind, dim), batch_size, x.requires_grad, slot is not None)
+        ctx.sink = sink
         return y
 
     @staticmethod
@@ -60,8 +61,9 @@ class RMSNorm(torch.autograd.Function):
             scale = per_sample(rstd, layout, batch_size, [1] * len(shape)).flatten(2)
             # Σ_t rstd_t (y_t · x_t): a row times a matrix for each sample
             scale = scale.to(product.dtype)
-            gradients = torch.bmm(scale.mT, product).view(batch_size, *shape).to(wide(x.dtype))
-        return gx, None, gradients, None, None, None, None, None
+            gradients = torch.bmm(scale.mT, product).view(batch_size, *shape)
+            gradients = deliver(ctx.sink, gradients.to(wide(x.dtype)))
+        return gx, None, gradients, None, None, None, None, None, None
 
 
 def _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) -> Tensor:
@@ -75,10 +77,14 @@ def _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) -> Tensor:
 
 
 class LayerNorm(torch.autograd.Function):
-    """`F.layer_norm`, whose G [B, *shape] are the gradients of the two slots."""
+    """`F.layer_norm`, which in backward computes its two G [B, *shape] and delivers them."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, weight_slot, bias_slot, shape, eps, kind, dim, batch_size):
+    def forward(
+        ctx, x, weight, bias, weight_slot, weight_sink, bias_slot, bias_sink, shape, eps, kind,
+        dim, batch_size,
+    ):  # fmt: skip
+        ctx.sinks = weight_sink, bias_sink
         wants = x.requires_grad, weight_slot is not None, bias_slot is not None
         if x.dtype != weight.dtype:  # under autocast
             x = x.to(torch.promote_types(x.dtype, weight.dtype))
@@ -100,6 +106,8 @@ class LayerNorm(torch.autograd.Function):
         if wants_weight:
             normalized = (x.to(dtype) - mean.to(dtype)) * rstd.to(dtype)
             weights = per_sample(gy.to(dtype) * normalized, layout, batch_size, shape).sum(1)
+            weights = deliver(ctx.sinks[0], weights)
         if wants_bias:
             biases = per_sample(gy, layout, batch_size, shape).sum(1, dtype=dtype)
-        return gx, None, None, weights, biases, None, None, None, None, None
+            biases = deliver(ctx.sinks[1], biases)
+        return gx, None, None, weights, None, biases, None, None, None, None, None, None

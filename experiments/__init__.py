@@ -1,0 +1,1 @@
+"""Measurements that take a GPU and a while; each is a command, `python -m experiments.NAME`."""
