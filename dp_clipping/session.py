@@ -1,7 +1,7 @@
 """One private step of one batch: what its forward and its backward leave behind.
 
-    forward    each layer takes a slot: an input that does nothing but receive a gradient
-    backward   what arrives there are per-sample gradients or their factors: normed at once
+    forward    each layer is one autograd function, with detached parameters
+    backward   it hands over per-sample gradients or their factors, which are normed at once
     clip       norms -> coefficients, when the last one is known
     sum        Σ_i c_i G_i of each parameter, handed on as it becomes final
 
