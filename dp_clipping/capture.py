@@ -270,7 +270,7 @@ class Capture:
                 )
             return None
 
-        with self.looked_at(before, after), _without_dropout(self.network), routing:
+        with self.looked_at(before, after), without_dropout(self.network), routing:
             self.network(*args, **kwargs)
         self._routing = routing.operators
         return calls
@@ -363,7 +363,7 @@ def _fork_randomness(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _without_dropout(network: nn.Module) -> Iterator[None]:
+def without_dropout(network: nn.Module) -> Iterator[None]:
     """Dropout would make the same sample look different in the two runs."""
     dropouts = [m for m in network.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
     before = [m.training for m in dropouts]

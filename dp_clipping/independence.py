@@ -6,41 +6,85 @@ two samples are run alone and again beside a third: what the layers see of the t
 For a loss it is its derivative: that of one sample's loss for another sample's outputs is zero.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture import Capture, tensors_in
+from dp_clipping.capture import Capture, tensors_in, without_dropout
 from dp_clipping.layout import FEW, MORE, Layout
 
 # Relative; kernels for another batch size round differently.
 TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 1e-2}
 TOLERANCE = 1e-4
+REPEATS = 8  # runs that must agree before a difference in training mode is not put down to chance
+
+Seen = dict[str, list[Tensor]]
 
 
 @torch.no_grad()
 def check_network(capture: Capture, few: tuple[tuple, dict], more: tuple[tuple, dict]) -> None:
     """In evaluation mode, where nothing is random, with batches as for `Capture.establish`.
 
+    Then as the network is, in training, without dropout. Where it is random still (functional
+    dropout) a difference there proves nothing.
+
     Raises:
         ValueError: naming the first layer, as registered, that sees a sample differently.
     """
-    first, second = (
-        _seen(capture, *arguments, size) for arguments, size in ((few, FEW), (more, MORE))
-    )
+    with _evaluating(capture.network):
+        layer = _different(_seen(capture, few, FEW), _seen(capture, more, MORE))
+    if layer is None:
+        with without_dropout(capture.network):
+            layer = _different_in_training(capture, few, more)
+    if layer is not None:
+        raise ValueError(
+            f"what {layer or 'the network'} sees of a sample depends on the other samples of "
+            "the batch (a mean over the batch, for example), so the sample has no gradient of "
+            "its own; use statistics of the sample, or fixed ones"
+        )
+
+
+def _different_in_training(
+    capture: Capture, few: tuple[tuple, dict], more: tuple[tuple, dict]
+) -> str | None:
+    first = _seen(capture, few, FEW)
+    layer = _different(first, _seen(capture, more, MORE))
+    if layer is None:
+        return None
+    repeated = (_seen(capture, few, FEW, skip=n) for n in range(1, REPEATS))
+    is_random = any(_different(first, again) is not None for again in repeated)
+    return None if is_random else layer
+
+
+def _different(first: Seen, second: Seen) -> str | None:
+    """The first layer that sees a sample differently."""
     for name, alone in first.items():
         if len(alone) != len(second[name]) or not all(map(_same, alone, second[name])):
-            raise ValueError(
-                f"what {name or 'the network'} sees of a sample depends on the other samples of "
-                "the batch (a mean over the batch, for example), so the sample has no gradient of "
-                "its own; use statistics of the sample, or fixed ones"
-            )
+            return name
+    return None
 
 
-def _seen(capture: Capture, args: tuple, kwargs: dict, batch_size: int) -> dict[str, list[Tensor]]:
-    """Layer -> a summary [FEW, 2] of each input that has samples; the network's outputs last."""
-    seen: dict[str, list[Tensor]] = {handle.name: [] for handle in capture.handles}
+@contextmanager
+def _evaluating(network: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in network.modules()]
+    try:
+        network.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _seen(capture: Capture, arguments: tuple[tuple, dict], batch_size: int, skip: int = 0) -> Seen:
+    """Layer -> a summary [FEW, 2] of each input that has samples; the network's outputs last.
+
+    All runs draw the same random numbers, except that the first `skip` are left out.
+    """
+    args, kwargs = arguments
+    seen: Seen = {handle.name: [] for handle in capture.handles}
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
         inputs = tensors_in((args, kwargs))
@@ -49,14 +93,11 @@ def _seen(capture: Capture, args: tuple, kwargs: dict, batch_size: int) -> dict[
             if layout.kind != "shared":
                 seen[module._private.name].append(_summary(x, layout, batch_size))
 
-    modes = [(module, module.training) for module in capture.network.modules()]
-    try:
-        capture.network.eval()
-        with capture.looked_at(before):
-            outputs = tensors_in(capture.network(*args, **kwargs))
-    finally:
-        for module, training in modes:
-            module.training = training
+    with capture.looked_at(before):
+        for _ in range(skip):
+            torch.rand(())
+            torch.rand((), device=capture.anchor.device)
+        outputs = tensors_in(capture.network(*args, **kwargs))
     batched = [y for y in outputs if y.dim() and y.shape[0] == batch_size]
     last = "the end of the network"
     seen[last] = [_summary(y, Layout("dimension", 0), batch_size) for y in batched]

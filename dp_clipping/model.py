@@ -16,6 +16,7 @@ from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.layout import FEW, MORE
 from dp_clipping.session import Policy, Session
+from dp_clipping.validation import check_still_fixed, normalizations
 
 
 class PrivateModel(nn.Module):
@@ -64,6 +65,7 @@ class PrivateModel(nn.Module):
         self._capture: Capture | None = None
         if policy is not None:
             self._capture = Capture(self.network, clipping)
+            self._normalizations = normalizations(self.network)
             self._check_thresholds()
             if self._is_wrapped:
                 module.reduce = "sum"
@@ -110,6 +112,7 @@ class PrivateModel(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             with self.capture.attached(None):
                 return self.module(*args, **kwargs)
+        check_still_fixed(self._normalizations)
         batch_size = self._batch_size(args, kwargs)
         if batch_size == 0:  # many networks cannot run on nothing: one row of zeros stands in
             args, kwargs = self._map_batch((args, kwargs), 0, _one_row)
@@ -335,14 +338,36 @@ class PrivateModel(nn.Module):
 
 @contextmanager
 def _same_buffers(network: nn.Module) -> Iterator[None]:
-    """Buffers that a forward updates are put back; only these two forwards do not count."""
-    before = [(buffer, buffer.detach().clone()) for buffer in network.buffers()]
+    """Buffers that a forward updates are put back, and refused by name."""
+    before = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in network.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    changed: list[str] = []
     try:
         yield
+        for module, name, _, value in before:
+            if not _equal(getattr(module, name), value):
+                changed.append(name)
     finally:
         with torch.no_grad():
-            for buffer, value in before:
+            for module, name, buffer, value in before:
                 buffer.copy_(value)
+                setattr(module, name, buffer)
+    if changed:
+        names = [n for n, _ in network.named_buffers() if n.rpartition(".")[2] in changed]
+        raise ValueError(
+            f"a forward in training changes {', '.join(names[:5])}: a buffer carries what it saw "
+            "of one batch into the next, and out of training, without noise; keep its module in "
+            "evaluation, or let the buffer be constant"
+        )
+
+
+def _equal(now: Tensor | None, value: Tensor) -> bool:
+    if now is None or now.shape != value.shape or now.dtype != value.dtype:
+        return False
+    return bool(((now == value) | ((now != now) & (value != value))).all())
 
 
 def _one_row(x: Tensor, dim: int) -> Tensor:

@@ -4,6 +4,8 @@ A per-sample gradient exists only where a sample's loss depends on that sample a
 mix samples, or carry what they saw from one batch into the next, have none.
 """
 
+from collections.abc import Iterable
+
 from torch import nn
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -26,10 +28,26 @@ def check_module(module: nn.Module) -> None:
         raise ValueError("the module has no trainable parameter: there is nothing to make private")
 
 
+def normalizations(network: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Name and module of every one that may mix samples once `train()` reaches it."""
+    kinds = (*BATCH_NORMS, nn.modules.instancenorm._InstanceNorm)
+    return [(name, m) for name, m in network.named_modules() if isinstance(m, kinds)]
+
+
+def check_still_fixed(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raises ValueError for one that was accepted, frozen, and that `model.train()` has thawed."""
+    for name, module in modules:
+        if problem := problem_of(module):
+            kind = type(module).__name__
+            instead = f"keep it in evaluation: {name or 'it'}.eval() after each model.train()"
+            raise ValueError(MESSAGE.format(name=name, kind=kind, why=problem[0], instead=instead))
+
+
 def problem_of(module: nn.Module) -> tuple[str, str] | None:
     """Why this one module is refused, and what to do; None if it is not."""
     if isinstance(module, BATCH_NORMS):
-        if not module.training and not any(p.requires_grad for p in module.parameters()):
+        fixed = not module.training and module.running_mean is not None
+        if fixed and not any(p.requires_grad for p in module.parameters()):
             return None  # frozen in evaluation mode: fixed statistics mix nothing
         return "normalises with statistics of the batch, which mix samples", "use nn.GroupNorm"
     if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:

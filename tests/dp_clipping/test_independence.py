@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from dp_clipping.criterion import PrivateCriterion
+from dp_clipping.validation import check_module
 from tests.dp_clipping import zoo
 from tests.dp_clipping.conftest import private
 
@@ -34,6 +35,7 @@ MIXING = {
 def test_a_network_that_mixes_samples_is_refused(name):
     function, layer = MIXING[name]
     model = private(zoo.seeded(lambda: Function(function)))
+    torch.manual_seed(0)
     pattern = rf"what .*{layer}.* sees of a sample depends on the other samples"
     with pytest.raises(ValueError, match=pattern):
         model(torch.randn(4, 5) * torch.tensor([[1.0], [1.0], [9.0], [1.0]]))
@@ -97,3 +99,71 @@ def test_a_gradient_scaler_is_refused():
     loss = PrivateCriterion(model, nn.CrossEntropyLoss(), "mean")(model(x), torch.zeros(4).long())
     with pytest.raises(TypeError, match="use bfloat16"):
         torch.amp.GradScaler("cpu").scale(loss)
+
+
+def test_mixing_in_training_only_is_refused():
+    def function(net, x):
+        return net.second(net.first(x - x.mean(0) if net.training else x))
+
+    model = private(zoo.seeded(lambda: Function(function)))
+    with pytest.raises(ValueError, match="what first sees of a sample depends on the other"):
+        model(torch.randn(4, 5))
+    assert model.network.training
+
+
+@pytest.mark.parametrize("p", [0.02, 0.5])
+def test_functional_dropout_before_many_layers_is_no_mixing(p):
+    def function(net, x):
+        x = nn.functional.dropout(net.first(x), p, net.training)
+        return net.second(nn.functional.dropout(net.norm(x), p, net.training))
+
+    for seed in range(10):
+        torch.manual_seed(seed)
+        assert private(Function(function))(torch.randn(4, 5)).shape == (4, 3)
+
+
+def frozen_norm():
+    return nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5).requires_grad_(False), nn.Linear(5, 3))
+
+
+def test_a_frozen_batch_norm_is_refused_once_train_reaches_it():
+    net = frozen_norm()
+    net[1].eval()
+    model, x = private(net), torch.randn(4, 5)
+    assert model(x).shape == (4, 3)
+    model.train()
+    before = net[1].running_mean.clone()
+    with pytest.raises(ValueError, match=r"1 \(BatchNorm1d\).*1\.eval\(\) after each model.train"):
+        model(x)
+    torch.testing.assert_close(net[1].running_mean, before)
+    net[1].eval()
+    assert model(x).shape == (4, 3)
+
+
+def test_a_frozen_batch_norm_without_statistics_is_refused():
+    norm = nn.BatchNorm1d(5, track_running_stats=False).requires_grad_(False).eval()
+    with pytest.raises(ValueError, match=r"use nn\.GroupNorm"):
+        check_module(nn.Sequential(nn.Linear(5, 5), norm))
+
+
+class Remembering(nn.Module):
+    def __init__(self, in_place):
+        super().__init__()
+        self.layer, self.in_place = nn.Linear(5, 3), in_place
+        self.register_buffer("fixed", torch.tensor([torch.nan, 1.0]))
+        self.register_buffer("seen", torch.zeros(5))
+
+    def forward(self, x):
+        if self.training and self.in_place:
+            self.seen += x.detach().sum(0)
+        elif self.training:
+            self.seen = self.seen + x.detach().sum(0)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_a_forward_changes_is_refused_by_name(in_place):
+    net = Remembering(in_place)
+    with pytest.raises(ValueError, match="a forward in training changes seen:"):
+        private(net)(torch.ones(4, 5))
+    assert not net.seen.any()
