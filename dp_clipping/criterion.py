@@ -16,8 +16,8 @@ class PrivateLoss:
     """Losses [B] that print and backpropagate as one number.
 
     `backward()` adds the clipped sum of the samples' gradients to `.grad`. Sums, differences and
-    multiples work as for a tensor; they act on each sample's loss.
-
+    multiples work as for a tensor; they act on each sample's loss. A tensor to add or multiply with
+    has no gradient and is one number, or one a sample.
 
     With `PrivacyEngine(release=True)` a training loss cannot be looked at. One of evaluation can:
     what that data is, is the user's own matter.
@@ -57,9 +57,29 @@ class PrivateLoss:
     def _with(self, losses: Tensor) -> "PrivateLoss":
         return PrivateLoss(self.model, self._session, losses, self.loss_reduction)
 
+    def _constant(self, other: Any) -> Any:
+        if isinstance(other, PrivateLoss):
+            raise ValueError(
+                "a private loss is multiplied and divided by constants: put products of losses "
+                "into the criterion, sample by sample"
+            )
+        if not isinstance(other, Tensor):
+            return other
+        if other.requires_grad:
+            raise ValueError(
+                "a private loss is combined with a tensor that has a gradient of its own, which "
+                "may depend on all samples: put the term into the criterion, one value a sample"
+            )
+        if other.numel() != 1 and other.shape != self._losses.shape:
+            raise ValueError(
+                f"a private loss of {len(self._losses)} samples is combined with a tensor of shape "
+                f"{tuple(other.shape)}: give one number, or one a sample"
+            )
+        return other.reshape(()) if other.numel() == 1 else other
+
     def _other(self, other: Any) -> Any:
         if not isinstance(other, PrivateLoss):
-            return other
+            return self._constant(other)
         if other.loss_reduction != self.loss_reduction or other._session is not self._session:
             raise ValueError(
                 "losses of different batches or reductions do not add up sample by sample"
@@ -75,15 +95,15 @@ class PrivateLoss:
         return self._with(self._losses - self._other(other))
 
     def __rsub__(self, other: Any) -> "PrivateLoss":
-        return self._with(other - self._losses)
+        return self._with(self._constant(other) - self._losses)
 
     def __mul__(self, factor: Any) -> "PrivateLoss":
-        return self._with(self._losses * factor)
+        return self._with(self._losses * self._constant(factor))
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> "PrivateLoss":
-        return self._with(self._losses / divisor)
+        return self._with(self._losses / self._constant(divisor))
 
     def __neg__(self) -> "PrivateLoss":
         return self._with(-self._losses)
