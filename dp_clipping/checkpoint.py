@@ -19,6 +19,7 @@ sums under the same noise give away their difference. So:
 | --- | --- |
 | nothing; mode; number of ranks | saved key: the same draws, noise and sums (to rounding) |
 | σ, C, clipping, expected batch size | new key, with a warning |
+| a scheduler, or the optimizer's state, is missing in one of the two | new key, with a warning |
 | data (length or sample rate), or the key file is missing | ValueError; new key if asked for |
 | parameters, optimizer's class, accountant | ValueError |
 
@@ -169,7 +170,14 @@ def load(
             raise ValueError("assign=True would replace the parameters that are private: drop it")
         saved = read(path, torch_kwargs)
         keys, notes = check_fits(
-            run, accountant, path, saved, schedulers, new_keys, module_kwargs.get("strict", True)
+            run,
+            accountant,
+            path,
+            saved,
+            with_optimizer,
+            schedulers,
+            new_keys,
+            module_kwargs.get("strict", True),
         )
         resume = Resume(saved, keys, notes)
     except Exception as error:
@@ -179,9 +187,6 @@ def load(
     agree_on_content(run, path, resume and resume.digest(), problem)
     assert resume is not None
     saved = resume.saved
-    if with_optimizer != ("optimizer_state_dict" in saved):
-        there, here = ("no", "an") if with_optimizer else ("an", "no")
-        resume.notes.append(f"{there} optimizer in the checkpoint and {here} optimizer given")
     _apply(run, accountant, resume, with_optimizer, schedulers, module_kwargs)
     for note in resume.notes:
         warnings.warn(f"{path}: {note}: the resumed run is not the same", stacklevel=3)

@@ -298,7 +298,8 @@ class PrivacyEngine:
             torch_load_kwargs: for `torch.load`; tensors come to the CPU by default.
             new_keys: go on with a new key for noise and samples: where the key file is lost, the
                 data are others, or another continuation of this checkpoint is published. Another
-                σ, C or clipping draws a new key without being asked, with a warning.
+                σ, C or clipping, or a scheduler or optimizer that is missing in the checkpoint or
+                here, draws a new key without being asked, with a warning.
 
         Returns:
             The entries of `checkpoint_dict`, and those of module and accountant, as in Opacus.

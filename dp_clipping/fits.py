@@ -27,6 +27,7 @@ def check_fits(
     accountant: IAccountant,
     path: Path,
     saved: dict[str, Any],
+    with_optimizer: bool,
     schedulers: Mapping[str, Any],
     new_keys: bool,
     strict: bool,
@@ -45,14 +46,19 @@ def check_fits(
     if "optimizer_state_dict" in saved:
         _check_optimizer(saved["optimizer_state_dict"], run.optimizer, path)
     notes = _check_schedulers(saved, schedulers, path)
+    if with_optimizer != ("optimizer_state_dict" in saved):
+        of_saved, given = ("no", "an") if with_optimizer else ("an", "no")
+        notes.append(f"{of_saved} optimizer in the checkpoint and {given} optimizer given")
     if new_keys:
         return None, notes
     for name in DATA:
         _check_same(name, there[name], here[name], path, " and its data, or pass new_keys=True")
     changed = [name for name in NOISE if there[name] != here[name]]
     if changed:
-        what = ", ".join(f"{name} was {there[name]} and is {here[name]}" for name in changed)
-        return None, [*notes, f"{what}, so noise and samples are drawn with a new key"]
+        notes.append(", ".join(f"{n} was {there[n]} and is {here[n]}" for n in changed))
+    if notes:
+        # Another σ or C, now or later: two results under the same noise could be solved for a sum.
+        return None, [f"{note}, so noise and samples are drawn with a new key" for note in notes]
     return _find_keys(path, own["key_fingerprint"]), notes
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from opacus.schedulers import ExponentialNoise, LambdaNoise, StepGradClip
+from opacus.schedulers import ExponentialGradClip, ExponentialNoise, LambdaNoise, StepGradClip
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -307,6 +307,29 @@ class TestResume:
 
 
 class TestKeys:
+    @pytest.mark.parametrize("entry", ["noise_scheduler", "grad_clip_scheduler", "optimizer"])
+    @pytest.mark.parametrize("is_saved", [False, True])
+    def test_what_only_one_side_has_draws_a_new_key(self, path, entry, is_saved):
+        """Two σ or C under the same noise could be solved for the clipped sum."""
+
+        def given(run, is_there):
+            if entry == "optimizer":
+                return {} if is_there else {"optimizer": None}
+            make = ExponentialNoise if entry == "noise_scheduler" else ExponentialGradClip
+            return {entry: make(run.optimizer, gamma=0.5)} if is_there else {}
+
+        run = build()
+        train(run, 1)
+        objects = {"path": path, "module": run.model, "optimizer": run.optimizer}
+        run.engine.save_checkpoint(**objects | given(run, is_saved))
+        resumed = build()
+        objects = {"path": path, "module": resumed.model, "optimizer": resumed.optimizer}
+        with pytest.warns(UserWarning, match=f"{entry} given, so noise .* a new key"):
+            resumed.engine.load_checkpoint(**objects | given(resumed, not is_saved))
+        assert keys_of(resumed).fingerprint != keys_of(run).fingerprint
+        assert resumed.optimizer._noise_key == keys_of(resumed).noise != run.optimizer._noise_key
+        assert resumed.optimizer.steps == 1
+
     def test_the_key_is_in_its_file_alone(self, path):
         run = build()
         train(run, 2)
