@@ -6,8 +6,8 @@ contribution of C would come out as 1.002 C, or 1.03 C. So the rounded values th
 
 1. y' = round(c_i (1 - η) y_it) in place, exactly y_it where c_i = 1;
 2. the norm of what will be summed, from the Gram matrix of y' and that of the activations;
-3. a sample that still exceeds its threshold is halved until it does not: a power of two rounds
-   nothing.
+3. a sample that still exceeds its threshold is divided by the power of two that brings it below,
+   which rounds nothing but subnormal float16.
 
 η is far above what rounding adds where tokens do not cancel, so step 3 finds nothing to do there.
 """
@@ -46,6 +46,8 @@ def rescale(
     """
     mine = {p: one for p, one in kept.items() if is_rescaled(one)}
     scale = torch.where(coefficients < 1, coefficients * (1 - ETA), coefficients)
+    if not scale.shape[1]:
+        return scale
     _own_storage(mine, kept, groups)
     by_host = scale.tolist()
     done: set[int] = set()
@@ -70,7 +72,7 @@ def rescale(
 
 def is_rescaled(remains: Any) -> bool:
     """Whether these are factors that are summed after scaling: 16-bit ones of a linear layer."""
-    return isinstance(remains, LinearFactors) and remains.y.element_size() == 2
+    return isinstance(remains, LinearFactors) and remains.is_16_bit and not remains.accumulates
 
 
 def _own_storage(
@@ -80,12 +82,16 @@ def _own_storage(
 
     Layers whose outputs are added have one output gradient, the very same tensor.
     """
-    seen: dict[int, tuple] = {}
+    seen: dict[int, tuple | None] = {
+        remains.untyped_storage().data_ptr(): None
+        for remains in kept.values()
+        if isinstance(remains, Tensor)
+    }
     for parameter, remains in kept.items():
         if isinstance(remains, Tensor):
             continue
         y = remains.y
         storage = y.untyped_storage().data_ptr()
         use = (groups[parameter], y.data_ptr(), y.shape, y.stride(), parameter in mine)
-        if seen.setdefault(storage, use) != use:
-            remains.y = y.clone()
+        if seen.setdefault(storage, use) != use or 0 in y.stride():
+            remains.y = y.clone(memory_format=torch.contiguous_format)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 # Unit roundoff of a sum: what it may differ by, relative to the sum of magnitudes, is a few of it.
 SUM_ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24}
+PIECE = 1024  # squares that are added in float32
 CHUNK_ELEMENTS = 1 << 24  # of float32 temporaries, where a product must be widened piece by piece
 
 
@@ -24,13 +25,16 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Float32 products inside are float32 products: no TensorFloat-32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    """Float32 products inside are float32 products: no TensorFloat-32, no bfloat16."""
+    backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
+    before = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = "ieee"
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 def wide_bmm(left: Tensor, right: Tensor) -> Tensor:
@@ -56,9 +60,22 @@ def wide_mm(left: Tensor, right: Tensor) -> Tensor:
 
 
 def squared_norms(gradients: Tensor) -> Tensor:
-    """‖G_i‖² of G [B, ...]: [B] in `wide(dtype)`, of exactly the rounded values in G."""
+    """‖G_i‖² of G [B, ...]: [B] in `wide(dtype)`, of exactly the rounded values in G.
+
+    A float32 sum over millions of squares loses up to some percent where it is made in one chain,
+    as on CPUs. So norms of short pieces are taken first, and their squares added in float64.
+    """
     rows = gradients.reshape(len(gradients), gradients.shape[1:].numel())
-    return torch.linalg.vector_norm(rows, dim=1, dtype=wide(rows.dtype)).square()
+    dtype = wide(rows.dtype)
+    whole = rows.shape[1] - rows.shape[1] % PIECE
+    parts = [rows[:, :whole].unflatten(1, (-1, PIECE)), rows[:, whole:].unsqueeze(1)]
+    squares = [
+        torch.linalg.vector_norm(part, dim=2, dtype=dtype).double().square().sum(1)
+        for part in parts
+        if part.numel()
+    ]
+    total = sum(squares) if squares else rows.new_zeros(len(rows), dtype=torch.float64)
+    return total.to(dtype)
 
 
 def round_down(coefficients: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_clipping.layers.arithmetic import SUM_ROUNDING, Weights, wide
+from dp_clipping.layers.arithmetic import Weights, squared_norms, wide
 from dp_clipping.layers.handle import Handle
 from dp_clipping.layout import Layout
 from dp_clipping.norms import Norm
@@ -83,32 +83,37 @@ class EmbeddingFactors:
 
     def __init__(self, ids: Tensor, y: Tensor, vocabulary: int):
         self.ids, self.y, self.vocabulary = ids, y, vocabulary
+        self._sums: tuple[Tensor, Tensor] | None = None
 
     def norm(self, _grams: object = None) -> Norm:
-        """‖G_i‖², with the rounding of what `weighted_sum` adds.
+        """‖G_i‖² of the sums over a sample's equal tokens, which are what `weighted_sum` adds."""
+        sums, _ = self._distinct()
+        return Norm(squared_norms(sums.view(len(self.ids), -1)))
 
-        Sorting a sample's ids numbers its distinct tokens without a table of the vocabulary's size.
-        The bound allows for repeated tokens that cancel and are added in another order.
+    def _distinct(self) -> tuple[Tensor, Tensor]:
+        """Sums [B·T, d] in `wide(dtype)` over equal tokens of a sample, and their tokens [B·T].
+
+        Sorting a sample's ids numbers its distinct tokens without a table of the vocabulary's size;
+        rows that no token has are zero.
         """
-        batch_size, tokens = self.ids.shape
-        if tokens == 0:
-            return Norm(self.y.new_zeros(batch_size, dtype=wide(self.y.dtype)))
-        ordered, order = self.ids.sort(dim=1)
-        new = torch.ones_like(ordered, dtype=torch.bool)
-        new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-        number = torch.empty_like(ordered).scatter_(1, order, new.long().cumsum(1) - 1)
-        rows = (number + torch.arange(batch_size, device=number.device)[:, None] * tokens).flatten()
-        y = self.y.flatten(0, 1).to(wide(self.y.dtype))
-        sums = torch.zeros_like(y).index_add_(0, rows, y)
-        squared = torch.linalg.vector_norm(sums.view(batch_size, -1), dim=1).square()
-        scale = torch.linalg.vector_norm(y, dim=1).view(batch_size, tokens).sum(1)
-        return Norm(squared, scale, sum_error=4 * SUM_ROUNDING[y.dtype])
+        if self._sums is None:
+            batch_size, tokens = self.ids.shape
+            ordered, order = self.ids.sort(dim=1)
+            new = torch.ones_like(ordered, dtype=torch.bool)
+            new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+            number = torch.empty_like(ordered).scatter_(1, order, new.long().cumsum(1) - 1)
+            first = torch.arange(batch_size, device=number.device)[:, None] * tokens
+            rows = (number + first).flatten()
+            y = self.y.flatten(0, 1).to(wide(self.y.dtype))
+            which = torch.zeros_like(rows).scatter_(0, rows, self.ids.flatten())
+            self._sums = (torch.zeros_like(y).index_add_(0, rows, y), which)
+        return self._sums
 
     def weighted_sum(self, weights: Weights) -> Tensor:
         """Σ_i c_i G_i [V, d] in `wide(dtype)`."""
-        y = self.y.to(wide(self.y.dtype)) * weights.values[:, None, None]
-        total = y.new_zeros(self.vocabulary, y.shape[-1])
-        return total.index_add_(0, self.ids.flatten(), y.flatten(0, 1))
+        sums, which = self._distinct()
+        scaled = sums * weights.values.repeat_interleave(self.ids.shape[1])[:, None]
+        return sums.new_zeros(self.vocabulary, sums.shape[1]).index_add_(0, which, scaled)
 
     def dense(self) -> Tensor:
         """G [B, V, d] in `wide(dtype)`: the plain twin."""

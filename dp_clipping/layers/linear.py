@@ -7,8 +7,10 @@ y are output gradients [B, T, d], a inputs [B, T, p]. The squared norm needs no 
 the inner product of two Gram matrices (Goodfellow 2015, "Efficient per-example gradient
 computations", for T = 1; Li et al. 2022, arXiv:2110.05679, "ghost clipping", for sequences).
 
-The rounding of that sum is of the order of ε·S² with S = Σ_t ‖a_t‖‖y_t‖, which exceeds ‖G‖² where
-tokens cancel. So every norm comes with an upper bound that includes it, and the bound clips.
+Its rounding is of the order of ε·S² with S = Σ_t ‖a_t‖‖y_t‖, which exceeds ‖G‖² where tokens
+cancel, and ε grows with the length of the sums. In 16 bit, where a contribution may be a hundredth
+too small, an allowance for it is added to the norm that clips. In float32 none would be small
+enough, so there one sample's G is formed at a time, normed, and the very same numbers are summed.
 """
 
 from collections.abc import Iterator
@@ -30,13 +32,11 @@ from dp_clipping.layers.handle import Handle, autocast_operands, deliver
 from dp_clipping.layout import Layout
 from dp_clipping.norms import Norm
 
-# Relative to S², what the rounding of a Gram product is allowed to be.
-GRAM_ROUNDING = {torch.float64: 2.0**-50, torch.float32: 2.0**-22}
-GRAM_ROUNDING_16_BIT = 2.0**-18
-# Above these many tokens that allowance, T/2 times as large relative to ‖G‖² where tokens do not
-# cancel, would be felt: there G_i is formed instead.
-LONGEST_GRAM = {torch.float64: 1 << 30, torch.float32: 256}
-LONGEST_GRAM_16_BIT = 2048
+# Relative to S², what the rounding of two 16-bit Gram matrices and of their product may be: chains
+# of GRAM_PIECE products, 16 of them at a time in a matrix unit, which cuts off and does not round.
+GRAM_ROUNDING = 2.0**-16
+GRAM_PIECE = 512
+LONGEST_GRAM = 1024  # tokens: T/2 times the above is felt where tokens do not cancel
 
 
 def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
@@ -150,8 +150,22 @@ class Grams:
             and self._of._version == a._version
         )
         if not same:
-            self._of, self._gram = a, wide_bmm(a, a.mT)
+            self._of, self._gram = a, gram(a)
         return self._gram
+
+
+def gram(x: Tensor) -> Tensor:
+    """x xᵀ of 16-bit x [B, T, p]: [B, T, T], in float32 by short chains on a GPU, else float64."""
+    if not x.is_cuda:
+        x = x.double()
+        return torch.bmm(x, x.mT)
+    total = None
+    for piece in x.split(GRAM_PIECE, dim=2):
+        if total is None:
+            total = torch.bmm(piece, piece.mT, out_dtype=torch.float32)
+        else:
+            total = torch.baddbmm(total, piece, piece.mT, out_dtype=torch.float32)
+    return total
 
 
 class LinearFactors:
@@ -163,32 +177,35 @@ class LinearFactors:
         self._gram_a: Tensor | None = None
 
     @property
+    def is_16_bit(self) -> bool:
+        return self.y.element_size() == 2
+
+    @property
     def accumulates(self) -> bool:
         """Whether G_i is formed, one sample after the other, rather than Gram matrices.
 
-        Where Gram products cost more operations, or their rounding would be felt.
+        In float32, where Gram products cost more operations, or where their rounding would be felt.
         """
         tokens, inputs, outputs = self.a.shape[1], self.a.shape[2], self.y.shape[2]
-        longest = LONGEST_GRAM.get(self.a.dtype, LONGEST_GRAM_16_BIT)
+        if tokens == 1:
+            return False
+        longest = LONGEST_GRAM if self.is_16_bit else 0
         return tokens > longest or tokens * (inputs + outputs) >= inputs * outputs
 
     def norm(self, grams: Grams | None = None) -> Norm:
         """‖G_i‖², with the rounding of Gram products and of what `weighted_sum` adds."""
-        dtype, tokens = self.a.dtype, self.a.shape[1]
-        sum_error = SUM_ROUNDING[wide(dtype)] * max(4.0, tokens**0.5 / 2)
-        if self.accumulates:
-            squared = torch.cat([squared_norms(gradient) for gradient in self._samples()])
-            if dtype == wide(dtype):  # what is summed is what is normed, to the last bit
-                return Norm(squared)
-            a, y = (torch.linalg.vector_norm(x, dim=2, dtype=wide(dtype)) for x in (self.a, self.y))
-            return Norm(squared, (a * y).sum(1), sum_error=sum_error)
+        if self.accumulates:  # what is summed is what is normed, to the last bit
+            return Norm(torch.cat([squared_norms(gradient) for gradient in self._samples()]))
+        if self.a.shape[1] == 1:  # one token cannot cancel
+            return Norm(squared_norms(self.a) * squared_norms(self.y))
         if self._gram_a is None:
             self._gram_a = (grams or Grams()).of(self.a)
-        gram_a, gram_y = self._gram_a, wide_bmm(self.y, self.y.mT)
-        squared = torch.linalg.vecdot(gram_a, gram_y).sum(1)
+        gram_a, gram_y = self._gram_a, gram(self.y)
+        squared = (gram_a * gram_y).sum((1, 2), dtype=torch.float64)
         diagonals = gram_a.diagonal(dim1=1, dim2=2) * gram_y.diagonal(dim1=1, dim2=2)
-        gram_error = GRAM_ROUNDING.get(dtype, GRAM_ROUNDING_16_BIT)
-        return Norm(squared, diagonals.sqrt().sum(1), gram_error, sum_error)
+        scale, dtype = diagonals.sqrt().sum(1), wide(self.y.dtype)
+        sum_error = self.a.shape[1] * SUM_ROUNDING[dtype]
+        return Norm(squared.to(dtype), scale.to(dtype), GRAM_ROUNDING, sum_error)
 
     def _samples(self) -> Iterator[Tensor]:
         """G_i [1, *parameter] in `wide(dtype)`, one after the other."""
@@ -205,13 +222,13 @@ class LinearFactors:
         dtype = wide(left.dtype)
         if self.is_scaled:
             return wide_mm(left.flatten(0, 1).t(), right.flatten(0, 1))
-        if left.is_cuda and left.element_size() == 2:
-            return self._sum_by_sample(left, right, weights.by_host)
-        if self.accumulates and left.dtype == dtype:
-            total = left.new_zeros(left.shape[-1], right.shape[-1])
+        if self.accumulates:
+            total = left.new_zeros(left.shape[-1], right.shape[-1], dtype=dtype)
             for gradient, c in zip(self._samples(), weights.by_host, strict=True):
                 total.add_(gradient[0], alpha=c)
             return total
+        if left.is_cuda and self.is_16_bit:
+            return self._sum_by_sample(left, right, weights.by_host)
         left = left.to(dtype) * weights.values.to(dtype)[:, None, None]
         with full_float32():
             return left.flatten(0, 1).t() @ right.flatten(0, 1).to(dtype)
