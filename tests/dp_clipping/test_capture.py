@@ -85,8 +85,9 @@ def products_of(network: nn.Module, batch: oracle.Batch, mode: str) -> Products:
 @pytest.mark.parametrize("mode", ["bookkeeping", "ghost"])
 def test_products_where_factors_are_kept(mode):
     """One of the parameter's shape: the weighted sum. An ordinary weight gradient would be two."""
-    net = zoo.seeded(lambda: zoo.mlp(17, 19, 23))
-    products = products_of(net, zoo.numbers(4, 2, 17, out=(2, 23)), mode)
+    net = zoo.seeded(lambda: zoo.mlp(17, 19, 23)).to(torch.bfloat16)
+    batch = oracle.move(zoo.numbers(4, 2, 17, out=(2, 23)), dtype=torch.bfloat16)
+    products = products_of(net, batch, mode)
     assert products.count(19, 17) == 1
     assert products.count(23, 19) == 1
     assert products.count(4, 19, 17) == products.count(4, 23, 19) == 0
@@ -95,6 +96,16 @@ def test_products_where_factors_are_kept(mode):
     passes = 2 if mode == "ghost" else 1
     assert products.count(8, 17) == 0  # nobody wants the gradient of the data
     assert products.count(8, 19) == 1 + passes  # forward, and the input gradient of the head
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "ghost"])
+def test_products_in_float32_where_factors_are_kept(mode):
+    """One sample's gradient at a time, once to be normed and once, the same bits, to be summed."""
+    net = zoo.seeded(lambda: zoo.mlp(17, 19, 23))
+    products = products_of(net, zoo.numbers(4, 2, 17, out=(2, 23)), mode)
+    assert products.count(1, 19, 17) == products.count(1, 23, 19) == 2 * 4
+    assert products.count(19, 17) == products.count(23, 19) == 0
+    assert products.count(4, 19, 17) == products.count(4, 23, 19) == 0
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "per_sample"])
