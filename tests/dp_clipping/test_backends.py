@@ -439,7 +439,7 @@ def test_replicas_stay_equal_over_several_steps(cpu_ranks, variant):
 # ---- a rank that dies ----------------------------------------------------------------------------
 
 DIES_IN_THE_NORM_PASS = """
-import os, signal
+import os, signal, time
 from datetime import timedelta
 import torch.distributed as dist
 from lm.runtime import connect_store, find_hardware, process_group
@@ -464,6 +464,7 @@ with process_group(find_hardware("cpu", 2), timeout_s=6) as worker:
             if (worker.rank, step) == (1, 2):
                 pair.per_sample_loss = dies
             watch.at(f"step {step}, backward_pass")
+            time.sleep(2 if step == 2 else 0)  # long enough for a report of where it is
             pair.backward(ALL)
             watch.at(f"step {step}, gradient_sync")
             pair.finish()
