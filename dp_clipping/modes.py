@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | `no_dp` | one | none: the baseline |
 | `per_sample` | one | of every per-sample gradient, all materialised: the plain reference |
-| `ghost` | two | Gram matrices, in plain PyTorch |
+| `ghost` | two | Gram matrices in 16 bit, else one sample's gradient at a time; plain PyTorch |
 | `flash` | two | as `ghost`, for now |
 | `bookkeeping` | one, then a weighted sum of what was kept | plain PyTorch |
 | `flash_bookkeeping` | one, then a weighted sum | as `bookkeeping`, for now |
