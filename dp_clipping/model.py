@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten, tree_map
 
+from dp_clipping.budget import Budget
 from dp_clipping.capture import Capture
 from dp_clipping.clip import thresholds
 from dp_clipping.independence import check_network
@@ -56,6 +57,7 @@ class PrivateModel(nn.Module):
         self.release = release
         self._nonfinite_samples = 0
         self.holds_dummy: Callable[[], bool] = lambda: False  # is the loader's batch made up?
+        self.budget = Budget()  # the loader's, if it makes Poisson draws
         self._is_wrapped = hasattr(module, "gradient_ready")
         self._norms: list[Tensor] = []
         self._session: Session | None = None
@@ -71,6 +73,11 @@ class PrivateModel(nn.Module):
                 module.reduce = "sum"
                 module.gradients_come_by_hand = True
             self._use_wide_gradients()
+            self._unclipped: set[Parameter] = set()  # what autograd has added an ordinary one to
+            self._hooks = [
+                p.register_post_accumulate_grad_hook(self._unclipped.add)
+                for p in self.capture.parameters
+            ]
 
     # ---- what a user calls ----------------------------------------------------------------------
 
@@ -155,6 +162,8 @@ class PrivateModel(nn.Module):
         """The network with its own forwards, as before `make_private`."""
         if self._capture is not None:
             self._capture.remove()
+            for hook in self._hooks:
+                hook.remove()
             if self._is_wrapped:
                 self.module.gradients_come_by_hand = False
         return self.network
@@ -195,9 +204,10 @@ class PrivateModel(nn.Module):
         If it fails half-way, the step's sums are dropped: parameters that have theirs already would
         count the samples twice in a second attempt.
         """
-        self._open_step()
         if session is not self._session:
             raise RuntimeError("backward of an earlier forward: run one forward, then its backward")
+        self.budget.use(0 if session.is_empty or self.holds_dummy() else session.batch_size)
+        self._open_step()
         try:
             with self._sync_context():
                 self._add_sums(session, losses)
@@ -227,6 +237,19 @@ class PrivateModel(nn.Module):
                 "samples are cannot be established"
             ) from error
 
+    def refuse_unclipped(self) -> None:
+        """Raises RuntimeError if an ordinary backward has added to what a step will apply.
+
+        In private training autograd accumulates nothing into a trainable parameter.
+        """
+        names = [self.capture.names[p] for p in self._unclipped if p.grad is not None]
+        if names:
+            raise RuntimeError(
+                f"an ordinary backward (a loss that is not the private criterion's) has added to "
+                f"the gradient of {', '.join(sorted(names)[:5])}, unclipped: call "
+                "optimizer.zero_grad() after it, and before the private forward"
+            )
+
     @property
     def step_is_open(self) -> bool:
         """Sums have been added to `.grad` since the last step."""
@@ -238,8 +261,10 @@ class PrivateModel(nn.Module):
     def clear_gradients(self) -> None:
         """`zero_grad`: gradients are dropped, and may be float32 again."""
         self._norms.clear()
+        self.budget.give_back()
         self._step_is_open = False
         self._nonfinite_samples = 0
+        self._unclipped.clear()
         for parameter in self.capture.parameters:
             parameter.grad = None
         self._use_wide_gradients()
@@ -253,6 +278,8 @@ class PrivateModel(nn.Module):
     # ---- gradients ------------------------------------------------------------------------------
 
     def _open_step(self) -> None:
+        self.refuse_unclipped()
+        self._unclipped.clear()
         if self._step_is_open:
             return
         if any(p.grad is not None for p in self.capture.parameters):

@@ -14,6 +14,9 @@ from dp_clipping.noise import NoiseStream, add_noise_to_all
 class PrivateOptimizer(Optimizer):
     """Wraps any `torch.optim.Optimizer`, which then sees clipped sum plus noise, divided.
 
+    It sees nothing else: a `.grad` of another parameter that it holds (frozen at `make_private`,
+    with a gradient from before) is set to None.
+
     Attributes:
         noise_multiplier: σ; the noise on the sum has standard deviation σC. Schedulers change it.
         max_grad_norm: C, which schedulers change too; it applies from the next step on.
@@ -43,6 +46,7 @@ class PrivateOptimizer(Optimizer):
         self._noise_key = noise_key
         self._skip_next = False
         self._is_prepared = False  # `.grad` holds what the optimizer applies
+        self._refuse()
 
     # ---- an optimizer for schedulers and users --------------------------------------------------
 
@@ -131,6 +135,7 @@ class PrivateOptimizer(Optimizer):
         self.model.keeps_gradients = skip
         if skip:
             return loss
+        self._refuse()
         if not self._is_ready():
             with record_function("gradient_sync"):
                 self._finish_synchronization()
@@ -152,6 +157,7 @@ class PrivateOptimizer(Optimizer):
         """
         if self._skip_next:
             return False
+        self._refuse()
         if not self._is_ready():
             self._finish_synchronization()
             self._prepare()
@@ -166,6 +172,16 @@ class PrivateOptimizer(Optimizer):
         """A backward after `pre_step` has opened another step, which has no noise yet."""
         return self._is_prepared and not self.model.step_is_open
 
+    def _refuse(self) -> None:
+        """Before anything is counted: what the optimizer must not apply."""
+        if self.model.policy is None:
+            return
+        self.model.refuse_unclipped()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self.model.capture.groups:
+                    parameter.grad = None
+
     def _prepare(self) -> None:
         if self.model.policy is not None and not self.model.step_is_open:
             raise RuntimeError(
@@ -176,6 +192,7 @@ class PrivateOptimizer(Optimizer):
             self.step_hook(self)
         # Counted before noise is drawn: what fails from here on never draws the same noise again.
         number, self.steps = self.steps, self.steps + 1
+        self.model.budget.close()
         if self.model.policy is not None:
             self._apply_noise(number)
         self._is_prepared = True
@@ -183,6 +200,7 @@ class PrivateOptimizer(Optimizer):
     def resume(self, steps: int, noise_key: bytes) -> None:
         """Go on at a step boundary: the noise of step number `steps` is the next to be drawn."""
         self.steps, self._noise_key = steps, noise_key
+        self.model.budget.close()
         self.open_draw = None
         self._is_prepared = False
         self._skip_next = self.model.accumulating = self.model.keeps_gradients = False
@@ -217,9 +235,11 @@ class PrivateOptimizer(Optimizer):
 
     def begin_draw(self, number: int) -> None:
         """The loader is about to hand over a new Poisson draw."""
-        if self.model.step_is_open:
+        unused = self.model.budget.is_unused and self.model.training
+        if self.model.step_is_open or unused:
             raise RuntimeError(
                 f"draw {number} of the loader begins before optimizer.step() has used the last "
-                "one: a step is one draw; to split a draw into microbatches use BatchMemoryManager"
+                "one: a step is one draw, an empty one too; to split a draw into microbatches use "
+                "BatchMemoryManager, and to leave the loader's iteration begin another"
             )
         self.open_draw = number

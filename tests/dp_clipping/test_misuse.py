@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tests.dp_clipping import test_engine as engine
 
@@ -51,3 +52,62 @@ def test_products_of_losses_are_refused(run):
     loss, _ = loss_of(run, engine.data()[:5])
     with pytest.raises(ValueError, match="put products of losses into the criterion"):
         loss * loss
+
+
+def plain_backward(run):
+    run.model.eval()
+    F.cross_entropy(run.model(engine.data()[5:6][0]), torch.tensor([1])).backward()
+    run.model.train()
+
+
+UNCLIPPED = r"ordinary backward.*added to the gradient of 0\.bias, 0\.weight, 2\.bias"
+
+
+def test_an_ordinary_backward_before_the_step_is_refused(run):
+    engine.backward(run, engine.data()[:5])
+    plain_backward(run)
+    before = engine.parameters(run)
+    for apply in (run.optimizer.step, run.optimizer.pre_step):
+        with pytest.raises(RuntimeError, match=UNCLIPPED):
+            apply()
+    with pytest.raises(RuntimeError, match=UNCLIPPED):
+        engine.backward(run, engine.data()[:5])
+    assert all(map(torch.equal, before, engine.parameters(run)))
+    assert run.engine.accountant.history == []
+    run.optimizer.zero_grad()
+    engine.step(run)
+
+
+def test_an_ordinary_backward_after_the_noise_is_refused(run):
+    engine.backward(run, engine.data()[:5])
+    run.optimizer.pre_step()
+    plain_backward(run)
+    with pytest.raises(RuntimeError, match=UNCLIPPED):
+        run.optimizer.step()
+
+
+def test_an_ordinary_backward_before_the_private_one_is_refused(run):
+    plain_backward(run)
+    with pytest.raises(RuntimeError, match=UNCLIPPED):
+        engine.backward(run, engine.data()[:5])
+    run.model.network.zero_grad()
+    engine.step(run)
+
+
+def test_ordinary_training_goes_on_afterwards():
+    run = engine.build()
+    engine.step(run)
+    net = run.model.to_standard_module()
+    F.cross_entropy(net(engine.data()[:5][0]), engine.data()[:5][1]).backward()
+    assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
+    run.optimizer.original_optimizer.step()
+
+
+def test_a_stale_gradient_of_a_frozen_parameter_is_not_applied():
+    net = engine.network()
+    net[0].weight.grad = torch.ones_like(net[0].weight)
+    net[0].weight.requires_grad_(False)
+    run = engine.build(module=net)
+    before = net[0].weight.clone()
+    engine.step(run)
+    assert torch.equal(net[0].weight, before)
