@@ -149,6 +149,7 @@ class PrivacyEngine:
         private_optimizer.attach_step_hook(lambda stepping: self._count(stepping, sample_rate))
         if isinstance(loader, PoissonLoader):
             loader.on_draw = private_optimizer.begin_draw
+            model.budget = loader.budget
             model.holds_dummy = lambda: loader.holds_dummy
         settings = {
             "mode": grad_sample_mode,

@@ -123,8 +123,7 @@ class MicrobatchLoader(DataLoader):
                 left = left or sizes.popleft()
                 size = left.popleft()
                 if poisson:
-                    dummy = poisson.rand_on_empty and size == 0
-                    poisson.hand_over(draw, dummy=dummy, first=first, last=not left)
+                    poisson.hand_over(draw, size, first=first, last=not left)
                 self._optimizer.signal_skip_step(do_skip=bool(left))
                 yield batch
                 draw += not left

@@ -14,6 +14,7 @@ Easy as 1, 2, 3") is counter-based and not cryptographic.
 import copy
 import hashlib
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Self
 
@@ -28,6 +29,8 @@ from torch.utils.data import (
     Sampler,
     WeightedRandomSampler,
 )
+
+from dp_clipping.budget import Budget
 
 KEY_BYTES = 32
 
@@ -82,6 +85,8 @@ class PoissonSampler(Sampler[list[int]]):
         self.rank = rank
         self.world_size = world_size
         self.step = 0
+        self.budget = Budget()
+        self.sizes: deque[int] | None = None  # of this rank's batches; the loader's, if it asks
         self._key = key
         self._next_steps = steps
 
@@ -89,7 +94,12 @@ class PoissonSampler(Sampler[list[int]]):
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
+        sizes, self.sizes = self.sizes, None
+        if sizes is None:
+            self.budget.forget()
         for shares in self.draws():
+            if sizes is not None:
+                sizes.append(len(shares[self.rank]))
             yield shares[self.rank]
 
     def draws(self) -> Iterator[list[list[int]]]:
@@ -124,6 +134,7 @@ class PoissonLoader(DataLoader):
         position: how many draws the user has been handed, over all epochs.
         on_draw: called with a draw's number just before its (first) batch is handed to the user,
             in the main process; what it raises reaches the user instead of the batch.
+        budget: how many samples are in the user's hands.
         holds_dummy: the batch in the user's hands is the made-up sample of `rand_on_empty`. Its
             gradient must be masked: were it added, taking away the only real sample of a draw
             could move the sum by 2C.
@@ -203,6 +214,10 @@ class PoissonLoader(DataLoader):
     def sample_rate(self) -> float:
         return self.batch_sampler.sample_rate
 
+    @property
+    def budget(self) -> Budget:
+        return self.batch_sampler.budget
+
     def expected_batch_size(self, world_size: int) -> int:
         """Samples of a draw on all ranks together, as the user's loader states them.
 
@@ -218,8 +233,10 @@ class PoissonLoader(DataLoader):
 
     def __iter__(self) -> Iterator[Any]:
         first = self.start_epoch().start
+        # Of this iteration alone: one that was left early cannot disturb it.
+        sizes = self.batch_sampler.sizes = deque()
         for draw, batch in enumerate(super().__iter__(), first):
-            self.hand_over(draw, dummy=self.rand_on_empty and self._is_empty(draw))
+            self.hand_over(draw, sizes.popleft())
             yield batch
 
     def coming_epoch(self) -> range:
@@ -232,14 +249,18 @@ class PoissonLoader(DataLoader):
         epoch = self.coming_epoch()
         self._epoch_end, self._resuming = epoch.stop, False
         self.batch_sampler.seek(epoch)
+        self.budget.begin_iteration()
         if self._owns_generator:
             self.generator.manual_seed((torch.initial_seed() + epoch.start) % 2**63)
         return epoch
 
     def hand_over(
-        self, draw: int, *, dummy: bool = False, first: bool = True, last: bool = True
+        self, draw: int, samples: int, *, first: bool = True, last: bool = True
     ) -> None:
-        """Called before a batch is yielded, which may be only the `first` or `last` of its draw."""
+        """Called before a batch is yielded, which may be only the `first` or `last` of its draw.
+
+        Without `samples` it is a made-up one, if `rand_on_empty`.
+        """
         if draw != self.position:
             raise RuntimeError(
                 f"this iteration is at draw {draw} and data_loader at draw {self.position}: "
@@ -247,12 +268,15 @@ class PoissonLoader(DataLoader):
             )
         if first and self.on_draw is not None:
             self.on_draw(draw)
-        self.holds_dummy = dummy
+        if not first and not self.budget.is_unused:
+            raise RuntimeError(
+                f"a step has used a part of draw {draw} and would be followed by one on the rest: "
+                "call optimizer.step() once after each microbatch, it skips all but the last"
+            )
+        self.budget.hand_over(samples)
+        self.holds_dummy = self.rand_on_empty and samples == 0
         if last:
             self.position = draw + 1
-
-    def _is_empty(self, draw: int) -> bool:
-        return not self.batch_sampler.shares(draw)[self.batch_sampler.rank]
 
     def state_dict(self) -> dict[str, int | float]:
         """Where the user is. Holds no key; the same on every rank, for any number of ranks."""

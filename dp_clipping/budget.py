@@ -1,0 +1,56 @@
+"""A sample of a draw is in one sum of one step, once: what the loader handed out is counted."""
+
+
+class Budget:
+    """Samples in the user's hands that no backward has used yet; the loader and the model share it.
+
+    A batch whose backward ran three times would move a sum by 3C, and two draws in one step would
+    be counted as one. A batch may be used in parts. What is handed out replaces what was before.
+
+    Attributes:
+        handed: samples of the (micro)batch in the user's hands; None without a Poisson loader, and
+            where its draws are taken behind its back: then nothing is counted.
+        left: those of them that no backward has used.
+        is_unused: a draw of the iteration in progress was handed out and is in no step yet.
+    """
+
+    def __init__(self) -> None:
+        self.handed: int | None = None
+        self.left = 0
+        self.is_unused = False
+
+    def begin_iteration(self) -> None:
+        """A draw of an iteration that was left may stay unused."""
+        self.is_unused = False
+
+    def hand_over(self, samples: int) -> None:
+        self.handed = self.left = samples
+        self.is_unused = True
+
+    def use(self, samples: int) -> None:
+        """A backward is about to add this many samples. Raises RuntimeError if they are too many."""
+        if self.handed is None:
+            return
+        if samples > self.left:
+            raise RuntimeError(
+                f"backward of {samples} samples, and of the {self.handed} that the loader handed "
+                f"out {self.left} are unused: a sample is in one backward of one step only, so take "
+                "a new batch for each step, add up losses of one batch before one backward(), and "
+                "give several views of a sample as one sample"
+            )
+        self.left -= samples
+
+    def give_back(self) -> None:
+        """The sums of this step were dropped: its batch may be used again."""
+        self.left = self.handed or 0
+
+    def close(self) -> None:
+        """A step is about to be released: what is in the user's hands belongs to the past."""
+        if self.handed is not None:
+            self.handed = self.left = 0
+        self.is_unused = False
+
+    def forget(self) -> None:
+        """Draws are taken without the loader (Opacus's BatchMemoryManager): nothing is counted."""
+        self.handed = None
+        self.is_unused = False
