@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten, tree_map
 
+from dp_clipping.arguments import check_max_grad_norm
 from dp_clipping.budget import Budget
 from dp_clipping.capture import Capture
 from dp_clipping.clip import thresholds
@@ -68,7 +69,7 @@ class PrivateModel(nn.Module):
         if policy is not None:
             self._capture = Capture(self.network, clipping)
             self._normalizations = normalizations(self.network)
-            self._check_thresholds()
+            self.limits()
             if self._is_wrapped:
                 module.reduce = "sum"
                 module.gradients_come_by_hand = True
@@ -192,7 +193,13 @@ class PrivateModel(nn.Module):
 
     def limits(self) -> list[float]:
         """C_k of each clipping group."""
-        return thresholds(self.max_grad_norm, len(self.capture.group_names), self.clipping)
+        return self._limits_of(self.max_grad_norm)
+
+    def set_max_grad_norm(self, value: float | list[float]) -> None:
+        """C from the next step on. Raises ValueError for one that `make_private` would not take."""
+        if self.policy is not None:
+            self._limits_of(value)
+        self.max_grad_norm = value
 
     def sensitivity(self) -> float:
         """C of the step that is open: what one sample can move the sum by."""
@@ -287,8 +294,24 @@ class PrivateModel(nn.Module):
                 "gradients of the last step are still there: call optimizer.zero_grad() after "
                 "optimizer.step(), or they would be used twice"
             )
+        self._refuse_thawed()
         self._step_limits = self.limits()
         self._step_is_open = True
+
+    def _refuse_thawed(self) -> None:
+        """What is clipped and gets noise was settled when the model was made."""
+        changed = {
+            name: "trainable" if p.requires_grad else "frozen"
+            for name, p in self.network.named_parameters()
+            if p.requires_grad != (p in self.capture.groups)
+        }
+        if changed:
+            names = ", ".join(f"{name} ({now} now)" for name, now in list(changed.items())[:5])
+            raise RuntimeError(
+                f"{names}: freeze and unfreeze before make_private; afterwards set the learning "
+                "rate of a parameter group to 0, or use to_standard_module() and make it private "
+                "again"
+            )
 
     def _use_wide_gradients(self) -> None:
         """`.grad` of 16-bit parameters is float32 until noise is in it."""
@@ -315,14 +338,17 @@ class PrivateModel(nn.Module):
     def _sync_context(self) -> AbstractContextManager:
         return self.no_sync() if self.accumulating else nullcontext()
 
-    def _check_thresholds(self) -> None:
-        limits, groups = self.limits(), self.capture.group_names
+    def _limits_of(self, max_grad_norm: float | list[float]) -> list[float]:
+        check_max_grad_norm(max_grad_norm, self.clipping)
+        groups = self.capture.group_names
+        limits = thresholds(max_grad_norm, len(groups), self.clipping)
         if len(limits) != len(groups):
             raise ValueError(
                 f"max_grad_norm has {len(limits)} thresholds for {len(groups)} clipping groups "
                 f"({', '.join(groups[:4])}{', ...' if len(groups) > 4 else ''}): give one a group, "
                 "or one number"
             )
+        return limits
 
     # ---- the batch ------------------------------------------------------------------------------
 

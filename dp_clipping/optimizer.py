@@ -7,6 +7,7 @@ import torch
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
+from dp_clipping.arguments import check_noise_multiplier
 from dp_clipping.model import PrivateModel
 from dp_clipping.noise import NoiseStream, add_noise_to_all
 
@@ -99,7 +100,7 @@ class PrivateOptimizer(Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | list[float]) -> None:
-        self.model.max_grad_norm = value
+        self.model.set_max_grad_norm(value)
 
     @property
     def accumulated_iterations(self) -> int:
@@ -176,6 +177,7 @@ class PrivateOptimizer(Optimizer):
         """Before anything is counted: what the optimizer must not apply."""
         if self.model.policy is None:
             return
+        check_noise_multiplier(self.noise_multiplier)
         self.model.refuse_unclipped()
         for group in self.param_groups:
             for parameter in group["params"]:

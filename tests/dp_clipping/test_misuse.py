@@ -1,5 +1,7 @@
 """Calls that would step around clipping or noise are refused, saying what to do."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -111,3 +113,44 @@ def test_a_stale_gradient_of_a_frozen_parameter_is_not_applied():
     before = net[0].weight.clone()
     engine.step(run)
     assert torch.equal(net[0].weight, before)
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.0, math.nan, math.inf, [0.5], []])
+def test_a_scheduler_cannot_set_what_make_private_refuses(run, value):
+    with pytest.raises(ValueError, match="max_grad_norm is"):
+        run.optimizer.max_grad_norm = value
+    assert run.optimizer.max_grad_norm == 0.5
+    engine.step(run)
+
+
+def test_thresholds_that_are_changed_afterwards_are_checked():
+    run = engine.build(clipping="per_layer", max_grad_norm=[0.5, 0.5])
+    with pytest.raises(ValueError, match="1 thresholds for 2 clipping groups"):
+        run.optimizer.max_grad_norm = [0.5]
+    run.optimizer.max_grad_norm[0] = 0.0
+    with pytest.raises(ValueError, match=r"max_grad_norm is \[0\.0, 0\.5\]"):
+        engine.step(run)
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_a_noise_multiplier_is_checked_before_it_is_counted(run, value):
+    engine.backward(run, engine.data()[:5])
+    run.optimizer.noise_multiplier = value
+    for apply in (run.optimizer.step, run.optimizer.pre_step):
+        with pytest.raises(ValueError, match="noise_multiplier is"):
+            apply()
+    assert (run.optimizer.steps, run.engine.accountant.history) == (0, [])
+    run.optimizer.noise_multiplier = 1.0
+    run.optimizer.step()
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_freezing_after_make_private_is_refused(trainable):
+    net = engine.network()
+    net[2].bias.requires_grad_(not trainable)
+    run = engine.build(module=net)
+    engine.step(run)
+    net[2].bias.requires_grad_(trainable)
+    now = "trainable" if trainable else "frozen"
+    with pytest.raises(RuntimeError, match=rf"2\.bias \({now} now\): freeze and unfreeze before"):
+        engine.step(run)
