@@ -254,9 +254,7 @@ class PoissonLoader(DataLoader):
             self.generator.manual_seed((torch.initial_seed() + epoch.start) % 2**63)
         return epoch
 
-    def hand_over(
-        self, draw: int, samples: int, *, first: bool = True, last: bool = True
-    ) -> None:
+    def hand_over(self, draw: int, samples: int, *, first: bool = True, last: bool = True) -> None:
         """Called before a batch is yielded, which may be only the `first` or `last` of its draw.
 
         Without `samples` it is a made-up one, if `rand_on_empty`.

@@ -271,6 +271,7 @@ class TestDraws:
         def drawn():
             torch.manual_seed(0)
             run = make_run(samples(200), batch_size=20, noise_multiplier=0.0)
+            run.model.eval()
             return [[x[:, 0].tolist() for x, _ in run.loader] for _ in range(2)]
 
         one, other = drawn(), drawn()

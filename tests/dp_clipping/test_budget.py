@@ -1,0 +1,174 @@
+"""What the loader hands out is in one sum of one step, once."""
+
+import pytest
+import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager as OpacusBatchMemoryManager
+from torch.utils.data import DataLoader
+
+from dp_clipping import BatchMemoryManager
+from tests.dp_clipping.test_engine import backward, build, data, fixed, step
+
+TWICE = "a sample is in one backward of one step only"
+SECOND_DRAW = "a step is one draw"
+
+
+def first_draw(run):
+    """A batch with samples, of an iteration that goes on."""
+    batches = iter(run.loader)
+    batch = next(batches)
+    assert len(batch[0]) > 1
+    return batches, batch
+
+
+def make(**changes):
+    return build(noise_generator=fixed(), noise_multiplier=0.0, **changes)
+
+
+@pytest.mark.parametrize("mode", ["ghost", "bookkeeping", "per_sample"])
+def test_a_batch_counts_once(mode):
+    run = make(grad_sample_mode=mode)
+    _, batch = first_draw(run)
+    backward(run, batch)
+    with pytest.raises(RuntimeError, match=TWICE):
+        backward(run, batch)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=TWICE):
+        backward(run, batch)  # in a second step
+    with pytest.raises(RuntimeError, match="without a backward"):
+        run.optimizer.step()
+
+
+def test_nor_after_pre_step_has_released_it():
+    run = make()
+    _, batch = first_draw(run)
+    backward(run, batch)
+    run.optimizer.pre_step()
+    run.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=TWICE):
+        backward(run, batch)
+
+
+def test_views_of_a_sample_are_no_further_samples():
+    run = make()
+    _, (x, y) = first_draw(run)
+    with pytest.raises(RuntimeError, match=TWICE):
+        backward(run, (torch.cat([x, x]), torch.cat([y, y])))
+
+
+def test_a_second_draw_of_an_iteration():
+    run = make()
+    batches, batch = first_draw(run)
+    with pytest.raises(RuntimeError, match=SECOND_DRAW):
+        next(batches)
+    backward(run, batch)
+    run.optimizer.step()
+
+
+def test_another_iteration_replaces_what_was_unused():
+    run = make()
+    _, batch = first_draw(run)
+    other = next(iter(run.loader))
+    assert len(other[0]) > 0
+    backward(run, other)
+    with pytest.raises(RuntimeError, match=TWICE):
+        backward(run, batch)
+
+
+def test_parts_dropped_sums_and_evaluation():
+    run, whole = make(), make()
+    (_, (x, y)), (_, batch) = first_draw(run), first_draw(whole)
+    backward(run, (x, y))
+    run.optimizer.zero_grad()
+    run.model.eval()
+    run.model(x)
+    run.model.train()
+    with torch.no_grad():
+        run.model(x)
+    for part in zip(x.split(1), y.split(1), strict=True):
+        backward(run, part)
+    backward(whole, batch)
+    run.optimizer.step()
+    whole.optimizer.step()
+    for a, b in zip(run.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    run.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=TWICE):
+        backward(run, (x[:1], y[:1]))
+
+
+def test_a_backward_that_failed_may_be_repeated(monkeypatch):
+    run = make()
+    _, batch = first_draw(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(run.model, "_receive", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backward(run, batch)
+    step(run, batch)
+
+
+def test_evaluation_on_the_draws_is_no_step():
+    run = make()
+    run.model.eval()
+    assert len([run.model(x) for x, _ in run.loader]) == len(run.loader)
+
+
+def test_a_microbatch_counts_once():
+    run = make(data_loader=DataLoader(data(20), batch_size=20))
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=6, optimizer=run.optimizer
+    ) as loader:
+        batches = iter(loader)
+        batch = next(batches)
+        backward(run, batch)
+        with pytest.raises(RuntimeError, match=TWICE):
+            backward(run, batch)
+        run.optimizer.step()  # skipped
+        run.optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match=TWICE):
+            backward(run, batch)
+        backward(run, next(batches))
+        run.optimizer.step()
+        run.optimizer.step()  # not skipped: a step on half of the draw
+        with pytest.raises(RuntimeError, match="a part of draw 0"):
+            next(batches)
+
+
+def test_a_made_up_sample_is_none():
+    run = make(data_loader=DataLoader(data(6), batch_size=1), rand_on_empty=True)
+    for batch in run.loader:
+        dummy = run.loader.holds_dummy
+        assert run.model.budget.handed == (0 if dummy else len(batch[0]))
+        step(run, batch)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_prefetching_workers(workers):
+    run = make(data_loader=DataLoader(data(), batch_size=3, num_workers=workers))
+    for _ in range(2):
+        for batch in run.loader:
+            assert run.model.budget.handed == len(batch[0])
+            step(run, batch)
+
+
+def test_draws_that_opacus_takes_are_not_counted():
+    run = make()
+    _, batch = first_draw(run)
+    step(run, batch)
+    with OpacusBatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer
+    ) as loader:
+        for batch in loader:
+            step(run, batch)
+    _, batch = first_draw(run)
+    step(run, batch)
+    with pytest.raises(RuntimeError, match=TWICE):
+        backward(run, batch)
+
+
+@pytest.mark.filterwarnings("ignore:poisson_sampling=False")
+def test_without_poisson_draws_nothing_is_counted():
+    run = make(poisson_sampling=False)
+    batch = next(iter(run.loader))
+    step(run, batch)
+    step(run, batch)
