@@ -106,8 +106,9 @@ class Session:
         name = self.capture.names[parameter]
         if not self._running:
             raise RuntimeError(
-                f"{name} was used by another forward than the last one before this backward: run "
-                "one forward, then its backward (samples of one batch may be concatenated)"
+                f"{name}: backward of something else than the private criterion's loss for the "
+                "last forward: call backward() on what the criterion from make_private returns, "
+                "once for each forward (samples of one batch may be concatenated)"
             )
         if parameter in self._seen:
             raise RuntimeError(

@@ -6,6 +6,7 @@ samples apart, and costs what G costs. Convolutions, group norms, attention with
 modules that own a bare parameter come here.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -58,15 +59,25 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             for y, layout in zip(found, out_layouts, strict=True)
         )
 
-    outputs = torch.vmap(
+    every_sample = torch.vmap(
         one_sample,
         in_dims=(dict.fromkeys(handle.trainable, 0), *(_sample_dim(y) for y in layouts)),
         out_dims=tuple(_sample_dim(layout) or 0 for layout in out_layouts),
         randomness="different",
-    )(
-        {name: handle.slot(name) for name in handle.trainable},
-        *(layout.split(x, batch_size) for x, layout in zip(tensors, layouts, strict=True)),
     )
+    slots = {name: handle.slot(name) for name in handle.trainable}
+    rows = [layout.split(x, batch_size) for x, layout in zip(tensors, layouts, strict=True)]
+    try:
+        outputs = every_sample(slots, *rows)
+    except RuntimeError as error:
+        if not re.search("vmap|[Bb]atching rule", str(error)):
+            raise
+        first_line = str(error).splitlines()[0]
+        raise ValueError(
+            f"{handle.name or 'the network'} ({type(self).__name__}) cannot be run under "
+            f"torch.vmap, so its per-sample gradients are not to be had ({first_line}); freeze it, "
+            "or write it with operators that have a batching rule (opacus.layers has LSTM and GRU)"
+        ) from error
     complete, shape, where = rest
     for n, y, layout in zip(where, outputs, out_layouts, strict=True):
         complete[n] = _join(y, layout)
