@@ -21,7 +21,7 @@ TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 1e-2}
 TOLERANCE = 1e-4
 REPEATS = 8  # runs that must agree before a difference in training mode is not put down to chance
 
-Seen = dict[str, list[Tensor]]
+Seen = dict[str, list[Tensor | None]]
 
 
 @torch.no_grad()
@@ -62,7 +62,8 @@ def _different_in_training(
 def _different(first: Seen, second: Seen) -> str | None:
     """The first layer that sees a sample differently."""
     for name, alone in first.items():
-        if len(alone) != len(second[name]) or not all(map(_same, alone, second[name])):
+        beside = second[name]
+        if len(alone) != len(beside) or not all(map(_same, alone, beside)):
             return name
     return None
 
@@ -98,9 +99,10 @@ def _seen(capture: Capture, arguments: tuple[tuple, dict], batch_size: int, skip
             torch.rand(())
             torch.rand((), device=capture.anchor.device)
         outputs = tensors_in(capture.network(*args, **kwargs))
-    batched = [y for y in outputs if y.dim() and y.shape[0] == batch_size]
-    last = "the end of the network"
-    seen[last] = [_summary(y, Layout("dimension", 0), batch_size) for y in batched]
+    seen["the end of the network"] = [
+        _summary(y, Layout("dimension", 0), batch_size) if y.shape[:1] == (batch_size,) else None
+        for y in outputs
+    ]
     return seen
 
 
@@ -113,8 +115,10 @@ def _summary(x: Tensor, layout: Layout, batch_size: int) -> Tensor:
     return torch.cat((values, tolerance * values[1:]))
 
 
-def _same(alone: Tensor, beside: Tensor) -> bool:
+def _same(alone: Tensor | None, beside: Tensor | None) -> bool:
     """NaN and infinite values are zeros in a summary: a bad sample is not a mixing network."""
+    if alone is None or beside is None:
+        return True  # an output whose first dimension is not the batch
     return bool(((alone[:2] - beside[:2]).abs() <= alone[2]).all())
 
 

@@ -64,7 +64,7 @@ class PrivateModel(nn.Module):
         self._session: Session | None = None
         self._step_is_open = False
         self._established = False
-        self._is_checked = False
+        self._is_provisional = False  # established with one sample, beside which all is batch
         self._capture: Capture | None = None
         if policy is not None:
             self._capture = Capture(self.network, clipping)
@@ -124,7 +124,7 @@ class PrivateModel(nn.Module):
         batch_size = self._batch_size(args, kwargs)
         if batch_size == 0:  # many networks cannot run on nothing: one row of zeros stands in
             args, kwargs = self._map_batch((args, kwargs), 0, _one_row)
-        if not self._established or (batch_size >= FEW and not self._is_checked):
+        if not self._established or (batch_size >= FEW and self._is_provisional):
             self._establish(args, kwargs)
         session = Session(self.capture, max(batch_size, 1), self.policy)
         session.is_empty = batch_size == 0
@@ -135,7 +135,7 @@ class PrivateModel(nn.Module):
                 self._establish(args, kwargs)
                 output = self._call_network_again(args, kwargs)
         self._session = session
-        return tree_map(_no_rows, output) if session.is_empty else output
+        return tree_map(self._no_rows, output) if session.is_empty else output
 
     def no_sync(self) -> AbstractContextManager:
         """Backwards inside accumulate locally; the next one outside sends the whole sum."""
@@ -356,12 +356,13 @@ class PrivateModel(nn.Module):
         return 0 if self.batch_first or x.dim() == 1 else 1
 
     def _batch_size(self, args: tuple, kwargs: dict) -> int:
-        """The largest batch dimension of the inputs; inputs of batch 1 are broadcast."""
+        """The largest batch dimension of the inputs; inputs of batch 1 are broadcast, even to 0."""
         tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor) and t.dim()]
         if not tensors:
             raise ValueError("forward got no tensor, so there is no batch to clip samples of")
         matrices = [t for t in tensors if t.dim() > 1] or tensors
-        return max(t.shape[self._batch_dim(t)] for t in matrices)
+        sizes = [t.shape[self._batch_dim(t)] for t in matrices]
+        return max(sizes) if min(sizes) else 0
 
     def _map_batch(self, tree: Any, batch_size: int, change: Any) -> Any:
         def leaf(x: Any) -> Any:
@@ -381,12 +382,20 @@ class PrivateModel(nn.Module):
                 (args, kwargs), batch_size, lambda x, dim: x.index_select(dim, index.to(x.device))
             )
 
+        if self._is_provisional or batch_size < FEW:
+            self.capture.forget()
         with _same_buffers(self.network):
             self.capture.establish(rows(FEW), rows(MORE))
-            if batch_size >= FEW and not self._is_checked:
+            if batch_size >= FEW:
                 check_network(self.capture, rows(FEW), rows(MORE))
-                self._is_checked = True
-        self._established = True
+        self._established, self._is_provisional = True, batch_size < FEW
+
+    def _no_rows(self, leaf: Any) -> Any:
+        """An output without the row that stood in."""
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return leaf
+        dim = self._batch_dim(leaf)
+        return leaf.narrow(dim if leaf.shape[dim] == 1 else 0, 0, 0)
 
 
 @contextmanager
@@ -427,7 +436,3 @@ def _one_row(x: Tensor, dim: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] = 1
     return x.new_zeros(shape)
-
-
-def _no_rows(leaf: Any) -> Any:
-    return leaf[:0] if isinstance(leaf, Tensor) and leaf.dim() else leaf
