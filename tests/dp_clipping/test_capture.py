@@ -10,6 +10,7 @@ from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from dp_clipping.criterion import PrivateCriterion
 from tests.dp_clipping import oracle, zoo
 from tests.dp_clipping.conftest import (
     MODES,
@@ -413,15 +414,13 @@ def test_outputs_of_two_forwards_in_one_loss(mode, length):
     criterion_of = lambda outputs: private_loss_of(model, outputs, targets)  # noqa: E731
     for combine in (lambda a, b: a * b, lambda a, b: a):
         outputs = combine(model(inputs), model(inputs.flip(1)))
-        with pytest.raises(RuntimeError, match="another forward"):
+        with pytest.raises(RuntimeError, match="private criterion"):
             criterion_of(outputs).backward()
         model.clear_gradients()
     assert_step_is_right(model, copy.deepcopy(tokens_case(length)[0]), (inputs, targets))
 
 
 def private_loss_of(model, outputs: Tensor, targets: Tensor):
-    from dp_clipping.criterion import PrivateCriterion
-
     return PrivateCriterion(model, zoo.Criterion(zoo.product, "sum"), "sum")(outputs, targets)
 
 
@@ -514,9 +513,12 @@ def test_a_parameter_used_inside_and_outside_its_module_is_named(mode):
 
 @every_mode
 def test_a_penalty_on_a_weight_is_named(mode):
-    net, (inputs, targets) = tokens_case()
-    model = private(net, mode)
-    loss = private_loss_of(model, model(inputs), targets) + net[0].weight.square().sum()
+    net, batch = tokens_case()
+
+    def penalized(outputs, targets):
+        return zoo.product(outputs, targets) + net[0].weight.square().sum()
+
+    loss = private_loss(private(net, mode), batch, penalized)
     with pytest.raises(RuntimeError, match=r"0\.weight: used outside of the module"):
         loss.backward()
 
