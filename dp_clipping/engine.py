@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from dp_clipping import checkpoint
+from dp_clipping.arguments import check_max_grad_norm, check_noise_multiplier
 from dp_clipping.checkpoint_file import SCHEDULERS
 from dp_clipping.clip import CLIPPING_FUNCTIONS, GAMMA
 from dp_clipping.criterion import PrivateCriterion
@@ -438,17 +439,10 @@ def _check_arguments(
     clipping_function: str,
     gamma: float,
 ) -> None:
-    if not 0 <= noise_multiplier < math.inf:
-        raise ValueError(
-            f"noise_multiplier is {noise_multiplier}: give a finite number of 0 or more"
-        )
-    limits = max_grad_norm if isinstance(max_grad_norm, Sequence) else [max_grad_norm]
-    if not limits or not all(0 < limit < math.inf for limit in limits):
-        raise ValueError(f"max_grad_norm is {max_grad_norm}: give a finite number above 0")
+    check_noise_multiplier(noise_multiplier)
     if clipping not in CLIPPINGS:
         raise ValueError(f"clipping {clipping!r} is unknown: choose one of {', '.join(CLIPPINGS)}")
-    if clipping == "flat" and isinstance(max_grad_norm, Sequence):
-        raise ValueError("max_grad_norm is a list, which goes with clipping='per_layer'")
+    check_max_grad_norm(max_grad_norm, clipping)
     if clipping_function not in CLIPPING_FUNCTIONS:
         known = ", ".join(CLIPPING_FUNCTIONS)
         raise ValueError(
