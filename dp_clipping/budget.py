@@ -11,12 +11,14 @@ class Budget:
         handed: samples of the (micro)batch in the user's hands; None without a Poisson loader, and
             where its draws are taken behind its back: then nothing is counted.
         left: those of them that no backward has used.
+        steps: how often something was released.
         is_unused: a draw of the iteration in progress was handed out and is in no step yet.
     """
 
     def __init__(self) -> None:
         self.handed: int | None = None
         self.left = 0
+        self.steps = 0
         self.is_unused = False
 
     def begin_iteration(self) -> None:
@@ -28,14 +30,14 @@ class Budget:
         self.is_unused = True
 
     def use(self, samples: int) -> None:
-        """A backward is about to add this many samples. Raises RuntimeError if they are too many."""
+        """A backward is about to add these samples. Raises RuntimeError if they are too many."""
         if self.handed is None:
             return
         if samples > self.left:
             raise RuntimeError(
                 f"backward of {samples} samples, and of the {self.handed} that the loader handed "
-                f"out {self.left} are unused: a sample is in one backward of one step only, so take "
-                "a new batch for each step, add up losses of one batch before one backward(), and "
+                f"out {self.left} are unused: a sample is in one backward of one step only, so "
+                "take a new batch for each step, add up losses of one batch before one backward(), and "
                 "give several views of a sample as one sample"
             )
         self.left -= samples
@@ -46,6 +48,11 @@ class Budget:
 
     def close(self) -> None:
         """A step is about to be released: what is in the user's hands belongs to the past."""
+        self.steps += 1
+        self.take_back()
+
+    def take_back(self) -> None:
+        """What is in the user's hands can no longer be used."""
         if self.handed is not None:
             self.handed = self.left = 0
         self.is_unused = False

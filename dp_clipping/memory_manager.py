@@ -1,7 +1,9 @@
 """A draw that does not fit in memory, in physical microbatches that mean one large batch."""
 
+import warnings
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 from types import TracebackType
 from typing import Any
@@ -22,8 +24,9 @@ class BatchMemoryManager:
     without samples is one empty microbatch.
 
     A PoissonLoader's `on_draw` is called before the first microbatch of a draw, and its `position`
-    moves with the last one: a draw that was left in the middle is drawn again from its beginning.
-    Any other DataLoader with a batch sampler is split likewise, each batch counting as a draw; that
+    moves with the last one. Leaving a draw in the middle (`break`, an exception) drops its sums with
+    a warning, so that the optimizer is between two steps, and it is drawn again from its beginning;
+    one of which a step has used a part is not. Any other DataLoader with a batch sampler is split likewise, each batch counting as a draw; that
     its ranks have batches of equal sizes is then its own matter.
     """
 
@@ -34,7 +37,7 @@ class BatchMemoryManager:
             raise ValueError(
                 f"max_physical_batch_size is {max_physical_batch_size}: give 1 or more"
             )
-        if not hasattr(optimizer, "signal_skip_step"):
+        if not hasattr(optimizer, "leave_microbatches"):
             raise ValueError(
                 f"optimizer is a {type(optimizer).__name__} and cannot skip steps: give the one "
                 "that make_private returned"
@@ -49,9 +52,12 @@ class BatchMemoryManager:
         self.data_loader = data_loader
         self.max_physical_batch_size = max_physical_batch_size
         self.optimizer = optimizer
+        self._entered: list[MicrobatchLoader] = []
 
     def __enter__(self) -> "MicrobatchLoader":
-        return MicrobatchLoader(self.data_loader, self.max_physical_batch_size, self.optimizer)
+        loader = MicrobatchLoader(self.data_loader, self.max_physical_batch_size, self.optimizer)
+        self._entered.append(loader)
+        return loader
 
     def __exit__(
         self,
@@ -59,7 +65,7 @@ class BatchMemoryManager:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        pass
+        self._entered.pop().leave()
 
 
 class MicrobatchSampler(Sampler[list[int]]):
@@ -95,6 +101,16 @@ class MicrobatchSampler(Sampler[list[int]]):
                 yield list(batch), len(batch)
 
 
+@dataclass(eq=False)
+class Place:
+    """Where an iteration is: its draw, and the sizes of that one's microbatches yet to come."""
+
+    draw: int
+    left: deque[int] = field(default_factory=deque)
+    steps: int = 0
+    """Before this draw, as the loader's budget counts them."""
+
+
 class MicrobatchLoader(DataLoader):
     """What `BatchMemoryManager` yields."""
 
@@ -107,28 +123,54 @@ class MicrobatchLoader(DataLoader):
         )
         self._loader = loader
         self._optimizer = optimizer
+        self._place: Place | None = None  # of the iteration in progress
         self._epoch: range | None = None  # of the iteration in progress
         self._counted = (range(0), 0)  # draws and their microbatches, when last asked
 
     def __iter__(self) -> Iterator[Any]:
-        poisson = self._loader if isinstance(self._loader, PoissonLoader) else None
+        self.leave()
+        poisson = self._poisson
         self._epoch = poisson.start_epoch() if poisson else None
-        draw = self._epoch.start if poisson else 0
+        place = self._place = Place(self._epoch.start if poisson else 0)
         # Of this iteration alone: one that was left early cannot disturb it.
         sizes = self.batch_sampler.sizes = deque()
-        left: deque[int] = deque()  # sizes of the microbatches of this draw yet to come
         try:
             for batch in super().__iter__():
-                first = not left
-                left = left or sizes.popleft()
-                size = left.popleft()
+                first = not place.left
+                left = place.left or sizes.popleft()
                 if poisson:
-                    poisson.hand_over(draw, size, first=first, last=not left)
+                    before = poisson.budget.steps
+                    poisson.hand_over(place.draw, left[0], first=first, last=len(left) == 1)
+                    place.steps = before if first else place.steps
+                left.popleft()
+                place.left = left
                 self._optimizer.signal_skip_step(do_skip=bool(left))
                 yield batch
-                draw += not left
+                if self._place is not place:
+                    raise RuntimeError("this iteration was left: begin another")
+                place.draw += not left
         finally:
-            self._epoch = None
+            self.leave(place)
+
+    @property
+    def _poisson(self) -> PoissonLoader | None:
+        return self._loader if isinstance(self._loader, PoissonLoader) else None
+
+    def leave(self, place: Place | None = None) -> None:
+        """End the iteration in progress, if it is the one at `place`."""
+        current = self._place
+        if current is None or place not in (None, current):
+            return
+        self._place = self._epoch = None
+        poisson, half_way = self._poisson, bool(current.left)
+        if half_way and poisson and poisson.budget.steps > current.steps:
+            poisson.position = max(poisson.position, current.draw + 1)
+        if self._optimizer.leave_microbatches(half_way):
+            warnings.warn(
+                f"draw {current.draw} was left after some of its microbatches: what they added to "
+                "the gradients is dropped, and no step was made of it",
+                stacklevel=2,
+            )
 
     def __len__(self) -> int:
         """Microbatches of the iteration in progress, otherwise of the next one.

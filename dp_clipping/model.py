@@ -63,6 +63,7 @@ class PrivateModel(nn.Module):
         self._norms: list[Tensor] = []
         self._session: Session | None = None
         self._step_is_open = False
+        self._is_held_back = False  # `.grad` holds sums that no_sync() kept on this rank
         self._established = False
         self._is_provisional = False  # established with one sample, beside which all is batch
         self._capture: Capture | None = None
@@ -218,10 +219,24 @@ class PrivateModel(nn.Module):
         try:
             with self._sync_context():
                 self._add_sums(session, losses)
+                self._is_held_back = self._is_wrapped and not _sends(self.module)
         except BaseException:
             self.clear_gradients()
             raise
         self._session = None
+
+    def send_held_back(self) -> None:
+        """Before a step: sums that were all accumulated under `no_sync` leave now."""
+        if not self._is_held_back:
+            return
+        if not _sends(self.module):
+            raise RuntimeError(
+                "optimizer.step() under no_sync(): ranks would go on with different sums, so call "
+                "it outside"
+            )
+        for parameter in reversed(self.capture.parameters):
+            self.module.gradient_ready(parameter)
+        self._is_held_back = False
 
     def _add_sums(self, session: Session, losses: Tensor) -> None:
         if session.is_empty or self.holds_dummy():
@@ -269,7 +284,7 @@ class PrivateModel(nn.Module):
         """`zero_grad`: gradients are dropped, and may be float32 again."""
         self._norms.clear()
         self.budget.give_back()
-        self._step_is_open = False
+        self._step_is_open = self._is_held_back = False
         self._nonfinite_samples = 0
         self._unclipped.clear()
         for parameter in self.capture.parameters:
@@ -396,6 +411,12 @@ class PrivateModel(nn.Module):
             return leaf
         dim = self._batch_dim(leaf)
         return leaf.narrow(dim if leaf.shape[dim] == 1 else 0, 0, 0)
+
+
+def _sends(wrapper: nn.Module) -> bool:
+    """Not under its `no_sync`; PyTorch's DDP has another name for it than ours."""
+    ours = getattr(wrapper, "_synchronizing", True)
+    return getattr(wrapper, "require_backward_grad_sync", ours)
 
 
 @contextmanager

@@ -116,6 +116,17 @@ class PrivateOptimizer(Optimizer):
         self._skip_next = do_skip
         self.model.accumulating = do_skip
 
+    def leave_microbatches(self, half_way: bool) -> bool:
+        """No further microbatch comes. Sums of a draw that was left `half_way` are dropped.
+
+        Whether there were any.
+        """
+        dropped = half_way and (self.model.step_is_open or self.model.keeps_gradients)
+        self._skip_next = self.model.accumulating = self.model.keeps_gradients = False
+        if half_way:
+            self.zero_grad()
+        return dropped
+
     # ---- the step -------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -202,13 +213,14 @@ class PrivateOptimizer(Optimizer):
     def resume(self, steps: int, noise_key: bytes) -> None:
         """Go on at a step boundary: the noise of step number `steps` is the next to be drawn."""
         self.steps, self._noise_key = steps, noise_key
-        self.model.budget.close()
+        self.model.budget.take_back()
         self.open_draw = None
         self._is_prepared = False
         self._skip_next = self.model.accumulating = self.model.keeps_gradients = False
 
     def _finish_synchronization(self) -> None:
         self.model.accumulating = False
+        self.model.send_held_back()
         if hasattr(self.model.module, "finish_gradient_synchronization"):
             self.model.module.finish_gradient_synchronization()
 

@@ -27,6 +27,9 @@ class Optimizer:
     def signal_skip_step(self, do_skip=True):
         self.signals.append(do_skip)
 
+    def leave_microbatches(self, half_way):
+        return False
+
 
 def numbers(count: int) -> TensorDataset:
     return TensorDataset(torch.arange(count))
