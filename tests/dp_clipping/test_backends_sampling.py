@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from dp_clipping import BatchMemoryManager
 from dp_clipping.keys import fixed_keys
 from dp_clipping.sampling import included
 from tests.ddp.conftest import CPU_COPY_ENGINE
@@ -133,6 +134,61 @@ def test_no_dp_on_the_same_draws(cpu_ranks):
     one, other = cpu_ranks.run(2, without_privacy)
     assert one == other
     assert np.isfinite(np.frombuffer(one[0], np.float32)).all()
+
+
+def held_back(context: Context, variant: str) -> tuple[bytes, str]:
+    run, usual = build(context, variant), build(context, variant)
+    inputs, targets, _ = next(iter(run.loader))
+    for one in (run, usual):  # PyTorch's first step must not be under no_sync
+        one.loader.budget.forget()
+        one.criterion(one.model(inputs), targets).backward()
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+    with run.model.no_sync():
+        run.criterion(run.model(inputs), targets).backward()
+        message = ""
+        try:
+            run.optimizer.step()
+        except RuntimeError as error:
+            message = str(error)
+    usual.criterion(usual.model(inputs), targets).backward()
+    for one in (run, usual):
+        one.optimizer.step()
+    assert run.optimizer.steps == 2
+    np.testing.assert_allclose(parameters(run), parameters(usual), rtol=0, atol=1e-6)
+    return parameters(run).tobytes(), message
+
+
+@pytest.mark.parametrize("variant", SYNCHRONISING, ids=lambda v: v.rpartition(":")[2])
+def test_sums_of_no_sync_alone_leave_before_the_step(cpu_ranks, variant):
+    one, other = cpu_ranks.run(2, held_back, variant)
+    assert one == other
+    assert "step() under no_sync()" in one[1]
+
+
+def left_early(context: Context, variant: str) -> tuple[bytes, list[str]]:
+    run, usual = build(context, variant, batch_size=12), build(context, variant, batch_size=12)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
+        ) as loader,
+    ):
+        warnings.simplefilter("always")
+        for inputs, targets, _ in loader:
+            run.criterion(run.model(inputs), targets).backward()
+            run.optimizer.step()
+            break
+    assert train(run, 3) == train(usual, 3)
+    np.testing.assert_allclose(parameters(run), parameters(usual), rtol=0, atol=1e-6)
+    return parameters(run).tobytes(), [str(w.message)[:15] for w in caught]
+
+
+@pytest.mark.parametrize("variant", ["ddp_bucketed", CPU_COPY_ENGINE], ids=["bucketed", "copy"])
+def test_ranks_agree_after_a_draw_that_was_left(cpu_ranks, variant):
+    one, other = cpu_ranks.run(2, left_early, variant)
+    assert one == other
+    assert any("draw 0 was left" in message for message in one[1])
 
 
 # ---- keys and account ----------------------------------------------------------------------------

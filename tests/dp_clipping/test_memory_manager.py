@@ -1,5 +1,6 @@
 """Microbatches: what they hold, how many there are on each rank, and which one steps."""
 
+from contextlib import nullcontext
 from itertools import chain
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import (
 
 from dp_clipping.memory_manager import BatchMemoryManager, split
 from dp_clipping.sampling import PoissonLoader
+from tests.dp_clipping.replicas import build, parameters, train
 
 KEY = bytes(range(32))
 
@@ -285,3 +287,62 @@ def test_split_is_even_and_in_order(length, count):
     assert joined(pieces) == list(range(length))
     sizes = [len(piece) for piece in pieces]
     assert max(sizes) - min(sizes) <= 1
+
+
+class TestLeftEarly:
+    """Through the front door: the optimizer is between two steps afterwards."""
+
+    def leave(self, run, how):
+        with BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
+        ) as loader:
+            batches = iter(loader)
+            for x, y, _ in batches if how == "kept" else loader:
+                run.criterion(run.model(x), y).backward()
+                if how == "raise":
+                    raise KeyError
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                if how == "break":
+                    break
+                if how == "kept":
+                    return batches
+
+    @pytest.mark.parametrize("mode", ["bookkeeping", "no_dp"])
+    @pytest.mark.parametrize("how", ["break", "raise", "kept"])
+    def test_sums_are_dropped_and_the_draw_is_drawn_again(self, how, mode):
+        run, alone = (build(batch_size=12, grad_sample_mode=mode) for _ in range(2))
+        with (
+            nullcontext() if (mode, how) == ("no_dp", "raise") else pytest.warns(match="draw 0"),
+            pytest.raises(KeyError) if how == "raise" else nullcontext(),
+        ):
+            kept = self.leave(run, how)
+        assert not run.optimizer.is_mid_step
+        assert all(p.grad is None for p in run.model.parameters())
+        if mode != "no_dp":
+            with pytest.raises(RuntimeError, match="without a backward"):
+                run.optimizer.step()
+        if how == "kept":
+            with pytest.raises(RuntimeError, match="was left"):
+                next(kept)
+        assert train(run, 3) == train(alone, 3)
+        assert parameters(run).tobytes() == parameters(alone).tobytes()
+
+    def test_a_draw_of_which_a_step_has_used_a_part_is_not_drawn_again(self):
+        run = build(batch_size=12)
+        with BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
+        ) as loader:
+            for x, y, _ in loader:
+                run.criterion(run.model(x), y).backward()
+                run.optimizer.step()  # skipped
+                run.optimizer.step()
+                break
+        assert run.optimizer.steps == 1
+        assert run.loader.position == 1
+
+    def test_left_after_a_whole_draw_nothing_is_said(self, recwarn):
+        run = build(batch_size=12)
+        train(run, 2, 1)
+        assert run.loader.position == 2
+        assert not [w for w in recwarn if "was left" in str(w.message)]
