@@ -37,8 +37,8 @@ class Budget:
             raise RuntimeError(
                 f"backward of {samples} samples, and of the {self.handed} that the loader handed "
                 f"out {self.left} are unused: a sample is in one backward of one step only, so "
-                "take a new batch for each step, add up losses of one batch before one backward(), and "
-                "give several views of a sample as one sample"
+                "take a new batch for each step, add up losses of one batch before one "
+                "backward(), and give several views of a sample as one sample"
             )
         self.left -= samples
 

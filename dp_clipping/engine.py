@@ -29,7 +29,7 @@ from dp_clipping.keys import Keys, fixed_keys, fresh_keys
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import DEFAULT_MODE, policy_of
 from dp_clipping.optimizer import PrivateOptimizer
-from dp_clipping.run import Run
+from dp_clipping.run import Run, agree_on_settings
 from dp_clipping.sampling import PoissonLoader
 from dp_clipping.validation import check_module
 
@@ -106,8 +106,8 @@ class PrivacyEngine:
                 ranks if it has a `DistributedSampler`. A public constant.
 
         Raises:
-            ValueError: for an argument out of range, an optimizer of other parameters, or a module
-                that mixes samples, by name, with what to use instead.
+            ValueError: for an argument out of range or other than on another rank, an optimizer of
+                other parameters, or a module that mixes samples, by name, with what to use instead.
         """
         criterion = nn.CrossEntropyLoss() if criterion is None else criterion
         _check_arguments(noise_multiplier, max_grad_norm, clipping, clipping_function, gamma)
@@ -165,6 +165,7 @@ class PrivacyEngine:
             "num_samples": len(data_loader.dataset),
             "sample_rate": sample_rate,
         }
+        agree_on_settings(settings | {"len(data_loader)": len(data_loader)}, group)
         self._runs.append(Run(model, private_optimizer, loader, group, keys, settings))
         return (
             model,

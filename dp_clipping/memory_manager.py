@@ -24,10 +24,11 @@ class BatchMemoryManager:
     without samples is one empty microbatch.
 
     A PoissonLoader's `on_draw` is called before the first microbatch of a draw, and its `position`
-    moves with the last one. Leaving a draw in the middle (`break`, an exception) drops its sums with
-    a warning, so that the optimizer is between two steps, and it is drawn again from its beginning;
-    one of which a step has used a part is not. Any other DataLoader with a batch sampler is split likewise, each batch counting as a draw; that
-    its ranks have batches of equal sizes is then its own matter.
+    moves with the last one. Leaving a draw in the middle (`break`, an exception) drops its sums
+    with a warning, so that the optimizer is between two steps, and it is drawn again from its
+    beginning; one of which a step has used a part is not. Any other DataLoader with a batch sampler
+    is split likewise, each batch counting as a draw; that its ranks have batches of equal sizes is
+    then its own matter.
     """
 
     def __init__(

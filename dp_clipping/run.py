@@ -96,6 +96,22 @@ def set_random_state(run: Run, states: list[dict[str, Tensor]]) -> None:
         torch.cuda.set_rng_state(state["cuda"].clone(), run.device)
 
 
+def agree_on_settings(settings: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Every rank raises ValueError, naming the settings in which ranks differ.
+
+    Each would add another noise or draw other samples, and no replica would be what ε is about.
+    """
+    if group is None:
+        return
+    of_ranks: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, settings, group=group)
+    for name in settings:
+        values = [of_rank[name] for of_rank in of_ranks]
+        if any(value != values[0] for value in values):
+            shown = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            raise ValueError(f"ranks differ in {name} ({shown}): give the same on all")
+
+
 def agree_on_success(run: Run, path: Path, problem: Exception | None) -> None:
     """All ranks go on when rank 0 has written, or all raise."""
     if run.group is None:

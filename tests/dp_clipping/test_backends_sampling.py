@@ -136,6 +136,36 @@ def test_no_dp_on_the_same_draws(cpu_ranks):
     assert np.isfinite(np.frombuffer(one[0], np.float32)).all()
 
 
+def differing(context: Context, name: str, values: list) -> str:
+    try:
+        build(context, **{name: values[context.rank]})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "shown"),
+    [
+        ("noise_multiplier", [1.0, 0.25], "noise_multiplier (1.0 on rank 0, 0.25 on rank 1)"),
+        ("max_grad_norm", [1, 2], "max_grad_norm (1 on rank 0, 2 on rank 1)"),
+        ("count", [24, 28], "num_samples (24 on rank 0, 28 on rank 1)"),
+        ("batch_size", [4, 6], "expected_batch_size (4.0 on rank 0, 6.0 on rank 1)"),
+        ("expected_batch_size", [4.0, 5.0], "expected_batch_size (4.0 on rank 0"),
+        ("loss_reduction", ["mean", "mean"], ""),
+        ("max_grad_norm", [1, 1.0], ""),
+        ("clipping_function", ["abadi", "automatic"], "clipping_function (abadi"),
+        ("gamma", [0.01, 0.1], "gamma (0.01"),
+        ("grad_sample_mode", ["ghost", "no_dp"], "mode (ghost on rank 0, no_dp on rank 1)"),
+        ("poisson_sampling", [True, False], "poisson_sampling (True"),
+    ],
+)
+def test_ranks_must_agree_on_the_settings(cpu_ranks, name, values, shown):
+    one, other = cpu_ranks.run(2, differing, name, values)
+    assert one == other
+    assert shown in one if shown else not one
+
+
 def held_back(context: Context, variant: str) -> tuple[bytes, str]:
     run, usual = build(context, variant), build(context, variant)
     inputs, targets, _ = next(iter(run.loader))

@@ -307,6 +307,7 @@ class TestLeftEarly:
                     break
                 if how == "kept":
                     return batches
+        return None
 
     @pytest.mark.parametrize("mode", ["bookkeeping", "no_dp"])
     @pytest.mark.parametrize("how", ["break", "raise", "kept"])
