@@ -54,6 +54,9 @@ class PrivateLoss:
 
     __float__ = item
 
+    def __format__(self, specification: str) -> str:
+        return format(self.item(), specification) if specification else repr(self)
+
     def _with(self, losses: Tensor) -> "PrivateLoss":
         return PrivateLoss(self.model, self._session, losses, self.loss_reduction)
 
@@ -157,8 +160,9 @@ class PrivateCriterion:
         if losses.dim() != 1 or len(losses) != expected:
             raise ValueError(
                 f"the criterion gave losses of shape {tuple(losses.shape)} for {expected} samples: "
-                "with reduction 'none' it must return one a sample, not a loss already reduced "
-                "over the batch; for flattened targets pass shape=outputs.shape"
+                "it must return one a sample, not a loss already reduced over the batch; give "
+                "nn.CrossEntropyLoss() or partial(F.cross_entropy, reduction='none'), and for "
+                "flattened targets pass shape=outputs.shape, as it is before flattening"
             )
         if not self._is_checked and expected > 1:
             check_losses(losses, args[0] if args else kwargs.get("input"))
@@ -166,12 +170,7 @@ class PrivateCriterion:
         return PrivateLoss(self.model, session, losses, self.loss_reduction)
 
     def _per_sample(self, *args: Any, shape: tuple[int, ...] | None, **kwargs: Any) -> Tensor:
-        before = getattr(self.criterion, "reduction", self.loss_reduction)
-        self.criterion.reduction = "none"
-        try:
-            losses = self.criterion(*args, **kwargs)
-        finally:
-            self.criterion.reduction = before
+        losses = self._unreduced(*args, **kwargs)
         if shape is not None and losses.dim() == 1 and losses.shape[0] == shape[0] * shape[1]:
             losses = losses.view(shape[0], shape[1])
         if losses.dim() < 2:
@@ -179,6 +178,16 @@ class PrivateCriterion:
         counted = self._counted(losses, args, kwargs)
         total = losses.flatten(1).sum(1)
         return total if self.loss_reduction == "sum" else total / counted
+
+    def _unreduced(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What the criterion gives with reduction "none"; a function without one, as it is."""
+        if not hasattr(self.criterion, "reduction"):
+            return self.criterion(*args, **kwargs)
+        before, self.criterion.reduction = self.criterion.reduction, "none"
+        try:
+            return self.criterion(*args, **kwargs)
+        finally:
+            self.criterion.reduction = before
 
     def _counted(self, losses: Tensor, args: tuple, kwargs: dict) -> Tensor | int:
         """How many entries of each sample a mean is over: [B] or one number."""

@@ -1,6 +1,7 @@
 """Calls that would step around clipping or noise are refused, saying what to do."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -208,3 +209,15 @@ def test_an_empty_batch_with_the_batch_in_dimension_1(tokens):
     model = private(nn.Sequential(nn.Linear(4, 3)), batch_first=False)
     assert model(torch.randn(tokens, 4, 4)).shape == (tokens, 4, 3)
     assert model(torch.randn(tokens, 0, 4)).shape == (tokens, 0, 3)
+
+
+def test_a_function_without_a_reduction_is_called_as_it_is():
+    """Nothing is written on torch's own functions."""
+    model = private(nn.Linear(5, 3))
+    x, y = torch.randn(4, 5), torch.zeros(4).long()
+    single = partial(nn.functional.cross_entropy, reduction="none")
+    loss = PrivateCriterion(model, single, "mean")(model(x), y)
+    assert f"{loss:.3f}" == f"{loss.item():.3f}"
+    with pytest.raises(ValueError, match=r"partial\(F.cross_entropy, reduction='none'\)"):
+        PrivateCriterion(model, nn.functional.cross_entropy, "mean")(model(x), y)
+    assert not hasattr(nn.functional.cross_entropy, "reduction")
