@@ -216,7 +216,12 @@ class PrivacyEngine:
         )
 
     def get_epsilon(self, delta: float) -> float:
-        """ε spent so far at this δ; infinite if a step had no noise (mode `no_dp` has none)."""
+        """ε spent so far at this δ; infinite if a step had no noise (mode `no_dp` has none).
+
+        Raises ValueError unless 0 < δ < 1; it should be far below one over the number of samples.
+        """
+        if not 0 < delta < 1:
+            raise ValueError(f"delta is {delta}: give a number above 0, far below 1 / samples")
         if any(run.keys.fixed for run in self._runs):
             warnings.warn(
                 "noise and sampling come from a fixed seed: anyone who knows it can subtract the "
@@ -227,7 +232,7 @@ class PrivacyEngine:
             return math.inf
         if not self.accountant.history:
             return 0.0
-        return self.accountant.get_epsilon(delta)
+        return max(0.0, float(self.accountant.get_epsilon(delta)))
 
     def save_checkpoint(
         self,

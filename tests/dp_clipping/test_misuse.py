@@ -221,3 +221,9 @@ def test_a_function_without_a_reduction_is_called_as_it_is():
     with pytest.raises(ValueError, match=r"partial\(F.cross_entropy, reduction='none'\)"):
         PrivateCriterion(model, nn.functional.cross_entropy, "mean")(model(x), y)
     assert not hasattr(nn.functional.cross_entropy, "reduction")
+
+
+@pytest.mark.parametrize("delta", [0, 1, -1e-5, 2, math.nan])
+def test_delta_is_a_probability(run, delta):
+    with pytest.raises(ValueError, match="delta is"):
+        run.engine.get_epsilon(delta)
