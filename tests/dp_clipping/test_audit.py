@@ -41,8 +41,8 @@ class TestTheMechanism:
         assert audit(setting, RUNS, confidence=CERTAIN) <= setting.claimed_epsilon()
 
     def test_the_guess_is_a_good_one(self):
-        bound = audit(EVERY_SAMPLE, RUNS, confidence=CERTAIN)
-        assert bound > 0.4 * EVERY_SAMPLE.claimed_epsilon()
+        bound = audit(EVERY_SAMPLE, 4 * RUNS, confidence=CERTAIN)
+        assert bound > 0.3 * EVERY_SAMPLE.claimed_epsilon()  # 0.51 to 0.74 in 30 audits
 
     @pytest.mark.slow
     @pytest.mark.parametrize("clipping_function", ["abadi", "automatic"])
@@ -117,7 +117,7 @@ class TestBrokenMechanismsAreRejected:
         assert audit(setting, RUNS, confidence=CERTAIN) > setting.claimed_epsilon()
 
     def test_half_of_the_noise(self):
-        bound = audit(EVERY_SAMPLE, RUNS, noise_times(0.5), CERTAIN)
+        bound = audit(EVERY_SAMPLE, 4 * RUNS, noise_times(0.5), CERTAIN)
         assert bound > EVERY_SAMPLE.claimed_epsilon()
 
     def test_norms_of_different_samples_summed_over_eight_ranks(self, monkeypatch):
