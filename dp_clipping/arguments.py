@@ -1,7 +1,16 @@
-"""What σ and C may be, when they are given and whenever they are set anew."""
+"""What the arguments of `make_private` may be; σ and C also whenever they are set anew."""
 
 import math
 from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from dp_clipping.clip import CLIPPING_FUNCTIONS
+
+CLIPPINGS = ("flat", "per_layer")
 
 
 def check_noise_multiplier(noise_multiplier: float) -> None:
@@ -17,3 +26,48 @@ def check_max_grad_norm(max_grad_norm: float | Sequence[float], clipping: str) -
         raise ValueError(f"max_grad_norm is {max_grad_norm}: give a finite number above 0")
     if clipping == "flat" and isinstance(max_grad_norm, Sequence):
         raise ValueError("max_grad_norm is a list, which goes with clipping='per_layer'")
+
+
+def expected_batch_size_of(loader: DataLoader, world_size: int) -> float:
+    """The loader's batch size, times the ranks if each has its own part of the data."""
+    batch_size = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
+    if batch_size is None:
+        raise ValueError("the loader has no batch_size: give expected_batch_size=")
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    return float(batch_size * (world_size if isinstance(sampler, DistributedSampler) else 1))
+
+
+def check_arguments(
+    noise_multiplier: float,
+    max_grad_norm: float | Sequence[float],
+    clipping: str,
+    clipping_function: str,
+    gamma: float,
+) -> None:
+    check_noise_multiplier(noise_multiplier)
+    if clipping not in CLIPPINGS:
+        raise ValueError(f"clipping {clipping!r} is unknown: choose one of {', '.join(CLIPPINGS)}")
+    check_max_grad_norm(max_grad_norm, clipping)
+    if clipping_function not in CLIPPING_FUNCTIONS:
+        known = ", ".join(CLIPPING_FUNCTIONS)
+        raise ValueError(
+            f"clipping_function {clipping_function!r} is unknown: choose one of {known}"
+        )
+    if not 0 < gamma < math.inf:
+        raise ValueError(f"gamma is {gamma}: give a finite number above 0")
+
+
+def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
+    own = set(module.parameters())
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    if not held <= own:
+        raise ValueError(
+            "the optimizer holds parameters that are not the module's: build it from "
+            "module.parameters()"
+        )
+    missing = [n for n, p in module.named_parameters() if p.requires_grad and p not in held]
+    if missing:
+        raise ValueError(
+            f"trainable but not in the optimizer: {', '.join(missing[:5])}; freeze them with "
+            "requires_grad_(False) or give them to the optimizer"
+        )

@@ -6,7 +6,7 @@ Code written for Opacus 1.6 with `grad_sample_mode="ghost"` runs with the import
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,11 @@ from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 from dp_clipping import checkpoint
-from dp_clipping.arguments import check_max_grad_norm, check_noise_multiplier
+from dp_clipping.arguments import check_arguments, check_optimizer, expected_batch_size_of
 from dp_clipping.checkpoint_file import SCHEDULERS
-from dp_clipping.clip import CLIPPING_FUNCTIONS, GAMMA
+from dp_clipping.clip import GAMMA
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.keys import Keys, fixed_keys, fresh_keys
 from dp_clipping.model import PrivateModel
@@ -32,8 +31,6 @@ from dp_clipping.optimizer import PrivateOptimizer
 from dp_clipping.run import Run, agree_on_settings
 from dp_clipping.sampling import PoissonLoader
 from dp_clipping.validation import check_module
-
-CLIPPINGS = ("flat", "per_layer")
 
 
 class PrivacyEngine:
@@ -110,11 +107,11 @@ class PrivacyEngine:
                 other parameters, or a module that mixes samples, by name, with what to use instead.
         """
         criterion = nn.CrossEntropyLoss() if criterion is None else criterion
-        _check_arguments(noise_multiplier, max_grad_norm, clipping, clipping_function, gamma)
+        check_arguments(noise_multiplier, max_grad_norm, clipping, clipping_function, gamma)
         if not wrap_model:
             raise ValueError("wrap_model=False is not supported: use the returned model")
         policy = policy_of(grad_sample_mode, clipping_function, gamma)
-        _check_optimizer(optimizer, module)
+        check_optimizer(optimizer, module)
         if policy is not None:
             check_module(module)
         device = next(module.parameters()).device
@@ -128,7 +125,7 @@ class PrivacyEngine:
         )
         world_size = 1 if group is None else dist.get_world_size(group)
         if expected_batch_size is None:
-            expected_batch_size = _expected_batch_size(data_loader, world_size)
+            expected_batch_size = expected_batch_size_of(data_loader, world_size)
         model = PrivateModel(
             module,
             mode=grad_sample_mode,
@@ -427,48 +424,3 @@ def _given(noise_scheduler: Any, grad_clip_scheduler: Any) -> dict[str, Any]:
     """Entry in the checkpoint -> scheduler, of those that are there."""
     both = zip(SCHEDULERS, (noise_scheduler, grad_clip_scheduler), strict=True)
     return {entry: scheduler for entry, scheduler in both if scheduler is not None}
-
-
-def _expected_batch_size(loader: DataLoader, world_size: int) -> float:
-    """The loader's batch size, times the ranks if each has its own part of the data."""
-    batch_size = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
-    if batch_size is None:
-        raise ValueError("the loader has no batch_size: give expected_batch_size=")
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    return float(batch_size * (world_size if isinstance(sampler, DistributedSampler) else 1))
-
-
-def _check_arguments(
-    noise_multiplier: float,
-    max_grad_norm: float | Sequence[float],
-    clipping: str,
-    clipping_function: str,
-    gamma: float,
-) -> None:
-    check_noise_multiplier(noise_multiplier)
-    if clipping not in CLIPPINGS:
-        raise ValueError(f"clipping {clipping!r} is unknown: choose one of {', '.join(CLIPPINGS)}")
-    check_max_grad_norm(max_grad_norm, clipping)
-    if clipping_function not in CLIPPING_FUNCTIONS:
-        known = ", ".join(CLIPPING_FUNCTIONS)
-        raise ValueError(
-            f"clipping_function {clipping_function!r} is unknown: choose one of {known}"
-        )
-    if not 0 < gamma < math.inf:
-        raise ValueError(f"gamma is {gamma}: give a finite number above 0")
-
-
-def _check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
-    own = set(module.parameters())
-    held = {p for group in optimizer.param_groups for p in group["params"]}
-    if not held <= own:
-        raise ValueError(
-            "the optimizer holds parameters that are not the module's: build it from "
-            "module.parameters()"
-        )
-    missing = [n for n, p in module.named_parameters() if p.requires_grad and p not in held]
-    if missing:
-        raise ValueError(
-            f"trainable but not in the optimizer: {', '.join(missing[:5])}; freeze them with "
-            "requires_grad_(False) or give them to the optimizer"
-        )

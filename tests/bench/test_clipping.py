@@ -13,7 +13,7 @@ from bench.settings import Privacy, Subject, settings_from
 from bench.worker import GATE, TIMING, plan
 from dp_clipping import MODES
 from dp_clipping import clip as dp_clip
-from dp_clipping import engine as dp_engine
+from dp_clipping import arguments as dp_arguments
 from measure import Results
 from tests.bench.command import PLUGINS, benchmark
 from tests.bench.test_profile import ranges
@@ -36,7 +36,7 @@ def config_of(cell, settings):
 
 def test_the_names_are_those_of_the_library():
     assert ("no_dp", *CLIPPING_MODES) == MODES
-    assert dp_engine.CLIPPINGS == CLIPPING_STYLES
+    assert dp_arguments.CLIPPINGS == CLIPPING_STYLES
     assert dp_clip.CLIPPING_FUNCTIONS == CLIPPING_FUNCTIONS
 
 
