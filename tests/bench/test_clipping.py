@@ -12,8 +12,8 @@ from bench.report import report
 from bench.settings import Privacy, Subject, settings_from
 from bench.worker import GATE, TIMING, plan
 from dp_clipping import MODES
-from dp_clipping import clip as dp_clip
 from dp_clipping import arguments as dp_arguments
+from dp_clipping import clip as dp_clip
 from measure import Results
 from tests.bench.command import PLUGINS, benchmark
 from tests.bench.test_profile import ranges
