@@ -11,19 +11,16 @@ autocast meet plain autograd functions.
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
 from dp_clipping.layers import embedding, linear, norm, vectorized
 from dp_clipping.layers.arithmetic import wide
-from dp_clipping.layers.handle import Handle, expand_shared
-from dp_clipping.layout import FEW, MORE, Layout, find_layout
+from dp_clipping.layers.handle import Handle
 from dp_clipping.session import Session
 
 FORWARDS = {
@@ -78,12 +75,10 @@ class Capture:
         self.groups, self.group_names = self._make_groups(clipping)
         device = self.parameters[0].device
         self.anchor = torch.zeros((), device=device, requires_grad=True)
-        self._uses: dict[Parameter, int] = {}
         self._copied = {
             p for h in self.handles if h.kind == "vectorized" for p in h.parameters().values()
         }
         self._zeros: dict[torch.dtype, Tensor] = {}
-        self._routing: set[str] = set()
 
     # ---- which layers ---------------------------------------------------------------------------
 
@@ -107,13 +102,6 @@ class Capture:
             module.forward = types.MethodType(FORWARDS[kind], module)
             handles.append(handle)
         return handles
-
-    def forget(self) -> None:
-        """Forget where the samples are and how often parameters are used."""
-        self._uses.clear()
-        for handle in self.handles:
-            handle.layouts.clear()
-            handle.output_layouts.clear()
 
     def remove(self) -> None:
         """Give the modules their own forwards back, and 16-bit parameters 16-bit gradients."""
@@ -187,94 +175,6 @@ class Capture:
             self._zeros[dtype] = torch.zeros((), dtype=dtype, device=parameter.device)
         return self._zeros[dtype]
 
-    # ---- where the samples are ------------------------------------------------------------------
-
-    def establish(self, few: tuple[tuple, dict], more: tuple[tuple, dict]) -> None:
-        """Find every layer's layouts from the arguments of two batches; see `layout`.
-
-        A layer whose input is shared by all samples gets it expanded to the batch, which changes
-        the shapes that later layers see: the search is repeated until nothing new is found.
-
-        Raises:
-            ValueError: naming the layer whose input or output has no layout.
-        """
-        known = -1
-        while known != (known := self._count_layouts()):
-            first, second = self._observe(*few, FEW), self._observe(*more, MORE)
-            uses: dict[Parameter, int] = {}
-            for handle in self.handles:
-                calls = list(zip(first[handle.name], second[handle.name], strict=True))
-                for call_few, call_more in calls:
-                    self._learn(handle, call_few, call_more)
-                for parameter in handle.parameters().values():
-                    uses[parameter] = uses.get(parameter, 0) + len(calls)
-        for parameter, count in uses.items():
-            self._uses[parameter] = max(count, self._uses.get(parameter, 0))
-        for handle in self.handles:
-            handle.always_dense = any(self._uses[p] > 1 for p in handle.parameters().values())
-
-    def _count_layouts(self) -> int:
-        return sum(len(handle.layouts) for handle in self.handles)
-
-    def _learn(self, handle: Handle, few: "Call", more: "Call") -> None:
-        name = handle.name or type(self.network).__name__
-        dims = tuple(x.dim() for x in few.inputs)
-        sides = [("input", handle.layouts, few.inputs, more.inputs)]
-        if handle.kind == "vectorized":
-            sides.append(("output", handle.output_layouts, few.outputs, more.outputs))
-        for side, known, some, others in sides:
-            layouts = tuple(
-                find_layout(a, b, f"{side} {n} of {name}")
-                for n, (a, b) in enumerate(zip(some, others, strict=True))
-            )
-            self._refuse_routed(name, layouts)
-            if known.setdefault(dims, layouts) != layouts:
-                raise ValueError(
-                    f"{name} is called with its samples in different places "
-                    f"({known[dims]}, {layouts}): use two modules, or one layout"
-                )
-
-    def _refuse_routed(self, name: str, layouts: tuple[Layout, ...]) -> None:
-        """Rows picked or sorted by their values may look like whole samples by chance, once."""
-        if self._routing and any(x.kind in ("sample_major", "time_major") for x in layouts):
-            raise ValueError(
-                f"{name} gets its samples flattened, in a network that picks or sorts rows by "
-                f"their values ({', '.join(sorted(self._routing))}): how many rows each sample has "
-                "there differs from batch to batch; give the layer [batch, tokens, features] and "
-                "mask its output"
-            )
-
-    @torch.no_grad()
-    def _observe(self, args: tuple, kwargs: dict, batch_size: int) -> dict[str, list["Call"]]:
-        """handle -> its calls in one plain forward of `batch_size` samples."""
-        calls: dict[str, list[Call]] = {handle.name: [] for handle in self.handles}
-        routing = Routing()
-
-        def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
-            handle: Handle = module._private
-            inputs = tensors_in((args, kwargs))
-            calls[handle.name].append(Call([_if_flattened(x, batch_size) for x in inputs], []))
-            layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
-            if handle.kind != "vectorized" and layouts and layouts[0].kind == "shared":
-                return (expand_shared(inputs[0], batch_size),), {}
-            return None
-
-        def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-            handle: Handle = module._private
-            call = calls[handle.name][-1]
-            call.outputs[:] = [_if_flattened(y, batch_size) for y in tensors_in(output)]
-            layouts = handle.output_layouts.get(tuple(x.dim() for x in call.inputs), ())
-            if handle.kind == "vectorized" and any(x.kind == "shared" for x in layouts):
-                return tree_map(
-                    lambda y: expand_shared(y, batch_size) if isinstance(y, Tensor) else y, output
-                )
-            return None
-
-        with self.looked_at(before, after), without_dropout(self.network), routing:
-            self.network(*args, **kwargs)
-        self._routing = routing.operators
-        return calls
-
     @contextmanager
     def looked_at(self, before: Callable, after: Callable | None = None) -> Iterator[None]:
         """Inside, forwards are plain ones, and hooks run around each captured module.
@@ -293,39 +193,6 @@ class Capture:
                         hook = module.register_forward_hook(after, with_kwargs=True)
                         stack.callback(hook.remove)
             yield
-
-
-class Routing(TorchDispatchMode):
-    """Notes operators whose output's shape or order depends on values, as a mixture's routing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: set[str] = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        aten = torch.ops.aten
-        if function is aten.index.Tensor:
-            found = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-        else:
-            by_shape = torch.Tag.dynamic_output_shape in function.tags
-            found = by_shape or function.overloadpacket is aten.sort
-        if found:
-            self.operators.add(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-@dataclass(frozen=True)
-class Call:
-    """What one call of a layer was given and gave: shapes (on the meta device) where they tell."""
-
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-
-
-def _if_flattened(x: Tensor, batch_size: int) -> Tensor:
-    """Values are needed, and kept, only of what may hold flattened samples."""
-    flattened = x.dim() > 0 and x.shape[0] != batch_size and x.shape[0] % batch_size == 0
-    return x if flattened else torch.empty_like(x, device="meta")
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -360,17 +227,3 @@ def _fork_randomness(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield
-
-
-@contextmanager
-def without_dropout(network: nn.Module) -> Iterator[None]:
-    """Dropout would make the same sample look different in the two runs."""
-    dropouts = [m for m in network.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
-    before = [m.training for m in dropouts]
-    for module in dropouts:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, training in zip(dropouts, before, strict=True):
-            module.training = training

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture import Capture, tensors_in, without_dropout
+from dp_clipping.capture import Capture, tensors_in
 from dp_clipping.layout import FEW, MORE, Layout
+from dp_clipping.search import without_dropout
 
 # Relative; kernels for another batch size round differently.
 TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 1e-2}
@@ -26,7 +27,7 @@ Seen = dict[str, list[Tensor | None]]
 
 @torch.no_grad()
 def check_network(capture: Capture, few: tuple[tuple, dict], more: tuple[tuple, dict]) -> None:
-    """In evaluation mode, where nothing is random, with batches as for `Capture.establish`.
+    """In evaluation mode, where nothing is random, with batches as for `Search.establish`.
 
     Then as the network is, in training, without dropout. Where it is random still (functional
     dropout) a difference there proves nothing.

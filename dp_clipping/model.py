@@ -17,6 +17,7 @@ from dp_clipping.independence import check_network
 from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.layout import FEW, MORE
+from dp_clipping.search import Search
 from dp_clipping.session import Policy, Session
 from dp_clipping.validation import check_still_fixed, normalizations
 
@@ -69,6 +70,7 @@ class PrivateModel(nn.Module):
         self._capture: Capture | None = None
         if policy is not None:
             self._capture = Capture(self.network, clipping)
+            self._search = Search(self._capture)
             self._normalizations = normalizations(self.network)
             self.limits()
             if self._is_wrapped:
@@ -158,7 +160,7 @@ class PrivateModel(nn.Module):
     def forget_layouts(self) -> None:
         """Look for the batch dimension again, as when the way layers are called changes."""
         self._established = False
-        self.capture.forget()
+        self._search.forget()
 
     def to_standard_module(self) -> nn.Module:
         """The network with its own forwards, as before `make_private`."""
@@ -398,9 +400,9 @@ class PrivateModel(nn.Module):
             )
 
         if self._is_provisional or batch_size < FEW:
-            self.capture.forget()
+            self._search.forget()
         with _same_buffers(self.network):
-            self.capture.establish(rows(FEW), rows(MORE))
+            self._search.establish(rows(FEW), rows(MORE))
             if batch_size >= FEW:
                 check_network(self.capture, rows(FEW), rows(MORE))
         self._established, self._is_provisional = True, batch_size < FEW
