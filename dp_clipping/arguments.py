@@ -9,8 +9,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from dp_clipping.clip import CLIPPING_FUNCTIONS
+from dp_clipping.plan import NORM_ALGORITHMS
 
 CLIPPINGS = ("flat", "per_layer")
+TILE_SIZES = (16, 32, 64, 128, 256)
 
 
 def check_noise_multiplier(noise_multiplier: float) -> None:
@@ -55,6 +57,19 @@ def check_arguments(
         )
     if not 0 < gamma < math.inf:
         raise ValueError(f"gamma is {gamma}: give a finite number above 0")
+
+
+def check_kernel_options(
+    norm_algorithm: str, memory_budget: int | None, tile_size: int | None
+) -> None:
+    if norm_algorithm not in NORM_ALGORITHMS:
+        known = ", ".join(NORM_ALGORITHMS)
+        raise ValueError(f"norm_algorithm {norm_algorithm!r} is unknown: choose one of {known}")
+    if memory_budget is not None and memory_budget < 0:
+        raise ValueError(f"memory_budget is {memory_budget}: give bytes, 0 or more, or None")
+    if tile_size is not None and tile_size not in TILE_SIZES:
+        known = ", ".join(map(str, TILE_SIZES))
+        raise ValueError(f"tile_size is {tile_size}: choose one of {known}, or None")
 
 
 def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten
 from dp_clipping.layers import embedding, linear, norm, vectorized
 from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import Handle
+from dp_clipping.plan import Plan
 from dp_clipping.session import Session
 
 FORWARDS = {
@@ -64,7 +65,10 @@ class Capture:
         parameters: trainable ones in order of registration, tied ones once.
         names: parameter -> its full name.
         groups: parameter -> clipping group; `group_names` has one line a group.
-        anchor: the leaf that makes autograd visit every captured layer.
+        members: the parameters of each clipping group.
+        anchors: parameter -> the leaf that makes autograd visit what uses it; `anchor` is any.
+        plans: what linear layers were used for -> the plan for that (see `dp_clipping.plan`);
+            `plan` is the last one that a step ran by.
     """
 
     def __init__(self, network: nn.Module, clipping: str = "flat"):
@@ -73,8 +77,15 @@ class Capture:
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         self.names = {p: n for n, p in reversed(list(network.named_parameters()))}
         self.groups, self.group_names = self._make_groups(clipping)
-        device = self.parameters[0].device
-        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self.members = [[] for _ in self.group_names]
+        for parameter, group in self.groups.items():
+            self.members[group].append(parameter)
+        self.anchors = {
+            p: torch.zeros((), device=p.device, requires_grad=True) for p in self.parameters
+        }
+        self.anchor = next(iter(self.anchors.values()))
+        self.plans: dict[tuple, Plan] = {}
+        self.plan: Plan | None = None
         self._copied = {
             p for h in self.handles if h.kind == "vectorized" for p in h.parameters().values()
         }

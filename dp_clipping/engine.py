@@ -20,7 +20,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dp_clipping import checkpoint
-from dp_clipping.arguments import check_arguments, check_optimizer, expected_batch_size_of
+from dp_clipping.arguments import (
+    check_arguments,
+    check_kernel_options,
+    check_optimizer,
+    expected_batch_size_of,
+)
 from dp_clipping.checkpoint_file import SCHEDULERS
 from dp_clipping.clip import GAMMA
 from dp_clipping.criterion import PrivateCriterion
@@ -79,6 +84,9 @@ class PrivacyEngine:
         clipping_function: str = "abadi",
         gamma: float = GAMMA,
         expected_batch_size: float | None = None,
+        norm_algorithm: str = "auto",
+        memory_budget: int | None = None,
+        tile_size: int | None = None,
     ) -> tuple[PrivateModel, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """Model, optimizer, criterion and loader for private training.
 
@@ -101,6 +109,13 @@ class PrivacyEngine:
             clipping_function: `"abadi"` or `"automatic"`; `gamma` is the latter's γ.
             expected_batch_size: of all ranks together; default the loader's batch size, times the
                 ranks if it has a `DistributedSampler`. A public constant.
+            norm_algorithm: of linear layers in the `flash` modes: `"auto"` (planned by cost),
+                `"input_length"` (accumulated over tokens) or `"width"` (Gram matrices of tokens).
+            memory_budget: bytes that the `flash` modes' linear layers may keep from backward to
+                their sums; what does not fit is formed in a second backward. Default: what an
+                ordinary step would hold there, or nothing for `flash`.
+            tile_size: rows and columns of the kernels' tiles, a power of two from 16 to 256;
+                default: chosen by the kernels.
 
         Raises:
             ValueError: for an argument out of range or other than on another rank, an optimizer of
@@ -110,7 +125,12 @@ class PrivacyEngine:
         check_arguments(noise_multiplier, max_grad_norm, clipping, clipping_function, gamma)
         if not wrap_model:
             raise ValueError("wrap_model=False is not supported: use the returned model")
-        policy = policy_of(grad_sample_mode, clipping_function, gamma)
+        check_kernel_options(norm_algorithm, memory_budget, tile_size)
+        policy = policy_of(
+            grad_sample_mode, clipping_function=clipping_function, gamma=gamma,
+            per_layer=clipping == "per_layer", norm_algorithm=norm_algorithm,
+            memory_budget=memory_budget, tile_size=tile_size,
+        )  # fmt: skip
         check_optimizer(optimizer, module)
         if policy is not None:
             check_module(module)

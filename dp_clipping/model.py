@@ -13,10 +13,13 @@ from dp_clipping.arguments import check_max_grad_norm
 from dp_clipping.budget import Budget
 from dp_clipping.capture import Capture
 from dp_clipping.clip import thresholds
+from dp_clipping.fused import FusedSession
 from dp_clipping.independence import check_network
+from dp_clipping.kernels import available
 from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.layout import FEW, MORE
+from dp_clipping.modes import say_plain
 from dp_clipping.search import Search
 from dp_clipping.session import Policy, Session
 from dp_clipping.validation import check_still_fixed, normalizations
@@ -115,7 +118,7 @@ class PrivateModel(nn.Module):
         Not covered by ε either.
         """
         self.refuse_in_release("nonfinite_samples")
-        return self._nonfinite_samples
+        return int(self._nonfinite_samples)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.policy is None:
@@ -129,7 +132,7 @@ class PrivateModel(nn.Module):
             args, kwargs = self._map_batch((args, kwargs), 0, _one_row)
         if not self._established or (batch_size >= FEW and self._is_provisional):
             self._establish(args, kwargs)
-        session = Session(self.capture, max(batch_size, 1), self.policy)
+        session = self._session_class()(self.capture, max(batch_size, 1), self.policy)
         session.is_empty = batch_size == 0
         with self.capture.attached(session), self._sync_context():
             try:
@@ -351,6 +354,15 @@ class PrivateModel(nn.Module):
             parameter.grad.add_(total)
         if self._is_wrapped:
             self.module.gradient_ready(parameter)
+
+    def _session_class(self) -> type[Session]:
+        """On fused kernels, if the mode asks for them and all parameters are where they run."""
+        if not self.policy.fused:
+            return Session
+        serve = all(available(p.device, p.dtype) for p in self.capture.parameters)
+        if not serve:
+            say_plain(self.mode)
+        return FusedSession if serve else Session
 
     def _sync_context(self) -> AbstractContextManager:
         return self.no_sync() if self.accumulating else nullcontext()

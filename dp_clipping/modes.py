@@ -5,12 +5,13 @@
 | `no_dp` | one | none: the baseline |
 | `per_sample` | one | of every per-sample gradient, all materialised: the plain reference |
 | `ghost` | two | Gram matrices in 16 bit, else one sample's gradient at a time; plain PyTorch |
-| `flash` | two | as `ghost`, for now |
+| `flash` | two | fused kernels (`dp_clipping.fused`); without a GPU as `ghost` |
 | `bookkeeping` | one, then a weighted sum of what was kept | plain PyTorch |
-| `flash_bookkeeping` | one, then a weighted sum | as `bookkeeping`, for now |
+| `flash_bookkeeping` | one, then a weighted sum | fused; without a GPU as `bookkeeping` |
 """
 
 import logging
+from typing import Any
 
 from dp_clipping.session import Policy
 
@@ -22,8 +23,8 @@ logger = logging.getLogger("dp_clipping")
 _said: set[str] = set()
 
 
-def policy_of(mode: str, clipping_function: str, gamma: float) -> Policy | None:
-    """What the mode does; None for `no_dp`.
+def policy_of(mode: str, **options: Any) -> Policy | None:
+    """What the mode does; None for `no_dp`. Options are `Policy`'s others.
 
     Raises:
         ValueError: for an unknown mode, with the known ones.
@@ -31,19 +32,23 @@ def policy_of(mode: str, clipping_function: str, gamma: float) -> Policy | None:
     mode = "no_dp" if mode == "none" else mode
     if mode not in MODES:
         raise ValueError(f"grad_sample_mode {mode!r} is unknown: choose one of {', '.join(MODES)}")
-    if mode in PLAIN_TWIN and mode not in _said:
-        _said.add(mode)
-        logger.warning(
-            "%s runs as %s, in plain PyTorch: its fused kernels are not built yet",
-            mode,
-            PLAIN_TWIN[mode],
-        )
-    mode = PLAIN_TWIN.get(mode, mode)
     if mode == "no_dp":
         return None
     return Policy(
-        two_passes=mode == "ghost",
+        two_passes=mode in ("ghost", "flash"),
         dense_always=mode == "per_sample",
-        clipping_function=clipping_function,
-        gamma=gamma,
+        fused=mode in PLAIN_TWIN,
+        **options,
     )
+
+
+def say_plain(mode: str) -> None:
+    """Once: the mode runs without its kernels."""
+    if mode not in _said:
+        _said.add(mode)
+        logger.warning(
+            "%s runs as %s, in plain PyTorch: its fused kernels need a CUDA device, Triton, and "
+            "parameters in float32, bfloat16 or float16",
+            mode,
+            PLAIN_TWIN[mode],
+        )

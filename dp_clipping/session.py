@@ -35,16 +35,29 @@ class Policy:
         two_passes: norms in one backward, sums in a second one.
         dense_always: materialise every per-sample gradient.
         clipping_function, gamma: see `dp_clipping.clip`.
+        fused: on fused kernels where they run (`dp_clipping.fused`), which the rest is for.
+        per_layer: every module is a clipping group of its own.
+        norm_algorithm: `auto`, or the one of `dp_clipping.plan` that all linear layers take.
+        memory_budget: bytes that linear layers may keep from backward to their sums; None: what an
+            ordinary step would hold there.
+        tile_size: rows and columns of the kernels' tiles; None: chosen by the kernels.
     """
 
     two_passes: bool = False
     dense_always: bool = False
     clipping_function: str = "abadi"
     gamma: float = 0.01
+    fused: bool = False
+    per_layer: bool = False
+    norm_algorithm: str = "auto"
+    memory_budget: int | None = None
+    tile_size: int | None = None
 
 
 class Session:
     """Raises RuntimeError where a norm would miss something."""
+
+    fused = False
 
     def __init__(self, capture: Any, batch_size: int, policy: Policy):
         self.capture, self.batch_size, self.policy = capture, batch_size, policy
@@ -60,6 +73,8 @@ class Session:
         self._kept: dict[Parameter, Any] = {}
         self._seen: set[Parameter] = set()
         self._grams = Grams()
+        self._recomputed: list[Parameter] = []
+        self._receive: Callable[[Parameter, Tensor | None], None] | None = None
 
     # ---- what layers ask in forward -------------------------------------------------------------
 
@@ -67,8 +82,15 @@ class Session:
         """The slot of a parameter: one, however many layers use it."""
         if parameter not in self._taps:
             value = self.capture.slot_value(parameter)
-            self._taps[parameter] = Tap.apply(self.anchor, value, self, parameter)
+            self._taps[parameter] = Tap.apply(self.anchor_of(parameter), value, self, parameter)
         return self._taps[parameter]
+
+    def anchor_of(self, parameter: Parameter) -> Tensor:
+        """The leaf whose gradient, a nothing, makes backward visit what uses the parameter."""
+        return self.capture.anchors[parameter]
+
+    def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
+        """A linear layer is about to be run on x [.., p]."""
 
     @property
     def dense_always(self) -> bool:
@@ -135,12 +157,14 @@ class Session:
         """
         try:
             self._running = True
+            self._limits, self._receive = limits, receive
+            self._prepare()
             with self.capture.attached(self):
                 with record_function("norm_pass"):
-                    self._run_backward(losses, retain_graph=self.policy.two_passes)
+                    anchors = list(self.capture.anchors.values())
+                    self._run_backward(losses, anchors, retain_graph=self._needs_second_pass())
                 with record_function("clip_coefficients"):
                     norms = self._clip(limits)
-                self._receive = receive
                 with record_function("weighted_sum"):
                     self._sum(losses)
             for parameter in self.capture.parameters:
@@ -149,15 +173,22 @@ class Session:
             return norms
         finally:
             self._running = False
-            self._receive = None
             self._forget()
 
-    def _run_backward(self, losses: Tensor, retain_graph: bool) -> None:
+    def _prepare(self) -> None:
+        """Before the first backward."""
+
+    def _needs_second_pass(self) -> bool:
+        return self.policy.two_passes
+
+    def _run_backward(self, losses: Tensor, anchors: list[Tensor], retain_graph: bool) -> None:
+        """Backward as far as the anchors' uses; parameters must not be reached by another way."""
         parameters = list(self.capture.parameters)
         found = torch.autograd.grad(
-            losses.sum(), [self.anchor, *parameters], retain_graph=retain_graph, allow_unused=True
+            losses.sum(), [*anchors, *parameters], retain_graph=retain_graph, allow_unused=True
         )
-        outside = [p for p, g in zip(parameters, found[1:], strict=True) if g is not None]
+        found = found[len(anchors) :]
+        outside = [p for p, g in zip(parameters, found, strict=True) if g is not None]
         if outside:
             names = ", ".join(self.capture.names[p] for p in outside)
             raise RuntimeError(
@@ -188,13 +219,15 @@ class Session:
 
     def _table(self, groups: int, samples: Tensor | None = None) -> Norms:
         """All norms of the step, or of some samples."""
-        dtype = next((norm.squared.dtype for norm in self._norms.values()), torch.float32)
-        zero = torch.zeros(self.batch_size, dtype=dtype, device=self.anchor.device)
         pick = (lambda x: x) if samples is None else (lambda x: None if x is None else x[samples])
-        table = Norms(self.capture.groups, groups, pick(zero))
+        table = Norms(self.capture.groups, groups, pick(self._zero()))
         for parameter, norm in self._norms.items():
             table.add(parameter, replace(norm, squared=pick(norm.squared), scale=pick(norm.scale)))
         return table
+
+    def _zero(self) -> Tensor:
+        dtype = next((norm.squared.dtype for norm in self._norms.values()), torch.float32)
+        return torch.zeros(self.batch_size, dtype=dtype, device=self.anchor.device)
 
     def _only_good(self, remains: Any) -> Any:
         """Without the samples whose norm is not finite."""
@@ -204,12 +237,15 @@ class Session:
 
     def _sum(self, losses: Tensor) -> None:
         self._summing = True
-        if self.policy.two_passes:
+        if self._needs_second_pass():
             self._seen.clear()
-            self._run_backward(losses, retain_graph=False)
+            self._run_backward(losses, self._second_anchors(), retain_graph=False)
         while self._kept:
             parameter = next(iter(self._kept))
             self._hand_on(parameter, self._kept.pop(parameter))
+
+    def _second_anchors(self) -> list[Tensor]:
+        return list(self.capture.anchors.values())
 
     @torch.no_grad()
     def _hand_on(self, parameter: Parameter, remains: Any) -> None:

@@ -36,7 +36,8 @@ from measure import (
 
 ROWS = {"16x512": (16, 512), "8x1024": (8, 1024), "4x2048": (4, 2048), "4x4096": (4, 4096),
         "2x8192": (2, 8192)}  # fmt: skip
-VARIANTS = ("ordinary", "bookkeeping", "ghost", "per_sample", "opacus_ghost")
+VARIANTS = ("ordinary", "flash_bookkeeping", "flash", "bookkeeping", "opacus_ghost")
+PER_LAYER = "_per_layer"  # behind a mode's name: clipping="per_layer"
 LABELS = 3
 WARM_UP = 2  # steps of a round that are not timed
 Batch = tuple[Tensor, Tensor]
@@ -85,8 +86,9 @@ class Run:
         self.model, self.optimizer, self.criterion, _ = Engine(accountant="rdp").make_private(
             module=self.network, optimizer=optimizer, criterion=self.criterion,
             data_loader=DataLoader(data, batch_size=batch_size), noise_multiplier=1.0,
-            max_grad_norm=1.0, grad_sample_mode=variant.removeprefix("opacus_"),
-            poisson_sampling=False,
+            max_grad_norm=1.0, poisson_sampling=False,
+            clipping="per_layer" if variant.endswith(PER_LAYER) else "flat",
+            grad_sample_mode=variant.removeprefix("opacus_").removesuffix(PER_LAYER),
         )  # fmt: skip
 
     def backward(self, batch: Batch) -> None:
@@ -223,7 +225,7 @@ def main() -> int:
         help="batch x tokens (default: all)",
     )  # fmt: skip
     parser.add_argument(
-        "--variants", nargs="+", choices=["ordinary", *MODES, "opacus_ghost"],
+        "--variants", nargs="+", choices=["ordinary", *MODES, *(m + PER_LAYER for m in MODES[1:]), "opacus_ghost"],
         default=list(VARIANTS), help=f"default: {' '.join(VARIANTS)}",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, help="times each is built (default: 3)")

@@ -23,7 +23,8 @@ def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
     if handle.keeps_dense():
         place = (layout.kind, layout.dim, session.batch_size)
         return Dense.apply(ids, weight, handle.slot("weight"), self.padding_idx, *place)
-    return Factors.apply(ids, weight, session.anchor, handle, self.padding_idx, layout)
+    anchor = session.anchor_of(handle.parameter("weight"))
+    return Factors.apply(ids, weight, anchor, handle, self.padding_idx, layout)
 
 
 def batch_tokens(ids: Tensor, gy: Tensor, layout: Layout, batch_size: int) -> tuple[Tensor, Tensor]:
@@ -112,7 +113,8 @@ class EmbeddingFactors:
     def weighted_sum(self, weights: Weights) -> Tensor:
         """Σ_i c_i G_i [V, d] in `wide(dtype)`."""
         sums, which = self._distinct()
-        scaled = sums * weights.values.repeat_interleave(self.ids.shape[1])[:, None]
+        c = weights.values.repeat_interleave(self.ids.shape[1])[:, None]
+        scaled = torch.where(c > 0, sums * c, 0)  # what is left out may not be finite
         return sums.new_zeros(self.vocabulary, sums.shape[1]).index_add_(0, which, scaled)
 
     def dense(self) -> Tensor:

@@ -76,7 +76,8 @@ class Handle:
         shared = self.always_dense or self.session.dense_always
         if shared or torch.compiler.is_compiling():
             return self.slot(name), None
-        return self.session.anchor, partial(self.session.dense, self._parameters[name])
+        parameter = self._parameters[name]
+        return self.session.anchor_of(parameter), partial(self.session.dense, parameter)
 
     def layouts_of(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
         key = tuple(x.dim() for x in inputs)

@@ -55,7 +55,10 @@ def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
         weight_slot, weight_sink = handle.receiver("weight")
         place = (layout.kind, layout.dim, session.batch_size)
         return Dense.apply(*arguments, weight_slot, weight_sink, *place, transposed)
-    return Factors.apply(*arguments, session.anchor, handle, layout, transposed)
+    parameter = handle.parameter("weight")
+    session.will_use(parameter, x, weight.shape[0])
+    anchor = session.anchor_of(parameter)
+    return Factors.apply(*arguments, anchor, handle, layout, transposed)
 
 
 def _detached(bias: Tensor | None) -> Tensor | None:
@@ -177,6 +180,15 @@ class LinearFactors:
         self._gram_a: Tensor | None = None
 
     @property
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """left and right [B, T, ..], with G_i = left_iᵀ right_i in the parameter's shape."""
+        return (self.a, self.y) if self.transposed else (self.y, self.a)
+
+    @property
+    def bytes(self) -> int:
+        return self.a.nbytes + self.y.nbytes
+
+    @property
     def is_16_bit(self) -> bool:
         return self.y.element_size() == 2
 
@@ -218,7 +230,7 @@ class LinearFactors:
         16-bit factors on a GPU are multiplied sample by sample, each product scaled where it is
         accumulated, in float32; scaled ones (see `rescale`) by one product.
         """
-        left, right = (self.a, self.y) if self.transposed else (self.y, self.a)
+        left, right = self.operands
         dtype = wide(left.dtype)
         if self.is_scaled:
             return wide_mm(left.flatten(0, 1).t(), right.flatten(0, 1))
@@ -242,7 +254,7 @@ class LinearFactors:
 
     def dense(self) -> Tensor:
         """G itself: the plain twin."""
-        left, right = (self.a, self.y) if self.transposed else (self.y, self.a)
+        left, right = self.operands
         return wide_bmm(left.mT, right)
 
     def select(self, samples: Tensor | slice) -> "LinearFactors":

@@ -30,13 +30,20 @@ def private(
     max_grad_norm: float | list[float] = 1.0,
     clipping: str = "flat",
     clipping_function: str = "abadi",
+    policy: dict | None = None,
     **options,
 ) -> PrivateModel:
     """The network as `PrivacyEngine.make_private` wraps it."""
     return PrivateModel(
         network,
         mode=mode,
-        policy=policy_of(mode, clipping_function, GAMMA),
+        policy=policy_of(
+            mode,
+            clipping_function=clipping_function,
+            gamma=GAMMA,
+            per_layer=clipping == "per_layer",
+            **policy or {},
+        ),
         max_grad_norm=max_grad_norm,
         clipping=clipping,
         **options,

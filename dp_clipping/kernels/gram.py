@@ -1,0 +1,180 @@
+"""Norms of linear layers from token-by-token Gram matrices, which stay in registers.
+
+    ‖G_i‖² = Σ_{t,s} (a_it · a_is)(y_it · y_is)
+
+A program takes two blocks of one sample's tokens, forms the two Gram tiles and adds up their
+product; both matrices are symmetric, so blocks below the diagonal are left out and those above
+count twice. Layers that read the same input share its tile: with a common a, Σ_l ‖G_il‖² is the
+same expression with Σ_l y_l,it · y_l,is. One launch serves many layers, the programs of which find
+theirs in a table: a single layer's would leave a part of the device idle at its end.
+
+A matrix unit's sums are cut off, not rounded, so that long chains of products drift. After CHUNK
+features the accumulator is added to another one and starts again from zero.
+
+Traffic: y and a are read T / BLOCK times, mostly from the second-level cache; two numbers a program
+are written. Operations: B·T·(T + BLOCK)·(p + d), a little over half of the full matrices'.
+(Goodfellow 2015 for the expression at T = 1, Li et al. 2022, arXiv:2110.05679, for sequences.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from dp_clipping.kernels.tiles import Tile, is_described, readable, triton
+
+if triton is not None:
+    import triton.language as tl
+
+    from dp_clipping.kernels.tiles import _load_tile
+
+CHUNK = 512  # features that are summed in one chain
+TILES = {
+    2: (Tile(128, 128, 128, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 64, 128, 4, 3)),
+    4: (Tile(64, 64, 32, 4, 2), Tile(32, 32, 32, 4, 2)),
+}  # rows = columns: tokens of a block; depth: features  # fmt: skip
+OPERAND_WORDS = 4  # address, features, stride of samples, stride of tokens
+MOST_SHARED = 3  # layers that one row of the table serves
+
+Use = tuple[Tensor, Sequence[Tensor]]
+
+
+def gram_squares(uses: Sequence[Use], tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+    """Squared norms [L, B] and their scales S = Σ_t ‖a_t‖‖y_t‖ [L, B], float32.
+
+    Args:
+        uses: for each of L results an input a [B, T, p] and up to MOST_SHARED output gradients
+            [B, T, d_l], whose squared norms are added up; all of one dtype, B and T, any strides.
+    """
+    uses = [(readable(a), [readable(y) for y in ys]) for a, ys in uses]
+    a = uses[0][0]
+    batch_size, tokens = a.shape[:2]
+    tile = tile or TILES[a.element_size()][0]
+    pairs = _pairs(triton.cdiv(tokens, tile.rows), a.device)
+    if not (batch_size and tokens):
+        zero = a.new_zeros(len(uses), batch_size, dtype=torch.float32)
+        return zero, zero.clone()
+    shape = (2, len(uses), batch_size, len(pairs))
+    partial = torch.empty(shape, dtype=torch.float32, device=a.device)
+    operands = [x for a, ys in uses for x in (a, *ys)]
+    described = all(is_described(x) for x in operands)
+    if described:
+        triton.set_allocator(_allocate)
+    rows = _rows(uses).to(a.device, non_blocking=True)
+    _gram_kernel[(len(uses) * batch_size * len(pairs),)](
+        rows, pairs, partial, batch_size, tokens, len(pairs), partial[0].numel(),
+        DTYPE=_TRITON_DTYPES[a.dtype], DESCRIBED=described, EXACT=a.element_size() == 4,
+        OPERANDS=1 + MOST_SHARED, WORDS=OPERAND_WORDS,
+        BLOCK=tile.rows, BLOCK_X=tile.depth, CHUNK=CHUNK,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    squares, scale = partial.sum(3).unbind(0)
+    return squares, scale
+
+
+def gram_squares_plain(uses: Sequence[Use]) -> tuple[Tensor, Tensor]:
+    """The plain twin, in float64, rounded once."""
+    squares, scales = [], []
+    for a, ys in uses:
+        a, y = a.double(), torch.cat([y.double() for y in ys], dim=2)
+        gram_a, gram_y = torch.bmm(a, a.mT), torch.bmm(y, y.mT)
+        squares.append((gram_a * gram_y).sum((1, 2)))
+        scales.append((a.norm(dim=2) * y.norm(dim=2)).sum(1))
+    return torch.stack(squares).float(), torch.stack(scales).float()
+
+
+def _rows(uses: Sequence[Use]) -> Tensor:
+    """The table: a row a use, of 1 + MOST_SHARED operands; those without features are none."""
+    none = [0] * OPERAND_WORDS
+    rows = []
+    for a, ys in uses:
+        row = [[x.data_ptr(), x.shape[2], x.stride(0), x.stride(1)] for x in (a, *ys)]
+        rows.append(row + [none] * (MOST_SHARED - len(ys)))
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+@lru_cache(maxsize=64)
+def _pairs(blocks: int, device: torch.device) -> Tensor:
+    """Blocks (i, j) with i ≤ j of a symmetric matrix: [pairs, 2] int32."""
+    return torch.triu_indices(blocks, blocks, device=device).t().int().contiguous()
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Memory in which programs write their tensor descriptors."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+if triton is not None:
+    _TRITON_DTYPES = {
+        torch.float32: tl.float32,
+        torch.bfloat16: tl.bfloat16,
+        torch.float16: tl.float16,
+    }
+
+    @triton.jit
+    def _gram_kernel(
+        p_rows, p_pairs, p_partial, B, T, n_pairs, n_results,
+        DTYPE: tl.constexpr, DESCRIBED: tl.constexpr, EXACT: tl.constexpr, OPERANDS: tl.constexpr,
+        WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr, CHUNK: tl.constexpr,
+    ):  # fmt: skip
+        i_pair, i_rest = tl.program_id(0) % n_pairs, tl.program_id(0) // n_pairs
+        i_b, i_row = i_rest % B, i_rest // B
+        p_row = p_rows + i_row * OPERANDS * WORDS
+        o_i = tl.load(p_pairs + 2 * i_pair) * BLOCK
+        o_j = tl.load(p_pairs + 2 * i_pair + 1) * BLOCK
+        b_a = tl.zeros((BLOCK, BLOCK), tl.float32)
+        b_a = _add_gram(
+            b_a, p_row, i_b, o_i, o_j, T, DTYPE, DESCRIBED, EXACT, BLOCK, BLOCK_X, CHUNK
+        )
+        b_y = tl.zeros((BLOCK, BLOCK), tl.float32)
+        for i in range(1, OPERANDS):
+            b_y = _add_gram(
+                b_y, p_row + i * WORDS, i_b, o_i, o_j, T, DTYPE, DESCRIBED, EXACT, BLOCK, BLOCK_X,
+                CHUNK,
+            )  # fmt: skip
+        b_product = b_a * b_y
+        total = tl.sum(b_product)
+        p_own = p_partial + tl.program_id(0)
+        if o_i == o_j:
+            o_t = tl.arange(0, BLOCK)
+            b_diagonal = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_product, 0.0), axis=1)
+            tl.store(p_own + n_results, tl.sum(tl.sqrt(tl.maximum(b_diagonal, 0.0))))
+        else:
+            tl.store(p_own + n_results, 0.0)
+            total *= 2
+        tl.store(p_own, total)
+
+    @triton.jit
+    def _add_gram(
+        b_gram, p_operand, i_b, o_i, o_j, T, DTYPE: tl.constexpr, DESCRIBED: tl.constexpr,
+        EXACT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr, CHUNK: tl.constexpr,
+    ):  # fmt: skip
+        """b_gram [BLOCK, BLOCK] plus the Gram tile of tokens from o_i and from o_j on."""
+        p_x = tl.load(p_operand).to(tl.pointer_type(DTYPE))
+        X = tl.load(p_operand + 1).to(tl.int32)
+        s_b, s_t = tl.load(p_operand + 2), tl.load(p_operand + 3)
+        if DESCRIBED:
+            p_x = tl.multiple_of(p_x + i_b * s_b, 16)
+            x = tl.make_tensor_descriptor(
+                p_x, shape=[T, X], strides=[s_t, 1], block_shape=[BLOCK, BLOCK_X]
+            )
+        else:
+            x = p_x
+        b_part = tl.zeros((BLOCK, BLOCK), tl.float32)
+        for o_x in range(0, X, BLOCK_X):
+            if DESCRIBED:
+                b_i, b_j = x.load([o_i, o_x]), x.load([o_j, o_x])
+            else:
+                b_i = _load_tile(x, i_b, o_i, o_x, T, X, s_b, s_t, False, BLOCK, BLOCK_X)
+                b_j = _load_tile(x, i_b, o_j, o_x, T, X, s_b, s_t, False, BLOCK, BLOCK_X)
+            if EXACT:
+                b_part = tl.dot(b_i, b_j.T, b_part, input_precision="ieee")
+            else:
+                b_part = tl.dot(b_i, b_j.T, b_part)
+            if (o_x + BLOCK_X) % CHUNK == 0:
+                b_gram += b_part
+                b_part = tl.zeros((BLOCK, BLOCK), tl.float32)
+        return b_gram + b_part

@@ -1,0 +1,86 @@
+"""What the matrix kernels share: how a tile of a [B, T, x] operand is read, and in which order.
+
+Operands that the bulk copy engine takes (last stride 1, all others and the address multiples of 16
+bytes) are read through tensor descriptors, three-dimensional ones, so that a tile that reaches past
+a sample's last token is filled with zeros. Any other operand is read through pointers and masks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # no Triton on this platform: plain twins serve
+    triton = None
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ALIGNMENT = 16  # bytes, of addresses and strides that the bulk copy engine takes
+LARGEST_STRIDE = 1 << 40  # bytes
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one program works.
+
+    Attributes:
+        rows, columns: of the result that it accumulates.
+        depth: elements of the summed dimension that are loaded at a time.
+        warps, stages: of Triton's compiler; stages are tiles in flight.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def is_described(x: Tensor) -> bool:
+    """Whether the bulk copy engine takes x [B, T, n]."""
+    size = x.element_size()
+    return (
+        x.numel() > 0
+        and x.stride(2) == 1
+        and x.data_ptr() % ALIGNMENT == 0
+        and all(0 < s * size < LARGEST_STRIDE and s * size % ALIGNMENT == 0 for s in x.stride()[:2])
+    )
+
+
+def describe(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, *block])
+
+
+def readable(x: Tensor) -> Tensor:
+    """x [B, T, n] itself, or a copy of it where the kernels cannot read its strides."""
+    return x if x.stride(2) == 1 or x.numel() == 0 else x.contiguous()
+
+
+if triton is not None:
+
+    @triton.jit
+    def _load_tile(
+        x, i_b, o_t, o_x, T, X, s_b, s_t,
+        DESCRIBED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_X: tl.constexpr,
+    ):  # fmt: skip
+        """[BLOCK_T, BLOCK_X] of sample i_b from (o_t, o_x) on; zeros outside of [T, X]."""
+        if DESCRIBED:
+            return x.load([i_b, o_t, o_x]).reshape(BLOCK_T, BLOCK_X)
+        o_rows, o_columns = o_t + tl.arange(0, BLOCK_T), o_x + tl.arange(0, BLOCK_X)
+        p_x = x + tl.cast(i_b, tl.int64) * s_b
+        p_x += o_rows[:, None].to(tl.int64) * s_t + o_columns[None, :]
+        return tl.load(p_x, mask=(o_rows[:, None] < T) & (o_columns[None, :] < X), other=0)
+
+    @triton.jit
+    def _tile_of(i_tile, n_rows, n_columns, GROUP: tl.constexpr):
+        """Row and column of tile number i_tile: GROUP rows at a time, so that what neighbouring
+        programs read is still in the second-level cache."""
+        n_group = GROUP * n_columns
+        i_first = i_tile // n_group * GROUP
+        n_own = min(n_rows - i_first, GROUP)
+        return i_first + i_tile % n_group % n_own, i_tile % n_group // n_own

@@ -1,0 +1,237 @@
+"""The plan: for each linear layer how its norms are taken and what is kept for its clipped sum.
+
+| algorithm | norms | kept | clipped sum | operations | values kept |
+| --- | --- | --- | --- | --- | --- |
+| `gradient` | of G_i as it is written | G_i | one pass over G | u | B·d·p |
+| `width` | token-by-token Gram matrices | both factors | a product | g + u | B·T·(p+d) |
+| `input_length` | G_i accumulated over tokens | both factors | a product | u + u | B·T·(p+d) |
+
+with u = 2·B·T·p·d, factors the inputs and output gradients, and g = B·T·(T + block)·(p + d), half
+of what full Gram matrices take. What is not kept is formed again in a second backward pass
+(`recomputed`), which goes only as deep as it must: layers nearest the input are kept first.
+
+Times are operations and bytes over measured rates of the device; a product whose tiles do not fill
+it takes as long as one that does. The plan starts from each layer's fastest algorithm and, while
+what is kept exceeds the budget, changes the layer that loses the least time a byte saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import ceil
+
+import torch
+
+GRADIENT, WIDTH, INPUT_LENGTH = "gradient", "width", "input_length"
+ALGORITHMS = (GRADIENT, WIDTH, INPUT_LENGTH)
+NORM_ALGORITHMS = ("auto", INPUT_LENGTH, WIDTH)
+LONGEST_GRAM = 1024  # tokens: beyond, the allowance for rounding is felt (see layers/linear.py)
+SUM_BYTES = 4  # of a clipped sum's element
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one device.
+
+    Attributes:
+        product, gram, weighted: operations a second of the kernels gradient, gram and
+            weighted_product in 16 bit where they fill the device.
+        single: of products in float32, relative to those.
+        bandwidth: bytes a second that `weighted_sum` reads and writes.
+        processors: programs that run at a time.
+        tile: rows and columns of the products' tiles.
+        block: tokens of a Gram tile.
+    """
+
+    product: float = 650e12
+    gram: float = 500e12
+    weighted: float = 640e12
+    single: float = 0.05
+    bandwidth: float = 3.9e12
+    processors: int = 132
+    tile: tuple[int, int] = (128, 256)
+    block: int = 128
+
+
+@lru_cache(maxsize=8)
+def rates_of(device: torch.device) -> Rates:
+    """Of a device; the defaults' are those of an H200."""
+    if device.type != "cuda":
+        return Rates()
+    return replace(
+        Rates(), processors=torch.cuda.get_device_properties(device).multi_processor_count
+    )
+
+
+@dataclass(frozen=True)
+class Use:
+    """One call of a linear layer: y [B, T, d] from a [B, T, p]."""
+
+    name: str
+    batch_size: int
+    tokens: int
+    inputs: int
+    outputs: int
+    element_size: int
+    gradient_size: int  # bytes of an element of G
+
+    @property
+    def operations(self) -> float:
+        return 2.0 * self.batch_size * self.tokens * self.inputs * self.outputs
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.batch_size * self.inputs * self.outputs * self.gradient_size
+
+    @property
+    def factor_bytes(self) -> int:
+        features = self.inputs + self.outputs
+        return self.batch_size * self.tokens * features * self.element_size
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one layer does.
+
+    Attributes:
+        algorithm: of the norm.
+        seconds: predicted, of norm and sum together.
+        bytes: kept from backward to the sum.
+        recomputed: nothing is kept, the sum is formed in a second backward.
+    """
+
+    algorithm: str
+    seconds: float
+    bytes: int
+    recomputed: bool = False
+
+
+def predict(use: Use, algorithm: str, rates: Rates) -> Choice:
+    """Time and bytes of one algorithm for one layer."""
+    speed = rates.single if use.element_size == 4 else 1.0
+    tiles = ceil(use.outputs / rates.tile[0]) * ceil(use.inputs / rates.tile[1])
+    if algorithm == GRADIENT:
+        values = use.inputs * use.outputs
+        passed = use.batch_size * values * use.gradient_size + values * SUM_BYTES
+        product = _product(use, tiles * use.batch_size, rates) / (rates.product * speed)
+        return Choice(algorithm, product + passed / rates.bandwidth, use.gradient_bytes)
+    weighted = _product(use, tiles, rates) / (rates.weighted * speed)
+    if algorithm == WIDTH:
+        blocks = ceil(use.tokens / rates.block)
+        pairs = blocks * (blocks + 1) / 2
+        features = use.inputs + use.outputs
+        norm = use.batch_size * pairs * rates.block**2 * 2 * features / (rates.gram * speed)
+    else:
+        norm = _product(use, tiles * use.batch_size, rates) / (rates.product * speed)
+    return Choice(algorithm, norm + weighted, use.factor_bytes)
+
+
+def _product(use: Use, tiles: int, rates: Rates) -> float:
+    """Operations of a product with that many tiles, those of idle processors counted too."""
+    waves = ceil(tiles / rates.processors)
+    return use.operations * waves * rates.processors / max(tiles, 1)
+
+
+def allowed(use: Use, norm_algorithm: str) -> tuple[str, ...]:
+    """The algorithms that may serve a layer."""
+    if norm_algorithm != "auto":
+        return (norm_algorithm,)
+    if use.tokens == 1 or use.element_size == 4 or use.tokens > LONGEST_GRAM:
+        return (GRADIENT, INPUT_LENGTH)
+    return ALGORITHMS
+
+
+class Plan:
+    """Choices by layer, in the order of the forward.
+
+    Args:
+        uses: of the linear layers, in the order of the forward.
+        rates: of the device.
+        budget: bytes that may be kept from backward to the sums; None: no limit.
+        norm_algorithm: `auto`, or the one that every layer takes.
+        may_recompute: what does not fit the budget even so takes part in a second backward.
+    """
+
+    def __init__(
+        self,
+        uses: Sequence[Use],
+        rates: Rates,
+        budget: int | None = None,
+        norm_algorithm: str = "auto",
+        may_recompute: bool = False,
+    ):
+        self.uses, self.budget = list(uses), budget
+        options = [
+            [predict(use, algorithm, rates) for algorithm in allowed(use, norm_algorithm)]
+            for use in self.uses
+        ]
+        self.choices = [min(own, key=lambda choice: choice.seconds) for own in options]
+        if budget is not None:
+            self._shrink(options, budget)
+            if may_recompute:
+                self._recompute(options, budget)
+        self._number = {use.name: n for n, use in enumerate(self.uses)}
+
+    def __getitem__(self, name: str) -> Choice:
+        return self.choices[self._number[name]]
+
+    @property
+    def bytes(self) -> int:
+        """Kept in all."""
+        return sum(choice.bytes for choice in self.choices)
+
+    @property
+    def is_one_pass(self) -> bool:
+        return not any(choice.recomputed for choice in self.choices)
+
+    def _shrink(self, options: list[list[Choice]], budget: int) -> None:
+        """Smaller algorithms, the cheapest changes first, until the budget holds."""
+        excess = self.bytes - budget
+        while excess > 0:
+            changes = [
+                ((other.seconds - own.seconds) / (own.bytes - other.bytes), n, other)
+                for n, own in enumerate(self.choices)
+                for other in options[n]
+                if other.bytes < own.bytes
+            ]
+            if not changes:
+                return
+            _, n, other = min(changes, key=lambda change: change[0])
+            excess -= self.choices[n].bytes - other.bytes
+            self.choices[n] = other
+
+    def _recompute(self, options: list[list[Choice]], budget: int) -> None:
+        """Keep layers from the input on while they fit; those behind run a second backward."""
+        used, full = 0, False
+        for n, choice in enumerate(self.choices):
+            full = full or used + choice.bytes > budget
+            if full:
+                norm_only = [o for o in options[n] if o.algorithm != GRADIENT] or options[n]
+                best = min(norm_only, key=lambda option: option.seconds)
+                self.choices[n] = replace(best, bytes=0, recomputed=True)
+            else:
+                used += choice.bytes
+
+    def table(self, measured: dict[str, float] | None = None) -> str:
+        """One line a layer: shapes, algorithm, predicted (and measured) milliseconds, MiB kept."""
+        head = ["layer", "B x T x in x out", "algorithm", "predicted ms", "MiB kept"]
+        rows = [head + (["measured ms"] if measured else [])]
+        for use, choice in zip(self.uses, self.choices, strict=True):
+            shape = f"{use.batch_size} x {use.tokens} x {use.inputs} x {use.outputs}"
+            algorithm = choice.algorithm + (", recomputed" if choice.recomputed else "")
+            row = [use.name, shape, algorithm, f"{choice.seconds * 1e3:.3f}"]
+            row.append(f"{choice.bytes / 2**20:.1f}")
+            if measured:
+                found = measured.get(use.name)
+                row.append("" if found is None else f"{found * 1e3:.3f}")
+            rows.append(row)
+        total = [
+            "all", "", "one pass" if self.is_one_pass else "two passes",
+            f"{sum(c.seconds for c in self.choices) * 1e3:.3f}", f"{self.bytes / 2**20:.1f}",
+        ]  # fmt: skip
+        rows.append(total + ([""] if measured else []))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
