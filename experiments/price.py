@@ -38,6 +38,7 @@ ROWS = {"16x512": (16, 512), "8x1024": (8, 1024), "4x2048": (4, 2048), "4x4096":
         "2x8192": (2, 8192)}  # fmt: skip
 VARIANTS = ("ordinary", "flash_bookkeeping", "flash", "bookkeeping", "opacus_ghost")
 PER_LAYER = "_per_layer"  # behind a mode's name: clipping="per_layer"
+CHOICES = ("ordinary", *MODES, *(mode + PER_LAYER for mode in MODES[1:]), "opacus_ghost")
 LABELS = 3
 WARM_UP = 2  # steps of a round that are not timed
 Batch = tuple[Tensor, Tensor]
@@ -225,7 +226,7 @@ def main() -> int:
         help="batch x tokens (default: all)",
     )  # fmt: skip
     parser.add_argument(
-        "--variants", nargs="+", choices=["ordinary", *MODES, *(m + PER_LAYER for m in MODES[1:]), "opacus_ghost"],
+        "--variants", nargs="+", choices=CHOICES,
         default=list(VARIANTS), help=f"default: {' '.join(VARIANTS)}",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, help="times each is built (default: 3)")

@@ -13,6 +13,7 @@ from tests.dp_clipping import oracle, zoo
 from tests.dp_clipping.conftest import MODES, private, private_loss
 
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 6e-2}
+FLASH = ("flash", "flash_bookkeeping")
 SHAPES = [(64, 256, 192), (257, 512, 384), (512, 2048, 1024), (2, 4096, 64), (1, 64, 32)]
 
 gpu = pytest.mark.gpu
@@ -73,7 +74,7 @@ def test_bodies_on_cpu(mode):
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, *FLASH])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_the_zoo(dtype, mode):
     wrong = []
@@ -88,7 +89,7 @@ def test_the_zoo(dtype, mode):
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, *FLASH])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_one_sample_adds_at_most_c(dtype, mode):
     assert largest_contribution("cuda", dtype, mode) <= 1 + 1e-6
