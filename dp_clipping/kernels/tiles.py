@@ -70,11 +70,13 @@ if triton is not None:
     ):  # fmt: skip
         """[BLOCK_T, BLOCK_X] of sample i_b from (o_t, o_x) on; zeros outside of [T, X]."""
         if DESCRIBED:
-            return x.load([i_b, o_t, o_x]).reshape(BLOCK_T, BLOCK_X)
-        o_rows, o_columns = o_t + tl.arange(0, BLOCK_T), o_x + tl.arange(0, BLOCK_X)
-        p_x = x + tl.cast(i_b, tl.int64) * s_b
-        p_x += o_rows[:, None].to(tl.int64) * s_t + o_columns[None, :]
-        return tl.load(p_x, mask=(o_rows[:, None] < T) & (o_columns[None, :] < X), other=0)
+            b_x = x.load([i_b, o_t, o_x]).reshape(BLOCK_T, BLOCK_X)
+        else:
+            o_rows, o_columns = o_t + tl.arange(0, BLOCK_T), o_x + tl.arange(0, BLOCK_X)
+            p_x = x + tl.cast(i_b, tl.int64) * s_b
+            p_x += o_rows[:, None].to(tl.int64) * s_t + o_columns[None, :]
+            b_x = tl.load(p_x, mask=(o_rows[:, None] < T) & (o_columns[None, :] < X), other=0)
+        return b_x
 
     @triton.jit
     def _tile_of(i_tile, n_rows, n_columns, GROUP: tl.constexpr):
