@@ -27,7 +27,7 @@ from dp_clipping.plan import GRADIENT, WIDTH, Choice, Plan, Use, rates_of
 from dp_clipping.session import Session
 
 PENDING_BYTES = 1 << 28  # of factors that wait for a common launch and are not kept anyway
-SLACK = 0.02  # of the memory in use, that a step may take beyond an ordinary one's
+SHARE = 0.93  # of an ordinary step's memory: the rest is for what backward holds in passing
 
 
 class FusedSession(Session):
@@ -158,7 +158,7 @@ class FusedSession(Session):
             return None  # nothing is kept beyond its layer
         in_use = _allocated(self.anchor.device)
         gradients = sum(p.numel() * p.element_size() for p in self.capture.parameters)
-        return int(max(in_use - self._before, gradients) + SLACK * in_use)
+        return int(SHARE * max(in_use - self._before, gradients))
 
     def _needs_second_pass(self) -> bool:
         return self.policy.two_passes or not self.plan.is_one_pass

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -250,7 +251,7 @@ class PrivateModel(nn.Module):
             for parameter in reversed(self.capture.parameters):
                 self._receive(parameter, None)
             return
-        limits = torch.tensor(self._step_limits, dtype=torch.float64, device=losses.device)
+        limits = _on_device(tuple(self._step_limits), losses.device)
         self._norms.append(session.backward(losses, limits, self._receive))
         self._nonfinite_samples += session.nonfinite
 
@@ -425,6 +426,12 @@ class PrivateModel(nn.Module):
             return leaf
         dim = self._batch_dim(leaf)
         return leaf.narrow(dim if leaf.shape[dim] == 1 else 0, 0, 0)
+
+
+@lru_cache(maxsize=8)
+def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Float64, kept: a copy to a GPU would make the host wait for what runs there."""
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def _sends(wrapper: nn.Module) -> bool:

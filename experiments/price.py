@@ -140,7 +140,11 @@ def measure(
 
 def slowest(recorder: torch.profiler.profile, count: int = 30) -> list[str]:
     """The kernels of one step by their total time: milliseconds, calls, name."""
-    events = [e for e in recorder.key_averages() if e.device_type.name == "CUDA"]
+    events = [
+        event
+        for event in recorder.key_averages()
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
+    ]
     events.sort(key=lambda e: -e.self_device_time_total)
     total = sum(e.self_device_time_total for e in events) / 1000
     lines = [f"{total:8.2f} ms in all"]

@@ -79,15 +79,17 @@ def gradient_and_squares(
 def gradient_and_squares_plain(
     y: Tensor, a: Tensor, store: bool = True
 ) -> tuple[Tensor | None, Tensor]:
-    """The plain twin: products in float64, rounded once."""
-    gradients = torch.bmm(y.double().mT, a.double()).to(stored_dtype(y.dtype))
+    """The plain twin: products in float64, rounded once, and only if they are stored."""
+    gradients = torch.bmm(y.double().mT, a.double())
+    if store:
+        gradients = gradients.to(stored_dtype(y.dtype))
     squares = gradients.double().square().sum((1, 2)).float()
     return (gradients if store else None), squares
 
 
 if triton is not None:
-
-    @triton.jit
+    # Batches and lengths change: no compiled variant may depend on them.
+    @triton.jit(do_not_specialize=["T", "n_tiles"])
     def _gradient_kernel(
         y, a, g, p_squares, T, D, P, s_yb, s_yt, s_ab, s_at, n_tiles,
         DESCRIBED: tl.constexpr, STORE: tl.constexpr, WRITTEN: tl.constexpr, EXACT: tl.constexpr,

@@ -114,7 +114,8 @@ if triton is not None:
         torch.float16: tl.float16,
     }
 
-    @triton.jit
+    # Batches and lengths change: no compiled variant may depend on them.
+    @triton.jit(do_not_specialize=["B", "T", "n_pairs", "n_results"])
     def _gram_kernel(
         p_rows, p_pairs, p_partial, B, T, n_pairs, n_results,
         DTYPE: tl.constexpr, DESCRIBED: tl.constexpr, EXACT: tl.constexpr, OPERANDS: tl.constexpr,

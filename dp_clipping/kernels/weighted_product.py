@@ -100,8 +100,8 @@ def weighted_product_plain(y: Tensor, a: Tensor, coefficients: Tensor) -> Tensor
 
 
 if triton is not None:
-
-    @triton.jit
+    # Batches and lengths change: no compiled variant may depend on them.
+    @triton.jit(do_not_specialize=["B", "T"])
     def _weighted_product_kernel(
         y, a, p_total, p_order, p_ratio, p_first, p_last, B, T, D, P, s_yb, s_yt, s_ab, s_at,
         DESCRIBED: tl.constexpr, EXACT: tl.constexpr, GROUP: tl.constexpr,

@@ -35,7 +35,7 @@ def weighted_sum(gradients: Tensor, coefficients: Tensor) -> Tensor:
         gradients: G [B, *shape], float32, bfloat16 or float16.
         coefficients: c [B] float32, not negative.
     """
-    gradients = gradients.contiguous()
+    gradients, coefficients = gradients.contiguous(), coefficients.contiguous()
     batch_size, shape = len(gradients), gradients.shape[1:]
     total = gradients.new_empty(shape, dtype=torch.float32)
     n = total.numel()
@@ -57,8 +57,8 @@ def weighted_sum_plain(gradients: Tensor, coefficients: Tensor) -> Tensor:
 
 
 if triton is not None:
-
-    @triton.jit
+    # Batches and lengths change: no compiled variant may depend on them.
+    @triton.jit(do_not_specialize=["B"])
     def _weighted_sum_kernel(p_g, p_c, p_total, n, B, UNROLL: tl.constexpr, BLOCK: tl.constexpr):
         o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         b_total = tl.zeros((BLOCK,), tl.float32)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from dp_clipping.optimizer import PrivateOptimizer
 from tests.dp_clipping import oracle, zoo
 from tests.dp_clipping.conftest import MODES, private, private_loss
 
@@ -85,6 +86,29 @@ def test_the_zoo(dtype, mode):
             except (AssertionError, RuntimeError, ValueError) as error:
                 wrong.append(f"{case.name}: {error}")
     assert not wrong
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("mode", FLASH)
+def test_a_step_does_not_wait_for_the_device(mode):
+    case = zoo.BY_NAME["transformer"]
+    network = case.build().to("cuda", torch.bfloat16)
+    batch = oracle.move(case.batch(4), device="cuda")
+    model = private(network, mode)
+    optimizer = PrivateOptimizer(
+        torch.optim.AdamW(network.parameters(), fused=True), model=model, noise_multiplier=1.0,
+        expected_batch_size=4, noise_key=bytes(32),
+    )  # fmt: skip
+    try:
+        for step in range(3):
+            if step:  # in the first one layouts are looked for and kernels compiled
+                torch.cuda.set_sync_debug_mode("error")
+            private_loss(model, batch, case.per_sample_loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @gpu
