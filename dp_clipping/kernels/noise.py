@@ -51,7 +51,7 @@ def add_noise_kernel_launch(
         total, out, n, first, shift,
         _signed(stream.key_0 | stream.key_1 << 32, 64),
         _signed(stream.counter_2, 32), _signed(stream.counter_3, 32),
-        float(std), float(divisor), DRAW=std != 0, BLOCK=BLOCK, num_warps=4,
+        float(std), float(divisor), 1 / divisor, DRAW=std != 0, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 
 
@@ -79,8 +79,9 @@ def add_noise_to_all_kernel_launch(
     ]  # fmt: skip
     table = torch.tensor(rows, dtype=torch.int64).to(totals[0].device, non_blocking=True)
     _add_noise_to_all_kernel[(len(pieces),)](
-        table, pieces, float(std), float(divisor), DTYPE=TRITON_DTYPES[outs[0].dtype],
-        ROW_WORDS=ROW_WORDS, LOOPS=LOOPS, BLOCK=BLOCK, num_warps=4,
+        table, pieces, float(std), float(divisor), 1 / divisor,
+        DTYPE=TRITON_DTYPES[outs[0].dtype], ROW_WORDS=ROW_WORDS, LOOPS=LOOPS, BLOCK=BLOCK,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -175,10 +176,20 @@ if triton is not None:
         z2, z3 = _normals(w2, w3)
         return tl.join(tl.join(z0, z2), tl.join(z1, z3)).reshape(4 * BLOCK)
 
+    @triton.jit
+    def _quotient(b_sum, divisor, inverse):
+        """b_sum / divisor with `inverse` = 1 / divisor, rounded to nearest by one Newton step.
+
+        A library's division does the same, but looks at each value first, for those whose exponent
+        could leave the range. Here an infinite sum gives NaN.
+        """
+        b_q = b_sum * inverse
+        return tl.fma(tl.fma(-b_q, divisor, b_sum), inverse, b_q)
+
     # The key and the counter change with every step: no compiled variant may depend on them.
     @triton.jit(do_not_specialize=["first", "seed", "c2", "c3"])
     def _add_noise_kernel(
-        p_total, p_out, n, first, shift, seed, c2, c3, std, divisor,
+        p_total, p_out, n, first, shift, seed, c2, c3, std, divisor, inverse,
         DRAW: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         o_n = tl.program_id(0).to(tl.int64) * (4 * BLOCK) + tl.arange(0, 4 * BLOCK) - shift
@@ -187,12 +198,13 @@ if triton is not None:
         if DRAW:
             w0, w1, w2, w3 = _words(first, seed, c2, c3, BLOCK)
             b_sum += std * _normals_of(w0, w1, w2, w3, BLOCK)
-        tl.store(p_out + o_n, tl.div_rn(b_sum, divisor).to(p_out.dtype.element_ty), mask=m_n)
+        b_out = _quotient(b_sum, divisor, inverse)
+        tl.store(p_out + o_n, b_out.to(p_out.dtype.element_ty), mask=m_n)
 
     @triton.jit
     def _add_noise_to_all_kernel(
-        p_rows, p_pieces, std, divisor, DTYPE: tl.constexpr, ROW_WORDS: tl.constexpr,
-        LOOPS: tl.constexpr, BLOCK: tl.constexpr,
+        p_rows, p_pieces, std, divisor, inverse,
+        DTYPE: tl.constexpr, ROW_WORDS: tl.constexpr, LOOPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         i_row = tl.load(p_pieces + 2 * tl.program_id(0))
         i_piece = tl.load(p_pieces + 2 * tl.program_id(0) + 1)
@@ -208,4 +220,4 @@ if triton is not None:
             b_sum = tl.load(p_total + o_n, mask=m_n, other=0)
             w0, w1, w2, w3 = _words_at(first, seed, c2, c3, BLOCK)
             b_sum += std * _normals_of(w0, w1, w2, w3, BLOCK)
-            tl.store(p_out + o_n, tl.div_rn(b_sum, divisor).to(DTYPE), mask=m_n)
+            tl.store(p_out + o_n, _quotient(b_sum, divisor, inverse).to(DTYPE), mask=m_n)
