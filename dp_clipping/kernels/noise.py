@@ -115,10 +115,22 @@ if triton is not None:
 
     @triton.jit
     def _words_at(first, seed, c2, c3, BLOCK: tl.constexpr):
-        """The four words [BLOCK] uint32 of the counters from `first` on."""
+        """The four words [BLOCK] uint32 of the counters from `first` on: Philox4x32-10, with the
+        constants of the plain twin."""
         o_counter = first + tl.arange(0, BLOCK)
-        low, high = o_counter.to(tl.uint32), (o_counter >> 32).to(tl.uint32)
-        return tl.philox(seed, low, high, c2, c3)
+        x0, x1 = o_counter.to(tl.uint32), (o_counter >> 32).to(tl.uint32)
+        x2, x3 = c2.to(tl.uint32, bitcast=True), c3.to(tl.uint32, bitcast=True)
+        seed = seed.to(tl.int64)  # a launch passes a small one as 32 bits
+        k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+        for _ in tl.static_range(10):
+            # One multiplication gives both halves; `tl.philox` multiplies once for each.
+            p0, p1 = x0.to(tl.uint64) * 0xD2511F53, x2.to(tl.uint64) * 0xCD9E8D57
+            x0 = (p1 >> 32).to(tl.uint32) ^ x1 ^ k0
+            x2 = (p0 >> 32).to(tl.uint32) ^ x3 ^ k1
+            x1, x3 = p1.to(tl.uint32), p0.to(tl.uint32)
+            k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+            k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+        return x0, x1, x2, x3
 
     @triton.jit
     def _normals(w_radius, w_angle):
