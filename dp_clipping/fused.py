@@ -8,21 +8,24 @@ Under `per_layer` clipping with one backward a layer's sum is formed as soon as 
 there: nothing but that layer is stored, and there is no second phase.
 """
 
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dp_clipping.clip import coefficients, finite_samples
+from dp_clipping.clip import MARGIN
+from dp_clipping.kernels.coefficients import clip_coefficients
 from dp_clipping.kernels.gradient import gradient_and_squares, stored_dtype
 from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
+from dp_clipping.kernels.squares import squares
 from dp_clipping.kernels.tiles import Tile
 from dp_clipping.kernels.weighted_product import weighted_product
 from dp_clipping.kernels.weighted_sum import weighted_sum
-from dp_clipping.layers.arithmetic import SUM_ROUNDING, Weights, squared_norms
+from dp_clipping.layers.arithmetic import SUM_ROUNDING, Weights
 from dp_clipping.layers.linear import GRAM_ROUNDING, LinearFactors
-from dp_clipping.norms import Norm, Norms
+from dp_clipping.norms import Norm, on_device
 from dp_clipping.plan import GRADIENT, WIDTH, Choice, Plan, Use, rates_of
 from dp_clipping.session import Session
 
@@ -73,7 +76,7 @@ class FusedSession(Session):
         if gradients.dim() == 2 and not self._streams:
             self._vectors[parameter] = gradients  # normed together: there are many, all small
         else:
-            self._norms[parameter] = Norm(squared_norms(gradients))
+            self._norms[parameter] = Norm(squares(gradients))
         self._keep(parameter, gradients, recomputed=self.policy.two_passes and gradients.dim() > 2)
 
     def factors(self, parameter: Parameter, factors: Any) -> None:
@@ -97,10 +100,8 @@ class FusedSession(Session):
         tile = self._tile(factors.y.dtype)
         left, right = factors.operands
         if choice.algorithm == GRADIENT:
-            gradients, squares = gradient_and_squares(
-                left, right, tile, store=not choice.recomputed
-            )
-            self._norms[parameter] = Norm(squares)
+            gradients, own = gradient_and_squares(left, right, tile, store=not choice.recomputed)
+            self._norms[parameter] = Norm(own)
             self._keep(parameter, gradients, choice.recomputed)
             return
         if choice.algorithm == WIDTH:
@@ -109,8 +110,8 @@ class FusedSession(Session):
             if self._streams or (choice.recomputed and waiting > PENDING_BYTES):
                 self._norm_pending()
         else:
-            _, squares = gradient_and_squares(left, right, tile, store=False)
-            self._norms[parameter] = Norm(squares)
+            _, own = gradient_and_squares(left, right, tile, store=False)
+            self._norms[parameter] = Norm(own)
         self._keep(parameter, factors, choice.recomputed)
 
     def _choice_of(self, parameter: Parameter, factors: LinearFactors) -> Choice:
@@ -181,9 +182,9 @@ class FusedSession(Session):
             launches.setdefault((shape[1], dtype), []).append(mine)
         for (tokens, _), rows in launches.items():
             uses = [(pending[row[0]].a, [pending[p].y for p in row]) for row in rows]
-            squares, scales = gram_squares(uses, self._tile(uses[0][0].dtype))
+            found = gram_squares(uses, self._tile(uses[0][0].dtype))
             error = tokens * SUM_ROUNDING[torch.float32]
-            for row, own, scale in zip(rows, squares, scales, strict=True):
+            for row, own, scale in zip(rows, *found, strict=True):
                 self._norms[row[0]] = Norm(own, scale, GRAM_ROUNDING, error)
 
     def _norm_vectors(self) -> None:
@@ -193,21 +194,42 @@ class FusedSession(Session):
             alike.setdefault((gradients.shape, gradients.dtype), []).append(parameter)
         for (shape, _), mine in alike.items():
             rows = torch.stack([vectors[p] for p in mine]).view(-1, shape[1])
-            for parameter, squares in zip(
-                mine, squared_norms(rows).view(len(mine), -1), strict=True
-            ):
-                self._norms[parameter] = Norm(squares)
+            for parameter, own in zip(mine, squares(rows).view(len(mine), -1), strict=True):
+                self._norms[parameter] = Norm(own)
 
     def _clip(self, limits: Tensor) -> Tensor:
         self._norm_pending()
         self._norm_vectors()
-        norms = self._table(len(limits))
-        bounds = norms.bounds()
-        good = finite_samples(bounds)
-        self.nonfinite = self.batch_size - good.sum()
-        scale = coefficients(bounds, limits, self.policy.clipping_function, self.policy.gamma)
-        self._weights = [Weights(row) for row in scale]
-        return norms.squared().sum(0).sqrt()
+        norms = self._norms
+        if not norms:
+            self.nonfinite = 0
+            return self._zero()
+        if self._kept or self._recomputed:  # not all of it streamed
+            scale = self._coefficients(list(range(len(limits))), limits)
+            self._weights = [Weights(row) for row in scale]
+        squared = torch.stack([norm.squared for norm in norms.values()])
+        self.nonfinite = self.batch_size - torch.isfinite(squared).all(0).sum()
+        return squared.clamp_min(0).sum(0).sqrt()
+
+    def _coefficients(self, groups: list[int], limits: Tensor) -> Tensor:
+        """c [groups, B] on the device."""
+        members = self.capture.members
+        mine = [[self._norms[p] for p in members[k] if p in self._norms] for k in groups]
+        norms = [norm for own in mine for norm in own] or [Norm(self._zero())]
+        squares = torch.stack([norm.squared for norm in norms])
+        scales = squares  # if no norm has errors, they are multiplied with 0
+        if any(norm.scale is not None for norm in norms):
+            zero = self._zero()
+            scales = torch.stack([zero if n.scale is None else n.scale for n in norms])
+        errors = tuple((norm.gram_error, norm.sum_error) for norm in norms)
+        starts = tuple(accumulate((len(own) for own in mine), initial=0))
+        device, policy = squares.device, self.policy
+        scale, _ = clip_coefficients(
+            squares, scales, on_device(errors, torch.float32, device),
+            on_device(starts, torch.int32, device), limits, 1 + MARGIN[torch.float32],
+            policy.gamma if policy.clipping_function == "automatic" else None,
+        )  # fmt: skip
+        return scale
 
     def _tile(self, dtype: torch.dtype) -> Tile | None:
         size = self.policy.tile_size
@@ -221,15 +243,7 @@ class FusedSession(Session):
         mine = [p for p in self.capture.members[group] if p in self._kept]
         if len(mine) < len(self.capture.members[group]):
             return
-        part = Norms(self.capture.groups, len(self._limits), self._zero())
-        for parameter in mine:
-            if parameter in self._norms:
-                part.add(parameter, self._norms[parameter])
-        bounds = part.bounds()[group : group + 1]
-        limits = self._limits[group : group + 1]
-        policy = self.policy
-        scale = coefficients(bounds, limits, policy.clipping_function, policy.gamma)
-        weights = Weights(scale[0])
+        weights = Weights(self._coefficients([group], self._limits[group : group + 1])[0])
         for parameter in mine:
             self._handed_on.add(parameter)
             self._sum_one(parameter, self._kept.pop(parameter), weights)

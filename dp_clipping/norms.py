@@ -62,7 +62,7 @@ class Norms:
             [self._zero if n.scale is None else n.scale for n in norms] or [self._zero]
         )
         errors = tuple((n.gram_error, n.sum_error) for n in norms) or ((0.0, 0.0),)
-        table = _on_device(errors, scale.dtype, scale.device)
+        table = on_device(errors, scale.dtype, scale.device)
         gram_error, sum_error = table[:, :1], table[:, 1:]
         bound = (squared + gram_error * scale.square()).sqrt() + sum_error * scale
         return self._by_group(bound.square())
@@ -75,12 +75,12 @@ class Norms:
         if self._count == 1:
             return values.sum(0, keepdim=True)
         numbers = tuple(self._groups[p] for p in self._of) or (0,)
-        index = _on_device(numbers, torch.int64, values.device)
+        index = on_device(numbers, torch.int64, values.device)
         total = values.new_zeros(self._count, values.shape[1])
         return total.index_add_(0, index, values)
 
 
 @lru_cache(maxsize=64)
-def _on_device(values: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
+def on_device(values: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Kept: a copy to a GPU would make the host wait for what runs there."""
     return torch.tensor(values, dtype=dtype, device=device)

@@ -1,0 +1,79 @@
+"""From squared norms to clipping coefficients, in one launch.
+
+For K clipping groups and the parameters p of each, with `Norm`'s allowances for rounding e and f:
+
+    b_k = Σ_p (√(max(n_p², 0) + e_p·S_p²) + f_p·S_p)²      an upper bound of a squared norm
+    c_k = min(1, C_k / (√b_k · margin))   or   C_k / (√b_k · margin + γ)
+    c_k = 0 for a sample of which any group's bound is not finite
+
+A handful of numbers a sample; written with PyTorch's operators it is some fifteen launches, which
+matters where every layer has its own coefficients.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dp_clipping.kernels.tiles import triton
+
+if triton is not None:
+    import triton.language as tl
+
+BLOCK = 128  # samples of a program
+
+
+def clip_coefficients(
+    squares: Tensor, scales: Tensor, errors: Tensor, starts: Tensor, limits: Tensor, margin: float,
+    gamma: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Coefficients [K, B] and bounds of squared norms [K, B], float32.
+
+    Args:
+        squares, scales: [P, B] float32, parameters in order of their groups.
+        errors: [P, 2] float32, e and f.
+        starts: [K + 1] int32, where each group's parameters begin.
+        limits: [K] float64, thresholds C_k.
+        margin: a factor on norms for what is left to rounding.
+        gamma: of the automatic function; None: Abadi's.
+    """
+    groups, batch_size = len(limits), squares.shape[1]
+    found = squares.new_empty(2, groups, batch_size)
+    if batch_size:
+        _coefficients_kernel[(triton.cdiv(batch_size, BLOCK),)](
+            squares, scales, errors, starts, limits, found, batch_size, groups, margin,
+            0.0 if gamma is None else gamma, AUTOMATIC=gamma is not None, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+    return found[0], found[1]
+
+
+if triton is not None:
+
+    @triton.jit(do_not_specialize=["B", "K"])
+    def _coefficients_kernel(
+        p_squares, p_scales, p_errors, p_starts, p_limits, p_found, B, K, margin, gamma,
+        AUTOMATIC: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        o_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        m_b = o_b < B
+        b_good = tl.full((BLOCK,), 1, tl.int32)
+        for i_group in range(K):
+            b_bound = tl.zeros((BLOCK,), tl.float32)
+            for i in range(tl.load(p_starts + i_group), tl.load(p_starts + i_group + 1)):
+                e, f = tl.load(p_errors + 2 * i), tl.load(p_errors + 2 * i + 1)
+                b_square = tl.load(p_squares + i * B + o_b, mask=m_b, other=0)
+                b_scale = tl.load(p_scales + i * B + o_b, mask=m_b, other=0)
+                # max(NaN, 0) may be 0: a norm that is not a number has to stay one
+                b_square = tl.where(b_square < 0, 0.0, b_square)
+                b_norm = tl.sqrt_rn(b_square + e * b_scale * b_scale) + f * b_scale
+                b_bound += b_norm * b_norm
+            b_good = tl.where(b_bound < float("inf"), b_good, 0)
+            tl.store(p_found + (K + i_group) * B + o_b, b_bound, mask=m_b)
+        for i_group in range(K):
+            b_bound = tl.load(p_found + (K + i_group) * B + o_b, mask=m_b, other=0)
+            b_norm = tl.sqrt_rn(b_bound) * margin
+            limit = tl.load(p_limits + i_group).to(tl.float32)
+            if AUTOMATIC:
+                b_c = tl.div_rn(limit, b_norm + gamma)
+            else:
+                b_c = tl.where(b_norm > limit, tl.div_rn(limit, b_norm), 1.0)
+            tl.store(p_found + i_group * B + o_b, tl.where(b_good != 0, b_c, 0.0), mask=m_b)

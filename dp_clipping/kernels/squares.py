@@ -1,0 +1,50 @@
+"""Squared norms of per-sample gradients that another operator has formed: one pass over them.
+
+    n_i² = Σ G_i²  in float32, of exactly the values in G
+
+Each program adds up the squares of one piece of one sample as a tree, so that no long chain of
+additions loses what is small. Traffic: G read once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dp_clipping.kernels.tiles import triton
+
+if triton is not None:
+    import triton.language as tl
+
+BLOCK = 4096
+WARPS = 8
+
+
+def squares(gradients: Tensor) -> Tensor:
+    """[B] float32 from G [B, ...], float32, bfloat16 or float16."""
+    gradients = gradients.contiguous()
+    batch_size, n = len(gradients), gradients.shape[1:].numel()
+    pieces = triton.cdiv(n, BLOCK)
+    if not (batch_size and n):
+        return gradients.new_zeros(batch_size, dtype=torch.float32)
+    partial = gradients.new_empty(batch_size, pieces, dtype=torch.float32)
+    _squares_kernel[(batch_size * pieces,)](
+        gradients, partial, n, pieces, BLOCK=BLOCK, num_warps=WARPS
+    )
+    return partial[:, 0] if pieces == 1 else partial.sum(1)
+
+
+def squares_plain(gradients: Tensor) -> Tensor:
+    """The plain twin, in float64, rounded once."""
+    shape = gradients.shape
+    return gradients.reshape(shape[0], shape[1:].numel()).double().square().sum(1).float()
+
+
+if triton is not None:
+
+    @triton.jit(do_not_specialize=["pieces"])
+    def _squares_kernel(p_g, p_partial, n, pieces, BLOCK: tl.constexpr):
+        i_b, i_piece = tl.program_id(0) // pieces, tl.program_id(0) % pieces
+        o_n = i_piece.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        b_g = tl.load(p_g + i_b.to(tl.int64) * n + o_n, mask=o_n < n, other=0).to(tl.float32)
+        tl.store(p_partial + tl.program_id(0), tl.sum(b_g * b_g))
