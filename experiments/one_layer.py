@@ -1,0 +1,195 @@
+"""One linear layer's private gradients: its operands, and what is done with them, ready to time.
+
+Operands are there several times over and calls take turns with them, so that none finds its own in
+the second-level cache: in a step a whole network lies between two uses of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from math import ceil, prod
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dp_clipping.kernels.gradient import gradient_and_squares, stored_dtype
+from dp_clipping.kernels.gram import gram_squares
+from dp_clipping.kernels.weighted_product import Ascending, weighted_product
+from dp_clipping.kernels.weighted_sum import weighted_sum
+from dp_clipping.plan import (
+    ALGORITHMS,
+    GRADIENT,
+    INPUT_LENGTH,
+    WIDTH,
+    Plan,
+    Rates,
+    Use,
+    allowed,
+    predict,
+)
+from measure.timing import Call
+
+ROTATED_BYTES = 200e6  # four times a second-level cache of 50 MB
+
+
+class Shape(NamedTuple):
+    """y [B, T, d] and a [B, T, p]."""
+
+    batch_size: int
+    tokens: int
+    outputs: int
+    inputs: int
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+    @property
+    def operations(self) -> float:
+        """Of the ordinary weight gradient."""
+        return 2.0 * prod(self)
+
+    def use(self, dtype: torch.dtype = torch.bfloat16) -> Use:
+        """The layer as a plan sees it."""
+        return Use(
+            str(self), self.batch_size, self.tokens, self.inputs, self.outputs,
+            dtype.itemsize, stored_dtype(dtype).itemsize,
+        )  # fmt: skip
+
+
+class OneLayer:
+    """Random operands of one shape and the calls on them.
+
+    Attributes:
+        factors: pairs of y [B, T, d] and a [B, T, p].
+        weights: random coefficients in the order that the weighted product takes.
+    """
+
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16):
+        self.shape, self.device, self.dtype = shape, device, dtype
+        B, T, d, p = shape
+        self._generator = torch.Generator(device).manual_seed(0)
+        sets = _sets(B * T * (d + p) * dtype.itemsize)
+        self.factors = [(self._normal(B, T, d), self._normal(B, T, p)) for _ in range(sets)]
+        self.coefficients = torch.rand(B, generator=self._generator, device=device) + 1e-3
+        self.weights = Ascending.of(self.coefficients)
+
+    def _normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(
+            shape, generator=self._generator, device=self.device, dtype=dtype or self.dtype
+        )
+
+    @cached_property
+    def gradients(self) -> list[Tensor]:
+        """Random values in place of per-sample gradients G [B, d, p]."""
+        B, _, d, p = self.shape
+        dtype = stored_dtype(self.dtype)
+        sets = _sets(B * d * p * dtype.itemsize)
+        return [self._normal(B, d, p, dtype=dtype) for _ in range(sets)]
+
+    @property
+    def sum_bytes(self) -> float:
+        """What `weighted_sum` reads and writes."""
+        B, _, d, p = self.shape
+        return d * p * (B * stored_dtype(self.dtype).itemsize + 4)
+
+    def _take(self, number: int) -> tuple[Tensor, Tensor]:
+        return self.factors[number % len(self.factors)]
+
+    # ---- pieces ---------------------------------------------------------------------------------
+
+    def ordinary(self, number: int) -> Tensor:
+        """The weight gradient of a step without privacy, by the library."""
+        y, a = self._take(number)
+        return y.flatten(0, 1).t() @ a.flatten(0, 1)
+
+    def library_gradients(self, number: int) -> Tensor:
+        y, a = self._take(number)
+        return torch.bmm(y.mT, a)
+
+    def library_grams(self, number: int) -> tuple[Tensor, Tensor]:
+        y, a = self._take(number)
+        return torch.bmm(a, a.mT), torch.bmm(y, y.mT)
+
+    def gradient(self, number: int) -> tuple[Tensor | None, Tensor]:
+        return gradient_and_squares(*self._take(number))
+
+    def norm(self, number: int) -> Tensor:
+        """Accumulated over tokens, nothing stored."""
+        return gradient_and_squares(*self._take(number), store=False)[1]
+
+    def gram(self, number: int) -> Tensor:
+        y, a = self._take(number)
+        return gram_squares([(a, [y])])[0][0]
+
+    def weighted_product(self, number: int) -> Tensor:
+        return weighted_product(*self._take(number), self.weights)
+
+    def weighted_sum(self, number: int) -> Tensor:
+        return weighted_sum(self.gradients[number % len(self.gradients)], self.coefficients)
+
+    def pieces(self) -> dict[str, Call]:
+        names = ("ordinary", "library_gradients", "gradient", "norm", "library_grams", "gram",
+                 "weighted_product", "weighted_sum")  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+    # ---- a layer's whole share of a private step ------------------------------------------------
+
+    def algorithms(self) -> dict[str, Call]:
+        """Norm and clipped sum by each algorithm of the plan.
+
+        All norms of a network lie between a layer's norm and its sum: the sum of `gradient` reads
+        other gradients than those just written.
+        """
+        return {
+            GRADIENT: lambda number: (self.gradient(number), self.weighted_sum(number)),
+            WIDTH: lambda number: (self.gram(number), self.weighted_product(number)),
+            INPUT_LENGTH: lambda number: (self.norm(number), self.weighted_product(number)),
+        }
+
+    # ---- are they right -------------------------------------------------------------------------
+
+    def norm_errors(self) -> dict[str, float]:
+        """Of the first sample's norm by each algorithm, relative to float64."""
+        y, a = self._take(0)
+        exact = torch.mm(y[0].double().t(), a[0].double()).square().sum().sqrt().item()
+        squares = {GRADIENT: self.gradient(0)[1], WIDTH: self.gram(0), INPUT_LENGTH: self.norm(0)}
+        return {name: abs(x[0].double().sqrt().item() / exact - 1) for name, x in squares.items()}
+
+
+def _sets(size: float) -> int:
+    return max(1, ceil(ROTATED_BYTES / size))
+
+
+def medians(samples: Mapping[str, list[float]]) -> dict[str, float]:
+    return {name: median(values) for name, values in samples.items()}
+
+
+def sums_of_pieces(milliseconds: Mapping[str, float]) -> dict[str, float]:
+    """Norm and clipped sum by each algorithm, from the times of the pieces."""
+    product = milliseconds["weighted_product"]
+    return {
+        GRADIENT: milliseconds["gradient"] + milliseconds["weighted_sum"],
+        WIDTH: milliseconds["gram"] + product,
+        INPUT_LENGTH: milliseconds["norm"] + product,
+    }
+
+
+def predicted_ms(shape: Shape, rates: Rates) -> dict[str, float]:
+    use = shape.use()
+    return {algorithm: predict(use, algorithm, rates).seconds * 1e3 for algorithm in ALGORITHMS}
+
+
+def judge_plan(shape: Shape, rates: Rates, measured: Mapping[str, float]) -> dict:
+    """The plan's choice for the layer alone, without a budget, beside the fastest one measured.
+
+    Returns:
+        chosen, best: algorithms; `best` is the fastest of those that the plan may choose from.
+        excess: how much longer the choice takes, relative.
+    """
+    use = shape.use()
+    chosen = Plan([use], rates).choices[0].algorithm
+    best = min(allowed(use, "auto"), key=lambda algorithm: measured[algorithm])
+    return {"chosen": chosen, "best": best, "excess": measured[chosen] / measured[best] - 1}

@@ -1,0 +1,76 @@
+"""Times of calls on one device, taken so that they can be compared with each other.
+
+Calls take turns, round by round, so that a change of the clock meets all of them. A sample is a
+number of calls behind a kernel that only spins: the host runs ahead, and what is timed is the
+device, not Python. Each call is given its number, by which it can choose its operands: those of the
+call before would still be in the second-level cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from math import ceil
+from typing import Any
+
+import torch
+
+Call = Callable[[int], Any]
+
+SAMPLE_MS = 1.0  # a sample lasts about this long, or one call
+MOST_CALLS = 32  # of a sample: further launches would wait for a place in the queue
+WARM_UP = 3  # calls whose times only say how many make a sample
+LEAD = 1.5  # the spinning lasts that many times what the host takes
+SPIN_RATE = 2e9  # cycles a second, no less than any clock
+
+
+def interleaved(
+    calls: Mapping[str, Call], device: torch.device, rounds: int, sample_ms: float = SAMPLE_MS
+) -> dict[str, list[float]]:
+    """Milliseconds of one call of each: name -> a sample a round. Every second round is backward.
+
+    Each is called before, once to be compiled and then WARM_UP times. What a call returns is freed.
+    """
+    sizes = {name: _sample_size(call, device, sample_ms) for name, call in calls.items()}
+    samples = {name: [] for name in calls}
+    for number in range(rounds):
+        names = list(calls) if number % 2 == 0 else list(reversed(calls))
+        for name in names:
+            samples[name].append(_sample(calls[name], *sizes[name], device))
+    return samples
+
+
+def _sample_size(call: Call, device: torch.device, sample_ms: float) -> tuple[int, float]:
+    """How many calls make a sample, and how many seconds the host takes to launch one."""
+    call(0)
+    _wait(device)
+    started = time.perf_counter()
+    for number in range(WARM_UP):
+        call(number)
+    launched = time.perf_counter() - started
+    _wait(device)
+    elapsed = time.perf_counter() - started
+    count = ceil(sample_ms * 1e-3 * WARM_UP / elapsed)
+    return min(count, MOST_CALLS), launched / WARM_UP
+
+
+def _sample(call: Call, count: int, launch: float, device: torch.device) -> float:
+    """Milliseconds of one call, the mean of `count` in a row."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        for number in range(count):
+            call(number)
+        return (time.perf_counter() - started) * 1e3 / count
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(int(LEAD * launch * count * SPIN_RATE))
+    start.record()
+    for number in range(count):
+        call(number)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / count
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
