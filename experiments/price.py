@@ -3,20 +3,24 @@
 
     python -m experiments.price                        all rows, all variants, three rounds
     python -m experiments.price --rows 8x1024 --variants ordinary bookkeeping
+    python -m experiments.price --model llama-3.1-8b-block --compile
 
-The network is the Llama-3.2-1B shape for sequence classification with random weights in bfloat16,
-all of it trainable, `nn.RMSNorm` in place of the library's own. Variants take turns in interleaved
-rounds; each is built, warmed up, timed and freed. Two figures a step: forward, backward and
-clipping alone, and the complete step with noise and fused AdamW.
+The network has the shape of a Llama for sequence classification, the 1B one or some layers of the
+8B one, with random weights in bfloat16, all of it trainable, `nn.RMSNorm` in place of the library's
+own. Variants take turns in interleaved rounds; each is built, warmed up, timed and freed. Two
+figures a step: forward, backward and clipping alone, and the complete step with noise and fused
+AdamW. With --compile every variant's decoder layers are compiled, also those without privacy.
 """
 
 import argparse
 import gc
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import MODES, PrivacyEngine
+from experiments.models import LABELS, MODELS, VOCABULARY, compile_layers
 from measure import (
     Column,
     environment,
@@ -34,47 +39,40 @@ from measure import (
     write_atomically,
 )
 
-ROWS = {"16x512": (16, 512), "8x1024": (8, 1024), "4x2048": (4, 2048), "4x4096": (4, 4096),
-        "2x8192": (2, 8192)}  # fmt: skip
 VARIANTS = ("ordinary", "flash_bookkeeping", "flash", "bookkeeping", "opacus_ghost")
 PER_LAYER = "_per_layer"  # behind a mode's name: clipping="per_layer"
 CHOICES = ("ordinary", *MODES, *(mode + PER_LAYER for mode in MODES[1:]), "opacus_ghost")
-LABELS = 3
-WARM_UP = 2  # steps of a round that are not timed
+WARM_UP = 3  # steps of a round that are not timed
 Batch = tuple[Tensor, Tensor]
 
 
-def build(layers: int, device: torch.device) -> nn.Module:
-    """The Llama-3.2-1B shape with `layers` blocks."""
-    from transformers import LlamaConfig, LlamaForSequenceClassification
+@dataclass(frozen=True)
+class Setting:
+    """What all cells of a run have in common."""
 
-    config = LlamaConfig(
-        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=layers,
-        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=16_384,
-        num_labels=LABELS, pad_token_id=0, use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
-    with torch.device(device):
-        network = LlamaForSequenceClassification(config).to(torch.bfloat16)
-        for module in list(network.modules()):
-            for name, child in list(module.named_children()):
-                if type(child).__name__ == "LlamaRMSNorm":
-                    norm = nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon)
-                    setattr(module, name, norm.to(torch.bfloat16))
-    return network.train()
+    model: str
+    layers: int
+    compiled: bool
+    steps: int
+    profile: bool
+    device: torch.device
 
 
 class Run:
     """One variant, ready to step."""
 
-    def __init__(self, variant: str, layers: int, batch_size: int, device: torch.device):
+    def __init__(self, variant: str, batch_size: int, setting: Setting):
+        device = setting.device
         torch.manual_seed(0)
-        self.network = build(layers, device)
+        self.network = MODELS[setting.model].build(setting.layers, device)
         optimizer = torch.optim.AdamW(
             self.network.parameters(), lr=1e-5, fused=device.type == "cuda"
         )
         self.model, self.optimizer, self.criterion = self.network, optimizer, nn.CrossEntropyLoss()
         if variant != "ordinary":
             self._make_private(variant, optimizer, batch_size)
+        if setting.compiled:
+            compile_layers(self.network)
 
     def _make_private(
         self, variant: str, optimizer: torch.optim.Optimizer, batch_size: int
@@ -102,26 +100,30 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def measure(
-    variant: str, row: str, layers: int, steps: int, device: torch.device, profile: bool
-) -> dict:
-    """Milliseconds of each step and the peak of allocated memory, in MiB."""
-    batch_size, length = ROWS[row]
+def batch_of(row: str, device: torch.device) -> Batch:
+    """Random tokens [B, T] and labels [B]."""
+    batch_size, length = map(int, row.split("x"))
     generator = torch.Generator(device).manual_seed(1)
-    tokens = torch.randint(1, 128_256, (batch_size, length), generator=generator, device=device)
-    labels = torch.randint(0, LABELS, (batch_size,), generator=generator, device=device)
-    run = Run(variant, layers, batch_size, device)
-    recorder = torch.profiler.profile() if profile else nullcontext()
+    tokens = torch.randint(1, VOCABULARY, (batch_size, length), generator=generator, device=device)
+    return tokens, torch.randint(0, LABELS, (batch_size,), generator=generator, device=device)
+
+
+def measure(variant: str, row: str, setting: Setting) -> dict:
+    """Milliseconds of each step and the peak of allocated memory, in MiB."""
+    batch = batch_of(row, setting.device)
+    run = Run(variant, len(batch[0]), setting)
+    recorder = torch.profiler.profile() if setting.profile else nullcontext()
     marks = []
-    for number in range(WARM_UP + steps):
+    count = WARM_UP + setting.steps
+    for number in range(count):
         if number == WARM_UP:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        with recorder if number == WARM_UP + steps - 1 else nullcontext():
+        with recorder if number == count - 1 else nullcontext():
             marks.append([torch.cuda.Event(enable_timing=True) for _ in range(3)])
             start, middle, end = marks[-1]
             start.record()
-            run.backward((tokens, labels))
+            run.backward(batch)
             middle.record()
             run.finish()
             end.record()
@@ -129,12 +131,9 @@ def measure(
     partial = [start.elapsed_time(middle) for start, middle, _ in marks[WARM_UP:]]
     complete = [start.elapsed_time(end) for start, _, end in marks[WARM_UP:]]
     peak = torch.cuda.max_memory_allocated() / (1 << 20)
-    if profile:
+    if setting.profile:
         print(f"{variant} {row}: kernels by time")
         print("\n".join(slowest(recorder)))
-    del run
-    gc.collect()
-    torch.cuda.empty_cache()
     return {"without_step_ms": partial, "step_ms": complete, "peak_mib": peak}
 
 
@@ -155,21 +154,22 @@ def slowest(recorder: torch.profiler.profile, count: int = 30) -> list[str]:
     return lines
 
 
-def run_all(options: argparse.Namespace, say: Callable[[str], None]) -> list[dict]:
-    device = torch.device("cuda")
+def run_all(
+    options: argparse.Namespace, setting: Setting, say: Callable[[str], None]
+) -> list[dict]:
     results = []
     for row in options.rows:
         for number, variant in plan_rounds(options.variants, options.rounds, 0):
             started = time.perf_counter()
-            cell = {"row": row, "variant": variant, "round": number, "layers": options.layers}
+            cell = {
+                "row": row, "variant": variant, "round": number, "model": setting.model,
+                "layers": setting.layers, "compiled": setting.compiled,
+            }  # fmt: skip
             try:
-                cell |= measure(
-                    variant, row, options.layers, options.steps, device, options.profile
-                )
+                cell |= measure(variant, row, setting)
             except torch.cuda.OutOfMemoryError as error:
                 cell["status"] = f"oom: {str(error)[:80]}"
-                gc.collect()
-                torch.cuda.empty_cache()
+            forget()
             results.append(cell)
             if options.output:
                 write_atomically(
@@ -178,6 +178,13 @@ def run_all(options: argparse.Namespace, say: Callable[[str], None]) -> list[dic
                 )
             say(f"{describe(cell)}, {time.perf_counter() - started:.1f} s")
     return results
+
+
+def forget() -> None:
+    """Nothing of a cell helps or burdens the next: neither memory nor graphs for other shapes."""
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def describe(cell: dict) -> str:
@@ -219,30 +226,54 @@ def _ratio(own: list[dict], base: list[dict], key: str):
     return ratio(pick(own), pick(base))
 
 
-def main() -> int:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="experiments.price",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--rows", nargs="+", choices=list(ROWS), default=list(ROWS),
-        help="batch x tokens (default: all)",
+        "--model", choices=list(MODELS), default=next(iter(MODELS)),
+        help=f"shape of the network (default: {next(iter(MODELS))})",
     )  # fmt: skip
     parser.add_argument(
-        "--variants", nargs="+", choices=CHOICES,
-        default=list(VARIANTS), help=f"default: {' '.join(VARIANTS)}",
+        "--rows", nargs="+", metavar="BxT",
+        help="batch x tokens (default: five of the model's, 8192 to 16384 tokens of the 1B, "
+        "4096 to 8192 of the 8B shape)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--variants", nargs="+", choices=CHOICES, metavar="VARIANT",
+        default=list(VARIANTS),
+        help=f"of {', '.join(CHOICES)} (default: {' '.join(VARIANTS)})",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, help="times each is built (default: 3)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps a round (default: 5)")
-    parser.add_argument("--layers", type=int, default=16, help="blocks (default: 16, the 1B shape)")
+    parser.add_argument("--layers", type=int, help="decoder layers (default: 16 of 1B, 4 of 8B)")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile each decoder layer, in all variants"
+    )
     parser.add_argument("--profile", action="store_true", help="print the slowest kernels")
     parser.add_argument("--output", type=Path, help="JSON of all samples (default: none)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    model = MODELS[options.model]
+    options.rows = options.rows or [f"{b}x{t}" for b, t in model.rows]
+    options.layers = options.layers or model.layers
+    for row in options.rows:
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", row):
+            parser.error(f"--rows: {row!r} is not of the form 8x1024")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
     if not torch.cuda.is_available():
         print("experiments.price: needs a CUDA device", file=sys.stderr)
         return 2
-    results = run_all(options, lambda text: print(text, flush=True))
+    setting = Setting(
+        options.model, options.layers, options.compile, options.steps, options.profile,
+        torch.device("cuda"),
+    )  # fmt: skip
+    results = run_all(options, setting, lambda text: print(text, flush=True))
     print(report(results))
     return 0
 

@@ -1,0 +1,72 @@
+"""The networks that experiments take: shapes of known models, random weights in bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+VOCABULARY = 128_256
+LABELS = 3
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Llama for sequence classification, `nn.RMSNorm` in place of the library's own.
+
+    Attributes:
+        layers: decoder layers, unless others are asked for.
+        rows: (samples, tokens) of the batches that it is measured with.
+    """
+
+    hidden: int
+    intermediate: int
+    layers: int
+    rows: tuple[tuple[int, int], ...]
+    heads: int = 32
+    key_value_heads: int = 8
+
+    def build(self, layers: int, device: torch.device) -> nn.Module:
+        from transformers import LlamaConfig, LlamaForSequenceClassification
+
+        config = LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=self.hidden, intermediate_size=self.intermediate,
+            num_hidden_layers=layers, num_attention_heads=self.heads,
+            num_key_value_heads=self.key_value_heads, max_position_embeddings=16_384,
+            num_labels=LABELS, pad_token_id=0, use_cache=False, attn_implementation="sdpa",
+        )  # fmt: skip
+        with torch.device(device):
+            network = LlamaForSequenceClassification(config).to(torch.bfloat16)
+            for module in list(network.modules()):
+                for name, child in list(module.named_children()):
+                    if type(child).__name__ == "LlamaRMSNorm":
+                        norm = nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon)
+                        setattr(module, name, norm.to(torch.bfloat16))
+        return network.train()
+
+
+MODELS = {
+    "llama-3.2-1b": Model(
+        hidden=2048, intermediate=8192, layers=16,
+        rows=((16, 512), (8, 1024), (4, 2048), (4, 4096), (2, 8192)),
+    ),
+    "llama-3.1-8b-block": Model(
+        hidden=4096, intermediate=14_336, layers=4,
+        rows=((8, 512), (4, 1024), (2, 2048), (2, 4096), (1, 8192)),
+    ),
+}  # fmt: skip
+
+
+def compile_layers(network: nn.Module) -> None:
+    """Each decoder layer on its own, in place.
+
+    They share one compiled graph unless hooks split it, as Opacus's do; it then needs some for
+    each, and beyond its limit the compiler leaves layers as they are with a line in a log.
+    """
+    layers = network.model.layers
+    torch._dynamo.config.recompile_limit = max(
+        torch._dynamo.config.recompile_limit, 4 * len(layers)
+    )
+    for layer in layers:
+        layer.compile()
