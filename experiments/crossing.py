@@ -14,9 +14,8 @@ from statistics import median
 import torch
 
 from dp_clipping.plan import ALGORITHMS, GRADIENT, INPUT_LENGTH, LONGEST_GRAM, WIDTH, Rates
-from experiments.one_layer import OneLayer, Shape, judge_plan, medians, predicted_ms
+from experiments.one_layer import GRAM_LAYERS, OneLayer, Shape, judge_plan, medians, predicted_ms
 from measure import Column, format_table, write_atomically
-from measure.timing import interleaved
 
 FEATURES = (2048, 4096)
 TOKENS = 8192  # in all, B·T
@@ -42,7 +41,7 @@ def shapes() -> list[Shape]:
 def measure(shape: Shape, device: torch.device, rounds: int, rates: Rates) -> dict:
     """One cell of the results."""
     layer = OneLayer(shape, device)
-    samples = interleaved({"ordinary": layer.ordinary, **layer.algorithms()}, device, rounds)
+    samples = layer.time_algorithms(rounds)
     return {
         "shape": list(shape),
         "samples_ms": samples,
@@ -158,7 +157,7 @@ def _draw_panel(axes, features: int, cells: list[dict], limits, first: bool) -> 
         axes.plot(lengths, [cell["predicted"][name] for cell in cells], lw=1.5, **line)
         axes.plot(
             lengths, [cell["measured"][name] for cell in cells], linestyle="none",
-            marker=style["marker"], ms=6, mfc="white", mec=style["color"], mew=1.4,
+            marker=style["marker"], ms=6, mfc="none", mec=style["color"], mew=1.4,
         )  # fmt: skip
     _mark_crossings(axes, cells, limits)
     axes.set_xticks(lengths, [f"{t}\n{cell['shape'][0]}" for t, cell in zip(lengths, cells)])  # noqa: B905
@@ -224,8 +223,8 @@ def caption(results: dict) -> str:
         f"y [B, T, d], a [B, T, p] in bfloat16, B·T = {TOKENS}. Markers: measured, medians of "
         f"{results['rounds']} interleaved samples; lines: predicted by the plan; rings: measured "
         f"curves meet.\n"
-        f"1×: the ordinary weight gradient by the library. Up to the dotted line at T = "
-        f"{LONGEST_GRAM} the plan may take width.\n"
+        f"1×: the ordinary weight gradient by the library. Gram norms of {GRAM_LAYERS} layers are "
+        f"one launch. Up to the dotted line at T = {LONGEST_GRAM} the plan may take width.\n"
         f"{gpus[0]['name']}, torch {where.get('torch')}, triton {where.get('triton')}, "
         f"{str(where.get('date'))[:10]}"
     )

@@ -8,7 +8,8 @@
 
 A shape is B x T x d x p: samples, tokens, outputs and inputs of a linear layer. Operands are random
 bfloat16 numbers; `bmm` and the weight gradient are the library's. Calls take turns in every round,
-with operands that are not in the second-level cache. Times are milliseconds of the device.
+with operands that are not in the second-level cache. Times are milliseconds of the device. Gram
+norms of eight layers share a launch, and the time is a layer's; `alone`: in a launch of its own.
 """
 
 import argparse
@@ -63,6 +64,7 @@ COLUMNS = [
     Column("library_grams", "2 Grams ms", ".3f"),
     Column("gram", "gram ms", ".3f"),
     Column("gram_ratio", "/ Grams", ".3f"),
+    Column("gram_alone", "alone ms", ".3f"),
     Column("product_ratio", "product / wgrad", ".3f"),
     Column("sum_percent", "sum % copy", ".1f"),
     Column("error", "norm error", ".0e"),
@@ -94,7 +96,7 @@ def measure(shape: Shape, device: torch.device, rounds: int, rates: Rates) -> di
     """One cell of the results: samples of the pieces, and what follows for the plan."""
     layer = OneLayer(shape, device)
     errors = layer.norm_errors()
-    samples = interleaved(layer.pieces(), device, rounds)
+    samples = layer.time_pieces(rounds)
     cell = {"shape": list(shape), "samples_ms": samples, "norm_errors": errors}
     cell["sum_bytes"] = layer.sum_bytes
     cell["algorithms_ms"] = sums_of_pieces(medians(samples))

@@ -30,9 +30,12 @@ from dp_clipping.plan import (
     allowed,
     predict,
 )
-from measure.timing import Call
+from measure.timing import Call, interleaved
+
+Samples = dict[str, list[float]]  # name -> milliseconds of one layer, a sample a round
 
 ROTATED_BYTES = 200e6  # four times a second-level cache of 50 MB
+GRAM_LAYERS = 8  # whose Gram norms share a launch, as those of a network's layers do
 
 
 class Shape(NamedTuple):
@@ -120,9 +123,14 @@ class OneLayer:
         """Accumulated over tokens, nothing stored."""
         return gradient_and_squares(*self._take(number), store=False)[1]
 
-    def gram(self, number: int) -> Tensor:
+    def gram_alone(self, number: int) -> Tensor:
         y, a = self._take(number)
         return gram_squares([(a, [y])])[0][0]
+
+    def gram(self, number: int) -> Tensor:
+        """Of GRAM_LAYERS layers."""
+        taken = [self._take(number) for number in range(GRAM_LAYERS)]
+        return gram_squares([(a, [y]) for y, a in taken])[0]
 
     def weighted_product(self, number: int) -> Tensor:
         return weighted_product(*self._take(number), self.weights)
@@ -132,22 +140,34 @@ class OneLayer:
 
     def pieces(self) -> dict[str, Call]:
         names = ("ordinary", "library_gradients", "gradient", "norm", "library_grams", "gram",
-                 "weighted_product", "weighted_sum")  # fmt: skip
+                 "gram_alone", "weighted_product", "weighted_sum")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     # ---- a layer's whole share of a private step ------------------------------------------------
 
     def algorithms(self) -> dict[str, Call]:
-        """Norm and clipped sum by each algorithm of the plan.
+        """Norm and clipped sum by each algorithm of the plan; of GRAM_LAYERS layers by `width`.
 
         All norms of a network lie between a layer's norm and its sum: the sum of `gradient` reads
         other gradients than those just written.
         """
         return {
             GRADIENT: lambda number: (self.gradient(number), self.weighted_sum(number)),
-            WIDTH: lambda number: (self.gram(number), self.weighted_product(number)),
+            WIDTH: lambda number: (
+                self.gram(number),
+                [self.weighted_product(n) for n in range(GRAM_LAYERS)],
+            ),
             INPUT_LENGTH: lambda number: (self.norm(number), self.weighted_product(number)),
         }
+
+    # ---- their times ----------------------------------------------------------------------------
+
+    def time_pieces(self, rounds: int) -> Samples:
+        return interleaved(self.pieces(), self.device, rounds, {"gram": GRAM_LAYERS})
+
+    def time_algorithms(self, rounds: int) -> Samples:
+        calls = {"ordinary": self.ordinary, **self.algorithms()}
+        return interleaved(calls, self.device, rounds, {WIDTH: GRAM_LAYERS})
 
     # ---- are they right -------------------------------------------------------------------------
 
@@ -155,7 +175,11 @@ class OneLayer:
         """Of the first sample's norm by each algorithm, relative to float64."""
         y, a = self._take(0)
         exact = torch.mm(y[0].double().t(), a[0].double()).square().sum().sqrt().item()
-        squares = {GRADIENT: self.gradient(0)[1], WIDTH: self.gram(0), INPUT_LENGTH: self.norm(0)}
+        squares = {
+            GRADIENT: self.gradient(0)[1],
+            WIDTH: self.gram_alone(0),
+            INPUT_LENGTH: self.norm(0),
+        }
         return {name: abs(x[0].double().sqrt().item() / exact - 1) for name, x in squares.items()}
 
 

@@ -25,22 +25,27 @@ SPIN_RATE = 2e9  # cycles a second, no less than any clock
 
 
 def interleaved(
-    calls: Mapping[str, Call], device: torch.device, rounds: int, sample_ms: float = SAMPLE_MS
+    calls: Mapping[str, Call],
+    device: torch.device,
+    rounds: int,
+    parts: Mapping[str, int] | None = None,
 ) -> dict[str, list[float]]:
     """Milliseconds of one call of each: name -> a sample a round. Every second round is backward.
 
     Each is called before, once to be compiled and then WARM_UP times. What a call returns is freed.
+    The time of a call that does several things of one kind is divided by their number in `parts`.
     """
-    sizes = {name: _sample_size(call, device, sample_ms) for name, call in calls.items()}
+    sizes = {name: _sample_size(call, device) for name, call in calls.items()}
     samples = {name: [] for name in calls}
     for number in range(rounds):
         names = list(calls) if number % 2 == 0 else list(reversed(calls))
         for name in names:
-            samples[name].append(_sample(calls[name], *sizes[name], device))
+            elapsed = _sample(calls[name], *sizes[name], device)
+            samples[name].append(elapsed / (parts or {}).get(name, 1))
     return samples
 
 
-def _sample_size(call: Call, device: torch.device, sample_ms: float) -> tuple[int, float]:
+def _sample_size(call: Call, device: torch.device) -> tuple[int, float]:
     """How many calls make a sample, and how many seconds the host takes to launch one."""
     call(0)
     _wait(device)
@@ -50,7 +55,7 @@ def _sample_size(call: Call, device: torch.device, sample_ms: float) -> tuple[in
     launched = time.perf_counter() - started
     _wait(device)
     elapsed = time.perf_counter() - started
-    count = ceil(sample_ms * 1e-3 * WARM_UP / elapsed)
+    count = ceil(SAMPLE_MS * 1e-3 * WARM_UP / elapsed)
     return min(count, MOST_CALLS), launched / WARM_UP
 
 

@@ -220,12 +220,11 @@ def test_the_table_of_two_passes_with_measured_times():
 def test_the_choice_is_the_best_single_algorithm():
     from dp_clipping.plan import rates_of
     from experiments.one_layer import OneLayer, Shape, judge_plan, medians
-    from measure.timing import interleaved
 
     device = torch.device("cuda")
     wrong = []
     for shape in (Shape(*values) for values in GRID):
-        ms = medians(interleaved(OneLayer(shape, device).algorithms(), device, rounds=7))
+        ms = medians(OneLayer(shape, device).time_algorithms(rounds=7))
         judged = judge_plan(shape, rates_of(device), ms)
         if ms[judged["chosen"]] > (1 + SLOWER) * ms[judged["best"]] + MARGIN_MS:
             wrong.append(f"{shape}: chose {judged['chosen']}, measured ms {ms}")
