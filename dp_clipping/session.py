@@ -238,8 +238,9 @@ class Session:
     def _sum(self, losses: Tensor) -> None:
         self._summing = True
         if self._needs_second_pass():
-            self._seen.clear()
+            first, self._seen = self._seen, set()
             self._run_backward(losses, self._second_anchors(), retain_graph=False)
+            self._seen |= first  # the second one may go less deep
         while self._kept:
             parameter = next(iter(self._kept))
             self._hand_on(parameter, self._kept.pop(parameter))
