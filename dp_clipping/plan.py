@@ -57,11 +57,28 @@ class Rates:
 
 @lru_cache(maxsize=8)
 def rates_of(device: torch.device) -> Rates:
-    """Of a device; the defaults' are those of an H200."""
+    """Of a device: the measured ones that are kept for it (see `calibration`), or the defaults."""
     if device.type != "cuda":
         return Rates()
+    from dp_clipping import calibration  # which measures what this file predicts
+
+    return calibration.known(device) or default_rates(device)
+
+
+def default_rates(device: torch.device) -> Rates:
+    """An H200's, by the number of multiprocessors.
+
+    A device's rates relative to each other matter most, so all are scaled alike.
+    """
+    full, count = Rates(), torch.cuda.get_device_properties(device).multi_processor_count
+    share = count / full.processors
     return replace(
-        Rates(), processors=torch.cuda.get_device_properties(device).multi_processor_count
+        full,
+        product=full.product * share,
+        gram=full.gram * share,
+        weighted=full.weighted * share,
+        bandwidth=full.bandwidth * share,
+        processors=count,
     )
 
 
