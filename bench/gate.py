@@ -15,16 +15,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bench.settings import Settings, Subject, batches_for
+from bench.settings import Settings, Subject, batches_for, mode_and_algorithm
 from bench.training import Batch, assemble, build_network, max_over_ranks, release_memory
 from lm.model import forward_loss
 from lm.runtime import Worker
 
 TOLERANCE = 1e-4  # float32 sums in another order differ by about 1e-6; a wrong one by far more
+GRAM_ROUNDING = 2.0**-16  # as `dp_clipping.layers.linear` has it
 STEPS = 2  # the second step meets rebuilt buckets and gradients that were cleared
 FLOOR = "none"
 
 Gradients = list[Tensor]
+
+
+def tolerance(subject: Subject, settings: Settings) -> float:
+    """The error above which a gradient is wrong.
+
+    A norm from Gram matrices has an allowance for their rounding on it, GRAM_ROUNDING in proportion
+    to (Σ_t ‖a_t‖‖y_t‖)², or T ‖G‖² where tokens neither cancel nor agree. Of the clipped gradient
+    half of that is lacking.
+    """
+    if mode_and_algorithm(subject.clipping)[1] != "width":
+        return TOLERANCE
+    return TOLERANCE + GRAM_ROUNDING * settings.model.context_length
 
 
 @dataclass(frozen=True)

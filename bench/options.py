@@ -12,6 +12,14 @@ from lm.runtime import is_first_of_host
 NOT_PRIVATE = "none"
 # As dp_clipping has them: importing it imports Opacus, two seconds that an ordinary run can spare.
 CLIPPING_MODES = ("per_sample", "ghost", "flash", "bookkeeping", "flash_bookkeeping")
+FUSED_MODES = ("flash", "flash_bookkeeping")
+NORM_ALGORITHMS = ("input_length", "width")  # behind a fused mode's name; without: "auto"
+CLIPPING_NAMES = tuple(
+    name
+    for mode in CLIPPING_MODES
+    for name in (mode, *(f"{mode}:{a}" for a in NORM_ALGORITHMS if mode in FUSED_MODES))
+)
+TILE_SIZES = (16, 32, 64, 128, 256)
 CLIPPING_STYLES = ("flat", "per_layer")
 CLIPPING_FUNCTIONS = ("abadi", "automatic")
 DTYPES = ("float32", "mixed", "bfloat16")
@@ -27,6 +35,9 @@ examples:
       traces, summaries and the timeline picture in ./profiler_output
   python benchmark_ddp.py --implementations none ddp_bucketed --clipping none bookkeeping
       what private training costs: each of them without and with clipping and noise
+  python benchmark_ddp.py --implementations none --show-plan \
+    --clipping none flash_bookkeeping flash_bookkeeping:width flash_bookkeeping:input_length
+      what planning each layer's norm by cost gains over one algorithm for all
 """
 
 
@@ -71,7 +82,9 @@ def _add_privacy(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--clipping", nargs="+", metavar="MODE", default=[NOT_PRIVATE],
         help=f"{NOT_PRIVATE} (or no_dp): ordinary training; or any of {', '.join(CLIPPING_MODES)}: "
-        "clip every sample's gradient, sum, add noise (DP-SGD). With several, every "
+        "clip every sample's gradient, sum, add noise (DP-SGD). The flash modes plan by cost how "
+        "each linear layer's norm is taken; MODE:width (Gram matrices of tokens) and "
+        "MODE:input_length (accumulated over tokens) set it for all. With several, every "
         "implementation is measured with each. Batches are of fixed size, not Poisson samples: "
         "a benchmark, for which no epsilon is stated (default: none)",
     )  # fmt: skip
@@ -94,6 +107,23 @@ def _add_privacy(group: argparse._ArgumentGroup) -> None:
         "--clipping-function", choices=CLIPPING_FUNCTIONS,
         help="factor for a gradient of norm n; abadi: min(1, C/n); automatic: C/(n + 0.01) "
         "(default: abadi)",
+    )  # fmt: skip
+    group.add_argument(
+        "--tile-size", type=int, choices=TILE_SIZES,
+        help="rows and columns of the tiles that the flash modes' kernels work on, in elements "
+        "(default: chosen by the kernels)",
+    )  # fmt: skip
+    group.add_argument(
+        "--memory-budget-mb", type=float, metavar="MIB",
+        help="what the flash modes' linear layers may keep from backward to their sums, in MiB a "
+        "rank; what does not fit is formed in a second backward (default: what an ordinary step "
+        "would hold there; 0 for flash)",
+    )  # fmt: skip
+    group.add_argument(
+        "--show-plan", action="store_true",
+        help="print below the table what the flash modes do with each linear layer: shapes, "
+        "algorithm of the norm, predicted time, MiB kept (default: off; with --profile it is in "
+        "the summaries, with measured times)",
     )  # fmt: skip
 
 

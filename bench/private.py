@@ -12,13 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from bench.settings import Settings
+from bench.settings import Settings, mode_and_algorithm
 from bench.training import Batch, Parts
 from dp_clipping import PrivacyEngine
 
+MIB = 1 << 20
+
 
 def private_parts(
-    mode: str,
+    clipping: str,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     settings: Settings,
@@ -28,7 +30,7 @@ def private_parts(
     """What a private step is made of.
 
     Args:
-        mode: one of `dp_clipping.MODES`.
+        clipping: one of `dp_clipping.MODES`, or a fused one with norm algorithm: `flash:width`.
         model: a network, or an implementation's wrapper around it, which is set to sums.
         optimizer: over its parameters.
         settings: for clipping and noise.
@@ -37,7 +39,8 @@ def private_parts(
     """
     if dist.get_rank() > 0:
         logging.getLogger("dp_clipping").setLevel(logging.ERROR)  # rank 0 says it
-    privacy = settings.privacy
+    privacy, (mode, norm_algorithm) = settings.privacy, mode_and_algorithm(clipping)
+    budget = privacy.memory_budget_mb
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="poisson_sampling=False")
         private, private_optimizer, criterion, _ = PrivacyEngine().make_private(
@@ -54,6 +57,9 @@ def private_parts(
             grad_sample_mode=mode,
             clipping_function=privacy.clipping_function,
             expected_batch_size=world_size * settings.batch_size,
+            norm_algorithm=norm_algorithm,
+            memory_budget=None if budget is None else int(budget * MIB),
+            tile_size=privacy.tile_size,
         )
 
     def forward_loss(batch: Batch) -> Tensor:

@@ -13,7 +13,7 @@ from ddp import Unavailable
 from lm.runtime import StepClock, Worker
 from lm.watch import Cause, Watch
 from measure import Progress
-from tracing import draw_timeline, load_trace, overlap, phase, profile, slowest_operators
+from tracing import Trace, draw_timeline, load_trace, overlap, phase, profile, slowest_operators
 from tracing import write_summary as write_summary_file
 
 MIB = 1 << 20
@@ -66,6 +66,7 @@ class Profiling:
             self._memory = self._record_memory(subject, run)
             self._stats = run.model.stats() if hasattr(run.model, "stats") else {}
             self._launches = describe_launches(run.model)
+            self._plan = run.model.capture.plan if subject.is_fused else None
             del run
 
     def _record_memory(self, subject: Subject, run: Run) -> dict[str, str]:
@@ -121,15 +122,31 @@ class Profiling:
             [str(path) for path in files],
             self._memory,
             self._launches,
+            self._describe_plan(traces[0]),
         )
         picture = self.folder / f"{stem}_timeline.png"
         draw_timeline({subject.label: traces}, picture, title=self._title())
+
+    def _describe_plan(self, trace: Trace) -> list[str]:
+        """What each linear layer did and how long it took; empty without a plan."""
+        if self._plan is None:
+            return []
+        steps = overlap(trace).steps or 1
+        times = {name: us / steps / 1e6 for name, us in trace.layers.items()}
+        return [
+            *self._plan.table(self._plan.measured(times)).splitlines(),
+            "",
+            f"Measured: {trace.basis} of each layer's norm and sum, mean of {steps} steps.",
+        ]
 
     def _privacy_of(self, subject: Subject) -> dict:
         """Lines of the summary; none without privacy."""
         if not subject.is_private:
             return {}
-        settings = {k.replace("_", " "): v for k, v in vars(self.settings.privacy).items()}
+        settings = {
+            name.replace("_", " "): "default" if value is None else value
+            for name, value in self.settings.privacy_of(subject.clipping).items()
+        }
         return {
             "clipping": subject.clipping,
             **settings,

@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.options import CLIPPING_MODES, NOT_PRIVATE
+from bench.options import CLIPPING_MODES, CLIPPING_NAMES, FUSED_MODES, NOT_PRIVATE
 from ddp import implementation, options_of
 from lm.data import Batches, Corpus, open_data
 from lm.model import PRESETS, ModelConfig
 
+KERNEL_OPTIONS = ("tile_size", "memory_budget_mb")  # of `Privacy`, for fused modes only
 SEAM = ("before_gradient", "gradient_ready")  # through which private gradients are handed over
 
 
@@ -27,10 +28,15 @@ class Privacy:
     max_grad_norm: float = 1.0
     clipping_style: str = "flat"
     clipping_function: str = "abadi"
+    tile_size: int | None = None
+    memory_budget_mb: float | None = None
 
 
 class Subject(NamedTuple):
-    """What has a row in the table, and files of its own: an implementation in a clipping mode."""
+    """What has a row in the table, and files of its own: an implementation in a clipping mode.
+
+    A fused mode's name may be followed by a norm algorithm: `flash:width`.
+    """
 
     implementation: str
     clipping: str = NOT_PRIVATE
@@ -38,6 +44,11 @@ class Subject(NamedTuple):
     @property
     def is_private(self) -> bool:
         return self.clipping != NOT_PRIVATE
+
+    @property
+    def is_fused(self) -> bool:
+        """The mode asks for fused kernels; where they do not run there is no plan all the same."""
+        return mode_and_algorithm(self.clipping)[0] in FUSED_MODES
 
     @property
     def label(self) -> str:
@@ -70,6 +81,7 @@ class Settings:
     data: str
     timeout_s: float
     output_dir: Path
+    show_plan: bool
 
     @property
     def warmup_steps(self) -> int:
@@ -93,11 +105,20 @@ class Settings:
 
         An ordinary one does not depend on the settings of privacy.
         """
-        skipped = {"implementations", "clippings", "privacy", "output_dir", "rounds", "timeout_s"}
+        skipped = {"implementations", "clippings", "privacy", "output_dir", "rounds", "timeout_s",
+                   "show_plan"}  # fmt: skip
         common = {k: v for k, v in asdict(self).items() if k not in skipped}
         if clipping == NOT_PRIVATE:
             return common
-        return {**common, "clipping": {"mode": clipping, **asdict(self.privacy)}}
+        mode, _ = mode_and_algorithm(clipping)
+        return {**common, "clipping": {"mode": mode, **self.privacy_of(clipping)}}
+
+    def privacy_of(self, clipping: str) -> dict:
+        """The settings that have an effect on a private mode."""
+        common, (mode, algorithm) = asdict(self.privacy), mode_and_algorithm(clipping)
+        if mode in FUSED_MODES:
+            return {**common, "norm_algorithm": algorithm}
+        return {k: v for k, v in common.items() if k not in KERNEL_OPTIONS}
 
 
 def settings_from(options: argparse.Namespace, device_type: str, default_folder: Path) -> Settings:
@@ -109,6 +130,7 @@ def settings_from(options: argparse.Namespace, device_type: str, default_folder:
     _require_positive(options)
     names = _names(options)
     clippings, privacy = _clippings(options), _privacy(options)
+    _check_show_plan(options)
     for name in names:
         _check_can_clip(name, clippings)
     if options.warmup_epochs > options.num_epochs:
@@ -138,6 +160,7 @@ def settings_from(options: argparse.Namespace, device_type: str, default_folder:
         data=_data_source(options.data),
         timeout_s=options.timeout,
         output_dir=options.output_dir or default_folder,
+        show_plan=options.show_plan,
     )
     batches_for(settings, rank=0, world_size=1)  # unreadable, empty or too short a text
     return settings
@@ -157,6 +180,12 @@ def check_folder(option: str, folder: Path, create: bool) -> None:
         raise ValueError(
             f"{option} {folder}: cannot be written to ({error.strerror}), name another folder"
         ) from error
+
+
+def mode_and_algorithm(clipping: str) -> tuple[str, str]:
+    """Of `flash:width` it is ("flash", "width"), of `flash` ("flash", "auto")."""
+    mode, _, algorithm = clipping.partition(":")
+    return mode, algorithm or "auto"
 
 
 def label(name: str) -> str:
@@ -207,12 +236,13 @@ def _names(options: argparse.Namespace) -> list[str]:
 
 
 def _clippings(options: argparse.Namespace) -> list[str]:
-    modes = [NOT_PRIVATE if mode == "no_dp" else mode for mode in options.clipping]
+    synonyms = {"no_dp": NOT_PRIVATE, **{f"{mode}:auto": mode for mode in FUSED_MODES}}
+    modes = [synonyms.get(mode, mode) for mode in options.clipping]
     for mode in modes:
-        if mode not in (NOT_PRIVATE, *CLIPPING_MODES):
+        if mode not in (NOT_PRIVATE, *CLIPPING_NAMES):
             raise ValueError(
                 f"--clipping {mode}: unknown, choose from "
-                f"{', '.join((NOT_PRIVATE, *CLIPPING_MODES))}"
+                f"{', '.join((NOT_PRIVATE, *CLIPPING_NAMES))}"
             )
     twice = next((mode for mode in modes if modes.count(mode) > 1), None)
     if twice:
@@ -224,6 +254,9 @@ def _privacy(options: argparse.Namespace) -> Privacy:
     """Options that would have no effect are refused: somebody meant them."""
     names = [field.name for field in fields(Privacy)]
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    for name in given:
+        if name in KERNEL_OPTIONS:
+            _require_fused(name, options)
     if given and set(_clippings(options)) == {NOT_PRIVATE}:
         raise ValueError(
             f"{_option(next(iter(given)))}: only --clipping MODE clips and adds noise, give one of "
@@ -236,7 +269,28 @@ def _privacy(options: argparse.Namespace) -> Privacy:
         )
     if not 0 < privacy.max_grad_norm < math.inf:
         raise ValueError(f"--max-grad-norm {privacy.max_grad_norm}: give a finite number above 0")
+    if not 0 <= (privacy.memory_budget_mb or 0) < math.inf:
+        raise ValueError(
+            f"--memory-budget-mb {privacy.memory_budget_mb}: give a finite number of 0 or more"
+        )
     return privacy
+
+
+def _check_show_plan(options: argparse.Namespace) -> None:
+    if options.show_plan:
+        _require_fused("show_plan", options)
+        if options.profile:
+            raise ValueError(
+                "--show-plan: leave it out, with --profile the summaries have the plan"
+            )
+
+
+def _require_fused(name: str, options: argparse.Namespace) -> None:
+    if not any(Subject("", clipping).is_fused for clipping in _clippings(options)):
+        raise ValueError(
+            f"{_option(name)}: only fused kernels have use for it, give --clipping "
+            f"{' or '.join(FUSED_MODES)} too"
+        )
 
 
 def _check_can_clip(name: str, clippings: list[str]) -> None:

@@ -178,6 +178,7 @@ class Benchmark:
             outside = getattr(run.model, "bytes_outside_allocator", 0)
             peak = memory.bytes()
             stats = run.model.stats() if hasattr(run.model, "stats") else {}
+            plan = run.model.capture.plan if cell.subject.is_fused else None
             del run
         timed = milliseconds[self._untimed_steps() :]
         peak = max_over_ranks([-1.0 if peak is None else peak + outside], self.worker.device)[0]
@@ -187,6 +188,7 @@ class Benchmark:
             "peak_memory_bytes": None if peak < 0 else int(peak),
             "loss": float(loss),
             **stats,
+            **({"plan": plan.table()} if plan and cell.round == 0 else {}),
         }
 
     def _untimed_steps(self) -> int:

@@ -76,7 +76,8 @@ class FusedSession(Session):
         if gradients.dim() == 2 and not self._streams:
             self._vectors[parameter] = gradients  # normed together: there are many, all small
         else:
-            self._norms[parameter] = Norm(squares(gradients))
+            with self._range("norm/dense", parameter):
+                self._norms[parameter] = Norm(squares(gradients))
         self._keep(parameter, gradients, recomputed=self.policy.two_passes and gradients.dim() > 2)
 
     def factors(self, parameter: Parameter, factors: Any) -> None:
@@ -88,7 +89,8 @@ class FusedSession(Session):
         elif isinstance(factors, LinearFactors):
             self._take_linear(parameter, factors)
         else:
-            self._norms[parameter] = factors.norm()
+            with self._range("norm/factors", parameter):
+                self._norms[parameter] = factors.norm()
             self._keep(parameter, factors)
 
     def _is_second_visit(self, parameter: Parameter) -> bool:
@@ -100,7 +102,10 @@ class FusedSession(Session):
         tile = self._tile(factors.y.dtype)
         left, right = factors.operands
         if choice.algorithm == GRADIENT:
-            gradients, own = gradient_and_squares(left, right, tile, store=not choice.recomputed)
+            with self._range("norm/gradient", parameter):
+                gradients, own = gradient_and_squares(
+                    left, right, tile, store=not choice.recomputed
+                )
             self._norms[parameter] = Norm(own)
             self._keep(parameter, gradients, choice.recomputed)
             return
@@ -110,7 +115,8 @@ class FusedSession(Session):
             if self._streams or (choice.recomputed and waiting > PENDING_BYTES):
                 self._norm_pending()
         else:
-            _, own = gradient_and_squares(left, right, tile, store=False)
+            with self._range("norm/input_length", parameter):
+                _, own = gradient_and_squares(left, right, tile, store=False)
             self._norms[parameter] = Norm(own)
         self._keep(parameter, factors, choice.recomputed)
 
@@ -182,7 +188,8 @@ class FusedSession(Session):
             launches.setdefault((shape[1], dtype), []).append(mine)
         for (tokens, _), rows in launches.items():
             uses = [(pending[row[0]].a, [pending[p].y for p in row]) for row in rows]
-            found = gram_squares(uses, self._tile(uses[0][0].dtype))
+            with self._range("norm/width", *(p for row in rows for p in row)):
+                found = gram_squares(uses, self._tile(uses[0][0].dtype))
             error = tokens * SUM_ROUNDING[torch.float32]
             for row, own, scale in zip(rows, *found, strict=True):
                 self._norms[row[0]] = Norm(own, scale, GRAM_ROUNDING, error)
@@ -193,8 +200,10 @@ class FusedSession(Session):
         for parameter, gradients in vectors.items():
             alike.setdefault((gradients.shape, gradients.dtype), []).append(parameter)
         for (shape, _), mine in alike.items():
-            rows = torch.stack([vectors[p] for p in mine]).view(-1, shape[1])
-            for parameter, own in zip(mine, squares(rows).view(len(mine), -1), strict=True):
+            with self._range("norm/dense", *mine):
+                rows = torch.stack([vectors[p] for p in mine]).view(-1, shape[1])
+                found = squares(rows).view(len(mine), -1)
+            for parameter, own in zip(mine, found, strict=True):
                 self._norms[parameter] = Norm(own)
 
     def _clip(self, limits: Tensor) -> Tensor:
@@ -250,14 +259,15 @@ class FusedSession(Session):
 
     @torch.no_grad()
     def _sum_one(self, parameter: Parameter, remains: Any, weights: Weights) -> None:
-        if isinstance(remains, Tensor):
-            total = weighted_sum(remains, weights.values)
-        elif isinstance(remains, LinearFactors):
-            total = weighted_product(
-                *remains.operands, weights.ascending, self._tile(remains.y.dtype)
-            )
-        else:
-            total = remains.weighted_sum(weights)
+        with self._range("sum", parameter):
+            if isinstance(remains, Tensor):
+                total = weighted_sum(remains, weights.values)
+            elif isinstance(remains, LinearFactors):
+                total = weighted_product(
+                    *remains.operands, weights.ascending, self._tile(remains.y.dtype)
+                )
+            else:
+                total = remains.weighted_sum(weights)
         self._receive(parameter, total)
 
 

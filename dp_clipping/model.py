@@ -20,7 +20,7 @@ from dp_clipping.kernels import available
 from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.layout import FEW, MORE
-from dp_clipping.modes import say_plain
+from dp_clipping.modes import PLAIN_TWIN, say_plain
 from dp_clipping.search import Search
 from dp_clipping.session import Policy, Session
 from dp_clipping.validation import check_still_fixed, normalizations
@@ -120,6 +120,23 @@ class PrivateModel(nn.Module):
         """
         self.refuse_in_release("nonfinite_samples")
         return int(self._nonfinite_samples)
+
+    def plan_table(self) -> str:
+        """What the last step on fused kernels did with each linear layer; see `dp_clipping.plan`.
+
+        Raises RuntimeError if there was none.
+        """
+        if self.policy is None or not self.policy.fused:
+            raise RuntimeError(
+                f"mode {self.mode} has no plan: choose grad_sample_mode={' or '.join(PLAIN_TWIN)}"
+            )
+        if self.capture.plan is None:
+            raise RuntimeError(
+                "no step has run on fused kernels yet: call plan_table() after loss.backward(); "
+                f"where they are not available, {self.mode} runs as {PLAIN_TWIN[self.mode]}, "
+                "which has no plan"
+            )
+        return self.capture.plan.table()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.policy is None:

@@ -17,7 +17,7 @@ what is kept exceeds the budget, changes the layer that loses the least time a b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
@@ -231,7 +231,22 @@ class Plan:
             else:
                 used += choice.bytes
 
-    def table(self, measured: dict[str, float] | None = None) -> str:
+    def measured(self, ranges: Mapping[str, float]) -> dict[str, float]:
+        """Seconds of each layer's norm and sum, from those of the ranges in a profiler's trace.
+
+        A launch that several layers have in common, `norm/width/a+b`, is split by their features.
+        """
+        found: dict[str, float] = {}
+        for name, seconds in ranges.items():
+            layers = name.split("/", 1 if name.startswith("sum/") else 2)[-1].split("+")
+            uses = [self.uses[self._number[one]] for one in layers if one in self._number]
+            features = sum(use.inputs + use.outputs for use in uses)
+            for use in uses:
+                share = (use.inputs + use.outputs) / features
+                found[use.name] = found.get(use.name, 0.0) + seconds * share
+        return found
+
+    def table(self, measured: Mapping[str, float] | None = None) -> str:
         """One line a layer: shapes, algorithm, predicted (and measured) milliseconds, MiB kept."""
         head = ["layer", "B x T x in x out", "algorithm", "predicted ms", "MiB kept"]
         rows = [head + (["measured ms"] if measured else [])]
@@ -248,7 +263,7 @@ class Plan:
             "all", "", "one pass" if self.is_one_pass else "two passes",
             f"{sum(c.seconds for c in self.choices) * 1e3:.3f}", f"{self.bytes / 2**20:.1f}",
         ]  # fmt: skip
-        rows.append(total + ([""] if measured else []))
+        rows.append(total + ([f"{sum(measured.values()) * 1e3:.3f}"] if measured else []))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])

@@ -5,18 +5,21 @@
     clip       norms -> coefficients, when the last one is known
     sum        Σ_i c_i G_i of each parameter, handed on as it becomes final
 
-In a profiler's trace these are `norm_pass`, `clip_coefficients` and `weighted_sum`.
+In a profiler's trace these are `norm_pass`, `clip_coefficients` and `weighted_sum`; within them
+`norm/{how}/{layer}` and `sum/{layer}` (`Session._range`).
 
 Bookkeeping modes keep what arrived and sum it afterwards: one backward. Two-pass modes keep
 nothing and run backward a second time. Neither computes an ordinary weight gradient.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.nn import Parameter
 from torch.profiler import record_function
 
@@ -25,6 +28,8 @@ from dp_clipping.layers.arithmetic import Weights, squared_norms, weighted_sum
 from dp_clipping.layers.linear import Grams
 from dp_clipping.norms import Norm, Norms
 from dp_clipping.rescale import is_rescaled, rescale
+
+NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,8 @@ class Session:
         if self._summing:
             self._hand_on(parameter, self._only_good(gradients))
             return
-        self._norms[parameter] = Norm(squared_norms(gradients))
+        with self._range("norm/dense", parameter):
+            self._norms[parameter] = Norm(squared_norms(gradients))
         if not self.policy.two_passes:
             self._kept[parameter] = gradients
 
@@ -120,7 +126,8 @@ class Session:
         if self._summing:
             self._hand_on(parameter, self._only_good(factors))
             return
-        self._norms[parameter] = factors.norm(self._grams)
+        with self._range("norm/factors", parameter):
+            self._norms[parameter] = factors.norm(self._grams)
         if not self.policy.two_passes:
             self._kept[parameter] = factors
 
@@ -251,11 +258,21 @@ class Session:
     @torch.no_grad()
     def _hand_on(self, parameter: Parameter, remains: Any) -> None:
         weights = self._weights[self.capture.groups[parameter]]
-        if isinstance(remains, Tensor):
-            total = weighted_sum(weights, remains)
-        else:
-            total = remains.weighted_sum(weights)
+        with self._range("sum", parameter):
+            if isinstance(remains, Tensor):
+                total = weighted_sum(weights, remains)
+            else:
+                total = remains.weighted_sum(weights)
         self._receive(parameter, total)
+
+    def _range(self, what: str, *parameters: Parameter) -> AbstractContextManager:
+        """`{what}/{layer}` in the trace that a profiler records (`+` between layers); else nothing.
+
+        Whether one records is a flag of PyTorch's that has no public name; Dynamo asks it too.
+        """
+        if not profiler._is_profiler_enabled:
+            return NOTHING
+        return record_function(f"{what}/{'+'.join(self.capture.names[p] for p in parameters)}")
 
 
 class Tap(torch.autograd.Function):

@@ -24,7 +24,7 @@ behind. The interpreter's own time between operators counts as idle.
 
 import re
 
-from .intervals import Interval, difference
+from .intervals import Interval, difference, total
 
 BASIS = "CPU operators (a proxy)"
 COLLECTIVES = ("gloo:", "nccl:")
@@ -54,6 +54,11 @@ def place_phases(
 ) -> tuple[dict[str, list[Interval]], str]:
     """The phases as recorded, and where that is."""
     return on_cpu, "ranges on the CPU thread"
+
+
+def time_in(events: list[dict], on_cpu: dict[str, list[Interval]]) -> dict[str, float]:
+    """How long ranges lasted."""
+    return {name: total(ranges) for name, ranges in on_cpu.items()}
 
 
 def _without_launches(operators: list[dict]) -> list[Interval]:

@@ -55,6 +55,18 @@ def place_phases(
     return (placed, "the profiler's projection") if placed else (on_cpu, "ranges on the CPU thread")
 
 
+def time_in(events: list[dict], on_cpu: dict[str, list[Interval]]) -> dict[str, float]:
+    """How long the computation ran that any thread launched during the ranges."""
+    if not on_cpu:
+        return {}
+    computing, _ = _split(events, _side_ranges(events))
+    launched = _by_launch_time(events, computing)
+    return {
+        name: sum(end - start for r in ranges for _, start, end in _launched_in(launched, r))
+        for name, ranges in on_cpu.items()
+    }
+
+
 def _split(events: list[dict], side_ranges: list[dict]) -> tuple[list[dict], list[dict]]:
     """The device's events as (computing, communicating)."""
     by_stream: dict[tuple, list[dict]] = {}
@@ -130,11 +142,18 @@ def _by_launch(
 ) -> list[Interval]:
     """Per range on the CPU: first start to last end of what was launched in it."""
     placed = []
-    for start, end in ranges:
-        inside = launched[bisect_left(launched, (start,)) : bisect_left(launched, (end,))]
+    for range_ in ranges:
+        inside = _launched_in(launched, range_)
         if inside:
             placed.append((min(k[1] for k in inside), max(k[2] for k in inside)))
     return placed
+
+
+def _launched_in(
+    launched: list[tuple[float, float, float]], range_: Interval
+) -> list[tuple[float, float, float]]:
+    start, end = range_
+    return launched[bisect_left(launched, (start,)) : bisect_left(launched, (end,))]
 
 
 def _waits(launched: list[tuple[float, float, float]], ranges: list[Interval]) -> list[Interval]:

@@ -14,6 +14,7 @@ PHASES = (
     "lr_scheduling",
 )
 EPOCH_PREFIX = "epoch_"
+LAYER_PREFIXES = ("norm/", "sum/")  # of one layer's part of a private backward
 COMMUNICATION_PREFIX = "communication:"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .files import written_whole
 from .overlap import Overlap, overlap
-from .phases import EPOCH_PREFIX, PARTS_OF_BACKWARD, PHASES
+from .phases import EPOCH_PREFIX, LAYER_PREFIXES, PARTS_OF_BACKWARD, PHASES
 from .trace import Trace
 
 
@@ -45,10 +45,12 @@ def write_summary(
     trace_files: list[str],
     memory: dict | None = None,
     launches: Sequence[str] = (),
+    plan: Sequence[str] = (),
 ) -> None:
     """Write the summary of one implementation; `traces` and `trace_files` are one per rank.
 
-    `launches` says, a line each, what was sent when in a step.
+    `launches` says, a line each, what was sent when in a step; `plan`, what a private step did
+    with each layer.
     """
     title = f"Profile of {configuration.get('implementation', Path(path).stem)}"
     measured = {trace.rank: overlap(trace) for trace in traces}
@@ -58,6 +60,7 @@ def write_summary(
         _section("Computation and communication, ms per step", _overlap_table(measured)),
         _section("Time per phase, ms per step", _phase_table(measured, traces)),
         *([_section("Launches of one step, rank 0", list(launches))] if launches else []),
+        *([_section("Plan of a private step, rank 0", list(plan))] if plan else []),
         _section("Slowest operators, rank 0, ms over the whole trace", _operator_table(operators)),
     ]
     if memory:
@@ -128,7 +131,8 @@ def _how_to_open(trace_files: list[str]) -> list[str]:
 
 def _is_operator(average) -> bool:
     on_cpu = getattr(average.device_type, "name", "CPU") == "CPU"
-    return on_cpu and average.key not in PHASES and not average.key.startswith(EPOCH_PREFIX)
+    ours = average.key in PHASES or average.key.startswith((EPOCH_PREFIX, *LAYER_PREFIXES))
+    return on_cpu and not ours
 
 
 def _short(name: str, width: int) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from . import cpu_rules, gpu_rules
 from .intervals import Interval
-from .phases import EPOCH_PREFIX, PHASES
+from .phases import EPOCH_PREFIX, LAYER_PREFIXES, PHASES
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Trace:
     phase_basis    where the phases were placed: on the device, or on the CPU thread
     epochs         name of the epoch's range → its intervals, always on the CPU thread
     span           first forward pass to the end of the last optimizer step
+    layers         name of a layer's range → time of what was launched in it, all steps together
     """
 
     rank: int
@@ -33,6 +34,7 @@ class Trace:
     phase_basis: str
     epochs: dict[str, list[Interval]]
     span: Interval
+    layers: dict[str, float]
 
 
 def load_trace(path: str | Path) -> Trace:
@@ -62,6 +64,7 @@ def load_trace(path: str | Path) -> Trace:
         phase_basis=phase_basis,
         epochs=epochs,
         span=_span(phases, epochs, computation + communication),
+        layers=rules.time_in(events, _ranges(events, lambda name: name.startswith(LAYER_PREFIXES))),
     )
 
 

@@ -7,13 +7,25 @@ from itertools import pairwise
 import pytest
 
 from bench import main as command
-from bench.options import CLIPPING_FUNCTIONS, CLIPPING_MODES, CLIPPING_STYLES, parse
+from bench.gate import GRAM_ROUNDING, tolerance
+from bench.options import (
+    CLIPPING_FUNCTIONS,
+    CLIPPING_MODES,
+    CLIPPING_STYLES,
+    FUSED_MODES,
+    NORM_ALGORITHMS,
+    TILE_SIZES,
+    parse,
+)
 from bench.report import report
 from bench.settings import Privacy, Subject, settings_from
 from bench.worker import GATE, TIMING, plan
 from dp_clipping import MODES
 from dp_clipping import arguments as dp_arguments
 from dp_clipping import clip as dp_clip
+from dp_clipping import modes as dp_modes
+from dp_clipping import plan as dp_plan
+from dp_clipping.layers import linear as dp_linear
 from measure import Results
 from tests.bench.command import PLUGINS, benchmark
 from tests.bench.test_profile import ranges
@@ -38,6 +50,10 @@ def test_the_names_are_those_of_the_library():
     assert ("no_dp", *CLIPPING_MODES) == MODES
     assert dp_arguments.CLIPPINGS == CLIPPING_STYLES
     assert dp_clip.CLIPPING_FUNCTIONS == CLIPPING_FUNCTIONS
+    assert tuple(dp_modes.PLAIN_TWIN) == FUSED_MODES
+    assert ("auto", *NORM_ALGORITHMS) == dp_plan.NORM_ALGORITHMS
+    assert dp_arguments.TILE_SIZES == TILE_SIZES
+    assert dp_linear.GRAM_ROUNDING == GRAM_ROUNDING
 
 
 def test_every_implementation_meets_every_mode_in_every_round():
@@ -86,15 +102,47 @@ def test_private_cells_differ_by_mode_and_by_every_setting():
     assert len(keys) == len(options) * 2 * 6
 
 
+def test_fused_cells_differ_by_algorithm_and_options_and_no_others_do():
+    modes = ["ghost", "flash", "flash:width", "flash:input_length", "flash_bookkeeping:width"]
+    options = [[], ["--tile-size", 32], ["--memory-budget-mb", 0], ["--memory-budget-mb", 1.5]]
+    keys = {mode: set() for mode in modes}
+    for more in options:
+        settings = settings_for("--implementations", "ddp", "--clipping", *modes, *more)
+        for cell in plan(settings):
+            keys[cell.clipping].add(cell.row(settings, 2, "cpu")["key"])
+    assert {mode: len(found) // 6 for mode, found in keys.items()} == {
+        mode: 1 if mode == "ghost" else len(options) for mode in modes
+    }
+    assert len(set.union(*keys.values())) == sum(map(len, keys.values()))
+
+
+def test_showing_the_plan_measures_nothing_anew():
+    line = ["--implementations", "ddp", "--clipping", "flash"]
+    shown, hidden = settings_for(*line, "--show-plan"), settings_for(*line)
+    assert [config_of(c, shown) for c in plan(shown)] == [
+        config_of(c, hidden) for c in plan(hidden)
+    ]
+
+
 def test_defaults_and_no_dp():
     assert settings_for().privacy == Privacy(1.0, 1.0, "flat", "abadi")
     assert settings_for().clippings == settings_for("--clipping", "no_dp").clippings == ("none",)
+    assert settings_for("--clipping", "flash:auto").clippings == ("flash",)
 
 
 def test_names_of_a_private_subject():
     subject = Subject("my.py:Mine", "ghost")
     assert (subject.label, subject.file_stem) == ("Mine:ghost", "Mine_ghost")
     assert Subject("ddp").label == Subject("ddp").file_stem == "ddp"
+    subject = Subject("ddp", "flash:width")
+    assert (subject.label, subject.file_stem) == ("ddp:flash:width", "ddp_flash_width")
+
+
+def test_only_gram_matrices_have_an_allowance():
+    settings = settings_for("--context-length", 128)
+    assert tolerance(Subject("ddp", "flash"), settings) == 1e-4
+    assert tolerance(Subject("ddp", "flash:input_length"), settings) == 1e-4
+    assert 2e-3 < tolerance(Subject("ddp", "flash:width"), settings) < 2.1e-3
 
 
 @pytest.mark.parametrize("mode", [[], ["--profile"]])
@@ -191,6 +239,30 @@ def test_a_wrong_private_gradient_is_said_of_its_own_row(tmp_path, pictures):
     wrong = [pair for pair, line in lines_of(text).items() if "WRONG" in line]
     assert wrong == [("ddp", "bookkeeping")]
     assert pictures[0][0][3]["label"] == "ddp:bookkeeping (WRONG)"
+
+
+def test_a_plan_is_printed_once_however_many_have_it(tmp_path, pictures):
+    line = ["--implementations", "none", "ddp", "--show-plan", "--tile-size", 64, "--clipping"]
+    settings = settings_for(*line, "flash", "flash:width", folder=tmp_path)
+    for cell in plan(settings):
+        text = "layer\n-----\n" + ("width" if "width" in cell.clipping else "gradient")
+        timed = {"step_ms": [1.0] * 6, **({"plan": text} if cell.round == 0 else {})}
+        measured = {"gradient_error": 1e-3} if cell.kind == GATE else timed
+        row = {**cell.row(settings, 2, "cpu"), "status": "ok", "invocation": "x", **measured}
+        Results(settings.output_dir).record(row)
+    text, status = report(settings, 2, "cpu")
+    assert "\n\nplan of none:flash, ddp:flash\nlayer\n-----\ngradient\n\n" in text
+    assert "\n\nplan of none:flash:width, ddp:flash:width\nlayer\n-----\nwidth\n\n" in text
+    assert "(flat, abadi), tiles of 64\n" in text
+    assert "wrong above 0.0021" in text
+    assert status == 1
+    wrong = [pair for pair, line in lines_of(text).items() if "WRONG" in line]
+    assert wrong == [("none", "flash"), ("ddp", "flash")]
+
+
+def test_without_kernels_no_plan_is_said(tmp_path, pictures):
+    line = ["--implementations", "none", "--clipping", "flash", "--show-plan"]
+    assert "\nno plan: " in report(settings_for(*line, folder=tmp_path), 2, "cpu")[0]
 
 
 # ---- two ranks ----------------------------------------------------------------------------------

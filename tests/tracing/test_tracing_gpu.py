@@ -83,6 +83,18 @@ def test_phases_lie_where_their_kernels_ran(tmp_path):
     assert trace.phase_basis == "kernels by launch"
 
 
+def test_a_layers_range_has_the_time_of_the_kernels_launched_in_it(tmp_path):
+    """By any thread, in every step; communication is none of it."""
+    layers = [
+        event("user_annotation", name, at + start, at + end, tid=AUTOGRAD_THREAD)
+        for at in (0, 1000)
+        for name, start, end in [("norm/width/a+b", 11, 13), ("sum/a", 13, 15), ("sum/b", 16, 17)]
+    ]
+    trace = load(tmp_path, [*one_step(), *one_step(1000, 11), *layers])
+    assert trace.layers == {"norm/width/a+b": 200, "sum/a": 0, "sum/b": 100}
+    assert load(tmp_path, one_step()).layers == {}
+
+
 def test_gradient_sync_without_a_wait_is_empty(tmp_path):
     events = [e for e in one_step() if "nccl" not in e["name"] and e["name"] != "adam"]
     trace = load(tmp_path, [*events, kernel("adam", 270, 300, correlation=5)])
