@@ -4,10 +4,12 @@ The session of the `flash` modes where their kernels run. Layers hand over what 
 session. Here a plan says what becomes of a linear layer's factors, coefficients stay on the device,
 and samples whose norm is not finite are left out by kernels that do not load them.
 
-Under `per_layer` clipping with one backward a layer's sum is formed as soon as its last gradient is
-there: nothing but that layer is stored, and there is no second phase.
+Launches are shared: what layers hand over waits until there is enough of it, and one launch serves
+many of them. Under `per_layer` clipping with one backward their sums are formed right after: no
+more is stored than waits for a launch, and there is no second phase.
 """
 
+from collections import Counter
 from itertools import accumulate
 from typing import Any
 
@@ -17,19 +19,29 @@ from torch.nn import Parameter
 
 from dp_clipping.clip import MARGIN
 from dp_clipping.kernels.coefficients import clip_coefficients
-from dp_clipping.kernels.gradient import gradient_and_squares, stored_dtype
+from dp_clipping.kernels.embedding import TokenSums
+from dp_clipping.kernels.gradient import gradients_and_squares, stored_dtype
 from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
 from dp_clipping.kernels.squares import squares
 from dp_clipping.kernels.tiles import Tile
-from dp_clipping.kernels.weighted_product import weighted_product
-from dp_clipping.kernels.weighted_sum import weighted_sum
-from dp_clipping.layers.arithmetic import SUM_ROUNDING, Weights
+from dp_clipping.kernels.weighted_product import Ascending, weighted_products
+from dp_clipping.kernels.weighted_sum import weighted_sums
+from dp_clipping.layers.arithmetic import SUM_ROUNDING
 from dp_clipping.layers.linear import GRAM_ROUNDING, LinearFactors
 from dp_clipping.norms import Norm, on_device
-from dp_clipping.plan import GRADIENT, WIDTH, Choice, Plan, Use, rates_of
+from dp_clipping.plan import (
+    GRADIENT,
+    INPUT_LENGTH,
+    SUM_BYTES,
+    WIDTH,
+    Choice,
+    Plan,
+    Use,
+    rates_of,
+)
 from dp_clipping.session import Session
 
-PENDING_BYTES = 1 << 28  # of factors that wait for a common launch and are not kept anyway
+PENDING_BYTES = 1 << 28  # of what waits for a common launch
 SHARE = 0.93  # of an ordinary step's memory: the rest is for what backward holds in passing
 
 
@@ -43,9 +55,12 @@ class FusedSession(Session):
     def _forget(self) -> None:
         super()._forget()
         self._uses: dict[Parameter, Use] = {}
-        self._pending: dict[Parameter, LinearFactors] = {}
+        self._to_norm: dict[Parameter, tuple[LinearFactors, Choice]] = {}
         self._vectors: dict[Parameter, Tensor] = {}
+        self._to_sum: dict[Parameter, Any] = {}
+        self._pending = 0  # bytes in the last three, where nothing else would hold them
         self._handed_on: set[Parameter] = set()
+        self._joined: set[Parameter] = set()  # their norms are in another parameter's
 
     @property
     def _streams(self) -> bool:
@@ -73,12 +88,16 @@ class FusedSession(Session):
         if self._summing:
             self._hand_on(parameter, gradients)
             return
-        if gradients.dim() == 2 and not self._streams:
-            self._vectors[parameter] = gradients  # normed together: there are many, all small
+        if self.policy.two_passes and gradients.dim() > 2:
+            self._recomputed.append(parameter)
         else:
-            with self._range("norm/dense", parameter):
-                self._norms[parameter] = Norm(squares(gradients))
-        self._keep(parameter, gradients, recomputed=self.policy.two_passes and gradients.dim() > 2)
+            self._kept[parameter] = gradients
+        if gradients.dim() == 2:
+            self._vectors[parameter] = gradients  # normed together: there are many, all small
+            return
+        with self._range("norm/dense", parameter):
+            self._norms[parameter] = Norm(squares(gradients))
+        self._wait_for(gradients.nbytes if self._streams else 0)
 
     def factors(self, parameter: Parameter, factors: Any) -> None:
         if self._is_second_visit(parameter):
@@ -87,53 +106,38 @@ class FusedSession(Session):
         if self._summing:
             self._hand_on(parameter, factors)
         elif isinstance(factors, LinearFactors):
-            self._take_linear(parameter, factors)
+            choice = self._choice_of(parameter, factors)
+            self._to_norm[parameter] = factors, choice
+            if choice.recomputed:
+                self._recomputed.append(parameter)
+            else:
+                self._kept[parameter] = factors  # in order of arrival; G may take its place
+            stays = not choice.recomputed and choice.algorithm != GRADIENT and not self._streams
+            self._wait_for(0 if stays else factors.bytes)
         else:
             with self._range("norm/factors", parameter):
-                self._norms[parameter] = factors.norm()
-            self._keep(parameter, factors)
+                sums = TokenSums.of(factors.ids, factors.y)
+            self._norms[parameter] = Norm(sums.squares)
+            self._kept[parameter] = sums
 
     def _is_second_visit(self, parameter: Parameter) -> bool:
         """A second backward passes through layers whose remains were kept."""
         return self._summing and (parameter in self._kept or parameter in self._handed_on)
 
-    def _take_linear(self, parameter: Parameter, factors: LinearFactors) -> None:
-        choice = self._choice_of(parameter, factors)
-        tile = self._tile(factors.y.dtype)
-        left, right = factors.operands
-        if choice.algorithm == GRADIENT:
-            with self._range("norm/gradient", parameter):
-                gradients, own = gradient_and_squares(
-                    left, right, tile, store=not choice.recomputed
-                )
-            self._norms[parameter] = Norm(own)
-            self._keep(parameter, gradients, choice.recomputed)
-            return
-        if choice.algorithm == WIDTH:
-            self._pending[parameter] = factors
-            waiting = sum(use.bytes for use in self._pending.values())
-            if self._streams or (choice.recomputed and waiting > PENDING_BYTES):
-                self._norm_pending()
-        else:
-            with self._range("norm/input_length", parameter):
-                _, own = gradient_and_squares(left, right, tile, store=False)
-            self._norms[parameter] = Norm(own)
-        self._keep(parameter, factors, choice.recomputed)
-
     def _choice_of(self, parameter: Parameter, factors: LinearFactors) -> Choice:
-        if parameter not in self._uses:  # a layer of a frozen-in-forward path, or compiled around
+        if parameter not in self._uses:  # its forward was not seen
             left, right = factors.operands
             self.will_use(parameter, right, left.shape[-1])
             return self._plan_of([self._uses[parameter]])[self.capture.names[parameter]]
         return self.plan[self.capture.names[parameter]]
 
-    def _keep(self, parameter: Parameter, remains: Any, recomputed: bool = False) -> None:
-        if recomputed:
-            self._recomputed.append(parameter)
-        else:
-            self._kept[parameter] = remains
-        if self._streams:
-            self._clip_complete_group(self.capture.groups[parameter])
+    def _wait_for(self, size: int) -> None:
+        """Launch what waits if there is enough of it."""
+        self._pending += size
+        if self._pending > PENDING_BYTES:
+            self._norm_waiting(self._streams)
+            if self._streams:
+                self._clip_complete_groups()
 
     # ---- the step -------------------------------------------------------------------------------
 
@@ -174,25 +178,54 @@ class FusedSession(Session):
         """Only as deep as it must."""
         return [self.capture.anchors[parameter] for parameter in self._recomputed]
 
-    def _norm_pending(self) -> None:
-        """One launch for Gram norms of the same shape; layers with one input share its matrix."""
-        pending, self._pending = self._pending, {}
-        shared: dict[tuple, list[Parameter]] = {}
-        for parameter, factors in pending.items():
+    def _norm_waiting(self, everything: bool) -> None:
+        """Norms of linear layers, few launches for many; those that may wait longer do."""
+        now = {
+            parameter: (factors, choice)
+            for parameter, (factors, choice) in self._to_norm.items()
+            if everything or choice.recomputed or choice.algorithm == GRADIENT
+        }
+        self._to_norm = {p: one for p, one in self._to_norm.items() if p not in now}
+        self._pending = 0
+        self._norm_gradients([p for p, (_, c) in now.items() if _is_stored(c)], now, store=True)
+        accumulated = [p for p, (_, c) in now.items() if c.algorithm != WIDTH and not _is_stored(c)]
+        self._norm_gradients(accumulated, now, store=False)
+        self._norm_grams({p: f for p, (f, c) in now.items() if c.algorithm == WIDTH})
+        if everything:
+            self._norm_vectors()
+
+    def _norm_gradients(self, mine: list[Parameter], waiting: dict, store: bool) -> None:
+        if not mine:
+            return
+        pairs = [waiting[p][0].operands for p in mine]
+        with self._range(f"norm/{GRADIENT if store else INPUT_LENGTH}", *mine):
+            found = gradients_and_squares(pairs, self._tile(pairs[0][0].dtype), store)
+        for parameter, (gradients, own) in zip(mine, found, strict=True):
+            self._norms[parameter] = Norm(own)
+            if store:
+                self._kept[parameter] = gradients
+
+    def _norm_grams(self, waiting: dict[Parameter, LinearFactors]) -> None:
+        """Layers of one clipping group that read the same input share its Gram matrix."""
+        shared: dict[tuple, list[list[Parameter]]] = {}
+        for parameter, factors in waiting.items():
             a, group = factors.a, self.capture.groups[parameter]
             key = (group, a.data_ptr(), a.shape, a.stride(), a.dtype, a._version)
-            key += (sum(len(mine) for k, mine in shared.items() if k[:6] == key) // MOST_SHARED,)
-            shared.setdefault(key, []).append(parameter)
+            rows = shared.setdefault(key, [[]])
+            if len(rows[-1]) == MOST_SHARED:
+                rows.append([])
+            rows[-1].append(parameter)
         launches: dict[tuple, list[list[Parameter]]] = {}
-        for (_, _, shape, _, dtype, *_), mine in shared.items():
-            launches.setdefault((shape[1], dtype), []).append(mine)
-        for (tokens, _), rows in launches.items():
-            uses = [(pending[row[0]].a, [pending[p].y for p in row]) for row in rows]
+        for (_, _, shape, _, dtype, _), rows in shared.items():
+            launches.setdefault((shape[1], dtype), []).extend(rows)
+        for (tokens, dtype), rows in launches.items():
+            uses = [(waiting[row[0]].a, [waiting[p].y for p in row]) for row in rows]
             with self._range("norm/width", *(p for row in rows for p in row)):
-                found = gram_squares(uses, self._tile(uses[0][0].dtype))
+                found = gram_squares(uses, self._tile(dtype))
             error = tokens * SUM_ROUNDING[torch.float32]
             for row, own, scale in zip(rows, *found, strict=True):
                 self._norms[row[0]] = Norm(own, scale, GRAM_ROUNDING, error)
+                self._joined.update(row[1:])
 
     def _norm_vectors(self) -> None:
         vectors, self._vectors = self._vectors, {}
@@ -207,22 +240,21 @@ class FusedSession(Session):
                 self._norms[parameter] = Norm(own)
 
     def _clip(self, limits: Tensor) -> Tensor:
-        self._norm_pending()
-        self._norm_vectors()
-        norms = self._norms
-        if not norms:
-            self.nonfinite = 0
-            return self._zero()
-        if self._kept or self._recomputed:  # not all of it streamed
-            scale = self._coefficients(list(range(len(limits))), limits)
-            self._weights = [Weights(row) for row in scale]
-        squared = torch.stack([norm.squared for norm in norms.values()])
+        self._norm_waiting(everything=True)
+        norms = [norm.squared for norm in self._norms.values()] or [self._zero()]
+        if self._kept or self._recomputed:
+            self._scale = self._coefficients(list(range(len(limits))))
+            self._ascending = Ascending.of(self._scale)
+        squared = torch.stack(norms)
         self.nonfinite = self.batch_size - torch.isfinite(squared).all(0).sum()
         return squared.clamp_min(0).sum(0).sqrt()
 
-    def _coefficients(self, groups: list[int], limits: Tensor) -> Tensor:
+    def _coefficients(self, groups: list[int]) -> Tensor:
         """c [groups, B] on the device."""
         members = self.capture.members
+        limits = self._limits
+        if len(groups) < len(limits):
+            limits = limits[on_device(tuple(groups), torch.int64, limits.device)]
         mine = [[self._norms[p] for p in members[k] if p in self._norms] for k in groups]
         norms = [norm for own in mine for norm in own] or [Norm(self._zero())]
         squares = torch.stack([norm.squared for norm in norms])
@@ -244,31 +276,66 @@ class FusedSession(Session):
         size = self.policy.tile_size
         return None if size is None else Tile(size, size, min(size, 128 // dtype.itemsize), 4, 3)
 
-    def _hand_on(self, parameter: Parameter, remains: Any) -> None:
-        self._sum_one(parameter, remains, self._weights[self.capture.groups[parameter]])
-
-    def _clip_complete_group(self, group: int) -> None:
-        """Sum what a clipping group has left, if all of it is there."""
-        mine = [p for p in self.capture.members[group] if p in self._kept]
-        if len(mine) < len(self.capture.members[group]):
+    def _clip_complete_groups(self) -> None:
+        """Sum the clipping groups all of whose norms are there: nothing else depends on them."""
+        here = [p for p in self._kept if p in self._norms or p in self._joined]
+        counts = Counter(self.capture.groups[p] for p in here)
+        groups = [k for k, count in counts.items() if count == len(self.capture.members[k])]
+        if not groups:
             return
-        weights = Weights(self._coefficients([group], self._limits[group : group + 1])[0])
-        for parameter in mine:
-            self._handed_on.add(parameter)
-            self._sum_one(parameter, self._kept.pop(parameter), weights)
+        rows = {group: row for row, group in enumerate(groups)}
+        scale = self._coefficients(groups)
+        mine = {p: self._kept.pop(p) for p in here if self.capture.groups[p] in rows}
+        self._handed_on.update(mine)
+        self._sum_all(mine, scale, Ascending.of(scale), rows)
+
+    def _sum(self, losses: Tensor) -> None:
+        super()._sum(losses)
+        self._sum_waiting()
+
+    def _hand_on(self, parameter: Parameter, remains: Any) -> None:
+        self._to_sum[parameter] = remains
+        self._handed_on.add(parameter)
+        self._pending += SUM_BYTES * parameter.numel()
+        if self._pending > PENDING_BYTES:
+            self._sum_waiting()
+
+    def _sum_waiting(self) -> None:
+        waiting, self._to_sum, self._pending = self._to_sum, {}, 0
+        if waiting:
+            rows = {k: k for k in range(len(self._limits))}
+            self._sum_all(waiting, self._scale, self._ascending, rows)
 
     @torch.no_grad()
-    def _sum_one(self, parameter: Parameter, remains: Any, weights: Weights) -> None:
-        with self._range("sum", parameter):
-            if isinstance(remains, Tensor):
-                total = weighted_sum(remains, weights.values)
-            elif isinstance(remains, LinearFactors):
-                total = weighted_product(
-                    *remains.operands, weights.ascending, self._tile(remains.y.dtype)
-                )
-            else:
-                total = remains.weighted_sum(weights)
-        self._receive(parameter, total)
+    def _sum_all(
+        self, remains: dict[Parameter, Any], scale: Tensor, ascending: Ascending, rows: dict
+    ) -> None:
+        """Σ_i c_i G_i of several parameters; `rows`: clipping group -> row of the coefficients."""
+        row_of = {p: rows[self.capture.groups[p]] for p in remains}
+        dense = [p for p, one in remains.items() if isinstance(one, Tensor)]
+        linear = [p for p, one in remains.items() if isinstance(one, LinearFactors)]
+        totals: dict[Parameter, Tensor] = {}
+        if dense:
+            with self._range("sum", *dense):
+                groups = [row_of[p] for p in dense]
+                found = weighted_sums([remains[p] for p in dense], scale, groups)
+            totals.update(zip(dense, found, strict=True))
+        if linear:
+            with self._range("sum", *linear):
+                pairs, groups = [remains[p].operands for p in linear], [row_of[p] for p in linear]
+                found = weighted_products(pairs, ascending, groups, self._tile(pairs[0][0].dtype))
+            totals.update(zip(linear, found, strict=True))
+        for parameter, one in remains.items():
+            if parameter not in totals:
+                with self._range("sum", parameter):
+                    totals[parameter] = one.weighted_sum(scale[row_of[parameter]], len(parameter))
+        remains.clear()
+        for parameter in row_of:
+            self._receive(parameter, totals.pop(parameter))
+
+
+def _is_stored(choice: Choice) -> bool:
+    return choice.algorithm == GRADIENT and not choice.recomputed
 
 
 def _allocated(device: torch.device) -> int:

@@ -80,7 +80,7 @@ class Norms:
         return total.index_add_(0, index, values)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)
 def on_device(values: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Kept: a copy to a GPU would make the host wait for what runs there."""
     return torch.tensor(values, dtype=dtype, device=device)

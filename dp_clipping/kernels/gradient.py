@@ -3,8 +3,9 @@
     G_i = Σ_t y_it a_itᵀ  [d, p],  stored in 16 bit;  n_i² = Σ (stored values)²
 
 Each program accumulates a tile of one sample's G in float32 registers, rounds it, squares what it
-rounded and adds up the squares. A norm taken afterwards would read all of G again, and a norm of
-the unrounded values could be below that of what is summed later.
+rounded and adds up the squares; then the same tile of the next sample's. A norm taken afterwards
+would read all of G again, and a norm of the unrounded values could be below that of what is summed
+later.
 
 Traffic: y and a are read about once from memory (tiles meet in the second-level cache), B·d·p
 values are written. Operations: 2·B·T·d·p, those of the ordinary weight gradient.
@@ -15,17 +16,22 @@ materialised.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.tiles import Tile, describe, is_described, readable, triton
+from dp_clipping.kernels.rows import MOST_ROWS, WORDS, Pair, alike, readable_pair, table
+from dp_clipping.kernels.tiles import TRITON_DTYPES, Tile, is_described, triton
 
 if triton is not None:
     import triton.language as tl
 
+    from dp_clipping.kernels.rows import _open, _row_of
     from dp_clipping.kernels.tiles import _load_tile, _tile_of
 
 GROUP = 8
+PROGRAMS = 528  # four for each processor of an H200
 TILES = {  # bytes of an element -> the choice that needs no tuning, first, and others worth a try
     2: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 3), Tile(256, 128, 64, 8, 3),
         Tile(128, 256, 64, 8, 4), Tile(64, 128, 64, 4, 4), Tile(64, 64, 64, 4, 4)),
@@ -38,42 +44,59 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+def gradients_and_squares(
+    pairs: Sequence[Pair], tile: Tile | None = None, store: bool = True
+) -> list[tuple[Tensor | None, Tensor]]:
+    """G [B, d, p] in `stored_dtype` (None unless `store`) and squared norms [B] float32 of each.
+
+    Args:
+        pairs: output gradients y [B, T, d] and inputs a [B, T, p] of linear layers, in float32,
+            bfloat16 or float16, any strides. Few launches serve those that are alike.
+    """
+    found: list = [None] * len(pairs)
+    for numbers in alike(pairs):
+        launched = _launch([readable_pair(*pairs[n]) for n in numbers], tile, store)
+        for number, result in zip(numbers, launched, strict=True):
+            found[number] = result
+    return found
+
+
 def gradient_and_squares(
     y: Tensor, a: Tensor, tile: Tile | None = None, store: bool = True
 ) -> tuple[Tensor | None, Tensor]:
-    """G [B, d, p] in `stored_dtype` (None unless `store`) and squared norms [B] float32.
+    """`gradients_and_squares` of one layer."""
+    return gradients_and_squares([(y, a)], tile, store)[0]
 
-    Args:
-        y: output gradients [B, T, d], float32, bfloat16 or float16, any strides.
-        a: inputs [B, T, p] of the same dtype.
-    """
-    y, a = readable(y), readable(a)
-    batch_size, tokens, outputs = y.shape
-    inputs = a.shape[2]
+
+def _launch(
+    pairs: list[Pair], tile: Tile | None, store: bool
+) -> list[tuple[Tensor | None, Tensor]]:
+    y, _ = pairs[0]
+    batch_size, tokens, _ = y.shape
     tile = tile or TILES[y.element_size()][0]
     dtype = stored_dtype(y.dtype)
-    gradients = y.new_empty(batch_size, outputs, inputs, dtype=dtype) if store else None
-    count = triton.cdiv(outputs, tile.rows) * triton.cdiv(inputs, tile.columns)
-    if not (batch_size and tokens and count):
-        if store:
+    shapes = [(left.shape[2], right.shape[2]) for left, right in pairs]
+    results = [y.new_empty(batch_size, *shape, dtype=dtype) if store else None for shape in shapes]
+    counts = [triton.cdiv(d, tile.rows) * triton.cdiv(p, tile.columns) for d, p in shapes]
+    if not (batch_size and tokens and sum(counts)):
+        squares = y.new_zeros(len(pairs), batch_size, dtype=torch.float32)
+        for gradients in results if store else []:
             gradients.zero_()
-        return gradients, y.new_zeros(batch_size, dtype=torch.float32)
-    squares = y.new_empty(batch_size, count, dtype=torch.float32)
-    described = is_described(y) and is_described(a)
-    y_source, a_source = y, a
-    if described:
-        y_source = describe(y, (tile.depth, tile.rows))
-        a_source = describe(a, (tile.depth, tile.columns))
-    written = store and is_described(gradients)
-    target = describe(gradients, (tile.rows, tile.columns)) if written else gradients
-    _gradient_kernel[(count * batch_size,)](
-        y_source, a_source, target, squares, tokens, outputs, inputs,
-        y.stride(0), y.stride(1), a.stride(0), a.stride(1), count,
-        DESCRIBED=described, STORE=store, WRITTEN=written, EXACT=y.element_size() == 4,
-        GROUP=GROUP, BLOCK_D=tile.rows, BLOCK_P=tile.columns, BLOCK_T=tile.depth,
+        return list(zip(results, squares.unbind(0), strict=True))
+    # Where there are few tiles, samples are divided among programs too.
+    share = triton.cdiv(batch_size, min(batch_size, triton.cdiv(PROGRAMS, sum(counts))))
+    splits = triton.cdiv(batch_size, share)
+    squares = y.new_zeros(len(pairs), batch_size, max(counts), dtype=torch.float32)
+    rows = table(pairs, results, [count * splits for count in counts], [0] * len(pairs))
+    _gradient_kernel[(rows.programs,)](
+        rows.words, rows.starts, squares, len(pairs), batch_size, tokens, max(counts), share,
+        DTYPE=TRITON_DTYPES[y.dtype], STORED=TRITON_DTYPES[dtype], DESCRIBED=rows.described,
+        STORE=store, WRITTEN=store and rows.described and all(is_described(g) for g in results),
+        EXACT=y.element_size() == 4, MOST=MOST_ROWS, WORDS=WORDS, GROUP=GROUP,
+        BLOCK_D=tile.rows, BLOCK_P=tile.columns, BLOCK_T=tile.depth,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return gradients, squares.sum(1)
+    return list(zip(results, squares.sum(2).unbind(0), strict=True))
 
 
 def gradient_and_squares_plain(
@@ -89,32 +112,46 @@ def gradient_and_squares_plain(
 
 if triton is not None:
     # Batches and lengths change: no compiled variant may depend on them.
-    @triton.jit(do_not_specialize=["T", "n_tiles"])
+    @triton.jit(do_not_specialize=["n_rows", "B", "T", "n_most", "share"])
     def _gradient_kernel(
-        y, a, g, p_squares, T, D, P, s_yb, s_yt, s_ab, s_at, n_tiles,
-        DESCRIBED: tl.constexpr, STORE: tl.constexpr, WRITTEN: tl.constexpr, EXACT: tl.constexpr,
+        p_rows, p_starts, p_squares, n_rows, B, T, n_most, share,
+        DTYPE: tl.constexpr, STORED: tl.constexpr, DESCRIBED: tl.constexpr, STORE: tl.constexpr,
+        WRITTEN: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr, WORDS: tl.constexpr,
         GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
     ):  # fmt: skip
-        i_b, i_tile = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
-        i_d, i_p = _tile_of(i_tile, tl.cdiv(D, BLOCK_D), tl.cdiv(P, BLOCK_P), GROUP)
+        i_row, i_own = _row_of(p_starts, n_rows, MOST)
+        p_row = p_rows + i_row * WORDS
+        D, P = tl.load(p_row + 3).to(tl.int32), tl.load(p_row + 4).to(tl.int32)
+        s_yb, s_yt = tl.load(p_row + 5), tl.load(p_row + 6)
+        s_ab, s_at = tl.load(p_row + 7), tl.load(p_row + 8)
+        n_d, n_p = tl.cdiv(D, BLOCK_D), tl.cdiv(P, BLOCK_P)
+        i_tile, i_share = i_own % (n_d * n_p), i_own // (n_d * n_p)
+        i_d, i_p = _tile_of(i_tile, n_d, n_p, GROUP)
         o_d, o_p = i_d * BLOCK_D, i_p * BLOCK_P
-        b_g = tl.zeros((BLOCK_D, BLOCK_P), tl.float32)
-        for o_t in range(0, T, BLOCK_T):
-            b_y = _load_tile(y, i_b, o_t, o_d, T, D, s_yb, s_yt, DESCRIBED, BLOCK_T, BLOCK_D)
-            b_a = _load_tile(a, i_b, o_t, o_p, T, P, s_ab, s_at, DESCRIBED, BLOCK_T, BLOCK_P)
-            if EXACT:
-                b_g = tl.dot(b_y.T, b_a, b_g, input_precision="ieee")
-            else:
-                b_g = tl.dot(b_y.T, b_a, b_g)
+        y = _open(p_row, s_yb, s_yt, B, T, D, DTYPE, DESCRIBED, BLOCK_T, BLOCK_D)
+        a = _open(p_row + 1, s_ab, s_at, B, T, P, DTYPE, DESCRIBED, BLOCK_T, BLOCK_P)
+        s_g = tl.cast(P, tl.int64)
         if STORE:
-            b_rounded = b_g.to(g.dtype.element_ty if not WRITTEN else g.dtype)
-            if WRITTEN:
-                g.store([i_b, o_d, o_p], b_rounded.reshape(1, BLOCK_D, BLOCK_P))
-            else:
-                o_rows, o_columns = o_d + tl.arange(0, BLOCK_D), o_p + tl.arange(0, BLOCK_P)
-                p_g = g + tl.cast(i_b, tl.int64) * D * P
-                p_g += o_rows[:, None].to(tl.int64) * P + o_columns[None, :]
-                m_g = (o_rows[:, None] < D) & (o_columns[None, :] < P)
-                tl.store(p_g, b_rounded, mask=m_g)
-            b_g = b_rounded.to(tl.float32)
-        tl.store(p_squares + tl.program_id(0), tl.sum(b_g * b_g))
+            g = _open(p_row + 2, s_g * D, s_g, B, D, P, STORED, WRITTEN, BLOCK_D, BLOCK_P)
+        for i_b in range(i_share * share, min(i_share * share + share, B)):
+            b_g = tl.zeros((BLOCK_D, BLOCK_P), tl.float32)
+            for o_t in range(0, T, BLOCK_T):
+                b_y = _load_tile(y, i_b, o_t, o_d, T, D, s_yb, s_yt, DESCRIBED, BLOCK_T, BLOCK_D)
+                b_a = _load_tile(a, i_b, o_t, o_p, T, P, s_ab, s_at, DESCRIBED, BLOCK_T, BLOCK_P)
+                if EXACT:
+                    b_g = tl.dot(b_y.T, b_a, b_g, input_precision="ieee")
+                else:
+                    b_g = tl.dot(b_y.T, b_a, b_g)
+            if STORE:
+                b_rounded = b_g.to(STORED)
+                if WRITTEN:
+                    g.store([i_b, o_d, o_p], b_rounded.reshape(1, BLOCK_D, BLOCK_P))
+                else:
+                    o_rows, o_columns = o_d + tl.arange(0, BLOCK_D), o_p + tl.arange(0, BLOCK_P)
+                    p_g = g + tl.cast(i_b, tl.int64) * (s_g * D)
+                    p_g += o_rows[:, None].to(tl.int64) * P + o_columns[None, :]
+                    m_g = (o_rows[:, None] < D) & (o_columns[None, :] < P)
+                    tl.store(p_g, b_rounded, mask=m_g)
+                b_g = b_rounded.to(tl.float32)
+            p_own = p_squares + (tl.cast(i_row, tl.int64) * B + i_b) * n_most + i_tile
+            tl.store(p_own, tl.sum(b_g * b_g))

@@ -24,7 +24,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.tiles import Tile, is_described, readable, triton
+from dp_clipping.kernels.rows import allocate
+from dp_clipping.kernels.tiles import TRITON_DTYPES, Tile, is_described, readable, triton
 
 if triton is not None:
     import triton.language as tl
@@ -62,11 +63,11 @@ def gram_squares(uses: Sequence[Use], tile: Tile | None = None) -> tuple[Tensor,
     operands = [x for a, ys in uses for x in (a, *ys)]
     described = all(is_described(x) for x in operands)
     if described:
-        triton.set_allocator(_allocate)
+        triton.set_allocator(allocate)
     rows = _rows(uses).to(a.device, non_blocking=True)
     _gram_kernel[(len(uses) * batch_size * len(pairs),)](
         rows, pairs, partial, batch_size, tokens, len(pairs), partial[0].numel(),
-        DTYPE=_TRITON_DTYPES[a.dtype], DESCRIBED=described, EXACT=a.element_size() == 4,
+        DTYPE=TRITON_DTYPES[a.dtype], DESCRIBED=described, EXACT=a.element_size() == 4,
         OPERANDS=1 + MOST_SHARED, WORDS=OPERAND_WORDS,
         BLOCK=tile.rows, BLOCK_X=tile.depth, CHUNK=CHUNK,
         num_warps=tile.warps, num_stages=tile.stages,
@@ -102,18 +103,7 @@ def _pairs(blocks: int, device: torch.device) -> Tensor:
     return torch.triu_indices(blocks, blocks, device=device).t().int().contiguous()
 
 
-def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Memory in which programs write their tensor descriptors."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
 if triton is not None:
-    _TRITON_DTYPES = {
-        torch.float32: tl.float32,
-        torch.bfloat16: tl.bfloat16,
-        torch.float16: tl.float16,
-    }
-
     # Batches and lengths change: no compiled variant may depend on them.
     @triton.jit(do_not_specialize=["B", "T", "n_pairs", "n_results"])
     def _gram_kernel(

@@ -15,9 +15,8 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # no Triton on this platform: plain twins serve
-    triton = None
+    triton, TRITON_DTYPES = None, {}
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes, of addresses and strides that the bulk copy engine takes
@@ -52,16 +51,17 @@ def is_described(x: Tensor) -> bool:
     )
 
 
-def describe(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, *block])
-
-
 def readable(x: Tensor) -> Tensor:
     """x [B, T, n] itself, or a copy of it where the kernels cannot read its strides."""
     return x if x.stride(2) == 1 or x.numel() == 0 else x.contiguous()
 
 
 if triton is not None:
+    TRITON_DTYPES = {
+        torch.float32: tl.float32,
+        torch.bfloat16: tl.bfloat16,
+        torch.float16: tl.float16,
+    }
 
     @triton.jit
     def _load_tile(

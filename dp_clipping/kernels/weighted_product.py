@@ -17,16 +17,19 @@ Traffic: y and a about once, d·p float32 values written. Operations: those of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.tiles import Tile, describe, is_described, readable, triton
+from dp_clipping.kernels.rows import MOST_ROWS, WORDS, Pair, alike, readable_pair, table
+from dp_clipping.kernels.tiles import TRITON_DTYPES, Tile, triton
 
 if triton is not None:
     import triton.language as tl
 
+    from dp_clipping.kernels.rows import _open, _row_of
     from dp_clipping.kernels.tiles import _load_tile, _tile_of
 
 GROUP = 8
@@ -39,13 +42,15 @@ TILES = {
 
 @dataclass(frozen=True)
 class Ascending:
-    """Coefficients in the order that the kernel takes samples in; all on the device.
+    """Coefficients of K clipping groups, in the order that the kernel takes samples in.
+
+    All on the device.
 
     Attributes:
-        order: [B] int32, sample numbers by ascending coefficient.
-        ratio: [B] float32, each coefficient's predecessor over it.
-        first: [1] int32, how many are zero.
-        last: [1] float32, the largest.
+        order: [K, B] int32, sample numbers by ascending coefficient.
+        ratio: [K, B] float32, each coefficient's predecessor over it.
+        first: [K] int32, how many are zero.
+        last: [K] float32, the largest.
     """
 
     order: Tensor
@@ -55,41 +60,58 @@ class Ascending:
 
     @classmethod
     def of(cls, coefficients: Tensor) -> Ascending:
-        """From c [B] float32, not negative, B at least 1."""
-        c, order = coefficients.sort()
-        before = torch.cat((c.new_zeros(1), c[:-1]))
+        """From c [K, B] or [B] float32, not negative, B at least 1."""
+        c, order = coefficients.view(-1, coefficients.shape[-1]).sort(dim=1)
+        before = torch.cat((torch.zeros_like(c[:, :1]), c[:, :-1]), dim=1)
         ratio = torch.where(c > 0, before / c, 0.0)
-        return cls(order.int(), ratio, (c <= 0).sum(0, keepdim=True).int(), c[-1:])
+        return cls(order.int(), ratio, (c <= 0).sum(1).int(), c[:, -1].contiguous())
+
+
+def weighted_products(
+    pairs: Sequence[Pair], weights: Ascending, groups: Sequence[int], tile: Tile | None = None
+) -> list[Tensor]:
+    """Σ_i c_i y_iᵀ a_i of each pair: [d, p] float32.
+
+    Args:
+        pairs: y [B, T, d] and a [B, T, p], float32, bfloat16 or float16, any strides. Few launches
+            serve those that are alike.
+        groups: which of the K clipping groups each pair belongs to.
+    """
+    found: list = [None] * len(pairs)
+    for numbers in alike(pairs):
+        mine = [readable_pair(*pairs[n]) for n in numbers]
+        launched = _launch(mine, weights, [groups[n] for n in numbers], tile)
+        for number, result in zip(numbers, launched, strict=True):
+            found[number] = result
+    return found
 
 
 def weighted_product(y: Tensor, a: Tensor, weights: Ascending, tile: Tile | None = None) -> Tensor:
-    """Σ_i c_i y_iᵀ a_i: [d, p] float32.
+    """`weighted_products` of one layer."""
+    return weighted_products([(y, a)], weights, [0], tile)[0]
 
-    Args:
-        y: [B, T, d], float32, bfloat16 or float16, any strides.
-        a: [B, T, p] of the same dtype.
-    """
-    y, a = readable(y), readable(a)
-    batch_size, tokens, outputs = y.shape
-    inputs = a.shape[2]
+
+def _launch(
+    pairs: list[Pair], weights: Ascending, groups: list[int], tile: Tile | None
+) -> list[Tensor]:
+    y, _ = pairs[0]
+    batch_size, tokens, _ = y.shape
     tile = tile or TILES[y.element_size()][0]
-    total = y.new_empty(outputs, inputs, dtype=torch.float32)
-    count = triton.cdiv(outputs, tile.rows) * triton.cdiv(inputs, tile.columns)
-    if not (batch_size and tokens and count):
-        return total.zero_()
-    described = is_described(y) and is_described(a)
-    y_source, a_source = y, a
-    if described:
-        y_source = describe(y, (tile.depth, tile.rows))
-        a_source = describe(a, (tile.depth, tile.columns))
-    _weighted_product_kernel[(count,)](
-        y_source, a_source, total, weights.order, weights.ratio, weights.first, weights.last,
-        batch_size, tokens, outputs, inputs, y.stride(0), y.stride(1), a.stride(0), a.stride(1),
-        DESCRIBED=described, EXACT=y.element_size() == 4, GROUP=GROUP,
+    shapes = [(left.shape[2], right.shape[2]) for left, right in pairs]
+    totals = [y.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    counts = [triton.cdiv(d, tile.rows) * triton.cdiv(p, tile.columns) for d, p in shapes]
+    if not (batch_size and tokens and sum(counts)):
+        return [total.zero_() for total in totals]
+    rows = table(pairs, totals, counts, groups)
+    _weighted_product_kernel[(rows.programs,)](
+        rows.words, rows.starts, weights.order, weights.ratio, weights.first, weights.last,
+        len(pairs), batch_size, tokens,
+        DTYPE=TRITON_DTYPES[y.dtype], DESCRIBED=rows.described, EXACT=y.element_size() == 4,
+        MOST=MOST_ROWS, WORDS=WORDS, GROUP=GROUP,
         BLOCK_D=tile.rows, BLOCK_P=tile.columns, BLOCK_T=tile.depth,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return total
+    return totals
 
 
 def weighted_product_plain(y: Tensor, a: Tensor, coefficients: Tensor) -> Tensor:
@@ -101,18 +123,27 @@ def weighted_product_plain(y: Tensor, a: Tensor, coefficients: Tensor) -> Tensor
 
 if triton is not None:
     # Batches and lengths change: no compiled variant may depend on them.
-    @triton.jit(do_not_specialize=["B", "T"])
+    @triton.jit(do_not_specialize=["n_rows", "B", "T"])
     def _weighted_product_kernel(
-        y, a, p_total, p_order, p_ratio, p_first, p_last, B, T, D, P, s_yb, s_yt, s_ab, s_at,
-        DESCRIBED: tl.constexpr, EXACT: tl.constexpr, GROUP: tl.constexpr,
-        BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
+        p_rows, p_starts, p_order, p_ratio, p_first, p_last, n_rows, B, T,
+        DTYPE: tl.constexpr, DESCRIBED: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
+        WORDS: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+        BLOCK_T: tl.constexpr,
     ):  # fmt: skip
-        i_d, i_p = _tile_of(tl.program_id(0), tl.cdiv(D, BLOCK_D), tl.cdiv(P, BLOCK_P), GROUP)
+        i_row, i_tile = _row_of(p_starts, n_rows, MOST)
+        p_row = p_rows + i_row * WORDS
+        D, P = tl.load(p_row + 3).to(tl.int32), tl.load(p_row + 4).to(tl.int32)
+        s_yb, s_yt = tl.load(p_row + 5), tl.load(p_row + 6)
+        s_ab, s_at = tl.load(p_row + 7), tl.load(p_row + 8)
+        i_group = tl.load(p_row + 9)
+        i_d, i_p = _tile_of(i_tile, tl.cdiv(D, BLOCK_D), tl.cdiv(P, BLOCK_P), GROUP)
         o_d, o_p = i_d * BLOCK_D, i_p * BLOCK_P
+        y = _open(p_row, s_yb, s_yt, B, T, D, DTYPE, DESCRIBED, BLOCK_T, BLOCK_D)
+        a = _open(p_row + 1, s_ab, s_at, B, T, P, DTYPE, DESCRIBED, BLOCK_T, BLOCK_P)
         b_total = tl.zeros((BLOCK_D, BLOCK_P), tl.float32)
-        for i in range(tl.load(p_first), B):
-            i_b = tl.load(p_order + i)
-            b_total *= tl.load(p_ratio + i)
+        for i in range(tl.load(p_first + i_group), B):
+            i_b = tl.load(p_order + i_group * B + i)
+            b_total *= tl.load(p_ratio + i_group * B + i)
             for o_t in range(0, T, BLOCK_T):
                 b_y = _load_tile(y, i_b, o_t, o_d, T, D, s_yb, s_yt, DESCRIBED, BLOCK_T, BLOCK_D)
                 b_a = _load_tile(a, i_b, o_t, o_p, T, P, s_ab, s_at, DESCRIBED, BLOCK_T, BLOCK_P)
@@ -120,7 +151,8 @@ if triton is not None:
                     b_total = tl.dot(b_y.T, b_a, b_total, input_precision="ieee")
                 else:
                     b_total = tl.dot(b_y.T, b_a, b_total)
-        b_total *= tl.load(p_last)
+        b_total *= tl.load(p_last + i_group)
         o_rows, o_columns = o_d + tl.arange(0, BLOCK_D), o_p + tl.arange(0, BLOCK_P)
-        p_tile = p_total + o_rows[:, None].to(tl.int64) * P + o_columns[None, :]
-        tl.store(p_tile, b_total, mask=(o_rows[:, None] < D) & (o_columns[None, :] < P))
+        p_total = tl.load(p_row + 2).to(tl.pointer_type(tl.float32))
+        p_total += o_rows[:, None].to(tl.int64) * P + o_columns[None, :]
+        tl.store(p_total, b_total, mask=(o_rows[:, None] < D) & (o_columns[None, :] < P))

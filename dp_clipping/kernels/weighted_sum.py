@@ -10,42 +10,78 @@ Traffic: the selected samples' values read once, n float32 values written; opera
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, chain
+
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.tiles import DTYPES, triton
+from dp_clipping.kernels.rows import MOST_ROWS
+from dp_clipping.kernels.tiles import TRITON_DTYPES, triton
 
 if triton is not None:
     import triton.language as tl
 
+    from dp_clipping.kernels.rows import _row_of
+
 BLOCK = 2048
 WARPS = 4
 UNROLLED = 16  # samples whose loads are in flight together
+ALIGNED = 16  # values: samples that start at multiples of it are read in 16 bytes
 
 
-def serves(gradients: Tensor) -> bool:
-    """Whether this kernel, and not its plain twin, forms the sum."""
-    return triton is not None and gradients.is_cuda and gradients.dtype in DTYPES
+def weighted_sums(
+    gradients: Sequence[Tensor], coefficients: Tensor, groups: Sequence[int]
+) -> list[Tensor]:
+    """Σ_i c_i G_i of each: float32, of the shape of one sample.
+
+    Args:
+        gradients: G [B, *shape] each, float32, bfloat16 or float16. Few launches serve many.
+        coefficients: c [K, B] float32, not negative.
+        groups: which of the K clipping groups each G belongs to.
+    """
+    totals = [g.new_empty(g.shape[1:], dtype=torch.float32) for g in gradients]
+    gradients = [g.contiguous() for g in gradients]
+    coefficients = coefficients.contiguous()
+    alike: dict[tuple, list[int]] = {}
+    for number, (g, total) in enumerate(zip(gradients, totals, strict=True)):
+        if len(g) and total.numel():
+            aligned = total.numel() % ALIGNED == 0
+            alike.setdefault((g.dtype, g.device, aligned), []).append(number)
+        else:
+            total.zero_()
+    for (dtype, _, aligned), numbers in alike.items():
+        for first in range(0, len(numbers), MOST_ROWS):
+            mine = numbers[first : first + MOST_ROWS]
+            _launch(
+                [gradients[n] for n in mine], [totals[n] for n in mine], coefficients,
+                [groups[n] for n in mine], dtype, aligned,
+            )  # fmt: skip
+    return totals
 
 
 def weighted_sum(gradients: Tensor, coefficients: Tensor) -> Tensor:
-    """Σ_i c_i G_i: float32, of the shape of one sample.
+    """`weighted_sums` of one G [B, *shape] with c [B]."""
+    return weighted_sums([gradients], coefficients[None], [0])[0]
 
-    Args:
-        gradients: G [B, *shape], float32, bfloat16 or float16.
-        coefficients: c [B] float32, not negative.
-    """
-    gradients, coefficients = gradients.contiguous(), coefficients.contiguous()
-    batch_size, shape = len(gradients), gradients.shape[1:]
-    total = gradients.new_empty(shape, dtype=torch.float32)
-    n = total.numel()
-    if not (batch_size and n):
-        return total.zero_()
-    _weighted_sum_kernel[(triton.cdiv(n, BLOCK),)](
-        gradients, coefficients, total, n, batch_size, batch_size if batch_size <= UNROLLED else 0,
-        BLOCK=BLOCK, num_warps=WARPS,
+
+def _launch(
+    gradients: list[Tensor], totals: list[Tensor], coefficients: Tensor, groups: list[int],
+    dtype: torch.dtype, aligned: bool,
+) -> None:  # fmt: skip
+    starts = [0, *accumulate(triton.cdiv(total.numel(), BLOCK) for total in totals)]
+    words = [
+        (g.data_ptr(), total.data_ptr(), total.numel(), group)
+        for g, total, group in zip(gradients, totals, groups, strict=True)
+    ]
+    numbers = torch.tensor([*starts, *chain.from_iterable(words)])
+    numbers = numbers.to(coefficients.device, non_blocking=True)
+    batch_size = coefficients.shape[1]
+    _weighted_sum_kernel[(starts[-1],)](
+        numbers[len(starts) :], numbers, coefficients, len(totals), batch_size,
+        batch_size if batch_size <= UNROLLED else 0, DTYPE=TRITON_DTYPES[dtype],
+        ALIGNED=ALIGNED if aligned else 1, MOST=MOST_ROWS, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
-    return total
 
 
 def weighted_sum_plain(gradients: Tensor, coefficients: Tensor) -> Tensor:
@@ -57,10 +93,19 @@ def weighted_sum_plain(gradients: Tensor, coefficients: Tensor) -> Tensor:
 
 
 if triton is not None:
-    # Batches and lengths change: no compiled variant may depend on them.
-    @triton.jit(do_not_specialize=["B"])
-    def _weighted_sum_kernel(p_g, p_c, p_total, n, B, UNROLL: tl.constexpr, BLOCK: tl.constexpr):
-        o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # Batches change: no compiled variant may depend on them, but those that are unrolled.
+    @triton.jit(do_not_specialize=["n_rows", "B"])
+    def _weighted_sum_kernel(
+        p_rows, p_starts, p_c, n_rows, B, UNROLL: tl.constexpr, DTYPE: tl.constexpr,
+        ALIGNED: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        i_row, i_block = _row_of(p_starts, n_rows, MOST)
+        p_row = p_rows + 4 * i_row
+        p_g = tl.multiple_of(tl.load(p_row).to(tl.pointer_type(DTYPE)), ALIGNED)
+        p_total = tl.multiple_of(tl.load(p_row + 1).to(tl.pointer_type(tl.float32)), ALIGNED)
+        n = tl.multiple_of(tl.load(p_row + 2), ALIGNED)
+        p_c += tl.load(p_row + 3) * B
+        o_n = i_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         b_total = tl.zeros((BLOCK,), tl.float32)
         if UNROLL:
             for i in tl.static_range(UNROLL):
@@ -75,6 +120,5 @@ if triton is not None:
         """c_i times values o_n of sample i, zero without a load if c_i is."""
         c = tl.load(p_c + i)
         stop = tl.where(c > 0, n, 0)
-        return c * tl.load(p_g + tl.cast(i, tl.int64) * n + o_n, mask=o_n < stop, other=0).to(
-            tl.float32
-        )
+        b_g = tl.load(p_g + tl.cast(i, tl.int64) * n + o_n, mask=o_n < stop, other=0)
+        return c * b_g.to(tl.float32)

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dp_clipping.kernels import available
+from dp_clipping.kernels.norm_weights import norm_weight_gradients
 from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import Handle, deliver
 from dp_clipping.layout import Layout
@@ -21,6 +23,8 @@ def forward(self: nn.RMSNorm | nn.LayerNorm, x: Tensor) -> Tensor:
     layout, x = handle.batched(x)
     place = (layout.kind, layout.dim, handle.session.batch_size)
     shape, weight = list(self.normalized_shape), self.weight.detach()
+    fused = handle.session.fused and not torch.compiler.is_compiling()
+    place = (*place, fused and available(x.device, x.dtype))
     if handle.kind == "rms_norm":
         return RMSNorm.apply(x, weight, *handle.receiver("weight"), shape, self.eps, *place)
     bias = None if self.bias is None else self.bias.detach()
@@ -37,7 +41,7 @@ class RMSNorm(torch.autograd.Function):
     """`F.rms_norm`, which in backward computes its weight's G [B, *shape] and delivers it."""
 
     @staticmethod
-    def forward(ctx, x, weight, slot, sink, shape, eps, kind, dim, batch_size):
+    def forward(ctx, x, weight, slot, sink, shape, eps, kind, dim, batch_size, fused):
         dims = list(range(-len(shape), 0))
         if x.is_cuda and weight.dtype == x.dtype:
             y, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
@@ -47,7 +51,7 @@ class RMSNorm(torch.autograd.Function):
             rstd = (x.to(wide(x.dtype)).square().mean(dims, keepdim=True) + eps).rsqrt()
         ctx.save_for_backward(x, weight, rstd)
         ctx.rest = (shape, dims, Layout(kind, dim), batch_size, x.requires_grad, slot is not None)
-        ctx.sink = sink
+        ctx.sink, ctx.fused = sink, fused
         return y
 
     @staticmethod
@@ -56,14 +60,19 @@ class RMSNorm(torch.autograd.Function):
         shape, dims, layout, batch_size, wants_x, wants_weight = ctx.rest
         gx = _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) if wants_x else None
         gradients = None
-        if wants_weight:
+        if wants_weight and ctx.fused:
+            operands = [per_sample(t, layout, batch_size, shape).flatten(2) for t in (gy, x)]
+            scale = per_sample(rstd, layout, batch_size, [1] * len(shape)).flatten(1)
+            gradients, _ = norm_weight_gradients(*operands, scale)
+            gradients = deliver(ctx.sink, gradients.view(batch_size, *shape))
+        elif wants_weight:
             product = per_sample(gy * x, layout, batch_size, shape).flatten(2)
             scale = per_sample(rstd, layout, batch_size, [1] * len(shape)).flatten(2)
             # Σ_t rstd_t (y_t · x_t): a row times a matrix for each sample
             scale = scale.to(product.dtype)
             gradients = torch.bmm(scale.mT, product).view(batch_size, *shape)
             gradients = deliver(ctx.sink, gradients.to(wide(x.dtype)))
-        return gx, None, gradients, None, None, None, None, None, None
+        return gx, None, gradients, *[None] * 7
 
 
 def _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) -> Tensor:
@@ -82,9 +91,9 @@ class LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x, weight, bias, weight_slot, weight_sink, bias_slot, bias_sink, shape, eps, kind,
-        dim, batch_size,
+        dim, batch_size, fused,
     ):  # fmt: skip
-        ctx.sinks = weight_sink, bias_sink
+        ctx.sinks, ctx.fused = (weight_sink, bias_sink), fused
         wants = x.requires_grad, weight_slot is not None, bias_slot is not None
         if x.dtype != weight.dtype:  # under autocast
             x = x.to(torch.promote_types(x.dtype, weight.dtype))
@@ -103,6 +112,17 @@ class LayerNorm(torch.autograd.Function):
             gx = backward(gy, x, shape, mean, rstd, weight, bias, [True, False, False])[0]
         dtype = wide(x.dtype)
         weights = biases = None
+        if ctx.fused and gy.dtype == x.dtype and (wants_weight or wants_bias):
+            operands = [per_sample(t, layout, batch_size, shape).flatten(2) for t in (gy, x)]
+            ones = [1] * len(shape)
+            rows = [per_sample(t, layout, batch_size, ones).flatten(1) for t in (rstd, mean)]
+            weights, biases = norm_weight_gradients(*operands, *rows, with_bias=wants_bias)
+            weights = (
+                deliver(ctx.sinks[0], weights.view(batch_size, *shape)) if wants_weight else None
+            )
+            if wants_bias:
+                biases = deliver(ctx.sinks[1], biases.view(batch_size, *shape))
+            return gx, None, None, weights, None, biases, *[None] * 7
         if wants_weight:
             normalized = (x.to(dtype) - mean.to(dtype)) * rstd.to(dtype)
             weights = per_sample(gy.to(dtype) * normalized, layout, batch_size, shape).sum(1)
@@ -110,4 +130,4 @@ class LayerNorm(torch.autograd.Function):
         if wants_bias:
             biases = per_sample(gy, layout, batch_size, shape).sum(1, dtype=dtype)
             biases = deliver(ctx.sinks[1], biases)
-        return gx, None, None, weights, None, biases, None, None, None, None, None, None
+        return gx, None, None, weights, None, biases, *[None] * 7

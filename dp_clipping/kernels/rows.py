@@ -1,0 +1,112 @@
+"""One launch for the linear layers of many: a table says what each row's operands are.
+
+A network has hundreds of layers. A launch for each costs the host more than some of them cost the
+GPU, and leaves processors idle at its end. So the programs of one launch are divided among the rows
+of a table: each finds its row by the numbers of the rows' first programs, and opens its operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from dp_clipping.kernels.tiles import is_described, readable, triton
+
+if triton is not None:
+    import triton.language as tl
+
+MOST_ROWS = 16
+WORDS = 10  # left, right, result; their rows and columns; strides of left and right; group
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one launch, on the device.
+
+    Attributes:
+        words: [rows · WORDS] int64.
+        starts: [rows + 1] int64, each row's first program, and their number.
+        programs: how many there are.
+        described: the bulk copy engine takes all operands.
+    """
+
+    words: Tensor
+    starts: Tensor
+    programs: int
+    described: bool
+
+
+def table(
+    pairs: Sequence[Pair], results: Sequence[Tensor | None], counts: Sequence[int],
+    groups: Sequence[int],
+) -> Table:  # fmt: skip
+    """Of left [B, T, d] and right [B, T, p] operands, their results and numbers of programs."""
+    rows = [
+        (
+            left.data_ptr(), right.data_ptr(), 0 if result is None else result.data_ptr(),
+            left.shape[2], right.shape[2], left.stride(0), left.stride(1), right.stride(0),
+            right.stride(1), group,
+        )
+        for (left, right), result, group in zip(pairs, results, groups, strict=True)
+    ]  # fmt: skip
+    starts = [0]
+    for count in counts:
+        starts.append(starts[-1] + count)
+    described = all(is_described(x) for pair in pairs for x in pair)
+    if described:
+        triton.set_allocator(allocate)
+    device = pairs[0][0].device
+    numbers = torch.tensor([*starts, *chain.from_iterable(rows)]).to(device, non_blocking=True)
+    return Table(numbers[len(starts) :], numbers[: len(starts)], starts[-1], described)
+
+
+def alike(pairs: Sequence[Pair]) -> Iterator[list[int]]:
+    """Numbers of pairs that one launch can take: one batch size, number of tokens and dtype."""
+    found: dict[tuple, list[int]] = {}
+    for number, (left, _) in enumerate(pairs):
+        found.setdefault((left.shape[0], left.shape[1], left.dtype), []).append(number)
+    for numbers in found.values():
+        for first in range(0, len(numbers), MOST_ROWS):
+            yield numbers[first : first + MOST_ROWS]
+
+
+def readable_pair(left: Tensor, right: Tensor) -> Pair:
+    return readable(left), readable(right)
+
+
+def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Memory in which programs write their tensor descriptors."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+if triton is not None:
+
+    @triton.jit
+    def _row_of(p_starts, n_rows, MOST: tl.constexpr):
+        """The row of this program, and its number within it."""
+        i_program = tl.program_id(0)
+        o_row = tl.arange(0, MOST)
+        b_starts = tl.load(p_starts + o_row, mask=o_row < n_rows, other=2147483647)
+        i_row = tl.sum((b_starts <= i_program).to(tl.int32)) - 1
+        return i_row, i_program - tl.load(p_starts + i_row).to(tl.int32)
+
+    @triton.jit
+    def _open(
+        p_word, s_b, s_t, B, T, X, DTYPE: tl.constexpr, DESCRIBED: tl.constexpr,
+        BLOCK_T: tl.constexpr, BLOCK_X: tl.constexpr,
+    ):  # fmt: skip
+        """What `_load_tile` reads [B, T, X] from, at the address that the table's word holds."""
+        p_x = tl.load(p_word).to(tl.pointer_type(DTYPE))
+        if DESCRIBED:
+            x = tl.make_tensor_descriptor(
+                p_x, shape=[B, T, X], strides=[s_b, s_t, 1], block_shape=[1, BLOCK_T, BLOCK_X]
+            )
+        else:
+            x = p_x
+        return x

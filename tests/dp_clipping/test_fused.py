@@ -1,0 +1,225 @@
+"""The `flash` modes on their kernels: in Triton's interpreter here, compiled in test_on_gpu.py.
+
+The interpreter must be chosen before a kernel is decorated, so all of it runs in one other process.
+"""
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dp_clipping import fused, modes
+from dp_clipping.fused import FusedSession
+from dp_clipping.layers.linear import LinearFactors
+from tests.dp_clipping import zoo
+from tests.dp_clipping.conftest import assert_close, clipped_sums, private
+from tests.dp_clipping.test_on_gpu import FLASH, compare_with_oracle, largest_contribution
+
+ROOT = Path(__file__).parents[2]
+ROUNDING = 3e-7
+ALLOWANCE = 1e-4  # what coefficients from Gram matrices are smaller by, with few tokens
+OPTIONS = [
+    dict(norm_algorithm="width"),
+    dict(norm_algorithm="input_length"),
+    dict(norm_algorithm="width", tile_size=16),
+    dict(tile_size=32),
+    dict(memory_budget=0),
+    dict(memory_budget=20_000),
+]
+
+
+def network_and_batch(name: str = "transformer", batch_size: int = 4):
+    torch.manual_seed(0)
+    case = zoo.BY_NAME[name]
+    return case, case.build(), case.batch(batch_size)
+
+
+def tolerance(options: dict) -> float:
+    return ALLOWANCE if options.get("norm_algorithm") == "width" else ROUNDING
+
+
+def plain_sums(name: str, **options):
+    case, network, batch = network_and_batch(name)
+    model = private(network, "per_sample", max_grad_norm=0.3, **options)
+    return clipped_sums(model, batch, case.per_sample_loss), model.per_sample_gradient_norms
+
+
+def check_zoo() -> None:
+    for mode in FLASH:
+        for case in zoo.CASES:
+            if all(importlib.util.find_spec(package) for package in case.needs):
+                compare_with_oracle(case, "cpu", torch.float32, mode)
+
+
+def check_options() -> None:
+    """Whatever the plan, sums and norms are the same."""
+    for clipping in ("flat", "per_layer"):
+        for function in ("abadi", "automatic"):
+            shared = dict(clipping=clipping, clipping_function=function)
+            expected, norms = plain_sums("transformer", **shared)
+            for mode in FLASH:
+                for options in OPTIONS if function == "abadi" else OPTIONS[:1]:
+                    case, network, batch = network_and_batch()
+                    model = private(network, mode, max_grad_norm=0.3, policy=options, **shared)
+                    sums = clipped_sums(model, batch, case.per_sample_loss)
+                    assert_close(sums, expected, tolerance(options))
+                    torch.testing.assert_close(
+                        model.per_sample_gradient_norms, norms, rtol=1e-6, atol=0
+                    )
+
+
+def check_nonfinite() -> None:
+    """A sample whose norm is not finite adds nothing and is counted, in every way of summing."""
+    for clipping in ("flat", "per_layer"):
+        for mode in FLASH:
+            for options in OPTIONS:
+                case, network, (inputs, weights) = network_and_batch("tokens", 5)
+                model = private(network, mode, clipping=clipping, policy=options)
+                keep = torch.tensor([0, 1, 3, 4])
+                expected = clipped_sums(model, (inputs[keep], weights[keep]), case.per_sample_loss)
+                for bad in (torch.nan, torch.inf):
+                    inputs[2] = bad
+                    assert_close(
+                        clipped_sums(model, (inputs, weights), case.per_sample_loss),
+                        expected, ROUNDING,
+                    )  # fmt: skip
+                    assert model.nonfinite_samples == 1
+                    assert not model.per_sample_gradient_norms[2].isfinite()
+
+
+def check_contributions() -> None:
+    """At most C also where tokens cancel, by each algorithm of the norm."""
+    for mode in FLASH:
+        assert (
+            largest_contribution("cpu", torch.float16, mode, [(64, 96, 80), (1, 64, 32)])
+            <= 1 + 1e-6
+        )
+
+
+class Stack(nn.Module):
+    """Five layers that are the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(5))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def visits_of(mode: str, budget: int | None, clipping: str = "flat") -> tuple[dict[str, int], int]:
+    """How often backward came by each layer, and the most parameters whose remains were held."""
+    torch.manual_seed(0)
+    network = Stack()
+    policy = dict(memory_budget=budget, norm_algorithm="width")
+    model = private(network, mode, policy=policy, clipping=clipping)
+    visits = dict.fromkeys(sorted(model.capture.names.values()), 0)
+    most = 0
+    arrived = FusedSession.factors
+
+    def factors(self, parameter, remains):
+        nonlocal most
+        visits[self.capture.names[parameter]] += isinstance(remains, LinearFactors)
+        arrived(self, parameter, remains)
+        most = max(most, len(self._kept))
+
+    FusedSession.factors = factors
+    try:
+        batch = (torch.randn(2, 8, 16), torch.randn(2, 8, 16))
+        clipped_sums(model, batch)
+    finally:
+        FusedSession.factors = arrived
+    return visits, most
+
+
+def check_depth() -> None:
+    """A second backward comes only to layers that were not kept, those nearest the output."""
+    one = 2 * 8 * (16 + 16) * 4  # bytes of a layer's factors
+    for mode, budget, twice in [
+        ("flash_bookkeeping", None, 0), ("flash_bookkeeping", 2 * one, 3),
+        ("flash_bookkeeping", 0, 5), ("flash", None, 5), ("flash", 2 * one, 3),
+        ("flash", 5 * one, 0),
+    ]:  # fmt: skip
+        visits, most = visits_of(mode, budget)
+        assert list(visits.values()) == [1] * (5 - twice) + [2] * twice, (mode, budget)
+        assert most == 5 - twice
+
+
+def check_streaming() -> None:
+    """Per-layer clipping with one backward holds what waits for a launch, and no more."""
+    before = fused.PENDING_BYTES
+    one = 2 * 8 * (16 + 16) * 4  # bytes of a layer's factors
+    try:
+        for pending, expected in ((0, 0), (2 * one, 2), (100 * one, 5)):
+            fused.PENDING_BYTES = pending
+            visits, most = visits_of("flash_bookkeeping", None, "per_layer")
+            assert set(visits.values()) == {1}
+            assert most == expected, (pending, most)
+            _, most = visits_of("flash_bookkeeping", None, "flat")
+            assert most == 5
+    finally:
+        fused.PENDING_BYTES = before
+
+
+def check_shared_inputs() -> None:
+    """Layers with one input have one Gram matrix, also more of them than one launch's row takes."""
+    torch.manual_seed(0)
+
+    class Fan(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Linear(16, n, bias=False) for n in (8, 24, 16, 40, 8))
+
+        def forward(self, x):
+            return torch.cat([head(x) for head in self.heads], dim=-1)
+
+    network, batch = Fan(), (torch.randn(3, 8, 16), torch.randn(3, 8, 96))
+    for clipping in ("flat", "per_layer"):
+        options = dict(max_grad_norm=0.5, clipping=clipping)
+        expected = clipped_sums(private(network, "per_sample", **options), batch)
+        model = private(
+            network, "flash_bookkeeping", policy=dict(norm_algorithm="width"), **options
+        )
+        assert_close(clipped_sums(model, batch), expected, ALLOWANCE)
+
+
+def interpreted() -> None:
+    check_zoo()
+    check_options()
+    check_nonfinite()
+    check_contributions()
+    check_depth()
+    check_streaming()
+    check_shared_inputs()
+
+
+def test_in_the_interpreter():
+    pytest.importorskip("triton")
+    command = "from tests.dp_clipping import test_fused as t; t.interpreted(); print('compared')"
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", command], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, timeout=400,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.strip().endswith("compared")
+
+
+def test_without_a_gpu_plain_twins_serve_and_say_so_once(caplog, monkeypatch):
+    monkeypatch.setattr(modes, "_said", set())
+    case, network, batch = network_and_batch()
+    expected = clipped_sums(private(network, "bookkeeping"), batch, case.per_sample_loss)
+    with caplog.at_level(logging.WARNING, logger="dp_clipping"):
+        model = private(network, "flash_bookkeeping")
+        for _ in range(2):
+            assert_close(clipped_sums(model, batch, case.per_sample_loss), expected, 1e-12)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert "runs as bookkeeping" in said[0]
