@@ -234,16 +234,16 @@ class Plan:
     def measured(self, ranges: Mapping[str, float]) -> dict[str, float]:
         """Seconds of each layer's norm and sum, from those of the ranges in a profiler's trace.
 
-        A launch that several layers have in common, `norm/width/a+b`, is split by their features.
+        A launch that several layers have in common, `sum/a+b`, is split by their operations.
         """
         found: dict[str, float] = {}
         for name, seconds in ranges.items():
             layers = name.split("/", 1 if name.startswith("sum/") else 2)[-1].split("+")
             uses = [self.uses[self._number[one]] for one in layers if one in self._number]
-            features = sum(use.inputs + use.outputs for use in uses)
-            for use in uses:
-                share = (use.inputs + use.outputs) / features
-                found[use.name] = found.get(use.name, 0.0) + seconds * share
+            is_gram = name.startswith(f"norm/{WIDTH}/")
+            parts = [u.tokens * (u.inputs + u.outputs) if is_gram else u.operations for u in uses]
+            for use, part in zip(uses, parts, strict=True):
+                found[use.name] = found.get(use.name, 0.0) + seconds * part / sum(parts)
         return found
 
     def table(self, measured: Mapping[str, float] | None = None) -> str:

@@ -27,7 +27,9 @@ _FAINT = "#6B6B6B"
 _WIDTH = 9.0  # inches, drawn at 200 dots each: 1800 pixels, shown at 900 in a README
 _DPI = 200
 _ROW = 0.56  # inches for one row
-_HEAD = 1.05  # inches above the first row: title, subtitle, legend
+_HEAD = 1.05  # inches above the first row: title, a line of subtitle, legend
+_LINE = 0.16  # a further line of subtitle
+_SUBTITLE_LENGTH = 112  # characters in a line of subtitle
 _FOOT = 0.62  # inches below the last: the time axis
 _LABEL_LENGTH = 23  # characters; about what fits to the left of the bars
 _TEXT_ROOM = 1.55  # width of the time axes in widths of the bars' region
@@ -51,7 +53,8 @@ def draw_comparison(
     `peak_memory_mb` (or None). `baseline` and `reference` are labels of rows; the baseline's
     median is drawn as a line behind all bars. Memory is in MiB.
     """
-    figure, times, memory = _layout(rows)
+    lines = _wrap(subtitle, _SUBTITLE_LENGTH, lines=3)
+    figure, times, memory = _layout(rows, _HEAD + _LINE * max(0, len(lines) - 1))
     limit = _time_limit(rows)
     for position, row in enumerate(rows):
         if _is_ok(row):
@@ -64,19 +67,19 @@ def draw_comparison(
     _finish_memory(memory, rows)
     floor = baseline if _draw_floor_line(times, rows, baseline) else None
     exposed = any(row.get("exposed_ms") is not None for row in rows)
-    _write_head(figure, title, subtitle, floor, exposed)
+    _write_head(figure, title, lines, floor, exposed)
     _save(figure, path)
 
 
-def _layout(rows: Sequence[dict]):
+def _layout(rows: Sequence[dict], head: float):
     """Return figure and axes; the memory axes are None if no row knows its memory."""
     from matplotlib.figure import Figure
 
-    height = _HEAD + _ROW * max(1, len(rows)) + _FOOT
+    height = head + _ROW * max(1, len(rows)) + _FOOT
     figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor="white")
     has_memory = any(_memory(row) is not None for row in rows)
     right = 0.83 if has_memory else 0.985
-    bottom, top = _FOOT / height, 1 - _HEAD / height
+    bottom, top = _FOOT / height, 1 - head / height
     times = figure.add_axes((0.2, bottom, right - 0.2, top - bottom))
     memory = figure.add_axes((0.85, bottom, 0.135, top - bottom)) if has_memory else None
     for axes in [times] if memory is None else [times, memory]:
@@ -202,7 +205,9 @@ def _draw_floor_line(axes, rows: Sequence[dict], baseline: str | None) -> bool:
     return bool(medians)
 
 
-def _write_head(figure, title: str, subtitle: str, baseline: str | None, exposed: bool) -> None:
+def _write_head(
+    figure, title: str, subtitle: list[str], baseline: str | None, exposed: bool
+) -> None:
     """Write title, subtitle and legend above the axes, at fixed distances from the top."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -210,7 +215,8 @@ def _write_head(figure, title: str, subtitle: str, baseline: str | None, exposed
     height = figure.get_figheight()
     style = {"x": 0.012, "ha": "left", "va": "top", "parse_math": False}
     figure.text(y=1 - 0.1 / height, s=title, size=13, weight="bold", color=_INK, **style)
-    figure.text(y=1 - 0.38 / height, s=subtitle, size=9, color=_FAINT, **style)
+    figure.text(y=1 - 0.38 / height, s="\n".join(subtitle), size=9, color=_FAINT, **style)
+    below = 0.6 + _LINE * max(0, len(subtitle) - 1)
     handles = []
     if exposed:
         handles += [
@@ -224,7 +230,7 @@ def _write_head(figure, title: str, subtitle: str, baseline: str | None, exposed
         figure.legend(
             handles=handles,
             loc="upper left",
-            bbox_to_anchor=(0.004, 1 - 0.6 / height),
+            bbox_to_anchor=(0.004, 1 - below / height),
             ncols=3,
             frameon=False,
             fontsize=9,
@@ -267,11 +273,14 @@ def _name(label: str) -> str:
 
 
 def _label(label: str) -> str:
-    """Break `path/to/file.py:Name` after the file, each line shortened in its middle."""
-    file, colon, name = label.rpartition(":")
-    if not colon or len(label) <= _LABEL_LENGTH:
-        return _shorten(label, _LABEL_LENGTH)
-    return f"{_shorten(file + colon, _LABEL_LENGTH)}\n{_shorten(name, _LABEL_LENGTH)}"
+    """Break `path/to/file.py:Name` after a colon, each line shortened in its middle."""
+    *pieces, last = label.split(":")
+    lines = [""]
+    for piece in [*(piece + ":" for piece in pieces), last]:
+        if lines[-1] and len(lines[-1] + piece) > _LABEL_LENGTH:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(_shorten(line, _LABEL_LENGTH) for line in lines)
 
 
 def _shorten(text: str, length: int) -> str:

@@ -82,12 +82,14 @@ def test_each_layer_has_its_ranges(profiled):
     files = [f"{stem}_{rest}" for rest in ("rank_0_trace.json", "summary.txt", "timeline.png")]
     assert sorted(path.name for path in profiled.iterdir()) == files
     found = ranges(profiled, stem, 0)
-    (norms,) = [name for name in found if name.startswith("norm/width/")]
-    assert set(norms.removeprefix("norm/width/").split("+")) == set(LAYERS)  # in a common launch
-    for layer in LAYERS:
-        for step, (start, end) in enumerate(found[f"sum/{layer}"]):
-            whole = found["weighted_sum"][step]
-            assert whole[0] <= start <= end <= whole[1]
+    for prefix in ("norm/width/", "sum/"):  # layers may have a launch, and so a range, in common
+        names = [name for name in found if name.startswith(prefix)]
+        assert set(LAYERS) <= {
+            one for name in names for one in name.removeprefix(prefix).split("+")
+        }
+        for name in names:
+            for (start, end), whole in zip(found[name], found["backward_pass"], strict=True):
+                assert whole[0] <= start <= end <= whole[1]
 
 
 def test_the_summary_has_the_plan_with_measured_times(profiled):

@@ -34,10 +34,11 @@ def test_times_of_ranges_are_the_layers():
     plan = Plan(uses, Rates())
     measured = plan.measured({
         "norm/width/a+c": 6.0, "norm/gradient/d/e": 1.0, "sum/a": 0.5, "sum/a.bias": 9.0,
-        "norm/dense/a.bias+b.bias": 9.0, "sum/c": 0.25,
+        "norm/dense/a.bias+b.bias": 9.0, "sum/c": 0.25, "sum/a.bias+c+b": 4.0,
     })  # fmt: skip
-    assert measured == {"a": 2.5, "c": 4.25}  # 16 of 48 features, and 32
-    assert plan.table(measured).splitlines()[-1].endswith("6750.000")
+    # norms: 16 and 32 of 48 features; sums: 24 and 8 of 32 outputs
+    assert measured == {"a": 2.5, "b": 1.0, "c": 4.0 + 0.25 + 3.0}
+    assert plan.table(measured).splitlines()[-1].endswith("10750.000")
 
 
 @pytest.mark.parametrize("mode", MODES)

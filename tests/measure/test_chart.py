@@ -64,6 +64,9 @@ def test_every_row_is_labelled_in_order_from_the_top(drawn):
     assert labels[0] == "floor"
     assert labels[1].endswith("file.py:\nMyVariant")
     assert max(len(line) for label in labels for line in label.split("\n")) <= 23
+    mode = chart._label("ddp_individual_v2:flash_bookkeeping:input_length")
+    assert mode == "ddp_individual_v2:\nflash_bookkeeping:\ninput_length"
+    assert chart._label("ddp:flash:width") == "ddp:flash:width"
     bottom, top = times.get_ylim()
     assert bottom > len(ROWS) - 1 > 0 > top
 
@@ -113,3 +116,16 @@ def test_text_stays_inside_its_panel(drawn):
             assert 0 <= box.x0 <= box.x1 <= end, text.get_text()
             assert 0 <= box.y0 <= box.y1 <= height, text.get_text()
         assert axes.xaxis.label.get_window_extent().x1 <= width
+
+
+def test_a_long_subtitle_has_several_lines_inside_the_picture(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(chart, "_save", lambda figure, _: figures.append(figure))
+    for subtitle in ("short", "a sentence of some words, " * 8):
+        draw_comparison(ROWS, tmp_path / "x.png", "Title", subtitle, "floor", "peer")
+    short, long = figures
+    assert long.get_figheight() > short.get_figheight()
+    text = long.texts[1]
+    assert text.get_text().count("\n") == 1
+    assert text.get_window_extent().x1 <= long.bbox.x1
+    assert text.get_window_extent().y0 >= long.legends[0].get_window_extent().y1 - 3
