@@ -10,8 +10,8 @@ autocast meet plain autograd functions.
 
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import Handle
 from dp_clipping.plan import Plan
 from dp_clipping.session import Session
+
+if TYPE_CHECKING:
+    from dp_clipping.compiled import Forecast
 
 FORWARDS = {
     "linear": linear.forward,
@@ -69,6 +72,7 @@ class Capture:
         anchors: parameter -> the leaf that makes autograd visit what uses it; `anchor` is any.
         plans: what linear layers were used for -> the plan for that (see `dp_clipping.plan`);
             `plan` is the last one that a step ran by.
+        forecast: of the coming forward, where compiled code needs one (see `dp_clipping.compiled`).
     """
 
     def __init__(self, network: nn.Module, clipping: str = "flat"):
@@ -86,6 +90,7 @@ class Capture:
         self.anchor = next(iter(self.anchors.values()))
         self.plans: dict[tuple, Plan] = {}
         self.plan: Plan | None = None
+        self.forecast: Forecast | None = None
         self._copied = {
             p for h in self.handles if h.kind == "vectorized" for p in h.parameters().values()
         }
@@ -140,9 +145,12 @@ class Capture:
         for handle in self.handles:
             handle.session = session
             handle.slots = {} if session is None else session.slots[handle.name]
-        twice = session is not None and session.policy.two_passes
         try:
-            with _reusable_when_compiled() if twice and self._is_compiled() else nullcontext():
+            with ExitStack() as stack:
+                if session is not None and self.is_compiled:
+                    stack.enter_context(_any_size())
+                    if session.policy.may_run_twice:
+                        stack.enter_context(_reusable())
                 yield
         finally:
             for handle, old_session, old_slots in before:
@@ -154,14 +162,13 @@ class Capture:
         Slots are made where a layer asks for one; inside a compiled region none can be made, so a
         network with one gets them all beforehand.
         """
-        slots: dict[str, dict[str, Tensor]] = {handle.name: {} for handle in self.handles}
-        if self._is_compiled():
-            for handle in self.handles:
-                for name, parameter in handle.parameters().items():
-                    slots[handle.name][name] = session.slot(parameter)
-        return slots
+        if not self.is_compiled:
+            return {handle.name: {} for handle in self.handles}
+        return {handle.name: session.slots_of(handle) for handle in self.handles}
 
-    def _is_compiled(self) -> bool:
+    @property
+    def is_compiled(self) -> bool:
+        """Whether any part of the network is."""
         return any(
             module._compiled_call_impl is not None or hasattr(module, "_torchdynamo_orig_callable")
             for module in self.network.modules()
@@ -182,8 +189,12 @@ class Capture:
             dtype = torch.get_autocast_dtype(parameter.device.type)
         if dtype == torch.float16:
             dtype = wide(dtype)
+        return self.zero(dtype)
+
+    def zero(self, dtype: torch.dtype) -> Tensor:
+        """One number, kept."""
         if dtype not in self._zeros:
-            self._zeros[dtype] = torch.zeros((), dtype=dtype, device=parameter.device)
+            self._zeros[dtype] = torch.zeros((), dtype=dtype, device=self.anchor.device)
         return self._zeros[dtype]
 
     @contextmanager
@@ -218,8 +229,19 @@ def _owned(module: nn.Module) -> Iterator[Parameter]:
             yield from child.parameters()
 
 
+def _any_size() -> AbstractContextManager:
+    """Graphs compiled in here for a second batch size, or number of tokens, serve all others.
+
+    Private settings of torch: without them it takes numbers and tensors that it finds at a module,
+    as a session's slots, to be constants, and a Poisson draw is seldom as large as the last one.
+    """
+    return torch._dynamo.config.patch(
+        force_nn_module_property_static_shapes=False, allow_unspec_int_on_nn_module=True
+    )
+
+
 @contextmanager
-def _reusable_when_compiled() -> Iterator[None]:
+def _reusable() -> Iterator[None]:
     """Backwards of graphs compiled in here may run twice: they do not write over their inputs.
 
     Private settings of torch. Its cache on disk does not know the first one: it would hand out a

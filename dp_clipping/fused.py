@@ -10,6 +10,7 @@ more is stored than waits for a launch, and there is no second phase.
 """
 
 from collections import Counter
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dp_clipping.clip import MARGIN
+from dp_clipping.compiled import refuse_repeated
 from dp_clipping.kernels.coefficients import clip_coefficients
 from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.gradient import gradients_and_squares, stored_dtype
@@ -27,7 +29,9 @@ from dp_clipping.kernels.tiles import Tile
 from dp_clipping.kernels.weighted_product import Ascending, weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
 from dp_clipping.layers.arithmetic import SUM_ROUNDING
+from dp_clipping.layers.handle import Handle
 from dp_clipping.layers.linear import GRAM_ROUNDING, LinearFactors
+from dp_clipping.layers.linear_compiled import tile_of
 from dp_clipping.norms import Norm, on_device
 from dp_clipping.plan import (
     GRADIENT,
@@ -54,7 +58,9 @@ class FusedSession(Session):
 
     def _forget(self) -> None:
         super()._forget()
-        self._uses: dict[Parameter, Use] = {}
+        forecast = self.capture.forecast
+        self._uses = {} if forecast is None else forecast.of_batch(self.batch_size)
+        self._counts: dict[Parameter, Tensor] = {}  # of uses in compiled code
         self._to_norm: dict[Parameter, tuple[LinearFactors, Choice]] = {}
         self._vectors: dict[Parameter, Tensor] = {}
         self._to_sum: dict[Parameter, Any] = {}
@@ -71,7 +77,24 @@ class FusedSession(Session):
     def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
         return False
 
+    def slots_of(self, handle: Handle) -> dict[str, Tensor]:
+        forecast = self.capture.forecast
+        parameter = handle.parameters().get("weight")
+        if forecast is None or parameter not in forecast.uses:
+            return super().slots_of(handle)
+        choice = self._plan_ahead[self.capture.names[parameter]]
+        slots = forecast.slots(self, handle, choice.algorithm)
+        if "bias" in handle.trainable:
+            slots["bias"] = self.slot(handle.parameter("bias"))
+        return slots
+
+    @cached_property
+    def _plan_ahead(self) -> Plan:
+        return self._plan_of(list(self._uses.values()))
+
     def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
+        if parameter in self._uses:  # foreseen
+            return
         inputs = x.shape[-1]
         tokens = x.numel() // max(1, inputs * self.batch_size)
         self._uses[parameter] = Use(
@@ -81,7 +104,12 @@ class FusedSession(Session):
 
     # ---- what layers hand over in backward ------------------------------------------------------
 
-    def dense(self, parameter: Parameter, gradients: Tensor) -> None:
+    def counted(self, parameter: Parameter, count: Tensor) -> None:
+        """How often compiled code has used a weight [1]; what it hands over comes next."""
+        self._counts[parameter] = count
+
+    def dense(self, parameter: Parameter, gradients: Tensor, own: Tensor | None = None) -> None:
+        """As in any session; `own`: squared norms that came with G."""
         if self._is_second_visit(parameter):
             return
         self._arrived(parameter)
@@ -92,11 +120,11 @@ class FusedSession(Session):
             self._recomputed.append(parameter)
         else:
             self._kept[parameter] = gradients
-        if gradients.dim() == 2:
+        if own is None and gradients.dim() == 2:
             self._vectors[parameter] = gradients  # normed together: there are many, all small
             return
         with self._range("norm/dense", parameter):
-            self._norms[parameter] = Norm(squares(gradients))
+            self._norms[parameter] = Norm(squares(gradients) if own is None else own)
         self._wait_for(gradients.nbytes if self._streams else 0)
 
     def factors(self, parameter: Parameter, factors: Any) -> None:
@@ -151,7 +179,7 @@ class FusedSession(Session):
         if key not in plans:
             plans[key] = Plan(
                 uses, rates_of(self.anchor.device), self._budget(), self.policy.norm_algorithm,
-                may_recompute=self.policy.two_passes or self.policy.memory_budget is not None,
+                may_recompute=self.policy.may_run_twice,
             )  # fmt: skip
         return plans[key]
 
@@ -167,9 +195,13 @@ class FusedSession(Session):
             return 0
         if self.policy.per_layer:
             return None  # nothing is kept beyond its layer
-        in_use = _allocated(self.anchor.device)
+        forecast = self.capture.forecast
+        if forecast is None:
+            held = _allocated(self.anchor.device) - self._before
+        else:
+            held = forecast.held * forecast.planned(self.batch_size)
         gradients = sum(p.numel() * p.element_size() for p in self.capture.parameters)
-        return int(SHARE * max(in_use - self._before, gradients))
+        return int(SHARE * max(held, gradients))
 
     def _needs_second_pass(self) -> bool:
         return self.policy.two_passes or not self.plan.is_one_pass
@@ -241,17 +273,17 @@ class FusedSession(Session):
 
     def _clip(self, limits: Tensor) -> Tensor:
         self._norm_waiting(everything=True)
-        norms = [norm.squared for norm in self._norms.values()] or [self._zero()]
         if self._kept or self._recomputed:
             self._scale = self._coefficients(list(range(len(limits))))
             self._ascending = Ascending.of(self._scale)
-        squared = torch.stack(norms)
+        squared = torch.stack([n.squared for n in self._norms.values()] or [self._zero()])
         self.nonfinite = self.batch_size - torch.isfinite(squared).all(0).sum()
         return squared.clamp_min(0).sum(0).sqrt()
 
     def _coefficients(self, groups: list[int]) -> Tensor:
         """c [groups, B] on the device."""
         members = self.capture.members
+        refuse_repeated(self._norms, self._counts, [p for k in groups for p in members[k]])
         limits = self._limits
         if len(groups) < len(limits):
             limits = limits[on_device(tuple(groups), torch.int64, limits.device)]
@@ -273,8 +305,7 @@ class FusedSession(Session):
         return scale
 
     def _tile(self, dtype: torch.dtype) -> Tile | None:
-        size = self.policy.tile_size
-        return None if size is None else Tile(size, size, min(size, 128 // dtype.itemsize), 4, 3)
+        return tile_of(self.policy.tile_size, dtype)
 
     def _clip_complete_groups(self) -> None:
         """Sum the clipping groups all of whose norms are there: nothing else depends on them."""

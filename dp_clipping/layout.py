@@ -39,6 +39,11 @@ class Layout:
             return x.unflatten(0, (x.shape[0] // batch_size, batch_size)).transpose(0, 1)
         raise ValueError("a shared tensor has no samples")
 
+    def batch_tokens(self, x: Tensor, batch_size: int) -> Tensor:
+        """[.., features] -> [B, T, features]."""
+        x = self.batch_first(x, batch_size)
+        return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
+
     def restore(self, x: Tensor) -> Tensor:
         """The inverse of `batch_first`."""
         if self.kind == "dimension":

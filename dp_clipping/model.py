@@ -14,6 +14,7 @@ from dp_clipping.arguments import check_max_grad_norm
 from dp_clipping.budget import Budget
 from dp_clipping.capture import Capture
 from dp_clipping.clip import thresholds
+from dp_clipping.compiled import Forecast, Forecaster
 from dp_clipping.fused import FusedSession
 from dp_clipping.independence import check_network
 from dp_clipping.kernels import available
@@ -75,6 +76,7 @@ class PrivateModel(nn.Module):
         if policy is not None:
             self._capture = Capture(self.network, clipping)
             self._search = Search(self._capture)
+            self._forecaster = Forecaster(self._search)
             self._normalizations = normalizations(self.network)
             self.limits()
             if self._is_wrapped:
@@ -150,6 +152,7 @@ class PrivateModel(nn.Module):
             args, kwargs = self._map_batch((args, kwargs), 0, _one_row)
         if not self._established or (batch_size >= FEW and self._is_provisional):
             self._establish(args, kwargs)
+        self.capture.forecast = self._forecast(args, kwargs)
         session = self._session_class()(self.capture, max(batch_size, 1), self.policy)
         session.is_empty = batch_size == 0
         with self.capture.attached(session), self._sync_context():
@@ -182,6 +185,7 @@ class PrivateModel(nn.Module):
         """Look for the batch dimension again, as when the way layers are called changes."""
         self._established = False
         self._search.forget()
+        self._forecaster.forget()
 
     def to_standard_module(self) -> nn.Module:
         """The network with its own forwards, as before `make_private`."""
@@ -422,6 +426,19 @@ class PrivateModel(nn.Module):
 
     def _establish(self, args: tuple, kwargs: dict) -> None:
         batch_size = self._batch_size(args, kwargs)
+        rows = self._rows(args, kwargs)
+        if self._is_provisional or batch_size < FEW:
+            self._search.forget()
+            self._forecaster.forget()
+        with _same_buffers(self.network):
+            self._search.establish(rows(FEW), rows(MORE))
+            if batch_size >= FEW:
+                check_network(self.capture, rows(FEW), rows(MORE))
+        self._established, self._is_provisional = True, batch_size < FEW
+
+    def _rows(self, args: tuple, kwargs: dict) -> Callable[[int], Any]:
+        """What makes arguments with that many samples, from these."""
+        batch_size = self._batch_size(args, kwargs)
 
         def rows(count: int) -> Any:
             index = torch.arange(count) % batch_size
@@ -429,13 +446,17 @@ class PrivateModel(nn.Module):
                 (args, kwargs), batch_size, lambda x, dim: x.index_select(dim, index.to(x.device))
             )
 
-        if self._is_provisional or batch_size < FEW:
-            self._search.forget()
-        with _same_buffers(self.network):
-            self._search.establish(rows(FEW), rows(MORE))
-            if batch_size >= FEW:
-                check_network(self.capture, rows(FEW), rows(MORE))
-        self._established, self._is_provisional = True, batch_size < FEW
+        return rows
+
+    def _forecast(self, args: tuple, kwargs: dict) -> Forecast | None:
+        """What linear layers will be given, where compiled code must know it beforehand."""
+        if not self.policy.fused or not self.capture.is_compiled:
+            return None
+        if self._session_class() is not FusedSession:
+            return None
+        batch_size = self._batch_size(args, kwargs)
+        one = self._map_batch((args, kwargs), batch_size, lambda x, dim: x.narrow(dim, 0, 1))
+        return self._forecaster.of(one, self._rows(args, kwargs))
 
     def _no_rows(self, leaf: Any) -> Any:
         """An output without the row that stood in."""

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from dp_clipping.capture import Capture, tensors_in
-from dp_clipping.layers.handle import Handle, expand_shared
+from dp_clipping.layers.handle import Handle, expand_shared, product_dtype
 from dp_clipping.layout import FEW, MORE, Layout, find_layout
 
 
@@ -35,6 +35,7 @@ class Search:
             handle.layouts.clear()
             handle.output_layouts.clear()
 
+    @torch.no_grad()
     def establish(self, few: tuple[tuple, dict], more: tuple[tuple, dict]) -> None:
         """Find every layer's layouts from the arguments of two batches; see `layout`.
 
@@ -46,7 +47,7 @@ class Search:
         """
         known = -1
         while known != (known := self._count_layouts()):
-            first, second = self._observe(*few, FEW), self._observe(*more, MORE)
+            first, second = self.observe(*few, FEW), self.observe(*more, MORE)
             uses: dict[Parameter, int] = {}
             for handle in self.capture.handles:
                 calls = list(zip(first[handle.name], second[handle.name], strict=True))
@@ -90,16 +91,17 @@ class Search:
                 "mask its output"
             )
 
-    @torch.no_grad()
-    def _observe(self, args: tuple, kwargs: dict, batch_size: int) -> dict[str, list["Call"]]:
-        """handle -> its calls in one plain forward of `batch_size` samples."""
-        calls: dict[str, list[Call]] = {handle.name: [] for handle in self.capture.handles}
+    def observe(self, args: tuple, kwargs: dict, batch_size: int) -> dict[str, list["Call"]]:
+        """handle -> its calls in one plain forward of `batch_size` samples, in their order."""
+        calls: dict[str, list[Call]] = {}
         routing = Routing()
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             handle: Handle = module._private
             inputs = tensors_in((args, kwargs))
-            calls[handle.name].append(Call([_if_flattened(x, batch_size) for x in inputs], []))
+            dtype = product_dtype(inputs[0]) if inputs else None
+            shapes = [_if_flattened(x, batch_size) for x in inputs]
+            calls.setdefault(handle.name, []).append(Call(shapes, [], dtype))
             layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
             if handle.kind != "vectorized" and layouts and layouts[0].kind == "shared":
                 return (expand_shared(inputs[0], batch_size),), {}
@@ -119,7 +121,7 @@ class Search:
         with self.capture.looked_at(before, after), without_dropout(self.capture.network), routing:
             self.capture.network(*args, **kwargs)
         self._routing = routing.operators
-        return calls
+        return calls | {h.name: [] for h in self.capture.handles if h.name not in calls}
 
 
 class Routing(TorchDispatchMode):
@@ -143,10 +145,14 @@ class Routing(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of a layer was given and gave: shapes (on the meta device) where they tell."""
+    """What one call of a layer was given and gave: shapes (on the meta device) where they tell.
+
+    `product_dtype` is what a matrix product of its first input would be taken in.
+    """
 
     inputs: list[Tensor]
     outputs: list[Tensor]
+    product_dtype: torch.dtype | None
 
 
 def _if_flattened(x: Tensor, batch_size: int) -> Tensor:

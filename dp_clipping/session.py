@@ -25,6 +25,7 @@ from torch.profiler import record_function
 
 from dp_clipping.clip import coefficients, finite_samples
 from dp_clipping.layers.arithmetic import Weights, squared_norms, weighted_sum
+from dp_clipping.layers.handle import Handle
 from dp_clipping.layers.linear import Grams
 from dp_clipping.norms import Norm, Norms
 from dp_clipping.rescale import is_rescaled, rescale
@@ -58,6 +59,11 @@ class Policy:
     memory_budget: int | None = None
     tile_size: int | None = None
 
+    @property
+    def may_run_twice(self) -> bool:
+        """Whether sums may take a second backward."""
+        return self.two_passes or self.memory_budget is not None
+
 
 class Session:
     """Raises RuntimeError where a norm would miss something."""
@@ -68,9 +74,9 @@ class Session:
         self.capture, self.batch_size, self.policy = capture, batch_size, policy
         self.anchor: Tensor = capture.anchor
         self._taps: dict[Parameter, Tensor] = {}
-        self.slots = capture.make_slots(self)
         self._running = False
         self._forget()
+        self.slots = capture.make_slots(self)
 
     def _forget(self) -> None:
         self._summing = False
@@ -89,6 +95,10 @@ class Session:
             value = self.capture.slot_value(parameter)
             self._taps[parameter] = Tap.apply(self.anchor_of(parameter), value, self, parameter)
         return self._taps[parameter]
+
+    def slots_of(self, handle: Handle) -> dict[str, Tensor]:
+        """All that the layer may ask for where none can be made."""
+        return {name: self.slot(parameter) for name, parameter in handle.parameters().items()}
 
     def anchor_of(self, parameter: Parameter) -> Tensor:
         """The leaf whose gradient, a nothing, makes backward visit what uses the parameter."""

@@ -133,10 +133,17 @@ def check_size(x: Tensor, layout: Layout, handle: Handle) -> None:
         )
 
 
-def autocast_operands(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
-    """The operands as autocast would make them for a matrix product."""
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Of a matrix product of x, as autocast has it."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def autocast_operands(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
+    """The operands as autocast would make them for a matrix product."""
+    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
         return (x, *parameters)
-    dtype = torch.get_autocast_dtype(device)
+    dtype = product_dtype(x)
     return tuple(None if t is None else t.to(dtype) for t in (x, *parameters))

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dp_clipping.layers import linear_compiled
 from dp_clipping.layers.arithmetic import (
     SUM_ROUNDING,
     Weights,
@@ -48,6 +49,8 @@ def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
     layout, x = handle.batched(x)
     x, weight, bias = autocast_operands(x, self.weight.detach(), _detached(self.bias))
     weight = weight.t() if transposed else weight
+    if linear_compiled.serves(handle):
+        return linear_compiled.run(handle, x, weight, bias, layout, transposed)
     session = handle.session
     bias_slot, bias_sink = handle.receiver("bias")
     arguments = (x, weight, bias, bias_slot, bias_sink)
@@ -63,12 +66,6 @@ def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
 
 def _detached(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.detach()
-
-
-def batch_tokens(x: Tensor, layout: Layout, batch_size: int) -> Tensor:
-    """x in any layout, [.., features] -> [B, T, features]."""
-    x = layout.batch_first(x, batch_size)
-    return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
 
 
 class Dense(torch.autograd.Function):
@@ -97,11 +94,11 @@ class Dense(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.wants
         weight_sink, bias_sink = ctx.sinks
         layout = Layout(kind, dim)
-        y = batch_tokens(gy, layout, batch_size)
+        y = layout.batch_tokens(gy, batch_size)
         gx = gy @ weight if wants_x else None
         gradients = biases = None
         if wants_weight:
-            a = batch_tokens(x, layout, batch_size)
+            a = layout.batch_tokens(x, batch_size)
             left, right = (a, y) if ctx.transposed else (y, a)
             # In float16 a sum over tokens may exceed the largest number.
             product = wide_bmm if y.dtype == torch.float16 else torch.bmm
@@ -127,9 +124,9 @@ class Factors(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         handle, session, layout, transposed = ctx.rest
         wants_x, wants_bias = ctx.wants
-        y = batch_tokens(gy, layout, session.batch_size)
+        y = layout.batch_tokens(gy, session.batch_size)
         gx = gy @ weight if wants_x else None
-        a = batch_tokens(x, layout, session.batch_size)
+        a = layout.batch_tokens(x, session.batch_size)
         session.factors(handle.parameter("weight"), LinearFactors(a, y, transposed))
         biases = None
         if wants_bias:

@@ -1,0 +1,115 @@
+"""Linear layers in a region that `torch.compile` traces: what backward finds leaves as gradients.
+
+Inside such a region nothing can be handed to a session. So the layer's function has three inputs
+that forward ignores, slots without memory, and what arrives as their gradients is, by the plan,
+
+    gradient, squares, count    G [B, *parameter] with ‖G_i‖² [B] from the kernel that writes it
+    y, a, count                 the factors [B, T, d] and [B, T, p] themselves
+
+The kernel is one opaque operator: the compiler calls it where it stands. Autograd adds the
+gradients of two uses of a slot, which is right for G and for nothing else here; the count, 1 for
+each use, gives that away.
+
+Autograd also sums a gradient down to the slot's shape where it can be broadcast from it (T = 1),
+and casts it to the slot's dtype, without a word. So both are compared in forward, while it is
+traced, and are guards of the compiled function.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dp_clipping.kernels.gradient import gradient_and_squares, stored_dtype
+from dp_clipping.kernels.tiles import Tile
+from dp_clipping.layers.arithmetic import wide
+from dp_clipping.layers.handle import Handle
+from dp_clipping.layout import Layout
+
+CHANGED = (
+    "than in the plain forward that was made for network inputs of these shapes: a compiled layer "
+    "must be known beforehand; if the network has changed call model.forget_layouts(), if it "
+    "depends on its inputs' values do not compile it"
+)
+GRADIENT_SLOTS = ("gradient", "squares", "count")
+FACTOR_SLOTS = ("y", "a", "count")
+
+
+def tile_of(size: int | None, dtype: torch.dtype) -> Tile | None:
+    """A square one; None: what the kernels choose."""
+    return None if size is None else Tile(size, size, min(size, 128 // dtype.itemsize), 4, 3)
+
+
+@torch.library.custom_op(
+    "dp_clipping::gradient_and_squares",
+    mutates_args=(),
+    schema="(Tensor left, Tensor right, int? tile_size) -> (Tensor, Tensor)",
+)
+def _gradient_and_squares(
+    left: Tensor, right: Tensor, tile_size: int | None
+) -> tuple[Tensor, Tensor]:
+    """G_i = left_iᵀ right_i and its squared norms; see `kernels.gradient`."""
+    return gradient_and_squares(left, right, tile_of(tile_size, left.dtype))
+
+
+@_gradient_and_squares.register_fake
+def _(left: Tensor, right: Tensor, tile_size: int | None) -> tuple[Tensor, Tensor]:
+    shape = (left.shape[0], left.shape[2], right.shape[2])
+    gradients = left.new_empty(shape, dtype=stored_dtype(left.dtype))
+    return gradients, left.new_empty(shape[0], dtype=torch.float32)
+
+
+def serves(handle: Handle) -> bool:
+    """Whether the session has made the slots for a layer whose weight is used once."""
+    return torch.compiler.is_compiling() and "count" in handle.slots and not handle.always_dense
+
+
+def run(
+    handle: Handle, x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout, transposed: bool
+) -> Tensor:
+    """`F.linear` of operands that autocast has seen to already."""
+    names = FACTOR_SLOTS if "y" in handle.slots else GRADIENT_SLOTS
+    first, second, count = (handle.slots[name] for name in names)
+    keeps_factors = names is FACTOR_SLOTS
+    if first.dtype != (x.dtype if keeps_factors else stored_dtype(x.dtype)):
+        raise ValueError(f"{handle.name} is given another dtype {CHANGED}")
+    if keeps_factors and second.numel() != x.numel():
+        raise ValueError(f"{handle.name} is given another number of tokens {CHANGED}")
+    session = handle.session
+    how = (layout.kind, layout.dim, session.batch_size, transposed, keeps_factors)
+    bias_slot, _ = handle.receiver("bias")
+    return Delivering.apply(
+        x, weight, bias, bias_slot, first, second, count, *how, session.policy.tile_size
+    )
+
+
+class Delivering(torch.autograd.Function):
+    """`F.linear`, whose backward returns what the slots are for."""
+
+    @staticmethod
+    def forward(
+        ctx, x, weight, bias, bias_slot, first, second, count, kind, dim, batch_size, transposed,
+        keeps_factors, tile_size,
+    ):  # fmt: skip
+        ctx.save_for_backward(x, weight)
+        ctx.layout = (kind, dim, batch_size)
+        ctx.wants = (x.requires_grad, bias_slot is not None)
+        ctx.rest = (transposed, keeps_factors, tile_size)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, gy):
+        x, weight = ctx.saved_tensors
+        kind, dim, batch_size = ctx.layout
+        wants_x, wants_bias = ctx.wants
+        transposed, keeps_factors, tile_size = ctx.rest
+        layout = Layout(kind, dim)
+        y, a = layout.batch_tokens(gy, batch_size), layout.batch_tokens(x, batch_size)
+        gx = gy @ weight if wants_x else None
+        biases = y.sum(1, dtype=wide(y.dtype)) if wants_bias else None
+        if keeps_factors:
+            first, second = y, a
+        else:
+            left, right = (a, y) if transposed else (y, a)
+            first, second = torch.ops.dp_clipping.gradient_and_squares(left, right, tile_size)
+        count = torch.ones(1, dtype=torch.float32, device=gy.device)
+        return gx, None, None, biases, first, second, count, *[None] * 6
