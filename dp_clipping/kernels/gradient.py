@@ -21,7 +21,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.rows import MOST_ROWS, WORDS, Pair, alike, readable_pair, table
+from dp_clipping.kernels.rows import (
+    MOST_ROWS,
+    WORDS,
+    Pair,
+    describe,
+    launches,
+    readable_pair,
+    table,
+)
 from dp_clipping.kernels.tiles import TRITON_DTYPES, Tile, is_described, triton
 
 if triton is not None:
@@ -54,7 +62,7 @@ def gradients_and_squares(
             bfloat16 or float16, any strides. Few launches serve those that are alike.
     """
     found: list = [None] * len(pairs)
-    for numbers in alike(pairs):
+    for numbers in launches(pairs):
         launched = _launch([readable_pair(*pairs[n]) for n in numbers], tile, store)
         for number, result in zip(numbers, launched, strict=True):
             found[number] = result
@@ -83,19 +91,29 @@ def _launch(
         for gradients in results if store else []:
             gradients.zero_()
         return list(zip(results, squares.unbind(0), strict=True))
-    # Where there are few tiles, samples are divided among programs too.
-    share = triton.cdiv(batch_size, min(batch_size, triton.cdiv(PROGRAMS, sum(counts))))
-    splits = triton.cdiv(batch_size, share)
     squares = y.new_zeros(len(pairs), batch_size, max(counts), dtype=torch.float32)
-    rows = table(pairs, results, [count * splits for count in counts], [0] * len(pairs))
-    _gradient_kernel[(rows.programs,)](
-        rows.words, rows.starts, squares, len(pairs), batch_size, tokens, max(counts), share,
-        DTYPE=TRITON_DTYPES[y.dtype], STORED=TRITON_DTYPES[dtype], DESCRIBED=rows.described,
-        STORE=store, WRITTEN=store and rows.described and all(is_described(g) for g in results),
-        EXACT=y.element_size() == 4, MOST=MOST_ROWS, WORDS=WORDS, GROUP=GROUP,
-        BLOCK_D=tile.rows, BLOCK_P=tile.columns, BLOCK_T=tile.depth,
-        num_warps=tile.warps, num_stages=tile.stages,
+    shared = dict(
+        STORE=store, EXACT=y.element_size() == 4, GROUP=GROUP, BLOCK_D=tile.rows,
+        BLOCK_P=tile.columns, BLOCK_T=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    if len(pairs) == 1 and all(is_described(x) for x in (*pairs[0], *results) if x is not None):
+        (_, a), (gradients,) = pairs[0], results
+        target = describe(gradients, (tile.rows, tile.columns)) if store else None
+        _gradient_kernel[(counts[0] * batch_size,)](
+            describe(y, (tile.depth, tile.rows)), describe(a, (tile.depth, tile.columns)), target,
+            squares, batch_size, tokens, y.shape[2], a.shape[2], **shared,
+        )  # fmt: skip
+    else:
+        # Where there are few tiles, samples are divided among programs too.
+        share = triton.cdiv(batch_size, min(batch_size, triton.cdiv(PROGRAMS, sum(counts))))
+        splits = triton.cdiv(batch_size, share)
+        rows = table(pairs, results, [count * splits for count in counts], [0] * len(pairs))
+        _gradients_kernel[(rows.programs,)](
+            rows.words, rows.starts, squares, len(pairs), batch_size, tokens, max(counts), share,
+            DTYPE=TRITON_DTYPES[y.dtype], STORED=TRITON_DTYPES[dtype], DESCRIBED=rows.described,
+            WRITTEN=store and rows.described and all(is_described(g) for g in results),
+            MOST=MOST_ROWS, WORDS=WORDS, **shared,
+        )  # fmt: skip
     return list(zip(results, squares.sum(2).unbind(0), strict=True))
 
 
@@ -111,9 +129,52 @@ def gradient_and_squares_plain(
 
 
 if triton is not None:
+
+    @triton.jit
+    def _gradient_tile(
+        y, a, g, p_square, i_b, o_d, o_p, T, D, P, s_yb, s_yt, s_ab, s_at, STORED: tl.constexpr,
+        DESCRIBED: tl.constexpr, STORE: tl.constexpr, WRITTEN: tl.constexpr, EXACT: tl.constexpr,
+        BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
+    ):  # fmt: skip
+        """A tile of one sample's G from (o_d, o_p) on, and the sum of its squares."""
+        b_g = tl.zeros((BLOCK_D, BLOCK_P), tl.float32)
+        for o_t in range(0, T, BLOCK_T):
+            b_y = _load_tile(y, i_b, o_t, o_d, T, D, s_yb, s_yt, DESCRIBED, BLOCK_T, BLOCK_D)
+            b_a = _load_tile(a, i_b, o_t, o_p, T, P, s_ab, s_at, DESCRIBED, BLOCK_T, BLOCK_P)
+            if EXACT:
+                b_g = tl.dot(b_y.T, b_a, b_g, input_precision="ieee")
+            else:
+                b_g = tl.dot(b_y.T, b_a, b_g)
+        if STORE:
+            b_rounded = b_g.to(STORED)
+            if WRITTEN:
+                g.store([i_b, o_d, o_p], b_rounded.reshape(1, BLOCK_D, BLOCK_P))
+            else:
+                o_rows, o_columns = o_d + tl.arange(0, BLOCK_D), o_p + tl.arange(0, BLOCK_P)
+                p_g = g + tl.cast(i_b, tl.int64) * D * P
+                p_g += o_rows[:, None].to(tl.int64) * P + o_columns[None, :]
+                m_g = (o_rows[:, None] < D) & (o_columns[None, :] < P)
+                tl.store(p_g, b_rounded, mask=m_g)
+            b_g = b_rounded.to(tl.float32)
+        tl.store(p_square, tl.sum(b_g * b_g))
+
     # Batches and lengths change: no compiled variant may depend on them.
-    @triton.jit(do_not_specialize=["n_rows", "B", "T", "n_most", "share"])
+    @triton.jit(do_not_specialize=["B", "T"])
     def _gradient_kernel(
+        y, a, g, p_squares, B, T, D, P, STORE: tl.constexpr, EXACT: tl.constexpr,
+        GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
+    ):  # fmt: skip
+        n_d, n_p = tl.cdiv(D, BLOCK_D), tl.cdiv(P, BLOCK_P)
+        i_b, i_tile = tl.program_id(0) // (n_d * n_p), tl.program_id(0) % (n_d * n_p)
+        i_d, i_p = _tile_of(i_tile, n_d, n_p, GROUP)
+        _gradient_tile(
+            y, a, g, p_squares + tl.program_id(0), i_b, i_d * BLOCK_D, i_p * BLOCK_P, T, D, P,
+            0, 0, 0, 0, g.dtype if STORE else tl.float32, True, STORE, STORE, EXACT,
+            BLOCK_D, BLOCK_P, BLOCK_T,
+        )  # fmt: skip
+
+    @triton.jit(do_not_specialize=["n_rows", "B", "T", "n_most", "share"])
+    def _gradients_kernel(
         p_rows, p_starts, p_squares, n_rows, B, T, n_most, share,
         DTYPE: tl.constexpr, STORED: tl.constexpr, DESCRIBED: tl.constexpr, STORE: tl.constexpr,
         WRITTEN: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr, WORDS: tl.constexpr,
@@ -127,31 +188,15 @@ if triton is not None:
         n_d, n_p = tl.cdiv(D, BLOCK_D), tl.cdiv(P, BLOCK_P)
         i_tile, i_share = i_own % (n_d * n_p), i_own // (n_d * n_p)
         i_d, i_p = _tile_of(i_tile, n_d, n_p, GROUP)
-        o_d, o_p = i_d * BLOCK_D, i_p * BLOCK_P
         y = _open(p_row, s_yb, s_yt, B, T, D, DTYPE, DESCRIBED, BLOCK_T, BLOCK_D)
         a = _open(p_row + 1, s_ab, s_at, B, T, P, DTYPE, DESCRIBED, BLOCK_T, BLOCK_P)
         s_g = tl.cast(P, tl.int64)
+        g = y
         if STORE:
             g = _open(p_row + 2, s_g * D, s_g, B, D, P, STORED, WRITTEN, BLOCK_D, BLOCK_P)
         for i_b in range(i_share * share, min(i_share * share + share, B)):
-            b_g = tl.zeros((BLOCK_D, BLOCK_P), tl.float32)
-            for o_t in range(0, T, BLOCK_T):
-                b_y = _load_tile(y, i_b, o_t, o_d, T, D, s_yb, s_yt, DESCRIBED, BLOCK_T, BLOCK_D)
-                b_a = _load_tile(a, i_b, o_t, o_p, T, P, s_ab, s_at, DESCRIBED, BLOCK_T, BLOCK_P)
-                if EXACT:
-                    b_g = tl.dot(b_y.T, b_a, b_g, input_precision="ieee")
-                else:
-                    b_g = tl.dot(b_y.T, b_a, b_g)
-            if STORE:
-                b_rounded = b_g.to(STORED)
-                if WRITTEN:
-                    g.store([i_b, o_d, o_p], b_rounded.reshape(1, BLOCK_D, BLOCK_P))
-                else:
-                    o_rows, o_columns = o_d + tl.arange(0, BLOCK_D), o_p + tl.arange(0, BLOCK_P)
-                    p_g = g + tl.cast(i_b, tl.int64) * (s_g * D)
-                    p_g += o_rows[:, None].to(tl.int64) * P + o_columns[None, :]
-                    m_g = (o_rows[:, None] < D) & (o_columns[None, :] < P)
-                    tl.store(p_g, b_rounded, mask=m_g)
-                b_g = b_rounded.to(tl.float32)
-            p_own = p_squares + (tl.cast(i_row, tl.int64) * B + i_b) * n_most + i_tile
-            tl.store(p_own, tl.sum(b_g * b_g))
+            p_square = p_squares + (tl.cast(i_row, tl.int64) * B + i_b) * n_most + i_tile
+            _gradient_tile(
+                y, a, g, p_square, i_b, i_d * BLOCK_D, i_p * BLOCK_P, T, D, P, s_yb, s_yt, s_ab,
+                s_at, STORED, DESCRIBED, STORE, WRITTEN, EXACT, BLOCK_D, BLOCK_P, BLOCK_T,
+            )  # fmt: skip

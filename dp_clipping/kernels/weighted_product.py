@@ -23,8 +23,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.rows import MOST_ROWS, WORDS, Pair, alike, readable_pair, table
-from dp_clipping.kernels.tiles import TRITON_DTYPES, Tile, triton
+from dp_clipping.kernels.rows import (
+    MOST_ROWS,
+    WORDS,
+    Pair,
+    describe,
+    launches,
+    readable_pair,
+    table,
+)
+from dp_clipping.kernels.tiles import TRITON_DTYPES, Tile, is_described, triton
 
 if triton is not None:
     import triton.language as tl
@@ -78,7 +86,7 @@ def weighted_products(
         groups: which of the K clipping groups each pair belongs to.
     """
     found: list = [None] * len(pairs)
-    for numbers in alike(pairs):
+    for numbers in launches(pairs):
         mine = [readable_pair(*pairs[n]) for n in numbers]
         launched = _launch(mine, weights, [groups[n] for n in numbers], tile)
         for number, result in zip(numbers, launched, strict=True):
@@ -102,15 +110,24 @@ def _launch(
     counts = [triton.cdiv(d, tile.rows) * triton.cdiv(p, tile.columns) for d, p in shapes]
     if not (batch_size and tokens and sum(counts)):
         return [total.zero_() for total in totals]
-    rows = table(pairs, totals, counts, groups)
-    _weighted_product_kernel[(rows.programs,)](
-        rows.words, rows.starts, weights.order, weights.ratio, weights.first, weights.last,
-        len(pairs), batch_size, tokens,
-        DTYPE=TRITON_DTYPES[y.dtype], DESCRIBED=rows.described, EXACT=y.element_size() == 4,
-        MOST=MOST_ROWS, WORDS=WORDS, GROUP=GROUP,
-        BLOCK_D=tile.rows, BLOCK_P=tile.columns, BLOCK_T=tile.depth,
-        num_warps=tile.warps, num_stages=tile.stages,
+    shared = dict(
+        EXACT=y.element_size() == 4, GROUP=GROUP, BLOCK_D=tile.rows, BLOCK_P=tile.columns,
+        BLOCK_T=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    if len(pairs) == 1 and all(is_described(x) for x in pairs[0]):
+        _, a = pairs[0]
+        _weighted_product_kernel[(counts[0],)](
+            describe(y, (tile.depth, tile.rows)), describe(a, (tile.depth, tile.columns)),
+            totals[0], weights.order, weights.ratio, weights.first, weights.last, groups[0],
+            batch_size, tokens, y.shape[2], a.shape[2], **shared,
+        )  # fmt: skip
+    else:
+        rows = table(pairs, totals, counts, groups)
+        _weighted_products_kernel[(rows.programs,)](
+            rows.words, rows.starts, weights.order, weights.ratio, weights.first, weights.last,
+            len(pairs), batch_size, tokens, DTYPE=TRITON_DTYPES[y.dtype],
+            DESCRIBED=rows.described, MOST=MOST_ROWS, WORDS=WORDS, **shared,
+        )  # fmt: skip
     return totals
 
 
@@ -122,9 +139,46 @@ def weighted_product_plain(y: Tensor, a: Tensor, coefficients: Tensor) -> Tensor
 
 
 if triton is not None:
+
+    @triton.jit
+    def _weighted_tile(
+        y, a, p_total, p_order, p_ratio, p_first, p_last, o_d, o_p, B, T, D, P,
+        s_yb, s_yt, s_ab, s_at, DESCRIBED: tl.constexpr, EXACT: tl.constexpr,
+        BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
+    ):  # fmt: skip
+        """A tile of the sum from (o_d, o_p) on."""
+        b_total = tl.zeros((BLOCK_D, BLOCK_P), tl.float32)
+        for i in range(tl.load(p_first), B):
+            i_b = tl.load(p_order + i)
+            b_total *= tl.load(p_ratio + i)
+            for o_t in range(0, T, BLOCK_T):
+                b_y = _load_tile(y, i_b, o_t, o_d, T, D, s_yb, s_yt, DESCRIBED, BLOCK_T, BLOCK_D)
+                b_a = _load_tile(a, i_b, o_t, o_p, T, P, s_ab, s_at, DESCRIBED, BLOCK_T, BLOCK_P)
+                if EXACT:
+                    b_total = tl.dot(b_y.T, b_a, b_total, input_precision="ieee")
+                else:
+                    b_total = tl.dot(b_y.T, b_a, b_total)
+        b_total *= tl.load(p_last)
+        o_rows, o_columns = o_d + tl.arange(0, BLOCK_D), o_p + tl.arange(0, BLOCK_P)
+        p_total += o_rows[:, None].to(tl.int64) * P + o_columns[None, :]
+        tl.store(p_total, b_total, mask=(o_rows[:, None] < D) & (o_columns[None, :] < P))
+
     # Batches and lengths change: no compiled variant may depend on them.
-    @triton.jit(do_not_specialize=["n_rows", "B", "T"])
+    @triton.jit(do_not_specialize=["i_group", "B", "T"])
     def _weighted_product_kernel(
+        y, a, p_total, p_order, p_ratio, p_first, p_last, i_group, B, T, D, P,
+        EXACT: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+        BLOCK_T: tl.constexpr,
+    ):  # fmt: skip
+        i_d, i_p = _tile_of(tl.program_id(0), tl.cdiv(D, BLOCK_D), tl.cdiv(P, BLOCK_P), GROUP)
+        _weighted_tile(
+            y, a, p_total, p_order + i_group * B, p_ratio + i_group * B, p_first + i_group,
+            p_last + i_group, i_d * BLOCK_D, i_p * BLOCK_P, B, T, D, P, 0, 0, 0, 0, True, EXACT,
+            BLOCK_D, BLOCK_P, BLOCK_T,
+        )  # fmt: skip
+
+    @triton.jit(do_not_specialize=["n_rows", "B", "T"])
+    def _weighted_products_kernel(
         p_rows, p_starts, p_order, p_ratio, p_first, p_last, n_rows, B, T,
         DTYPE: tl.constexpr, DESCRIBED: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
         WORDS: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -137,22 +191,11 @@ if triton is not None:
         s_ab, s_at = tl.load(p_row + 7), tl.load(p_row + 8)
         i_group = tl.load(p_row + 9)
         i_d, i_p = _tile_of(i_tile, tl.cdiv(D, BLOCK_D), tl.cdiv(P, BLOCK_P), GROUP)
-        o_d, o_p = i_d * BLOCK_D, i_p * BLOCK_P
         y = _open(p_row, s_yb, s_yt, B, T, D, DTYPE, DESCRIBED, BLOCK_T, BLOCK_D)
         a = _open(p_row + 1, s_ab, s_at, B, T, P, DTYPE, DESCRIBED, BLOCK_T, BLOCK_P)
-        b_total = tl.zeros((BLOCK_D, BLOCK_P), tl.float32)
-        for i in range(tl.load(p_first + i_group), B):
-            i_b = tl.load(p_order + i_group * B + i)
-            b_total *= tl.load(p_ratio + i_group * B + i)
-            for o_t in range(0, T, BLOCK_T):
-                b_y = _load_tile(y, i_b, o_t, o_d, T, D, s_yb, s_yt, DESCRIBED, BLOCK_T, BLOCK_D)
-                b_a = _load_tile(a, i_b, o_t, o_p, T, P, s_ab, s_at, DESCRIBED, BLOCK_T, BLOCK_P)
-                if EXACT:
-                    b_total = tl.dot(b_y.T, b_a, b_total, input_precision="ieee")
-                else:
-                    b_total = tl.dot(b_y.T, b_a, b_total)
-        b_total *= tl.load(p_last + i_group)
-        o_rows, o_columns = o_d + tl.arange(0, BLOCK_D), o_p + tl.arange(0, BLOCK_P)
         p_total = tl.load(p_row + 2).to(tl.pointer_type(tl.float32))
-        p_total += o_rows[:, None].to(tl.int64) * P + o_columns[None, :]
-        tl.store(p_total, b_total, mask=(o_rows[:, None] < D) & (o_columns[None, :] < P))
+        _weighted_tile(
+            y, a, p_total, p_order + i_group * B, p_ratio + i_group * B, p_first + i_group,
+            p_last + i_group, i_d * BLOCK_D, i_p * BLOCK_P, B, T, D, P, s_yb, s_yt, s_ab, s_at,
+            DESCRIBED, EXACT, BLOCK_D, BLOCK_P, BLOCK_T,
+        )  # fmt: skip
