@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.optimizer import PrivateOptimizer
 from tests.dp_clipping import oracle, zoo
 from tests.dp_clipping.conftest import MODES, private, private_loss
@@ -96,15 +97,16 @@ def test_a_step_does_not_wait_for_the_device(mode):
     network = case.build().to("cuda", torch.bfloat16)
     batch = oracle.move(case.batch(4), device="cuda")
     model = private(network, mode)
+    criterion = PrivateCriterion(model, zoo.Criterion(case.per_sample_loss, "sum"), "sum")
     optimizer = PrivateOptimizer(
         torch.optim.AdamW(network.parameters(), fused=True), model=model, noise_multiplier=1.0,
         expected_batch_size=4, noise_key=bytes(32),
     )  # fmt: skip
     try:
         for step in range(3):
-            if step:  # in the first one layouts are looked for and kernels compiled
+            if step:  # the first one looks for layouts, checks the loss and compiles kernels
                 torch.cuda.set_sync_debug_mode("error")
-            private_loss(model, batch, case.per_sample_loss).backward()
+            criterion(oracle.forward(model, batch[0]), batch[1]).backward()
             optimizer.step()
             optimizer.zero_grad()
     finally:
