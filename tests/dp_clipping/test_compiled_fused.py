@@ -1,0 +1,286 @@
+"""Private steps of compiled networks on fused kernels, beside one backward per sample in float64.
+
+Without a GPU the kernels run in Triton's interpreter, in a process of its own.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+pytest.importorskip("triton")
+
+from tests.dp_clipping import oracle, zoo
+from tests.dp_clipping.conftest import assert_close, clipped_sums, private, private_loss
+
+ROOT = Path(__file__).parents[2]
+MODES = ("flash_bookkeeping", "flash")
+ALGORITHMS = ("auto", "width", "input_length")
+LIMIT = 0.5
+
+# Float32 Gram products leave room for their rounding, in all that is clipped.
+TOLERANCE = {"auto": 4e-5, "input_length": 4e-5, "width": 5e-4}
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def compiled(
+    network: nn.Module, whole: bool = True, backend: str = "aot_eager", mode: str = MODES[0],
+    clipping: str = "flat", **policy,
+):  # fmt: skip
+    """The network, private, compiled as a whole or block by block."""
+    torch.compiler.reset()
+    counters.clear()
+    model = private(network, mode, LIMIT, clipping=clipping, policy={"tile_size": 16} | policy)
+    for part in [network] if whole else network.blocks:
+        part.compile(backend=backend, fullgraph=True)
+    return model
+
+
+def check(model, network: nn.Module, batch, loss, clipping="flat", tolerance=4e-5) -> None:
+    """One step of the model, beside the oracle's of an equal network."""
+    sums = clipped_sums(model, batch, loss)
+    gradients = oracle.per_sample_gradients(network, batch, loss)
+    norms = oracle.norms(gradients)
+    torch.testing.assert_close(model.per_sample_gradient_norms.double(), norms, rtol=1e-5, atol=0)
+    assert (norms > LIMIT).any()
+    assert model.nonfinite_samples == 0
+    assert_close(sums, oracle.clipped_sum(gradients, LIMIT, clipping), tolerance)
+
+
+def transformer(layers: int = 1) -> nn.Module:
+    return zoo.seeded(lambda: zoo.transformer(num_layers=layers))
+
+
+def check_transformer(model, batch_size: int, length: int, **options) -> None:
+    batch, layers = zoo.tokens(batch_size, length), len(model.network.blocks)
+    check(model, transformer(layers), batch, zoo.cross_entropy, **options)
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def algorithms(model) -> set[str]:
+    return {choice.algorithm for choice in model.capture.plan.choices}
+
+
+# The bodies
+
+
+def norms_and_sums_are_right_and_compiled_once(backend: str = "aot_eager") -> None:
+    for mode, algorithm, clipping in product(MODES, ALGORITHMS, ("flat", "per_layer")):
+        whole = (mode == "flash") == (clipping == "flat")
+        options = dict(backend=backend, mode=mode, clipping=clipping, norm_algorithm=algorithm)
+        model = compiled(transformer(), whole, **options)
+        check_transformer(model, 4, 6, clipping=clipping, tolerance=TOLERANCE[algorithm])
+        with torch.compiler.set_stance("fail_on_recompile"):
+            check_transformer(model, 4, 6, clipping=clipping, tolerance=TOLERANCE[algorithm])
+        assert algorithm == "auto" or algorithms(model) == {algorithm}
+        assert model.capture.plan.is_one_pass == (mode != "flash")
+
+
+def gradients_and_factors_are_both_delivered() -> None:
+    """At nine tokens the factors of most layers take more than their gradients."""
+    for whole in (False, True):
+        model = compiled(transformer(2), whole)
+        check_transformer(model, 4, 9)
+        assert algorithms(model) == {"gradient", "input_length"}
+        check_transformer(model, 4, 6)
+        assert algorithms(model) == {"input_length"}
+
+
+def other_sizes_are_compiled_once_more() -> None:
+    """A dimension that changes becomes a variable."""
+    for algorithm in ("input_length", "width"):
+        model = compiled(transformer(), norm_algorithm=algorithm)
+        for batch_size, length in ((4, 6), (4, 9), (3, 7)):
+            check_transformer(model, batch_size, length, tolerance=TOLERANCE[algorithm])
+        assert graphs() == 3
+        with torch.compiler.set_stance("fail_on_recompile"):
+            check_transformer(model, 5, 8, tolerance=TOLERANCE[algorithm])
+            check_transformer(model, 2, 10, tolerance=TOLERANCE[algorithm])
+
+
+def a_budget_takes_a_second_backward() -> None:
+    model = compiled(transformer(2), memory_budget=6000)
+    for _ in range(2):
+        check_transformer(model, 4, 6)
+        assert not model.capture.plan.is_one_pass
+        assert not all(choice.recomputed for choice in model.capture.plan.choices)
+
+
+class Changing(nn.Module):
+    """How many tokens its second layer sees, and how often, inputs do not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.keep, self.times = 3, 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))[:, : self.keep]
+        for _ in range(self.times):
+            x = self.second(x)
+        return x.sum(1)
+
+
+def changing(keep: int = 3) -> Changing:
+    network = zoo.seeded(Changing)
+    network.keep = keep
+    return network
+
+
+BATCH = zoo.numbers(4, 6, 5, out=(5,))
+
+
+def another_number_of_tokens_is_refused() -> None:
+    """Also where autograd would add up the gradient of a slot of one token."""
+    for known, given in ((3, 2), (1, 2), (2, 1)):
+        network = changing(known)
+        model = compiled(network, norm_algorithm="input_length")
+        check(model, changing(known), BATCH, zoo.product)
+        network.keep = given
+        with pytest.raises(Exception, match="second is given another number of tokens"):
+            clipped_sums(model, BATCH, zoo.product)
+        model.forget_layouts()
+        check(model, changing(given), BATCH, zoo.product)
+
+
+def gradients_do_not_depend_on_the_number_of_tokens() -> None:
+    network = changing(3)
+    model = compiled(network)
+    for keep in (3, 1, 2):
+        network.keep = keep
+        check(model, changing(keep), BATCH, zoo.product)
+        assert algorithms(model) == {"gradient"}
+
+
+class Repeating(nn.Module):
+    """A block that is called as often as it says: autograd meets its slots that often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 5))])
+        self.times = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self.blocks[0](x)
+        return x.sum(1)
+
+
+def a_second_use_leaves_all_samples_out() -> None:
+    """Its norm would miss the cross terms."""
+    runs = product((changing, lambda: zoo.seeded(Repeating)), ALGORITHMS, ("flat", "per_layer"))
+    for build, algorithm, clipping in runs:
+        network = build()
+        whole = isinstance(network, Changing)
+        model = compiled(network, whole, clipping=clipping, norm_algorithm=algorithm)
+        options = dict(clipping=clipping, tolerance=TOLERANCE[algorithm])
+        check(model, build(), BATCH, zoo.product, **options)
+        network.times = 2
+        clipped_sums(model, BATCH, zoo.product)
+        assert model.nonfinite_samples == 4
+        used_twice = network.second if whole else network.blocks[0]
+        assert not any(p.grad.any() for p in used_twice.parameters() if p.dim() == 2)
+        assert clipping == "per_layer" or not any(p.grad.any() for p in network.parameters())
+
+
+def transposed_weights_and_autocast() -> None:
+    case = zoo.BY_NAME["gpt2_lm"]
+    for algorithm in ("auto", "input_length"):
+        if importlib.util.find_spec("transformers"):
+            network = case.build()
+            network.blocks = [block.mlp for block in network.transformer.h]
+            model = compiled(network, whole=False, norm_algorithm=algorithm)
+            check(model, case.build(), case.batch(4), case.per_sample_loss)
+        model = compiled(changing(), norm_algorithm=algorithm)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.float16):
+                sums = clipped_sums(model, BATCH, zoo.product)
+        assert model.capture.plan.uses[0].element_size == 2
+        assert graphs() == 1
+        gradients = oracle.per_sample_gradients(changing(), BATCH, zoo.product)
+        assert_close(sums, oracle.clipped_sum(gradients, LIMIT), 2e-2)
+
+
+BODIES = (
+    norms_and_sums_are_right_and_compiled_once,
+    gradients_and_factors_are_both_delivered,
+    other_sizes_are_compiled_once_more,
+    a_budget_takes_a_second_backward,
+    another_number_of_tokens_is_refused,
+    gradients_do_not_depend_on_the_number_of_tokens,
+    a_second_use_leaves_all_samples_out,
+    transposed_weights_and_autocast,
+)
+
+
+def run_interpreted(call: str) -> None:
+    command = f"from tests.dp_clipping import test_compiled_fused as t; t.{call}; print('right')"
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", command],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.strip().endswith("right")
+
+
+def interpreted() -> None:
+    for body in BODIES:
+        body()
+
+
+def test_in_the_interpreter():
+    run_interpreted("interpreted()")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_by_inductor_in_the_interpreter():
+    run_interpreted("norms_and_sums_are_right_and_compiled_once('inductor')")
+
+
+@gpu
+@needs_gpu
+@pytest.mark.filterwarnings("ignore")  # torch's own, of its compiler
+@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "whole"])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled_on_gpu(mode, algorithm, clipping, whole):
+    build = lambda: zoo.seeded(lambda: zoo.transformer(d_model=64, d_ff=96))  # noqa: E731
+    loss, batch = zoo.cross_entropy, zoo.tokens(4, 40)
+    gradients = oracle.per_sample_gradients(build().to(torch.bfloat16), batch, loss)
+    norms, expected = oracle.norms(gradients), oracle.clipped_sum(gradients, LIMIT, clipping)
+    network = build().to("cuda", torch.bfloat16)
+    options = dict(norm_algorithm=algorithm, tile_size=None)
+    model = compiled(network, whole, "inductor", mode, clipping, **options)
+    batch = oracle.move(batch, device="cuda")
+    sums = clipped_sums(model, batch, loss)
+    found = model.per_sample_gradient_norms.double().cpu()
+    assert ((found - norms).abs() <= 6e-2 * norms).all()
+    error = sum((sums[n].double().cpu() - g).square().sum() for n, g in expected.items())
+    assert error.sqrt() <= 6e-2 * sum(g.square().sum() for g in expected.values()).sqrt()
+    assert algorithm == "auto" or algorithms(model) == {algorithm}
+    model.clear_gradients()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            private_loss(model, batch, loss).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
