@@ -4,10 +4,9 @@
 
 The plan compares algorithms by the rates of `dp_clipping.plan.Rates`. Those that are known without
 measuring are an H200's, scaled by the number of multiprocessors: on another kind of GPU they may be
-wrong relative to each other, and only that matters. Measured rates are kept in
-`$XDG_CACHE_HOME/dp_clipping/rates.json` (`~/.cache` without that variable) by device, torch and
-Triton, and `dp_clipping.plan.rates_of` takes them from there. A file that cannot be read, or that
-holds something else, counts as none.
+wrong relative to each other, and only that matters. Measured rates are kept in `rates.json` by
+device, torch and Triton (see `dp_clipping.cache` for the folder), and `dp_clipping.plan.rates_of`
+takes them from there. They are those of the tiles that the kernels take (`kernels.tuning`).
 
 With `DP_CLIPPING_CALIBRATE=1` the first plan of a process measures too if none are kept: below two
 seconds once the kernels are compiled, and half a GiB of the device for that time. Processes that
@@ -16,20 +15,18 @@ share a file share their plans, so calibrate before a run on several GPUs rather
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle, islice
-from pathlib import Path
 from statistics import geometric_mean, median
 
 import torch
 from torch import Tensor
 
+from dp_clipping import cache
 from dp_clipping.kernels.gradient import gradient_and_squares
 from dp_clipping.kernels.gram import gram_squares
 from dp_clipping.kernels.weighted_product import Ascending, weighted_product
@@ -44,9 +41,9 @@ from dp_clipping.plan import (
     default_rates,
     predict,
 )
-from measure.files import write_atomically
 from measure.timing import interleaved
 
+FILE = "rates.json"
 MEASURED = ("product", "gram", "weighted", "single", "bandwidth")
 UNITS = {"product": 1e12, "gram": 1e12, "weighted": 1e12, "single": 1, "bandwidth": 1e12}
 SHAPES = ((8, 1024, 4096, 2048), (16, 512, 2048, 2048))  # B, T, d, p; in bfloat16
@@ -59,41 +56,17 @@ ROUNDS = 7
 # ---- what is kept -------------------------------------------------------------------------------
 
 
-def path() -> Path:
-    """Of the file that holds the rates of all devices."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "dp_clipping" / "rates.json"
-
-
-def key_of(device: torch.device) -> str:
-    """What the rates of a device depend on."""
-    from dp_clipping.kernels.tiles import triton
-
-    version = None if triton is None else triton.__version__
-    return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {version}"
-
-
 def stored(device: torch.device) -> Rates | None:
     """The rates that are kept for a device."""
-    values = _read().get(key_of(device))
-    if not isinstance(values, dict) or not all(_is_rate(values.get(name)) for name in MEASURED):
+    values = cache.read(FILE, device)
+    if not all(_is_rate(values.get(name)) for name in MEASURED):
         return None
     return replace(default_rates(device), **{name: values[name] for name in MEASURED})
 
 
 def store(device: torch.device, rates: Rates) -> None:
     """Keep them, beside those of other devices."""
-    devices = _read() | {key_of(device): {name: getattr(rates, name) for name in MEASURED}}
-    path().parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path(), json.dumps(devices, indent=1) + "\n")
-
-
-def _read() -> dict:
-    try:
-        content = json.loads(path().read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    cache.keep(FILE, device, {name: getattr(rates, name) for name in MEASURED})
 
 
 def _is_rate(value: object) -> bool:
@@ -114,10 +87,7 @@ def known(device: torch.device) -> Rates | None:
 def calibrate(device: torch.device) -> Rates:
     """Measure and keep."""
     rates = measure(device)
-    try:
-        store(device, rates)
-    except OSError as error:
-        warnings.warn(f"the measured rates are not kept: {error}", stacklevel=2)
+    store(device, rates)
     return rates
 
 
@@ -219,9 +189,9 @@ def main() -> int:
         return 2
     device = torch.device("cuda", torch.cuda.current_device())
     before = stored(device)
-    print(f"{key_of(device)}: before {'by default' if before is None else 'kept'}")
+    print(f"{cache.key_of(device)}: before {'by default' if before is None else 'kept'}")
     print(table(before or default_rates(device), calibrate(device)))
-    print(f"kept in {path()}")
+    print(f"kept in {cache.path_of(FILE)}")
     return 0
 
 

@@ -25,12 +25,14 @@ from dp_clipping.kernels.rows import (
     MOST_ROWS,
     WORDS,
     Pair,
+    are_described,
     describe,
     launches,
     readable_pair,
     table,
 )
 from dp_clipping.kernels.tiles import TRITON_DTYPES, Tile, is_described, triton
+from dp_clipping.kernels.tuning import best_for_pairs
 
 if triton is not None:
     import triton.language as tl
@@ -81,22 +83,25 @@ def _launch(
 ) -> list[tuple[Tensor | None, Tensor]]:
     y, _ = pairs[0]
     batch_size, tokens, _ = y.shape
-    tile = tile or TILES[y.element_size()][0]
-    dtype = stored_dtype(y.dtype)
+    described, dtype = are_described(pairs), stored_dtype(y.dtype)
     shapes = [(left.shape[2], right.shape[2]) for left, right in pairs]
+    if not (batch_size and tokens and any(d and p for d, p in shapes)):
+        squares = y.new_zeros(len(pairs), batch_size, dtype=torch.float32)
+        results = [y.new_zeros(batch_size, *shape, dtype=dtype) for shape in shapes if store]
+        return list(zip(results or [None] * len(pairs), squares.unbind(0), strict=True))
+    tile = tile or best_for_pairs(
+        "gradient" if store else "input_length", pairs, described, TILES,
+        lambda tile: _launch(pairs, tile, store),
+    )  # fmt: skip
     results = [y.new_empty(batch_size, *shape, dtype=dtype) if store else None for shape in shapes]
     counts = [triton.cdiv(d, tile.rows) * triton.cdiv(p, tile.columns) for d, p in shapes]
-    if not (batch_size and tokens and sum(counts)):
-        squares = y.new_zeros(len(pairs), batch_size, dtype=torch.float32)
-        for gradients in results if store else []:
-            gradients.zero_()
-        return list(zip(results, squares.unbind(0), strict=True))
     squares = y.new_zeros(len(pairs), batch_size, max(counts), dtype=torch.float32)
     shared = dict(
         STORE=store, EXACT=y.element_size() == 4, GROUP=GROUP, BLOCK_D=tile.rows,
         BLOCK_P=tile.columns, BLOCK_T=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if len(pairs) == 1 and all(is_described(x) for x in (*pairs[0], *results) if x is not None):
+    written = store and described and all(is_described(gradients) for gradients in results)
+    if len(pairs) == 1 and described and written == store:
         (_, a), (gradients,) = pairs[0], results
         target = describe(gradients, (tile.rows, tile.columns)) if store else None
         _gradient_kernel[(counts[0] * batch_size,)](
@@ -107,12 +112,12 @@ def _launch(
         # Where there are few tiles, samples are divided among programs too.
         share = triton.cdiv(batch_size, min(batch_size, triton.cdiv(PROGRAMS, sum(counts))))
         splits = triton.cdiv(batch_size, share)
-        rows = table(pairs, results, [count * splits for count in counts], [0] * len(pairs))
+        programs = [count * splits for count in counts]
+        rows = table(pairs, results, programs, [0] * len(pairs), described)
         _gradients_kernel[(rows.programs,)](
             rows.words, rows.starts, squares, len(pairs), batch_size, tokens, max(counts), share,
-            DTYPE=TRITON_DTYPES[y.dtype], STORED=TRITON_DTYPES[dtype], DESCRIBED=rows.described,
-            WRITTEN=store and rows.described and all(is_described(g) for g in results),
-            MOST=MOST_ROWS, WORDS=WORDS, **shared,
+            DTYPE=TRITON_DTYPES[y.dtype], STORED=TRITON_DTYPES[dtype], DESCRIBED=described,
+            WRITTEN=written, MOST=MOST_ROWS, WORDS=WORDS, **shared,
         )  # fmt: skip
     return list(zip(results, squares.sum(2).unbind(0), strict=True))
 

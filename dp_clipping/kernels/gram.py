@@ -26,6 +26,7 @@ from torch import Tensor
 
 from dp_clipping.kernels.rows import allocate
 from dp_clipping.kernels.tiles import TRITON_DTYPES, Tile, is_described, readable, triton
+from dp_clipping.kernels.tuning import best, name_of
 
 if triton is not None:
     import triton.language as tl
@@ -53,15 +54,20 @@ def gram_squares(uses: Sequence[Use], tile: Tile | None = None) -> tuple[Tensor,
     uses = [(readable(a), [readable(y) for y in ys]) for a, ys in uses]
     a = uses[0][0]
     batch_size, tokens = a.shape[:2]
-    tile = tile or TILES[a.element_size()][0]
-    pairs = _pairs(triton.cdiv(tokens, tile.rows), a.device)
     if not (batch_size and tokens):
         zero = a.new_zeros(len(uses), batch_size, dtype=torch.float32)
         return zero, zero.clone()
-    shape = (2, len(uses), batch_size, len(pairs))
-    partial = torch.empty(shape, dtype=torch.float32, device=a.device)
     operands = [x for a, ys in uses for x in (a, *ys)]
     described = all(is_described(x) for x in operands)
+    if tile is None:
+        features = sum(x.shape[2] for x in operands)
+        tile = best(
+            name_of("gram", described), a.dtype, (len(uses), batch_size, tokens, features),
+            TILES[a.element_size()], lambda tile: gram_squares(uses, tile), a.device,
+        )  # fmt: skip
+    pairs = _pairs(triton.cdiv(tokens, tile.rows), a.device)
+    shape = (2, len(uses), batch_size, len(pairs))
+    partial = torch.empty(shape, dtype=torch.float32, device=a.device)
     if described:
         triton.set_allocator(allocate)
     rows = _rows(uses).to(a.device, non_blocking=True)

@@ -38,20 +38,22 @@ class Table:
         words: [rows · WORDS] int64.
         starts: [rows + 1] int64, each row's first program, and their number.
         programs: how many there are.
-        described: the bulk copy engine takes all operands.
     """
 
     words: Tensor
     starts: Tensor
     programs: int
-    described: bool
 
 
 def table(
     pairs: Sequence[Pair], results: Sequence[Tensor | None], counts: Sequence[int],
-    groups: Sequence[int],
+    groups: Sequence[int], described: bool,
 ) -> Table:  # fmt: skip
-    """Of left [B, T, d] and right [B, T, p] operands, their results and numbers of programs."""
+    """Of left [B, T, d] and right [B, T, p] operands, their results and numbers of programs.
+
+    Args:
+        described: the bulk copy engine takes all operands (`are_described`).
+    """
     rows = [
         (
             left.data_ptr(), right.data_ptr(), 0 if result is None else result.data_ptr(),
@@ -63,12 +65,11 @@ def table(
     starts = [0]
     for count in counts:
         starts.append(starts[-1] + count)
-    described = all(is_described(x) for pair in pairs for x in pair)
     if described:
         triton.set_allocator(allocate)
     device = pairs[0][0].device
     numbers = torch.tensor([*starts, *chain.from_iterable(rows)]).to(device, non_blocking=True)
-    return Table(numbers[len(starts) :], numbers[: len(starts)], starts[-1], described)
+    return Table(numbers[len(starts) :], numbers[: len(starts)], starts[-1])
 
 
 def launches(pairs: Sequence[Pair]) -> Iterator[list[int]]:
@@ -83,6 +84,11 @@ def launches(pairs: Sequence[Pair]) -> Iterator[list[int]]:
     for numbers in small.values():
         for first in range(0, len(numbers), MOST_ROWS):
             yield numbers[first : first + MOST_ROWS]
+
+
+def are_described(pairs: Sequence[Pair]) -> bool:
+    """Whether the bulk copy engine takes all operands."""
+    return all(is_described(x) for pair in pairs for x in pair)
 
 
 def describe(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:

@@ -27,12 +27,14 @@ from dp_clipping.kernels.rows import (
     MOST_ROWS,
     WORDS,
     Pair,
+    are_described,
     describe,
     launches,
     readable_pair,
     table,
 )
-from dp_clipping.kernels.tiles import TRITON_DTYPES, Tile, is_described, triton
+from dp_clipping.kernels.tiles import TRITON_DTYPES, Tile, triton
+from dp_clipping.kernels.tuning import best_for_pairs
 
 if triton is not None:
     import triton.language as tl
@@ -104,17 +106,21 @@ def _launch(
 ) -> list[Tensor]:
     y, _ = pairs[0]
     batch_size, tokens, _ = y.shape
-    tile = tile or TILES[y.element_size()][0]
+    described = are_described(pairs)
     shapes = [(left.shape[2], right.shape[2]) for left, right in pairs]
+    if not (batch_size and tokens and any(d and p for d, p in shapes)):
+        return [y.new_zeros(shape, dtype=torch.float32) for shape in shapes]
+    tile = tile or best_for_pairs(
+        "weighted_product", pairs, described, TILES,
+        lambda tile: _launch(pairs, weights, groups, tile),
+    )  # fmt: skip
     totals = [y.new_empty(shape, dtype=torch.float32) for shape in shapes]
     counts = [triton.cdiv(d, tile.rows) * triton.cdiv(p, tile.columns) for d, p in shapes]
-    if not (batch_size and tokens and sum(counts)):
-        return [total.zero_() for total in totals]
     shared = dict(
         EXACT=y.element_size() == 4, GROUP=GROUP, BLOCK_D=tile.rows, BLOCK_P=tile.columns,
         BLOCK_T=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if len(pairs) == 1 and all(is_described(x) for x in pairs[0]):
+    if len(pairs) == 1 and described:
         _, a = pairs[0]
         _weighted_product_kernel[(counts[0],)](
             describe(y, (tile.depth, tile.rows)), describe(a, (tile.depth, tile.columns)),
@@ -122,11 +128,11 @@ def _launch(
             batch_size, tokens, y.shape[2], a.shape[2], **shared,
         )  # fmt: skip
     else:
-        rows = table(pairs, totals, counts, groups)
+        rows = table(pairs, totals, counts, groups, described)
         _weighted_products_kernel[(rows.programs,)](
             rows.words, rows.starts, weights.order, weights.ratio, weights.first, weights.last,
             len(pairs), batch_size, tokens, DTYPE=TRITON_DTYPES[y.dtype],
-            DESCRIBED=rows.described, MOST=MOST_ROWS, WORDS=WORDS, **shared,
+            DESCRIBED=described, MOST=MOST_ROWS, WORDS=WORDS, **shared,
         )  # fmt: skip
     return totals
 

@@ -2,12 +2,13 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dp_clipping import calibration
+from dp_clipping import cache, calibration
 from dp_clipping.kernels.gradient import gradient_and_squares_plain
 from dp_clipping.plan import ALGORITHMS, Rates, Use, default_rates, predict, rates_of
 
@@ -43,25 +44,29 @@ def measured(monkeypatch):
     return devices
 
 
+def path() -> Path:
+    return cache.path_of(calibration.FILE)
+
+
 def content() -> dict:
-    return json.loads(calibration.path().read_text())
+    return json.loads(path().read_text())
 
 
 # ---- what is kept -------------------------------------------------------------------------------
 
 
 def test_the_folder(tmp_path, monkeypatch):
-    assert calibration.path() == tmp_path / "dp_clipping" / "rates.json"
+    assert path() == tmp_path / "dp_clipping" / "rates.json"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert str(calibration.path()) == "/home/somebody/.cache/dp_clipping/rates.json"
+    assert str(path()) == "/home/somebody/.cache/dp_clipping/rates.json"
 
 
 def test_kept_rates_come_back():
     assert calibration.stored(DEVICE) is None
     calibration.store(DEVICE, FOUND)
     assert calibration.stored(DEVICE) == FOUND
-    assert [entry.name for entry in calibration.path().parent.iterdir()] == ["rates.json"]
+    assert [entry.name for entry in path().parent.iterdir()] == ["rates.json"]
 
 
 def test_devices_and_versions_have_rates_of_their_own(monkeypatch):
@@ -79,9 +84,9 @@ def test_devices_and_versions_have_rates_of_their_own(monkeypatch):
     "text", ["", "{", "[]", "3", "\x00", '{"a": 1}', "KEY:[1]", "KEY:{}", "KEY:null"], ids=repr
 )
 def test_files_that_hold_something_else_count_as_none(text, measured):
-    key = json.dumps(calibration.key_of(DEVICE))
-    calibration.path().parent.mkdir()
-    calibration.path().write_text(text if text[:3] != "KEY" else f"{{{key}: {text[4:]}}}")
+    key = json.dumps(cache.key_of(DEVICE))
+    path().parent.mkdir()
+    path().write_text(text if text[:3] != "KEY" else f"{{{key}: {text[4:]}}}")
     assert calibration.stored(DEVICE) is None
     assert rates_of(DEVICE) == default_rates(DEVICE)
     calibration.calibrate(DEVICE)
@@ -93,8 +98,8 @@ def test_files_that_hold_something_else_count_as_none(text, measured):
 def test_what_is_no_rate_counts_as_none(name, value):
     calibration.store(DEVICE, FOUND)
     values = content()
-    values[calibration.key_of(DEVICE)][name] = value
-    calibration.path().write_text(json.dumps(values))
+    values[cache.key_of(DEVICE)][name] = value
+    path().write_text(json.dumps(values))
     assert calibration.stored(DEVICE) is None
 
 
@@ -139,7 +144,7 @@ def test_the_command(monkeypatch, measured, capsys):
         out = capsys.readouterr().out
         assert before in out
         assert all(name in out for name in calibration.MEASURED)
-        assert str(calibration.path()) in out
+        assert str(path()) in out
     assert len(measured) == 2  # whoever asks by command wants new ones
 
 
