@@ -40,6 +40,7 @@ from dp_clipping.plan import (
     Use,
     default_rates,
     predict,
+    steps_of,
 )
 from measure.timing import interleaved
 
@@ -118,16 +119,16 @@ def _half_precision(shape: tuple[int, ...], rates: Rates, device: torch.device) 
     kept = [gradient_and_squares(*operands)[0] for operands in sets]
     rows = [(a, [y]) for y, a in islice(cycle(sets), GRAM_LAYERS)]
     calls = {
-        "product": lambda number: gradient_and_squares(*sets[number % SETS]),
+        "product": lambda number: gradient_and_squares(*sets[number % SETS], store=False),
         "gram": lambda number: gram_squares(rows),
         "weighted": lambda number: weighted_product(*sets[number % SETS], weights),
         "bandwidth": lambda number: weighted_sum(kept[number % SETS], coefficients),
     }
     seconds = _seconds(calls, device)
     return {
-        "product": _work(use, GRADIENT, "product", rates) / seconds["product"],
-        "gram": GRAM_LAYERS * _work(use, WIDTH, "gram", rates) / seconds["gram"],
-        "weighted": _work(use, INPUT_LENGTH, "weighted", rates) / seconds["weighted"],
+        "product": _rate(use, GRADIENT, "product", rates, seconds["product"]),
+        "gram": _rate(use, WIDTH, "gram", rates, seconds["gram"] / GRAM_LAYERS),
+        "weighted": _rate(use, INPUT_LENGTH, "weighted", rates, seconds["weighted"]),
         "bandwidth": (kept[0].nbytes + kept[0][0].numel() * SUM_BYTES) / seconds["bandwidth"],
     }
 
@@ -136,15 +137,20 @@ def _single_precision(shape: tuple[int, ...], rates: Rates, device: torch.device
     """Operations a second of products in float32."""
     use, sets = _use(shape, torch.float32), _operands(shape, torch.float32, device)
     rates = replace(rates, single=1.0)
-    call = lambda number: gradient_and_squares(*sets[number % SETS])  # noqa: E731
+    call = lambda number: gradient_and_squares(*sets[number % SETS], store=False)  # noqa: E731
     seconds = _seconds({"single": call}, device)["single"]
-    return _work(use, GRADIENT, "product", rates) / seconds
+    return _rate(use, GRADIENT, "product", rates, seconds)
 
 
-def _work(use: Use, algorithm: str, name: str, rates: Rates) -> float:
-    """What is done at one of the rates, as the plan counts it: the time at 1 with no other cost."""
+def _rate(use: Use, algorithm: str, name: str, rates: Rates, seconds: float) -> float:
+    """The rate at which the plan predicts `seconds` for one kernel of an algorithm.
+
+    Steps of the kernels' tiles are what they are: the rest of the time is work at the rate.
+    """
     free = {other: math.inf for other in ("product", "gram", "weighted", "bandwidth")}
-    return predict(use, algorithm, replace(rates, **free | {name: 1.0})).seconds
+    work = predict(use, algorithm, replace(rates, **free | {name: 1.0, "step": 0.0})).seconds
+    steps = 0.0 if name == "gram" else steps_of(use, name == "weighted", rates)
+    return work / max(seconds - steps, seconds / 2)
 
 
 def _use(shape: tuple[int, ...], dtype: torch.dtype) -> Use:

@@ -32,6 +32,7 @@ FORWARDS = {
     "conv1d": linear.forward,
     "embedding": embedding.forward,
     "rms_norm": norm.forward,
+    "llama_rms_norm": norm.forward,
     "layer_norm": norm.forward,
     "vectorized": vectorized.forward,
 }
@@ -52,6 +53,8 @@ def kind_of(module: nn.Module) -> str:
         return "rms_norm"
     if method is nn.LayerNorm.forward and module.weight is not None:
         return "layer_norm"
+    if norm.is_llama_rms_norm(module):
+        return "llama_rms_norm"
     if (
         type(module).__name__ == "Conv1D"
         and type(module).__module__ == "transformers.pytorch_utils"

@@ -52,6 +52,8 @@ SHARE = 0.93  # of an ordinary step's memory: the rest is for what backward hold
 class FusedSession(Session):
     """See `Session`."""
 
+    fused = True
+
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._before = _allocated(self.anchor.device)

@@ -5,6 +5,8 @@ for that alone; the weights' gradients are one elementwise product and one sum o
 tokens (Zhang and Sennrich 2019 for RMSNorm, Ba et al. 2016 for LayerNorm).
 """
 
+import inspect
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,14 +24,32 @@ def forward(self: nn.RMSNorm | nn.LayerNorm, x: Tensor) -> Tensor:
         return type(self).forward(self, x)
     layout, x = handle.batched(x)
     place = (layout.kind, layout.dim, handle.session.batch_size)
-    shape, weight = list(self.normalized_shape), self.weight.detach()
+    shape, weight = list(self.weight.shape), self.weight.detach()
     fused = handle.session.fused and not torch.compiler.is_compiling()
     place = (*place, fused and available(x.device, x.dtype))
-    if handle.kind == "rms_norm":
-        return RMSNorm.apply(x, weight, *handle.receiver("weight"), shape, self.eps, *place)
+    if handle.kind in ("rms_norm", "llama_rms_norm"):
+        twice = handle.kind == "llama_rms_norm"
+        eps = self.variance_epsilon if twice else self.eps
+        return RMSNorm.apply(x, weight, *handle.receiver("weight"), shape, eps, *place, twice)
     bias = None if self.bias is None else self.bias.detach()
     receivers = *handle.receiver("weight"), *handle.receiver("bias")
     return LayerNorm.apply(x, weight, bias, *receivers, shape, self.eps, *place)
+
+
+def is_llama_rms_norm(module: nn.Module) -> bool:
+    """Whether its forward is, instruction by instruction, that of Hugging Face's `LlamaRMSNorm`.
+
+    Many of the library's models have a copy of it; others scale by 1 + w, or cast elsewhere.
+    """
+    if not (type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")):
+        return False
+    try:
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    except ImportError:
+        return False
+    codes = [inspect.unwrap(kind.forward).__code__ for kind in (type(module), LlamaRMSNorm)]
+    mine, known = ((c.co_code, c.co_names, c.co_consts[1:], c.co_varnames) for c in codes)
+    return mine == known
 
 
 def per_sample(x: Tensor, layout: Layout, batch_size: int, shape: list[int]) -> Tensor:
@@ -38,12 +58,19 @@ def per_sample(x: Tensor, layout: Layout, batch_size: int, shape: list[int]) -> 
 
 
 class RMSNorm(torch.autograd.Function):
-    """`F.rms_norm`, which in backward computes its weight's G [B, *shape] and delivers it."""
+    """`F.rms_norm`, which in backward computes its weight's G [B, *shape] and delivers it.
+
+    `twice`: as in Llama, x̂ is rounded to the input's dtype before it is scaled.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, slot, sink, shape, eps, kind, dim, batch_size, fused):
+    def forward(ctx, x, weight, slot, sink, shape, eps, kind, dim, batch_size, fused, twice):
         dims = list(range(-len(shape), 0))
-        if x.is_cuda and weight.dtype == x.dtype:
+        if twice:
+            wider = x.to(torch.float32)
+            rstd = torch.rsqrt(wider.pow(2).mean(-1, keepdim=True) + eps)
+            y = weight * (wider * rstd).to(x.dtype)
+        elif x.is_cuda and weight.dtype == x.dtype:
             y, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
         else:
             y = F.rms_norm(x, shape, weight, eps)
@@ -72,7 +99,7 @@ class RMSNorm(torch.autograd.Function):
             scale = scale.to(product.dtype)
             gradients = torch.bmm(scale.mT, product).view(batch_size, *shape)
             gradients = deliver(ctx.sink, gradients.to(wide(x.dtype)))
-        return gx, None, gradients, *[None] * 7
+        return gx, None, gradients, *[None] * 8
 
 
 def _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from dp_clipping import cache, calibration
 from dp_clipping.kernels.gradient import gradient_and_squares_plain
-from dp_clipping.plan import ALGORITHMS, Rates, Use, default_rates, predict, rates_of
+from dp_clipping.plan import ALGORITHMS, Rates, Use, default_rates, predict, rates_of, steps_of
 
 DEVICE = torch.device("cuda")
 FOUND = replace(
@@ -161,8 +161,8 @@ def test_measured_rates_predict_what_was_measured(monkeypatch):
     """Times that a device of the rates FOUND would take give these rates back."""
     cpu = torch.device("cpu")
     free = {name: float("inf") for name in ("product", "gram", "weighted", "bandwidth")}
-    monkeypatch.setattr(calibration, "SHAPES", ((2, 128, 256, 512), (3, 64, 128, 256)))
-    monkeypatch.setattr(calibration, "SINGLE_SHAPE", (2, 32, 128, 256))
+    monkeypatch.setattr(calibration, "SHAPES", ((2, 4096, 256, 512), (3, 2048, 128, 256)))
+    monkeypatch.setattr(calibration, "SINGLE_SHAPE", (2, 512, 128, 256))
     shapes = iter(calibration.SHAPES)
 
     def seconds(calls, device):
@@ -172,8 +172,10 @@ def test_measured_rates_predict_what_was_measured(monkeypatch):
         use = Use("layer", batch_size, tokens, inputs, outputs, size, size)
 
         def alone(algorithm, name):
-            rates = replace(FOUND, **free | {name: getattr(FOUND, name)})
-            return predict(use, algorithm, rates).seconds
+            rates = replace(FOUND, **free | {name: getattr(FOUND, name), "step": 0.0})
+            steps = {"product": False, "weighted": True}
+            extra = steps_of(use, steps[name], FOUND) if name in steps else 0.0
+            return predict(use, algorithm, rates).seconds + extra
 
         if not half:
             return {"single": alone("gradient", "product")}
@@ -181,7 +183,7 @@ def test_measured_rates_predict_what_was_measured(monkeypatch):
             "product": alone("gradient", "product"),
             "gram": calibration.GRAM_LAYERS * alone("width", "gram"),
             "weighted": alone("input_length", "weighted"),
-            "bandwidth": alone("gradient", "bandwidth"),
+            "bandwidth": (use.gradient_bytes + 4 * inputs * outputs) / FOUND.bandwidth,
         }
 
     monkeypatch.setattr(calibration, "gradient_and_squares", gradient_and_squares_plain)

@@ -16,9 +16,10 @@ from torch import nn
 
 from dp_clipping import fused, modes
 from dp_clipping.fused import FusedSession
+from dp_clipping.layers import norm
 from dp_clipping.layers.linear import LinearFactors
 from tests.dp_clipping import zoo
-from tests.dp_clipping.conftest import assert_close, clipped_sums, private
+from tests.dp_clipping.conftest import assert_close, clipped_sums, count_calls, private
 from tests.dp_clipping.test_on_gpu import FLASH, compare_with_oracle, largest_contribution
 
 ROOT = Path(__file__).parents[2]
@@ -191,7 +192,21 @@ def check_shared_inputs() -> None:
         assert_close(clipped_sums(model, batch), expected, ALLOWANCE)
 
 
+def check_norm_layers() -> None:
+    """Weights of norms have a kernel of their own, which is what runs."""
+    for name, layers in (("rms_norm", 1), ("layer_norm", 1), ("llama_labels", 3)):
+        counted = count_calls(norm.norm_weight_gradients)
+        norm.norm_weight_gradients, before = counted, norm.norm_weight_gradients
+        try:
+            case, network, batch = network_and_batch(name)
+            clipped_sums(private(network, "flash_bookkeeping"), batch, case.per_sample_loss)
+        finally:
+            norm.norm_weight_gradients = before
+        assert counted.count >= layers, (name, counted.count)
+
+
 def interpreted() -> None:
+    check_norm_layers()
     check_zoo()
     check_options()
     check_nonfinite()
