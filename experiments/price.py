@@ -4,6 +4,7 @@
     python -m experiments.price                        all rows, all variants, three rounds
     python -m experiments.price --rows 8x1024 --variants ordinary bookkeeping
     python -m experiments.price --model llama-3.1-8b-block --compile
+    python -m experiments.price --rows 4x1024 4x2048 4x4096 4x8192     growth with the length
 
 The network has the shape of a Llama for sequence classification, the 1B one or some layers of the
 8B one, with random weights in bfloat16, all of it trainable, `nn.RMSNorm` in place of the library's
@@ -29,15 +30,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import MODES, PrivacyEngine
 from experiments.models import LABELS, MODELS, VOCABULARY, compile_layers
-from measure import (
-    Column,
-    environment,
-    format_table,
-    plan_rounds,
-    ratio,
-    summarize,
-    write_atomically,
-)
+from experiments.price_report import report
+from measure import environment, plan_rounds, summarize, write_atomically
 
 VARIANTS = ("ordinary", "flash_bookkeeping", "flash", "bookkeeping", "opacus_ghost")
 PER_LAYER = "_per_layer"  # behind a mode's name: clipping="per_layer"
@@ -193,37 +187,6 @@ def describe(cell: dict) -> str:
     if "step_ms" not in cell:
         return f"{name}: {cell['status']}"
     return f"{name}: {summarize(cell['step_ms']).median:.1f} ms, {cell['peak_mib']:.0f} MiB"
-
-
-def report(results: list[dict]) -> str:
-    """One line a row and variant: ratios to `ordinary` of the same rounds."""
-    lines = []
-    for row in dict.fromkeys(cell["row"] for cell in results):
-        cells = [c for c in results if c["row"] == row and "step_ms" in c]
-        base = [c for c in cells if c["variant"] == "ordinary"]
-        for variant in dict.fromkeys(c["variant"] for c in cells):
-            own = [c for c in cells if c["variant"] == variant]
-            peak = max(c["peak_mib"] for c in own)
-            step = summarize([x for c in own for x in c["step_ms"]]).median
-            line = {"row": row, "variant": variant, "step ms": step, "peak MiB": peak}
-            if base:
-                whole, part = (_ratio(own, base, key) for key in ("step_ms", "without_step_ms"))
-                line |= {
-                    "ratio": whole.value, "low": whole.low, "high": whole.high,
-                    "without step": part.value,
-                    "peak ratio": peak / max(c["peak_mib"] for c in base),
-                }  # fmt: skip
-            lines.append(line)
-    columns = ["row", "variant", Column("step ms", format=".1f")]
-    columns += [Column(key, format=".3f") for key in ("ratio", "low", "high", "without step")]
-    columns += [Column("peak MiB", format=",.0f"), Column("peak ratio", format=".3f")]
-    return format_table(columns, lines)
-
-
-def _ratio(own: list[dict], base: list[dict], key: str):
-    rounds = sorted({c["round"] for c in own} & {c["round"] for c in base})
-    pick = lambda cells: [next(c[key] for c in cells if c["round"] == r) for r in rounds]  # noqa: E731
-    return ratio(pick(own), pick(base))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
