@@ -1,16 +1,16 @@
 """The network in private training: forward opens a session, backward leaves clipped sums."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils._pytree import tree_flatten, tree_map
 
 from dp_clipping.arguments import check_max_grad_norm
+from dp_clipping.batch import Batch
 from dp_clipping.budget import Budget
 from dp_clipping.capture import Capture
 from dp_clipping.clip import thresholds
@@ -24,7 +24,7 @@ from dp_clipping.layout import FEW, MORE
 from dp_clipping.modes import PLAIN_TWIN, say_plain
 from dp_clipping.search import Search
 from dp_clipping.session import Policy, Session
-from dp_clipping.validation import check_still_fixed, normalizations
+from dp_clipping.validation import check_still_fixed, normalizations, same_buffers
 
 
 class PrivateModel(nn.Module):
@@ -147,22 +147,23 @@ class PrivateModel(nn.Module):
             with self.capture.attached(None):
                 return self.module(*args, **kwargs)
         check_still_fixed(self._normalizations)
-        batch_size = self._batch_size(args, kwargs)
-        if batch_size == 0:  # many networks cannot run on nothing: one row of zeros stands in
-            args, kwargs = self._map_batch((args, kwargs), 0, _one_row)
-        if not self._established or (batch_size >= FEW and self._is_provisional):
-            self._establish(args, kwargs)
-        self.capture.forecast = self._forecast(args, kwargs)
-        session = self._session_class()(self.capture, max(batch_size, 1), self.policy)
-        session.is_empty = batch_size == 0
+        given = batch = Batch(args, kwargs, self.batch_first)
+        if not given.size:
+            args, kwargs = given.with_a_row_of_zeros()
+            batch = Batch(args, kwargs, self.batch_first)
+        if not self._established or (batch.size >= FEW and self._is_provisional):
+            self._establish(batch)
+        self.capture.forecast = self._forecast(batch)
+        session = self._session_class()(self.capture, batch.size, self.policy)
+        session.is_empty = not given.size
         with self.capture.attached(session), self._sync_context():
             try:
                 output = self.module(*args, **kwargs)
             except LayoutUnknown:
-                self._establish(args, kwargs)
+                self._establish(batch)
                 output = self._call_network_again(args, kwargs)
         self._session = session
-        return tree_map(self._no_rows, output) if session.is_empty else output
+        return given.without_rows(output) if session.is_empty else output
 
     def no_sync(self) -> AbstractContextManager:
         """Backwards inside accumulate locally; the next one outside sends the whole sum."""
@@ -401,69 +402,26 @@ class PrivateModel(nn.Module):
             )
         return limits
 
-    # ---- the batch ------------------------------------------------------------------------------
+    # ---- what is looked for before a step -------------------------------------------------------
 
-    def _batch_dim(self, x: Tensor) -> int:
-        return 0 if self.batch_first or x.dim() == 1 else 1
-
-    def _batch_size(self, args: tuple, kwargs: dict) -> int:
-        """The largest batch dimension of the inputs; inputs of batch 1 are broadcast, even to 0."""
-        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor) and t.dim()]
-        if not tensors:
-            raise ValueError("forward got no tensor, so there is no batch to clip samples of")
-        matrices = [t for t in tensors if t.dim() > 1] or tensors
-        sizes = [t.shape[self._batch_dim(t)] for t in matrices]
-        return max(sizes) if min(sizes) else 0
-
-    def _map_batch(self, tree: Any, batch_size: int, change: Any) -> Any:
-        def leaf(x: Any) -> Any:
-            if not isinstance(x, Tensor) or not x.dim():
-                return x
-            dim = self._batch_dim(x)
-            return change(x, dim) if x.shape[dim] == batch_size else x
-
-        return tree_map(leaf, tree)
-
-    def _establish(self, args: tuple, kwargs: dict) -> None:
-        batch_size = self._batch_size(args, kwargs)
-        rows = self._rows(args, kwargs)
-        if self._is_provisional or batch_size < FEW:
+    def _establish(self, batch: Batch) -> None:
+        few, more = batch.with_samples(FEW), batch.with_samples(MORE)
+        if self._is_provisional or batch.size < FEW:
             self._search.forget()
             self._forecaster.forget()
-        with _same_buffers(self.network):
-            self._search.establish(rows(FEW), rows(MORE))
-            if batch_size >= FEW:
-                check_network(self.capture, rows(FEW), rows(MORE))
-        self._established, self._is_provisional = True, batch_size < FEW
+        with same_buffers(self.network):
+            self._search.establish(few, more)
+            if batch.size >= FEW:
+                check_network(self.capture, few, more)
+        self._established, self._is_provisional = True, batch.size < FEW
 
-    def _rows(self, args: tuple, kwargs: dict) -> Callable[[int], Any]:
-        """What makes arguments with that many samples, from these."""
-        batch_size = self._batch_size(args, kwargs)
-
-        def rows(count: int) -> Any:
-            index = torch.arange(count) % batch_size
-            return self._map_batch(
-                (args, kwargs), batch_size, lambda x, dim: x.index_select(dim, index.to(x.device))
-            )
-
-        return rows
-
-    def _forecast(self, args: tuple, kwargs: dict) -> Forecast | None:
+    def _forecast(self, batch: Batch) -> Forecast | None:
         """What linear layers will be given, where compiled code must know it beforehand."""
         if not self.policy.fused or not self.capture.is_compiled:
             return None
         if self._session_class() is not FusedSession:
             return None
-        batch_size = self._batch_size(args, kwargs)
-        one = self._map_batch((args, kwargs), batch_size, lambda x, dim: x.narrow(dim, 0, 1))
-        return self._forecaster.of(one, self._rows(args, kwargs))
-
-    def _no_rows(self, leaf: Any) -> Any:
-        """An output without the row that stood in."""
-        if not isinstance(leaf, Tensor) or not leaf.dim():
-            return leaf
-        dim = self._batch_dim(leaf)
-        return leaf.narrow(dim if leaf.shape[dim] == 1 else 0, 0, 0)
+        return self._forecaster.of(batch.first_sample(), batch.with_samples)
 
 
 @lru_cache(maxsize=8)
@@ -476,43 +434,3 @@ def _sends(wrapper: nn.Module) -> bool:
     """Not under its `no_sync`; PyTorch's DDP has another name for it than ours."""
     ours = getattr(wrapper, "_synchronizing", True)
     return getattr(wrapper, "require_backward_grad_sync", ours)
-
-
-@contextmanager
-def _same_buffers(network: nn.Module) -> Iterator[None]:
-    """Buffers that a forward updates are put back, and refused by name."""
-    before = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in network.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    changed: list[str] = []
-    try:
-        yield
-        for module, name, _, value in before:
-            if not _equal(getattr(module, name), value):
-                changed.append(name)
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, value in before:
-                buffer.copy_(value)
-                setattr(module, name, buffer)
-    if changed:
-        names = [n for n, _ in network.named_buffers() if n.rpartition(".")[2] in changed]
-        raise ValueError(
-            f"a forward in training changes {', '.join(names[:5])}: a buffer carries what it saw "
-            "of one batch into the next, and out of training, without noise; keep its module in "
-            "evaluation, or let the buffer be constant"
-        )
-
-
-def _equal(now: Tensor | None, value: Tensor) -> bool:
-    if now is None or now.shape != value.shape or now.dtype != value.dtype:
-        return False
-    return bool(((now == value) | ((now != now) & (value != value))).all())
-
-
-def _one_row(x: Tensor, dim: int) -> Tensor:
-    shape = list(x.shape)
-    shape[dim] = 1
-    return x.new_zeros(shape)
