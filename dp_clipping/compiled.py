@@ -6,7 +6,7 @@ set of input shapes; the plan is made from them, and with it the slots. `layers.
 what the compiler then sees.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,7 +97,7 @@ class LinearTap(torch.autograd.Function):
 
 
 def refuse_repeated(
-    norms: dict[Parameter, Norm], counts: dict[Parameter, Tensor], parameters: Iterable[Parameter]
+    norms: dict[Parameter, Norm], counts: dict[Parameter, Tensor], parameters: list[Parameter]
 ) -> None:
     """Make a norm infinite, and so leave all samples out, if a weight was used more than once.
 
@@ -106,7 +106,7 @@ def refuse_repeated(
     counted = [p for p in parameters if p in counts]
     if counted:
         once = (torch.stack([counts[p] for p in counted]) == 1).all()
-        first = next(p for p in counted if p in norms)  # some share the norm of another
+        first = next(p for p in parameters if p in norms)  # some share the norm of another
         norms[first] = replace(norms[first], squared=norms[first].squared.where(once, torch.inf))
 
 

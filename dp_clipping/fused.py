@@ -6,7 +6,9 @@ and samples whose norm is not finite are left out by kernels that do not load th
 
 Launches are shared: what layers hand over waits until there is enough of it, and one launch serves
 many of them. Under `per_layer` clipping with one backward their sums are formed right after: no
-more is stored than waits for a launch, and there is no second phase.
+more is stored than waits for a launch, and there is no second phase. So a sample is left out of all
+groups if its loss is not finite, else from the first chunk on in which a norm is not: groups nearer
+the output have left by then, each with at most its threshold.
 """
 
 from collections import Counter
@@ -67,7 +69,9 @@ class FusedSession(Session):
         self._vectors: dict[Parameter, Tensor] = {}
         self._to_sum: dict[Parameter, Any] = {}
         self._pending = 0  # bytes in the last three, where nothing else would hold them
+        self._bad: Tensor | None = None  # [B], samples that had a norm that is not finite
         self._handed_on: set[Parameter] = set()
+        self._stream: torch.cuda.Stream | None = None
         self._joined: set[Parameter] = set()  # their norms are in another parameter's
 
     @property
@@ -115,6 +119,7 @@ class FusedSession(Session):
         if self._is_second_visit(parameter):
             return
         self._arrived(parameter)
+        self._check_stream(gradients)
         if self._summing:
             self._hand_on(parameter, gradients)
             return
@@ -133,6 +138,7 @@ class FusedSession(Session):
         if self._is_second_visit(parameter):
             return
         self._arrived(parameter)
+        self._check_stream(factors.y)
         if self._summing:
             self._hand_on(parameter, factors)
         elif isinstance(factors, LinearFactors):
@@ -143,12 +149,24 @@ class FusedSession(Session):
             else:
                 self._kept[parameter] = factors  # in order of arrival; G may take its place
             stays = not choice.recomputed and choice.algorithm != GRADIENT and not self._streams
-            self._wait_for(0 if stays else factors.bytes)
+            self._wait_for(0 if stays else max(factors.bytes, choice.bytes))
         else:
             with self._range("norm/factors", parameter):
                 sums = TokenSums.of(factors.ids, factors.y)
             self._norms[parameter] = Norm(sums.squares)
             self._kept[parameter] = sums
+
+    def _check_stream(self, x: Tensor) -> None:
+        """Launches are shared, so what they read must have been computed on one stream."""
+        if x.is_cuda:
+            stream = torch.cuda.current_stream(x.device)
+            if self._stream is None:
+                self._stream = stream
+            elif self._stream != stream:
+                raise RuntimeError(
+                    "layers of one backward ran on several CUDA streams, which the flash modes "
+                    "cannot take: run the forward on one stream, or use bookkeeping or ghost"
+                )
 
     def _is_second_visit(self, parameter: Parameter) -> bool:
         """A second backward passes through layers whose remains were kept."""
@@ -171,9 +189,11 @@ class FusedSession(Session):
 
     # ---- the step -------------------------------------------------------------------------------
 
-    def _prepare(self) -> None:
+    def _prepare(self, losses: Tensor) -> None:
         self.plan = self._plan_of(list(self._uses.values()))
         self.capture.plan = self.plan
+        if self._streams:
+            self._bad = ~losses.detach().isfinite()
 
     def _plan_of(self, uses: list[Use]) -> Plan:
         key = tuple(uses)
@@ -191,12 +211,12 @@ class FusedSession(Session):
         That is what the forward has saved, which backward frees as it goes, or the gradients that
         it would leave, whichever is more.
         """
+        if self.policy.per_layer and not self.policy.two_passes:
+            return None  # no more is kept than waits for a launch
         if self.policy.memory_budget is not None:
             return self.policy.memory_budget
         if self.policy.two_passes:
             return 0
-        if self.policy.per_layer:
-            return None  # nothing is kept beyond its layer
         forecast = self.capture.forecast
         if forecast is None:
             held = _allocated(self.anchor.device) - self._before
@@ -233,7 +253,7 @@ class FusedSession(Session):
             return
         pairs = [waiting[p][0].operands for p in mine]
         with self._range(f"norm/{GRADIENT if store else INPUT_LENGTH}", *mine):
-            found = gradients_and_squares(pairs, self._tile(pairs[0][0].dtype), store)
+            found = gradients_and_squares(pairs, self._tile(pairs), store)
         for parameter, (gradients, own) in zip(mine, found, strict=True):
             self._norms[parameter] = Norm(own)
             if store:
@@ -252,10 +272,10 @@ class FusedSession(Session):
         launches: dict[tuple, list[list[Parameter]]] = {}
         for (_, _, shape, _, dtype, _), rows in shared.items():
             launches.setdefault((shape[1], dtype), []).extend(rows)
-        for (tokens, dtype), rows in launches.items():
+        for (tokens, _), rows in launches.items():
             uses = [(waiting[row[0]].a, [waiting[p].y for p in row]) for row in rows]
             with self._range("norm/width", *(p for row in rows for p in row)):
-                found = gram_squares(uses, self._tile(dtype))
+                found = gram_squares(uses, self._tile([(uses[0][0], uses[0][0])]))
             error = tokens * SUM_ROUNDING[torch.float32]
             for row, own, scale in zip(rows, *found, strict=True):
                 self._norms[row[0]] = Norm(own, scale, GRAM_ROUNDING, error)
@@ -278,12 +298,12 @@ class FusedSession(Session):
         if self._kept or self._recomputed:
             self._scale = self._coefficients(list(range(len(limits))))
             self._ascending = Ascending.of(self._scale)
+        self.nonfinite = 0 if self._bad is None else self._bad.sum()
         squared = torch.stack([n.squared for n in self._norms.values()] or [self._zero()])
-        self.nonfinite = self.batch_size - torch.isfinite(squared).all(0).sum()
-        return squared.clamp_min(0).sum(0).sqrt()
+        return torch.where(squared == -torch.inf, torch.inf, squared).clamp_min(0).sum(0).sqrt()
 
     def _coefficients(self, groups: list[int]) -> Tensor:
-        """c [groups, B] on the device."""
+        """c [groups, B] on the device, 0 for samples that have not had finite norms so far."""
         members = self.capture.members
         refuse_repeated(self._norms, self._counts, [p for k in groups for p in members[k]])
         limits = self._limits
@@ -299,14 +319,17 @@ class FusedSession(Session):
         errors = tuple((norm.gram_error, norm.sum_error) for norm in norms)
         starts = tuple(accumulate((len(own) for own in mine), initial=0))
         device, policy = squares.device, self.policy
-        scale, _ = clip_coefficients(
+        scale, bounds = clip_coefficients(
             squares, scales, on_device(errors, torch.float32, device),
             on_device(starts, torch.int32, device), limits, 1 + MARGIN[torch.float32],
             policy.gamma if policy.clipping_function == "automatic" else None,
         )  # fmt: skip
-        return scale
+        bad = ~(bounds < torch.inf).all(0)
+        self._bad = bad if self._bad is None else self._bad | bad
+        return scale.masked_fill_(self._bad, 0)
 
-    def _tile(self, dtype: torch.dtype) -> Tile | None:
+    def _tile(self, pairs: list[tuple[Tensor, Tensor]]) -> Tile | None:
+        dtype = max((left.dtype for left, _ in pairs), key=lambda dtype: dtype.itemsize)
         return tile_of(self.policy.tile_size, dtype)
 
     def _clip_complete_groups(self) -> None:
@@ -329,7 +352,8 @@ class FusedSession(Session):
     def _hand_on(self, parameter: Parameter, remains: Any) -> None:
         self._to_sum[parameter] = remains
         self._handed_on.add(parameter)
-        self._pending += SUM_BYTES * parameter.numel()
+        held = getattr(remains, "nbytes", 0) or getattr(remains, "bytes", 0)
+        self._pending += SUM_BYTES * parameter.numel() + held
         if self._pending > PENDING_BYTES:
             self._sum_waiting()
 
@@ -356,7 +380,7 @@ class FusedSession(Session):
         if linear:
             with self._range("sum", *linear):
                 pairs, groups = [remains[p].operands for p in linear], [row_of[p] for p in linear]
-                found = weighted_products(pairs, ascending, groups, self._tile(pairs[0][0].dtype))
+                found = weighted_products(pairs, ascending, groups, self._tile(pairs))
             totals.update(zip(linear, found, strict=True))
         for parameter, one in remains.items():
             if parameter not in totals:

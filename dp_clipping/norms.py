@@ -52,11 +52,11 @@ class Norms:
 
     def squared(self) -> Tensor:
         """Squared norms of each group: [K, B]."""
-        return self._by_group(self._stack().clamp_min(0))
+        return self._by_group(self._stack())
 
     def bounds(self) -> Tensor:
         """Upper bounds of the squared norms of what will be summed: [K, B]."""
-        squared = self._stack().clamp_min(0)
+        squared = self._stack()
         norms = self._of.values()
         scale = torch.stack(
             [self._zero if n.scale is None else n.scale for n in norms] or [self._zero]
@@ -68,8 +68,12 @@ class Norms:
         return self._by_group(bound.square())
 
     def _stack(self) -> Tensor:
-        """[P, B], one row of zeros if there is no parameter."""
-        return torch.stack([norm.squared for norm in self._of.values()] or [self._zero])
+        """[P, B], one row of zeros if there is no parameter.
+
+        What rounding has left below 0 is 0; minus infinity is no norm to clip by.
+        """
+        squared = torch.stack([norm.squared for norm in self._of.values()] or [self._zero])
+        return torch.where(squared == -torch.inf, torch.inf, squared).clamp_min(0)
 
     def _by_group(self, values: Tensor) -> Tensor:
         if self._count == 1:

@@ -173,10 +173,12 @@ class Session:
             Unclipped norms [B] in float32 (float64).
         """
         try:
+            device = self.anchor.device
+            guard = torch.cuda.device(device) if device.type == "cuda" else NOTHING
             self._running = True
             self._limits, self._receive = limits, receive
-            self._prepare()
-            with self.capture.attached(self):
+            self._prepare(losses)
+            with self.capture.attached(self), guard:
                 with record_function("norm_pass"):
                     anchors = list(self.capture.anchors.values())
                     self._run_backward(losses, anchors, retain_graph=self._needs_second_pass())
@@ -192,7 +194,7 @@ class Session:
             self._running = False
             self._forget()
 
-    def _prepare(self) -> None:
+    def _prepare(self, losses: Tensor) -> None:
         """Before the first backward."""
 
     def _needs_second_pass(self) -> bool:

@@ -12,6 +12,7 @@ matters where every layer has its own coefficients.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from dp_clipping.kernels.tiles import triton
@@ -46,6 +47,23 @@ def clip_coefficients(
     return found[0], found[1]
 
 
+def clip_coefficients_plain(
+    squares: Tensor, scales: Tensor, errors: Tensor, starts: Tensor, limits: Tensor, margin: float,
+    gamma: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The plain twin, in float64, rounded once."""
+    e, f = errors.double()[:, :1], errors.double()[:, 1:]
+    squares = squares.double()
+    squares = torch.where(squares.isfinite(), squares.clamp_min(0), torch.inf)
+    terms = ((squares + e * scales.double() ** 2).sqrt() + f * scales.double()).square()
+    pieces = zip(starts.tolist(), starts.tolist()[1:], strict=False)
+    bounds = torch.stack([terms[first:last].sum(0) for first, last in pieces])
+    norms, limits = bounds.sqrt() * margin, limits.double()[:, None]
+    c = (limits / norms).clamp_max(1) if gamma is None else limits / (norms + gamma)
+    good = (bounds.float() < torch.inf).all(0)
+    return torch.where(good, c, 0).float(), bounds.float()
+
+
 if triton is not None:
 
     @triton.jit(do_not_specialize=["B", "K"])
@@ -57,17 +75,19 @@ if triton is not None:
         m_b = o_b < B
         b_good = tl.full((BLOCK,), 1, tl.int32)
         for i_group in range(K):
-            b_bound = tl.zeros((BLOCK,), tl.float32)
+            b_bound = tl.zeros((BLOCK,), tl.float64)  # thousands of small ones beside a large one
             for i in range(tl.load(p_starts + i_group), tl.load(p_starts + i_group + 1)):
                 e, f = tl.load(p_errors + 2 * i), tl.load(p_errors + 2 * i + 1)
                 b_square = tl.load(p_squares + i * B + o_b, mask=m_b, other=0)
                 b_scale = tl.load(p_scales + i * B + o_b, mask=m_b, other=0)
-                # max(NaN, 0) may be 0: a norm that is not a number has to stay one
-                b_square = tl.where(b_square < 0, 0.0, b_square)
-                b_norm = tl.sqrt_rn(b_square + e * b_scale * b_scale) + f * b_scale
+                # Below 0 by rounding: 0. Not finite, minus infinity too: not a norm to clip by.
+                b_finite = tl.abs(b_square) < float("inf")
+                b_square = tl.where(b_finite, tl.where(b_square < 0, 0.0, b_square), float("inf"))
+                b_norm = (tl.sqrt_rn(b_square + e * b_scale * b_scale) + f * b_scale).to(tl.float64)
                 b_bound += b_norm * b_norm
-            b_good = tl.where(b_bound < float("inf"), b_good, 0)
-            tl.store(p_found + (K + i_group) * B + o_b, b_bound, mask=m_b)
+            b_rounded = b_bound.to(tl.float32)
+            b_good = tl.where(b_rounded < float("inf"), b_good, 0)
+            tl.store(p_found + (K + i_group) * B + o_b, b_rounded, mask=m_b)
         for i_group in range(K):
             b_bound = tl.load(p_found + (K + i_group) * B + o_b, mask=m_b, other=0)
             b_norm = tl.sqrt_rn(b_bound) * margin

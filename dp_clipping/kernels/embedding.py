@@ -87,7 +87,7 @@ def _runs(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Keys [N] in ascending order, the tokens b·T + t that have them [N], starts [N + 1]."""
     batch_size = len(ids)
     samples = torch.arange(batch_size, device=ids.device)[:, None]
-    keys, order = (ids * batch_size + samples).flatten().sort(stable=True)
+    keys, order = (ids.long() * batch_size + samples).flatten().sort(stable=True)
     number = torch.zeros_like(keys)
     number[1:] = (keys[1:] != keys[:-1]).cumsum(0)
     return keys, order, torch.searchsorted(number, torch.arange(len(keys) + 1, device=ids.device))

@@ -46,7 +46,8 @@ def weighted_sums(
     alike: dict[tuple, list[int]] = {}
     for number, (g, total) in enumerate(zip(gradients, totals, strict=True)):
         if len(g) and total.numel():
-            aligned = total.numel() % ALIGNED == 0
+            # The kernel is told that addresses are multiples of 16 bytes, and samples too.
+            aligned = total.numel() % ALIGNED == 0 and g.data_ptr() % ALIGNED == 0
             alike.setdefault((g.dtype, g.device, aligned), []).append(number)
         else:
             total.zero_()

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.weighted_product import Ascending
-
 # Unit roundoff of a sum: what it may differ by, relative to the sum of magnitudes, is a few of it.
 SUM_ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24}
 PIECE = 1024  # squares that are added in float32
@@ -91,27 +89,12 @@ def round_down(coefficients: Tensor, dtype: torch.dtype) -> Tensor:
 class Weights:
     """Coefficients c [B] of one clipping group, in the forms that sums want them in.
 
-    `values` are float32 (float64) on the device, `by_host` the same as numbers (which waits for
-    the device if they are not given), `ascending` the order in which fused products take samples.
+    `values` are float32 (float64) on the device, `by_host` the same as numbers.
     """
 
-    def __init__(self, values: Tensor, by_host: list[float] | None = None):
-        self.values = values
-        self._by_host = by_host
-        self._ascending: Ascending | None = None
+    def __init__(self, values: Tensor, by_host: list[float]):
+        self.values, self.by_host = values, by_host
         self._blocks: dict[tuple[torch.dtype, int], tuple[Tensor, float]] = {}
-
-    @property
-    def by_host(self) -> list[float]:
-        if self._by_host is None:
-            self._by_host = self.values.tolist()
-        return self._by_host
-
-    @property
-    def ascending(self) -> Ascending:
-        if self._ascending is None:
-            self._ascending = Ascending.of(self.values.float())
-        return self._ascending
 
     def block(self, dtype: torch.dtype, pieces: int) -> tuple[Tensor, float]:
         """C [g, B·g] with c_i on the diagonal of its i-th block, rounded down, and a factor.

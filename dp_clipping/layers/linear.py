@@ -32,12 +32,12 @@ from dp_clipping.layers.arithmetic import (
 from dp_clipping.layers.handle import Handle, autocast_operands, deliver
 from dp_clipping.layout import Layout
 from dp_clipping.norms import Norm
+from dp_clipping.plan import LONGEST_GRAM
 
 # Relative to S², what the rounding of two 16-bit Gram matrices and of their product may be: chains
 # of GRAM_PIECE products, 16 of them at a time in a matrix unit, which cuts off and does not round.
 GRAM_ROUNDING = 2.0**-16
 GRAM_PIECE = 512
-LONGEST_GRAM = 1024  # tokens: T/2 times the above is felt where tokens do not cancel
 
 
 def forward(self: torch.nn.Module, x: Tensor) -> Tensor:

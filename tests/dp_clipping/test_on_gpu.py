@@ -49,7 +49,9 @@ def compare_with_oracle(case: zoo.Case, device: str, dtype: torch.dtype, mode: s
     assert error.sqrt() <= tolerance * total.sqrt()
 
 
-def largest_contribution(device: str, dtype: torch.dtype, mode: str, shapes=SHAPES) -> float:
+def largest_contribution(
+    device: str, dtype: torch.dtype, mode: str, shapes=SHAPES, policy: dict | None = None
+) -> float:
     """Of one sample, in units of C: random tokens, and second halves that nearly undo the first."""
     largest = 0.0
     for tokens, inputs, outputs in shapes:
@@ -62,7 +64,7 @@ def largest_contribution(device: str, dtype: torch.dtype, mode: str, shapes=SHAP
                 y[:, half : 2 * half] = -y[:, :half] * noise
                 x, y = x[:, : 2 * half], y[:, : 2 * half]
             layer = nn.Linear(inputs, outputs, bias=False).to(device, dtype)
-            model = private(layer, mode, max_grad_norm=0.1)
+            model = private(layer, mode, max_grad_norm=0.1, policy=policy)
             private_loss(model, (x.to(device, dtype), y.to(device)), zoo.product).backward()
             largest = max(largest, layer.weight.grad.double().norm().item() / 0.1)
     return largest

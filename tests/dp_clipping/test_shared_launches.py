@@ -1,0 +1,143 @@
+"""Kernels that serve many layers at once, and the small ones, beside their plain twins.
+
+As in test_kernels.py: in the interpreter, in a process of its own, and compiled on a GPU.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dp_clipping.kernels import rows
+from dp_clipping.kernels.coefficients import clip_coefficients, clip_coefficients_plain
+from dp_clipping.kernels.gradient import gradient_and_squares, gradients_and_squares
+from dp_clipping.kernels.squares import BLOCK, squares, squares_plain
+from dp_clipping.kernels.tiles import Tile
+from dp_clipping.kernels.weighted_product import (
+    Ascending,
+    weighted_product,
+    weighted_product_plain,
+    weighted_products,
+)
+from dp_clipping.kernels.weighted_sum import weighted_sum_plain, weighted_sums
+
+ROOT = Path(__file__).parents[2]
+SHAPES = [(16, 24), (33, 7), (40, 16), (1, 1), (64, 48), (24, 16)]  # d, p; more than one table's
+
+
+def pairs(device: str, dtype: torch.dtype, batch_size: int, tokens: int, count: int):
+    torch.manual_seed(0)
+    found = []
+    for number in range(count):
+        d, p = SHAPES[number % len(SHAPES)]
+        found.append(tuple(torch.randn(batch_size, tokens, n).to(device, dtype) for n in (d, p)))
+    return found
+
+
+def check_products(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
+    """Each layer gets what a launch of its own would give it, whatever is beside it."""
+    many = pairs(device, dtype, 3, 20, rows.MOST_ROWS + 3) + pairs(device, dtype, 2, 9, 2)
+    for store in (True, False):
+        together = gradients_and_squares(many, tile, store)
+        for (y, a), (g, own) in zip(many, together, strict=True):
+            g_alone, alone = gradient_and_squares(y, a, tile, store)
+            torch.testing.assert_close(own, alone, rtol=1e-6, atol=0)
+            assert (g is None and g_alone is None) or torch.equal(g, g_alone)
+    c = torch.tensor([[0.5, 0.0, 2.0], [0.0, 0.0, 0.0], [1.0, 0.25, 1e-6]], device=device)
+    three = many[: rows.MOST_ROWS + 3]
+    three[1][0][1] = torch.nan  # left out by the first group, which it belongs to
+    groups = [0 if n == 1 else n % 3 for n in range(len(three))]
+    totals = weighted_products(three, Ascending.of(c), groups, tile)
+    for (y, a), total, group in zip(three, totals, groups, strict=True):
+        expected = weighted_product_plain(y, a, c[group])
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+        alone = weighted_product(y, a, Ascending.of(c[group]), tile)
+        torch.testing.assert_close(total, alone, rtol=1e-6, atol=1e-6)
+
+
+def check_sums(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
+    """Also where a gradient does not start at a multiple of 16 bytes."""
+    torch.manual_seed(0)
+    c = torch.tensor([[0.5, 0.0, 2.0], [1.0, 0.25, 1e-6]], device=device)
+    gradients = [torch.randn(3, *shape).to(device, dtype) for shape in [*SHAPES, (5000,)] * 3]
+    memory = torch.randn(1 + 3 * 32).to(device, dtype)
+    gradients.append(memory[1:].view(3, 32))
+    gradients[0][1] = torch.inf
+    groups = [n % 2 for n in range(len(gradients))]
+    for g, total, group in zip(gradients, weighted_sums(gradients, c, groups), groups, strict=True):
+        expected = weighted_sum_plain(g, c[group])
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+    one = memory[1:].view(1, 96)
+    (total,) = weighted_sums([one], torch.ones(1, 1, device=device), [0])
+    assert torch.equal(total, one[0].float())
+
+
+def check_squares(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
+    torch.manual_seed(0)
+    for shape in [(3, 1), (1, BLOCK), (2, BLOCK + 1), (4, 3, 50), (0, 5), (2, 0)]:
+        g = torch.randn(shape).to(device, dtype)
+        torch.testing.assert_close(squares(g), squares_plain(g), rtol=2e-6, atol=0)
+    g = torch.randn(6, 4).to(device, dtype).t()
+    torch.testing.assert_close(squares(g), squares_plain(g), rtol=2e-6, atol=0)
+
+
+def check_coefficients(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
+    torch.manual_seed(0)
+    inf, nan = torch.inf, torch.nan
+    for batch_size in (1, 5, 130):
+        table = torch.rand(7, batch_size, device=device) * 10 ** torch.randn(7, 1, device=device)
+        scales = table.sqrt() * 3
+        errors = torch.tensor([[0, 0], [2.0**-16, 1e-4]] * 3 + [[0, 0]], device=device)
+        starts = torch.tensor([0, 3, 3, 7], dtype=torch.int32, device=device)
+        limits = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64, device=device)
+        for bad in (None, inf, -inf, nan, -1e-3):
+            if bad is not None:
+                table[4, -1] = bad
+            for gamma in (None, 0.01):
+                arguments = (table, scales, errors, starts, limits, 1 + 2e-5, gamma)
+                found, expected = clip_coefficients(*arguments), clip_coefficients_plain(*arguments)
+                for one, other in zip(found, expected, strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-6, atol=0, equal_nan=True)
+                if bad in (inf, -inf) or bad != bad:
+                    assert not found[0][:, -1].any()
+    many = torch.full((4001, 1), 2.9e-8, device=device)  # each lost beside the first in float32
+    many[0] = 1.0
+    starts = torch.tensor([0, 4001], dtype=torch.int32, device=device)
+    nothing = torch.zeros(4001, 2, device=device)
+    limits = torch.tensor([0.5], dtype=torch.float64, device=device)
+    c, _ = clip_coefficients(many, many, nothing, starts, limits, 1.0, None)
+    assert (c.double() * many.double().sum().sqrt() / 0.5 - 1).abs().item() < 1e-6
+
+
+BODIES = [check_products, check_sums, check_squares, check_coefficients]
+
+
+def interpreted() -> None:
+    torch.set_num_threads(1)
+    for body in BODIES:
+        for dtype in (torch.float32, torch.float16):
+            body("cpu", dtype, Tile(32, 32, 32, 4, 2))
+
+
+def test_in_the_interpreter():
+    pytest.importorskip("triton")
+    command = (
+        "from tests.dp_clipping import test_shared_launches as t; t.interpreted(); print('ok')"
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", command], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.strip().endswith("ok")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_compiled(body, dtype):
+    body("cuda", dtype, None)
