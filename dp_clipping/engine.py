@@ -110,10 +110,12 @@ class PrivacyEngine:
             expected_batch_size: of all ranks together; default the loader's batch size, times the
                 ranks if it has a `DistributedSampler`. A public constant.
             norm_algorithm: of linear layers in the `flash` modes: `"auto"` (planned by cost),
-                `"input_length"` (accumulated over tokens) or `"width"` (Gram matrices of tokens).
+                `"input_length"` (accumulated over tokens) or `"width"` (Gram matrices of tokens,
+                whose allowance for rounding makes contributions smaller by up to T·2⁻¹⁷ of
+                themselves where tokens do not cancel: planned up to 1024 tokens in 16 bit only).
             memory_budget: bytes that the `flash` modes' linear layers may keep from backward to
-                their sums; what does not fit is formed in a second backward. Default: what an
-                ordinary step would hold there, or nothing for `flash`.
+                their sums under flat clipping; what does not fit is formed in a second backward.
+                Default: what an ordinary step would hold there, or nothing for `flash`.
             tile_size: rows and columns of the kernels' tiles, a power of two from 16 to 256;
                 default: chosen by the kernels.
 
