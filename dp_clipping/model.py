@@ -187,6 +187,7 @@ class PrivateModel(nn.Module):
         self._established = False
         self._search.forget()
         self._forecaster.forget()
+        self.capture.plans.clear()
 
     def to_standard_module(self) -> nn.Module:
         """The network with its own forwards, as before `make_private`."""

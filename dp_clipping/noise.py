@@ -125,7 +125,8 @@ def add_noise(
     )
     flat_total, flat_target = total.contiguous().view(-1), target.view(-1)
     if kernels.serves(total):
-        kernels.add_noise_kernel_launch(flat_total, flat_target, stream, std, divisor, offset)
+        with torch.cuda.device_of(flat_total):
+            kernels.add_noise_kernel_launch(flat_total, flat_target, stream, std, divisor, offset)
     else:
         add_noise_plain(flat_total, flat_target, stream, std, divisor, offset)
     return out if target is out else out.copy_(target)
@@ -156,10 +157,11 @@ def add_noise_to_all(
         _check(total, std, divisor, dtype, 0, result)
     for place in dict.fromkeys((result.dtype, result.device) for result in results):
         own = [i for i, result in enumerate(results) if (result.dtype, result.device) == place]
-        kernels.add_noise_to_all_kernel_launch(
-            [totals[i] for i in own], [results[i] for i in own], [streams[i] for i in own],
-            std, divisor,
-        )  # fmt: skip
+        with torch.cuda.device_of(totals[own[0]]):
+            kernels.add_noise_to_all_kernel_launch(
+                [totals[i] for i in own], [results[i] for i in own], [streams[i] for i in own],
+                std, divisor,
+            )  # fmt: skip
     return results
 
 
