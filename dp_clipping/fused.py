@@ -24,28 +24,16 @@ from dp_clipping.clip import MARGIN
 from dp_clipping.compiled import refuse_repeated
 from dp_clipping.kernels.coefficients import clip_coefficients
 from dp_clipping.kernels.embedding import TokenSums
-from dp_clipping.kernels.gradient import gradients_and_squares, stored_dtype
-from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
+from dp_clipping.kernels.gradient import stored_dtype
 from dp_clipping.kernels.squares import squares
-from dp_clipping.kernels.tiles import Tile
 from dp_clipping.kernels.weighted_product import Ascending, weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
-from dp_clipping.layers.arithmetic import SUM_ROUNDING
 from dp_clipping.layers.handle import Handle
-from dp_clipping.layers.linear import GRAM_ROUNDING, LinearFactors
-from dp_clipping.layers.linear_compiled import tile_of
+from dp_clipping.layers.linear import LinearFactors
 from dp_clipping.norms import Norm, on_device
-from dp_clipping.plan import (
-    GRADIENT,
-    INPUT_LENGTH,
-    SUM_BYTES,
-    WIDTH,
-    Choice,
-    Plan,
-    Use,
-    rates_of,
-)
+from dp_clipping.plan import GRADIENT, SUM_BYTES, Choice, Plan, Use, rates_of
 from dp_clipping.session import Session
+from dp_clipping.waiting import Waiting
 
 PENDING_BYTES = 1 << 28  # of what waits for a common launch
 SHARE = 0.93  # of an ordinary step's memory: the rest is for what backward holds in passing
@@ -65,10 +53,9 @@ class FusedSession(Session):
         forecast = self.capture.forecast
         self._uses = {} if forecast is None else forecast.of_batch(self.batch_size)
         self._counts: dict[Parameter, Tensor] = {}  # of uses in compiled code
-        self._to_norm: dict[Parameter, tuple[LinearFactors, Choice]] = {}
-        self._vectors: dict[Parameter, Tensor] = {}
+        self._waiting = Waiting(self.capture.groups, self.policy.tile_size)
         self._to_sum: dict[Parameter, Any] = {}
-        self._pending = 0  # bytes in the last three, where nothing else would hold them
+        self._pending = 0  # bytes in these two, where nothing else would hold them
         self._bad: Tensor | None = None  # [B], samples that had a norm that is not finite
         self._handed_on: set[Parameter] = set()
         self._stream: torch.cuda.Stream | None = None
@@ -128,7 +115,7 @@ class FusedSession(Session):
         else:
             self._kept[parameter] = gradients
         if own is None and gradients.dim() == 2:
-            self._vectors[parameter] = gradients  # normed together: there are many, all small
+            self._waiting.vectors[parameter] = gradients
             return
         with self._range("norm/dense", parameter):
             self._norms[parameter] = Norm(squares(gradients) if own is None else own)
@@ -143,7 +130,7 @@ class FusedSession(Session):
             self._hand_on(parameter, factors)
         elif isinstance(factors, LinearFactors):
             choice = self._choice_of(parameter, factors)
-            self._to_norm[parameter] = factors, choice
+            self._waiting.linear[parameter] = factors, choice
             if choice.recomputed:
                 self._recomputed.append(parameter)
             else:
@@ -183,7 +170,7 @@ class FusedSession(Session):
         """Launch what waits if there is enough of it."""
         self._pending += size
         if self._pending > PENDING_BYTES:
-            self._norm_waiting(self._streams)
+            self._take_norms(everything=self._streams)
             if self._streams:
                 self._clip_complete_groups()
 
@@ -232,69 +219,15 @@ class FusedSession(Session):
         """Only as deep as it must."""
         return [self.capture.anchors[parameter] for parameter in self._recomputed]
 
-    def _norm_waiting(self, everything: bool) -> None:
-        """Norms of linear layers, few launches for many; those that may wait longer do."""
-        now = {
-            parameter: (factors, choice)
-            for parameter, (factors, choice) in self._to_norm.items()
-            if everything or choice.recomputed or choice.algorithm == GRADIENT
-        }
-        self._to_norm = {p: one for p, one in self._to_norm.items() if p not in now}
+    def _take_norms(self, everything: bool) -> None:
+        found = self._waiting.take_norms(everything, self._range)
+        self._norms.update(found.norms)
+        self._joined |= found.joined
+        self._kept.update(found.gradients)  # in the factors' places
         self._pending = 0
-        self._norm_gradients([p for p, (_, c) in now.items() if _is_stored(c)], now, store=True)
-        accumulated = [p for p, (_, c) in now.items() if c.algorithm != WIDTH and not _is_stored(c)]
-        self._norm_gradients(accumulated, now, store=False)
-        self._norm_grams({p: f for p, (f, c) in now.items() if c.algorithm == WIDTH})
-        if everything:
-            self._norm_vectors()
-
-    def _norm_gradients(self, mine: list[Parameter], waiting: dict, store: bool) -> None:
-        if not mine:
-            return
-        pairs = [waiting[p][0].operands for p in mine]
-        with self._range(f"norm/{GRADIENT if store else INPUT_LENGTH}", *mine):
-            found = gradients_and_squares(pairs, self._tile(pairs), store)
-        for parameter, (gradients, own) in zip(mine, found, strict=True):
-            self._norms[parameter] = Norm(own)
-            if store:
-                self._kept[parameter] = gradients
-
-    def _norm_grams(self, waiting: dict[Parameter, LinearFactors]) -> None:
-        """Layers of one clipping group that read the same input share its Gram matrix."""
-        shared: dict[tuple, list[list[Parameter]]] = {}
-        for parameter, factors in waiting.items():
-            a, group = factors.a, self.capture.groups[parameter]
-            key = (group, a.data_ptr(), a.shape, a.stride(), a.dtype, a._version)
-            rows = shared.setdefault(key, [[]])
-            if len(rows[-1]) == MOST_SHARED:
-                rows.append([])
-            rows[-1].append(parameter)
-        launches: dict[tuple, list[list[Parameter]]] = {}
-        for (_, _, shape, _, dtype, _), rows in shared.items():
-            launches.setdefault((shape[1], dtype), []).extend(rows)
-        for (tokens, _), rows in launches.items():
-            uses = [(waiting[row[0]].a, [waiting[p].y for p in row]) for row in rows]
-            with self._range("norm/width", *(p for row in rows for p in row)):
-                found = gram_squares(uses, self._tile([(uses[0][0], uses[0][0])]))
-            error = tokens * SUM_ROUNDING[torch.float32]
-            for row, own, scale in zip(rows, *found, strict=True):
-                self._norms[row[0]] = Norm(own, scale, GRAM_ROUNDING, error)
-                self._joined.update(row[1:])
-
-    def _norm_vectors(self) -> None:
-        vectors, self._vectors = self._vectors, {}
-        alike: dict[tuple, list[Parameter]] = {}
-        for parameter, gradients in vectors.items():
-            alike.setdefault((gradients.shape, gradients.dtype), []).append(parameter)
-        for (shape, _), mine in alike.items():
-            with self._range("norm/dense", *mine):
-                rows = torch.stack([vectors[p] for p in mine]).view(-1, shape[1])
-                found = squares(rows).view(len(mine), -1)
-            for parameter, own in zip(mine, found, strict=True):
-                self._norms[parameter] = Norm(own)
 
     def _clip(self, limits: Tensor) -> Tensor:
-        self._norm_waiting(everything=True)
+        self._take_norms(everything=True)
         if self._kept or self._recomputed:
             self._scale = self._coefficients(list(range(len(limits))))
             self._ascending = Ascending.of(self._scale)
@@ -327,10 +260,6 @@ class FusedSession(Session):
         bad = ~(bounds < torch.inf).all(0)
         self._bad = bad if self._bad is None else self._bad | bad
         return scale.masked_fill_(self._bad, 0)
-
-    def _tile(self, pairs: list[tuple[Tensor, Tensor]]) -> Tile | None:
-        dtype = max((left.dtype for left, _ in pairs), key=lambda dtype: dtype.itemsize)
-        return tile_of(self.policy.tile_size, dtype)
 
     def _clip_complete_groups(self) -> None:
         """Sum the clipping groups all of whose norms are there: nothing else depends on them."""
@@ -380,7 +309,8 @@ class FusedSession(Session):
         if linear:
             with self._range("sum", *linear):
                 pairs, groups = [remains[p].operands for p in linear], [row_of[p] for p in linear]
-                found = weighted_products(pairs, ascending, groups, self._tile(pairs))
+                tile = self._waiting.tile(left.dtype for left, _ in pairs)
+                found = weighted_products(pairs, ascending, groups, tile)
             totals.update(zip(linear, found, strict=True))
         for parameter, one in remains.items():
             if parameter not in totals:
@@ -389,10 +319,6 @@ class FusedSession(Session):
         remains.clear()
         for parameter in row_of:
             self._receive(parameter, totals.pop(parameter))
-
-
-def _is_stored(choice: Choice) -> bool:
-    return choice.algorithm == GRADIENT and not choice.recomputed
 
 
 def _allocated(device: torch.device) -> int:
