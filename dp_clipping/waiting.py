@@ -15,10 +15,9 @@ from torch.nn import Parameter
 from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
 from dp_clipping.kernels.squares import squares
-from dp_clipping.kernels.tiles import Tile
+from dp_clipping.kernels.tiles import Tile, tile_of
 from dp_clipping.layers.arithmetic import SUM_ROUNDING
 from dp_clipping.layers.linear import GRAM_ROUNDING, LinearFactors
-from dp_clipping.layers.linear_compiled import tile_of
 from dp_clipping.norms import Norm
 from dp_clipping.plan import GRADIENT, INPUT_LENGTH, WIDTH, Choice
 

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-try:
-    import triton
+from dp_clipping.kernels.tiles import TRITON_DTYPES, triton
+
+if triton is not None:
     import triton.language as tl
-except ImportError:  # no Triton on this platform: the plain twin serves
-    triton = None
 
 if TYPE_CHECKING:
     from dp_clipping.noise import NoiseStream
@@ -102,11 +101,6 @@ def _signed(word: int, bits: int) -> int:
 
 
 if triton is not None:
-    TRITON_DTYPES = {
-        torch.float32: tl.float32,
-        torch.bfloat16: tl.bfloat16,
-        torch.float16: tl.float16,
-    }
 
     @triton.jit
     def _words(first, seed, c2, c3, BLOCK: tl.constexpr):

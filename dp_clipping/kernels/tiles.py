@@ -40,6 +40,11 @@ class Tile:
     stages: int
 
 
+def tile_of(size: int | None, dtype: torch.dtype) -> Tile | None:
+    """A square one for operands of that dtype; None: what the kernels choose."""
+    return None if size is None else Tile(size, size, min(size, 128 // dtype.itemsize), 4, 3)
+
+
 def is_described(x: Tensor) -> bool:
     """Whether the bulk copy engine takes x [B, T, n]."""
     size = x.element_size()

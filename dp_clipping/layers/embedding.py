@@ -114,8 +114,7 @@ class EmbeddingFactors:
         """Σ_i c_i G_i [V, d] in `wide(dtype)`."""
         sums, which = self._distinct()
         c = weights.values.repeat_interleave(self.ids.shape[1])[:, None]
-        scaled = torch.where(c > 0, sums * c, 0)  # what is left out may not be finite
-        return sums.new_zeros(self.vocabulary, sums.shape[1]).index_add_(0, which, scaled)
+        return sums.new_zeros(self.vocabulary, sums.shape[1]).index_add_(0, which, sums * c)
 
     def dense(self) -> Tensor:
         """G [B, V, d] in `wide(dtype)`: the plain twin."""

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dp_clipping.kernels.gradient import gradient_and_squares, stored_dtype
-from dp_clipping.kernels.tiles import Tile
+from dp_clipping.kernels.tiles import tile_of
 from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import Handle
 from dp_clipping.layout import Layout
@@ -32,11 +32,6 @@ CHANGED = (
 )
 GRADIENT_SLOTS = ("gradient", "squares", "count")
 FACTOR_SLOTS = ("y", "a", "count")
-
-
-def tile_of(size: int | None, dtype: torch.dtype) -> Tile | None:
-    """A square one; None: what the kernels choose."""
-    return None if size is None else Tile(size, size, min(size, 128 // dtype.itemsize), 4, 3)
 
 
 @torch.library.custom_op(
