@@ -80,6 +80,7 @@ class Capture:
 
     def __init__(self, network: nn.Module, clipping: str = "flat"):
         self.network = network
+        self._modules = list(network.modules())
         self.handles = self._install()
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         self.names = {p: n for n, p in reversed(list(network.named_parameters()))}
@@ -173,8 +174,8 @@ class Capture:
     def is_compiled(self) -> bool:
         """Whether any part of the network is."""
         return any(
-            module._compiled_call_impl is not None or hasattr(module, "_torchdynamo_orig_callable")
-            for module in self.network.modules()
+            module._compiled_call_impl is not None or "_torchdynamo_orig_callable" in vars(module)
+            for module in self._modules
         ) or hasattr(self.network, "_orig_mod")
 
     def slot_value(self, parameter: Parameter) -> Tensor:

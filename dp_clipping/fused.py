@@ -12,6 +12,7 @@ the output have left by then, each with at most its threshold.
 """
 
 from collections import Counter
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -35,8 +36,26 @@ from dp_clipping.plan import GRADIENT, SUM_BYTES, Choice, Plan, Use, rates_of
 from dp_clipping.session import Session
 from dp_clipping.waiting import Waiting
 
-PENDING_BYTES = 1 << 28  # of what waits for a common launch
+PENDING_BYTES = 1 << 28  # of what waits for a common launch, in any case
+MOST_PENDING_BYTES = 1 << 31  # the same, in memory that backward has freed
 SHARE = 0.93  # of an ordinary step's memory: the rest is for what backward holds in passing
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Of some clipping groups, on the device.
+
+    Attributes:
+        values: c [rows, B] float32.
+        rows: clipping group -> its row.
+    """
+
+    values: Tensor
+    rows: dict[int, int]
+
+    @cached_property
+    def ascending(self) -> Ascending:
+        return Ascending.of(self.values)
 
 
 class FusedSession(Session):
@@ -56,14 +75,12 @@ class FusedSession(Session):
         self._waiting = Waiting(self.capture.groups, self.policy.tile_size)
         self._to_sum: dict[Parameter, Any] = {}
         self._pending = 0  # bytes in these two, where nothing else would hold them
-        self._bad: Tensor | None = None  # [B], samples that had a norm that is not finite
+        self._may_wait = PENDING_BYTES  # of these, before the next look at the memory
+        self._bad: Tensor | None = None  # [B] bool, samples that had a norm that is not finite
+        self._streams = False  # whether groups are summed as soon as their norms are there
         self._handed_on: set[Parameter] = set()
         self._stream: torch.cuda.Stream | None = None
         self._joined: set[Parameter] = set()  # their norms are in another parameter's
-
-    @property
-    def _streams(self) -> bool:
-        return self.policy.per_layer and not self._needs_second_pass()
 
     # ---- what layers ask in forward -------------------------------------------------------------
 
@@ -136,7 +153,8 @@ class FusedSession(Session):
             else:
                 self._kept[parameter] = factors  # in order of arrival; G may take its place
             stays = not choice.recomputed and choice.algorithm != GRADIENT and not self._streams
-            self._wait_for(0 if stays else max(factors.bytes, choice.bytes))
+            total = SUM_BYTES * parameter.numel() if self._streams else 0
+            self._wait_for(0 if stays else max(factors.bytes, choice.bytes) + total)
         else:
             with self._range("norm/factors", parameter):
                 sums = TokenSums.of(factors.ids, factors.y)
@@ -169,18 +187,31 @@ class FusedSession(Session):
     def _wait_for(self, size: int) -> None:
         """Launch what waits if there is enough of it."""
         self._pending += size
-        if self._pending > PENDING_BYTES:
+        if self._pending > self._may_wait and not self._has_room():
             self._take_norms(everything=self._streams)
             if self._streams:
                 self._clip_complete_groups()
+
+    def _has_room(self) -> bool:
+        """Whether more may wait: for half of what backward has freed and nobody took since."""
+        free = self._held - _allocated(self.anchor.device) - self._pending
+        room = min(MOST_PENDING_BYTES, self._pending + free // 2)
+        if room < self._pending + PENDING_BYTES // 4:
+            return False
+        self._may_wait = room
+        return True
 
     # ---- the step -------------------------------------------------------------------------------
 
     def _prepare(self, losses: Tensor) -> None:
         self.plan = self._plan_of(list(self._uses.values()))
         self.capture.plan = self.plan
+        self._held = _allocated(self.anchor.device)
+        self._streams = self.policy.per_layer and not self._needs_second_pass()
         if self._streams:
             self._bad = ~losses.detach().isfinite()
+        else:
+            self._bad = torch.zeros_like(losses, dtype=torch.bool)
 
     def _plan_of(self, uses: list[Use]) -> Plan:
         key = tuple(uses)
@@ -224,19 +255,18 @@ class FusedSession(Session):
         self._norms.update(found.norms)
         self._joined |= found.joined
         self._kept.update(found.gradients)  # in the factors' places
-        self._pending = 0
+        self._pending, self._may_wait = 0, PENDING_BYTES
 
     def _clip(self, limits: Tensor) -> Tensor:
         self._take_norms(everything=True)
         if self._kept or self._recomputed:
             self._scale = self._coefficients(list(range(len(limits))))
-            self._ascending = Ascending.of(self._scale)
-        self.nonfinite = 0 if self._bad is None else self._bad.sum()
+        self.nonfinite = self._bad.sum()
         squared = torch.stack([n.squared for n in self._norms.values()] or [self._zero()])
         return torch.where(squared == -torch.inf, torch.inf, squared).clamp_min(0).sum(0).sqrt()
 
-    def _coefficients(self, groups: list[int]) -> Tensor:
-        """c [groups, B] on the device, 0 for samples that have not had finite norms so far."""
+    def _coefficients(self, groups: list[int]) -> Coefficients:
+        """Of these groups, 0 for samples that have not had finite norms so far."""
         members = self.capture.members
         refuse_repeated(self._norms, self._counts, [p for k in groups for p in members[k]])
         limits = self._limits
@@ -252,14 +282,12 @@ class FusedSession(Session):
         errors = tuple((norm.gram_error, norm.sum_error) for norm in norms)
         starts = tuple(accumulate((len(own) for own in mine), initial=0))
         device, policy = squares.device, self.policy
-        scale, bounds = clip_coefficients(
+        values = clip_coefficients(
             squares, scales, on_device(errors, torch.float32, device),
             on_device(starts, torch.int32, device), limits, 1 + MARGIN[torch.float32],
-            policy.gamma if policy.clipping_function == "automatic" else None,
+            policy.gamma if policy.clipping_function == "automatic" else None, self._bad,
         )  # fmt: skip
-        bad = ~(bounds < torch.inf).all(0)
-        self._bad = bad if self._bad is None else self._bad | bad
-        return scale.masked_fill_(self._bad, 0)
+        return Coefficients(values, {group: row for row, group in enumerate(groups)})
 
     def _clip_complete_groups(self) -> None:
         """Sum the clipping groups all of whose norms are there: nothing else depends on them."""
@@ -268,11 +296,10 @@ class FusedSession(Session):
         groups = [k for k, count in counts.items() if count == len(self.capture.members[k])]
         if not groups:
             return
-        rows = {group: row for row, group in enumerate(groups)}
         scale = self._coefficients(groups)
-        mine = {p: self._kept.pop(p) for p in here if self.capture.groups[p] in rows}
+        mine = {p: self._kept.pop(p) for p in here if self.capture.groups[p] in scale.rows}
         self._handed_on.update(mine)
-        self._sum_all(mine, scale, Ascending.of(scale), rows)
+        self._sum_all(mine, scale)
 
     def _sum(self, losses: Tensor) -> None:
         super()._sum(losses)
@@ -283,43 +310,45 @@ class FusedSession(Session):
         self._handed_on.add(parameter)
         held = getattr(remains, "nbytes", 0) or getattr(remains, "bytes", 0)
         self._pending += SUM_BYTES * parameter.numel() + held
-        if self._pending > PENDING_BYTES:
+        if self._pending > self._may_wait and not self._has_room():
             self._sum_waiting()
 
     def _sum_waiting(self) -> None:
-        waiting, self._to_sum, self._pending = self._to_sum, {}, 0
+        waiting, self._to_sum = self._to_sum, {}
+        self._pending, self._may_wait = 0, PENDING_BYTES
         if waiting:
-            rows = {k: k for k in range(len(self._limits))}
-            self._sum_all(waiting, self._scale, self._ascending, rows)
+            self._sum_all(waiting, self._scale)
 
     @torch.no_grad()
-    def _sum_all(
-        self, remains: dict[Parameter, Any], scale: Tensor, ascending: Ascending, rows: dict
-    ) -> None:
-        """Σ_i c_i G_i of several parameters; `rows`: clipping group -> row of the coefficients."""
-        row_of = {p: rows[self.capture.groups[p]] for p in remains}
+    def _sum_all(self, remains: dict[Parameter, Any], scale: Coefficients) -> None:
+        """Σ_i c_i G_i of several parameters."""
+        row_of = {p: scale.rows[self.capture.groups[p]] for p in remains}
         dense = [p for p, one in remains.items() if isinstance(one, Tensor)]
         linear = [p for p, one in remains.items() if isinstance(one, LinearFactors)]
         totals: dict[Parameter, Tensor] = {}
         if dense:
             with self._range("sum", *dense):
                 groups = [row_of[p] for p in dense]
-                found = weighted_sums([remains[p] for p in dense], scale, groups)
+                found = weighted_sums([remains[p] for p in dense], scale.values, groups)
             totals.update(zip(dense, found, strict=True))
         if linear:
             with self._range("sum", *linear):
                 pairs, groups = [remains[p].operands for p in linear], [row_of[p] for p in linear]
                 tile = self._waiting.tile(left.dtype for left, _ in pairs)
-                found = weighted_products(pairs, ascending, groups, tile)
+                found = weighted_products(pairs, scale.ascending, groups, tile)
             totals.update(zip(linear, found, strict=True))
         for parameter, one in remains.items():
             if parameter not in totals:
                 with self._range("sum", parameter):
-                    totals[parameter] = one.weighted_sum(scale[row_of[parameter]], len(parameter))
+                    own = scale.values[row_of[parameter]]
+                    totals[parameter] = one.weighted_sum(own, len(parameter))
         remains.clear()
         for parameter in row_of:
             self._receive(parameter, totals.pop(parameter))
 
 
 def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    """Bytes now; `torch.cuda.memory_allocated` sorts all statistics first, which takes longer."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"]

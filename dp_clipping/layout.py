@@ -42,6 +42,8 @@ class Layout:
     def batch_tokens(self, x: Tensor, batch_size: int) -> Tensor:
         """[.., features] -> [B, T, features]."""
         x = self.batch_first(x, batch_size)
+        if x.dim() == 3:
+            return x
         return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
 
     def restore(self, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ For K clipping groups and the parameters p of each, with `Norm`'s allowances for
 
     b_k = Σ_p (√(max(n_p², 0) + e_p·S_p²) + f_p·S_p)²      an upper bound of a squared norm
     c_k = min(1, C_k / (√b_k · margin))   or   C_k / (√b_k · margin + γ)
-    c_k = 0 for a sample of which any group's bound is not finite
+    c_k = 0 for a sample of which any group's bound is not finite, or was in an earlier launch
 
 A handful of numbers a sample; written with PyTorch's operators it is some fifteen launches, which
 matters where every layer has its own coefficients.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.tiles import triton
+from dp_clipping.kernels.tiles import ceil_div, triton
 
 if triton is not None:
     import triton.language as tl
@@ -25,9 +25,9 @@ BLOCK = 128  # samples of a program
 
 def clip_coefficients(
     squares: Tensor, scales: Tensor, errors: Tensor, starts: Tensor, limits: Tensor, margin: float,
-    gamma: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Coefficients [K, B] and bounds of squared norms [K, B], float32.
+    gamma: float | None, bad: Tensor,
+) -> Tensor:  # fmt: skip
+    """Coefficients [K, B] float32.
 
     Args:
         squares, scales: [P, B] float32, parameters in order of their groups.
@@ -36,21 +36,23 @@ def clip_coefficients(
         limits: [K] float64, thresholds C_k.
         margin: a factor on norms for what is left to rounding.
         gamma: of the automatic function; None: Abadi's.
+        bad: [B] bool, samples to be left out, to which those found here are added.
     """
     groups, batch_size = len(limits), squares.shape[1]
-    found = squares.new_empty(2, groups, batch_size)
+    found = squares.new_empty(groups, batch_size)
     if batch_size:
-        _coefficients_kernel[(triton.cdiv(batch_size, BLOCK),)](
-            squares, scales, errors, starts, limits, found, batch_size, groups, margin,
-            0.0 if gamma is None else gamma, AUTOMATIC=gamma is not None, BLOCK=BLOCK, num_warps=4,
+        _coefficients_kernel[(ceil_div(batch_size, BLOCK),)](
+            squares, scales, errors, starts, limits, found, bad.view(torch.uint8), batch_size,
+            groups, margin, 0.0 if gamma is None else gamma, AUTOMATIC=gamma is not None,
+            BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
-    return found[0], found[1]
+    return found
 
 
 def clip_coefficients_plain(
     squares: Tensor, scales: Tensor, errors: Tensor, starts: Tensor, limits: Tensor, margin: float,
-    gamma: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    gamma: float | None, bad: Tensor,
+) -> Tensor:  # fmt: skip
     """The plain twin, in float64, rounded once."""
     e, f = errors.double()[:, :1], errors.double()[:, 1:]
     squares = squares.double()
@@ -60,20 +62,20 @@ def clip_coefficients_plain(
     bounds = torch.stack([terms[first:last].sum(0) for first, last in pieces])
     norms, limits = bounds.sqrt() * margin, limits.double()[:, None]
     c = (limits / norms).clamp_max(1) if gamma is None else limits / (norms + gamma)
-    good = (bounds.float() < torch.inf).all(0)
-    return torch.where(good, c, 0).float(), bounds.float()
+    bad |= ~(bounds.float() < torch.inf).all(0)
+    return torch.where(bad, 0, c).float()
 
 
 if triton is not None:
 
     @triton.jit(do_not_specialize=["B", "K"])
     def _coefficients_kernel(
-        p_squares, p_scales, p_errors, p_starts, p_limits, p_found, B, K, margin, gamma,
+        p_squares, p_scales, p_errors, p_starts, p_limits, p_found, p_bad, B, K, margin, gamma,
         AUTOMATIC: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         o_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         m_b = o_b < B
-        b_good = tl.full((BLOCK,), 1, tl.int32)
+        b_bad = tl.load(p_bad + o_b, mask=m_b, other=0).to(tl.int32)
         for i_group in range(K):
             b_bound = tl.zeros((BLOCK,), tl.float64)  # thousands of small ones beside a large one
             for i in range(tl.load(p_starts + i_group), tl.load(p_starts + i_group + 1)):
@@ -86,14 +88,15 @@ if triton is not None:
                 b_norm = (tl.sqrt_rn(b_square + e * b_scale * b_scale) + f * b_scale).to(tl.float64)
                 b_bound += b_norm * b_norm
             b_rounded = b_bound.to(tl.float32)
-            b_good = tl.where(b_rounded < float("inf"), b_good, 0)
-            tl.store(p_found + (K + i_group) * B + o_b, b_rounded, mask=m_b)
+            b_bad = tl.where(b_rounded < float("inf"), b_bad, 1)
+            tl.store(p_found + i_group * B + o_b, b_rounded, mask=m_b)
+        tl.store(p_bad + o_b, b_bad.to(tl.uint8), mask=m_b)
         for i_group in range(K):
-            b_bound = tl.load(p_found + (K + i_group) * B + o_b, mask=m_b, other=0)
+            b_bound = tl.load(p_found + i_group * B + o_b, mask=m_b, other=0)
             b_norm = tl.sqrt_rn(b_bound) * margin
             limit = tl.load(p_limits + i_group).to(tl.float32)
             if AUTOMATIC:
                 b_c = tl.div_rn(limit, b_norm + gamma)
             else:
                 b_c = tl.where(b_norm > limit, tl.div_rn(limit, b_norm), 1.0)
-            tl.store(p_found + i_group * B + o_b, tl.where(b_good != 0, b_c, 0.0), mask=m_b)
+            tl.store(p_found + i_group * B + o_b, tl.where(b_bad == 0, b_c, 0.0), mask=m_b)

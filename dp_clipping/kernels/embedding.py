@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.tiles import readable, triton
+from dp_clipping.kernels.tiles import ceil_div, readable, triton
 
 if triton is not None:
     import triton.language as tl
@@ -96,7 +96,7 @@ def _runs(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _blocks(features: int) -> tuple[int, int]:
     """Features of a block, and how many blocks."""
     block = min(BLOCK, triton.next_power_of_2(features))
-    return block, triton.cdiv(features, block)
+    return block, ceil_div(features, block)
 
 
 def token_squares_plain(ids: Tensor, y: Tensor) -> Tensor:

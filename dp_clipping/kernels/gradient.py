@@ -31,7 +31,7 @@ from dp_clipping.kernels.rows import (
     readable_pair,
     table,
 )
-from dp_clipping.kernels.tiles import TRITON_DTYPES, Tile, is_described, triton
+from dp_clipping.kernels.tiles import TRITON_DTYPES, Tile, ceil_div, is_described, triton
 from dp_clipping.kernels.tuning import best_for_pairs
 
 if triton is not None:
@@ -94,13 +94,16 @@ def _launch(
         lambda tile: _launch(pairs, tile, store),
     )  # fmt: skip
     results = [y.new_empty(batch_size, *shape, dtype=dtype) if store else None for shape in shapes]
-    counts = [triton.cdiv(d, tile.rows) * triton.cdiv(p, tile.columns) for d, p in shapes]
-    squares = y.new_zeros(len(pairs), batch_size, max(counts), dtype=torch.float32)
+    counts = [ceil_div(d, tile.rows) * ceil_div(p, tile.columns) for d, p in shapes]
+    new = y.new_empty if min(counts) == max(counts) else y.new_zeros
+    squares = new(len(pairs), batch_size, max(counts), dtype=torch.float32)
     shared = dict(
         STORE=store, EXACT=y.element_size() == 4, GROUP=GROUP, BLOCK_D=tile.rows,
         BLOCK_P=tile.columns, BLOCK_T=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     written = store and described and all(is_described(gradients) for gradients in results)
+    # In a loop over samples the tile that is being stored has memory of its own.
+    written_in_loop = written and dtype.itemsize <= y.element_size()
     if len(pairs) == 1 and described and written == store:
         (_, a), (gradients,) = pairs[0], results
         target = describe(gradients, (tile.rows, tile.columns)) if store else None
@@ -110,14 +113,14 @@ def _launch(
         )  # fmt: skip
     else:
         # Where there are few tiles, samples are divided among programs too.
-        share = triton.cdiv(batch_size, min(batch_size, triton.cdiv(PROGRAMS, sum(counts))))
-        splits = triton.cdiv(batch_size, share)
+        share = ceil_div(batch_size, min(batch_size, ceil_div(PROGRAMS, sum(counts))))
+        splits = ceil_div(batch_size, share)
         programs = [count * splits for count in counts]
         rows = table(pairs, results, programs, [0] * len(pairs), described)
         _gradients_kernel[(rows.programs,)](
             rows.words, rows.starts, squares, len(pairs), batch_size, tokens, max(counts), share,
             DTYPE=TRITON_DTYPES[y.dtype], STORED=TRITON_DTYPES[dtype], DESCRIBED=described,
-            WRITTEN=written, MOST=MOST_ROWS, WORDS=WORDS, **shared,
+            WRITTEN=written_in_loop, MOST=MOST_ROWS, WORDS=WORDS, **shared,
         )  # fmt: skip
     return list(zip(results, squares.sum(2).unbind(0), strict=True))
 

@@ -25,7 +25,15 @@ import torch
 from torch import Tensor
 
 from dp_clipping.kernels.rows import allocate
-from dp_clipping.kernels.tiles import TRITON_DTYPES, Tile, is_described, readable, triton
+from dp_clipping.kernels.tiles import (
+    TRITON_DTYPES,
+    Tile,
+    ceil_div,
+    is_described,
+    readable,
+    table_on,
+    triton,
+)
 from dp_clipping.kernels.tuning import best, name_of
 
 if triton is not None:
@@ -65,12 +73,12 @@ def gram_squares(uses: Sequence[Use], tile: Tile | None = None) -> tuple[Tensor,
             name_of("gram", described), a.dtype, (len(uses), batch_size, tokens, features),
             TILES[a.element_size()], lambda tile: gram_squares(uses, tile), a.device,
         )  # fmt: skip
-    pairs = _pairs(triton.cdiv(tokens, tile.rows), a.device)
+    pairs = _pairs(ceil_div(tokens, tile.rows), a.device)
     shape = (2, len(uses), batch_size, len(pairs))
     partial = torch.empty(shape, dtype=torch.float32, device=a.device)
     if described:
         triton.set_allocator(allocate)
-    rows = _rows(uses).to(a.device, non_blocking=True)
+    rows = table_on(a.device, _rows(uses))
     _gram_kernel[(len(uses) * batch_size * len(pairs),)](
         rows, pairs, partial, batch_size, tokens, len(pairs), partial[0].numel(),
         DTYPE=TRITON_DTYPES[a.dtype], DESCRIBED=described, EXACT=a.element_size() == 4,
@@ -93,14 +101,14 @@ def gram_squares_plain(uses: Sequence[Use]) -> tuple[Tensor, Tensor]:
     return torch.stack(squares).float(), torch.stack(scales).float()
 
 
-def _rows(uses: Sequence[Use]) -> Tensor:
+def _rows(uses: Sequence[Use]) -> list[list[list[int]]]:
     """The table: a row a use, of 1 + MOST_SHARED operands; those without features are none."""
     none = [0] * OPERAND_WORDS
     rows = []
     for a, ys in uses:
         row = [[x.data_ptr(), x.shape[2], x.stride(0), x.stride(1)] for x in (a, *ys)]
         rows.append(row + [none] * (MOST_SHARED - len(ys)))
-    return torch.tensor(rows, dtype=torch.int64)
+    return rows
 
 
 @lru_cache(maxsize=64)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.tiles import TRITON_DTYPES, triton
+from dp_clipping.kernels.tiles import TRITON_DTYPES, ceil_div, table_on, triton
 
 if triton is not None:
     import triton.language as tl
@@ -46,7 +46,7 @@ def add_noise_kernel_launch(
     if n == 0:
         return
     first, shift = divmod(offset, 4)
-    _add_noise_kernel[(triton.cdiv(shift + n, 4 * BLOCK),)](
+    _add_noise_kernel[(ceil_div(shift + n, 4 * BLOCK),)](
         total, out, n, first, shift,
         _signed(stream.key_0 | stream.key_1 << 32, 64),
         _signed(stream.counter_2, 32), _signed(stream.counter_3, 32),
@@ -76,7 +76,7 @@ def add_noise_to_all_kernel_launch(
         )
         for total, out, stream in zip(totals, outs, streams, strict=True)
     ]  # fmt: skip
-    table = torch.tensor(rows, dtype=torch.int64).to(totals[0].device, non_blocking=True)
+    table = table_on(totals[0].device, rows)
     _add_noise_to_all_kernel[(len(pieces),)](
         table, pieces, float(std), float(divisor), 1 / divisor,
         DTYPE=TRITON_DTYPES[outs[0].dtype], ROW_WORDS=ROW_WORDS, LOOPS=LOOPS, BLOCK=BLOCK,

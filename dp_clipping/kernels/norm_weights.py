@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.tiles import readable, triton
+from dp_clipping.kernels.tiles import ceil_div, readable, triton
 
 if triton is not None:
     import triton.language as tl
@@ -45,7 +45,7 @@ def norm_weight_gradients(
         return zero, zero.clone() if with_bias else None
     block = min(BLOCK, triton.next_power_of_2(features))
     rows = ELEMENTS // block
-    blocks = triton.cdiv(features, block)
+    blocks = ceil_div(features, block)
     piece, pieces = _split(tokens, rows, batch_size * blocks)
     shape = (1 + with_bias, pieces, batch_size, features)
     partial = y.new_empty(shape, dtype=torch.float32)
@@ -62,9 +62,9 @@ def norm_weight_gradients(
 
 def _split(tokens: int, rows: int, programs: int) -> tuple[int, int]:
     """Tokens of a piece, a multiple of `rows`, and how many pieces; `programs` without a split."""
-    wanted = triton.cdiv(PROGRAMS, programs)
-    steps = max(triton.cdiv(triton.cdiv(tokens, rows), wanted), LEAST_STEPS)
-    return steps * rows, triton.cdiv(tokens, steps * rows)
+    wanted = ceil_div(PROGRAMS, programs)
+    steps = max(ceil_div(ceil_div(tokens, rows), wanted), LEAST_STEPS)
+    return steps * rows, ceil_div(tokens, steps * rows)
 
 
 def norm_weight_gradients_plain(

@@ -17,7 +17,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.tiles import is_described, readable, triton
+from dp_clipping.kernels.tiles import is_described, readable, table_on, triton
 
 if triton is not None:
     import triton.language as tl
@@ -67,8 +67,7 @@ def table(
         starts.append(starts[-1] + count)
     if described:
         triton.set_allocator(allocate)
-    device = pairs[0][0].device
-    numbers = torch.tensor([*starts, *chain.from_iterable(rows)]).to(device, non_blocking=True)
+    numbers = table_on(pairs[0][0].device, [*starts, *chain.from_iterable(rows)])
     return Table(numbers[len(starts) :], numbers[: len(starts)], starts[-1])
 
 

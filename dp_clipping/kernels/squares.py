@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.tiles import triton
+from dp_clipping.kernels.tiles import ceil_div, triton
 
 if triton is not None:
     import triton.language as tl
@@ -24,7 +24,7 @@ def squares(gradients: Tensor) -> Tensor:
     """[B] float32 from G [B, ...], float32, bfloat16 or float16."""
     gradients = gradients.contiguous()
     batch_size, n = len(gradients), gradients.shape[1:].numel()
-    pieces = triton.cdiv(n, BLOCK)
+    pieces = ceil_div(n, BLOCK)
     if not (batch_size and n):
         return gradients.new_zeros(batch_size, dtype=torch.float32)
     partial = gradients.new_empty(batch_size, pieces, dtype=torch.float32)

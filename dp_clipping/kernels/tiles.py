@@ -7,6 +7,7 @@ a sample's last token is filled with zeros. Any other operand is read through po
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,20 @@ class Tile:
     depth: int
     warps: int
     stages: int
+
+
+def ceil_div(a: int, b: int) -> int:
+    """⌈a / b⌉; Triton's own is made for kernels, and takes microseconds on the host."""
+    return -(-a // b)
+
+
+def table_on(device: torch.device, numbers: Sequence) -> Tensor:
+    """Numbers (int64) that a launch reads, copied in the order of the device's work.
+
+    From pinned memory: a copy from any other may first wait for all that the device has to do.
+    """
+    table = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return table.to(device, non_blocking=True)
 
 
 def tile_of(size: int | None, dtype: torch.dtype) -> Tile | None:

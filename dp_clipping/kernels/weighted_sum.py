@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.kernels.rows import MOST_ROWS
-from dp_clipping.kernels.tiles import TRITON_DTYPES, triton
+from dp_clipping.kernels.tiles import TRITON_DTYPES, ceil_div, table_on, triton
 
 if triton is not None:
     import triton.language as tl
@@ -70,13 +70,12 @@ def _launch(
     gradients: list[Tensor], totals: list[Tensor], coefficients: Tensor, groups: list[int],
     dtype: torch.dtype, aligned: bool,
 ) -> None:  # fmt: skip
-    starts = [0, *accumulate(triton.cdiv(total.numel(), BLOCK) for total in totals)]
+    starts = [0, *accumulate(ceil_div(total.numel(), BLOCK) for total in totals)]
     words = [
         (g.data_ptr(), total.data_ptr(), total.numel(), group)
         for g, total, group in zip(gradients, totals, groups, strict=True)
     ]
-    numbers = torch.tensor([*starts, *chain.from_iterable(words)])
-    numbers = numbers.to(coefficients.device, non_blocking=True)
+    numbers = table_on(coefficients.device, [*starts, *chain.from_iterable(words)])
     batch_size = coefficients.shape[1]
     _weighted_sum_kernel[(starts[-1],)](
         numbers[len(starts) :], numbers, coefficients, len(totals), batch_size,

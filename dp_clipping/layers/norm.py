@@ -57,6 +57,14 @@ def per_sample(x: Tensor, layout: Layout, batch_size: int, shape: list[int]) -> 
     return layout.batch_first(x, batch_size).reshape(batch_size, -1, *shape)
 
 
+def by_token(x: Tensor, layout: Layout, batch_size: int, dims: int) -> Tensor:
+    """[.., *shape] of `dims` dimensions in any layout -> [B, T, features]."""
+    x = layout.batch_first(x, batch_size)
+    if x.dim() == 3 and dims == 1:
+        return x
+    return x.reshape(batch_size, -1, x.shape[x.dim() - dims :].numel())
+
+
 class RMSNorm(torch.autograd.Function):
     """`F.rms_norm`, which in backward computes its weight's G [B, *shape] and delivers it.
 
@@ -88,13 +96,13 @@ class RMSNorm(torch.autograd.Function):
         gx = _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) if wants_x else None
         gradients = None
         if wants_weight and ctx.fused:
-            operands = [per_sample(t, layout, batch_size, shape).flatten(2) for t in (gy, x)]
-            scale = per_sample(rstd, layout, batch_size, [1] * len(shape)).flatten(1)
+            operands = [by_token(t, layout, batch_size, len(shape)) for t in (gy, x)]
+            scale = by_token(rstd, layout, batch_size, len(shape)).flatten(1)
             gradients, _ = norm_weight_gradients(*operands, scale)
             gradients = deliver(ctx.sink, gradients.view(batch_size, *shape))
         elif wants_weight:
-            product = per_sample(gy * x, layout, batch_size, shape).flatten(2)
-            scale = per_sample(rstd, layout, batch_size, [1] * len(shape)).flatten(2)
+            product = by_token(gy * x, layout, batch_size, len(shape))
+            scale = by_token(rstd, layout, batch_size, len(shape))
             # Σ_t rstd_t (y_t · x_t): a row times a matrix for each sample
             scale = scale.to(product.dtype)
             gradients = torch.bmm(scale.mT, product).view(batch_size, *shape)
@@ -140,9 +148,8 @@ class LayerNorm(torch.autograd.Function):
         dtype = wide(x.dtype)
         weights = biases = None
         if ctx.fused and gy.dtype == x.dtype and (wants_weight or wants_bias):
-            operands = [per_sample(t, layout, batch_size, shape).flatten(2) for t in (gy, x)]
-            ones = [1] * len(shape)
-            rows = [per_sample(t, layout, batch_size, ones).flatten(1) for t in (rstd, mean)]
+            operands = [by_token(t, layout, batch_size, len(shape)) for t in (gy, x)]
+            rows = [by_token(t, layout, batch_size, len(shape)).flatten(1) for t in (rstd, mean)]
             weights, biases = norm_weight_gradients(*operands, *rows, with_bias=wants_bias)
             weights = (
                 deliver(ctx.sinks[0], weights.view(batch_size, *shape)) if wants_weight else None

@@ -50,11 +50,15 @@ def private(
     )
 
 
+def criterion_of(model: PrivateModel, per_sample_loss: oracle.PerSampleLoss) -> PrivateCriterion:
+    return PrivateCriterion(model, zoo.Criterion(per_sample_loss, "sum"), "sum")
+
+
 def private_loss(
     model: PrivateModel, batch: oracle.Batch, per_sample_loss: oracle.PerSampleLoss
 ) -> PrivateLoss:
     """The loss of one forward, a sum over the batch."""
-    criterion = PrivateCriterion(model, zoo.Criterion(per_sample_loss, "sum"), "sum")
+    criterion = criterion_of(model, per_sample_loss)
     return criterion(oracle.forward(model, batch[0]), batch[1])
 
 

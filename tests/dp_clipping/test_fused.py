@@ -236,7 +236,7 @@ def check_depth() -> None:
 def check_streaming() -> None:
     """Per-layer clipping with one backward holds what waits for a launch, and no more."""
     before = fused.PENDING_BYTES
-    one = 2 * 8 * (16 + 16) * 4  # bytes of a layer's factors
+    one = 2 * 8 * (16 + 16) * 4 + 16 * 16 * 4  # bytes of a layer's factors and sum
     try:
         for pending, expected in ((0, 0), (2 * one, 2), (100 * one, 5)):
             fused.PENDING_BYTES = pending

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.optimizer import PrivateOptimizer
 from tests.dp_clipping import oracle, zoo
-from tests.dp_clipping.conftest import MODES, private, private_loss
+from tests.dp_clipping.conftest import MODES, criterion_of, private, private_loss
 
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 6e-2}
 FLASH = ("flash", "flash_bookkeeping")
@@ -99,7 +98,7 @@ def test_a_step_does_not_wait_for_the_device(mode):
     network = case.build().to("cuda", torch.bfloat16)
     batch = oracle.move(case.batch(4), device="cuda")
     model = private(network, mode)
-    criterion = PrivateCriterion(model, zoo.Criterion(case.per_sample_loss, "sum"), "sum")
+    criterion = criterion_of(model, case.per_sample_loss)
     optimizer = PrivateOptimizer(
         torch.optim.AdamW(network.parameters(), fused=True), model=model, noise_multiplier=1.0,
         expected_batch_size=4, noise_key=bytes(32),

@@ -93,22 +93,28 @@ def check_coefficients(device: str, dtype: torch.dtype, tile: Tile | None) -> No
         errors = torch.tensor([[0, 0], [2.0**-16, 1e-4]] * 3 + [[0, 0]], device=device)
         starts = torch.tensor([0, 3, 3, 7], dtype=torch.int32, device=device)
         limits = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64, device=device)
-        for bad in (None, inf, -inf, nan, -1e-3):
-            if bad is not None:
-                table[4, -1] = bad
+        for wrong in (None, inf, -inf, nan, -1e-3):
+            if wrong is not None:
+                table[4, -1] = wrong
             for gamma in (None, 0.01):
+                before = torch.zeros(batch_size, dtype=torch.bool, device=device)
+                before[::50] = batch_size > 5
+                bad, expected_bad = before.clone(), before.clone()
                 arguments = (table, scales, errors, starts, limits, 1 + 2e-5, gamma)
-                found, expected = clip_coefficients(*arguments), clip_coefficients_plain(*arguments)
-                for one, other in zip(found, expected, strict=True):
-                    torch.testing.assert_close(one, other, rtol=1e-6, atol=0, equal_nan=True)
-                if bad in (inf, -inf) or bad != bad:
-                    assert not found[0][:, -1].any()
+                found = clip_coefficients(*arguments, bad)
+                expected = clip_coefficients_plain(*arguments, expected_bad)
+                torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+                assert not found[:, bad].any()
+                assert torch.equal(bad, expected_bad)
+                before[-1] |= wrong is not None and not abs(wrong) < inf
+                assert torch.equal(bad, before)
     many = torch.full((4001, 1), 2.9e-8, device=device)  # each lost beside the first in float32
     many[0] = 1.0
     starts = torch.tensor([0, 4001], dtype=torch.int32, device=device)
     nothing = torch.zeros(4001, 2, device=device)
     limits = torch.tensor([0.5], dtype=torch.float64, device=device)
-    c, _ = clip_coefficients(many, many, nothing, starts, limits, 1.0, None)
+    bad = torch.zeros(1, dtype=torch.bool, device=device)
+    c = clip_coefficients(many, many, nothing, starts, limits, 1.0, None, bad)
     assert (c.double() * many.double().sum().sqrt() / 0.5 - 1).abs().item() < 1e-6
 
 

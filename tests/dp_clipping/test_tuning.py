@@ -355,7 +355,7 @@ def test_on_a_gpu(monkeypatch, tmp_path):
     for operands in ((y, a), (y[..., 1:], a[..., 1:])):
         found, squares = gradient.gradient_and_squares(*operands)
         plain, plain_squares = gradient.gradient_and_squares_plain(*operands)
-        torch.testing.assert_close(found, plain)
+        torch.testing.assert_close(found, plain, rtol=1.6e-2, atol=1e-4)  # sums of 512 products
         torch.testing.assert_close(squares, plain_squares, rtol=1e-4, atol=0)
         gradient.gradient_and_squares(*operands, store=False)
         weighted_product.weighted_product(*operands, ones)
