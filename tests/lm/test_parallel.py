@@ -1,0 +1,191 @@
+"""Sharded training equals one process: outputs, gradients, initial values."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from lm.model import ModelConfig, Transformer, forward_loss
+from lm.parallel import DATA, TENSOR, materialize, parallelize, plan_of
+from tests.ranks import Context
+
+ODD = ModelConfig(vocab_size=37, d_model=24, num_layers=2, num_heads=4, d_ff=20, context_length=11)
+TIED = ModelConfig(**{**vars(ODD), "tie_embeddings": True})
+
+
+def mesh_of(context: Context, *axes: str) -> DeviceMesh:
+    """One axis over the context's ranks, or two of two ranks each."""
+    if len(axes) == 1:
+        return DeviceMesh.from_group(context.group, "cpu", mesh_dim_names=axes)
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
+
+
+def make(config=ODD) -> nn.Module:
+    torch.manual_seed(0)
+    return Transformer(config).double()
+
+
+def batches(ranks: int, size: int = 2) -> list:
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(ODD.vocab_size, (ranks, size, 12), generator=draw)
+    return [(x[:, :-1], x[:, 1:]) for x in tokens]
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def beside_one_process(network: nn.Module, config, samples: int, mine: int) -> None:
+    """Outputs, and gradients averaged over ranks with different samples."""
+    data = batches(samples)
+    reference = make(config)
+    torch.testing.assert_close(network(data[mine][0]), reference(data[mine][0]))
+    sum(forward_loss(reference, batch) / samples for batch in data).backward()
+    forward_loss(network, data[mine]).backward()
+    found, expected = dict(network.named_parameters()), dict(reference.named_parameters())
+    assert list(found) == list(expected)
+    for name, parameter in expected.items():
+        torch.testing.assert_close(
+            whole(found[name].grad), parameter.grad, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def tensor_parallel(context: Context, config) -> None:
+    network = parallelize(make(config), mesh_of(context, TENSOR))
+    assert network.blocks[0].attention.query.weight.to_local().shape == (
+        24 // context.world_size,
+        24,
+    )
+    beside_one_process(network, config, 1, 0)
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(2, ODD), (2, TIED), (4, ODD)])
+def test_tensor_parallel(cpu_ranks, ranks, config):
+    cpu_ranks.run(ranks, tensor_parallel, config)
+
+
+def fully_sharded(context: Context) -> None:
+    for wrap, config in (("leaf", ODD), ("block", ODD), ("root", ODD), ("block", TIED)):
+        network = parallelize(make(config), mesh_of(context, DATA), wrap=wrap)
+        assert isinstance(network.head.weight, DTensor)
+        beside_one_process(network, config, context.world_size, context.rank)
+
+
+def test_fully_sharded(cpu_ranks):
+    cpu_ranks.run(2, fully_sharded)
+
+
+def both(context: Context, config) -> None:
+    mesh = mesh_of(context, DATA, TENSOR)
+    network = parallelize(make(config), mesh)
+    assert network.head.weight.device_mesh.mesh_dim_names == (DATA, TENSOR)
+    beside_one_process(network, config, 2, mesh[DATA].get_local_rank())
+
+
+@pytest.mark.parametrize("config", [ODD, TIED])
+def test_both(cpu_ranks, config):
+    cpu_ranks.run(4, both, config)
+
+
+def computes_in_bfloat16(context: Context) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    network = parallelize(make().float(), mesh_of(context, DATA), mixed_precision=policy)
+    (batch, *_) = batches(1)
+    assert network(batch[0]).dtype == torch.bfloat16
+    forward_loss(network, batch).backward()
+    assert network.head.weight.grad.dtype == torch.float32
+
+
+def test_mixed_precision(cpu_ranks):
+    cpu_ranks.run(2, computes_in_bfloat16)
+
+
+def from_meta(context: Context, axes: tuple[str, ...]) -> None:
+    expected = Transformer(ODD)
+    torch.manual_seed(0)
+    expected.reset_parameters()
+    with torch.device("meta"):
+        network = Transformer(ODD)
+    parallelize(network, mesh_of(context, *axes))
+    torch.manual_seed(0)
+    materialize(network, "cpu")
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(whole(network.get_parameter(name)), parameter), name
+
+
+@pytest.mark.parametrize("axes", [(DATA,), (TENSOR,), (DATA, TENSOR)], ids="-".join)
+def test_a_network_from_the_meta_device_is_that_of_one_process(cpu_ranks, axes):
+    cpu_ranks.run(2 * len(axes), from_meta, axes)
+
+
+# ---- Hugging Face ---------------------------------------------------------------------------------
+
+
+def llama(kind: str, **changes) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=37, hidden_size=24, intermediate_size=20, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, pad_token_id=0,
+        num_labels=3, **changes,
+    )  # fmt: skip
+    return getattr(transformers, kind)(config)
+
+
+def llama_beside_one_process(context: Context, kind: str, changes: dict) -> None:
+    expected = llama(kind, **changes).double()
+    network = parallelize(llama(kind, **changes).double(), mesh_of(context, TENSOR))
+    assert network.model.layers[0].self_attn.k_proj.weight.to_local().shape == (6, 24)
+    ((tokens, _),) = batches(1)
+    for one in (expected, network):
+        F.cross_entropy(
+            one(tokens).logits.flatten(0, -2),
+            torch.arange(tokens.numel())[: 2 if "Classification" in kind else None] % 3,
+        ).backward()
+    torch.testing.assert_close(network(tokens).logits, expected(tokens).logits)
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(whole(network.get_parameter(name).grad), parameter.grad)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("LlamaForCausalLM", {}),
+        ("LlamaForCausalLM", {"tie_word_embeddings": True, "attention_bias": True}),
+        ("LlamaForSequenceClassification", {}),
+    ],
+)
+def test_llama(cpu_ranks, kind, changes):
+    pytest.importorskip("transformers")
+    cpu_ranks.run(2, llama_beside_one_process, kind, changes)
+
+
+# ---- refusals -------------------------------------------------------------------------------------
+
+
+def refused(context: Context) -> None:
+    with pytest.raises(ValueError, match="axes \\('rows',\\)"):
+        parallelize(make(), mesh_of(context, "rows"))
+    with pytest.raises(ValueError, match="choose one of leaf, block, root"):
+        parallelize(make(), mesh_of(context, DATA), wrap="layer")
+    with pytest.raises(ValueError, match="head.weight are one parameter"):
+        parallelize(make(TIED), mesh_of(context, DATA), wrap="leaf")
+    with pytest.raises(ValueError, match="no tensor-parallel plan is known for Linear"):
+        parallelize(nn.Linear(2, 2), mesh_of(context, TENSOR))
+
+
+def test_what_is_refused(cpu_ranks):
+    cpu_ranks.run(2, refused)
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(3, "num_heads is 4"), (4, None), (8, "num_heads")])
+def test_heads_and_units_must_divide(ranks, name):
+    if name is None:
+        assert plan_of(make(), ranks)
+        return
+    with pytest.raises(ValueError, match=name):
+        plan_of(make(), ranks)
