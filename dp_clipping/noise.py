@@ -18,13 +18,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dp_clipping.kernels import noise as kernels
+
+if TYPE_CHECKING:
+    from dp_clipping.shards import Place, Run
 
 SECRET_BYTES = 32
 WORD = 0xFFFFFFFF
@@ -95,6 +99,7 @@ def add_noise(
     divisor: float = 1.0,
     dtype: torch.dtype | None = None,
     offset: int = 0,
+    place: Place | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """`(total + std·z) / divisor`, computed in float32 and cast to `dtype` last.
@@ -107,6 +112,8 @@ def add_noise(
         divisor: the expected global batch size, a public constant.
         dtype: of the result; default that of `out`, or of `total`.
         offset: where this slice starts in the parameter's noise, in elements.
+        place: where the elements of `total` lie in the parameter, instead of `offset`: each gets
+            the noise of its place there. None: from `offset` on.
         out: receives the result if given; same shape and device, may be `total` itself.
 
     Returns:
@@ -114,65 +121,89 @@ def add_noise(
 
     Raises:
         ValueError: a 16-bit `total` (the noise would join a rounded sum), a negative or
-            non-finite `std`, a `divisor` that is not positive and finite, a negative `offset`, an
-            `out` of another shape, device or dtype, a `dtype` that is not floating point.
+            non-finite `std`, a `divisor` that is not positive and finite, a negative `offset`, a
+            `place` of another number of elements, an `out` of another shape, device or dtype, a
+            `dtype` that is not floating point.
     """
     _check(total, std, divisor, dtype, offset, out)
+    _check_place(total, place, offset)
     if out is None:
         out = torch.empty(total.shape, dtype=dtype or total.dtype, device=total.device)
     target = (
         out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     )
     flat_total, flat_target = total.contiguous().view(-1), target.view(-1)
-    if kernels.serves(total):
+    if not kernels.serves(total):
+        add_noise_plain(flat_total, flat_target, stream, std, divisor, offset, place)
+    elif place is None or std == 0:
         with torch.cuda.device_of(flat_total):
             kernels.add_noise_kernel_launch(flat_total, flat_target, stream, std, divisor, offset)
     else:
-        add_noise_plain(flat_total, flat_target, stream, std, divisor, offset)
+        with torch.cuda.device_of(flat_total):
+            kernels.add_noise_to_parts_kernel_launch(
+                [flat_total], [flat_target], [stream], [place], std, divisor
+            )
     return out if target is out else out.copy_(target)
 
 
 @torch.no_grad()
 def add_noise_to_all(
     totals: list[Tensor], streams: list[NoiseStream], *, std: float, divisor: float,
-    dtypes: list[torch.dtype],
+    dtypes: list[torch.dtype], places: Sequence[Place | None] | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """`add_noise` of each total with its stream, in few launches: the results in order.
 
     Args:
         totals: float32, any shapes; those whose dtype stays are overwritten.
         dtypes: of the results.
+        places: where each total lies in its parameter; None: it is the whole.
     """
+    places = [None] * len(totals) if places is None else places
     if std == 0 or not all(kernels.serves(total) for total in totals):
         return [
-            add_noise(total, stream, std=std, divisor=divisor, dtype=dtype)
-            for total, stream, dtype in zip(totals, streams, dtypes, strict=True)
+            add_noise(total, stream, std=std, divisor=divisor, dtype=dtype, place=place)
+            for total, stream, dtype, place in zip(totals, streams, dtypes, places, strict=True)
         ]
     totals = [total.contiguous() for total in totals]
     results = [
         total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
         for total, dtype in zip(totals, dtypes, strict=True)
     ]
-    for total, result, dtype in zip(totals, results, dtypes, strict=True):
+    for total, result, dtype, place in zip(totals, results, dtypes, places, strict=True):
         _check(total, std, divisor, dtype, 0, result)
-    for place in dict.fromkeys((result.dtype, result.device) for result in results):
-        own = [i for i, result in enumerate(results) if (result.dtype, result.device) == place]
+        _check_place(total, place, 0)
+    kinds = [
+        (result.dtype, result.device, place is None)
+        for result, place in zip(results, places, strict=True)
+    ]
+    for kind in dict.fromkeys(kinds):
+        own = [i for i, other in enumerate(kinds) if other == kind]
+        of_kind = [[each[i] for i in own] for each in (totals, results, streams)]
         with torch.cuda.device_of(totals[own[0]]):
-            kernels.add_noise_to_all_kernel_launch(
-                [totals[i] for i in own], [results[i] for i in own], [streams[i] for i in own],
-                std, divisor,
-            )  # fmt: skip
+            if kind[2]:
+                kernels.add_noise_to_all_kernel_launch(*of_kind, std, divisor)
+            else:
+                kernels.add_noise_to_parts_kernel_launch(
+                    *of_kind, [places[i] for i in own], std, divisor
+                )
     return results
 
 
 def add_noise_plain(
-    total: Tensor, out: Tensor, stream: NoiseStream, std: float, divisor: float, offset: int
-) -> None:
+    total: Tensor, out: Tensor, stream: NoiseStream, std: float, divisor: float, offset: int,
+    place: Place | None = None,
+) -> None:  # fmt: skip
     """`out ← (total + std·z) / divisor` for contiguous `total` and `out` of shape [n]."""
     if std == 0:
         torch.div(total, divisor, out=out)
         return
-    for part, z in _chunks(total.numel(), stream, offset, total.device):
+    device = total.device
+    drawn = (
+        _chunks(total.numel(), stream, offset, device)
+        if place is None
+        else (piece for run in place for piece in _chunks_of_run(run, stream, device))
+    )
+    for part, z in drawn:
         noisy = z.to(total.dtype).mul_(std).add_(total[part])
         torch.div(noisy, divisor, out=out[part])
 
@@ -218,6 +249,30 @@ def _chunks(
         yield slice(start, start + values.numel()), values
 
 
+def _chunks_of_run(
+    run: Run, stream: NoiseStream, device: torch.device | str
+) -> Iterator[tuple[slice, Tensor]]:
+    """As `_chunks`, for a run: pairs (where in the part, its values), in order."""
+    if run.count == 1 or run.length > 4 * CHUNK:
+        for q in range(run.count):
+            start = run.local_start + q * run.length
+            for part, values in _chunks(run.length, stream, run.offset + q * run.stride, device):
+                yield slice(start + part.start, start + part.stop), values
+        return
+    width = (run.length + 6) // 4  # counters of a row, whichever of four values it begins with
+    rows = max(1, CHUNK // width)
+    lanes = torch.arange(run.length, device=device)
+    for q in range(0, run.count, rows):
+        number = torch.arange(q, min(q + rows, run.count), device=device)
+        starts = number * run.stride + run.offset
+        counters = starts.div(4, rounding_mode="floor")[:, None]
+        counters = counters + torch.arange(width, device=device)
+        values = _box_muller(philox(counters.view(-1), stream)).view(len(starts), -1)
+        values = values.gather(1, (starts % 4)[:, None] + lanes).view(-1)
+        start = run.local_start + q * run.length
+        yield slice(start, start + values.numel()), values
+
+
 def _box_muller(words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
     """Four normals a counter, [4n] float32, those of one counter next to each other.
 
@@ -256,6 +311,21 @@ def _check(
     dtype = out.dtype if out is not None else dtype
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"noise in a {dtype} result would be cut off")
+
+
+def _check_place(total: Tensor, place: Place | None, offset: int) -> None:
+    if place is None:
+        return
+    if offset:
+        raise ValueError(f"give a place in the parameter or an offset, not both (got {offset})")
+    numel = 0
+    for run in place:
+        _check_offset(run.offset)
+        if run.local_start != numel:
+            raise ValueError(f"{run} begins elsewhere than at element {numel} of its part")
+        numel += run.numel
+    if numel != total.numel():
+        raise ValueError(f"the place has {numel} elements, the sum {total.numel()}")
 
 
 def _check_offset(offset: int) -> None:

@@ -8,6 +8,7 @@ On an H200 (torch 2.11, Triton 3.6) `randn_like`, add, divide and copy of 2²⁸
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -21,10 +22,13 @@ if triton is not None:
 
 if TYPE_CHECKING:
     from dp_clipping.noise import NoiseStream
+    from dp_clipping.shards import Place, Run
 
 BLOCK = 256  # counters of one program; each gives four values
 LOOPS = 16  # blocks of one program where many tensors share a launch
 ROW_WORDS = 6  # address of the sum, of the result, size, seed, two counter words
+RUN_WORDS = 11  # those, then counters in all, length of a row, counters of a row, stride, offset
+LONGEST = 1 << 32  # elements of a row whose counters a program numbers in 32 bits
 
 
 def serves(total: Tensor) -> bool:
@@ -84,6 +88,68 @@ def add_noise_to_all_kernel_launch(
     )  # fmt: skip
 
 
+def add_noise_to_parts_kernel_launch(
+    totals: list[Tensor], outs: list[Tensor], streams: list[NoiseStream], places: list[Place],
+    std: float, divisor: float,
+) -> None:  # fmt: skip
+    """`add_noise_to_all_kernel_launch` for parts of parameters: each element gets the value at its
+    place in the whole.
+
+    Each run of a part is a row of the table. Programs number its counters row by row of the run:
+    counter j of row q holds values from 4(⌊(offset + q·stride) / 4⌋ + j) on. Where rows begin and
+    end inside of a counter, those at both ends are drawn for some of their values only. Where none
+    does, elements lie as the counters do, and addresses need no row.
+    """
+    runs = [(i, run) for i, place in enumerate(places) for run in _within_reach(place)]
+    for aligned in (True, False):
+        own = [(i, run) for i, run in runs if _is_aligned(run) == aligned]
+        if not own:
+            continue
+        widths = [ceil_div(run.length + (0 if aligned else 3), 4) for _, run in own]
+        rows = [
+            (
+                totals[i].data_ptr() + run.local_start * totals[i].element_size(),
+                outs[i].data_ptr() + run.local_start * outs[i].element_size(), run.numel,
+                _signed(streams[i].key_0 | streams[i].key_1 << 32, 64),
+                streams[i].counter_2, streams[i].counter_3,
+                run.count * width, run.length, width, run.stride, run.offset,
+            )
+            for (i, run), width in zip(own, widths, strict=True)
+        ]  # fmt: skip
+        counters = (4 * run.count * width for (_, run), width in zip(own, widths, strict=True))
+        pieces = _pieces(tuple(counters), totals[0].device)
+        table = table_on(totals[0].device, rows)
+        _add_noise_to_parts_kernel[(len(pieces),)](
+            table, pieces, float(std), float(divisor), 1 / divisor,
+            DTYPE=TRITON_DTYPES[outs[0].dtype], ALIGNED=aligned, RUN_WORDS=RUN_WORDS, LOOPS=LOOPS,
+            BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+
+
+def _is_aligned(run: Run) -> bool:
+    """Whether every row begins with a counter, and every row but the last ends with one."""
+    lengths = (run.length, run.stride) if run.count > 1 else ()
+    return not any(n % 4 for n in (run.offset, *lengths))
+
+
+def _within_reach(place: Place) -> Place:
+    """The same place, in runs of rows that 32 bits count."""
+    if all(run.length <= LONGEST for run in place):
+        return place
+    return tuple(
+        replace(
+            run,
+            local_start=run.local_start + q * run.length + r,
+            offset=run.offset + q * run.stride + r,
+            length=min(LONGEST, run.length - r),
+            count=1,
+        )
+        for run in place
+        for q in range(run.count)
+        for r in range(0, run.length, LONGEST)
+    )
+
+
 @lru_cache(maxsize=8)
 def _pieces(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """Which tensor and which piece of it each program draws: [programs, 2] int64."""
@@ -109,9 +175,13 @@ if triton is not None:
 
     @triton.jit
     def _words_at(first, seed, c2, c3, BLOCK: tl.constexpr):
-        """The four words [BLOCK] uint32 of the counters from `first` on: Philox4x32-10, with the
-        constants of the plain twin."""
-        o_counter = first + tl.arange(0, BLOCK)
+        """The four words [BLOCK] uint32 of the counters from `first` on."""
+        return _words_of(first + tl.arange(0, BLOCK), seed, c2, c3)
+
+    @triton.jit
+    def _words_of(o_counter, seed, c2, c3):
+        """The four words uint32 of int64 counters: Philox4x32-10, with the constants of the plain
+        twin."""
         x0, x1 = o_counter.to(tl.uint32), (o_counter >> 32).to(tl.uint32)
         x2, x3 = c2.to(tl.uint32, bitcast=True), c3.to(tl.uint32, bitcast=True)
         seed = seed.to(tl.int64)  # a launch passes a small one as 32 bits
@@ -225,5 +295,43 @@ if triton is not None:
             m_n = o_n < n
             b_sum = tl.load(p_total + o_n, mask=m_n, other=0)
             w0, w1, w2, w3 = _words_at(first, seed, c2, c3, BLOCK)
+            b_sum += std * _normals_of(w0, w1, w2, w3, BLOCK)
+            tl.store(p_out + o_n, _quotient(b_sum, divisor, inverse).to(DTYPE), mask=m_n)
+
+    @triton.jit
+    def _add_noise_to_parts_kernel(
+        p_rows, p_pieces, std, divisor, inverse,
+        DTYPE: tl.constexpr, ALIGNED: tl.constexpr, RUN_WORDS: tl.constexpr, LOOPS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        i_row = tl.load(p_pieces + 2 * tl.program_id(0))
+        i_piece = tl.load(p_pieces + 2 * tl.program_id(0) + 1)
+        p_row = p_rows + RUN_WORDS * i_row
+        p_total = tl.load(p_row).to(tl.pointer_type(tl.float32))
+        p_out = tl.load(p_row + 1).to(tl.pointer_type(DTYPE))
+        n, seed = tl.load(p_row + 2), tl.load(p_row + 3)
+        c2, c3 = tl.load(p_row + 4).to(tl.int32), tl.load(p_row + 5).to(tl.int32)
+        n_left = tl.load(p_row + 6) - i_piece * LOOPS * BLOCK
+        length, width = tl.load(p_row + 7), tl.load(p_row + 8)
+        stride, offset = tl.load(p_row + 9), tl.load(p_row + 10)
+        for i_loop in range(tl.minimum(LOOPS, tl.cdiv(n_left, BLOCK)).to(tl.int32)):
+            # Row and number in it of this block's counters: one division in 64 bits, for all.
+            first = (i_piece * LOOPS + i_loop) * BLOCK
+            i_first = first // width
+            o_block = (first - i_first * width).to(tl.uint32) + tl.arange(0, BLOCK).to(tl.uint32)
+            i_below = o_block // width.to(tl.uint32)
+            o_counter = (o_block - i_below * width.to(tl.uint32)).to(tl.int64)
+            i_q = i_first + i_below.to(tl.int64)
+            o_start = offset + i_q * stride
+            w0, w1, w2, w3 = _words_of((o_start >> 2) + o_counter, seed, c2, c3)
+            if ALIGNED:
+                o_n = 4 * first + tl.arange(0, 4 * BLOCK)
+                m_n = o_n < n
+            else:
+                o_r = (4 * o_counter - (o_start & 3))[:, None] + tl.arange(0, 4)[None, :]
+                o_n = i_q[:, None] * length + o_r
+                m_n = ((o_r >= 0) & (o_r < length) & (o_n < n)).reshape(4 * BLOCK)
+                o_n = o_n.reshape(4 * BLOCK)
+            b_sum = tl.load(p_total + o_n, mask=m_n, other=0)
             b_sum += std * _normals_of(w0, w1, w2, w3, BLOCK)
             tl.store(p_out + o_n, _quotient(b_sum, divisor, inverse).to(DTYPE), mask=m_n)

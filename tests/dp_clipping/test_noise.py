@@ -14,7 +14,8 @@ import torch
 from scipy import stats
 
 from dp_clipping import noise
-from dp_clipping.noise import NoiseStream, add_noise, standard_normal
+from dp_clipping.noise import NoiseStream, add_noise, add_noise_to_all, standard_normal
+from dp_clipping.shards import Run, runs_of
 
 SECRET = bytes(range(32))
 N = 100_000
@@ -305,6 +306,78 @@ def test_out_is_written_whole_and_nothing_else():
     assert torch.equal(guard[5:15], draw(10))
     assert guard[:5].isnan().all()
     assert guard[15:].isnan().all()
+
+
+GRID = {  # of a parameter of that shape, boxes that have every element once
+    (12, 10): [((a, 6), (b, 5)) for a in (0, 6) for b in (0, 5)],
+    (7, 9): [((a, n), (b, m)) for a, n in [(0, 4), (4, 3)] for b, m in [(0, 5), (5, 3), (8, 1)]],
+    (3, 5, 4): [((0, 3), (a, n), (b, 2)) for a, n in [(0, 1), (1, 4)] for b in (0, 2)],
+    (60_000, 3): [((0, 60_000), (0, 2)), ((0, 60_000), (2, 1))],
+    (3, 4 * noise.CHUNK + 9): [((0, 3), (0, 7)), ((0, 3), (7, 4 * noise.CHUNK + 2))],
+}
+
+
+@pytest.mark.parametrize("shape", GRID)
+def test_parts_get_the_noise_of_the_whole(shape):
+    total = draw(math.prod(shape), stream(step=1)).view(shape)
+    whole = add_noise(total, stream(), std=2, divisor=3)
+    written = torch.full(shape, torch.nan)
+    for box in GRID[shape]:
+        where = tuple(slice(a, a + n) for a, n in box)
+        place = runs_of(box, shape)
+        written[where] = add_noise(total[where], stream(), std=2, divisor=3, place=place)
+        (part,) = add_noise_to_all(
+            [total[where].clone()], [stream()], std=2, divisor=3, dtypes=[torch.float64],
+            places=[place],
+        )  # fmt: skip
+        assert torch.equal(part, written[where].double())
+    assert torch.equal(written, whole)
+
+
+def test_replicas_draw_the_same_and_shards_their_own():
+    n = 256
+    halves = [runs_of(((0, n), (b, n // 2)), (n, n)) for b in (0, n // 2)]
+    zeros = torch.zeros(n, n // 2)
+    left, again, right = (
+        add_noise(zeros, stream(), std=1, place=halves[i]).flatten() for i in (0, 0, 1)
+    )
+    assert torch.equal(left, again)
+    assert uncorrelated(left, right)
+    assert right_scale(torch.cat((left, right)))
+    assert not uncorrelated(left, again)
+
+
+def test_places_of_many():
+    """Whole, part and empty part side by side; no place is a place of its own."""
+    totals = [torch.zeros(6), torch.zeros(2, 3), torch.zeros(0, 3), torch.zeros(())]
+    places = [None, (Run(0, 4, 3, 10, 2),), (), None]
+    streams = [stream(parameter=str(i)) for i in range(4)]
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float32]
+    noisy = add_noise_to_all(totals, streams, std=1, divisor=2, dtypes=dtypes, places=places)
+    expected = [draw(6, streams[0]), draw(20, streams[1])[[4, 5, 6, 14, 15, 16]].view(2, 3)]
+    expected += [torch.zeros(0, 3), draw(1, streams[3]).view(())]
+    for got, z, dtype in zip(noisy, expected, dtypes, strict=True):
+        assert torch.equal(got, (z / 2).to(dtype))
+
+
+@pytest.mark.parametrize("std", [0, 1])
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ((), "has 0 elements, the sum 4"),
+        ((Run(0, 0, 5, 5, 1),), "has 5 elements"),
+        ((Run(0, 0, 2, 2, 1), Run(3, 8, 2, 2, 1)), "begins elsewhere than at element 2"),
+        ((Run(0, -1, 4, 4, 1),), "offset"),
+    ],
+)
+def test_refused_places(place, message, std):
+    with pytest.raises(ValueError, match=message):
+        add_noise(torch.zeros(4), stream(), std=std, place=place)
+
+
+def test_a_place_and_an_offset_are_refused():
+    with pytest.raises(ValueError, match="not both"):
+        add_noise(torch.zeros(4), stream(), std=1, place=(Run(0, 0, 4, 4, 1),), offset=3)
 
 
 def test_no_graph_is_built():

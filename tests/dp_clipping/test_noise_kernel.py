@@ -16,6 +16,7 @@ import torch
 from dp_clipping import noise
 from dp_clipping.kernels import noise as kernels
 from dp_clipping.noise import NoiseStream, add_noise, standard_normal
+from dp_clipping.shards import Run, runs_of
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -179,6 +180,86 @@ def check_many(device: str) -> None:
         assert torch.equal(a, b)
 
 
+BOXES = {  # a parameter's shape, its parts
+    (40, 64): [
+        ((0, 40), (0, 64)), ((10, 10), (0, 64)), ((0, 40), (16, 16)), ((20, 20), (32, 32)),
+        ((7, 1), (3, 5)), ((0, 40), (61, 3)), ((3, 37), (1, 62)),
+    ],
+    (33, 35): [
+        ((0, 33), (0, 18)), ((0, 33), (18, 17)), ((11, 11), (0, 35)), ((32, 1), (34, 1)),
+        ((33, 0), (0, 35)), ((5, 20), (4, 8)), ((0, 33), (34, 1)),
+    ],
+    (2, 90, 7): [((0, 2), (1, 89), (0, 7)), ((0, 2), (5, 80), (1, 6))],
+    (2, 3 * PROGRAM): [((0, 2), (0, 2 * PROGRAM)), ((0, 2), (PROGRAM + 3, 2 * PROGRAM - 4))],
+    (PROGRAM * kernels.LOOPS // 12 + 3, 20): [((0, PROGRAM * kernels.LOOPS // 12 + 3), (8, 12))],
+}  # fmt: skip
+
+
+def check_parts(device: str) -> None:
+    """A part of a parameter gets the bits that its elements get in the whole."""
+    for dtype in (torch.float32, torch.bfloat16):
+        wholes, parts, streams, places = [], [], [], []
+        for shape, boxes in BOXES.items():
+            for box in boxes:
+                stream = NoiseStream.derive(bytes(32), step=1, parameter=f"{shape}{box}", share=0)
+                total = torch.linspace(-9, 9, math.prod(shape), device=device).view(shape)
+                part = total[tuple(slice(a, a + n) for a, n in box)]
+                noisy = add_noise(total, stream, std=3.0, divisor=7.0, dtype=dtype)
+                wholes.append(noisy[tuple(slice(a, a + n) for a, n in box)])
+                parts.append(part)
+                streams.append(stream)
+                places.append(runs_of(box, shape))
+        wholes.append(add_noise(wholes[0].float(), STREAMS[3], std=3.0, divisor=7.0, dtype=dtype))
+        parts.append(wholes[0].float())
+        streams.append(STREAMS[3])
+        places.append(None)
+        together = noise.add_noise_to_all(
+            [part.clone() for part in parts], streams,
+            std=3.0, divisor=7.0, dtypes=[dtype] * len(parts), places=places,
+        )  # fmt: skip
+        for whole, part in zip(wholes, together, strict=True):
+            assert part.dtype == dtype
+            assert torch.equal(part, whole)
+        alone = add_noise(parts[1], streams[1], std=3.0, divisor=7.0, dtype=dtype, place=places[1])
+        assert torch.equal(alone, wholes[1])
+
+
+def check_places(device: str) -> None:
+    """Runs anywhere in a stream: nothing is written outside of the part."""
+    for stream in (STREAMS[0], STREAMS[3]):
+        for place in (
+            (Run(0, 2**34 - 9, 5, 9, 7),),
+            (Run(0, 2**40 + 3, 3, 2**33 + 1, 3), Run(9, 4, 4, 8, 2), Run(17, 1, 1, 2, 300)),
+            (Run(0, 2**62 + 4, 2 * PROGRAM, 2**35, 2),),
+            (Run(0, 2**34 - 4, 3 * PROGRAM + 1, 1, 1),),
+        ):
+            n = sum(run.numel for run in place)
+            guard = torch.full((n + 8,), torch.nan, device=device)
+            total = torch.zeros(n, device=device)
+            kernels.add_noise_to_parts_kernel_launch(
+                [total], [guard[4:-4]], [stream], [place], 1.0, 1.0
+            )
+            expected = torch.cat([
+                standard_normal(r.length, stream, offset=r.offset + q * r.stride, device=device)
+                for r in place
+                for q in range(r.count)
+            ])  # fmt: skip
+            torch.testing.assert_close(guard[4:-4], expected, rtol=0, atol=2e-6)
+            assert guard[:4].isnan().all()
+            assert guard[-4:].isnan().all()
+
+
+def test_rows_that_32_bits_do_not_count(monkeypatch):
+    monkeypatch.setattr(kernels, "LONGEST", 8)
+    place = (Run(0, 3, 5, 9, 4), Run(20, 100, 19, 40, 2))
+    pieces = kernels._within_reach(place)
+    assert [(r.local_start, r.offset, r.length) for r in pieces if r.local_start >= 20] == [
+        (20, 100, 8), (28, 108, 8), (36, 116, 3), (39, 140, 8), (47, 148, 8), (55, 156, 3),
+    ]  # fmt: skip
+    assert {run.count for run in pieces} == {1}
+    assert kernels._within_reach(place[:1]) == place[:1]
+
+
 def interpreted() -> None:
     """What the process of `test_kernel_in_the_interpreter` runs."""
     kernels.serves = lambda total: total.dtype == torch.float32
@@ -190,6 +271,8 @@ def interpreted() -> None:
     check_layouts("cpu")
     check_slices("cpu")
     check_many("cpu")
+    check_parts("cpu")
+    check_places("cpu")
 
 
 def test_kernel_in_the_interpreter():
@@ -219,6 +302,8 @@ def test_compiled_kernel():
     check_layouts("cuda")
     check_slices("cuda")
     check_many("cuda")
+    check_parts("cuda")
+    check_places("cuda")
 
 
 @pytest.mark.gpu
