@@ -1,0 +1,71 @@
+"""What the norms of the global batch look like: clipped fraction and histogram.
+
+They depend on the samples without noise: ε does not cover them. They are for looking, not for
+publishing, and refused with `release=True`. The same on every rank, since the norms are.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EDGES = tuple(2.0 ** (k / 2) for k in range(-12, 13))
+"""Edges of the histogram's bins relative to C: half octaves from C/64 to 64 C."""
+
+
+@dataclass(frozen=True)
+class NormStatistics:
+    """Of one step's global batch. Not covered by ε.
+
+    Attributes:
+        samples: of all ranks together.
+        nonfinite: those whose norm is not finite, which no sum holds.
+        clipped: those with a finite norm above C, or in any clipping group above its C_k.
+        clipped_by_group: the same for each of K groups.
+        histogram: of finite norms over all groups: below `edges[0]`, from each edge (included) to
+            the next one, from the last one on; one number more than edges.
+        edges: C · `EDGES`, where C² = Σ C_k².
+    """
+
+    samples: int
+    nonfinite: int
+    clipped: int
+    clipped_by_group: tuple[int, ...]
+    histogram: tuple[int, ...]
+    edges: tuple[float, ...]
+
+    @property
+    def clipped_fraction(self) -> float:
+        """Of the samples with finite norms; 0 of none."""
+        return self.clipped / max(1, self.samples - self.nonfinite)
+
+
+def norm_statistics(
+    squares: Tensor, limits: Sequence[float], refuse: Callable[[str], None]
+) -> NormStatistics:
+    """Statistics of squared norms [K, G] (`norm_reduce.GlobalNorms.wait()`).
+
+    Args:
+        squares: the same on every rank.
+        limits: C_k of the step that the norms are of.
+        refuse: `PrivateModel.refuse_in_release`, which raises RuntimeError in release mode.
+    """
+    refuse("norm_statistics")
+    squares = squares.detach().double()
+    finite = squares.isfinite().all(0)
+    squares = squares[:, finite]
+    bounds = torch.tensor(limits, dtype=torch.float64, device=squares.device)
+    above = squares.sqrt() > bounds[:, None]
+    threshold = sum(limit * limit for limit in limits) ** 0.5
+    edges = tuple(threshold * edge for edge in EDGES)
+    places = torch.tensor(edges, dtype=torch.float64, device=squares.device)
+    bins = torch.bucketize(squares.sum(0).sqrt(), places, right=True)
+    return NormStatistics(
+        samples=len(finite),
+        nonfinite=int((~finite).sum()),
+        clipped=int(above.any(0).sum()),
+        clipped_by_group=tuple(above.sum(1).tolist()),
+        histogram=tuple(bins.bincount(minlength=len(edges) + 1).tolist()),
+        edges=edges,
+    )

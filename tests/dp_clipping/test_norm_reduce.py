@@ -1,0 +1,441 @@
+"""Norms over ranks: where they add up, where they must not, and that every rank has the same."""
+
+import os
+import random
+from datetime import timedelta
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from dp_clipping.norm_reduce import MODES, NormReducer, refuse_split_samples
+from tests.dp_clipping import oracle, zoo
+from tests.ranks import Context, RankPool
+
+MESHES = {"data": (2, 1), "tensor": (1, 2), "data x tensor": (2, 2), "tensor of 4": (1, 4)}
+TENSOR_MESHES = [name for name, (_, tensor) in MESHES.items() if tensor > 1]
+BATCH = 7  # samples of the global batch
+SPLITS = {1: [(7,), (0,)], 2: [(4, 3), (0, 7), (6, 1), (0, 0)], 4: [(0, 4, 1, 2), (2, 2, 2, 1)]}
+GROUPS = 2  # clipping groups
+
+
+def world_size_of(mesh: str) -> int:
+    return MESHES[mesh][0] * MESHES[mesh][1]
+
+
+@cache
+def square(*, names: tuple[str, str]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The axes of a 2 x 2 mesh, on all four ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    return mesh.get_group(names[0]), mesh.get_group(names[1])
+
+
+def axes_of(context: Context, mesh: str) -> dict:
+    if mesh == "data x tensor":
+        data, tensor = square(names=("data", "tensor"))
+        return {"data_group": data, "tensor_group": tensor}
+    return {"tensor_group" if "tensor" in mesh else "data_group": context.group}
+
+
+def reducer_of(context: Context, mesh: str, mode: str = "sync", dtype=torch.float64):
+    return NormReducer(**axes_of(context, mesh), mode=mode, dtype=dtype)
+
+
+@cache
+def gradients() -> oracle.Gradients:
+    """Of the whole batch, from one backward a sample: weights and biases of an MLP."""
+    network = zoo.seeded(lambda: zoo.mlp(5, 8, 4))
+    return oracle.per_sample_gradients(network, zoo.numbers(BATCH, 5, out=(4,)), zoo.squared_error)
+
+
+def reference() -> Tensor:
+    """Squared norms [K, G] of a single process; parameters belong to the groups in turn."""
+    table = torch.zeros(GROUPS, BATCH, dtype=torch.float64)
+    for number, g in enumerate(gradients().values()):
+        table[number % GROUPS] += oracle.per_sample_sum(g.square())
+    return table
+
+
+class Part:
+    """What one rank computes: its samples, its shards of weights, all of the biases."""
+
+    def __init__(self, context: Context, mesh: str, reducer: NormReducer, mine: slice):
+        shards = MESHES[mesh][1]
+        self.reducer, self.mine, self.squares = reducer, mine, {}
+        for number, (name, g) in enumerate(gradients().items()):
+            is_sharded = name.endswith("weight")
+            if is_sharded:
+                g = g.chunk(shards, dim=1)[context.rank % shards]
+            counted = reducer.counts(replicated=not is_sharded)
+            own = oracle.per_sample_sum(g[mine].square())
+            self.squares[name] = number % GROUPS, own if counted else torch.zeros_like(own)
+
+    def table(self, names) -> Tensor:
+        """[1, K, B] of some parameters."""
+        table = torch.zeros(1, GROUPS, len(range(BATCH)[self.mine]), dtype=torch.float64)
+        for name in names:
+            group, squares = self.squares[name]
+            table[0, group] += squares
+        return table
+
+
+def part_of(reducer: NormReducer, sizes: tuple[int, ...]) -> slice:
+    start = sum(sizes[: reducer.data_rank])
+    return slice(start, start + sizes[reducer.data_rank])
+
+
+def same_bits(context: Context, table: Tensor) -> None:
+    """On all ranks of the context."""
+    others = [torch.empty_like(table) for _ in range(context.world_size)]
+    dist.all_gather(others, table.contiguous(), group=context.group)
+    assert all(torch.equal(table.nan_to_num(), other.nan_to_num()) for other in others)
+
+
+# ---- what clipping needs -------------------------------------------------------------------------
+
+
+def reduced(context: Context, mesh: str, mode: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """This rank's table before and after."""
+    reducer = reducer_of(context, mesh, mode, dtype)
+    part = Part(context, mesh, reducer, slice(0, BATCH))
+    own = part.table(part.squares).to(dtype)
+    before = own.clone()
+    if mode == "layerwise":
+        order = list(part.squares)
+        partial = reducer.layerwise(order, lambda names: part.table(names).to(dtype), every=1)
+        random.Random(context.rank).shuffle(order)  # another order on every rank
+        for name in order[:-1]:
+            partial.add(name)
+        assert partial.launched < len(order)
+        partial.add(order[-1])
+        assert partial.launched == len(order)
+        total = partial.wait()
+        assert torch.equal(total, partial.wait())
+    else:
+        flight = reducer.reduce(own)
+        total = flight.wait()
+        assert torch.equal(total, flight.wait())
+    assert torch.equal(own, before), "the table given is not changed"
+    return own, total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mesh", TENSOR_MESHES)
+def test_tensor_ranks_differ_before_and_are_identical_after(cpu_ranks, mesh, mode, dtype):
+    answers = cpu_ranks.run(world_size_of(mesh), reduced, mesh, mode, dtype)
+    shards = MESHES[mesh][1]
+    for one in range(0, len(answers), shards):
+        before, after = zip(*answers[one : one + shards], strict=True)
+        assert all(not torch.equal(before[0], other) for other in before[1:])
+        assert all(torch.equal(after[0], other) for other in after[1:])
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-14
+    for _, after in answers:
+        torch.testing.assert_close(after[0].double(), reference(), rtol=tolerance, atol=0)
+
+
+def with_data_ranks_only(context: Context) -> None:
+    reducer = reducer_of(context, "data", "async")
+    assert not reducer.splits_parameters
+    assert reducer.counts(replicated=True)
+    own = torch.rand(2, GROUPS, 3 + context.rank, dtype=torch.float64) + context.rank
+    assert torch.equal(reducer.reduce(own).wait(), own)
+
+
+def test_norms_of_different_samples_are_not_summed(cpu_ranks):
+    cpu_ranks.run(2, with_data_ranks_only)
+
+
+def test_one_process_takes_the_same_path():
+    own = torch.rand(2, 1, 3)
+    for mode in MODES:
+        reducer = NormReducer(mode=mode)
+        partial = reducer.layerwise("ab", lambda keys: own * len(keys) / 2, every=1)
+        partial.add("b")
+        assert partial.launched == 0
+        partial.add("a")
+        assert partial.launched == 2
+        for total in (reducer.reduce(own).wait(), partial.wait()):
+            torch.testing.assert_close(total, own)
+        norms = reducer.gather(own[0], complete=True)
+        assert norms.sizes == [3]
+        torch.testing.assert_close(norms.norms(), own[0, 0].sqrt())
+
+
+def missing_keys(context: Context, every: int) -> None:
+    """Parameters that backward did not reach arrive on no rank, others on some ranks only."""
+    reducer = reducer_of(context, "tensor", "layerwise")
+    order = [f"p{number}" for number in range(10)]
+    reached = [k for k in order if k != "p4" and (k != "p7" or context.rank)]
+
+    def table(keys):
+        values = torch.zeros(1, 1, 2, dtype=torch.float64)
+        for key in keys:
+            values += torch.tensor([1.0, 2.0]) * 2.0 ** int(key[1:])
+        return values
+
+    partial = reducer.layerwise(order, table, every)
+    for key in reversed(reached):
+        partial.add(key)
+    assert partial.launched == 4 // every, "the chunk of p4 and all after it are held back"
+    expected = 2.0 * (2**10 - 1 - 2**4) - 2**7
+    assert partial.wait().tolist() == [[[expected, 2 * expected]]]
+    assert partial.launched == -(-10 // every)
+    with pytest.raises(AssertionError, match="after its chunk has left"):
+        partial.add("p4")
+    with pytest.raises(AssertionError, match="twice"):
+        partial.add("p1")
+
+
+@pytest.mark.parametrize("every", [1, 3, 4, 99])
+def test_chunks_do_not_depend_on_what_arrives(cpu_ranks, every):
+    cpu_ranks.run(2, missing_keys, every)
+
+
+def empty_tables(context: Context) -> None:
+    none = torch.zeros(2, 1, 0, dtype=torch.float64)
+    for mode in MODES:
+        reducer = reducer_of(context, "tensor", mode)
+        assert reducer.reduce(none).wait().shape == none.shape
+        assert reducer.layerwise([], lambda keys: none).wait().shape == none.shape
+
+
+def test_an_empty_batch_communicates_nothing(cpu_ranks):
+    cpu_ranks.run(2, empty_tables)
+
+
+def not_finite(context: Context) -> None:
+    own = torch.tensor([[[1.0, 2.0, 3.0]]])
+    if context.rank:
+        own[0, 0, 0], own[0, 0, 2] = torch.inf, torch.nan
+    for mode in ("sync", "async"):
+        reducer = reducer_of(context, "tensor", mode, torch.float32)
+        found = reducer.reduce(own).wait()[0, 0].tolist()
+        assert found[0] == torch.inf
+        assert found[1] == 4
+        assert found[2] != found[2]
+
+
+def test_a_norm_that_is_not_finite_is_so_on_every_rank(cpu_ranks):
+    cpu_ranks.run(2, not_finite)
+
+
+# ---- the global vector ---------------------------------------------------------------------------
+
+
+def gathered(context: Context, mesh: str) -> None:
+    reducer = reducer_of(context, mesh)
+    for sizes in SPLITS[reducer.data_ranks]:
+        size = sum(sizes)
+        mine = part_of(reducer, sizes)
+        part = Part(context, mesh, reducer, mine)
+        own = part.table(part.squares)
+        announced = reducer.announce(own.shape[-1])
+        complete = reducer.reduce(own).wait()
+        for found in (
+            reducer.gather(complete[0], complete=True, sizes=announced),
+            reducer.gather(own[0], complete=False),
+        ):
+            assert found.sizes == list(sizes)
+            assert found.wait().shape == (GROUPS, size)
+            torch.testing.assert_close(found.wait(), reference()[:, :size], rtol=1e-14, atol=0)
+            expected = oracle.norms(gradients())[:size]
+            torch.testing.assert_close(found.norms(), expected, rtol=1e-14, atol=0)
+            same_bits(context, found.wait())
+            same_bits(context, found.norms())
+        flat = reducer.gather(complete[0].sum(0), complete=True)
+        assert flat.wait().shape == (1, size)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_rank_has_the_vector_of_one_process(cpu_ranks, mesh):
+    cpu_ranks.run(world_size_of(mesh), gathered, mesh)
+
+
+def gathered_over_two_data_axes(context: Context) -> None:
+    reducer = NormReducer(data_group=square(names=("replicas", "shards")), dtype=torch.float64)
+    assert (reducer.data_ranks, reducer.data_rank) == (4, context.rank)
+    for sizes in SPLITS[4]:
+        mine = part_of(reducer, sizes)
+        found = reducer.gather(reference()[:, mine], complete=True)
+        assert found.sizes == list(sizes)
+        assert torch.equal(found.wait(), reference())
+
+
+def test_replicas_of_shards_are_data_ranks(cpu_ranks):
+    cpu_ranks.run(4, gathered_over_two_data_axes)
+
+
+def read_by_one_rank(context: Context) -> None:
+    reducer = reducer_of(context, "data", dtype=torch.float32)
+    steps = [reducer.gather(torch.full((2,), float(n)), complete=True) for n in range(3)]
+    if context.rank == 0:
+        assert steps[1].norms().tolist() == [1.0] * 4
+    dist.barrier(context.group)
+
+
+def test_reading_is_up_to_each_rank(cpu_ranks):
+    cpu_ranks.run(2, read_by_one_rank)
+
+
+def other_batch(context: Context) -> None:
+    reducer = reducer_of(context, "data x tensor")
+    sizes = reducer.announce(3 if context.rank else 2)  # rank 1 is its tensor-parallel partner
+    with pytest.raises(RuntimeError, match="must draw the same batches"):
+        sizes.wait()
+
+
+def test_tensor_ranks_have_the_same_samples(cpu_ranks):
+    cpu_ranks.run(4, other_batch)
+
+
+def test_another_number_of_norms_than_announced():
+    reducer = NormReducer()
+    with pytest.raises(ValueError, match="norms of 2 samples, and 3 were announced"):
+        reducer.gather(torch.ones(2), complete=True, sizes=reducer.announce(3))
+
+
+# ---- why not over samples ------------------------------------------------------------------------
+
+
+def adversarial(world_size: int, with_huge: bool) -> Tensor:
+    """Gradients [W, 2] of one sample a rank: rank 0's is huge, or is removed; C = 1.
+
+    The others point the other way, and each is far above C.
+    """
+    g = torch.zeros(world_size, 2, dtype=torch.float64)
+    g[0, 0] = -1e9 if with_huge else 0.0
+    g[1:, 0] = 1e3
+    return g
+
+
+def clip(g: Tensor, norms: Tensor) -> Tensor:
+    return (g / norms.clamp_min(1.0)[:, None]).sum(0)
+
+
+@pytest.mark.parametrize(("world_size", "moved"), [(2, 2.0), (4, 2.732), (8, 3.646)])
+def test_norms_of_different_samples_in_one_slot_break_the_sensitivity(world_size, moved):
+    """N² = Σ_r n_r² looks conservative, and one sample moves the sum by C(1 + √(W - 1))."""
+    shared, own = [], []
+    for with_huge in (True, False):
+        g = adversarial(world_size, with_huge)
+        norms = g.norm(dim=1)
+        assert (norms <= norms.square().sum().sqrt()).all()
+        shared.append(clip(g, norms.square().sum().sqrt().expand(world_size)))
+        own.append(clip(g, norms))
+    assert (shared[0] - shared[1]).norm() == pytest.approx(1 + (world_size - 1) ** 0.5, rel=1e-4)
+    assert (shared[0] - shared[1]).norm() == pytest.approx(moved, abs=1e-3)
+    assert (own[0] - own[1]).norm() <= 1 + 1e-12
+
+
+def moved_by_one_sample(context: Context, axis: str) -> float:
+    """What removing rank 0's sample moves the clipped sum by, with this as the reducer's axis."""
+    reducer = NormReducer(**{axis: context.group}, dtype=torch.float64)
+    sums = []
+    for with_huge in (True, False):
+        g = adversarial(context.world_size, with_huge)[context.rank : context.rank + 1]
+        squares = reducer.reduce(g.square().sum(1)[None, None]).wait()
+        total = clip(g, squares[0, 0].sqrt())
+        dist.all_reduce(total, group=context.group)
+        sums.append(total)
+    return float((sums[0] - sums[1]).norm())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_reducer_on_the_wrong_axis_breaks_it_and_on_the_right_one_does_not(
+    cpu_ranks, world_size
+):
+    wrong = cpu_ranks.run(world_size, moved_by_one_sample, "tensor_group")
+    right = cpu_ranks.run(world_size, moved_by_one_sample, "data_group")
+    assert wrong == pytest.approx([1 + (world_size - 1) ** 0.5] * world_size, rel=1e-4)
+    assert max(right) <= 1 + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("what", "placement", "features"),
+    [
+        ("input", Shard(1), 1),
+        ("output", Shard(0), 1),
+        ("input", Shard(-2), 1),
+        ("input", Shard(1), 0),
+    ],
+)
+def test_split_samples_are_refused(what, placement, features):
+    shape = (4, 6, 8) if features else (4, 6)
+    with pytest.raises(ValueError, match=r"blocks.0.up: its " + what) as refused:
+        refuse_split_samples("blocks.0.up", what, [placement], shape, features)
+    assert "‖Σ_r g_r‖² is not Σ_r ‖g_r‖²" in str(refused.value)
+
+
+def test_split_features_are_not():
+    for placement in (Shard(-1), Shard(2), Replicate(), Partial()):
+        refuse_split_samples("head", "output", [Replicate(), placement], (4, 6, 8))
+
+
+# ---- what goes wrong -----------------------------------------------------------------------------
+
+
+def late(context: Context) -> None:
+    """The last rank never comes: the others stop within the group's timeout."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    if context.rank == context.world_size - 1:
+        return
+    table = torch.ones(1, 1, 4)
+    of_tensor = {mode: NormReducer(tensor_group=group, mode=mode) for mode in MODES}
+    partial = of_tensor["layerwise"].layerwise("a", lambda keys: table, every=1)
+    partial.add("a")
+    for wait, axis in (
+        (partial.wait, "tensor-parallel"),
+        (lambda: of_tensor["sync"].reduce(table).wait(), "tensor-parallel"),
+        (lambda: of_tensor["async"].reduce(table).wait(), "tensor-parallel"),
+        (lambda: NormReducer(data_group=group).gather(table[0], complete=True), "data"),
+    ):
+        with pytest.raises(RuntimeError, match=f"over the {axis} axis .4 ranks. failed") as lost:
+            wait()
+        assert isinstance(lost.value.__cause__, Exception)
+
+
+def test_a_rank_that_does_not_come_is_named(cpu_ranks):
+    cpu_ranks.run(4, late)
+
+
+def dies(context: Context) -> None:
+    reducer = NormReducer(data_group=context.group, mode="async")
+    reducer.gather(torch.ones(2), complete=True).wait()
+    if context.rank == 1:
+        os._exit(3)
+    reducer.gather(torch.ones(2), complete=True).wait()
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_stops_the_others():
+    pool = RankPool(3)
+    with pytest.raises(AssertionError) as failed:
+        pool.run(3, dies)
+    text = str(failed.value)
+    assert "the process died" in text
+    assert text.count("over the data axis (3 ranks) failed") >= 1
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match="norm_reduction 'lazy' is unknown"):
+        NormReducer(mode="lazy")
+    with pytest.raises(ValueError, match=r"not in .*bfloat16"):
+        NormReducer(dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"would be rounded to .*float32"):
+        NormReducer().reduce(torch.ones(1, 1, 2, dtype=torch.float64))
+    with pytest.raises(ValueError, match="every is 0"):
+        NormReducer().layerwise("a", torch.ones, every=0)
+
+
+def one_group_twice(context: Context) -> None:
+    with pytest.raises(ValueError, match="have ranks in common"):
+        NormReducer(data_group=context.group, tensor_group=context.group)
+
+
+def test_one_group_is_not_two_axes(cpu_ranks):
+    cpu_ranks.run(2, one_group_twice)
