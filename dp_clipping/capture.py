@@ -23,6 +23,7 @@ from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import Handle
 from dp_clipping.plan import Plan
 from dp_clipping.session import Session
+from dp_clipping.sharded import Sharding, attribute, noting, plain_type
 
 if TYPE_CHECKING:
     from dp_clipping.compiled import Forecast
@@ -44,7 +45,8 @@ def kind_of(module: nn.Module) -> str:
     own = {name for name, _ in module.named_parameters(recurse=False)}
     if not own <= {"weight", "bias"} or nn.utils.parametrize.is_parametrized(module):
         return "vectorized"
-    method = type(module).forward
+    plain = plain_type(module)
+    method = plain.forward
     if method is nn.Linear.forward:
         return "linear"
     if method is nn.Embedding.forward:
@@ -55,10 +57,7 @@ def kind_of(module: nn.Module) -> str:
         return "layer_norm"
     if norm.is_llama_rms_norm(module):
         return "llama_rms_norm"
-    if (
-        type(module).__name__ == "Conv1D"
-        and type(module).__module__ == "transformers.pytorch_utils"
-    ):
+    if plain.__name__ == "Conv1D" and plain.__module__ == "transformers.pytorch_utils":
         return "conv1d"
     return "vectorized"
 
@@ -76,14 +75,19 @@ class Capture:
         plans: what linear layers were used for -> the plan for that (see `dp_clipping.plan`);
             `plan` is the last one that a step ran by.
         forecast: of the coming forward, where compiled code needs one (see `dp_clipping.compiled`).
+        sharding: how the network is spread over ranks; None: it is not.
+        shapes: parameter -> shape of what its layer computes with, a part under tensor parallelism.
     """
 
-    def __init__(self, network: nn.Module, clipping: str = "flat"):
-        self.network = network
-        self._modules = list(network.modules())
+    def __init__(
+        self, network: nn.Module, clipping: str = "flat", sharding: Sharding | None = None
+    ):
+        self.network, self.sharding = network, sharding
         self.handles = self._install()
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         self.names = {p: n for n, p in reversed(list(network.named_parameters()))}
+        parts = {} if sharding is None else sharding.parts
+        self.shapes = {p: parts[p].shape if p in parts else p.shape for p in self.parameters}
         self.groups, self.group_names = self._make_groups(clipping)
         self.members = [[] for _ in self.group_names]
         for parameter, group in self.groups.items():
@@ -96,7 +100,10 @@ class Capture:
         self.plan: Plan | None = None
         self.forecast: Forecast | None = None
         self._copied = {
-            p for h in self.handles if h.kind == "vectorized" for p in h.parameters().values()
+            parameter: (module, name)
+            for module in network.modules()
+            if "_private" in vars(module) and module._private.kind == "vectorized"
+            for name, parameter in module._private.parameters().items()
         }
         self._zeros: dict[torch.dtype, Tensor] = {}
 
@@ -119,7 +126,8 @@ class Capture:
                 covered.update(module.modules())
             handle = Handle(name, kind, module, trainable)
             module._private = handle
-            module.forward = types.MethodType(FORWARDS[kind], module)
+            forward = FORWARDS[kind] if self.sharding is None else noting(FORWARDS[kind])
+            module.forward = types.MethodType(forward, module)
             handles.append(handle)
         return handles
 
@@ -151,7 +159,7 @@ class Capture:
             handle.slots = {} if session is None else session.slots[handle.name]
         try:
             with ExitStack() as stack:
-                if session is not None and self.is_compiled:
+                if session is not None and session.is_compiled:
                     stack.enter_context(_any_size())
                     if session.policy.may_run_twice:
                         stack.enter_context(_reusable())
@@ -166,7 +174,7 @@ class Capture:
         Slots are made where a layer asks for one; inside a compiled region none can be made, so a
         network with one gets them all beforehand.
         """
-        if not self.is_compiled:
+        if not session.is_compiled:
             return {handle.name: {} for handle in self.handles}
         return {handle.name: session.slots_of(handle) for handle in self.handles}
 
@@ -175,7 +183,7 @@ class Capture:
         """Whether any part of the network is."""
         return any(
             module._compiled_call_impl is not None or "_torchdynamo_orig_callable" in vars(module)
-            for module in self._modules
+            for module in self.network.modules()
         ) or hasattr(self.network, "_orig_mod")
 
     def slot_value(self, parameter: Parameter) -> Tensor:
@@ -185,7 +193,7 @@ class Capture:
         over tokens, so there G is float32.
         """
         if parameter in self._copied:
-            return parameter.detach()
+            return attribute(*self._copied[parameter]).detach()
         dtype = parameter.dtype
         if parameter.dim() < 2:
             dtype = wide(dtype)

@@ -165,9 +165,20 @@ class PrivateCriterion:
                 "flattened targets pass shape=outputs.shape, as it is before flattening"
             )
         if not self._is_checked and expected > 1:
-            check_losses(losses, args[0] if args else kwargs.get("input"))
-            self._is_checked = True
+            self._check(*args, shape=shape, **kwargs)
         return PrivateLoss(self.model, session, losses, self.loss_reduction)
+
+    def _check(self, *args: Any, **kwargs: Any) -> None:
+        """On outputs cut off from the network: FSDP would take a look at them for a backward."""
+        outputs = args[0] if args else kwargs.get("input")
+        if isinstance(outputs, Tensor) and outputs.requires_grad:
+            outputs = outputs.detach().requires_grad_()
+            if args:
+                args = (outputs, *args[1:])
+            else:
+                kwargs["input"] = outputs
+            check_losses(self._per_sample(*args, **kwargs), outputs)
+        self._is_checked = True
 
     def _per_sample(self, *args: Any, shape: tuple[int, ...] | None, **kwargs: Any) -> Tensor:
         losses = self._unreduced(*args, **kwargs)

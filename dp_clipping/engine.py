@@ -3,6 +3,7 @@
 Code written for Opacus 1.6 with `grad_sample_mode="ghost"` runs with the import changed.
 """
 
+import logging
 import math
 import os
 import warnings
@@ -35,7 +36,10 @@ from dp_clipping.modes import DEFAULT_MODE, policy_of
 from dp_clipping.optimizer import PrivateOptimizer
 from dp_clipping.run import Run, agree_on_settings
 from dp_clipping.sampling import PoissonLoader
+from dp_clipping.sharded import Sharding
 from dp_clipping.validation import check_module
+
+LOG = logging.getLogger(__name__)
 
 
 class PrivacyEngine:
@@ -91,7 +95,7 @@ class PrivacyEngine:
         """Model, optimizer, criterion and loader for private training.
 
         Args:
-            module: the network, or `ddp.wrap(name, network)`.
+            module: the network, sharded or not, or `ddp.wrap(name, network)`.
             optimizer: over parameters of the module.
             criterion: with a `reduction`; it is asked for one loss a sample. Default
                 `nn.CrossEntropyLoss()`.
@@ -137,15 +141,24 @@ class PrivacyEngine:
         if policy is not None:
             check_module(module)
         device = next(module.parameters()).device
-        group = getattr(module, "process_group", None)
+        data_group = everyone = getattr(module, "process_group", None)
+        sharding = None if policy is None else Sharding.of(module, data_group)
+        if sharding is not None:
+            if memory_budget is not None:
+                raise ValueError(
+                    "memory_budget is not for sharded models, whose ranks must run backward "
+                    "equally often: choose flash_bookkeeping, or flash, which keeps nothing"
+                )
+            data_group, everyone = sharding.data_group, sharding.everyone
+            LOG.info(sharding.describe())
         if noise_generator is None:
-            keys = fresh_keys(group, device)
+            keys = fresh_keys(everyone, device)
         else:
-            keys = fixed_keys(noise_generator, group, device)
+            keys = fixed_keys(noise_generator, everyone, device)
         loader = self._private_loader(
-            data_loader, keys, group, poisson_sampling, batch_first, rand_on_empty
+            data_loader, keys, data_group, poisson_sampling, batch_first, rand_on_empty
         )
-        world_size = 1 if group is None else dist.get_world_size(group)
+        world_size = 1 if data_group is None else dist.get_world_size(data_group)
         if expected_batch_size is None:
             expected_batch_size = expected_batch_size_of(data_loader, world_size)
         model = PrivateModel(
@@ -156,6 +169,7 @@ class PrivacyEngine:
             clipping=clipping,
             batch_first=batch_first,
             release=self.release,
+            sharding=sharding,
         )
         private_optimizer = PrivateOptimizer(
             optimizer,
@@ -184,8 +198,8 @@ class PrivacyEngine:
             "num_samples": len(data_loader.dataset),
             "sample_rate": sample_rate,
         }
-        agree_on_settings(settings | {"len(data_loader)": len(data_loader)}, group)
-        self._runs.append(Run(model, private_optimizer, loader, group, keys, settings))
+        agree_on_settings(settings | {"len(data_loader)": len(data_loader)}, everyone)
+        self._runs.append(Run(model, private_optimizer, loader, everyone, keys, settings))
         return (
             model,
             private_optimizer,

@@ -79,6 +79,7 @@ class FusedSession(Session):
         self._bad: Tensor | None = None  # [B] bool, samples that had a norm that is not finite
         self._streams = False  # whether groups are summed as soon as their norms are there
         self._handed_on: set[Parameter] = set()
+        self._arrivals: Counter[int] = Counter()  # of parameters, by the FSDP module they are of
         self._stream: torch.cuda.Stream | None = None
         self._joined: set[Parameter] = set()  # their norms are in another parameter's
 
@@ -133,10 +134,11 @@ class FusedSession(Session):
             self._kept[parameter] = gradients
         if own is None and gradients.dim() == 2:
             self._waiting.vectors[parameter] = gradients
+            self._wait_for(parameter, 0)
             return
         with self._range("norm/dense", parameter):
             self._norms[parameter] = Norm(squares(gradients) if own is None else own)
-        self._wait_for(gradients.nbytes if self._streams else 0)
+        self._wait_for(parameter, gradients.nbytes if self._streams else 0)
 
     def factors(self, parameter: Parameter, factors: Any) -> None:
         if self._is_second_visit(parameter):
@@ -153,13 +155,14 @@ class FusedSession(Session):
             else:
                 self._kept[parameter] = factors  # in order of arrival; G may take its place
             stays = not choice.recomputed and choice.algorithm != GRADIENT and not self._streams
-            total = SUM_BYTES * parameter.numel() if self._streams else 0
-            self._wait_for(0 if stays else max(factors.bytes, choice.bytes) + total)
+            total = SUM_BYTES * self.capture.shapes[parameter].numel() if self._streams else 0
+            self._wait_for(parameter, 0 if stays else max(factors.bytes, choice.bytes) + total)
         else:
             with self._range("norm/factors", parameter):
                 sums = TokenSums.of(factors.ids, factors.y)
             self._norms[parameter] = Norm(sums.squares)
             self._kept[parameter] = sums
+            self._wait_for(parameter, 0)
 
     def _check_stream(self, x: Tensor) -> None:
         """Launches are shared, so what they read must have been computed on one stream."""
@@ -184,16 +187,35 @@ class FusedSession(Session):
             return self._plan_of([self._uses[parameter]])[self.capture.names[parameter]]
         return self.plan[self.capture.names[parameter]]
 
-    def _wait_for(self, size: int) -> None:
+    def _wait_for(self, parameter: Parameter, size: int) -> None:
         """Launch what waits if there is enough of it."""
         self._pending += size
-        if self._pending > self._may_wait and not self._has_room():
+        if self._is_time(parameter, leaves=self._streams):
             self._take_norms(everything=self._streams)
             if self._streams:
                 self._clip_complete_groups()
 
+    def _is_time(self, parameter: Parameter, leaves: bool) -> bool:
+        """Whether what waits is launched now.
+
+        `leaves`: sums leave for other ranks then. In a sharded model those collectives are among
+        the ones that gather parameters, and every rank must issue all of them in one order,
+        whatever the sizes of its batch: so the time comes when all that one FSDP module gathers
+        has arrived.
+        """
+        sharding = self.capture.sharding
+        if sharding is not None:
+            unit = sharding.parts[parameter].unit
+            self._arrivals[unit] += 1
+            if leaves:
+                return self._arrivals[unit] == len(sharding.units[unit])
+        return self._pending > self._may_wait and not self._has_room()
+
     def _has_room(self) -> bool:
-        """Whether more may wait: for half of what backward has freed and nobody took since."""
+        """Whether more may wait, in what backward has freed and nobody took since.
+
+        Each look grants half of that, and is followed by another until little is left.
+        """
         free = self._held - _allocated(self.anchor.device) - self._pending
         room = min(MOST_PENDING_BYTES, self._pending + free // 2)
         if room < self._pending + PENDING_BYTES // 4:
@@ -208,10 +230,9 @@ class FusedSession(Session):
         self.capture.plan = self.plan
         self._held = _allocated(self.anchor.device)
         self._streams = self.policy.per_layer and not self._needs_second_pass()
-        if self._streams:
-            self._bad = ~losses.detach().isfinite()
-        else:
-            self._bad = torch.zeros_like(losses, dtype=torch.bool)
+        self._bad = torch.zeros(self.batch_size, dtype=torch.bool, device=losses.device)
+        if self._streams and len(losses) == self.batch_size:  # not for a row without a sample
+            self._bad |= ~losses.detach().isfinite()
 
     def _plan_of(self, uses: list[Use]) -> Plan:
         key = tuple(uses)
@@ -302,6 +323,11 @@ class FusedSession(Session):
         self._sum_all(mine, scale)
 
     def _sum(self, losses: Tensor) -> None:
+        self._arrivals.clear()
+        if self.capture.sharding is not None:
+            self._summing = True
+            self._hand_on_kept()  # beside what the second backward brings of the same modules
+            self._sum_waiting()
         super()._sum(losses)
         self._sum_waiting()
 
@@ -309,8 +335,8 @@ class FusedSession(Session):
         self._to_sum[parameter] = remains
         self._handed_on.add(parameter)
         held = getattr(remains, "nbytes", 0) or getattr(remains, "bytes", 0)
-        self._pending += SUM_BYTES * parameter.numel() + held
-        if self._pending > self._may_wait and not self._has_room():
+        self._pending += SUM_BYTES * self.capture.shapes[parameter].numel() + held
+        if self._is_time(parameter, leaves=self._in_backward):
             self._sum_waiting()
 
     def _sum_waiting(self) -> None:
@@ -341,7 +367,7 @@ class FusedSession(Session):
             if parameter not in totals:
                 with self._range("sum", parameter):
                     own = scale.values[row_of[parameter]]
-                    totals[parameter] = one.weighted_sum(own, len(parameter))
+                    totals[parameter] = one.weighted_sum(own, self.capture.shapes[parameter][0])
         remains.clear()
         for parameter in row_of:
             self._receive(parameter, totals.pop(parameter))

@@ -6,8 +6,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils._pytree import tree_map
 
 from dp_clipping.arguments import check_max_grad_norm
 from dp_clipping.batch import Batch
@@ -24,6 +26,7 @@ from dp_clipping.layout import FEW, MORE
 from dp_clipping.modes import PLAIN_TWIN, say_plain
 from dp_clipping.search import Search
 from dp_clipping.session import Policy, Session
+from dp_clipping.sharded import ShardedSums, Sharding, is_sharded, like
 from dp_clipping.validation import check_still_fixed, normalizations, same_buffers
 
 
@@ -41,6 +44,7 @@ class PrivateModel(nn.Module):
         clipping: `"flat"` or `"per_layer"`.
         batch_first: the first dimension of the inputs counts the samples, else the second.
         release: what is not covered by ε raises instead of showing itself.
+        sharding: `Sharding.of(module)`: how the network is spread over ranks, if it is.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class PrivateModel(nn.Module):
         clipping: str = "flat",
         batch_first: bool = True,
         release: bool = False,
+        sharding: Sharding | None = None,
     ):
         super().__init__()
         self.module = module
@@ -73,11 +78,18 @@ class PrivateModel(nn.Module):
         self._established = False
         self._is_provisional = False  # established with one sample, beside which all is batch
         self._capture: Capture | None = None
+        self.sharding = sharding
+        self._sharded_sums: ShardedSums | None = None
         if policy is not None:
-            self._capture = Capture(self.network, clipping)
+            self._capture = Capture(self.network, clipping, sharding)
+            if sharding is not None:
+                self._sharded_sums = ShardedSums(sharding)
             self._search = Search(self._capture)
             self._forecaster = Forecaster(self._search)
             self._normalizations = normalizations(self.network)
+            # By name: between forward and backward FSDP has other objects in their place.
+            named = self.network.named_parameters()
+            self._trainable = {name for name, p in named if p.requires_grad}
             self.limits()
             if self._is_wrapped:
                 module.reduce = "sum"
@@ -151,7 +163,9 @@ class PrivateModel(nn.Module):
         if not given.size:
             args, kwargs = given.with_a_row_of_zeros()
             batch = Batch(args, kwargs, self.batch_first)
-        if not self._established or (batch.size >= FEW and self._is_provisional):
+        if self.sharding is not None:
+            self._establish_together(batch)
+        elif not self._established or (batch.size >= FEW and self._is_provisional):
             self._establish(batch)
         self.capture.forecast = self._forecast(batch)
         session = self._session_class()(self.capture, batch.size, self.policy)
@@ -159,7 +173,13 @@ class PrivateModel(nn.Module):
         with self.capture.attached(session), self._sync_context():
             try:
                 output = self.module(*args, **kwargs)
-            except LayoutUnknown:
+            except LayoutUnknown as error:
+                if self.sharding is not None:
+                    raise ValueError(
+                        f"{error} is called in a way that was not seen in the first batch, and "
+                        "other ranks cannot be asked to look again now: call "
+                        "model.forget_layouts() on every rank before a forward that differs"
+                    ) from error
                 self._establish(batch)
                 output = self._call_network_again(args, kwargs)
         self._session = session
@@ -183,7 +203,10 @@ class PrivateModel(nn.Module):
             self.clear_gradients()
 
     def forget_layouts(self) -> None:
-        """Look for the batch dimension again, as when the way layers are called changes."""
+        """Look for the batch dimension again, as when the way layers are called changes.
+
+        With a sharded model every rank calls it.
+        """
         self._established = False
         self._search.forget()
         self._forecaster.forget()
@@ -267,9 +290,27 @@ class PrivateModel(nn.Module):
             self.module.gradient_ready(parameter)
         self._is_held_back = False
 
+    def finish_synchronization(self) -> None:
+        """Before a step: `.grad` of each parameter is (this rank's shard of) the sum of all ranks.
+
+        Raises:
+            RuntimeError: parameters have no sum, as after a backward that was cut off.
+        """
+        self.accumulating = False
+        self.send_held_back()
+        if self._sharded_sums is not None:
+            self._sharded_sums.finish()
+        elif hasattr(self.module, "finish_gradient_synchronization"):
+            self.module.finish_gradient_synchronization()
+
     def _add_sums(self, session: Session, losses: Tensor) -> None:
         if session.is_empty or self.holds_dummy():
             self._norms.append(losses.detach().new_zeros(0, dtype=torch.float32))
+            if self._sharded_sums is not None:
+                # Ranks with samples need this one's shards, and its sums, zeros, in their order.
+                limits = _on_device(tuple(self._step_limits), losses.device)
+                session.backward(losses, limits, lambda p, _: self._receive(p, None))
+                return
             # Backwards, as a backward would: rank 0's first order becomes that of the buckets.
             for parameter in reversed(self.capture.parameters):
                 self._receive(parameter, None)
@@ -293,7 +334,10 @@ class PrivateModel(nn.Module):
 
         In private training autograd accumulates nothing into a trainable parameter.
         """
-        names = [self.capture.names[p] for p in self._unclipped if p.grad is not None]
+        unclipped = [p for p in self._unclipped if p.grad is not None]
+        if self._sharded_sums is not None:
+            unclipped += self._sharded_sums.changed()
+        names = [self.capture.names[p] for p in unclipped]
         if names:
             raise RuntimeError(
                 f"an ordinary backward (a loss that is not the private criterion's) has added to "
@@ -316,12 +360,19 @@ class PrivateModel(nn.Module):
         self._step_is_open = self._is_held_back = False
         self._nonfinite_samples = 0
         self._unclipped.clear()
+        if self._sharded_sums is not None:
+            self._sharded_sums.forget()
         for parameter in self.capture.parameters:
             parameter.grad = None
         self._use_wide_gradients()
 
     def apply_gradient(self, parameter: Parameter, gradient: Tensor) -> None:
-        """Let `.grad` be what the optimizer applies, in the parameter's own dtype."""
+        """Let `.grad` be what the optimizer applies, in the parameter's own dtype.
+
+        `gradient`: of a DTensor, this rank's part.
+        """
+        if is_sharded(parameter):
+            gradient = like(parameter, gradient)
         parameter.grad = None
         parameter.grad_dtype = parameter.dtype
         parameter.grad = gradient
@@ -347,7 +398,7 @@ class PrivateModel(nn.Module):
         changed = {
             name: "trainable" if p.requires_grad else "frozen"
             for name, p in self.network.named_parameters()
-            if p.requires_grad != (p in self.capture.groups)
+            if p.requires_grad != (name in self._trainable)
         }
         if changed:
             names = ", ".join(f"{name} ({now} now)" for name, now in list(changed.items())[:5])
@@ -367,9 +418,13 @@ class PrivateModel(nn.Module):
 
     @torch.no_grad()
     def _receive(self, parameter: Parameter, total: Tensor | None) -> None:
+        shape, dtype = self.capture.shapes[parameter], wide(parameter.dtype)
         if total is None:
-            total = torch.zeros_like(parameter, dtype=wide(parameter.dtype))
-        total = total.to(wide(parameter.dtype)).view(parameter.shape)
+            total = torch.zeros(shape, dtype=dtype, device=parameter.device)
+        total = total.to(dtype).view(shape)
+        if self._sharded_sums is not None:
+            self._sharded_sums.receive(parameter, total)
+            return
         if parameter.grad is None:
             parameter.grad = total
         else:
@@ -406,23 +461,54 @@ class PrivateModel(nn.Module):
     # ---- what is looked for before a step -------------------------------------------------------
 
     def _establish(self, batch: Batch) -> None:
-        few, more = batch.with_samples(FEW), batch.with_samples(MORE)
-        if self._is_provisional or batch.size < FEW:
+        self._look(batch.with_samples(FEW), batch.with_samples(MORE), batch.size)
+
+    def _look(self, few: tuple, more: tuple, size: int) -> None:
+        """From the arguments of two forwards, made of a batch of so many samples."""
+        if self._is_provisional or size < FEW:
             self._search.forget()
             self._forecaster.forget()
         with same_buffers(self.network):
             self._search.establish(few, more)
-            if batch.size >= FEW:
+            if size >= FEW:
                 check_network(self.capture, few, more)
-        self._established, self._is_provisional = True, batch.size < FEW
+        self._established, self._is_provisional = True, size < FEW
+
+    def _establish_together(self, batch: Batch) -> None:
+        """On every rank with the samples of one, so that all run the same forwards.
+
+        Once all have done so with a batch of some samples no rank asks the others again.
+        """
+        if self._established and not self._is_provisional:
+            return
+        everyone = self.sharding.everyone
+        sizes: list[int] = [0] * dist.get_world_size(everyone)
+        dist.all_gather_object(sizes, batch.size, group=everyone)
+        largest = max(sizes)
+        if self._established and largest < FEW:
+            return
+        source = sizes.index(largest)
+        given = [None, None]
+        if dist.get_rank(everyone) == source:
+            given = [_moved(batch.with_samples(n), torch.device("cpu")) for n in (FEW, MORE)]
+        dist.broadcast_object_list(given, group=everyone, group_src=source)
+        device = self.capture.anchor.device
+        few, more = (_moved(one, device) for one in given)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(0)  # what is random in the network must not part the ranks
+            self._look(few, more, largest)
 
     def _forecast(self, batch: Batch) -> Forecast | None:
         """What linear layers will be given, where compiled code must know it beforehand."""
-        if not self.policy.fused or not self.capture.is_compiled:
+        if not self.policy.fused or not self.capture.is_compiled or self.sharding is not None:
             return None
         if self._session_class() is not FusedSession:
             return None
         return self._forecaster.of(batch.first_sample(), batch.with_samples)
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)
 
 
 @lru_cache(maxsize=8)

@@ -10,6 +10,8 @@ from torch.profiler import record_function
 from dp_clipping.arguments import check_noise_multiplier
 from dp_clipping.model import PrivateModel
 from dp_clipping.noise import NoiseStream, add_noise_to_all
+from dp_clipping.sharded import local
+from dp_clipping.shards import place_of
 
 
 class PrivateOptimizer(Optimizer):
@@ -150,7 +152,7 @@ class PrivateOptimizer(Optimizer):
         self._refuse()
         if not self._is_ready():
             with record_function("gradient_sync"):
-                self._finish_synchronization()
+                self.model.finish_synchronization()
             with record_function("noise"):
                 self._prepare()
         self._is_prepared = False
@@ -171,7 +173,7 @@ class PrivateOptimizer(Optimizer):
             return False
         self._refuse()
         if not self._is_ready():
-            self._finish_synchronization()
+            self.model.finish_synchronization()
             self._prepare()
         return True
 
@@ -218,12 +220,6 @@ class PrivateOptimizer(Optimizer):
         self._is_prepared = False
         self._skip_next = self.model.accumulating = self.model.keeps_gradients = False
 
-    def _finish_synchronization(self) -> None:
-        self.model.accumulating = False
-        self.model.send_held_back()
-        if hasattr(self.model.module, "finish_gradient_synchronization"):
-            self.model.module.finish_gradient_synchronization()
-
     @torch.no_grad()
     def _apply_noise(self, number: int) -> None:
         model = self.model
@@ -237,11 +233,12 @@ class PrivateOptimizer(Optimizer):
             for p in parameters
         ]
         noisy = add_noise_to_all(
-            [p.grad for p in parameters],
+            [local(p.grad) for p in parameters],
             streams,
             std=std,
             divisor=divisor,
             dtypes=[p.dtype for p in parameters],
+            places=None if model.sharding is None else [place_of(p) for p in parameters],
         )
         for parameter, gradient in zip(parameters, noisy, strict=True):
             model.apply_gradient(parameter, gradient)

@@ -74,12 +74,14 @@ class Session:
         self.capture, self.batch_size, self.policy = capture, batch_size, policy
         self.anchor: Tensor = capture.anchor
         self._taps: dict[Parameter, Tensor] = {}
+        self.leaves: dict[Parameter, Tensor] = {}  # what stands for sharded ones (see `noting`)
         self._running = False
+        self.is_compiled: bool = capture.is_compiled  # asked once: it looks at every module
         self._forget()
         self.slots = capture.make_slots(self)
 
     def _forget(self) -> None:
-        self._summing = False
+        self._summing = self._in_backward = False
         self._norms: dict[Parameter, Norm] = {}
         self._kept: dict[Parameter, Any] = {}
         self._seen: set[Parameter] = set()
@@ -203,9 +205,14 @@ class Session:
     def _run_backward(self, losses: Tensor, anchors: list[Tensor], retain_graph: bool) -> None:
         """Backward as far as the anchors' uses; parameters must not be reached by another way."""
         parameters = list(self.capture.parameters)
+        leaves = {p: x for p, x in self.leaves.items() if x is not p and x.requires_grad}
+        self._in_backward = True
         found = torch.autograd.grad(
-            losses.sum(), [*anchors, *parameters], retain_graph=retain_graph, allow_unused=True
-        )
+            losses.sum(), [*anchors, *parameters, *leaves.values()], retain_graph=retain_graph,
+            allow_unused=True,
+        )  # fmt: skip
+        self._in_backward = False
+        parameters += leaves
         found = found[len(anchors) :]
         outside = [p for p, g in zip(parameters, found, strict=True) if g is not None]
         if outside:
@@ -260,6 +267,9 @@ class Session:
             first, self._seen = self._seen, set()
             self._run_backward(losses, self._second_anchors(), retain_graph=False)
             self._seen |= first  # the second one may go less deep
+        self._hand_on_kept()
+
+    def _hand_on_kept(self) -> None:
         while self._kept:
             parameter = next(iter(self._kept))
             self._hand_on(parameter, self._kept.pop(parameter))
@@ -297,7 +307,7 @@ class Tap(torch.autograd.Function):
     @staticmethod
     def forward(ctx, anchor, value, session, parameter):
         ctx.rest = (session, parameter)
-        return value.expand(session.batch_size, *parameter.shape)
+        return value.expand(session.batch_size, *session.capture.shapes[parameter])
 
     @staticmethod
     def backward(ctx, gradients):

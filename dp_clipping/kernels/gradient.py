@@ -122,7 +122,9 @@ def _launch(
             DTYPE=TRITON_DTYPES[y.dtype], STORED=TRITON_DTYPES[dtype], DESCRIBED=described,
             WRITTEN=written_in_loop, MOST=MOST_ROWS, WORDS=WORDS, **shared,
         )  # fmt: skip
-    return list(zip(results, squares.sum(2).unbind(0), strict=True))
+    # In float64: a norm's last bit must not tell how many tiles the launch's other layers had.
+    total = squares.sum(2, dtype=torch.float64).float()
+    return list(zip(results, total.unbind(0), strict=True))
 
 
 def gradient_and_squares_plain(

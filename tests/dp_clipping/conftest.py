@@ -10,6 +10,7 @@ from dp_clipping.clip import GAMMA
 from dp_clipping.criterion import PrivateCriterion, PrivateLoss
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import policy_of
+from dp_clipping.sharded import Sharding
 from tests.dp_clipping import oracle, zoo
 
 MODES = ("per_sample", "ghost", "bookkeeping")
@@ -46,6 +47,7 @@ def private(
         ),
         max_grad_norm=max_grad_norm,
         clipping=clipping,
+        sharding=Sharding.of(network, getattr(network, "process_group", None)),
         **options,
     )
 

@@ -1,13 +1,13 @@
 """Private training on several ranks: replicas of the zoo's networks, and what is beside them."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddp import wrap
@@ -124,17 +124,21 @@ def build(
     dtype: torch.dtype = torch.float32,
     seed: int | None = 5,
     distributed_sampler: bool = False,
+    shard: Callable[[nn.Module], nn.Module] | None = None,
     **changes: Any,
 ) -> SimpleNamespace:
     """What `make_private` returns on this rank, or in a process without ranks.
 
-    A sample's last entry is its number. `seed` fixes the keys; None draws them.
+    A sample's last entry is its number. `seed` fixes the keys; None draws them. `shard`: takes the
+    place of a data-parallel variant.
     """
     case = zoo.BY_NAME[name]
     device = torch.device("cpu") if context is None else context.device
     module = case.build().to(device, dtype)
+    if shard is not None:
+        module = shard(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    if context is not None:
+    if context is not None and shard is None:
         options = small_buckets(variant, BUCKET_MB)
         module = wrap(variant, module, process_group=context.group, **options)
     dataset = TensorDataset(*oracle.move(case.batch(count), dtype=dtype), torch.arange(count))

@@ -249,6 +249,28 @@ def check_streaming() -> None:
         fused.PENDING_BYTES = before
 
 
+def check_room() -> None:
+    """More may wait in memory that backward has freed, and only there."""
+    one = 2 * 8 * (16 + 16) * 4 + 16 * 16 * 4
+    prepare, pending, allocated = FusedSession._prepare, fused.PENDING_BYTES, fused._allocated
+    level = [0]
+
+    def freeing(session, losses):
+        level[0] = held
+        prepare(session, losses)
+        level[0] = left
+
+    FusedSession._prepare, fused._allocated = freeing, lambda device: level[0]
+    fused.PENDING_BYTES = one
+    try:
+        for held, left, expected in ((0, 0, 1), (100 * one, 0, 5), (100 * one, 100 * one, 1)):
+            _, most = visits_of("flash_bookkeeping", None, "per_layer")
+            assert most == expected, (held, left, most)
+    finally:
+        FusedSession._prepare, fused._allocated = prepare, allocated
+        fused.PENDING_BYTES = pending
+
+
 def check_shared_inputs() -> None:
     """Layers with one input have one Gram matrix, also more of them than one launch's row takes."""
     torch.manual_seed(0)
@@ -295,6 +317,7 @@ def interpreted() -> None:
     check_one_bad_group()
     check_depth()
     check_streaming()
+    check_room()
     check_shared_inputs()
 
 

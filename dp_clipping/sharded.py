@@ -1,0 +1,455 @@
+"""Sharded models: which ranks share what, and how clipped sums find their shards.
+
+| axis of the mesh | samples on its ranks | a parameter on its ranks |
+| --- | --- | --- |
+| data (FSDP's) | different | shards; gathered to be whole wherever a layer computes |
+| tensor parallel | the same | parts, each computed with where it lies; or replicated |
+
+FSDP2's own machinery never meets a gradient here: a captured layer hands its parameters none, so
+nothing is accumulated and nothing is reduce-scattered behind a norm pass, whichever the mode. When
+a clipped sum is final it is summed over the data axis into its shards by our own collective, one
+module that FSDP manages after the other, in float32 whatever the mixed-precision policy says,
+while the next sums are formed (Rajbhandari et al. 2020, arXiv:1910.02054, for sharding; Zhao et al.
+2023, arXiv:2304.11277, for FSDP).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+if dist.is_available():
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor, Shard
+
+LOG = logging.getLogger(__name__)
+SMALL = 1 << 20  # bytes; smaller sums of a unit travel together
+IN_FLIGHT = 2  # units whose sums may be on the wire while the next are formed
+
+
+def _reduce_scatter(*arguments: Any, **options: Any) -> Any:
+    """One tensor to one tensor; torch 2.13 has a new name for it."""
+    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return run(*arguments, **options)
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    return x.to_local() if dist.is_available() and isinstance(x, DTensor) else x
+
+
+def is_sharded(x: Tensor) -> bool:
+    return dist.is_available() and isinstance(x, DTensor)
+
+
+def plain_type(module: nn.Module) -> type:
+    """The class that a module had before `fully_shard` gave it one of its own."""
+    kind = type(module)
+    if dist.is_available() and isinstance(module, FSDPModule):
+        return next(c for c in kind.__mro__[1:] if not issubclass(c, FSDPModule))
+    return kind
+
+
+@dataclass(frozen=True)
+class Part:
+    """What of a parameter a rank computes with, and where its shard of that lies.
+
+    Attributes:
+        shape: of what layers compute with: the parameter, or the tensor-parallel part of it.
+        unit: number of the FSDP module that gathers it; 0 where there is none.
+        dim: dimension along which the data axis shards that; None: not sharded.
+        split: it is a part, and other members of the tensor-parallel axis have the others.
+    """
+
+    shape: torch.Size
+    unit: int = 0
+    dim: int | None = None
+    split: bool = False
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is spread over ranks.
+
+    Attributes:
+        api: what has sharded it, for messages.
+        data_group: ranks with other samples and the same parts of parameters; None: no such axis.
+        tensor_group: ranks with the same samples and other parts; None: no such axis.
+        everyone: all ranks of both.
+        replicas: of the data axis's ranks, those that hold the same shard (hybrid sharding).
+        shards: of the data axis's ranks, those among which parameters are sharded.
+        parts: trainable parameter -> its part.
+    """
+
+    api: str
+    data_group: dist.ProcessGroup | None
+    tensor_group: dist.ProcessGroup | None
+    everyone: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
+    shards: dist.ProcessGroup | None
+    parts: dict[Parameter, Part] = field(repr=False)
+
+    @cached_property
+    def units(self) -> dict[int, list[Parameter]]:
+        """Number of an FSDP module -> its trainable parameters."""
+        found: dict[int, list[Parameter]] = {}
+        for parameter, part in self.parts.items():
+            found.setdefault(part.unit, []).append(parameter)
+        return found
+
+    @classmethod
+    def of(cls, module: nn.Module, data_group: dist.ProcessGroup | None = None) -> Sharding | None:
+        """What has sharded the module; None: nothing has.
+
+        Args:
+            data_group: of the data-parallel wrapper around a tensor-parallel module, if any.
+
+        Raises:
+            ValueError: where gradient synchronisation cannot be controlled.
+        """
+        if not dist.is_available():
+            return None
+        if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
+            raise ValueError(
+                "the module is sharded by FullyShardedDataParallel (FSDP1), whose shards have no "
+                "public address: shard it with torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
+        wrapped = [name for name, m in module.named_modules() if isinstance(m, FSDPModule)]
+        if wrapped and not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"fully_shard (FSDP2) has been applied to {', '.join(wrapped[:3])}, but not to the "
+                "module itself, so nothing controls when its gradients are synchronised: call "
+                "fully_shard(module) on the root too"
+            )
+        if wrapped:
+            return _of_fsdp(module)
+        if any(isinstance(p, DTensor) for p in module.parameters()):
+            return _of_tensor_parallel(module, data_group)
+        return None
+
+    @property
+    def counts_replicated(self) -> bool:
+        """Whether this rank adds the norms of parameters that its tensor-parallel axis shares."""
+        return self.tensor_group is None or dist.get_rank(self.tensor_group) == 0
+
+    def describe(self) -> str:
+        data, tensor = _size(self.data_group), _size(self.tensor_group)
+        axes = f"{data} data-parallel" + (f" x {tensor} tensor-parallel" if tensor > 1 else "")
+        return f"{self.api}: {axes} ranks; gradients are synchronised by dp_clipping alone"
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def _of_fsdp(root: nn.Module) -> Sharding:
+    parts: dict[Parameter, Part] = {}
+    data: set[tuple] = set()
+    tensor: set[DeviceMesh] = set()
+    for unit, (module, own) in enumerate(_units(root)):
+        meshes = {p.device_mesh for p in own}
+        if not all(mesh.ndim == 1 for mesh in meshes):
+            module.unshard()
+        try:
+            gathered = dict(module.named_parameters())
+            names = {p: name for p, name in own.items() if p.requires_grad}
+            for parameter, name in names.items():
+                now = gathered[name]
+                inner = now.device_mesh if now is not parameter and is_sharded(now) else None
+                if inner is not None:
+                    tensor.add(inner)
+                mesh, placements = parameter.device_mesh, parameter.placements
+                axes = mesh.ndim - (0 if inner is None else inner.ndim)
+                kinds = placements[:axes]
+                dims = [p.dim for p in kinds if isinstance(p, Shard) or hasattr(p, "dim")]
+                shape = parameter.shape if inner is None else local(now).shape
+                split = inner is not None and any(p.is_shard() for p in now.placements)
+                data.add((mesh, axes))
+                parts[parameter] = Part(shape, unit, dims[0] if dims else None, split)
+        finally:
+            if not all(mesh.ndim == 1 for mesh in meshes):
+                module.reshard()
+    mesh, axes = max(data, key=lambda one: one[0].ndim)
+    return _joined("FSDP2 (fully_shard)", mesh, axes, tensor, parts)
+
+
+def _units(root: nn.Module) -> list[tuple[Any, dict[Parameter, str]]]:
+    """Each module that FSDP manages, with the parameters that it gathers and their names in it."""
+    found = []
+    taken: set[Parameter] = set()
+    modules = [m for m in root.modules() if isinstance(m, FSDPModule)]
+    for module in reversed(modules):  # inner ones first: what they manage is not the outer ones'
+        own = {p: n for n, p in module.named_parameters() if p not in taken and is_sharded(p)}
+        taken.update(own)
+        if own:
+            found.append((module, own))
+    return found[::-1]
+
+
+def _joined(
+    api: str, mesh: DeviceMesh, axes: int, tensor: set[DeviceMesh], parts: dict[Parameter, Part]
+) -> Sharding:
+    """Groups of a mesh whose first `axes` dimensions are data axes, the others tensor's."""
+    if len(tensor) > 1 or any(one.ndim > 1 for one in tensor):
+        raise ValueError(
+            f"the model's parameters are split over several tensor-parallel meshes ({tensor}): "
+            "private training takes one, with one axis"
+        )
+    if axes > 2:
+        raise ValueError(
+            f"{api} over a mesh of {axes} data axes: private training takes one or two"
+        )
+    tensor_group = next(iter(tensor)).get_group() if tensor else None
+    ranks = mesh.mesh
+    place = mesh.get_coordinate()
+    inner = tuple(place[axes:])
+    data_ranks = ranks[(slice(None),) * axes + inner].flatten().tolist()
+    replicas = mesh.get_group(0) if axes == 2 else None
+    shards = mesh.get_group(axes - 1)
+    data_group = shards if axes == 1 else _group(data_ranks)
+    everyone = data_group if tensor_group is None else _group(ranks.flatten().tolist())
+    return Sharding(
+        api + (" x tensor parallel" if tensor else ""), data_group, tensor_group, everyone,
+        replicas, shards, parts,
+    )  # fmt: skip
+
+
+def _of_tensor_parallel(module: nn.Module, data_group: dist.ProcessGroup | None) -> Sharding:
+    meshes = {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}
+    if len(meshes) > 1 or next(iter(meshes)).ndim > 1:
+        raise ValueError(
+            f"the model's parameters are DTensors on {len(meshes)} meshes ({meshes}) and not "
+            "managed by fully_shard: private training takes one tensor-parallel mesh of one axis"
+        )
+    mesh = next(iter(meshes))
+    parts = {
+        p: Part(local(p).shape, split=is_sharded(p) and any(q.is_shard() for q in p.placements))
+        for p in module.parameters()
+        if p.requires_grad
+    }
+    group = mesh.get_group()
+    everyone = group
+    if data_group is not None:
+        everyone = dist.group.WORLD
+        if dist.get_world_size() != _size(data_group) * _size(group):
+            raise ValueError(
+                f"{_size(data_group)} data-parallel x {_size(group)} tensor-parallel ranks are not "
+                f"the {dist.get_world_size()} of the world: private training takes all of them"
+            )
+    return Sharding("tensor parallel", data_group, group, everyone, None, None, parts)
+
+
+def _group(ranks: list[int]) -> dist.ProcessGroup:
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    return dist.new_group(sorted(ranks), use_local_synchronization=True)
+
+
+def noting(forward: Callable) -> Callable:
+    """A captured forward that shows its session which tensors stand for the parameters now.
+
+    FSDP puts whole parameters in the place of the shards while a module computes, and it is they
+    that a use outside of any captured layer would give a gradient.
+    """
+
+    @wraps(forward)
+    def noted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        handle = self._private
+        if handle.session is not None:
+            for name, parameter in handle.parameters().items():
+                handle.session.leaves[parameter] = attribute(self, name)
+        return forward(self, *args, **kwargs)
+
+    return noted
+
+
+def attribute(module: nn.Module, name: str) -> Tensor:
+    """A module's parameter by its name, whatever stands there now."""
+    *path, last = name.split(".")
+    for child in path:
+        module = getattr(module, child)
+    return getattr(module, last)
+
+
+class ShardedSums:
+    """Takes whole clipped sums, leaves `.grad` of each parameter: its shard of the sum over ranks.
+
+    All ranks issue the same collectives in the same order, whatever order sums come in: units
+    from the last to the first, each when all of its sums are there. Large sums that divide evenly
+    go as they are, the others of a unit packed into one.
+    """
+
+    def __init__(self, sharding: Sharding):
+        self.sharding = sharding
+        self._order = sorted(sharding.units, reverse=True)
+        self._waiting: dict[int, dict[Parameter, Tensor]] = {}
+        self._next = 0
+        self._flying: list[list[Transfer]] = []
+        self._left: dict[Parameter, tuple[int, int]] = {}  # address and version of `.grad`
+
+    def forget(self) -> None:
+        """Drop what a step that failed has left."""
+        for transfers in self._flying:
+            for transfer in transfers:
+                transfer.work.wait()
+        self._waiting, self._next, self._flying = {}, 0, []
+        self._left.clear()
+
+    @torch.no_grad()
+    def changed(self) -> list[Parameter]:
+        """Parameters whose `.grad` is not as it was left: FSDP adds to it without a word."""
+        return [
+            p
+            for p in self.sharding.parts
+            if p.grad is not None and self._left.get(p) != _state(p.grad)
+        ]
+
+    def receive(self, parameter: Parameter, total: Tensor) -> None:
+        """Of all samples of this rank, in the shape that layers compute with."""
+        unit = self.sharding.parts[parameter].unit
+        self._waiting.setdefault(unit, {})[parameter] = total
+        while self._next < len(self._order) and self._is_complete(self._order[self._next]):
+            unit = self._order[self._next]
+            self._next += 1
+            self._launch(self.sharding.units[unit], self._waiting.pop(unit))
+            if len(self._flying) > IN_FLIGHT:
+                self._land(self._flying.pop(0))
+        if self._next == len(self._order):  # the next microbatch begins anew
+            self._next = 0
+
+    def finish(self) -> None:
+        """All sums of the step are in `.grad` (for what the current stream does next).
+
+        Raises:
+            RuntimeError: some parameters have no sum, as after an error half-way.
+        """
+        while self._flying:
+            self._land(self._flying.pop(0))
+        if self._next or self._waiting:
+            raise RuntimeError("sums of some parameters have not arrived: was a backward cut off?")
+
+    def _is_complete(self, unit: int) -> bool:
+        return len(self._waiting.get(unit, ())) == len(self.sharding.units[unit])
+
+    def _launch(self, parameters: list[Parameter], totals: dict[Parameter, Tensor]) -> None:
+        group = self.sharding.shards
+        world = _size(group)
+        transfers: list[Transfer] = []
+        packed: list[Parameter] = []
+        for parameter in reversed(parameters):
+            total, part = totals[parameter].contiguous(), self.sharding.parts[parameter]
+            totals[parameter] = total
+            even = part.dim == 0 and total.numel() and total.shape[0] % world == 0
+            if world == 1 or part.dim is None:
+                transfers.append(self._whole(parameter, total))
+            elif even and total.nbytes >= SMALL:
+                shard = total.new_empty(total.shape[0] // world, *total.shape[1:])
+                work = _reduce_scatter(shard, total, group=group, async_op=True)
+                transfers.append(Transfer(work, [(parameter, shard)], total))
+            else:
+                packed.append(parameter)
+        for dtype in dict.fromkeys(totals[p].dtype for p in packed):
+            mine = [p for p in packed if totals[p].dtype == dtype]
+            transfers.append(self._pack(mine, totals))
+        totals.clear()
+        self._flying.append(transfers)
+
+    def _whole(self, parameter: Parameter, total: Tensor) -> Transfer:
+        """Not sharded over the data axis: every rank keeps the sum."""
+        group = self.sharding.shards
+        work = None
+        if _size(group) > 1:
+            work = dist.all_reduce(total, group=group, async_op=True)
+        return Transfer(work or Done(), [(parameter, total)], None)
+
+    def _pack(self, parameters: list[Parameter], totals: dict[Parameter, Tensor]) -> Transfer:
+        """One buffer [ranks, padded shards side by side]: row r goes to rank r."""
+        group, parts = self.sharding.shards, self.sharding.parts
+        world, rank = _size(group), dist.get_rank(group)
+        widths = []
+        for p in parameters:
+            shape = list(totals[p].shape)
+            shape[parts[p].dim] = math.ceil(shape[parts[p].dim] / world)
+            widths.append(math.prod(shape))
+        send = totals[parameters[0]].new_zeros(world, sum(widths))
+        first = 0
+        shapes = []
+        for p, width in zip(parameters, widths, strict=True):
+            shapes.append(torch.Size((0,)))
+            for row, piece in enumerate(_pieces(totals[p], world, parts[p].dim)):
+                send[row, first : first + piece.numel()] = piece.reshape(-1)
+                if row == rank:
+                    shapes[-1] = piece.shape
+            first += width
+        received = send.new_empty(send.shape[1])
+        work = _reduce_scatter(received, send.view(-1), group=group, async_op=True)
+        shards = [
+            (p, column[: math.prod(shape)].view(shape))
+            for p, column, shape in zip(parameters, received.split(widths), shapes, strict=True)
+        ]
+        return Transfer(work, shards, send)
+
+    @torch.no_grad()
+    def _land(self, transfers: Iterable[Transfer]) -> None:
+        for transfer in transfers:
+            transfer.work.wait()
+            transfer.sent = None
+            for parameter, shard in transfer.shards:
+                if self.sharding.replicas is not None:
+                    dist.all_reduce(shard, group=self.sharding.replicas)
+                self._add(parameter, shard)
+            for parameter, _ in transfer.shards:  # packed ones share a version: when all are done
+                self._left[parameter] = _state(parameter.grad)
+
+    def _add(self, parameter: Parameter, shard: Tensor) -> None:
+        shard = shard.view(local(parameter).shape)
+        if parameter.grad is not None:
+            local(parameter.grad).add_(shard)
+        else:
+            parameter.grad = like(parameter, shard) if is_sharded(parameter) else shard
+
+
+@dataclass
+class Transfer:
+    """A collective under way: what it fills, for which parameters, and from what."""
+
+    work: Any
+    shards: list[tuple[Parameter, Tensor]]
+    sent: Tensor | None
+
+
+class Done:
+    """Work that nothing has to be waited for."""
+
+    def wait(self) -> None:
+        """At once."""
+
+
+def _state(gradient: Tensor) -> tuple[int, int]:
+    part = local(gradient)
+    return part.data_ptr(), part._version
+
+
+def _pieces(x: Tensor, count: int, dim: int) -> list[Tensor]:
+    """`torch.chunk`, with the empty ones at the end that it leaves out."""
+    found = list(x.chunk(count, dim))
+    empty = x.narrow(dim, 0, 0)
+    return found + [empty] * (count - len(found))
+
+
+def like(parameter: Tensor, part: Tensor) -> Tensor:
+    """A DTensor with a parameter's layout and this rank's part."""
+    return DTensor.from_local(
+        part, parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
