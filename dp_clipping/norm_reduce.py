@@ -15,7 +15,7 @@ samples that shared its slot, so that the sum moves by up to C(1 + √(W - 1)) w
 calibrated to C. So `reduce` and `layerwise` know the tensor axis only, and `gather` gives every
 data rank slots of its own.
 
-How what clips travels (`MODES`), with the same result up to the rounding of float additions:
+How what clips travels (`NORM_REDUCTIONS`), with the same result up to the rounding of additions:
 
     sync        one all-reduce that blocks
     async       one all-reduce beside independent work, until `wait()`
@@ -35,7 +35,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-MODES = ("sync", "async", "layerwise")
+NORM_REDUCTIONS = ("sync", "async", "layerwise")
+SAME = 1e-3  # losses of one sample on two ranks are this close, far closer than two samples' are
 EVERY = 16  # parameters to a partial sum: an 8B Llama, 291 of them, has 19
 
 Groups = dist.ProcessGroup | Sequence[dist.ProcessGroup] | None
@@ -51,8 +52,9 @@ class NormReducer:
     Args:
         data_group: data axes, whose members hold different samples.
         tensor_group: the axis whose members hold the same samples and parts of parameters. Its
-            collectives are launched among those of the layers' own on this group.
-        mode: one of `MODES`, the same on every rank.
+            collectives are launched among the layers' own on this group: where the order of the
+            two is not the same on all members, give a group of the same ranks to this alone.
+        mode: one of `NORM_REDUCTIONS`, the same on every rank.
         device: where norms are.
         dtype: what norms are exchanged in: float64 for a model in float64.
 
@@ -64,8 +66,8 @@ class NormReducer:
         self, *, data_group: Groups = None, tensor_group: dist.ProcessGroup | None = None,
         mode: str = "sync", device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
-        if mode not in MODES:
-            known = ", ".join(MODES)
+        if mode not in NORM_REDUCTIONS:
+            known = ", ".join(NORM_REDUCTIONS)
             raise ValueError(f"norm_reduction {mode!r} is unknown: choose one of {known}")
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"norms are exchanged in float32 or float64, not in {dtype}")
@@ -73,6 +75,8 @@ class NormReducer:
         self._tensor = Axis("tensor-parallel", tensor_group)
         self._data = [Axis("data", group) for group in _as_list(data_group)]
         _check_axes(self._tensor, self._data)
+        is_cuda = self.device.type == "cuda"
+        self._side_stream = torch.cuda.Stream(self.device) if is_cuda else None
         self.data_ranks = prod(axis.size for axis in self._data)
         self.data_rank = 0
         for axis in self._data:
@@ -87,6 +91,23 @@ class NormReducer:
         """Whether this rank adds a parameter's norms: all members if it is sharded over the tensor
         axis, the first one if it is replicated there (a norm's weight, a rowwise layer's bias)."""
         return not replicated or self._tensor.rank == 0
+
+    def check_same_samples(self, losses: Tensor) -> None:
+        """Blocks; every member raises RuntimeError if losses [B] differ over the tensor axis.
+
+        For the first steps: its members compute the same losses, and a loader that deals samples
+        out to all ranks gives them others. Adding up norms of those is the bug described above.
+        """
+        own = self._exchanged(losses).nan_to_num()
+        what = f"{len(own)} losses"
+        both = torch.cat([own, -own])
+        highest, lowest = self._tensor.sum(both, what, "sync", dist.ReduceOp.MAX).wait().chunk(2)
+        if bool((highest + lowest > SAME * (highest.abs() + lowest.abs()) + SAME).any()):
+            raise RuntimeError(
+                "ranks of one tensor-parallel axis have different losses for what should be the "
+                "same samples: deal the data out over data ranks only (num_replicas and rank of a "
+                "DistributedSampler are those of the data axis), with the same dropout on all"
+            )
 
     # ---- what clipping needs: over the tensor axis ----------------------------------------------
 
@@ -206,6 +227,9 @@ class Layerwise:
     collectives in the same order, whatever arrives when. Keys that never arrive (a parameter that
     this backward did not reach) hold theirs back until `wait`.
 
+    Launches mix with what backward itself sends over the axis, so `add` is called at places in
+    backward that are the same on all ranks, not by how much memory is free.
+
     Args:
         order: all keys, the same on every rank; best in the order in which they arrive.
         table: the keys of a chunk that have arrived -> their part [n, K, B] of the whole table,
@@ -266,8 +290,6 @@ class Sizes:
     def __init__(self, reducer: NormReducer, batch_size: int):
         self.own, self._reducer = batch_size, reducer
         self._of_ranks: list[int] | None = None
-        is_cuda = reducer.device.type == "cuda"
-        self._stream = torch.cuda.Stream(reducer.device) if is_cuda else None
         sizes = [0] * reducer.data_ranks
         sizes[reducer.data_rank] = batch_size
         what = "the local batch sizes"
@@ -301,7 +323,8 @@ class Sizes:
         return self._of_ranks
 
     def _aside(self) -> Any:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        stream = self._reducer._side_stream
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class GlobalNorms:

@@ -1,9 +1,10 @@
 """Norms over ranks: where they add up, where they must not, and that every rank has the same."""
 
+import math
 import os
 import random
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from dp_clipping.norm_reduce import MODES, NormReducer, refuse_split_samples
+from dp_clipping.norm_reduce import NORM_REDUCTIONS, NormReducer, refuse_split_samples
 from tests.dp_clipping import oracle, zoo
 from tests.ranks import Context, RankPool
 
@@ -42,7 +43,7 @@ def axes_of(context: Context, mesh: str) -> dict:
 
 
 def reducer_of(context: Context, mesh: str, mode: str = "sync", dtype=torch.float64):
-    return NormReducer(**axes_of(context, mesh), mode=mode, dtype=dtype)
+    return NormReducer(**axes_of(context, mesh), mode=mode, dtype=dtype, device=context.device)
 
 
 @cache
@@ -65,7 +66,7 @@ class Part:
 
     def __init__(self, context: Context, mesh: str, reducer: NormReducer, mine: slice):
         shards = MESHES[mesh][1]
-        self.reducer, self.mine, self.squares = reducer, mine, {}
+        self.device, self.mine, self.squares = context.device, mine, {}
         for number, (name, g) in enumerate(gradients().items()):
             is_sharded = name.endswith("weight")
             if is_sharded:
@@ -80,7 +81,7 @@ class Part:
         for name in names:
             group, squares = self.squares[name]
             table[0, group] += squares
-        return table
+        return table.to(self.device)
 
 
 def part_of(reducer: NormReducer, sizes: tuple[int, ...]) -> slice:
@@ -106,29 +107,25 @@ def reduced(context: Context, mesh: str, mode: str, dtype: torch.dtype) -> tuple
     before = own.clone()
     if mode == "layerwise":
         order = list(part.squares)
-        partial = reducer.layerwise(order, lambda names: part.table(names).to(dtype), every=1)
+        sums = reducer.layerwise(order, lambda names: part.table(names).to(dtype), every=1)
         random.Random(context.rank).shuffle(order)  # another order on every rank
         for name in order[:-1]:
-            partial.add(name)
-        assert partial.launched < len(order)
-        partial.add(order[-1])
-        assert partial.launched == len(order)
-        total = partial.wait()
-        assert torch.equal(total, partial.wait())
+            sums.add(name)
+        assert sums.launched < len(order)
+        sums.add(order[-1])
+        assert sums.launched == len(order)
+        total = sums.wait()
+        assert torch.equal(total, sums.wait())
     else:
         flight = reducer.reduce(own)
         total = flight.wait()
         assert torch.equal(total, flight.wait())
     assert torch.equal(own, before), "the table given is not changed"
-    return own, total
+    return own.cpu(), total.cpu()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("mesh", TENSOR_MESHES)
-def test_tensor_ranks_differ_before_and_are_identical_after(cpu_ranks, mesh, mode, dtype):
-    answers = cpu_ranks.run(world_size_of(mesh), reduced, mesh, mode, dtype)
-    shards = MESHES[mesh][1]
+def assert_reduced(answers: list[tuple[Tensor, Tensor]], shards: int, dtype: torch.dtype) -> None:
+    """What each rank had and got: other parts before, the same bits after, of one process."""
     for one in range(0, len(answers), shards):
         before, after = zip(*answers[one : one + shards], strict=True)
         assert all(not torch.equal(before[0], other) for other in before[1:])
@@ -136,6 +133,21 @@ def test_tensor_ranks_differ_before_and_are_identical_after(cpu_ranks, mesh, mod
     tolerance = 1e-6 if dtype == torch.float32 else 1e-14
     for _, after in answers:
         torch.testing.assert_close(after[0].double(), reference(), rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("mode", NORM_REDUCTIONS)
+@pytest.mark.parametrize("mesh", TENSOR_MESHES)
+def test_tensor_ranks_differ_before_and_are_identical_after(cpu_ranks, mesh, mode, dtype):
+    answers = cpu_ranks.run(world_size_of(mesh), reduced, mesh, mode, dtype)
+    assert_reduced(answers, MESHES[mesh][1], dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", NORM_REDUCTIONS)
+def test_the_same_on_gpus(gpu_ranks, mode):
+    answers = gpu_ranks.run(2, reduced, "tensor", mode, torch.float32)
+    assert_reduced(answers, 2, torch.float32)
 
 
 def with_data_ranks_only(context: Context) -> None:
@@ -152,18 +164,108 @@ def test_norms_of_different_samples_are_not_summed(cpu_ranks):
 
 def test_one_process_takes_the_same_path():
     own = torch.rand(2, 1, 3)
-    for mode in MODES:
+    for mode in NORM_REDUCTIONS:
         reducer = NormReducer(mode=mode)
-        partial = reducer.layerwise("ab", lambda keys: own * len(keys) / 2, every=1)
-        partial.add("b")
-        assert partial.launched == 0
-        partial.add("a")
-        assert partial.launched == 2
-        for total in (reducer.reduce(own).wait(), partial.wait()):
+        sums = reducer.layerwise("ab", lambda keys: own * len(keys) / 2, every=1)
+        sums.add("b")
+        assert sums.launched == 0
+        sums.add("a")
+        assert sums.launched == 2
+        for total in (reducer.reduce(own).wait(), sums.wait()):
             torch.testing.assert_close(total, own)
         norms = reducer.gather(own[0], complete=True)
         assert norms.sizes == [3]
         torch.testing.assert_close(norms.norms(), own[0, 0].sqrt())
+
+
+class Enter(torch.autograd.Function):
+    """What tensor parallel does where parts begin: the gradient is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class Leave(torch.autograd.Function):
+    """And where they end: the output is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+BLOCKS, BATCH_SIZE, WIDTH = 4, 3, 4
+
+
+def split_backward(context: Context, every: int) -> None:
+    """Blocks x + W₂ tanh(W₁ x), W₁ split by rows and W₂ by columns, beside one process."""
+    generator = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    whole = [(normal(2 * WIDTH, WIDTH), normal(WIDTH, 2 * WIDTH)) for _ in range(BLOCKS)]
+    x = normal(BATCH_SIZE, WIDTH).requires_grad_()
+
+    def loss_of(weights, enter, leave, seen):
+        """Their sum; `seen(name, squares)` is called as backward goes."""
+
+        def note(name, a, g):
+            seen(name, a * g.square().sum(1))
+
+        h = x
+        for number, (first, second) in enumerate(weights):
+            inside = enter(h)
+            middle = inside @ first.T
+            out = middle.tanh() @ second.T
+            for name, a, y in (
+                (f"{number}.1", inside, middle),
+                (f"{number}.2", middle.tanh(), out),
+            ):
+                hook = partial(note, name, a.detach().square().sum(1))
+                y.register_hook(hook)
+            h = h + leave(out)
+        return h.square().sum()
+
+    expected = torch.zeros(BATCH_SIZE, dtype=torch.float64)
+    loss_of(whole, lambda h: h * 1, lambda h: h, lambda _, own: expected.add_(own)).backward()
+
+    reducer = reducer_of(context, "tensor", "layerwise")
+    order = [f"{number}.{part}" for number in reversed(range(BLOCKS)) for part in (2, 1)]
+    squares: dict[str, Tensor] = {}
+    zero = torch.zeros(BATCH_SIZE, dtype=torch.float64)
+    sums = reducer.layerwise(
+        order, lambda names: sum((squares[n] for n in names), zero)[None, None], every
+    )
+
+    def arrived(name, own):
+        squares[name] = own
+        sums.add(name)
+
+    parts = [
+        (first.chunk(2)[context.rank], second.chunk(2, dim=1)[context.rank])
+        for first, second in whole
+    ]
+    group = context.group
+    loss = loss_of(parts, lambda h: Enter.apply(h, group), lambda h: Leave.apply(h, group), arrived)
+    loss.backward()
+    assert sums.launched == -(-len(order) // every), "they left in backward"
+    torch.testing.assert_close(sums.wait()[0, 0], expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_layerwise_sums_leave_among_the_collectives_of_backward(cpu_ranks, every):
+    cpu_ranks.run(2, split_backward, every)
 
 
 def missing_keys(context: Context, every: int) -> None:
@@ -178,17 +280,17 @@ def missing_keys(context: Context, every: int) -> None:
             values += torch.tensor([1.0, 2.0]) * 2.0 ** int(key[1:])
         return values
 
-    partial = reducer.layerwise(order, table, every)
+    sums = reducer.layerwise(order, table, every)
     for key in reversed(reached):
-        partial.add(key)
-    assert partial.launched == 4 // every, "the chunk of p4 and all after it are held back"
+        sums.add(key)
+    assert sums.launched == 4 // every, "the chunk of p4 and all after it are held back"
     expected = 2.0 * (2**10 - 1 - 2**4) - 2**7
-    assert partial.wait().tolist() == [[[expected, 2 * expected]]]
-    assert partial.launched == -(-10 // every)
+    assert sums.wait().tolist() == [[[expected, 2 * expected]]]
+    assert sums.launched == -(-10 // every)
     with pytest.raises(AssertionError, match="after its chunk has left"):
-        partial.add("p4")
+        sums.add("p4")
     with pytest.raises(AssertionError, match="twice"):
-        partial.add("p1")
+        sums.add("p1")
 
 
 @pytest.mark.parametrize("every", [1, 3, 4, 99])
@@ -198,7 +300,7 @@ def test_chunks_do_not_depend_on_what_arrives(cpu_ranks, every):
 
 def empty_tables(context: Context) -> None:
     none = torch.zeros(2, 1, 0, dtype=torch.float64)
-    for mode in MODES:
+    for mode in NORM_REDUCTIONS:
         reducer = reducer_of(context, "tensor", mode)
         assert reducer.reduce(none).wait().shape == none.shape
         assert reducer.layerwise([], lambda keys: none).wait().shape == none.shape
@@ -242,9 +344,9 @@ def gathered(context: Context, mesh: str) -> None:
         ):
             assert found.sizes == list(sizes)
             assert found.wait().shape == (GROUPS, size)
-            torch.testing.assert_close(found.wait(), reference()[:, :size], rtol=1e-14, atol=0)
             expected = oracle.norms(gradients())[:size]
-            torch.testing.assert_close(found.norms(), expected, rtol=1e-14, atol=0)
+            for one, other in ((found.wait(), reference()[:, :size]), (found.norms(), expected)):
+                torch.testing.assert_close(one.cpu(), other, rtol=1e-14, atol=0)
             same_bits(context, found.wait())
             same_bits(context, found.norms())
         flat = reducer.gather(complete[0].sum(0), complete=True)
@@ -254,6 +356,12 @@ def gathered(context: Context, mesh: str) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_rank_has_the_vector_of_one_process(cpu_ranks, mesh):
     cpu_ranks.run(world_size_of(mesh), gathered, mesh)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mesh", ["data", "tensor"])
+def test_the_same_vector_on_gpus(gpu_ranks, mesh):
+    gpu_ranks.run(2, gathered, mesh)
 
 
 def gathered_over_two_data_axes(context: Context) -> None:
@@ -299,6 +407,21 @@ def test_another_number_of_norms_than_announced():
         reducer.gather(torch.ones(2), complete=True, sizes=reducer.announce(3))
 
 
+def losses_on_ranks(context: Context) -> None:
+    own = torch.tensor([0.1, 2.0, math.nan, 1e4]) * (1 + 1e-6 * context.rank)
+    for axis in ("tensor_group", "data_group"):
+        NormReducer(**{axis: context.group}).check_same_samples(own)
+        NormReducer(**{axis: context.group}).check_same_samples(own[:0])
+    own[1] += 0.1 * context.rank
+    NormReducer(data_group=context.group).check_same_samples(own)
+    with pytest.raises(RuntimeError, match="different losses for what should be the same samples"):
+        NormReducer(tensor_group=context.group).check_same_samples(own)
+
+
+def test_other_samples_on_a_tensor_axis_show_in_the_losses(cpu_ranks):
+    cpu_ranks.run(2, losses_on_ranks)
+
+
 # ---- why not over samples ------------------------------------------------------------------------
 
 
@@ -335,14 +458,14 @@ def test_norms_of_different_samples_in_one_slot_break_the_sensitivity(world_size
 def moved_by_one_sample(context: Context, axis: str) -> float:
     """What removing rank 0's sample moves the clipped sum by, with this as the reducer's axis."""
     reducer = NormReducer(**{axis: context.group}, dtype=torch.float64)
-    sums = []
+    totals = []
     for with_huge in (True, False):
         g = adversarial(context.world_size, with_huge)[context.rank : context.rank + 1]
         squares = reducer.reduce(g.square().sum(1)[None, None]).wait()
         total = clip(g, squares[0, 0].sqrt())
         dist.all_reduce(total, group=context.group)
-        sums.append(total)
-    return float((sums[0] - sums[1]).norm())
+        totals.append(total)
+    return float((totals[0] - totals[1]).norm())
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -385,11 +508,11 @@ def late(context: Context) -> None:
     if context.rank == context.world_size - 1:
         return
     table = torch.ones(1, 1, 4)
-    of_tensor = {mode: NormReducer(tensor_group=group, mode=mode) for mode in MODES}
-    partial = of_tensor["layerwise"].layerwise("a", lambda keys: table, every=1)
-    partial.add("a")
+    of_tensor = {mode: NormReducer(tensor_group=group, mode=mode) for mode in NORM_REDUCTIONS}
+    sums = of_tensor["layerwise"].layerwise("a", lambda keys: table, every=1)
+    sums.add("a")
     for wait, axis in (
-        (partial.wait, "tensor-parallel"),
+        (sums.wait, "tensor-parallel"),
         (lambda: of_tensor["sync"].reduce(table).wait(), "tensor-parallel"),
         (lambda: of_tensor["async"].reduce(table).wait(), "tensor-parallel"),
         (lambda: NormReducer(data_group=group).gather(table[0], complete=True), "data"),
