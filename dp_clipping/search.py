@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from dp_clipping.capture import Capture, tensors_in
+from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.handle import Handle, expand_shared, product_dtype
 from dp_clipping.layout import FEW, MORE, Layout, find_layout
 
@@ -98,7 +99,7 @@ class Search:
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             handle: Handle = module._private
-            inputs = tensors_in((args, kwargs))
+            inputs = [tensor_parallel.local(x) for x in tensors_in((args, kwargs))]
             dtype = product_dtype(inputs[0]) if inputs else None
             shapes = [_if_flattened(x, batch_size) for x in inputs]
             calls.setdefault(handle.name, []).append(Call(shapes, [], dtype))
@@ -110,8 +111,12 @@ class Search:
         def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             handle: Handle = module._private
             call = calls[handle.name][-1]
-            call.outputs[:] = [_if_flattened(y, batch_size) for y in tensors_in(output)]
-            layouts = handle.output_layouts.get(tuple(x.dim() for x in call.inputs), ())
+            outputs = [tensor_parallel.local(y) for y in tensors_in(output)]
+            call.outputs[:] = [_if_flattened(y, batch_size) for y in outputs]
+            dims = tuple(x.dim() for x in call.inputs)
+            if dims not in handle.layouts:
+                tensor_parallel.refuse_split_rows(handle, call.inputs, outputs)
+            layouts = handle.output_layouts.get(dims, ())
             if handle.kind == "vectorized" and any(x.kind == "shared" for x in layouts):
                 return tree_map(
                     lambda y: expand_shared(y, batch_size) if isinstance(y, Tensor) else y, output

@@ -4,10 +4,10 @@
     parallelize(network, mesh)                                     # axes "data", "tensor" or both
     materialize(network, device)                                   # only after the meta device
 
-Tensor parallel (Shoeybi et al. 2019, arXiv:1909.08053) gives each rank some of the heads and of the
-feed-forward's units: `query`, `key`, `value`, `gate`, `up` are split by outputs, `output` and `down`
-by inputs, so that a block adds up terms of several ranks twice forward and twice backward. The
-embedding and the head are split by the vocabulary; norms are whole on every rank. FSDP2
+Tensor parallel (Shoeybi et al. 2019, arXiv:1909.08053) gives each rank some of the heads and of
+the feed-forward's units: `query`, `key`, `value`, `gate`, `up` are split by outputs, `output` and
+`down` by inputs, so that a block adds up terms of several ranks twice forward and twice backward.
+The embedding and the head are split by the vocabulary; norms are whole on every rank. FSDP2
 (`fully_shard`) then shards what is left of each parameter over ranks with different samples.
 """
 
@@ -72,7 +72,7 @@ def parallelize(
     return network
 
 
-# ---- tensor parallel ------------------------------------------------------------------------------
+# ---- tensor parallel ----------------------------------------------------------------------------
 
 
 def split_tensors(network: nn.Module, mesh: DeviceMesh) -> None:
@@ -166,7 +166,7 @@ def _tied(network: nn.Module) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-# ---- FSDP2 ----------------------------------------------------------------------------------------
+# ---- FSDP2 --------------------------------------------------------------------------------------
 
 
 def shard_fully(
@@ -221,7 +221,7 @@ def _blocks(network: nn.Module) -> list[nn.Module]:
     return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())))
 
 
-# ---- from the meta device -------------------------------------------------------------------------
+# ---- from the meta device -----------------------------------------------------------------------
 
 
 @torch.no_grad()

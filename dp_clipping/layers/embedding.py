@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.arithmetic import Weights, squared_norms, wide
 from dp_clipping.layers.handle import Handle
 from dp_clipping.layout import Layout
@@ -18,13 +19,14 @@ def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
     handle: Handle = self._private
     if handle.session is None:
         return type(self).forward(self, ids)
-    layout, ids = handle.batched(ids)
-    session, weight = handle.session, self.weight.detach()
+    call, padding_idx = tensor_parallel.embedding(handle, ids, self.weight, self.padding_idx)
+    layout, ids = handle.batched(call.x)
+    session, weight = handle.session, call.weight.detach()
     if handle.keeps_dense():
         place = (layout.kind, layout.dim, session.batch_size)
-        return Dense.apply(ids, weight, handle.slot("weight"), self.padding_idx, *place)
+        return call.leave(Dense.apply(ids, weight, handle.slot("weight"), padding_idx, *place))
     anchor = session.anchor_of(handle.parameter("weight"))
-    return Factors.apply(ids, weight, anchor, handle, self.padding_idx, layout)
+    return call.leave(Factors.apply(ids, weight, anchor, handle, padding_idx, layout))
 
 
 def batch_tokens(ids: Tensor, gy: Tensor, layout: Layout, batch_size: int) -> tuple[Tensor, Tensor]:
@@ -55,6 +57,7 @@ class Dense(torch.autograd.Function):
     def backward(ctx, gy):
         (ids,) = ctx.saved_tensors
         padding_idx, kind, dim, batch_size, shape, dtype = ctx.rest
+        gy = tensor_parallel.settled(gy)
         ids, gy = batch_tokens(ids, gy, Layout(kind, dim), batch_size)
         factors = EmbeddingFactors(ids, without_padding(ids, gy, padding_idx), shape[1])
         return None, None, factors.dense().to(dtype), None, None, None, None
@@ -73,6 +76,7 @@ class Factors(torch.autograd.Function):
     def backward(ctx, gy):
         (ids,) = ctx.saved_tensors
         handle, session, padding_idx, layout, vocabulary = ctx.rest
+        gy = tensor_parallel.settled(gy)
         ids, gy = batch_tokens(ids, gy, layout, session.batch_size)
         gy = without_padding(ids, gy, padding_idx)
         session.factors(handle.parameter("weight"), EmbeddingFactors(ids, gy, vocabulary))

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dp_clipping.layers import linear_compiled
+from dp_clipping.layers import linear_compiled, tensor_parallel
 from dp_clipping.layers.arithmetic import (
     SUM_ROUNDING,
     Weights,
@@ -46,8 +46,13 @@ def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
     if handle.session is None:
         return type(self).forward(self, x)
     transposed = handle.kind == "conv1d"
-    layout, x = handle.batched(x)
-    x, weight, bias = autocast_operands(x, self.weight.detach(), _detached(self.bias))
+    call = tensor_parallel.linear(handle, x, self.weight, self.bias, transposed)
+    return call.leave(_run(handle, call, transposed))
+
+
+def _run(handle: Handle, call: tensor_parallel.Call, transposed: bool) -> Tensor:
+    layout, x = handle.batched(call.x)
+    x, weight, bias = autocast_operands(x, call.weight.detach(), _detached(call.bias))
     weight = weight.t() if transposed else weight
     if linear_compiled.serves(handle):
         return linear_compiled.run(handle, x, weight, bias, layout, transposed)
@@ -90,6 +95,7 @@ class Dense(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gy):
         x, weight = ctx.saved_tensors
+        gy = tensor_parallel.settled(gy)
         kind, dim, batch_size = ctx.layout
         wants_x, wants_weight, wants_bias = ctx.wants
         weight_sink, bias_sink = ctx.sinks
@@ -122,6 +128,7 @@ class Factors(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gy):
         x, weight = ctx.saved_tensors
+        gy = tensor_parallel.settled(gy)
         handle, session, layout, transposed = ctx.rest
         wants_x, wants_bias = ctx.wants
         y = layout.batch_tokens(gy, session.batch_size)

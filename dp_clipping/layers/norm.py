@@ -13,25 +13,32 @@ from torch import Tensor, nn
 
 from dp_clipping.kernels import available
 from dp_clipping.kernels.norm_weights import norm_weight_gradients
+from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import Handle, deliver
 from dp_clipping.layout import Layout
+from dp_clipping.sharded import plain_type
 
 
 def forward(self: nn.RMSNorm | nn.LayerNorm, x: Tensor) -> Tensor:
     handle: Handle = self._private
     if handle.session is None:
         return type(self).forward(self, x)
-    layout, x = handle.batched(x)
+    call = tensor_parallel.norm(handle, x, self.weight, getattr(self, "bias", None))
+    return call.leave(_run(self, handle, call))
+
+
+def _run(self: nn.Module, handle: Handle, call: tensor_parallel.Call) -> Tensor:
+    layout, x = handle.batched(call.x)
     place = (layout.kind, layout.dim, handle.session.batch_size)
-    shape, weight = list(self.weight.shape), self.weight.detach()
+    shape, weight = list(call.weight.shape), call.weight.detach()
     fused = handle.session.fused and not torch.compiler.is_compiling()
     place = (*place, fused and available(x.device, x.dtype))
     if handle.kind in ("rms_norm", "llama_rms_norm"):
         twice = handle.kind == "llama_rms_norm"
         eps = self.variance_epsilon if twice else self.eps
         return RMSNorm.apply(x, weight, *handle.receiver("weight"), shape, eps, *place, twice)
-    bias = None if self.bias is None else self.bias.detach()
+    bias = None if call.bias is None else call.bias.detach()
     receivers = *handle.receiver("weight"), *handle.receiver("bias")
     return LayerNorm.apply(x, weight, bias, *receivers, shape, self.eps, *place)
 
@@ -41,13 +48,14 @@ def is_llama_rms_norm(module: nn.Module) -> bool:
 
     Many of the library's models have a copy of it; others scale by 1 + w, or cast elsewhere.
     """
-    if not (type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")):
+    plain = plain_type(module)
+    if not (plain.__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")):
         return False
     try:
         from transformers.models.llama.modeling_llama import LlamaRMSNorm
     except ImportError:
         return False
-    codes = [inspect.unwrap(kind.forward).__code__ for kind in (type(module), LlamaRMSNorm)]
+    codes = [inspect.unwrap(kind.forward).__code__ for kind in (plain, LlamaRMSNorm)]
     mine, known = ((c.co_code, c.co_names, c.co_consts[1:], c.co_varnames) for c in codes)
     return mine == known
 
@@ -92,6 +100,7 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gy):
         x, weight, rstd = ctx.saved_tensors
+        gy = tensor_parallel.settled(gy)
         shape, dims, layout, batch_size, wants_x, wants_weight = ctx.rest
         gx = _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) if wants_x else None
         gradients = None
@@ -140,6 +149,7 @@ class LayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gy):
         x, weight, bias, mean, rstd = ctx.saved_tensors
+        gy = tensor_parallel.settled(gy)
         shape, layout, batch_size, (wants_x, wants_weight, wants_bias) = ctx.rest
         gx = None
         if wants_x:

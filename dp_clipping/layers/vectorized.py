@@ -15,6 +15,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dp_clipping.layers.handle import Handle, check_size
+from dp_clipping.layers.tensor_parallel import refuse_distributed, settled
 from dp_clipping.layout import Layout
 
 
@@ -34,6 +35,8 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if handle.session is None:
         return type(self).forward(self, *args, **kwargs)
     leaves, structure = tree_flatten((args, kwargs))
+    leaves = [settled(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    refuse_distributed(handle, *leaves, *self.parameters())
     places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[n] for n in places]
     layouts = handle.layouts_of(tensors)

@@ -121,7 +121,7 @@ def test_a_network_from_the_meta_device_is_that_of_one_process(cpu_ranks, axes):
     cpu_ranks.run(2 * len(axes), from_meta, axes)
 
 
-# ---- Hugging Face ---------------------------------------------------------------------------------
+# ---- Hugging Face -------------------------------------------------------------------------------
 
 
 def llama(kind: str, **changes) -> nn.Module:
@@ -164,7 +164,7 @@ def test_llama(cpu_ranks, kind, changes):
     cpu_ranks.run(2, llama_beside_one_process, kind, changes)
 
 
-# ---- refusals -------------------------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------------
 
 
 def refused(context: Context) -> None:
@@ -172,7 +172,7 @@ def refused(context: Context) -> None:
         parallelize(make(), mesh_of(context, "rows"))
     with pytest.raises(ValueError, match="choose one of leaf, block, root"):
         parallelize(make(), mesh_of(context, DATA), wrap="layer")
-    with pytest.raises(ValueError, match="head.weight are one parameter"):
+    with pytest.raises(ValueError, match=r"head\.weight are one parameter"):
         parallelize(make(TIED), mesh_of(context, DATA), wrap="leaf")
     with pytest.raises(ValueError, match="no tensor-parallel plan is known for Linear"):
         parallelize(nn.Linear(2, 2), mesh_of(context, TENSOR))

@@ -1,0 +1,271 @@
+"""Layers that tensor parallel has split: a call on `DTensor`s becomes one on this rank's part.
+
+`parallelize_module` puts hooks around a layer, which make its input a `DTensor` and take its output
+back; in between, the captured forwards compute with plain tensors. W is the number of ranks:
+
+| layer | weight | input | output | per-sample gradients here |
+| --- | --- | --- | --- | --- |
+| colwise linear | [d/W, p] | whole | [.., d/W] | rows of W's and b's, of all tokens |
+| rowwise linear | [d, p/W] | [.., p/W] | a term of a sum | columns of W's; all of b's |
+| rowwise embedding | [V/W, d] | whole | a term of a sum | rows of the vocabulary |
+| colwise embedding | [V, d/W] | whole | [.., d/W] | columns |
+| replicated | whole | whole | whole | all, the same on every rank |
+
+The input's gradient is a term of a sum where the output is split; the hooks' own conversions add
+the terms up, forward and backward. So a rank's squared norms are those of its part, and add up over
+the ranks, what is replicated counted once.
+
+Nothing else is true of a layer that gets only some of a sample's tokens: its G is a sum over ranks,
+and ‖Σ_r G_r‖² is not Σ_r ‖G_r‖². Those are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dp_clipping import sharded
+from dp_clipping.layers.handle import Handle
+from dp_clipping.norm_reduce import refuse_split_samples
+from dp_clipping.sharded import is_sharded
+
+if dist.is_available():
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer on local tensors.
+
+    Attributes:
+        x, weight, bias: what this rank computes with.
+        mesh: of the layer's parameters; None: they are plain tensors, and so is the output.
+        placement: of the output.
+        width: of the whole output, its last dimension.
+        late_bias: what is added after the terms of all ranks.
+        outside: [..], ids that are other ranks'.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    mesh: DeviceMesh | None = None
+    placement: Placement | None = None
+    width: int = 0
+    late_bias: Tensor | None = None
+    outside: Tensor | None = None
+
+    def leave(self, y: Tensor) -> Tensor:
+        """The output that the hooks around the layer expect."""
+        if self.mesh is None:
+            return y
+        if self.outside is not None:  # forward adds a zero there, backward gets one
+            y = y.masked_fill(self.outside.expand(y.shape[:-1]).unsqueeze(-1), 0)
+        placement = self.placement
+        if placement.is_shard():
+            placement = Shard(y.dim() - 1)
+        shape = torch.Size((*y.shape[:-1], self.width))
+        y = DTensor.from_local(
+            y, self.mesh, (placement,), run_check=False, shape=shape, stride=_strides(shape)
+        )
+        if self.late_bias is None:
+            return y
+        whole = y.redistribute(placements=(Replicate(),))
+        bias = self.late_bias.detach().to(whole.dtype)
+        return whole + DTensor.from_local(bias, self.mesh, (Replicate(),), run_check=False)
+
+
+def linear(
+    handle: Handle, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
+) -> Call:
+    """Of y = x Wᵀ + b; `transposed`: W is stored [p, d]."""
+    if not is_sharded(weight):
+        return Call(_plain(handle, x), weight, bias)
+    out_dim, in_dim = (1, 0) if transposed else (0, 1)
+    mesh, placement = _placement(handle, weight, "weight")
+    width = weight.shape[out_dim]
+    if placement.is_shard(in_dim):
+        x = _local(handle, x, mesh, Shard(x.dim() - 1), Shard(x.dim() - 1))
+        late = None if bias is None else _same_place(handle, bias, mesh, Replicate())
+        return Call(x, local(weight), None, mesh, Partial(), width, late_bias=late)
+    is_split = placement.is_shard(out_dim)
+    own = Shard(0) if is_split else Replicate()
+    x = _local(handle, x, mesh, Replicate(), Partial() if is_split else Replicate())
+    bias = None if bias is None else _same_place(handle, bias, mesh, own)
+    return Call(x, local(weight), bias, mesh, own, width)
+
+
+def embedding(
+    handle: Handle, ids: Tensor, weight: Tensor, padding_idx: int | None
+) -> tuple[Call, int | None]:
+    """Of y = W[ids], with the padding's id among the rows of this rank (None: it is another's)."""
+    if not is_sharded(weight):
+        return Call(_plain(handle, ids), weight), padding_idx
+    mesh, placement = _placement(handle, weight, "weight")
+    ids = _local(handle, ids, mesh, Replicate(), Replicate())
+    vocabulary, width = weight.shape
+    rows = local(weight)
+    if not placement.is_shard(0):
+        own = Shard(-1) if placement.is_shard() else Replicate()
+        return Call(ids, rows, None, mesh, own, width), padding_idx
+    start = mesh.get_local_rank() * -(-vocabulary // mesh.size())  # as `torch.chunk` cuts
+    ids = ids - start
+    outside = (ids < 0) | (ids >= len(rows))
+    if padding_idx is not None:
+        padding_idx -= start
+        padding_idx = padding_idx if 0 <= padding_idx < len(rows) else None
+    ids = ids.masked_fill(outside, 0)
+    return Call(ids, rows, None, mesh, Partial(), width, outside=outside), padding_idx
+
+
+def norm(handle: Handle, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
+    """Of a normalisation, whose weights are whole on every rank."""
+    if not is_sharded(weight):
+        return Call(_plain(handle, x), weight, bias)
+    mesh, placement = _placement(handle, weight, "weight")
+    if not placement.is_replicate():
+        _refuse_placement(handle, "weight", placement)
+    x = _local(handle, x, mesh, Replicate(), Replicate())
+    bias = None if bias is None else _same_place(handle, bias, mesh, Replicate())
+    return Call(x, local(weight), bias, mesh, Replicate(), x.shape[-1])
+
+
+def refuse_distributed(handle: Handle, *tensors: Tensor) -> None:
+    """For layers whose arithmetic is not known here."""
+    if any(is_sharded(x) for x in tensors):
+        raise ValueError(
+            f"{handle.name or 'the network'} is given DTensors, and tensor parallel is supported "
+            "for linear layers, embeddings and norms: leave it out of the plan, or freeze it"
+        )
+
+
+def refuse_split_rows(handle: Handle, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    """From what goes into a layer's hooks and comes out of them, local: are there the same rows?
+
+    Where they gather or scatter tokens (sequence parallel), plain layers between two such have only
+    some of each sample's, and nothing in them shows it.
+    """
+    if handle.kind == "vectorized":
+        return
+    given, returned = inputs[0].shape, outputs[0].shape[:-1]
+    given = given if handle.kind == "embedding" else given[:-1]
+    if given != returned:
+        raise ValueError(
+            f"{handle.name}: it is given rows {list(given)} and returns rows {list(returned)}, "
+            "so its hooks gather or scatter tokens or samples over the tensor-parallel axis "
+            "(sequence parallel). Layers beside it would hold a partial sum of one sample's "
+            "gradient, and ‖Σ_r g_r‖² is not Σ_r ‖g_r‖². Use a plan that shards features only"
+        )
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part, detached; of a plain tensor, all."""
+    return settled(sharded.local(x.detach()))
+
+
+def settled(x: Tensor) -> Tensor:
+    """A tensor that collectives are done with.
+
+    What arrives from a hook may be a wrapper that waits when it is used, which kernels cannot take.
+    """
+    if type(x) is Tensor or torch.compiler.is_compiling() or not _is_under_way(x):
+        return x
+    return Settle.apply(x)
+
+
+def _is_under_way(x: Tensor) -> bool:
+    """The wrapper's class has no public name; in torch 2.11 to 2.13 it is this one."""
+    return type(x).__name__ == "AsyncCollectiveTensor"
+
+
+class Settle(torch.autograd.Function):
+    """What the wrapper waits for."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.wait().detach()
+
+    @staticmethod
+    def backward(ctx, gy):
+        return gy
+
+
+def _placement(handle: Handle, parameter: DTensor, name: str) -> tuple[DeviceMesh, Placement]:
+    """Of a parameter on a mesh of one axis."""
+    mesh = parameter.device_mesh
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{handle.name}: its {name} is spread over a mesh of {mesh.ndim} axes "
+            f"({parameter.placements}) while it computes: parallelize it on one axis of the mesh"
+        )
+    (placement,) = parameter.placements
+    if placement.is_replicate():
+        return mesh, placement
+    if not any(placement.is_shard(d) for d in (0, 1)):
+        _refuse_placement(handle, name, placement)
+    size, ranks = parameter.shape[placement.dim], mesh.size()
+    if -(-size // ranks) * (ranks - 1) >= size:  # on all ranks, or the others would wait for one
+        raise ValueError(
+            f"{handle.name}: {size} rows or columns of its {name} leave the last of {ranks} ranks "
+            "none: use fewer tensor-parallel ranks, or leave this layer out of the plan"
+        )
+    return mesh, placement
+
+
+def _same_place(handle: Handle, bias: Tensor, mesh: DeviceMesh, expected: Placement) -> Tensor:
+    """The local part of a bias that must lie as the weight asks for."""
+    if not is_sharded(bias) or bias.device_mesh != mesh:
+        raise ValueError(f"{handle.name}: its bias is not on the mesh of its weight")
+    if bias.placements != (expected,):
+        _refuse_placement(handle, "bias", bias.placements[0])
+    return local(bias)
+
+
+def _local(
+    handle: Handle, x: Tensor, mesh: DeviceMesh, expected: Placement, gradient: Placement
+) -> Tensor:
+    """An input's local part; its gradient here will be as `gradient` says."""
+    if not is_sharded(x) or x.device_mesh != mesh:
+        raise ValueError(
+            f"{handle.name}: its parameters are DTensors and its input is none on their mesh: the "
+            "hooks of parallelize_module, or a DTensor, must say how the input is spread"
+        )
+    features = 0 if handle.kind == "embedding" else 1
+    refuse_split_samples(handle.name, "input", x.placements, x.shape, features)
+    (placement,) = x.placements
+    if placement.is_shard(-1):
+        placement = Shard(x.dim() - 1)
+    if placement != expected:
+        _refuse_placement(handle, "input", placement)
+    return settled(x.to_local(grad_placements=(gradient,)))
+
+
+def _plain(handle: Handle, x: Tensor) -> Tensor:
+    """The input of a layer whose parameters are plain tensors."""
+    if is_sharded(x):
+        raise ValueError(
+            f"{handle.name}: its input is a DTensor and its parameters are plain tensors: give it "
+            "x.to_local(), or name it in the plan"
+        )
+    return settled(x)
+
+
+def _refuse_placement(handle: Handle, what: str, placement: Placement) -> NoReturn:
+    raise ValueError(
+        f"{handle.name or 'the network'} ({handle.kind}): its {what} is placed {placement}, for "
+        "which per-sample gradients are not to be had: use ColwiseParallel or RowwiseParallel"
+    )
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
