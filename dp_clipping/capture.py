@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten
 from dp_clipping.layers import embedding, linear, norm, vectorized
 from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import Handle
+from dp_clipping.norm_reduce import NormReducer
 from dp_clipping.plan import Plan
 from dp_clipping.session import Session
 from dp_clipping.sharded import Sharding, attribute, noting, plain_type
@@ -76,6 +77,7 @@ class Capture:
             `plan` is the last one that a step ran by.
         forecast: of the coming forward, where compiled code needs one (see `dp_clipping.compiled`).
         sharding: how the network is spread over ranks; None: it is not.
+        reducer: adds norms up over ranks (see `dp_clipping.norm_reduce`).
         shapes: parameter -> shape of what its layer computes with, a part under tensor parallelism.
     """
 
@@ -83,6 +85,7 @@ class Capture:
         self, network: nn.Module, clipping: str = "flat", sharding: Sharding | None = None
     ):
         self.network, self.sharding = network, sharding
+        self.reducer = NormReducer()
         self.handles = self._install()
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         self.names = {p: n for n, p in reversed(list(network.named_parameters()))}

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.profiler import record_function
 
-from dp_clipping.clip import MARGIN
+from dp_clipping.clip import MARGIN, coefficients, finite_samples
 from dp_clipping.compiled import refuse_repeated
 from dp_clipping.kernels.coefficients import clip_coefficients
 from dp_clipping.kernels.embedding import TokenSums
@@ -209,7 +210,10 @@ class FusedSession(Session):
             self._arrivals[unit] += 1
             if leaves:
                 return self._arrivals[unit] == len(sharding.units[unit])
-        return self._pending > self._may_wait and not self._has_room()
+        if self._pending <= self._may_wait:
+            return False
+        # What memory is free is another rank's affair, and norms may leave layer by layer.
+        return self.reducer.splits_parameters or not self._has_room()
 
     def _has_room(self) -> bool:
         """Whether more may wait, in what backward has freed and nobody took since.
@@ -276,23 +280,51 @@ class FusedSession(Session):
         self._norms.update(found.norms)
         self._joined |= found.joined
         self._kept.update(found.gradients)  # in the factors' places
+        self._note_norms()
         self._pending, self._may_wait = 0, PENDING_BYTES
+
+    def _known_norms(self) -> list[Parameter]:
+        return [*self._norms, *self._joined]
 
     def _clip(self, limits: Tensor) -> Tensor:
         self._take_norms(everything=True)
-        if self._kept or self._recomputed:
-            self._scale = self._coefficients(list(range(len(limits))))
+        everything = list(range(len(limits)))
+        if self.reducer.splits_parameters:
+            refuse_repeated(self._norms, self._counts, self.capture.parameters)
+            self.squares, bounds = self._squares_and_bounds()
+            if self._kept or self._recomputed:
+                self._scale = self._coefficients_of(bounds, everything)
+        else:
+            if self._kept or self._recomputed:
+                self._scale = self._coefficients(everything)
+            self.squares = self._table(len(limits)).squared()
         self.nonfinite = self._bad.sum()
-        squared = torch.stack([n.squared for n in self._norms.values()] or [self._zero()])
-        return torch.where(squared == -torch.inf, torch.inf, squared).clamp_min(0).sum(0).sqrt()
+        return self.squares.sum(0).sqrt()
+
+    def _coefficients_of(self, bounds: Tensor, groups: list[int]) -> Coefficients:
+        """From upper bounds [K, B] of whole samples' squared norms: see `_coefficients`."""
+        limits, policy = self._limits_of(groups), self.policy
+        self._bad |= ~finite_samples(bounds)
+        values = coefficients(bounds, limits, policy.clipping_function, policy.gamma)
+        values = values.masked_fill(self._bad, 0).float()
+        return Coefficients(values, {group: row for row, group in enumerate(groups)})
+
+    def _limits_of(self, groups: list[int]) -> Tensor:
+        limits = self._limits
+        if len(groups) == len(limits):
+            return limits
+        return limits[on_device(tuple(groups), torch.int64, limits.device)]
 
     def _coefficients(self, groups: list[int]) -> Coefficients:
         """Of these groups, 0 for samples that have not had finite norms so far."""
         members = self.capture.members
-        refuse_repeated(self._norms, self._counts, [p for k in groups for p in members[k]])
-        limits = self._limits
-        if len(groups) < len(limits):
-            limits = limits[on_device(tuple(groups), torch.int64, limits.device)]
+        own = [p for k in groups for p in members[k]]
+        refuse_repeated(self._norms, self._counts, own)
+        limits = self._limits_of(groups)
+        if self.reducer.splits_parameters:
+            with record_function("norm_all_reduce"):
+                bounds = self._table(len(self._limits)).only(self._counted(own)).bounds()
+                return self._coefficients_of(self._over_parts(bounds[groups]), groups)
         mine = [[self._norms[p] for p in members[k] if p in self._norms] for k in groups]
         norms = [norm for own in mine for norm in own] or [Norm(self._zero())]
         squares = torch.stack([norm.squared for norm in norms])

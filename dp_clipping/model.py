@@ -24,6 +24,7 @@ from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.layout import FEW, MORE
 from dp_clipping.modes import PLAIN_TWIN, say_plain
+from dp_clipping.norm_reduce import NormReducer
 from dp_clipping.search import Search
 from dp_clipping.session import Policy, Session
 from dp_clipping.sharded import ShardedSums, Sharding, is_sharded, like
@@ -45,6 +46,7 @@ class PrivateModel(nn.Module):
         batch_first: the first dimension of the inputs counts the samples, else the second.
         release: what is not covered by ε raises instead of showing itself.
         sharding: `Sharding.of(module)`: how the network is spread over ranks, if it is.
+        norm_reduction: how norms are added up over ranks that have parts of the parameters.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class PrivateModel(nn.Module):
         batch_first: bool = True,
         release: bool = False,
         sharding: Sharding | None = None,
+        norm_reduction: str = "async",
     ):
         super().__init__()
         self.module = module
@@ -82,6 +85,7 @@ class PrivateModel(nn.Module):
         self._sharded_sums: ShardedSums | None = None
         if policy is not None:
             self._capture = Capture(self.network, clipping, sharding)
+            self._capture.reducer = self._make_reducer(norm_reduction)
             if sharding is not None:
                 self._sharded_sums = ShardedSums(sharding)
             self._search = Search(self._capture)
@@ -433,6 +437,16 @@ class PrivateModel(nn.Module):
             parameter.grad.add_(total)
         if self._is_wrapped:
             self.module.gradient_ready(parameter)
+
+    def _make_reducer(self, mode: str) -> NormReducer:
+        data_group, tensor_group = getattr(self.module, "process_group", None), None
+        if self.sharding is not None:
+            data_group, tensor_group = self.sharding.data_group, self.sharding.tensor_group
+        widest = max((wide(p.dtype) for p in self.capture.parameters), key=lambda d: d.itemsize)
+        return NormReducer(
+            data_group=data_group, tensor_group=tensor_group, mode=mode,
+            device=self.capture.anchor.device, dtype=widest,
+        )  # fmt: skip
 
     def _session_class(self) -> type[Session]:
         """On fused kernels, if the mode asks for them and all parameters are where they run."""

@@ -12,6 +12,7 @@ contribution of C would come out as 1.002 C, or 1.03 C. So the rounded values th
 η is far above what rounding adds where tokens do not cancel, so step 3 finds nothing to do there.
 """
 
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ def rescale(
     groups: dict[Parameter, int],
     coefficients: Tensor,
     limits: Tensor,
+    counted: Container[Parameter],
+    over_parts: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Scale 16-bit linear factors in place, so that summing them without weights is safe.
 
@@ -40,6 +43,8 @@ def rescale(
         groups: parameter -> k.
         coefficients: [K, B] float32.
         limits: [K] thresholds C_k.
+        counted: parameters whose norms this rank adds; `others` has no norms of different ones.
+        over_parts: sums bounds [K, B] over ranks that have other parts of the parameters.
 
     Returns:
         The coefficients that hold for the other parameters [K, B].
@@ -57,8 +62,9 @@ def rescale(
             torch._foreach_mul_(list(one.y.unbind(0)), by_host[groups[parameter]])
     scaled = others.only(set())
     for parameter, one in mine.items():
-        scaled.add(parameter, one.norm())
-    bounds = scale.square() * others.bounds() + scaled.bounds()
+        if parameter in counted:
+            scaled.add(parameter, one.norm())
+    bounds = over_parts(scale.square() * others.bounds() + scaled.bounds())
     excess = bounds.sqrt() * (1 + MARGIN[torch.float32]) / limits.to(bounds)[:, None]
     if bool((excess > 1).any()):
         halved = torch.exp2(-excess.clamp_min(1).log2().ceil())

@@ -12,7 +12,7 @@ Bookkeeping modes keep what arrived and sum it afterwards: one backward. Two-pas
 nothing and run backward a second time. Neither computes an ordinary weight gradient.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +27,7 @@ from dp_clipping.clip import coefficients, finite_samples
 from dp_clipping.layers.arithmetic import Weights, squared_norms, weighted_sum
 from dp_clipping.layers.handle import Handle
 from dp_clipping.layers.linear import Grams
+from dp_clipping.norm_reduce import Layerwise, NormReducer
 from dp_clipping.norms import Norm, Norms
 from dp_clipping.rescale import is_rescaled, rescale
 
@@ -73,6 +74,7 @@ class Session:
     def __init__(self, capture: Any, batch_size: int, policy: Policy):
         self.capture, self.batch_size, self.policy = capture, batch_size, policy
         self.anchor: Tensor = capture.anchor
+        self.reducer: NormReducer = capture.reducer
         self._taps: dict[Parameter, Tensor] = {}
         self.leaves: dict[Parameter, Tensor] = {}  # what stands for sharded ones (see `noting`)
         self._running = False
@@ -88,6 +90,8 @@ class Session:
         self._grams = Grams()
         self._recomputed: list[Parameter] = []
         self._receive: Callable[[Parameter, Tensor | None], None] | None = None
+        self._partial: Layerwise | None = None
+        self._noted: set[Parameter] = set()  # whose norms are in it
 
     # ---- what layers ask in forward -------------------------------------------------------------
 
@@ -129,6 +133,7 @@ class Session:
             return
         with self._range("norm/dense", parameter):
             self._norms[parameter] = Norm(squared_norms(gradients))
+        self._note_norms()
         if not self.policy.two_passes:
             self._kept[parameter] = gradients
 
@@ -140,6 +145,7 @@ class Session:
             return
         with self._range("norm/factors", parameter):
             self._norms[parameter] = factors.norm(self._grams)
+        self._note_norms()
         if not self.policy.two_passes:
             self._kept[parameter] = factors
 
@@ -180,6 +186,9 @@ class Session:
             self._running = True
             self._limits, self._receive = limits, receive
             self._prepare(losses)
+            if self.reducer.splits_parameters and self.reducer.mode == "layerwise":
+                order = list(reversed(self.capture.parameters))
+                self._partial = self.reducer.layerwise(order, self._table_of)
             with self.capture.attached(self), guard:
                 with record_function("norm_pass"):
                     anchors = list(self.capture.anchors.values())
@@ -223,9 +232,53 @@ class Session:
                 "tie the weights of two modules, or freeze the parameter"
             )
 
+    # ---- norms of the parts that other ranks have -----------------------------------------------
+
+    def _note_norms(self) -> None:
+        """Let the norms that have come leave for other ranks, where they go layer by layer."""
+        if self._partial is None:
+            return
+        for parameter in self._known_norms():
+            if parameter not in self._noted:
+                self._noted.add(parameter)
+                self._partial.add(parameter)
+
+    def _known_norms(self) -> list[Parameter]:
+        return list(self._norms)
+
+    def _counted(self, parameters: Iterable[Parameter]) -> set[Parameter]:
+        """Those whose norms this rank adds: of parameters that ranks share, one rank does."""
+        sharding = self.capture.sharding
+        if sharding is None:
+            return set(parameters)
+        parts, counts = sharding.parts, self.reducer.counts
+        return {p for p in parameters if counts(replicated=not parts[p].split)}
+
+    def _table_of(self, parameters: Sequence[Parameter]) -> Tensor:
+        """Squared norms and their upper bounds [2, K, B], as far as they are known here."""
+        table = self._table(len(self._limits)).only(self._counted(parameters))
+        return torch.stack((table.squared(), table.bounds()))
+
+    def _squares_and_bounds(self) -> tuple[Tensor, Tensor]:
+        """[K, B] each, of whole samples."""
+        norms = self._table(len(self._limits))
+        if not self.reducer.splits_parameters:
+            return norms.squared(), norms.bounds()
+        with record_function("norm_all_reduce"):
+            if self._partial is not None:
+                return self._partial.wait().unbind(0)
+            return self.reducer.reduce(self._table_of(list(self._norms))).wait().unbind(0)
+
+    def _over_parts(self, bounds: Tensor) -> Tensor:
+        """The sum over ranks of what is known of their parts [K, B]."""
+        if not self.reducer.splits_parameters:
+            return bounds
+        return self.reducer.reduce(bounds[None]).wait()[0]
+
+    # ---- clipping and sums ----------------------------------------------------------------------
+
     def _clip(self, limits: Tensor) -> Tensor:
-        norms = self._table(len(limits))
-        bounds = norms.bounds()
+        self.squares, bounds = self._squares_and_bounds()
         policy = self.policy
         scale = coefficients(bounds, limits, policy.clipping_function, policy.gamma)
         # One look from the host: a product with zero would not keep NaN out of the sum.
@@ -237,18 +290,28 @@ class Session:
             for parameter, remains in self._kept.items():
                 self._kept[parameter] = self._only_good(remains)
         if any(is_rescaled(remains) for remains in self._kept.values()):
-            others = {p for p in self._norms if not is_rescaled(self._kept[p])}
+            counted = self._counted(self._norms)
+            others = {p for p in counted if not is_rescaled(self._kept[p])}
             rest = self._table(len(limits), self._good).only(others)
-            scale = rescale(self._kept, rest, self.capture.groups, scale, limits)
+            scale = rescale(
+                self._kept, rest, self.capture.groups, scale, limits, counted, self._over_parts
+            )
         self._weights = [Weights(*c) for c in zip(scale, scale.tolist(), strict=True)]
-        return norms.squared().sum(0).sqrt()
+        return self.squares.sum(0).sqrt()
 
     def _table(self, groups: int, samples: Tensor | None = None) -> Norms:
         """All norms of the step, or of some samples."""
-        pick = (lambda x: x) if samples is None else (lambda x: None if x is None else x[samples])
-        table = Norms(self.capture.groups, groups, pick(self._zero()))
-        for parameter, norm in self._norms.items():
-            table.add(parameter, replace(norm, squared=pick(norm.squared), scale=pick(norm.scale)))
+        norms, zero = self._norms, self._zero()
+        if samples is not None:
+            pick = lambda x: None if x is None else x[samples]  # noqa: E731
+            norms = {
+                p: replace(norm, squared=pick(norm.squared), scale=pick(norm.scale))
+                for p, norm in norms.items()
+            }
+            zero = pick(zero)
+        table = Norms(self.capture.groups, groups, zero)
+        for parameter, norm in norms.items():
+            table.add(parameter, norm)
         return table
 
     def _zero(self) -> Tensor:

@@ -34,6 +34,7 @@ if dist.is_available():
 
 LOG = logging.getLogger(__name__)
 SMALL = 1 << 20  # bytes; smaller sums of a unit travel together
+UNIT = 8  # parameters that are handled together where no FSDP module says so
 IN_FLIGHT = 2  # units whose sums may be on the wire while the next are formed
 
 
@@ -233,10 +234,12 @@ def _of_tensor_parallel(module: nn.Module, data_group: dist.ProcessGroup | None)
         )
     mesh = next(iter(meshes))
     parts = {
-        p: Part(local(p).shape, split=is_sharded(p) and any(q.is_shard() for q in p.placements))
-        for p in module.parameters()
-        if p.requires_grad
-    }
+        p: Part(
+            local(p).shape, number // UNIT,
+            split=is_sharded(p) and any(q.is_shard() for q in p.placements),
+        )
+        for number, p in enumerate(p for p in module.parameters() if p.requires_grad)
+    }  # fmt: skip
     group = mesh.get_group()
     everyone = group
     if data_group is not None:
