@@ -25,61 +25,23 @@ sums under the same noise give away their difference. So:
 
 What cannot be seen here (data of the same length, the learning rate, the code) is the user's: of
 two different continuations of one checkpoint publish one, or give the second `new_keys=True`.
+
+A sharded model is saved as a folder: see checkpoint_sharded.py. A load takes either, whatever the
+model that it is for.
 """
 
-import hashlib
-import warnings
 from collections.abc import Mapping
-from copy import deepcopy
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from opacus.accountants.accountant import IAccountant
-from torch import Tensor
 
-from dp_clipping.checkpoint_file import (
-    ALWAYS,
-    OWN,
-    RESERVED,
-    VERSION,
-    check_contents,
-    plain,
-    read,
-    scheduler_state,
-    write,
-)  # fmt: skip
+from dp_clipping import checkpoint_sharded
+from dp_clipping.checkpoint_file import OWN, check_contents, plain, read, scheduler_state, write
 from dp_clipping.fits import check_fits
-from dp_clipping.keys import Keys, fresh_keys
-from dp_clipping.run import (
-    Run,
-    agree_on_content,
-    agree_on_success,
-    random_states,
-    set_random_state,
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Resume:
-    """A checkpoint that was read and found to fit, before anything is touched."""
-
-    saved: dict[str, Any]
-    keys: Keys | None = field(repr=False)
-    """None: new ones are to be drawn."""
-    notes: list[str]
-
-    @property
-    def own(self) -> dict[str, Any]:
-        return self.saved[OWN]
-
-    def digest(self) -> bytes:
-        """Equal on two ranks that read the same checkpoint."""
-        own = {k: v for k, v in self.own.items() if k != "random"}
-        history = self.saved["privacy_accountant_state_dict"]["history"]
-        what = repr((own, history, self.keys is None)).encode()
-        return hashlib.blake2b(what, digest_size=31).digest()
+from dp_clipping.resume import Resume, check_load, check_save, go_on, own_entry
+from dp_clipping.run import Run, agree_on_content, agree_on_success, random_states
 
 
 def save(
@@ -99,11 +61,13 @@ def save(
         RuntimeError: in the middle of a step, or if rank 0 could not write.
         ValueError: if a load without executing code could not read what is to be saved.
     """
-    if run.optimizer.is_mid_step:
-        raise RuntimeError(
-            "a checkpoint in the middle of a step would lose the sums in .grad: save after "
-            "optimizer.step(), and with BatchMemoryManager after the last microbatch of a draw"
-        )
+    check_save(run)
+    if checkpoint_sharded.is_sharded(run):
+        checkpoint_sharded.save(
+            run, accountant, path, with_optimizer=with_optimizer, schedulers=schedulers,
+            extra=extra, module_kwargs=module_kwargs, torch_kwargs=torch_kwargs,
+        )  # fmt: skip
+        return
     random = random_states(run)
     problem = None
     if run.group is None or dist.get_rank(run.group) == 0:
@@ -112,7 +76,7 @@ def save(
                 **extra,
                 "module_state_dict": run.model.network.state_dict(**module_kwargs),
                 "privacy_accountant_state_dict": plain(accountant.state_dict()),
-                OWN: _own_entry(run, random),
+                OWN: own_entry(run, random),
             }
             if with_optimizer:
                 contents["optimizer_state_dict"] = run.optimizer.state_dict()
@@ -125,21 +89,6 @@ def save(
                 raise
             problem = error
     agree_on_success(run, path, problem)
-
-
-def _own_entry(run: Run, random: list[dict[str, Tensor]]) -> dict[str, Any]:
-    return {
-        "version": VERSION,
-        "run": run.describe(),
-        "key_fingerprint": run.keys.fingerprint,
-        "steps": run.optimizer.steps,
-        "sampler": run.sampler_state(),
-        "start": list(run.start),
-        # As schedulers have left them; in "run" are the ones that make_private was given.
-        "noise_multiplier": plain(run.optimizer.noise_multiplier),
-        "max_grad_norm": plain(run.optimizer.max_grad_norm),
-        "random": random,
-    }
 
 
 def load(
@@ -162,12 +111,14 @@ def load(
         FileNotFoundError: no such checkpoint.
         ValueError: it is cut short, of another run, or its key is missing; or another rank failed.
     """
+    if path.is_dir():
+        return checkpoint_sharded.load(
+            run, accountant, path, with_optimizer=with_optimizer, schedulers=schedulers,
+            module_kwargs=module_kwargs, torch_kwargs=torch_kwargs, new_keys=new_keys,
+        )  # fmt: skip
     resume, problem = None, None
     try:
-        if run.optimizer.is_mid_step:
-            raise RuntimeError("load_checkpoint in the middle of a step: call zero_grad() before")
-        if module_kwargs.get("assign"):
-            raise ValueError("assign=True would replace the parameters that are private: drop it")
+        check_load(run, module_kwargs)
         saved = read(path, torch_kwargs)
         keys, notes = check_fits(
             run,
@@ -179,58 +130,11 @@ def load(
             new_keys,
             module_kwargs.get("strict", True),
         )
-        resume = Resume(saved, keys, notes)
+        resume = Resume(checkpoint_sharded.lay_out(run, saved), keys, notes)
     except Exception as error:
         if run.group is None:
             raise
         problem = error
     agree_on_content(run, path, resume and resume.digest(), problem)
     assert resume is not None
-    saved = resume.saved
-    _apply(run, accountant, resume, with_optimizer, schedulers, module_kwargs)
-    for note in resume.notes:
-        warnings.warn(f"{path}: {note}: the resumed run is not the same", stacklevel=3)
-    return {n: entry for n, entry in saved.items() if n not in RESERVED or n in ALWAYS}
-
-
-def _apply(
-    run: Run,
-    accountant: IAccountant,
-    resume: Resume,
-    with_optimizer: bool,
-    schedulers: Mapping[str, Any],
-    module_kwargs: Mapping[str, Any],
-) -> None:
-    saved, own, optimizer = resume.saved, resume.own, run.optimizer
-    accountant.load_state_dict(deepcopy(saved["privacy_accountant_state_dict"]))
-    run.model.network.load_state_dict(saved["module_state_dict"], **module_kwargs)
-    if with_optimizer and "optimizer_state_dict" in saved:
-        optimizer.load_state_dict(saved["optimizer_state_dict"])
-    for entry, scheduler in schedulers.items():
-        if entry in saved:
-            scheduler.load_state_dict(deepcopy(saved[entry]))
-    if all(
-        own["run"][name] == run.settings[name] for name in ("noise_multiplier", "max_grad_norm")
-    ):
-        optimizer.noise_multiplier = own["noise_multiplier"]
-        optimizer.max_grad_norm = own["max_grad_norm"]
-    if resume.keys is not None:
-        run.keys = resume.keys
-    elif not run.keys.fixed:
-        run.keys = fresh_keys(run.group, run.device)  # also if this run has made steps already
-    optimizer.resume(own["steps"], run.keys.noise)
-    _seek(run, own, same_keys=resume.keys is not None)
-    if run.model.policy is not None:
-        run.model.clear_gradients()
-    set_random_state(run, own["random"])
-
-
-def _seek(run: Run, own: dict[str, Any], same_keys: bool) -> None:
-    loader, state = run.poisson, own["sampler"]
-    if loader is None:
-        return
-    loader.batch_sampler.rekey(run.keys.sampling)
-    here = loader.state_dict()
-    if state is not None and all(state[k] == here[k] for k in ("num_samples", "sample_rate")):
-        loader.load_state_dict(state)
-    run.start = tuple(own["start"]) if same_keys else (loader.position, own["steps"])
+    return go_on(run, accountant, path, resume, with_optimizer, schedulers, module_kwargs)

@@ -1,0 +1,328 @@
+"""A run on shards goes on as if it had never stopped, also on another number of ranks."""
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dp_clipping import checkpoint_sharded
+from dp_clipping.checkpoint_file import key_path
+from dp_clipping.keys import read_keys
+from tests.dp_clipping.replicas import build, train
+from tests.dp_clipping.sharded import shard_fsdp2, whole
+from tests.ranks import Context
+
+BEFORE, AFTER = 3, 3  # steps
+
+
+def start(context: Context | None, optimizer=None, shard=True, **options):
+    """A run on FSDP2, or on one process or replicas without."""
+
+    def sharded(network: nn.Module) -> nn.Module:
+        mesh = DeviceMesh.from_group(context.group, context.device.type)
+        return shard_fsdp2(network, "block", mesh)
+
+    of_shards = {"shard": sharded} if context is not None and shard else {}
+    return build(context, name="transformer", **of_shards, **options)
+
+
+def save(run, path: Path, **more) -> None:
+    run.engine.save_checkpoint(path=path, module=run.model, optimizer=run.optimizer, **more)
+
+
+def load(run, path: Path, **more) -> dict:
+    return run.engine.load_checkpoint(path=path, module=run.model, optimizer=run.optimizer, **more)
+
+
+def values(run) -> list[torch.Tensor]:
+    """Parameters and momenta, all of each."""
+    found = list(run.model.network.state_dict().values())
+    for state in run.optimizer.state.values():
+        found += [x for x in state.values() if isinstance(x, torch.Tensor)]
+    return [whole(x).detach().clone() for x in found]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def saved_and_trained(context: Context | None, path: Path, seed=None, **options) -> tuple:
+    """Saves in the middle, and goes on."""
+    run = start(context, seed=seed, **options)
+    train(run, BEFORE)
+    save(run, path, checkpoint_dict={"note": "of the user"})
+    at_save = values(run)
+    return at_save, train(run, AFTER), values(run), list(run.engine.accountant.history)
+
+
+def resumed(context: Context | None, path: Path, seed=None, **options) -> tuple:
+    run = start(context, seed=seed, **options)
+    torch.manual_seed(5)
+    back = load(run, path)
+    assert back["note"] == "of the user"
+    assert run.optimizer.steps == BEFORE
+    at_load = values(run)
+    return at_load, train(run, AFTER), values(run), list(run.engine.accountant.history)
+
+
+def drawn(of_ranks: list) -> list[list[int]]:
+    """Samples of each draw, of all ranks."""
+    return [
+        sorted(n for rank in of_ranks for piece in rank[1][i] for n in piece) for i in range(AFTER)
+    ]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run"
+
+
+def test_the_same_ranks_go_on_bit_for_bit(cpu_ranks, path):
+    """With drawn keys, so that they come from the key file."""
+    expected = cpu_ranks.run(4, saved_and_trained, path)
+    found = cpu_ranks.run(4, resumed, path)
+    for one, other in zip(expected, found, strict=True):
+        assert same(one[0], other[0])
+        assert one[1] == other[1]
+        assert same(one[2], other[2])
+        assert one[3] == other[3]
+    assert os.stat(key_path(path)).st_mode & 0o777 == 0o600
+    assert sorted(p.name.split("-")[0] for p in path.iterdir()) == ["run.pt", "tensors"]
+    (folder,) = path.glob("tensors-*")
+    assert len(list(folder.glob("*.distcp"))) == 4
+    (key,) = read_keys(key_path(path))
+    for file in path.rglob("*"):
+        content = b"" if file.is_dir() else file.read_bytes()
+        assert key.master not in content
+        assert key.noise not in content
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (4, 1), (4, None), (None, 2)])
+def test_another_number_of_ranks(cpu_ranks, path, before, after):
+    """None: one process that knows nothing of shards, whose checkpoint is one file."""
+
+    def at(ranks, function):
+        return [function(None, path)] if ranks is None else cpu_ranks.run(ranks, function, path)
+
+    expected, found = at(before, saved_and_trained), at(after, resumed)
+    assert path.is_dir() == (before is not None)
+    assert drawn(found) == drawn(expected)
+    for of_rank in found:
+        assert same(of_rank[0], expected[0][0]), "loaded values"
+        assert of_rank[3] == expected[0][3]
+        for one, other in zip(of_rank[2], expected[0][2], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+
+
+def before_any_step(context: Context, path: Path) -> None:
+    run = start(context, seed=None)
+    save(run, path)
+    expected = train(run, 2), values(run)
+    again = start(context, seed=None)
+    load(again, path)
+    assert not again.optimizer.state
+    assert train(again, 2) == expected[0]
+    assert same(values(again), expected[1])
+
+
+def test_an_optimizer_without_a_state(cpu_ranks, path):
+    """torch's own `get_optimizer_state_dict` would make a step to have one."""
+    cpu_ranks.run(2, before_any_step, path)
+
+
+def without_the_optimizer(context: Context, path: Path) -> None:
+    run = start(context)
+    train(run, 1)
+    run.engine.save_checkpoint(path=path, module=run.model)
+    again = start(context)
+    with pytest.warns(UserWarning, match="no optimizer in the checkpoint"):
+        load(again, path)
+    assert not again.optimizer.state
+    parameters = list(run.model.network.state_dict().values())
+    assert same([whole(x) for x in parameters], values(again))
+
+
+def test_without_the_optimizer(cpu_ranks, path):
+    cpu_ranks.run(2, without_the_optimizer, path)
+
+
+# ---- what does not fit changes nothing -----------------------------------------------------------
+
+
+def refused(context: Context, path: Path, broken: tuple[int, ...], match: str, options) -> None:
+    """On the ranks in `broken` for their own reason, on others because of them."""
+    run = start(context, **options)
+    before, steps, key = values(run), run.optimizer.steps, run.engine._runs[0].keys
+    match = match if context.rank in broken else f"{match}|its own error says why"
+    with pytest.raises((ValueError, RuntimeError), match=match):
+        load(run, path)
+    assert same(values(run), before)
+    assert (run.optimizer.steps, run.engine._runs[0].keys) == (steps, key)
+    train(run, 1)
+
+
+def saved(context: Context, path: Path) -> None:
+    run = start(context)
+    train(run, 1)
+    save(run, path)
+
+
+def cut(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+
+
+def change(what: str, path: Path) -> None:
+    (folder,) = path.glob("tensors-*")
+    if what == "description":
+        cut(folder / ".metadata")
+    elif what == "tensors":
+        cut(folder / "__1_0.distcp")
+    elif what == "a rank's file":
+        (folder / "__1_0.distcp").unlink()
+    elif what == "folder":
+        shutil.rmtree(folder)
+    elif what == "run":
+        cut(path / "run.pt")
+    elif what == "key":
+        key_path(path).unlink()
+    elif what == "code":
+        (folder / ".metadata").write_bytes(pickle.dumps(Planted(path.parent / "executed")))
+
+
+class Planted:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+BROKEN = {
+    "description": "cut short",
+    "tensors": "tensors cannot be read",
+    "a rank's file": "tensors cannot be read",
+    "folder": "is not a whole checkpoint",
+    "run": "is not a whole checkpoint",
+    "key": "is missing",
+    "code": "is not a whole checkpoint",
+}
+
+
+def test_broken_checkpoints(cpu_ranks, path):
+    cpu_ranks.run(2, saved, path)
+    for what, match in BROKEN.items():
+        copy = path.with_name(f"without {what}")
+        shutil.copytree(path, copy)
+        shutil.copy(key_path(path), key_path(copy))
+        change(what, copy)
+        cpu_ranks.run(2, refused, copy, (0, 1), match, {})
+    assert not (path.parent / "executed").exists()
+
+
+def test_other_runs(cpu_ranks, path):
+    cpu_ranks.run(2, saved, path)
+    for options, match in [
+        ({"count": 30}, "num_samples is 24"),
+        ({"dtype": torch.float64}, r"float32 in the checkpoint and .*float64"),
+    ]:
+        cpu_ranks.run(2, refused, path, (0, 1), match, options)
+
+
+def one_rank_cannot(context: Context, path: Path) -> None:
+    run = start(context)
+    train(run, 1)
+    writer = checkpoint_sharded.dcp.FileSystemWriter
+
+    class Full(writer):
+        def write_data(self, *args, **kwargs):
+            raise OSError("no space left")
+
+    if context.rank == 1:
+        checkpoint_sharded.dcp.FileSystemWriter = Full
+    try:
+        with pytest.raises(BaseException, match="no space left"):
+            save(run, path)
+    finally:
+        checkpoint_sharded.dcp.FileSystemWriter = writer
+    assert not (path / "run.pt").exists()
+    save(run, path)
+    assert len(list(path.glob("tensors-*"))) == 1
+
+
+def test_a_rank_that_cannot_write(cpu_ranks, path):
+    cpu_ranks.run(2, one_rank_cannot, path)
+
+
+def saved_with_a_drawn_key(context: Context, path: Path) -> None:
+    run = start(context, seed=None)
+    train(run, 1)
+    save(run, path)
+
+
+class Stop(Exception):
+    """In place of a kill, of which the other ranks would hear by a timeout only."""
+
+
+def stopped_in_between(context: Context, path: Path, at: str, call: int) -> None:
+    """Over the checkpoint of another run, with another key."""
+    run = start(context, seed=None)
+    train(run, 2)
+    original = getattr(checkpoint_sharded, at)
+    calls = []
+
+    def stops(*args, **options):
+        calls.append(args)
+        if len(calls) == call:
+            raise Stop
+        return original(*args, **options)
+
+    if context.rank == 0 or at == "_write_tensors":
+        setattr(checkpoint_sharded, at, stops)
+    try:
+        with pytest.raises((Stop, RuntimeError)):
+            save(run, path)
+    finally:
+        setattr(checkpoint_sharded, at, original)
+
+
+def found_again(context: Context, path: Path, steps: int) -> None:
+    run = start(context, seed=None)
+    load(run, path)
+    assert run.optimizer.steps == steps
+    train(run, 1)
+    save(run, path)
+    assert read_keys(key_path(path)) == [run.engine._runs[0].keys]
+    assert len(list(path.glob("tensors-*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("at", "call", "steps"),
+    [("_write_tensors", 1, 1), ("write_keys", 1, 1), ("replacing", 1, 1), ("write_keys", 2, 2)],
+)
+def test_stopped_in_between(cpu_ranks, path, at, call, steps):
+    """The old checkpoint is there with its key, or the new one; what is left over goes away."""
+    cpu_ranks.run(2, saved_with_a_drawn_key, path)
+    cpu_ranks.run(2, stopped_in_between, path, at, call)
+    cpu_ranks.run(2, found_again, path, steps)
+
+
+def over_a_file(context: Context, path: Path) -> None:
+    run = start(context)
+    with pytest.raises((ValueError, RuntimeError), match=r"is a file|its own error says why"):
+        save(run, path)
+    x, y, _ = next(iter(run.loader))
+    run.criterion(run.model(x), y).backward()
+    with pytest.raises(RuntimeError, match="middle of a step"):
+        save(run, path)
+
+
+def test_refused_saves(cpu_ranks, path):
+    path.write_text("something else")
+    cpu_ranks.run(2, over_a_file, path)
+    assert path.read_text() == "something else"
