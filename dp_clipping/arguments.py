@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from dp_clipping.adaptive import AdaptiveThreshold
 from dp_clipping.clip import CLIPPING_FUNCTIONS
 from dp_clipping.plan import NORM_ALGORITHMS
 
@@ -86,3 +87,25 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
             f"trainable but not in the optimizer: {', '.join(missing[:5])}; freeze them with "
             "requires_grad_(False) or give them to the optimizer"
         )
+
+
+def check_adaptive(
+    adaptive: AdaptiveThreshold,
+    limits: list[float],
+    noise_multiplier: float,
+    expected_batch_size: float,
+    is_private: bool,
+) -> None:
+    if not is_private:
+        raise ValueError("adaptive_threshold is for private modes: no_dp clips nothing")
+    if adaptive.limits != limits:
+        raise ValueError(
+            f"the adaptive threshold starts at {adaptive.limits[:4]} and max_grad_norm gives "
+            f"{limits[:4]} for {len(limits)} clipping groups: build it from the same numbers"
+        )
+    if adaptive.expected_batch_size != expected_batch_size:
+        raise ValueError(
+            f"the adaptive threshold's expected_batch_size is {adaptive.expected_batch_size:g} and "
+            f"the run's {expected_batch_size:g}: both must be the same public constant"
+        )
+    adaptive.gradient_noise_multiplier(noise_multiplier)

@@ -4,13 +4,14 @@ Each layer that owns trainable parameters gets a forward that runs its arithmeti
 function, with detached parameters. What it hands over in backward goes to a `Session`. Outside of a
 session (evaluation, inference, the user's own calls) the layers are what they were.
 
-No module hooks are involved, so `torch.compile`, non-reentrant activation checkpointing and
+No hooks on layers are involved, so `torch.compile`, non-reentrant activation checkpointing and
 autocast meet plain autograd functions.
 """
 
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ from dp_clipping.layers.handle import Handle
 from dp_clipping.norm_reduce import NormReducer
 from dp_clipping.plan import Plan
 from dp_clipping.session import Session
-from dp_clipping.sharded import Sharding, attribute, noting, plain_type
+from dp_clipping.sharded import Sharding, attribute, plain_type
 
 if TYPE_CHECKING:
     from dp_clipping.compiled import Forecast
@@ -109,6 +110,11 @@ class Capture:
             for name, parameter in module._private.parameters().items()
         }
         self._zeros: dict[torch.dtype, Tensor] = {}
+        self._session: Session | None = None
+        self._hooks = [
+            module.register_forward_pre_hook(partial(self._note_leaves, names))
+            for module, names in (() if sharding is None else sharding.gathering)
+        ]
 
     # ---- which layers ---------------------------------------------------------------------------
 
@@ -129,8 +135,7 @@ class Capture:
                 covered.update(module.modules())
             handle = Handle(name, kind, module, trainable)
             module._private = handle
-            forward = FORWARDS[kind] if self.sharding is None else noting(FORWARDS[kind])
-            module.forward = types.MethodType(forward, module)
+            module.forward = types.MethodType(FORWARDS[kind], module)
             handles.append(handle)
         return handles
 
@@ -139,9 +144,20 @@ class Capture:
         for module in self.network.modules():
             if "_private" in module.__dict__:
                 del module._private, module.forward
+        for hook in self._hooks:
+            hook.remove()
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad_dtype = parameter.dtype
+
+    def _note_leaves(self, names: dict[Parameter, str], module: nn.Module, _: Any) -> None:
+        """What stands for sharded parameters now: a use of it elsewhere would give it a gradient.
+
+        Before the forward of what gathers them, since nothing of theirs may be called at all.
+        """
+        if self._session is not None:
+            leaves = {p: attribute(module, name) for p, name in names.items()}
+            self._session.leaves.update(leaves)
 
     def _make_groups(self, clipping: str) -> tuple[dict[Parameter, int], list[str]]:
         """One group over all parameters, or one a module; a tied weight is its first owner's."""
@@ -157,6 +173,7 @@ class Capture:
     def attached(self, session: Session | None) -> Iterator[None]:
         """Inside, calls of the layers belong to the session (None: to nobody)."""
         before = [(handle, handle.session, handle.slots) for handle in self.handles]
+        outer, self._session = self._session, session
         for handle in self.handles:
             handle.session = session
             handle.slots = {} if session is None else session.slots[handle.name]
@@ -168,6 +185,7 @@ class Capture:
                         stack.enter_context(_reusable())
                 yield
         finally:
+            self._session = outer
             for handle, old_session, old_slots in before:
                 handle.session, handle.slots = old_session, old_slots
 

@@ -21,7 +21,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dp_clipping import checkpoint
+from dp_clipping.adaptive import AdaptiveThreshold
 from dp_clipping.arguments import (
+    check_adaptive,
     check_arguments,
     check_kernel_options,
     check_optimizer,
@@ -91,6 +93,8 @@ class PrivacyEngine:
         norm_algorithm: str = "auto",
         memory_budget: int | None = None,
         tile_size: int | None = None,
+        norm_reduction: str = "async",
+        adaptive_threshold: AdaptiveThreshold | None = None,
     ) -> tuple[PrivateModel, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """Model, optimizer, criterion and loader for private training.
 
@@ -122,6 +126,12 @@ class PrivacyEngine:
                 Default: what an ordinary step would hold there, or nothing for `flash`.
             tile_size: rows and columns of the kernels' tiles, a power of two from 16 to 256;
                 default: chosen by the kernels.
+            norm_reduction: how norms travel where tensor parallelism splits parameters: `"sync"`
+                (one all-reduce that blocks), `"async"` (one beside other work) or `"layerwise"`
+                (partial sums leave during backward).
+            adaptive_threshold: lets C follow a quantile of the norms, from `max_grad_norm` on; what
+                its noisy counts cost is paid by more noise on the gradient, so that a step costs
+                what `noise_multiplier` says.
 
         Raises:
             ValueError: for an argument out of range or other than on another rank, an optimizer of
@@ -170,7 +180,11 @@ class PrivacyEngine:
             batch_first=batch_first,
             release=self.release,
             sharding=sharding,
+            norm_reduction=norm_reduction,
         )
+        if adaptive_threshold is not None:
+            check_adaptive(adaptive_threshold, model.limits(), noise_multiplier,
+                           expected_batch_size, policy is not None)  # fmt: skip
         private_optimizer = PrivateOptimizer(
             optimizer,
             model=model,
@@ -178,6 +192,7 @@ class PrivacyEngine:
             expected_batch_size=expected_batch_size,
             loss_reduction=loss_reduction,
             noise_key=keys.noise,
+            adaptive_threshold=adaptive_threshold,
         )
         sample_rate = 1 / len(data_loader)
         private_optimizer.attach_step_hook(lambda stepping: self._count(stepping, sample_rate))
@@ -198,7 +213,10 @@ class PrivacyEngine:
             "num_samples": len(data_loader.dataset),
             "sample_rate": sample_rate,
         }
-        agree_on_settings(settings | {"len(data_loader)": len(data_loader)}, everyone)
+        together = {"len(data_loader)": len(data_loader), "norm_reduction": norm_reduction}
+        if adaptive_threshold is not None:
+            together["adaptive_threshold"] = adaptive_threshold.state_dict()
+        agree_on_settings(settings | together, everyone)
         self._runs.append(Run(model, private_optimizer, loader, everyone, keys, settings))
         return (
             model,

@@ -4,12 +4,14 @@ Everything here reads and compares; nothing is changed.
 """
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from opacus.accountants.accountant import IAccountant
 from torch import Tensor
 
+from dp_clipping.adaptive import AdaptiveThreshold
 from dp_clipping.checkpoint_file import OWN, SCHEDULERS, key_path, scheduler_state
 from dp_clipping.keys import Keys, read_keys
 from dp_clipping.optimizer import PrivateOptimizer
@@ -37,6 +39,7 @@ def check_fits(
     there = own["run"]
     _check_same("mechanism of the accountant", saved["privacy_accountant_state_dict"]["mechanism"],
                 accountant.mechanism(), path)  # fmt: skip
+    _check_adaptive(own.get("adaptive_threshold"), run.optimizer.adaptive_threshold, path)
     for name in ("private", "optimizer"):
         _check_same(name, there[name], here[name], path)
     _check_tensors("trainable parameter", there["parameters"], here["parameters"], path)
@@ -60,6 +63,17 @@ def check_fits(
         # Another σ or C, now or later: two results under the same noise could be solved for a sum.
         return None, [f"{note}, so noise and samples are drawn with a new key" for note in notes]
     return _find_keys(path, own["key_fingerprint"]), notes
+
+
+def _check_adaptive(saved: dict | None, adaptive: AdaptiveThreshold | None, path: Path) -> None:
+    if (saved is None) != (adaptive is None):
+        there, here = ("no", "an") if saved is None else ("an", "no")
+        raise ValueError(
+            f"{path}: {there} adaptive_threshold in the checkpoint and {here} adaptive_threshold "
+            "in this run: resume with the settings of the saved run"
+        )
+    if adaptive is not None:
+        deepcopy(adaptive).load_state_dict(saved)
 
 
 def _check_same(name: str, there: Any, here: Any, path: Path, instead: str = "") -> None:

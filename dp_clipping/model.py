@@ -24,10 +24,11 @@ from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.layout import FEW, MORE
 from dp_clipping.modes import PLAIN_TWIN, say_plain
-from dp_clipping.norm_reduce import NormReducer
+from dp_clipping.norm_reduce import GlobalNorms, NormReducer
 from dp_clipping.search import Search
 from dp_clipping.session import Policy, Session
 from dp_clipping.sharded import ShardedSums, Sharding, is_sharded, like
+from dp_clipping.statistics import NormStatistics, norm_statistics
 from dp_clipping.validation import check_still_fixed, normalizations, same_buffers
 
 
@@ -75,6 +76,8 @@ class PrivateModel(nn.Module):
         self.budget = Budget()  # the loader's, if it makes Poisson draws
         self._is_wrapped = hasattr(module, "gradient_ready")
         self._norms: list[Tensor] = []
+        self._squares: list[Tensor] = []  # the same by clipping group, squared: [K, B] a backward
+        self._samples_are_checked = False
         self._session: Session | None = None
         self._step_is_open = False
         self._is_held_back = False  # `.grad` holds sums that no_sync() kept on this rank
@@ -129,6 +132,27 @@ class PrivateModel(nn.Module):
         if not self._norms:
             raise RuntimeError("no backward since zero_grad: there are no norms yet")
         return torch.cat(self._norms)
+
+    def global_norms(self) -> GlobalNorms:
+        """Squared norms of all samples of all ranks since `zero_grad`, on their way to every rank.
+
+        Every rank calls it, once a step. Not covered by ε.
+        """
+        if not self._squares:
+            raise RuntimeError("no backward since zero_grad: there are no norms yet")
+        return self.capture.reducer.gather(torch.cat(self._squares, dim=1), complete=True)
+
+    def norm_statistics(self) -> NormStatistics:
+        """Clipped fraction and histogram of the norms of all ranks' samples since `zero_grad`.
+
+        Every rank calls it, after a backward and before `zero_grad`; all get the same. Not covered
+        by ε: refused with `release=True`.
+        """
+        self.refuse_in_release("norm_statistics")
+        if self.policy is None:
+            raise RuntimeError(f"mode {self.mode} computes no per-sample norms")
+        squares = self.global_norms().wait()
+        return norm_statistics(squares, self._step_limits, self.refuse_in_release)
 
     @property
     def nonfinite_samples(self) -> int:
@@ -310,6 +334,7 @@ class PrivateModel(nn.Module):
     def _add_sums(self, session: Session, losses: Tensor) -> None:
         if session.is_empty or self.holds_dummy():
             self._norms.append(losses.detach().new_zeros(0, dtype=torch.float32))
+            self._squares.append(self._norms[-1].new_zeros(len(self._step_limits), 0))
             if self._sharded_sums is not None:
                 # Ranks with samples need this one's shards, and its sums, zeros, in their order.
                 limits = _on_device(tuple(self._step_limits), losses.device)
@@ -319,8 +344,12 @@ class PrivateModel(nn.Module):
             for parameter in reversed(self.capture.parameters):
                 self._receive(parameter, None)
             return
+        if self.capture.reducer.splits_parameters and not self._samples_are_checked:
+            self.capture.reducer.check_same_samples(losses)
+            self._samples_are_checked = True
         limits = _on_device(tuple(self._step_limits), losses.device)
         self._norms.append(session.backward(losses, limits, self._receive))
+        self._squares.append(session.squares)
         self._nonfinite_samples += session.nonfinite
 
     def _call_network_again(self, args: tuple, kwargs: dict) -> Any:
@@ -360,6 +389,7 @@ class PrivateModel(nn.Module):
     def clear_gradients(self) -> None:
         """`zero_grad`: gradients are dropped, and may be float32 again."""
         self._norms.clear()
+        self._squares.clear()
         self.budget.give_back()
         self._step_is_open = self._is_held_back = False
         self._nonfinite_samples = 0

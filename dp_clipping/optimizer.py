@@ -7,6 +7,7 @@ import torch
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
+from dp_clipping.adaptive import AdaptiveThreshold
 from dp_clipping.arguments import check_noise_multiplier
 from dp_clipping.model import PrivateModel
 from dp_clipping.noise import NoiseStream, add_noise_to_all
@@ -24,6 +25,7 @@ class PrivateOptimizer(Optimizer):
         noise_multiplier: σ; the noise on the sum has standard deviation σC. Schedulers change it.
         max_grad_norm: C, which schedulers change too; it applies from the next step on.
         expected_batch_size: the public constant that a mean is divided by.
+        adaptive_threshold: lets C follow a quantile of the norms, or None.
         steps: steps so far; part of the key of each step's noise.
         open_draw: number of the draw that the loader has handed out and no step has used yet.
     """
@@ -37,12 +39,14 @@ class PrivateOptimizer(Optimizer):
         expected_batch_size: float,
         loss_reduction: str = "mean",
         noise_key: bytes,
+        adaptive_threshold: AdaptiveThreshold | None = None,
     ):
         self.original_optimizer = optimizer
         self.model = model
         self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
+        self.adaptive_threshold = adaptive_threshold
         self.steps = 0
         self.open_draw: int | None = None
         self.step_hook: Callable[[PrivateOptimizer], None] | None = None
@@ -222,8 +226,12 @@ class PrivateOptimizer(Optimizer):
 
     @torch.no_grad()
     def _apply_noise(self, number: int) -> None:
-        model = self.model
-        std = self.noise_multiplier * model.sensitivity()
+        model, adaptive = self.model, self.adaptive_threshold
+        multiplier = self.noise_multiplier
+        if adaptive is not None:
+            multiplier = adaptive.gradient_noise_multiplier(multiplier)
+            norms = model.global_norms()
+        std = multiplier * model.sensitivity()
         divisor = self.expected_batch_size if self.loss_reduction == "mean" else 1.0
         parameters = model.capture.parameters
         streams = [
@@ -242,6 +250,10 @@ class PrivateOptimizer(Optimizer):
         )
         for parameter, gradient in zip(parameters, noisy, strict=True):
             model.apply_gradient(parameter, gradient)
+        if adaptive is not None:
+            noisy = self.noise_multiplier > 0
+            adaptive.update(norms.wait(), step=number, noise_key=self._noise_key, noisy=noisy)
+            model.set_max_grad_norm(adaptive.max_grad_norm)
         model.close_step()
 
     def begin_draw(self, number: int) -> None:

@@ -53,6 +53,7 @@ def check_load(run: Run, module_kwargs: Mapping[str, Any]) -> None:
 
 
 def own_entry(run: Run, random: list[dict[str, Tensor]]) -> dict[str, Any]:
+    adaptive = run.optimizer.adaptive_threshold
     return {
         "version": VERSION,
         "run": run.describe(),
@@ -63,6 +64,7 @@ def own_entry(run: Run, random: list[dict[str, Tensor]]) -> dict[str, Any]:
         # As schedulers have left them; in "run" are the ones that make_private was given.
         "noise_multiplier": plain(run.optimizer.noise_multiplier),
         "max_grad_norm": plain(run.optimizer.max_grad_norm),
+        "adaptive_threshold": None if adaptive is None else adaptive.state_dict(),
         "random": random,
     }
 
@@ -108,6 +110,8 @@ def _apply(
     ):
         optimizer.noise_multiplier = own["noise_multiplier"]
         optimizer.max_grad_norm = own["max_grad_norm"]
+    if optimizer.adaptive_threshold is not None:
+        optimizer.adaptive_threshold.load_state_dict(own["adaptive_threshold"])
     if resume.keys is not None:
         run.keys = resume.keys
     elif not run.keys.fixed:

@@ -76,7 +76,7 @@ class Session:
         self.anchor: Tensor = capture.anchor
         self.reducer: NormReducer = capture.reducer
         self._taps: dict[Parameter, Tensor] = {}
-        self.leaves: dict[Parameter, Tensor] = {}  # what stands for sharded ones (see `noting`)
+        self.leaves: dict[Parameter, Tensor] = {}  # what stands for sharded ones now
         self._running = False
         self.is_compiled: bool = capture.is_compiled  # asked once: it looks at every module
         self._forget()

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property, wraps
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,6 +78,10 @@ class Part:
     split: bool = False
 
 
+Gathering = tuple[nn.Module, dict[Parameter, str]]
+"""A module, and the names in it of the trainable parameters that it gathers."""
+
+
 @dataclass(frozen=True)
 class Sharding:
     """How a model is spread over ranks.
@@ -90,6 +94,7 @@ class Sharding:
         replicas: of the data axis's ranks, those that hold the same shard (hybrid sharding).
         shards: of the data axis's ranks, those among which parameters are sharded.
         parts: trainable parameter -> its part.
+        gathering: modules before whose forward whole parameters take the place of shards.
     """
 
     api: str
@@ -99,6 +104,7 @@ class Sharding:
     replicas: dist.ProcessGroup | None
     shards: dist.ProcessGroup | None
     parts: dict[Parameter, Part] = field(repr=False)
+    gathering: tuple[Gathering, ...] = field(repr=False, default=())
 
     @cached_property
     def units(self) -> dict[int, list[Parameter]]:
@@ -157,13 +163,16 @@ def _of_fsdp(root: nn.Module) -> Sharding:
     parts: dict[Parameter, Part] = {}
     data: set[tuple] = set()
     tensor: set[DeviceMesh] = set()
-    for unit, (module, own) in enumerate(_units(root)):
+    units = _units(root)
+    gathering = []
+    for unit, (module, own) in enumerate(units):
         meshes = {p.device_mesh for p in own}
         if not all(mesh.ndim == 1 for mesh in meshes):
             module.unshard()
         try:
             gathered = dict(module.named_parameters())
             names = {p: name for p, name in own.items() if p.requires_grad}
+            gathering.append((module, names))
             for parameter, name in names.items():
                 now = gathered[name]
                 inner = now.device_mesh if now is not parameter and is_sharded(now) else None
@@ -181,7 +190,7 @@ def _of_fsdp(root: nn.Module) -> Sharding:
             if not all(mesh.ndim == 1 for mesh in meshes):
                 module.reshard()
     mesh, axes = max(data, key=lambda one: one[0].ndim)
-    return _joined("FSDP2 (fully_shard)", mesh, axes, tensor, parts)
+    return _joined("FSDP2 (fully_shard)", mesh, axes, tensor, parts, tuple(gathering))
 
 
 def _units(root: nn.Module) -> list[tuple[Any, dict[Parameter, str]]]:
@@ -198,8 +207,9 @@ def _units(root: nn.Module) -> list[tuple[Any, dict[Parameter, str]]]:
 
 
 def _joined(
-    api: str, mesh: DeviceMesh, axes: int, tensor: set[DeviceMesh], parts: dict[Parameter, Part]
-) -> Sharding:
+    api: str, mesh: DeviceMesh, axes: int, tensor: set[DeviceMesh], parts: dict[Parameter, Part],
+    gathering: tuple[Gathering, ...],
+) -> Sharding:  # fmt: skip
     """Groups of a mesh whose first `axes` dimensions are data axes, the others tensor's."""
     if len(tensor) > 1 or any(one.ndim > 1 for one in tensor):
         raise ValueError(
@@ -221,7 +231,7 @@ def _joined(
     everyone = data_group if tensor_group is None else _group(ranks.flatten().tolist())
     return Sharding(
         api + (" x tensor parallel" if tensor else ""), data_group, tensor_group, everyone,
-        replicas, shards, parts,
+        replicas, shards, parts, gathering,
     )  # fmt: skip
 
 
@@ -256,24 +266,6 @@ def _group(ranks: list[int]) -> dist.ProcessGroup:
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     return dist.new_group(sorted(ranks), use_local_synchronization=True)
-
-
-def noting(forward: Callable) -> Callable:
-    """A captured forward that shows its session which tensors stand for the parameters now.
-
-    FSDP puts whole parameters in the place of the shards while a module computes, and it is they
-    that a use outside of any captured layer would give a gradient.
-    """
-
-    @wraps(forward)
-    def noted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        handle = self._private
-        if handle.session is not None:
-            for name, parameter in handle.parameters().items():
-                handle.session.leaves[parameter] = attribute(self, name)
-        return forward(self, *args, **kwargs)
-
-    return noted
 
 
 def attribute(module: nn.Module, name: str) -> Tensor:
