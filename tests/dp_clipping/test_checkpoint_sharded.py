@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dp_clipping import checkpoint_sharded
 from dp_clipping.checkpoint_file import key_path
 from dp_clipping.keys import read_keys
+from lm.parallel import parallelize
 from tests.dp_clipping.replicas import build, train
 from tests.dp_clipping.sharded import shard_fsdp2, whole
 from tests.ranks import Context
@@ -20,15 +21,20 @@ from tests.ranks import Context
 BEFORE, AFTER = 3, 3  # steps
 
 
-def start(context: Context | None, optimizer=None, shard=True, **options):
-    """A run on FSDP2, or on one process or replicas without."""
+def start(context: Context | None, tensor_parallel=False, **options):
+    """A run on FSDP2, on tensor parallel (two ranks) or both (four), or of one process alone."""
 
     def sharded(network: nn.Module) -> nn.Module:
-        mesh = DeviceMesh.from_group(context.group, context.device.type)
-        return shard_fsdp2(network, "block", mesh)
+        if not tensor_parallel:
+            mesh = DeviceMesh.from_group(context.group, context.device.type)
+            return shard_fsdp2(network, "block", mesh)
+        if context.world_size == 4:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        else:
+            mesh = DeviceMesh.from_group(context.group, "cpu", mesh_dim_names=("tensor",))
+        return parallelize(network, mesh)
 
-    of_shards = {"shard": sharded} if context is not None and shard else {}
-    return build(context, name="transformer", **of_shards, **options)
+    return build(context, name="transformer", shard=context and sharded, **options)
 
 
 def save(run, path: Path, **more) -> None:
@@ -73,7 +79,8 @@ def resumed(context: Context | None, path: Path, seed=None, **options) -> tuple:
 def drawn(of_ranks: list) -> list[list[int]]:
     """Samples of each draw, of all ranks."""
     return [
-        sorted(n for rank in of_ranks for piece in rank[1][i] for n in piece) for i in range(AFTER)
+        sorted({n for rank in of_ranks for piece in rank[1][i] for n in piece})
+        for i in range(AFTER)
     ]
 
 
@@ -102,21 +109,44 @@ def test_the_same_ranks_go_on_bit_for_bit(cpu_ranks, path):
         assert key.noise not in content
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (4, 1), (4, None), (None, 2)])
-def test_another_number_of_ranks(cpu_ranks, path, before, after):
-    """None: one process that knows nothing of shards, whose checkpoint is one file."""
+LAYOUTS = {
+    "alone": (None, {}),
+    "1": (1, {}),
+    "2": (2, {}),
+    "4": (4, {}),
+    "tensor": (2, {"tensor_parallel": True}),
+    "2 x tensor": (4, {"tensor_parallel": True}),
+}
 
-    def at(ranks, function):
-        return [function(None, path)] if ranks is None else cpu_ranks.run(ranks, function, path)
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("4", "2"), ("2", "4"), ("4", "1"), ("4", "alone"), ("alone", "2"), ("2 x tensor", "2"),
+        ("2 x tensor", "alone"), ("4", "2 x tensor"), ("tensor", "2 x tensor"), ("alone", "tensor"),
+    ],
+)  # fmt: skip
+def test_another_number_of_ranks(cpu_ranks, path, before, after):
+    """And other layouts; that of one process, who knows of no shards, is one file."""
+
+    def at(layout, function):
+        ranks, options = LAYOUTS[layout]
+        if ranks is None:
+            return [function(None, path)]
+        return cpu_ranks.run(ranks, at_layout, function, path, options)
 
     expected, found = at(before, saved_and_trained), at(after, resumed)
-    assert path.is_dir() == (before is not None)
+    assert path.is_dir() == (before != "alone")
     assert drawn(found) == drawn(expected)
     for of_rank in found:
         assert same(of_rank[0], expected[0][0]), "loaded values"
         assert of_rank[3] == expected[0][3]
         for one, other in zip(of_rank[2], expected[0][2], strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+
+
+def at_layout(context: Context, function, path: Path, options: dict) -> tuple:
+    return function(context, path, **options)
 
 
 def before_any_step(context: Context, path: Path) -> None:
