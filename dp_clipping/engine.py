@@ -95,6 +95,7 @@ class PrivacyEngine:
         tile_size: int | None = None,
         norm_reduction: str = "async",
         adaptive_threshold: AdaptiveThreshold | None = None,
+        data_group: dist.ProcessGroup | None = None,
     ) -> tuple[PrivateModel, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """Model, optimizer, criterion and loader for private training.
 
@@ -132,6 +133,8 @@ class PrivacyEngine:
             adaptive_threshold: lets C follow a quantile of the norms, from `max_grad_norm` on; what
                 its noisy counts cost is paid by more noise on the gradient, so that a step costs
                 what `noise_multiplier` says.
+            data_group: of a tensor-parallel module, the ranks that have the same parts of it and
+                other samples. Its parameters become those of the group's first rank.
 
         Raises:
             ValueError: for an argument out of range or other than on another rank, an optimizer of
@@ -151,8 +154,8 @@ class PrivacyEngine:
         if policy is not None:
             check_module(module)
         device = next(module.parameters()).device
-        data_group = everyone = getattr(module, "process_group", None)
         sharding = None if policy is None else Sharding.of(module, data_group)
+        data_group = everyone = getattr(module, "process_group", None)
         if sharding is not None:
             if memory_budget is not None:
                 raise ValueError(

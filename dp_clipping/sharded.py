@@ -119,7 +119,7 @@ class Sharding:
         """What has sharded the module; None: nothing has.
 
         Args:
-            data_group: of the data-parallel wrapper around a tensor-parallel module, if any.
+            data_group: ranks that train the same tensor-parallel parts on other samples.
 
         Raises:
             ValueError: where gradient synchronisation cannot be controlled.
@@ -138,10 +138,20 @@ class Sharding:
                 "module itself, so nothing controls when its gradients are synchronised: call "
                 "fully_shard(module) on the root too"
             )
-        if wrapped:
+        if wrapped and data_group is None:
             return _of_fsdp(module)
         if any(isinstance(p, DTensor) for p in module.parameters()):
+            if wrapped or hasattr(module, "gradient_ready"):
+                raise ValueError(
+                    "the module is sharded and has a data-parallel wrapper or a data_group beside: "
+                    "give the sharded module itself; data_group is for tensor parallelism alone, "
+                    "fully_shard brings its own"
+                )
             return _of_tensor_parallel(module, data_group)
+        if data_group is not None:
+            raise ValueError(
+                "data_group is for tensor-parallel modules: wrap an ordinary one with ddp.wrap"
+            )
         return None
 
     @property
@@ -259,7 +269,11 @@ def _of_tensor_parallel(module: nn.Module, data_group: dist.ProcessGroup | None)
                 f"{_size(data_group)} data-parallel x {_size(group)} tensor-parallel ranks are not "
                 f"the {dist.get_world_size()} of the world: private training takes all of them"
             )
-    return Sharding("tensor parallel", data_group, group, everyone, None, None, parts)
+    if data_group is not None:
+        with torch.no_grad():
+            for x in (*module.parameters(), *module.buffers()):
+                dist.broadcast(local(x), group=data_group, group_src=0)
+    return Sharding("tensor parallel", data_group, group, everyone, None, data_group, parts)
 
 
 def _group(ranks: list[int]) -> dist.ProcessGroup:
@@ -341,12 +355,18 @@ class ShardedSums:
         world = _size(group)
         transfers: list[Transfer] = []
         packed: list[Parameter] = []
+        whole: list[Parameter] = []  # not sharded over the data axis: every rank keeps the sum
         for parameter in reversed(parameters):
             total, part = totals[parameter].contiguous(), self.sharding.parts[parameter]
             totals[parameter] = total
             even = part.dim == 0 and total.numel() and total.shape[0] % world == 0
-            if world == 1 or part.dim is None:
-                transfers.append(self._whole(parameter, total))
+            if world == 1:
+                transfers.append(Transfer(Done(), [(parameter, total)], None))
+            elif part.dim is None and total.nbytes >= SMALL:
+                work = dist.all_reduce(total, group=group, async_op=True)
+                transfers.append(Transfer(work, [(parameter, total)], None))
+            elif part.dim is None:
+                whole.append(parameter)
             elif even and total.nbytes >= SMALL:
                 shard = total.new_empty(total.shape[0] // world, *total.shape[1:])
                 work = _reduce_scatter(shard, total, group=group, async_op=True)
@@ -356,16 +376,15 @@ class ShardedSums:
         for dtype in dict.fromkeys(totals[p].dtype for p in packed):
             mine = [p for p in packed if totals[p].dtype == dtype]
             transfers.append(self._pack(mine, totals))
+        for dtype in dict.fromkeys(totals[p].dtype for p in whole):
+            mine = [p for p in whole if totals[p].dtype == dtype]
+            buffer = torch.cat([totals[p].view(-1) for p in mine])
+            pieces = buffer.split([totals[p].numel() for p in mine])
+            shards = [(p, x.view_as(totals[p])) for p, x in zip(mine, pieces, strict=True)]
+            work = dist.all_reduce(buffer, group=group, async_op=True)
+            transfers.append(Transfer(work, shards, None))
         totals.clear()
         self._flying.append(transfers)
-
-    def _whole(self, parameter: Parameter, total: Tensor) -> Transfer:
-        """Not sharded over the data axis: every rank keeps the sum."""
-        group = self.sharding.shards
-        work = None
-        if _size(group) > 1:
-            work = dist.all_reduce(total, group=group, async_op=True)
-        return Transfer(work or Done(), [(parameter, total)], None)
 
     def _pack(self, parameters: list[Parameter], totals: dict[Parameter, Tensor]) -> Transfer:
         """One buffer [ranks, padded shards side by side]: row r goes to rank r."""

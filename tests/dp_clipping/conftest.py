@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from dp_clipping.clip import GAMMA
 from dp_clipping.criterion import PrivateCriterion, PrivateLoss
@@ -32,6 +33,7 @@ def private(
     clipping: str = "flat",
     clipping_function: str = "abadi",
     policy: dict | None = None,
+    data_group: ProcessGroup | None = None,
     **options,
 ) -> PrivateModel:
     """The network as `PrivacyEngine.make_private` wraps it."""
@@ -47,7 +49,7 @@ def private(
         ),
         max_grad_norm=max_grad_norm,
         clipping=clipping,
-        sharding=Sharding.of(network, getattr(network, "process_group", None)),
+        sharding=Sharding.of(network, data_group),
         **options,
     )
 

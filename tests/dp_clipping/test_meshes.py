@@ -1,0 +1,68 @@
+"""Private steps on meshes of one and two axes, beside one process: norms and clipped sums."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dp_clipping.norm_reduce import NORM_REDUCTIONS
+from lm.parallel import parallelize
+from tests.dp_clipping import oracle, zoo
+from tests.dp_clipping.conftest import MODES, private, private_loss
+from tests.dp_clipping.sharded import shard_fsdp2, whole
+from tests.ranks import Context
+
+LIMIT = 0.5
+SPLIT = [3, 0]  # samples of each data rank: one has none
+
+
+def transformer() -> nn.Module:
+    return zoo.seeded(zoo.transformer).double()
+
+
+def layout(context: Context, how: str) -> tuple[Callable[[], nn.Module], dict, slice]:
+    """What makes the network of a layout, the options that go with it, and this rank's samples."""
+    if how == "tensor":
+        mesh = DeviceMesh.from_group(context.group, "cpu", mesh_dim_names=("tensor",))
+        return lambda: parallelize(transformer(), mesh), {}, slice(0, 3)
+    outer = "replica" if how == "hybrid" else "data"
+    inner = "data" if how == "hybrid" else "tensor"
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(outer, inner))
+    counts, place = (SPLIT, mesh.get_local_rank("data"))
+    if how == "hybrid":
+        counts, place = [1, 0, 2, 0], context.rank
+    mine = slice(sum(counts[:place]), sum(counts[: place + 1]))
+    if how == "data x tensor":
+        options = {"data_group": mesh["data"].get_group()}
+        return lambda: parallelize(transformer(), mesh["tensor"]), options, mine
+    if how == "hybrid":
+        return lambda: shard_fsdp2(transformer(), "block", mesh), {}, mine
+    return lambda: parallelize(transformer(), mesh), {}, mine
+
+
+def one_step(context: Context, how: str) -> None:
+    batch = zoo.tokens(3, 6)
+    gradients = oracle.per_sample_gradients(transformer(), batch, zoo.cross_entropy)
+    norms = oracle.norms(gradients)
+    build, options, mine = layout(context, how)
+    for n, mode in enumerate(MODES):
+        for k, clipping in enumerate(("flat", "per_layer")):
+            expected = oracle.clipped_sum(gradients, LIMIT, clipping)
+            travel = NORM_REDUCTIONS[(n + k) % 3]
+            model = private(build(), mode, LIMIT, clipping, norm_reduction=travel, **options)
+            for _ in range(2):
+                model.clear_gradients()
+                private_loss(model, oracle.pick(batch, mine), zoo.cross_entropy).backward()
+                model.finish_synchronization()
+                found = model.per_sample_gradient_norms
+                torch.testing.assert_close(found.double(), norms[mine], rtol=1e-6, atol=0)
+                for name, parameter in model.network.named_parameters():
+                    total = whole(parameter.grad)
+                    torch.testing.assert_close(total, expected[name], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("how", ["tensor", "data x tensor", "fsdp2 x tensor", "hybrid"])
+def test_norms_and_sums(cpu_ranks, how):
+    cpu_ranks.run(2 if how == "tensor" else 4, one_step, how)
