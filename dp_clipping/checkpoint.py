@@ -39,6 +39,7 @@ from opacus.accountants.accountant import IAccountant
 
 from dp_clipping import checkpoint_sharded
 from dp_clipping.checkpoint_file import OWN, check_contents, plain, read, scheduler_state, write
+from dp_clipping.checkpoint_tensors import is_sharded, lay_out
 from dp_clipping.fits import check_fits
 from dp_clipping.resume import Resume, check_load, check_save, go_on, own_entry
 from dp_clipping.run import Run, agree_on_content, agree_on_success, random_states
@@ -62,7 +63,7 @@ def save(
         ValueError: if a load without executing code could not read what is to be saved.
     """
     check_save(run)
-    if checkpoint_sharded.is_sharded(run):
+    if is_sharded(run):
         checkpoint_sharded.save(
             run, accountant, path, with_optimizer=with_optimizer, schedulers=schedulers,
             extra=extra, module_kwargs=module_kwargs, torch_kwargs=torch_kwargs,
@@ -130,7 +131,7 @@ def load(
             new_keys,
             module_kwargs.get("strict", True),
         )
-        resume = Resume(checkpoint_sharded.lay_out(run, saved), keys, notes)
+        resume = Resume(lay_out(run, saved), keys, notes)
     except Exception as error:
         if run.group is None:
             raise

@@ -16,10 +16,6 @@ A load compares names, shapes and settings before it reads a tensor, reads into 
 (for that long a rank holds its part of model and optimizer twice), and changes the run after all
 ranks have all of it. Tensors are found by the parameter's name and lie wherever the ranks need
 them: a checkpoint of four ranks loads on two, or in one process without any sharding.
-
-The optimizer's state is taken by `state_dict()` and renamed here, since torch's own
-`get_optimizer_state_dict` makes a step with an optimizer that has none: the saved run would not be
-the one that goes on.
 """
 
 import pickle
@@ -36,9 +32,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from opacus.accountants.accountant import IAccountant
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from dp_clipping.checkpoint_file import (
     OWN,
@@ -49,17 +44,27 @@ from dp_clipping.checkpoint_file import (
     read,
     scheduler_state,
 )  # fmt: skip
+from dp_clipping.checkpoint_tensors import (
+    MODULE,
+    OPTIMIZER,
+    State,
+    by_name,
+    by_number,
+    check_groups,
+    check_part,
+    room_for,
+    take_tensors,
+    with_tensors,
+)  # fmt: skip
 from dp_clipping.fits import check_fits
 from dp_clipping.keys import read_keys, write_keys
 from dp_clipping.resume import Resume, check_load, go_on, own_entry
 from dp_clipping.run import Run, agree_on_content, agree_on_success, random_states
-from dp_clipping.shards import box_of, slices_of
 from measure.files import replacing
 
 RUN_FILE = "run.pt"
 TENSORS = "tensors"  # in the run's own entry: the name of their folder
 FOLDER = re.compile(r"tensors-[0-9a-f]{16}")
-MODULE, OPTIMIZER = "module_state_dict", "optimizer_state_dict"
 SAFE = {
     ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -72,13 +77,6 @@ SAFE = {
         )
     ),
 }  # fmt: skip
-
-State = dict[str, Any]
-
-
-def is_sharded(run: Run) -> bool:
-    """Whether the model's parameters lie in parts on several ranks. Every rank calls it."""
-    return any(isinstance(x, DTensor) for x in run.model.network.state_dict().values())
 
 
 # ---- saving --------------------------------------------------------------------------------------
@@ -116,12 +114,12 @@ def save(
             OWN: {**own_entry(run, random), TENSORS: name},
         }
         if with_optimizer:
-            contents[OPTIMIZER] = _by_name(run)
+            contents[OPTIMIZER] = by_name(run)
         for entry, scheduler in schedulers.items():
             contents[entry] = scheduler_state(scheduler)
-        tensors = _take_tensors(contents)
+        tensors = take_tensors(contents)
         for key, x in tensors.items():
-            _check_part(run, key, x)
+            check_part(run, key, x)
         check_contents(contents, extra)
         (path / name).mkdir(parents=True, exist_ok=True)
     except Exception as error:
@@ -148,81 +146,6 @@ def _agreed_name(run: Run) -> str:
     if run.group is not None:
         dist.broadcast(number, group=run.group, group_src=0)
     return f"tensors-{bytes(number.tolist()).hex()}"
-
-
-def _names(run: Run) -> dict[nn.Parameter, str]:
-    """Of parameters where they lie in parts, which is how an optimizer holds them."""
-    network = run.model.network
-    network.state_dict()  # FSDP2 puts back into parts what a forward has left gathered
-    return {parameter: name for name, parameter in network.named_parameters()}
-
-
-def _by_name(run: Run) -> State:
-    """The optimizer's state with names of parameters for their numbers."""
-    names, state = _names(run), run.optimizer.state_dict()
-    name_of = {}
-    for here, group in zip(run.optimizer.param_groups, state["param_groups"], strict=True):
-        for parameter, number in zip(here["params"], group["params"], strict=True):
-            name_of[number] = names[parameter]
-    parameters = {name: parameter for parameter, name in names.items()}
-    for number, values in state["state"].items():
-        name = name_of[number]
-        for key, x in values.items():
-            if isinstance(x, DTensor) and not _lies_like(x, parameters[name]):
-                raise ValueError(
-                    f"the optimizer's {key} of {name} is sharded otherwise than {name} itself: "
-                    "checkpoints of this optimizer's sharded state are not supported"
-                )
-    return {
-        "state": {name_of[number]: dict(values) for number, values in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [name_of[number] for number in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
-
-
-def _lies_like(x: DTensor, parameter: Tensor) -> bool:
-    return (
-        isinstance(parameter, DTensor)
-        and x.shape == parameter.shape
-        and (x.device_mesh, x.placements) == (parameter.device_mesh, parameter.placements)
-    )
-
-
-def _take_tensors(contents: State) -> dict[str, Tensor]:
-    """Those of module and optimizer, taken out of `contents`, by a name for each."""
-    tensors = {}
-    for name, x in contents[MODULE].items():
-        if isinstance(x, Tensor):
-            tensors[f"{MODULE}.{name}"] = x.detach()
-    rest = {name: x for name, x in contents[MODULE].items() if not isinstance(x, Tensor)}
-    contents[MODULE] = rest
-    if OPTIMIZER in contents:
-        for name, values in contents[OPTIMIZER]["state"].items():
-            for key in [key for key, x in values.items() if isinstance(x, Tensor)]:
-                tensors[f"{OPTIMIZER}.{name}.{key}"] = values.pop(key).detach()
-    return tensors
-
-
-def _check_part(run: Run, name: str, x: Tensor) -> None:
-    """torch would write the part to where it lies: where several axes cut a dimension unevenly it
-    may take that for another place."""
-    if not isinstance(x, DTensor):
-        return
-    if run.group is None:
-        raise ValueError(
-            f"{name} is sharded, but this run's ranks know nothing of each other: grad_sample_mode "
-            f"{run.settings['mode']!r} has no checkpoints of sharded models"
-        )
-    box = tuple((start, length) for start, length in box_of(x))
-    for chunk in x.__create_chunk_list__():
-        there = tuple(zip(chunk.offsets, chunk.sizes, strict=True))
-        if chunk.sizes.numel() and there != box:
-            raise ValueError(
-                f"{name} {list(x.shape)} is cut unevenly by several axes of the mesh, and torch "
-                f"{torch.__version__} would not find its parts again: choose sizes that divide"
-            )
 
 
 def _write_tensors(run: Run, folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -270,12 +193,19 @@ def load(
         saved = read(path / RUN_FILE, torch_kwargs)
         reader, known = _read_shapes(path, saved)
         keys, notes = check_fits(
-            run, accountant, path, _with(saved, known), with_optimizer, schedulers, new_keys, strict
+            run,
+            accountant,
+            path,
+            with_tensors(saved, known),
+            with_optimizer,
+            schedulers,
+            new_keys,
+            strict,
         )
-        _check_groups(run, saved, path)
+        check_groups(run, saved, path)
         if not with_optimizer:
             saved.pop(OPTIMIZER, None)
-        tensors = _room(run, saved, known)
+        tensors = room_for(run, saved, known)
         resume = Resume(saved, keys, notes)
     except Exception as error:
         if run.group is None:
@@ -296,9 +226,9 @@ def load(
         problem = ValueError(f"{path} is not a whole checkpoint: its tensors cannot be read")
         problem.__cause__ = error
     _agree(run, f"load {path}", problem)
-    resume.saved.update(_with(resume.saved, tensors))
+    resume.saved.update(with_tensors(resume.saved, tensors))
     if OPTIMIZER in resume.saved:
-        resume.saved[OPTIMIZER] = _by_number(run, resume.saved[OPTIMIZER])
+        resume.saved[OPTIMIZER] = by_number(run, resume.saved[OPTIMIZER])
     return go_on(run, accountant, path, resume, with_optimizer, schedulers, module_kwargs)
 
 
@@ -346,111 +276,6 @@ def _read_shapes(path: Path, saved: State) -> tuple[SafeReader, dict[str, Tensor
         name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         for name, entry in entries.items()
     }
-
-
-def _with(saved: State, tensors: Mapping[str, Tensor]) -> State:
-    """The entries with the tensors back in their places; `saved` is left as it is."""
-    module, whole = dict(saved[MODULE]), dict(saved)
-    whole[MODULE] = module
-    state = {}
-    if OPTIMIZER in saved:
-        state = {name: dict(values) for name, values in saved[OPTIMIZER]["state"].items()}
-        whole[OPTIMIZER] = {**saved[OPTIMIZER], "state": state}
-    for full_name, x in tensors.items():
-        entry, name = full_name.split(".", 1)
-        if entry == MODULE:
-            module[name] = x
-        elif OPTIMIZER in saved:
-            parameter, key = name.rsplit(".", 1)
-            state.setdefault(parameter, {})[key] = x
-    return whole
-
-
-def _check_groups(run: Run, saved: State, path: Path) -> None:
-    """The optimizer's groups hold the same parameters, in any order within one."""
-    if OPTIMIZER not in saved:
-        return
-    names = _names(run)
-    groups = zip(saved[OPTIMIZER]["param_groups"], run.optimizer.param_groups, strict=True)
-    for number, (there, here) in enumerate(groups):
-        differing = {*there["params"]} ^ {names[parameter] for parameter in here["params"]}
-        if differing:
-            raise ValueError(
-                f"{path}: group {number} of the optimizer holds {min(differing)} in only one of "
-                "the checkpoint and this run: resume with the groups of the saved run"
-            )
-
-
-def _room(run: Run, saved: State, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Memory for this rank's part of each tensor that is to be loaded, laid out as the run's."""
-    models = _models(run)
-    room = {}
-    for full_name, x in known.items():
-        entry, name = full_name.split(".", 1)
-        if entry == OPTIMIZER and OPTIMIZER not in saved:
-            continue
-        model = models.get(name if entry == MODULE else name.rsplit(".", 1)[0])
-        if entry == MODULE and model is None:
-            continue  # known to be missing, and allowed by strict=False
-        if model is not None and model.shape == x.shape and (x.dim() or entry == MODULE):
-            room[full_name] = torch.empty_like(model, dtype=x.dtype, requires_grad=False)
-        elif entry == OPTIMIZER:
-            room[full_name] = torch.empty(x.shape, dtype=x.dtype)
-        else:
-            raise ValueError(
-                f"{name} is {list(x.shape)} in the checkpoint and {list(model.shape)} in this model"
-            )
-    return room
-
-
-def _models(run: Run) -> dict[str, Tensor]:
-    """Tensors by whose shape and layout those of a checkpoint are laid out, by name."""
-    state = run.model.network.state_dict()
-    named = {name: parameter for parameter, name in _names(run).items()}
-    return {name: x for name, x in state.items() if isinstance(x, Tensor)} | named
-
-
-def lay_out(run: Run, saved: State) -> State:
-    """The entries of a checkpoint of one file, each rank with its parts of what it shards."""
-    models = _models(run)
-    module = {
-        name: _part_of(x, models[name]) if name in models else x
-        for name, x in saved[MODULE].items()
-    }
-    laid = {**saved, MODULE: module}
-    if OPTIMIZER in saved:
-        numbers = [n for group in saved[OPTIMIZER]["param_groups"] for n in group["params"]]
-        parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
-        model_of = dict(zip(numbers, parameters, strict=True))
-        state = {
-            number: {key: _part_of(x, model_of[number]) for key, x in values.items()}
-            for number, values in saved[OPTIMIZER]["state"].items()
-        }
-        laid[OPTIMIZER] = {**saved[OPTIMIZER], "state": state}
-    return laid
-
-
-def _part_of(x: Any, model: Tensor) -> Any:
-    """A whole tensor as the sharded `model` has it, if they have a shape in common."""
-    if not isinstance(x, Tensor) or not isinstance(model, DTensor) or x.shape != model.shape:
-        return x
-    part = x[slices_of(model)].to(model.device).contiguous()
-    return DTensor.from_local(
-        part, model.device_mesh, model.placements, run_check=False, shape=x.shape,
-        stride=model.stride(),
-    )  # fmt: skip
-
-
-def _by_number(run: Run, state: State) -> State:
-    """What `_by_name` made, with this run's numbers."""
-    names = _names(run)
-    groups, number_of = [], {}
-    for here, group in zip(run.optimizer.param_groups, state["param_groups"], strict=True):
-        numbers = range(len(number_of), len(number_of) + len(here["params"]))
-        number_of |= {names[p]: n for p, n in zip(here["params"], numbers, strict=True)}
-        groups.append({**group, "params": list(numbers)})
-    by_number = {number_of[name]: values for name, values in state["state"].items()}
-    return {"state": dict(sorted(by_number.items())), "param_groups": groups}
 
 
 # ---- both ----------------------------------------------------------------------------------------

@@ -4,16 +4,19 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import DataLoader, TensorDataset
 
-from dp_clipping import checkpoint_sharded
+from dp_clipping import PrivacyEngine, checkpoint_sharded, checkpoint_tensors
 from dp_clipping.checkpoint_file import key_path
 from dp_clipping.keys import read_keys
 from lm.parallel import parallelize
+from tests.dp_clipping import zoo
 from tests.dp_clipping.replicas import build, train
 from tests.dp_clipping.sharded import shard_fsdp2, whole
 from tests.ranks import Context
@@ -49,7 +52,7 @@ def values(run) -> list[torch.Tensor]:
     """Parameters and momenta, all of each."""
     found = list(run.model.network.state_dict().values())
     for state in run.optimizer.state.values():
-        found += [x for x in state.values() if isinstance(x, torch.Tensor)]
+        found += [x for _, x in sorted(state.items()) if isinstance(x, torch.Tensor)]
     return [whole(x).detach().clone() for x in found]
 
 
@@ -262,6 +265,93 @@ def test_other_runs(cpu_ranks, path):
         ({"dtype": torch.float64}, r"float32 in the checkpoint and .*float64"),
     ]:
         cpu_ranks.run(2, refused, path, (0, 1), match, options)
+
+
+def misplaced(context: Context, path: Path, at: str) -> None:
+    """Were torch to believe a part elsewhere."""
+    run = start(context)
+    if at == "load":
+        save(run, path)
+    where = checkpoint_tensors.box_of
+    checkpoint_tensors.box_of = lambda x: tuple((start + 1, n) for start, n in where(x))
+    try:
+        with pytest.raises(ValueError, match="is cut unevenly by several axes"):
+            (save if at == "save" else load)(run, path)
+    finally:
+        checkpoint_tensors.box_of = where
+    assert path.exists() == (at == "load")
+
+
+@pytest.mark.parametrize("at", ["save", "load"])
+def test_parts_that_torch_believes_elsewhere(cpu_ranks, path, at):
+    cpu_ranks.run(2, misplaced, path, at)
+
+
+def without_groups(context: Context, path: Path) -> None:
+    run = start(context, grad_sample_mode="no_dp")
+    with pytest.raises(ValueError, match="'no_dp' has no checkpoints of sharded models"):
+        save(run, path)
+
+
+def test_ranks_that_know_nothing_of_each_other(cpu_ranks, path):
+    cpu_ranks.run(2, without_groups, path)
+    assert not path.exists()
+
+
+def adamw(context: Context, groups: int):
+    """Its state has a count of steps beside two moments; with two groups, of other settings."""
+    case = zoo.BY_NAME["transformer"]
+    mesh = DeviceMesh.from_group(context.group, context.device.type)
+    network = shard_fsdp2(case.build(), "leaf", mesh)
+    some = list(network.parameters())
+    given = some if groups == 1 else [{"params": some[:3]}, {"params": some[3:], "lr": 0.02}]
+    engine = PrivacyEngine(accountant="rdp")
+    dataset = TensorDataset(*case.batch(24), torch.arange(24))
+    model, optimizer, criterion, loader = engine.make_private(
+        module=network,
+        optimizer=torch.optim.AdamW(given, lr=0.01),
+        criterion=zoo.Criterion(case.per_sample_loss),
+        data_loader=DataLoader(dataset, batch_size=4),
+        noise_multiplier=0.8,
+        max_grad_norm=0.7,
+    )
+    return SimpleNamespace(
+        engine=engine, model=model, optimizer=optimizer, criterion=criterion, loader=loader,
+        device=context.device,
+    )  # fmt: skip
+
+
+def with_adamw(context: Context, path: Path, groups: int) -> list[torch.Tensor]:
+    run = adamw(context, groups)
+    if context.world_size == 4:
+        train(run, 2)
+        save(run, path)
+    else:
+        load(run, path)
+    assert {float(state["step"]) for state in run.optimizer.state.values()} == {2.0}
+    saved = values(run)
+    train(run, 1)
+    return saved
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_adamw(cpu_ranks, path, groups):
+    expected = cpu_ranks.run(4, with_adamw, path, groups)
+    for found in cpu_ranks.run(2, with_adamw, path, groups):
+        assert same(found, expected[0])
+
+
+def other_groups(context: Context, path: Path) -> None:
+    save(adamw(context, 2), path)
+    run = adamw(context, 2)
+    first, second = run.optimizer.param_groups
+    first["params"][0], second["params"][0] = second["params"][0], first["params"][0]
+    with pytest.raises(ValueError, match=r"group 0 of the optimizer holds .* in only one"):
+        load(run, path)
+
+
+def test_other_groups(cpu_ranks, path):
+    cpu_ranks.run(2, other_groups, path)
 
 
 def one_rank_cannot(context: Context, path: Path) -> None:
