@@ -1,5 +1,6 @@
 """FSDP2 with every mode: norms and clipped sums are those of one process in float64."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -62,6 +63,43 @@ def one_step(context: Context, wrap: str) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_norms_and_sums(cpu_ranks, world_size, wrap):
     cpu_ranks.run(world_size, one_step, wrap)
+
+
+def every_network(context: Context) -> None:
+    """Tied and reused weights, position ids without a batch, adapters, library models, ..."""
+    mesh = DeviceMesh.from_group(context.group, "cpu")
+    mine = slice(0, 3) if context.rank == 0 else slice(3, 4)
+    wrong = []
+    for case in zoo.CASES:
+        scalars = any(p.dim() == 0 for p in case.build().parameters())  # fully_shard refuses them
+        if scalars or not all(importlib.util.find_spec(package) for package in case.needs):
+            continue
+        batch = oracle.move(case.batch(4), dtype=torch.float64)
+        gradients = oracle.per_sample_gradients(case.build().double(), batch, case.per_sample_loss)
+        norms = oracle.norms(gradients)
+        limit = float(norms[norms.isfinite()].median())
+        expected = oracle.clipped_sum(gradients, limit)
+        scale = sum(g.norm() for g in expected.values())
+        for mode in ("bookkeeping", "ghost"):
+            model = private(fully_shard(case.build().double(), mesh=mesh), mode, limit)
+            try:
+                private_loss(model, oracle.pick(batch, mine), case.per_sample_loss).backward()
+            except (ValueError, RuntimeError):
+                if not case.or_refused:
+                    raise
+                continue
+            model.finish_synchronization()
+            errors = (model.per_sample_gradient_norms - norms[mine]).abs() / norms[mine]
+            found = [(n, p) for n, p in model.network.named_parameters() if p.requires_grad]
+            sums = [(whole(p.grad) - expected[n]).norm() / scale for n, p in found]
+            if max(errors.max(), *sums) > 1e-5:
+                wrong.append((case.name, mode))
+    assert not wrong
+
+
+@pytest.mark.slow
+def test_the_zoo(cpu_ranks):
+    cpu_ranks.run(2, every_network)
 
 
 # ---- through the front door ----------------------------------------------------------------------
