@@ -10,6 +10,7 @@ from typing import Any
 
 from opacus.accountants.accountant import IAccountant
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from dp_clipping.checkpoint_file import ALWAYS, OWN, RESERVED, VERSION, plain
 from dp_clipping.keys import Keys, fresh_keys
@@ -38,6 +39,7 @@ class Resume:
 
 
 def check_save(run: Run) -> None:
+    refuse_fsdp1(run)
     if run.optimizer.is_mid_step:
         raise RuntimeError(
             "a checkpoint in the middle of a step would lose the sums in .grad: save after "
@@ -46,10 +48,20 @@ def check_save(run: Run) -> None:
 
 
 def check_load(run: Run, module_kwargs: Mapping[str, Any]) -> None:
+    refuse_fsdp1(run)
     if run.optimizer.is_mid_step:
         raise RuntimeError("load_checkpoint in the middle of a step: call zero_grad() before")
     if module_kwargs.get("assign"):
         raise ValueError("assign=True would replace the parameters that are private: drop it")
+
+
+def refuse_fsdp1(run: Run) -> None:
+    """Its state is gathered by collectives, and an optimizer's holds pieces without a place."""
+    if any(isinstance(module, FullyShardedDataParallel) for module in run.model.network.modules()):
+        raise ValueError(
+            "checkpoints of models in FullyShardedDataParallel (FSDP1) are not supported: shard "
+            "the model with torch.distributed.fsdp.fully_shard (FSDP2) instead"
+        )
 
 
 def own_entry(run: Run, random: list[dict[str, Tensor]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine, checkpoint_sharded, checkpoint_tensors
@@ -295,6 +296,23 @@ def without_groups(context: Context, path: Path) -> None:
 
 def test_ranks_that_know_nothing_of_each_other(cpu_ranks, path):
     cpu_ranks.run(2, without_groups, path)
+    assert not path.exists()
+
+
+def fsdp1(context: Context, path: Path) -> None:
+    def sharded(network: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(
+            network, process_group=context.group, use_orig_params=True, device_id=context.device
+        )
+
+    run = build(context, name="transformer", shard=sharded, grad_sample_mode="no_dp")
+    for action in (save, load):
+        with pytest.raises(ValueError, match=r"\(FSDP1\) are not supported: .*fully_shard"):
+            action(run, path)
+
+
+def test_fsdp1_is_refused(cpu_ranks, path):
+    cpu_ranks.run(2, fsdp1, path)
     assert not path.exists()
 
 
