@@ -35,6 +35,7 @@ from dp_clipping.layers.linear import LinearFactors
 from dp_clipping.norms import Norm, on_device
 from dp_clipping.plan import GRADIENT, SUM_BYTES, Choice, Plan, Use, rates_of
 from dp_clipping.session import Session
+from dp_clipping.sharded import local
 from dp_clipping.waiting import Waiting
 
 PENDING_BYTES = 1 << 28  # of what waits for a common launch, in any case
@@ -265,7 +266,7 @@ class FusedSession(Session):
             held = _allocated(self.anchor.device) - self._before
         else:
             held = forecast.held * forecast.planned(self.batch_size)
-        gradients = sum(p.numel() * p.element_size() for p in self.capture.parameters)
+        gradients = sum(local(p).nbytes for p in self.capture.parameters)
         return int(SHARE * max(held, gradients))
 
     def _needs_second_pass(self) -> bool:
