@@ -33,6 +33,8 @@ from lm.model import Transformer
 DATA, TENSOR = "data", "tensor"  # names of a mesh's axes
 WRAPS = ("leaf", "block", "root")
 
+EMBEDDINGS = ("token_embedding", "model.embed_tokens")
+
 Plan = dict[str, ParallelStyle]
 
 
@@ -80,6 +82,9 @@ def split_tensors(network: nn.Module, mesh: DeviceMesh) -> None:
     plan = plan_of(network, mesh.size())
     tied = _tied(network)
     parallelize_module(network, mesh, plan)
+    for name in plan:
+        if name in EMBEDDINGS:
+            network.get_submodule(name).register_forward_hook(_wait)
     for first, *others in tied:
         for other in others:
             module, _, name = other.rpartition(".")
@@ -146,6 +151,15 @@ def llama_plan(has_head: bool = True) -> Plan:
     if has_head:
         plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
     return plan
+
+
+def _wait(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    """The output, when collectives are done with it.
+
+    The first block is the only one that would be given a wrapper that waits when it is used: the
+    others are given sums. Compiled by itself it could not take that (torch 2.13).
+    """
+    return output.clone()
 
 
 def _refuse_remainder(ranks: int, **sizes: int) -> None:
@@ -232,6 +246,7 @@ def materialize(
 
     Each rank draws every parameter whole, one at a time, and keeps its part: with the same global
     seed on all ranks, the values are those that `reset` would give to a network of one process.
+    (All but what it writes through an index: `weight[0].zero_()` of a DTensor reaches a copy.)
 
     Args:
         reset: what initialises the parameters; None: the network's `reset_parameters`.

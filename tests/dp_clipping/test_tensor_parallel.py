@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -15,11 +16,13 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from dp_clipping.session import Session
-from lm.parallel import TENSOR, parallelize
+from lm.parallel import DATA, TENSOR, parallelize
 from tests.dp_clipping import oracle, zoo
-from tests.dp_clipping.conftest import MODES, private, private_loss
+from tests.dp_clipping.conftest import MODES, assert_close, private, private_loss
+from tests.dp_clipping.sharded import whole
 from tests.ranks import Context
 
 FLOAT32 = 1e-5  # rotary positions, and the norms of Hugging Face, compute in float32
@@ -205,15 +208,92 @@ def ids_and_targets(size: int = 3, length: int = 5) -> tuple[Tensor, Tensor]:
     return ids, torch.randn(size, length, 7, generator=draw)
 
 
+def partly_frozen() -> nn.Module:
+    """Of split layers the biases are left, and nothing below them."""
+    network = build_layers()
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad = name.startswith("last_norm") or name.endswith(
+            ("wide.bias", "narrow.bias", "last.bias")
+        )
+    return network
+
+
 def every_layer(context: Context) -> None:
     mesh = tensor_mesh(context)
-    for batch in (ids_and_targets(), ids_and_targets(1, 1)):
-        check_parts(context, build_layers, lambda n: split_layers(n, mesh), batch, zoo.product)
+    for build, batch in (
+        (build_layers, ids_and_targets()),
+        (build_layers, ids_and_targets(1, 1)),
+        (partly_frozen, ids_and_targets()),
+    ):
+        check_parts(context, build, lambda n: split_layers(n, mesh), batch, zoo.product)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_kind_of_layer(cpu_ranks, ranks):
     cpu_ranks.run(ranks, every_layer)
+
+
+# ---- norms and clipped sums ---------------------------------------------------------------------
+
+LIMIT = 0.5
+
+
+def clipped(context: Context, modes: tuple[str, ...], prepare: str = "") -> None:
+    """On one axis, or on two: then two ranks each have half of the samples."""
+    two_axes = context.world_size == 4
+    mesh = tensor_mesh(context)
+    mine = slice(None)
+    if two_axes:
+        mesh = init_device_mesh(context.device.type, (2, 2), mesh_dim_names=(DATA, TENSOR))
+        mine = slice(0, 1) if mesh[DATA].get_local_rank() == 0 else slice(1, 4)
+    batch = zoo.tokens(4, 6)
+    gradients = oracle.per_sample_gradients(transformer()(), batch, zoo.cross_entropy)
+    for mode in modes:
+        for clipping in ("flat", "per_layer"):
+            network = parallelize(PREPARE[prepare](transformer()()), mesh)
+            if prepare == "compiled":
+                for block in network.blocks:
+                    block.compile()
+            model = private(network, mode, LIMIT, clipping)
+            for _ in range(2):
+                model.clear_gradients()
+                private_loss(model, oracle.pick(batch, mine), zoo.cross_entropy).backward()
+                model.finish_synchronization()
+                torch.testing.assert_close(
+                    model.per_sample_gradient_norms.double(),
+                    oracle.norms(gradients)[mine],
+                    rtol=FLOAT32,
+                    atol=0,
+                )
+                found = {n: whole(p.grad) for n, p in network.named_parameters()}
+                expected = oracle.clipped_sum(gradients, LIMIT, clipping)
+                assert_close(found, expected, FLOAT32)
+
+
+def recomputed(network: nn.Module) -> nn.Module:
+    """Blocks whose activations are computed again in backward."""
+    for block in network.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return network
+
+
+PREPARE = {"": lambda network: network, "compiled": lambda n: n, "recomputed": recomputed}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_norms_and_clipped_sums(cpu_ranks, ranks, mode):
+    cpu_ranks.run(ranks, clipped, (mode,))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_activation_checkpointing(cpu_ranks, ranks):
+    cpu_ranks.run(ranks, clipped, ("ghost", "bookkeeping"), "recomputed")
+
+
+@pytest.mark.slow
+def test_compiled_blocks(cpu_ranks):
+    cpu_ranks.run(2, clipped, ("bookkeeping",), "compiled")
 
 
 # ---- refusals -----------------------------------------------------------------------------------

@@ -128,11 +128,12 @@ def llama(kind: str, **changes) -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=37, hidden_size=24, intermediate_size=20, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, pad_token_id=0,
-        num_labels=3, **changes,
-    )  # fmt: skip
+    sizes = {
+        "vocab_size": 37, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+        "num_labels": 3, "pad_token_id": 0,
+    }  # fmt: skip
+    config = transformers.LlamaConfig(**(sizes | changes))
     return getattr(transformers, kind)(config)
 
 
@@ -162,6 +163,35 @@ def llama_beside_one_process(context: Context, kind: str, changes: dict) -> None
 def test_llama(cpu_ranks, kind, changes):
     pytest.importorskip("transformers")
     cpu_ranks.run(2, llama_beside_one_process, kind, changes)
+
+
+def llama_from_meta(context: Context, axes: tuple[str, ...]) -> None:
+    """The library's own initialisation, which also fills buffers."""
+    expected = llama("LlamaForCausalLM", pad_token_id=None)
+    with torch.device("meta"):
+        network = llama("LlamaForCausalLM", pad_token_id=None)
+    parallelize(network, mesh_of(context, *axes))
+    for one, fill in ((expected, lambda n, reset: reset()), (network, materialize_on_cpu)):
+        torch.manual_seed(0)
+        for parameter in one.parameters():
+            parameter._is_hf_initialized = False
+        for module in one.modules():
+            module._is_hf_initialized = False
+        fill(one, one.init_weights)
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(whole(network.get_parameter(name)), parameter), name
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(network.get_buffer(name), buffer), name
+
+
+def materialize_on_cpu(network: nn.Module, reset) -> None:
+    materialize(network, "cpu", reset)
+
+
+@pytest.mark.parametrize("axes", [(DATA,), (TENSOR,), (DATA, TENSOR)], ids="-".join)
+def test_llama_from_the_meta_device(cpu_ranks, axes):
+    pytest.importorskip("transformers")
+    cpu_ranks.run(2 * len(axes), llama_from_meta, axes)
 
 
 # ---- refusals -----------------------------------------------------------------------------------
