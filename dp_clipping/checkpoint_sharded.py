@@ -18,6 +18,7 @@ ranks have all of it. Tensors are found by the parameter's name and lie wherever
 them: a checkpoint of four ranks loads on two, or in one process without any sharding.
 """
 
+import os
 import pickle
 import re
 import secrets
@@ -128,7 +129,8 @@ def save(
     try:
         _write_tensors(run, path / name, tensors)
     except (Exception, dcp.CheckpointException) as error:
-        problem = error
+        problem = RuntimeError(f"{path} could not be written: {_reason(error)}")
+        problem.__cause__ = error
     _agree(run, f"write its part of {path}", problem)
     if run.group is None or dist.get_rank(run.group) == 0:
         try:
@@ -162,12 +164,22 @@ def _write_run(path: Path, contents: State, run: Run, torch_kwargs: Mapping[str,
     beside = key_path(path)
     old = read_keys(beside)
     write_keys(beside, old if run.keys in old else [*old, run.keys])
+    _sync_folder(path / contents[OWN][TENSORS])
     with replacing(path / RUN_FILE) as file:
         torch.save(contents, file, **torch_kwargs)
     write_keys(beside, [run.keys])
     for other in path.iterdir():
         if FOLDER.fullmatch(other.name) and other.name != contents[OWN][TENSORS]:
             shutil.rmtree(other, ignore_errors=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """torch syncs the files; their names are to be on the disk before run.pt names the folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 # ---- loading -------------------------------------------------------------------------------------
@@ -223,7 +235,9 @@ def load(
                 no_dist=run.group is None,
             )
     except (Exception, dcp.CheckpointException) as error:
-        problem = ValueError(f"{path} is not a whole checkpoint: its tensors cannot be read")
+        problem = ValueError(
+            f"{path} is not a whole checkpoint: its tensors cannot be read: {_reason(error)}"
+        )
         problem.__cause__ = error
     _agree(run, f"load {path}", problem)
     resume.saved.update(with_tensors(resume.saved, tensors))
@@ -279,6 +293,14 @@ def _read_shapes(path: Path, saved: State) -> tuple[SafeReader, dict[str, Tensor
 
 
 # ---- both ----------------------------------------------------------------------------------------
+
+
+def _reason(error: BaseException) -> str:
+    """On one line; torch's exception, which is no `Exception`, has those of all ranks."""
+    if not isinstance(error, dcp.CheckpointException):
+        return f"{error!r}"
+    failures = {rank: failure[0] for rank, failure in error.failures.items()}
+    return ", ".join(f"{failure!r} on rank {rank}" for rank, failure in sorted(failures.items()))
 
 
 def _agree(run: Run, what: str, problem: BaseException | None) -> None:
