@@ -25,7 +25,7 @@ from dp_clipping.layers.handle import Handle
 from dp_clipping.norm_reduce import NormReducer
 from dp_clipping.plan import Plan
 from dp_clipping.session import Session
-from dp_clipping.sharded import Sharding, attribute, plain_type
+from dp_clipping.sharded import Sharding, attribute, plain_name, plain_type
 
 if TYPE_CHECKING:
     from dp_clipping.compiled import Forecast
@@ -89,7 +89,7 @@ class Capture:
         self.reducer = NormReducer()
         self.handles = self._install()
         self.parameters = [p for p in network.parameters() if p.requires_grad]
-        self.names = {p: n for n, p in reversed(list(network.named_parameters()))}
+        self.names = {p: plain_name(n) for n, p in reversed(list(network.named_parameters()))}
         parts = {} if sharding is None else sharding.parts
         self.shapes = {p: parts[p].shape if p in parts else p.shape for p in self.parameters}
         self.groups, self.group_names = self._make_groups(clipping)
@@ -133,7 +133,7 @@ class Capture:
             )
             if recurse:
                 covered.update(module.modules())
-            handle = Handle(name, kind, module, trainable)
+            handle = Handle(plain_name(name), kind, module, trainable)
             module._private = handle
             module.forward = types.MethodType(FORWARDS[kind], module)
             handles.append(handle)
@@ -216,7 +216,7 @@ class Capture:
         if parameter in self._copied:
             return attribute(*self._copied[parameter]).detach()
         dtype = parameter.dtype
-        if parameter.dim() < 2:
+        if len(self.shapes[parameter]) < 2:
             dtype = wide(dtype)
         elif torch.is_autocast_enabled(parameter.device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(parameter.device.type)

@@ -90,7 +90,7 @@ class PrivateModel(nn.Module):
             self._capture = Capture(self.network, clipping, sharding)
             self._capture.reducer = self._make_reducer(norm_reduction)
             if sharding is not None:
-                self._sharded_sums = ShardedSums(sharding)
+                self._sharded_sums = sharding.make_sums()
             self._search = Search(self._capture)
             self._forecaster = Forecaster(self._search)
             self._normalizations = normalizations(self.network)

@@ -12,7 +12,6 @@ from dp_clipping.arguments import check_noise_multiplier
 from dp_clipping.model import PrivateModel
 from dp_clipping.noise import NoiseStream, add_noise_to_all
 from dp_clipping.sharded import local
-from dp_clipping.shards import place_of
 
 
 class PrivateOptimizer(Optimizer):
@@ -246,7 +245,9 @@ class PrivateOptimizer(Optimizer):
             std=std,
             divisor=divisor,
             dtypes=[p.dtype for p in parameters],
-            places=None if model.sharding is None else [place_of(p) for p in parameters],
+            places=None
+            if model.sharding is None
+            else [model.sharding.place_of(p) for p in parameters],
         )
         for parameter, gradient in zip(parameters, noisy, strict=True):
             model.apply_gradient(parameter, gradient)

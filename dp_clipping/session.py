@@ -216,10 +216,12 @@ class Session:
         parameters = list(self.capture.parameters)
         leaves = {p: x for p, x in self.leaves.items() if x is not p and x.requires_grad}
         self._in_backward = True
-        found = torch.autograd.grad(
-            losses.sum(), [*anchors, *parameters, *leaves.values()], retain_graph=retain_graph,
-            allow_unused=True,
-        )  # fmt: skip
+        sharding = self.capture.sharding
+        with NOTHING if sharding is None else sharding.backward():
+            found = torch.autograd.grad(
+                losses.sum(), [*anchors, *parameters, *leaves.values()], retain_graph=retain_graph,
+                allow_unused=True,
+            )  # fmt: skip
         self._in_backward = False
         parameters += leaves
         found = found[len(anchors) :]

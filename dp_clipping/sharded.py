@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,6 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.profiler import record_function
+
+from dp_clipping.shards import Place, place_of
 
 if dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +42,7 @@ UNIT = 8  # parameters that are handled together where no FSDP module says so
 IN_FLIGHT = 2  # units whose sums may be on the wire while the next are formed
 
 
-def _reduce_scatter(*arguments: Any, **options: Any) -> Any:
+def reduce_scatter(*arguments: Any, **options: Any) -> Any:
     """One tensor to one tensor; torch 2.13 has a new name for it."""
     run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return run(*arguments, **options)
@@ -59,6 +63,11 @@ def plain_type(module: nn.Module) -> type:
     if dist.is_available() and isinstance(module, FSDPModule):
         return next(c for c in kind.__mro__[1:] if not issubclass(c, FSDPModule))
     return kind
+
+
+def plain_name(name: str) -> str:
+    """What a module or a parameter was called before FSDP1 wrapped what is on the way to it."""
+    return name.replace("_fsdp_wrapped_module.", "").removesuffix("_fsdp_wrapped_module")
 
 
 @dataclass(frozen=True)
@@ -127,10 +136,9 @@ class Sharding:
         if not dist.is_available():
             return None
         if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
-            raise ValueError(
-                "the module is sharded by FullyShardedDataParallel (FSDP1), whose shards have no "
-                "public address: shard it with torch.distributed.fsdp.fully_shard (FSDP2)"
-            )
+            from dp_clipping import fsdp1
+
+            return fsdp1.sharding_of(module)
         wrapped = [name for name, m in module.named_modules() if isinstance(m, FSDPModule)]
         if wrapped and not isinstance(module, FSDPModule):
             raise ValueError(
@@ -158,6 +166,17 @@ class Sharding:
     def counts_replicated(self) -> bool:
         """Whether this rank adds the norms of parameters that its tensor-parallel axis shares."""
         return self.tensor_group is None or dist.get_rank(self.tensor_group) == 0
+
+    def make_sums(self) -> ShardedSums:
+        return ShardedSums(self)
+
+    def place_of(self, parameter: Parameter) -> Place | None:
+        """Where this rank's part of a parameter lies; None: it has all of it."""
+        return place_of(parameter)
+
+    def backward(self) -> AbstractContextManager:
+        """Around every backward, each of the two of a two-pass mode."""
+        return nullcontext()
 
     def describe(self) -> str:
         data, tensor = _size(self.data_group), _size(self.tensor_group)
@@ -369,7 +388,7 @@ class ShardedSums:
                 whole.append(parameter)
             elif even and total.nbytes >= SMALL:
                 shard = total.new_empty(total.shape[0] // world, *total.shape[1:])
-                work = _reduce_scatter(shard, total, group=group, async_op=True)
+                work = reduce_scatter(shard, total, group=group, async_op=True)
                 transfers.append(Transfer(work, [(parameter, shard)], total))
             else:
                 packed.append(parameter)
@@ -406,7 +425,7 @@ class ShardedSums:
                     shapes[-1] = piece.shape
             first += width
         received = send.new_empty(send.shape[1])
-        work = _reduce_scatter(received, send.view(-1), group=group, async_op=True)
+        work = reduce_scatter(received, send.view(-1), group=group, async_op=True)
         shards = [
             (p, column[: math.prod(shape)].view(shape))
             for p, column, shape in zip(parameters, received.split(widths), shapes, strict=True)
@@ -422,8 +441,13 @@ class ShardedSums:
                 if self.sharding.replicas is not None:
                     dist.all_reduce(shard, group=self.sharding.replicas)
                 self._add(parameter, shard)
-            for parameter, _ in transfer.shards:  # packed ones share a version: when all are done
-                self._left[parameter] = _state(parameter.grad)
+            # Packed ones share a version: when all are done.
+            self._note(parameter for parameter, _ in transfer.shards)
+
+    def _note(self, parameters: Iterable[Parameter]) -> None:
+        """Their `.grad` is final, as far as it has come."""
+        for parameter in parameters:
+            self._left[parameter] = _state(parameter.grad)
 
     def _add(self, parameter: Parameter, shard: Tensor) -> None:
         shard = shard.view(local(parameter).shape)

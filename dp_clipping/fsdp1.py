@@ -1,0 +1,275 @@
+"""FSDP1 (`FullyShardedDataParallel`) in private training: flat shards, and the sums for them.
+
+FSDP1 lays the parameters of a unit side by side in one flat parameter and gives every rank an equal
+piece of it. With `use_orig_params=True` a parameter is, outside of forward, a view of what this
+rank's piece has of it: [n], for some ranks [0]. What each rank has follows from public answers:
+the numbers of elements on all ranks, in their order, and the parameter while it is summoned whole.
+
+| when | a parameter of the unit |
+| --- | --- |
+| outside of forward | `nn.Parameter` [n], elements start to start + n of the whole, flattened |
+| in forward | a plain tensor in its place: a view, in its own shape, of the gathered flat one |
+| in `summon_full_params` | the same `nn.Parameter`, whole |
+
+Captured layers detach what they compute with, so flat parameters get no gradient and FSDP1 reduces
+nothing. FSDP1's own `no_sync()` is not used: under `SHARD_GRAD_OP` it would leave gathered
+parameters in place behind a backward, and the next forward would compute with these old values.
+
+Zhao et al., PyTorch FSDP: experiences on scaling fully sharded data parallel, 2023.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FlatParameter, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.nn import Parameter
+
+from dp_clipping.sharded import (
+    Part,
+    ShardedSums,
+    Sharding,
+    Transfer,
+    is_sharded,
+    reduce_scatter,
+)
+from dp_clipping.shards import Place, Run
+
+STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+USE_FSDP2 = "shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead"
+
+Slice = tuple[int, int]
+"""(start, length) of what a rank has of a flattened parameter."""
+
+
+@dataclass(frozen=True)
+class FlatSharding(Sharding):
+    """How FSDP1 has spread a model.
+
+    Attributes:
+        root: the model.
+        slices: parameter -> what each rank of the data axis has of it; without those that every
+            rank has (on one rank, and where FSDP1 was told to ignore them).
+    """
+
+    root: FSDP = field(repr=False, kw_only=True)
+    slices: dict[Parameter, list[Slice]] = field(repr=False, kw_only=True)
+
+    def make_sums(self) -> FlatSums:
+        return FlatSums(self)
+
+    def place_of(self, parameter: Parameter) -> Place | None:
+        if parameter not in self.slices:
+            return None
+        start, length = self.slices[parameter][dist.get_rank(self.shards)]
+        return (Run(0, start, length, length, 1),) if length else ()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """FSDP1 gathers for one backward of a forward; a second one is to gather again.
+
+        On one rank it puts parameters back in their place behind their gradients only, of which
+        there are none.
+        """
+        handles = _handles(self.root)
+        for handle in handles:
+            handle._needs_pre_backward_unshard = True
+        yield
+        for handle in handles:
+            if not handle.uses_sharded_strategy:
+                handle.reshard(free_unsharded_flat_param=False)
+
+
+class FlatSums(ShardedSums):
+    """One reduce-scatter a unit. Sums wait here for the end of the step: in each forward FSDP1 sets
+    `.grad` to what it believes that it has reduced itself, which is nothing."""
+
+    sharding: FlatSharding
+
+    def __init__(self, sharding: FlatSharding):
+        super().__init__(sharding)
+        self._sums: dict[Parameter, Tensor] = {}
+
+    def forget(self) -> None:
+        super().forget()
+        self._sums.clear()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        super().finish()
+        for parameter, total in self._sums.items():
+            if parameter.grad is not None:
+                total = total.add_(parameter.grad)
+            parameter.grad = total
+        super()._note(self._sums)
+        self._sums.clear()
+
+    def _note(self, parameters: Iterable[Parameter]) -> None:
+        """No `.grad` is there yet."""
+
+    def _launch(self, parameters: list[Parameter], totals: dict[Parameter, Tensor]) -> None:
+        split = [p for p in parameters if p in self.sharding.slices]
+        transfers = []
+        for dtype in dict.fromkeys(totals[p].dtype for p in split):
+            mine = [p for p in split if totals[p].dtype == dtype]
+            transfers.append(self._scatter(mine, totals))
+        super()._launch([p for p in parameters if p not in self.sharding.slices], totals)
+        self._flying[-1] += transfers
+
+    def _scatter(self, parameters: list[Parameter], totals: dict[Parameter, Tensor]) -> Transfer:
+        """One buffer [ranks, longest row]: row r has what rank r has of each, side by side."""
+        slices, group = self.sharding.slices, self.sharding.shards
+        world, rank = dist.get_world_size(group), dist.get_rank(group)
+        width = max(sum(slices[p][r][1] for p in parameters) for r in range(world))
+        send = totals[parameters[0]].new_zeros(world, width)
+        ends = [0] * world
+        for p in parameters:
+            flat = totals[p].reshape(-1)
+            for row, (start, length) in enumerate(slices[p]):
+                if length:
+                    send[row, ends[row] : ends[row] + length] = flat[start : start + length]
+                    ends[row] += length
+        received = send.new_empty(width)
+        work = reduce_scatter(received, send.view(-1), group=group, async_op=True)
+        lengths = [slices[p][rank][1] for p in parameters]
+        pieces = received[: sum(lengths)].split(lengths)
+        return Transfer(work, list(zip(parameters, pieces, strict=True)), send)
+
+    def _add(self, parameter: Parameter, shard: Tensor) -> None:
+        shard = shard.view(parameter.shape)
+        if parameter in self._sums:
+            self._sums[parameter].add_(shard)
+        else:
+            self._sums[parameter] = shard
+
+
+# ---- where shards lie ----------------------------------------------------------------------------
+
+
+def sharding_of(module: nn.Module) -> FlatSharding:
+    """Of a module that contains FSDP1's. Every rank calls it: each unit is gathered once.
+
+    Raises:
+        ValueError: for what FSDP1 was told that private training cannot be exact with, and what to
+            do.
+    """
+    units = [m for m in module.modules() if isinstance(m, FSDP)]
+    _refuse(module, units)
+    group = units[0].process_group
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    own = _own_parameters(units)
+    lengths: list[list[int]] = [[]] * world
+    mine = [p.numel() for names in own for p in names]
+    dist.all_gather_object(lengths, mine, group=group)
+    of_parameter = iter(zip(*lengths, strict=True))
+    parts: dict[Parameter, Part] = {}
+    slices: dict[Parameter, list[Slice]] = {}
+    for number, (unit, names) in enumerate(zip(units, own, strict=True)):
+        shards = {p: p.detach().clone() for p in names}
+        with FSDP.summon_full_params(unit, recurse=False, writeback=False):
+            for parameter, shard in shards.items():
+                found = _slices(parameter, shard, next(of_parameter), rank)
+                if not parameter.requires_grad:
+                    continue
+                parts[parameter] = Part(parameter.shape, number)
+                if found is not None:
+                    slices[parameter] = found
+    gathering = tuple(
+        (unit.module, {p: name for p, name in names.items() if p.requires_grad})
+        for unit, names in zip(units, own, strict=True)
+    )
+    return FlatSharding(
+        "FSDP1 (FullyShardedDataParallel)", group, None, group, None, group, parts, gathering,
+        root=module, slices=slices,
+    )  # fmt: skip
+
+
+def _own_parameters(units: list[FSDP]) -> list[dict[Parameter, str]]:
+    """Parameters of each unit that are not an inner one's, with their names in what it wraps."""
+    taken: set[Parameter] = set()
+    found = []
+    for unit in reversed(units):
+        own = {p: name for name, p in unit.module.named_parameters() if p not in taken}
+        taken.update(own)
+        found.append(own)
+    return found[::-1]
+
+
+def _slices(
+    parameter: Parameter, shard: Tensor, lengths: tuple[int, ...], rank: int
+) -> list[Slice] | None:
+    """What each rank has, given how much; None: all of it. The parameter is whole now.
+
+    Raises:
+        ValueError: for a DTensor.
+        RuntimeError: if a rank's part is not where those of the ranks before it end.
+    """
+    if is_sharded(parameter):
+        raise ValueError(f"FSDP1 over parameters that tensor parallel has split: {USE_FSDP2}")
+    whole = parameter.numel()
+    if all(length == whole for length in lengths):
+        return None
+    starts = [0, *itertools.accumulate(lengths)]
+    start, length = starts[rank], lengths[rank]
+    there = parameter.detach().reshape(-1)[start : start + length]
+    if starts[-1] != whole or not torch.equal(there.nan_to_num(), shard.view(-1).nan_to_num()):
+        raise RuntimeError(
+            f"FSDP1 of torch {torch.__version__} shards a parameter of {whole} elements as "
+            f"{list(lengths)}, otherwise than one rank after the other: {USE_FSDP2}"
+        )
+    return list(zip(starts, lengths, strict=False))
+
+
+def _refuse(module: nn.Module, units: list[FSDP]) -> None:
+    if units[0] is not module:
+        raise ValueError(
+            "FullyShardedDataParallel (FSDP1) wraps parts of the module, but not the module "
+            "itself, so nothing controls when its gradients are synchronised: wrap the root too"
+        )
+    if any(isinstance(p, FlatParameter) for p in module.parameters()):
+        raise ValueError(
+            "FullyShardedDataParallel (FSDP1) with use_orig_params=False hides the parameters, "
+            "which layers and groups of parameters are told apart by: give use_orig_params=True, "
+            f"or {USE_FSDP2}"
+        )
+    group = dist.get_process_group_ranks(units[0].process_group)
+    for unit in units:
+        strategy = unit.sharding_strategy
+        if strategy not in STRATEGIES and len(group) > 1:
+            raise ValueError(
+                f"FSDP1 with {strategy.name}: private training takes "
+                f"{' or '.join(s.name for s in STRATEGIES)}; for hybrid sharding {USE_FSDP2}, to "
+                "shard nothing use ddp.wrap"
+            )
+        if dist.get_process_group_ranks(unit.process_group) != group:
+            raise ValueError("FSDP1 with several process groups in one model: give all the same")
+        if unit.cpu_offload.offload_params:
+            raise ValueError(
+                "FSDP1 with CPUOffload(offload_params=True): sums are formed where layers "
+                "compute; leave parameters on the GPU"
+            )
+    _handles(module)
+
+
+def _handles(root: FSDP) -> list[Any]:
+    """FSDP1's state of each unit that has parameters, for what has no public name.
+
+    All of these have been there from torch 2.11 to 2.13.
+    """
+    names = ("_needs_pre_backward_unshard", "uses_sharded_strategy", "reshard")
+    units = FSDP.fsdp_modules(root)
+    handles = [h for unit in units if (h := getattr(unit, "_handle", None)) is not None]
+    if not handles or not all(hasattr(h, name) for h in handles for name in names):
+        raise RuntimeError(
+            f"FSDP1 of torch {torch.__version__} gathers for a backward otherwise than that of "
+            f"2.11 to 2.13 does: use one of those, or {USE_FSDP2}"
+        )
+    return handles

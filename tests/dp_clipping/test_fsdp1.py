@@ -1,0 +1,230 @@
+"""FSDP1 with every mode: norms and clipped sums are those of one process in float64."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffload, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from dp_clipping.model import PrivateModel
+from dp_clipping.session import Session
+from dp_clipping.sharded import Sharding
+from tests.dp_clipping import oracle, zoo
+from tests.dp_clipping.conftest import MODES, private, private_loss
+from tests.dp_clipping.replicas import build, part, train
+from tests.dp_clipping.test_fsdp2 import Counted
+from tests.ranks import Context
+
+LIMIT = 0.5
+SPLITS = {1: [3], 2: [3, 2], 4: [2, 0, 1, 2]}  # samples of each rank: unequal, one without any
+EMPTY = {2: [3, 0]}
+FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+
+
+def transformer() -> nn.Module:
+    return zoo.seeded(lambda: zoo.transformer(d_ff=23)).double()
+
+
+def shard(
+    network: nn.Module, wrap: str, context: Context, strategy=FULL, original=True, **options
+) -> FSDP:
+    """FSDP1 around every block and the root, or around the root alone."""
+    options |= {"sharding_strategy": strategy, "use_orig_params": original}
+    options |= {"device_id": context.device}
+    if wrap == "block":
+        for n, block in enumerate(network.blocks):
+            network.blocks[n] = FSDP(block, context.group, **options)
+    return FSDP(network, context.group, **options)
+
+
+def joined(part: Tensor, group: dist.ProcessGroup, shape: torch.Size) -> Tensor:
+    """The parts of all ranks, one after the other."""
+    parts: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, part.flatten(), group=group)
+    return torch.cat(parts).view(shape)
+
+
+def sums(context: Context, model: PrivateModel) -> dict[str, Tensor]:
+    """Name -> `.grad` of all ranks."""
+    shapes, names = model.capture.shapes, model.capture.names
+    return {names[p]: joined(p.grad, context.group, shapes[p]) for p in model.capture.parameters}
+
+
+def one_step(context: Context, wrap: str, strategy, splits) -> None:
+    counts = splits[context.world_size]
+    batch = zoo.tokens(sum(counts), 6)
+    gradients = oracle.per_sample_gradients(transformer(), batch, zoo.cross_entropy)
+    norms = oracle.norms(gradients)
+    mine = part(counts, context.rank)
+    for mode in MODES:
+        for clipping in ("flat", "per_layer"):
+            expected = oracle.clipped_sum(gradients, LIMIT, clipping)
+            network = shard(transformer(), wrap, context, strategy)
+            before = list(network.parameters())
+            model = private(network, mode, LIMIT, clipping)
+            for _ in range(2):
+                model.clear_gradients()
+                private_loss(model, oracle.pick(batch, mine), zoo.cross_entropy).backward()
+                model.finish_synchronization()
+                found = model.per_sample_gradient_norms
+                torch.testing.assert_close(found.double(), norms[mine], rtol=1e-7, atol=0)
+                found = sums(context, model)
+                assert list(found) == list(expected)
+                for name, total in found.items():
+                    torch.testing.assert_close(total, expected[name], rtol=1e-6, atol=1e-8)
+            assert all(p is q for p, q in zip(network.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP], ids=lambda s: s.name)
+@pytest.mark.parametrize("wrap", ["block", "root"])
+def test_norms_and_sums(cpu_ranks, wrap, strategy):
+    cpu_ranks.run(2, one_step, wrap, strategy, SPLITS)
+
+
+def test_a_rank_without_samples(cpu_ranks):
+    cpu_ranks.run(2, one_step, "block", FULL, EMPTY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", ["block", "root"])
+def test_norms_and_sums_on_four_ranks(cpu_ranks, wrap):
+    cpu_ranks.run(4, one_step, wrap, FULL, SPLITS)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+def test_one_rank(cpu_ranks):
+    cpu_ranks.run(1, one_step, "block", FULL, SPLITS)
+
+
+# ---- through the front door ----------------------------------------------------------------------
+
+
+def values(run) -> list[Tensor]:
+    network = run.model.network
+    if not isinstance(network, FSDP):
+        return [p.detach().clone() for p in network.parameters()]
+    with FSDP.summon_full_params(network, writeback=False):
+        return [p.detach().clone() for p in network.parameters()]
+
+
+def trained(context: Context, mode: str, microbatch: int | None, strategy) -> list[Tensor]:
+    """Parameters after some steps, and the same ones on every rank."""
+    run = build(
+        context, shard=lambda network: shard(network, "block", context, strategy),
+        name="transformer", grad_sample_mode=mode,
+    )  # fmt: skip
+    train(run, 4, microbatch)
+    return values(run)
+
+
+@pytest.mark.parametrize(
+    ("mode", "microbatch", "strategy"),
+    [("bookkeeping", None, FULL), ("ghost", 1, FULL), ("bookkeeping", 1, GRAD_OP)],
+)
+def test_training_is_that_of_one_process(cpu_ranks, mode, microbatch, strategy):
+    """Draws, noise of each part, momentum: nothing tells how many ranks there are."""
+    alone = build(name="transformer", grad_sample_mode=mode)
+    train(alone, 4)
+    for found in cpu_ranks.run(2, trained, mode, microbatch, strategy):
+        for one, other in zip(found, values(alone), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+
+
+# ---- what travels, and what is refused -----------------------------------------------------------
+
+
+@contextmanager
+def norm_passes(counted: Counted) -> Iterator[list[int]]:
+    """How much has been reduced when coefficients are known, of each backward inside."""
+    found: list[int] = []
+    clip = Session._clip
+
+    def clipping(session: Session, limits: Tensor) -> Tensor:
+        found.append(counted.reductions)
+        return clip(session, limits)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "_clip", clipping)
+        yield found
+
+
+def collectives(context: Context) -> None:
+    """None that reduces in the norm pass; parameters are gathered as often as without privacy."""
+    batch = zoo.tokens(2, 6)
+    network = shard(transformer(), "block", context)
+    for _ in range(2):
+        with Counted() as ordinary:
+            zoo.cross_entropy(network(batch[0]), batch[1]).sum().backward()
+    units = 3  # two blocks and the root
+    assert ordinary.reductions == units
+    for mode, passes in (("bookkeeping", 1), ("per_sample", 1), ("ghost", 2)):
+        model = private(shard(transformer(), "block", context), mode, LIMIT)
+        for _ in range(2):
+            model.clear_gradients()
+            loss = private_loss(model, batch, zoo.cross_entropy)
+            with Counted() as counted, norm_passes(counted) as in_norms:
+                loss.backward()
+                model.finish_synchronization()
+        assert in_norms == [0]
+        assert counted.reductions == units
+        # The root stays whole after a forward, for the first backward.
+        assert counted.gathers == passes * (units - 1) + passes - 1, (mode, counted.calls)
+
+
+def test_collectives(cpu_ranks):
+    cpu_ranks.run(2, collectives)
+
+
+class Outside(nn.Module):
+    """A weight that is used where nothing captures it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) + F.linear(x, self.a.weight)
+
+
+def refused(context: Context) -> None:
+    network = transformer()
+    network.blocks[0] = FSDP(network.blocks[0], context.group, device_id=context.device)
+    with pytest.raises(ValueError, match="wrap the root too"):
+        Sharding.of(network)
+    for options, message in (
+        ({"original": False}, "use_orig_params=True"),
+        ({"strategy": ShardingStrategy.NO_SHARD}, "FSDP1 with NO_SHARD"),
+        ({"cpu_offload": CPUOffload(offload_params=True)}, "leave parameters on the GPU"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Sharding.of(shard(transformer(), "block", context, **options))
+
+    x = torch.randn(3, 4)
+    model = private(shard(Outside(), "root", context), "bookkeeping")
+    with pytest.raises(RuntimeError, match=r"a\.weight: used outside of the module"):
+        private_loss(model, (x, x), zoo.product).backward()
+
+    batch = zoo.tokens(2, 6)
+    model = private(shard(transformer(), "block", context), "bookkeeping")
+    private_loss(model, batch, zoo.cross_entropy).backward()
+    zoo.cross_entropy(model.network(batch[0]), batch[1]).sum().backward()
+    with pytest.raises(RuntimeError, match="an ordinary backward"):
+        model.refuse_unclipped()
+    model.clear_gradients()
+    private_loss(model, batch, zoo.cross_entropy).backward()
+    model.finish_synchronization()
+    model.refuse_unclipped()
+    # In a forward FSDP1 makes what is left there its own.
+    model.close_step()
+    loss = private_loss(model, batch, zoo.cross_entropy)
+    with pytest.raises(RuntimeError, match=r"call optimizer\.zero_grad\(\)"):
+        loss.backward()
+
+
+def test_refusals(cpu_ranks):
+    cpu_ranks.run(2, refused)
