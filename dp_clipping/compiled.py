@@ -63,7 +63,8 @@ class Forecast:
         transposed = handle.kind == "conv1d"
         if algorithm == GRADIENT:
             names = GRADIENT_SLOTS
-            kinds = (((batch_size, *parameter.shape), stored_dtype(dtype)), ((batch_size,), NORM))
+            shape = session.capture.shapes[parameter]
+            kinds = (((batch_size, *shape), stored_dtype(dtype)), ((batch_size,), NORM))
         else:
             names = FACTOR_SLOTS
             rows = (batch_size, use.tokens)
@@ -163,10 +164,10 @@ class Forecaster:
                 continue
             x, dtype = own[0].inputs[0], own[0].product_dtype
             parameter = handle.parameter("weight")
-            inputs = x.shape[-1]
+            inputs, shape = x.shape[-1], self._capture.shapes[parameter]
             use = Use(
                 self._capture.names[parameter], 1, x.numel() // (inputs * FEW), inputs,
-                parameter.numel() // inputs, dtype.itemsize, stored_dtype(dtype).itemsize,
+                shape.numel() // inputs, dtype.itemsize, stored_dtype(dtype).itemsize,
             )  # fmt: skip
             yield parameter, use, dtype
 

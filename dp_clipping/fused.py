@@ -324,8 +324,9 @@ class FusedSession(Session):
         limits = self._limits_of(groups)
         if self.reducer.splits_parameters:
             with record_function("norm_all_reduce"):
-                bounds = self._table(len(self._limits)).only(self._counted(own)).bounds()
-                return self._coefficients_of(self._over_parts(bounds[groups]), groups)
+                table = self._table_of(own)[:, groups]
+                _, bounds = self._judged(self.reducer.reduce(table).wait())
+                return self._coefficients_of(bounds, groups)
         mine = [[self._norms[p] for p in members[k] if p in self._norms] for k in groups]
         norms = [norm for own in mine for norm in own] or [Norm(self._zero())]
         squares = torch.stack([norm.squared for norm in norms])

@@ -344,12 +344,21 @@ class PrivateModel(nn.Module):
             for parameter in reversed(self.capture.parameters):
                 self._receive(parameter, None)
             return
-        if self.capture.reducer.splits_parameters and not self._samples_are_checked:
+        is_first = self.capture.reducer.splits_parameters and not self._samples_are_checked
+        if is_first:
             self.capture.reducer.check_same_samples(losses)
-            self._samples_are_checked = True
         limits = _on_device(tuple(self._step_limits), losses.device)
         self._norms.append(session.backward(losses, limits, self._receive))
         self._squares.append(session.squares)
+        if is_first:
+            if session.parted is not None and bool(session.parted):
+                raise RuntimeError(
+                    "a parameter that is not split over the tensor-parallel axis has other "
+                    "per-sample gradients on each of its ranks: its module is given a part of its "
+                    "input there (a norm over the heads that a rank has, say), so no rank knows "
+                    "its gradient; freeze it, or let the plan gather its input"
+                )
+            self._samples_are_checked = True
         self._nonfinite_samples += session.nonfinite
 
     def _call_network_again(self, args: tuple, kwargs: dict) -> Any:
@@ -362,13 +371,14 @@ class PrivateModel(nn.Module):
                 "samples are cannot be established"
             ) from error
 
-    def refuse_unclipped(self) -> None:
+    def refuse_unclipped(self, is_noisy: bool = False) -> None:
         """Raises RuntimeError if an ordinary backward has added to what a step will apply.
 
-        In private training autograd accumulates nothing into a trainable parameter.
+        In private training autograd accumulates nothing into a trainable parameter. Of a sharded
+        one that is told by its gradient alone, which may be changed once it `is_noisy`.
         """
         unclipped = [p for p in self._unclipped if p.grad is not None]
-        if self._sharded_sums is not None:
+        if self._sharded_sums is not None and not is_noisy:
             unclipped += self._sharded_sums.changed()
         names = [self.capture.names[p] for p in unclipped]
         if names:

@@ -27,7 +27,7 @@ All members of the tensor axis end up with the same bits, so they clip alike.
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from math import prod
+from math import cos, pi, prod, sin
 from typing import Any
 
 import torch
@@ -86,6 +86,12 @@ class NormReducer:
     def splits_parameters(self) -> bool:
         """Whether a rank's own norms are parts: then clipping has to wait for `reduce`."""
         return self._tensor.size > 1
+
+    @property
+    def contrasts(self) -> tuple[float, float]:
+        """Two weights of this rank; each adds up to zero over the tensor axis."""
+        angle = 2 * pi * self._tensor.rank / self._tensor.size
+        return cos(angle), sin(angle)
 
     def counts(self, replicated: bool) -> bool:
         """Whether this rank adds a parameter's norms: all members if it is sharded over the tensor

@@ -12,6 +12,7 @@ from dp_clipping.arguments import check_noise_multiplier
 from dp_clipping.model import PrivateModel
 from dp_clipping.noise import NoiseStream, add_noise_to_all
 from dp_clipping.sharded import local
+from dp_clipping.shards import Place
 
 
 class PrivateOptimizer(Optimizer):
@@ -52,6 +53,9 @@ class PrivateOptimizer(Optimizer):
         self._noise_key = noise_key
         self._skip_next = False
         self._is_prepared = False  # `.grad` holds what the optimizer applies
+        self._places: list[Place | None] | None = None  # of this rank's parts, if it has parts
+        if model.sharding is not None:
+            self._places = [model.sharding.place_of(p) for p in model.capture.parameters]
         self._refuse()
 
     # ---- an optimizer for schedulers and users --------------------------------------------------
@@ -194,7 +198,7 @@ class PrivateOptimizer(Optimizer):
         if self.model.policy is None:
             return
         check_noise_multiplier(self.noise_multiplier)
-        self.model.refuse_unclipped()
+        self.model.refuse_unclipped(is_noisy=self._is_ready())
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter not in self.model.capture.groups:
@@ -245,9 +249,7 @@ class PrivateOptimizer(Optimizer):
             std=std,
             divisor=divisor,
             dtypes=[p.dtype for p in parameters],
-            places=None
-            if model.sharding is None
-            else [model.sharding.place_of(p) for p in parameters],
+            places=self._places,
         )
         for parameter, gradient in zip(parameters, noisy, strict=True):
             model.apply_gradient(parameter, gradient)

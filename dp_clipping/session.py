@@ -32,6 +32,7 @@ from dp_clipping.norms import Norm, Norms
 from dp_clipping.rescale import is_rescaled, rescale
 
 NOTHING = nullcontext()
+PARTED = 1e-3  # relative; replicas of one norm differ by rounding, far less
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Session:
         self._taps: dict[Parameter, Tensor] = {}
         self.leaves: dict[Parameter, Tensor] = {}  # what stands for sharded ones now
         self._running = False
+        self.parted: Tensor | None = None  # whether ranks differed in what they share
         self.is_compiled: bool = capture.is_compiled  # asked once: it looks at every module
         self._forget()
         self.slots = capture.make_slots(self)
@@ -257,9 +259,32 @@ class Session:
         return {p for p in parameters if counts(replicated=not parts[p].split)}
 
     def _table_of(self, parameters: Sequence[Parameter]) -> Tensor:
-        """Squared norms and their upper bounds [2, K, B], as far as they are known here."""
-        table = self._table(len(self._limits)).only(self._counted(parameters))
-        return torch.stack((table.squared(), table.bounds()))
+        """What is known here and adds up over ranks [5, K, B]: see `_judged`."""
+        table = self._table(len(self._limits))
+        own = table.only(self._counted(parameters))
+        shared = table.only(self._shared(parameters)).squared()
+        across, along = self.reducer.contrasts
+        return torch.stack((own.squared(), own.bounds(), shared, across * shared, along * shared))
+
+    def _shared(self, parameters: Iterable[Parameter]) -> set[Parameter]:
+        """Those that all ranks of the tensor axis have whole."""
+        sharding = self.capture.sharding
+        if sharding is None:
+            return set(parameters)
+        return {p for p in parameters if not sharding.parts[p].split}
+
+    def _judged(self, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Squared norms and upper bounds [K, B] from sums over ranks [5, K, B].
+
+        A parameter that ranks share has the same per-sample gradient on each, so sums of its norms
+        with weights that add up to zero vanish. They do not where a rank has computed with a part
+        of its input (an RMSNorm over the heads that the rank has): then it holds a term of the
+        gradient, and no norm of a sample is known.
+        """
+        squares, bounds, shared, across, along = total
+        parted = across.abs() + along.abs() > PARTED * shared
+        self.parted = parted.any() if self.parted is None else self.parted | parted.any()
+        return squares, torch.where(parted, torch.inf, bounds)
 
     def _squares_and_bounds(self) -> tuple[Tensor, Tensor]:
         """[K, B] each, of whole samples."""
@@ -268,8 +293,8 @@ class Session:
             return norms.squared(), norms.bounds()
         with record_function("norm_all_reduce"):
             if self._partial is not None:
-                return self._partial.wait().unbind(0)
-            return self.reducer.reduce(self._table_of(list(self._norms))).wait().unbind(0)
+                return self._judged(self._partial.wait())
+            return self._judged(self.reducer.reduce(self._table_of(list(self._norms))).wait())
 
     def _over_parts(self, bounds: Tensor) -> Tensor:
         """The sum over ranks of what is known of their parts [K, B]."""
