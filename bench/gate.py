@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.settings import Settings, Subject, batches_for, mode_and_algorithm
+from bench.sharded import whole
 from bench.training import Batch, assemble, build_network, max_over_ranks, release_memory
 from lm.model import forward_loss
 from lm.runtime import Worker
@@ -45,7 +46,7 @@ class Reference:
     """Right gradients of each step, and, of private ones, the threshold that they were clipped to.
 
     whole  of the global batch
-    own    of this rank's shard, as `none` trains on it
+    own    of this rank's batch, as `none` trains on it
     """
 
     whole: list[Gradients]
@@ -62,21 +63,22 @@ class Gate:
     def __init__(self, settings: Settings, worker: Worker, note: Callable[[str], None]):
         self._settings, self._worker, self._note = settings, worker, note
         self._reference: Reference | None = None  # one at a time: it is large
-        self._is_private = False
+        self._kind: tuple[bool, int] | None = None  # private? how many batches?
 
     def error(self, subject: Subject) -> float:
         """The largest relative error of any parameter's gradient, step and rank."""
         reference = self._reference_for(subject)
         expected = reference.own if subject.implementation == FLOOR else reference.whole
-        network = build_network(self._settings, self._worker.device, "float32")
+        network = build_network(self._settings, self._worker.device, "float32", subject.layout)
         world_size = self._worker.world_size
+        place = subject.layout.data_place(self._worker.rank, world_size)
         parts = assemble(subject, network, self._settings, world_size, noise_multiplier=0.0)
         errors = []
         for step in range(STEPS):
             self._note(f"{subject.label} (gate), step {step}")
             if reference.limits is not None:
                 parts.optimizer.max_grad_norm = reference.limits[step]
-            parts.forward_loss(self._batch(step, self._worker.rank)).backward()
+            parts.forward_loss(self._batch(step, *place)).backward()
             parts.finish()
             for work in parts.more_phases.values():
                 work()
@@ -87,39 +89,42 @@ class Gate:
         return max(max_over_ranks(errors, self._worker.device))
 
     def _reference_for(self, subject: Subject) -> Reference:
-        if self._reference is None or self._is_private != subject.is_private:
+        data_rank, data_ranks = subject.layout.data_place(
+            self._worker.rank, self._worker.world_size
+        )
+        kind = (subject.is_private, data_ranks)
+        if self._reference is None or self._kind != kind:
             self._reference = None
             network = build_network(self._settings, self._worker.device, "float32")
             make = self._private_reference if subject.is_private else self._ordinary_reference
-            self._reference, self._is_private = make(network), subject.is_private
+            self._reference, self._kind = make(network, data_rank, data_ranks), kind
             del network
             release_memory(self._worker.device)
         return self._reference
 
-    def _ordinary_reference(self, network: nn.Module) -> Reference:
+    def _ordinary_reference(self, network: nn.Module, data_rank: int, data_ranks: int) -> Reference:
         def gradients(step: int, ranks: range | list[int]) -> Gradients:
-            for batch in self._batches(step, ranks):
+            for batch in self._batches(step, ranks, data_ranks):
                 (forward_loss(network, batch) / len(ranks)).backward()
             found = gradients_of(network)
             network.zero_grad(set_to_none=True)
             return found
 
-        everyone, own = range(self._worker.world_size), [self._worker.rank]
+        everyone, own = range(data_ranks), [data_rank]
         return Reference(
             whole=[gradients(step, everyone) for step in range(STEPS)],
             own=[gradients(step, own) for step in range(STEPS)],
         )
 
-    def _private_reference(self, network: nn.Module) -> Reference:
+    def _private_reference(self, network: nn.Module, data_rank: int, data_ranks: int) -> Reference:
         """Window by window: of each, one gradient is in memory, and no batch code has a part."""
         from bench.private import private_parts
 
         optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
-        world_size = self._worker.world_size
-        parts = private_parts("per_sample", network, optimizer, self._settings, world_size, 0.0)
+        parts = private_parts("per_sample", network, optimizer, self._settings, data_ranks, 0.0)
 
         def gradients(step: int, ranks: Iterable[int]) -> tuple[Gradients, Tensor]:
-            for inputs, targets in self._batches(step, ranks):
+            for inputs, targets in self._batches(step, ranks, data_ranks):
                 for window in zip(inputs.split(1), targets.split(1), strict=True):
                     parts.forward_loss(window).backward()
             norms = parts.model.per_sample_gradient_norms
@@ -132,27 +137,27 @@ class Gate:
         limits, whole, own = [self._settings.privacy.max_grad_norm], [], []
         for step in range(STEPS):
             parts.optimizer.max_grad_norm = limits[step]
-            found, norms = gradients(step, range(world_size))
+            found, norms = gradients(step, range(data_ranks))
             whole.append(found)
-            own.append(gradients(step, [self._worker.rank])[0])
+            own.append(gradients(step, [data_rank])[0])
             limits.append(norms.median().item())
         return Reference(whole, own, limits)
 
-    def _batches(self, step: int, ranks: Iterable[int]) -> Iterator[Batch]:
+    def _batches(self, step: int, ranks: Iterable[int], data_ranks: int) -> Iterator[Batch]:
         for rank in ranks:
             self._note(f"reference gradients (gate), step {step}, batch of rank {rank}")
-            yield self._batch(step, rank)
+            yield self._batch(step, rank, data_ranks)
 
-    def _batch(self, step: int, rank: int) -> Batch:
-        batches = batches_for(self._settings, rank, self._worker.world_size)
+    def _batch(self, step: int, data_rank: int, data_ranks: int) -> Batch:
+        batches = batches_for(self._settings, data_rank, data_ranks)
         inputs, targets = batches(step)
         return inputs.to(self._worker.device), targets.to(self._worker.device)
 
 
 def gradients_of(network: nn.Module) -> list[Tensor]:
-    """In float32; zeros where a parameter has none, so that a missing gradient is an error."""
+    """Whole; zeros where a parameter has none, so that a missing gradient is an error."""
     return [
-        torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+        whole((torch.zeros_like(p) if p.grad is None else p.grad).detach()).clone()
         for p in network.parameters()
     ]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from bench.options import parse
 from bench.profiling import Profiling
 from bench.report import describe_privacy, report
-from bench.settings import Settings, check_folder, settings_from
+from bench.settings import Settings, check_folder, check_world, settings_from
 from bench.worker import Benchmark, device_name, plan, record_failure
 from lm.launch import INTERRUPTED, run_ranks
 from lm.model import Transformer
@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hardware = find_hardware(options.device, options.num_processes)
         folder = DEFAULT_FOLDER / invocation()[: len("YYYYMMDD_HHMMSS")]
         settings = settings_from(options, hardware.device_type, folder)
+        check_world(settings, world_size_of(hardware))
         check_output(settings, options)
     except ValueError as error:
         if is_first_of_host():
@@ -128,9 +129,13 @@ def print_report(settings: Settings, world_size: int, device: str) -> int:
     return status
 
 
+def world_size_of(hardware: Hardware) -> int:
+    return launched_world_size() if launched() else hardware.num_processes
+
+
 def describe_plan(settings: Settings, hardware: Hardware, options: argparse.Namespace) -> str:
     """What would run, for `--dry-run`."""
-    world_size = launched_world_size() if launched() else hardware.num_processes
+    world_size = world_size_of(hardware)
     with torch.device("meta"):
         count = sum(p.numel() for p in Transformer(settings.model).parameters())
     width = 2 if settings.dtype == "bfloat16" else 4

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from bench.sharded import SPLIT
 from ddp import IMPLEMENTATIONS
 from lm.model import PRESETS
 from lm.runtime import is_first_of_host
@@ -22,6 +23,7 @@ CLIPPING_NAMES = tuple(
 TILE_SIZES = (16, 32, 64, 128, 256)
 CLIPPING_STYLES = ("flat", "per_layer")
 CLIPPING_FUNCTIONS = ("abadi", "automatic")
+NORM_REDUCTIONS = ("sync", "async", "layerwise")
 DTYPES = ("float32", "mixed", "bfloat16")
 EXAMPLES = """\
 examples:
@@ -38,6 +40,8 @@ examples:
   python benchmark_ddp.py --implementations none --show-plan \
     --clipping none flash_bookkeeping flash_bookkeeping:width flash_bookkeeping:input_length
       what planning each layer's norm by cost gains over one algorithm for all
+  python benchmark_ddp.py --implementations none fsdp2 tp --clipping none flash_bookkeeping
+      the same price where the model is sharded
 """
 
 
@@ -68,7 +72,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _add_what(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--implementations", nargs="+", metavar="NAME", default=list(IMPLEMENTATIONS),
-        help=f"any of {', '.join(IMPLEMENTATIONS)}, or path/to/file.py:ClassName (default: all)",
+        help=f"any of {', '.join(IMPLEMENTATIONS)}, or path/to/file.py:ClassName (default: all "
+        "of these); or of those that shard the model: fsdp2 (PyTorch's FSDP2, gathered block by "
+        "block), fsdp2_root (all at once), tp (tensor parallel on all ranks), fsdp2_tp (FSDP2 x "
+        "two tensor-parallel ranks; 4 ranks or more). Ranks of a tensor axis share a batch",
     )  # fmt: skip
     group.add_argument(
         "--bucket-size-mb", type=float, metavar="MIB",
@@ -120,6 +127,12 @@ def _add_privacy(group: argparse._ArgumentGroup) -> None:
         "would hold there; 0 for flash)",
     )  # fmt: skip
     group.add_argument(
+        "--norm-reduction", choices=NORM_REDUCTIONS,
+        help=f"how {' and '.join(SPLIT)} add up norms over the ranks that split parameters; sync: "
+        "one all-reduce that blocks; async: one, beside independent work; layerwise: partial sums "
+        "leave during backward (default: async)",
+    )  # fmt: skip
+    group.add_argument(
         "--show-plan", action="store_true",
         help="print below the table what the flash modes do with each linear layer: shapes, "
         "algorithm of the norm, predicted time, MiB kept (default: off; with --profile it is in "
@@ -144,7 +157,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--dtype", choices=DTYPES, default="float32",
         help="float32; mixed: float32 parameters, bfloat16 arithmetic (autocast); "
-        "bfloat16: parameters too (default: float32)",
+        "bfloat16: parameters too, in which sharded ones are gathered and ordinary gradients "
+        "reduced; private sums are float32 (default: float32)",
     )  # fmt: skip
     group.add_argument(
         "--compile", action="store_true",

@@ -24,17 +24,18 @@ def private_parts(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     settings: Settings,
-    world_size: int,
+    data_ranks: int,
     noise_multiplier: float | None = None,
 ) -> Parts:
     """What a private step is made of.
 
     Args:
         clipping: one of `dp_clipping.MODES`, or a fused one with norm algorithm: `flash:width`.
-        model: a network, or an implementation's wrapper around it, which is set to sums.
+        model: a network, sharded or not, or an implementation's wrapper around it, which is set
+            to sums.
         optimizer: over its parameters.
         settings: for clipping and noise.
-        world_size: ranks whose batches are one global batch: the divisor is its size.
+        data_ranks: whose batches are one global batch: the divisor is its size.
         noise_multiplier: overrides that of the settings.
     """
     if dist.get_rank() > 0:
@@ -56,10 +57,11 @@ def private_parts(
             clipping=privacy.clipping_style,
             grad_sample_mode=mode,
             clipping_function=privacy.clipping_function,
-            expected_batch_size=world_size * settings.batch_size,
+            expected_batch_size=data_ranks * settings.batch_size,
             norm_algorithm=norm_algorithm,
             memory_budget=None if budget is None else int(budget * MIB),
             tile_size=privacy.tile_size,
+            norm_reduction=privacy.norm_reduction,
         )
 
     def forward_loss(batch: Batch) -> Tensor:
@@ -73,6 +75,6 @@ def private_parts(
         model=private,
         optimizer=private_optimizer,
         forward_loss=forward_loss,
-        finish=getattr(model, "finish_gradient_synchronization", lambda: None),
+        finish=private.finish_synchronization,
         more_phases={"noise": private_optimizer.pre_step},
     )

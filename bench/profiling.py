@@ -103,6 +103,7 @@ class Profiling:
             "implementation": subject.implementation,
             **self._privacy_of(subject),
             "ranks": self.worker.world_size,
+            **self._mesh_of(subject),
             "device": str(self.worker.device.type),
             "dtype": settings.dtype,
             "compiled": settings.compile,
@@ -139,13 +140,20 @@ class Profiling:
             f"Measured: {trace.basis} of each layer's norm and sum, mean of {steps} steps.",
         ]
 
+    def _mesh_of(self, subject: Subject) -> dict:
+        """A line of the summary; none where ranks share no samples."""
+        if not subject.layout.splits_tensors:
+            return {}
+        data, tensor = subject.layout.sizes(self.worker.world_size)
+        return {"mesh": f"{data} data x {tensor} tensor-parallel ranks, which share a batch"}
+
     def _privacy_of(self, subject: Subject) -> dict:
         """Lines of the summary; none without privacy."""
         if not subject.is_private:
             return {}
         settings = {
             name.replace("_", " "): "default" if value is None else value
-            for name, value in self.settings.privacy_of(subject.clipping).items()
+            for name, value in self.settings.privacy_of(subject).items()
         }
         return {
             "clipping": subject.clipping,

@@ -5,6 +5,7 @@ import math
 from bench.gate import FLOOR, TOLERANCE, tolerance
 from bench.options import NOT_PRIVATE
 from bench.settings import Settings, Subject, label
+from bench.sharded import SPLIT
 from bench.worker import GATE, TIMING, plan
 from lm.model import flops_per_token
 from measure import (
@@ -129,11 +130,12 @@ def _row(
         return {**row, "status": failed[0]["status"] if failed else "missing", "reason": reason}
     samples = [ms for steps in rounds[subject].values() for ms in steps]
     times = summarize(samples)
-    tokens = world_size * settings.batch_size * settings.model.context_length
+    data_ranks = subject.layout.sizes(world_size)[0]
+    tokens = data_ranks * settings.batch_size * settings.model.context_length
     last = [r for r in cells if r["kind"] == TIMING][-1]
     memory = [r["peak_memory_bytes"] for r in cells if r.get("peak_memory_bytes")]
-    to_floor = _ratio(rounds, subject, subject._replace(implementation=FLOOR))
-    to_reference = _ratio(rounds, subject, subject._replace(implementation=REFERENCE))
+    to_floor = _ratio_to_implementation(rounds, subject, FLOOR)
+    to_reference = _ratio_to_implementation(rounds, subject, REFERENCE)
     to_ordinary = _ratio(rounds, subject, subject._replace(clipping=NOT_PRIVATE))
     return {
         **row,
@@ -160,9 +162,18 @@ def _row(
 
 def _exposed(subject: Subject, median: float, rounds: dict[Subject, dict]) -> float | None:
     floor = subject._replace(implementation=FLOOR)
-    if subject == floor or not rounds.get(floor):
+    if subject == floor or subject.layout.splits_tensors or not rounds.get(floor):
         return None
     return median - summarize([ms for steps in rounds[floor].values() for ms in steps]).median
+
+
+def _ratio_to_implementation(
+    rounds: dict[Subject, dict], subject: Subject, name: str
+) -> tuple[float, float, float] | None:
+    """None where ranks share a batch: a step of the other is not the same work."""
+    if subject.layout.splits_tensors:
+        return None
+    return _ratio(rounds, subject, subject._replace(implementation=name))
 
 
 def _ratio(
@@ -219,6 +230,8 @@ def describe_privacy(settings: Settings) -> str:
         text += f", tiles of {privacy.tile_size}"
     if privacy.memory_budget_mb is not None:
         text += f", memory budget {privacy.memory_budget_mb:g} MiB"
+    if set(SPLIT) & set(settings.implementations):
+        text += f", norms reduced {privacy.norm_reduction}"
     return text
 
 
@@ -247,6 +260,11 @@ def _legend(rows: list[dict], device: str, settings: Settings) -> str:
         "the implementation has no stats()",
         f"peak          of {memory}, the largest over ranks and rounds",
     ]
+    if split := [name for name in SPLIT if name in settings.implementations]:
+        lines.append(
+            f"{', '.join(split):<13} ranks of the tensor axis share a batch and its work: no step "
+            f"of {FLOOR} is like theirs, compare tokens/s"
+        )
     if settings.has_private:
         lines += _privacy_legend(rows, settings)
     if any(row.get("mfu") for row in rows):

@@ -11,10 +11,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from bench.options import CLIPPING_MODES, CLIPPING_NAMES, FUSED_MODES, NOT_PRIVATE
-from ddp import implementation, options_of
+from bench.sharded import SHARDED, SPLIT, Layout, check_ranks, layout_of
+from ddp import IMPLEMENTATIONS, implementation, options_of
 from lm.data import Batches, Corpus, open_data
-from lm.model import PRESETS, ModelConfig
+from lm.model import PRESETS, ModelConfig, Transformer
 
 KERNEL_OPTIONS = ("tile_size", "memory_budget_mb")  # of `Privacy`, for fused modes only
 SEAM = ("before_gradient", "gradient_ready")  # through which private gradients are handed over
@@ -30,6 +33,7 @@ class Privacy:
     clipping_function: str = "abadi"
     tile_size: int | None = None
     memory_budget_mb: float | None = None
+    norm_reduction: str = "async"
 
 
 class Subject(NamedTuple):
@@ -49,6 +53,10 @@ class Subject(NamedTuple):
     def is_fused(self) -> bool:
         """The mode asks for fused kernels; where they do not run there is no plan all the same."""
         return mode_and_algorithm(self.clipping)[0] in FUSED_MODES
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of(self.implementation)
 
     @property
     def label(self) -> str:
@@ -100,7 +108,7 @@ class Settings:
     def has_private(self) -> bool:
         return any(subject.is_private for subject in self.subjects)
 
-    def identity(self, clipping: str = NOT_PRIVATE) -> dict:
+    def identity(self, subject: Subject) -> dict:
         """What makes two measurements comparable: everything but names, order and places.
 
         An ordinary one does not depend on the settings of privacy.
@@ -108,14 +116,16 @@ class Settings:
         skipped = {"implementations", "clippings", "privacy", "output_dir", "rounds", "timeout_s",
                    "show_plan"}  # fmt: skip
         common = {k: v for k, v in asdict(self).items() if k not in skipped}
-        if clipping == NOT_PRIVATE:
+        if not subject.is_private:
             return common
-        mode, _ = mode_and_algorithm(clipping)
-        return {**common, "clipping": {"mode": mode, **self.privacy_of(clipping)}}
+        mode, _ = mode_and_algorithm(subject.clipping)
+        return {**common, "clipping": {"mode": mode, **self.privacy_of(subject)}}
 
-    def privacy_of(self, clipping: str) -> dict:
-        """The settings that have an effect on a private mode."""
-        common, (mode, algorithm) = asdict(self.privacy), mode_and_algorithm(clipping)
+    def privacy_of(self, subject: Subject) -> dict:
+        """The settings that have an effect on a private subject."""
+        common, (mode, algorithm) = asdict(self.privacy), mode_and_algorithm(subject.clipping)
+        if not subject.layout.splits_tensors:
+            del common["norm_reduction"]
         if mode in FUSED_MODES:
             return {**common, "norm_algorithm": algorithm}
         return {k: v for k, v in common.items() if k not in KERNEL_OPTIONS}
@@ -131,6 +141,7 @@ def settings_from(options: argparse.Namespace, device_type: str, default_folder:
     names = _names(options)
     clippings, privacy = _clippings(options), _privacy(options)
     _check_show_plan(options)
+    _check_sharded(options, names)
     for name in names:
         _check_can_clip(name, clippings)
     if options.warmup_epochs > options.num_epochs:
@@ -164,6 +175,18 @@ def settings_from(options: argparse.Namespace, device_type: str, default_folder:
     )
     batches_for(settings, rank=0, world_size=1)  # unreadable, empty or too short a text
     return settings
+
+
+def check_world(settings: Settings, world_size: int) -> None:
+    """Raises ValueError, in one line, for implementations that need other numbers of ranks."""
+    with torch.device("meta"):
+        network = Transformer(settings.model)
+    for name in settings.implementations:
+        try:
+            check_ranks(name, network, world_size)
+        except ValueError as error:
+            names = {field.name for field in fields(ModelConfig)}
+            raise ValueError(f"--implementations: {_with_options(str(error), names)}") from error
 
 
 def check_folder(option: str, folder: Path, create: bool) -> None:
@@ -224,6 +247,14 @@ def _names(options: argparse.Namespace) -> list[str]:
     if options.profile and options.profile_implementation not in (None, "all"):
         names, option = [options.profile_implementation], "--profile-implementation"
     for name in names:
+        if name in SHARDED:
+            continue
+        if ":" not in name and name not in IMPLEMENTATIONS:
+            raise ValueError(
+                f"{option}: {name!r} is unknown, choose from "
+                f"{', '.join((*IMPLEMENTATIONS, *SHARDED))}, or give path/to/file.py:ClassName; "
+                "separate several with spaces"
+            )
         try:
             implementation(name)
         except ValueError as error:
@@ -293,10 +324,25 @@ def _require_fused(name: str, options: argparse.Namespace) -> None:
         )
 
 
+def _check_sharded(options: argparse.Namespace, names: list[str]) -> None:
+    """Settings that sharded models cannot follow, or that only they can."""
+    sharded = next((name for name in names if name in SHARDED), None)
+    if sharded and options.memory_budget_mb is not None:
+        raise ValueError(
+            f"--memory-budget-mb: the ranks of {sharded} must run backward equally often, leave it "
+            f"out or leave out {sharded}"
+        )
+    if options.norm_reduction is not None and not set(SPLIT) & set(names):
+        raise ValueError(
+            "--norm-reduction: only ranks that share samples add up their norms, give "
+            f"--implementations {' or '.join(SPLIT)} too"
+        )
+
+
 def _check_can_clip(name: str, clippings: list[str]) -> None:
     """Private gradients are no autograd ones: a plug-in is handed them, and must sum."""
     private = [mode for mode in clippings if mode != NOT_PRIVATE]
-    if not private:
+    if not private or name in SHARDED:
         return
     cls = implementation(name)
     lacking = [f"method {m}" for m in SEAM if not hasattr(cls, m)]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.settings import Settings, Subject, batches_for
+from bench.sharded import REPLICATED, Layout, by_mesh, clip_gradients, fill, shard
 from ddp import implementation, options_of, wrap
 from lm.model import Transformer, forward_loss
 from lm.runtime import StepClock, Worker, seed_everything
@@ -56,6 +57,7 @@ class Run:
             learning_rate=learning_rate(number, warmup),
             more_phases=self.parts.more_phases,
             max_gradient_norm=MAX_WARMUP_GRADIENT_NORM if in_warmup(number, warmup) else None,
+            clip_gradients=clip_gradients,
             phase=phase,
         )
 
@@ -68,11 +70,23 @@ def arithmetic(dtype: str, device: torch.device) -> AbstractContextManager:
     return torch.autocast(device.type, torch.bfloat16) if dtype == "mixed" else nullcontext()
 
 
-def build_network(settings: Settings, device: torch.device, dtype: str) -> nn.Module:
-    """The same parameters for the same seed, on every rank and for every implementation."""
-    seed_everything(settings.seed)
-    with torch.device(device):
+def build_network(
+    settings: Settings, device: torch.device, dtype: str, layout: Layout = REPLICATED
+) -> nn.Module:
+    """The same parameters for the same seed, on every rank and for every implementation.
+
+    A sharded network is never whole in memory.
+    """
+    is_sharded = layout is not REPLICATED
+    with torch.device("meta" if is_sharded else device):
         network = Transformer(settings.model)
+    if is_sharded:
+        shard(network, layout, dist.get_world_size(), device.type)
+    seed_everything(settings.seed)
+    if is_sharded:
+        fill(network, device)
+    else:
+        network.reset_parameters()
     network.to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
     if settings.compile:
         for block in network.blocks:
@@ -88,19 +102,25 @@ def assemble(
     noise_multiplier: float | None = None,
 ) -> Parts:
     """`noise_multiplier` overrides that of the settings."""
-    model = wrap_network(subject.implementation, network, settings.bucket_size_mb)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.0, fused=True)
+    is_sharded = subject.layout is not REPLICATED
+    model = network
+    if not is_sharded:
+        model = wrap_network(subject.implementation, network, settings.bucket_size_mb)
+    groups = [{"params": own} for own in by_mesh(list(network.parameters()))]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, fused=True)
     if subject.is_private:
         from bench.private import private_parts  # Opacus underneath takes two seconds to import
 
         return private_parts(
-            subject.clipping, model, optimizer, settings, world_size, noise_multiplier
-        )
+            subject.clipping, model, optimizer, settings,
+            subject.layout.sizes(world_size)[0], noise_multiplier,
+        )  # fmt: skip
     return Parts(
         model=model,
         optimizer=optimizer,
         forward_loss=partial(forward_loss, model),
-        finish=model.finish_gradient_synchronization,
+        # A sharded network's backward has sent, and waited for, what belongs to it.
+        finish=(lambda: None) if is_sharded else model.finish_gradient_synchronization,
         more_phases={},
     )
 
@@ -114,8 +134,8 @@ def wrap_network(name: str, network: nn.Module, bucket_size_mb: float | None) ->
 @contextmanager
 def building(settings: Settings, subject: Subject, worker: Worker) -> Iterator[Run]:
     """A run of `subject`, whose memory is free again afterwards."""
-    network = build_network(settings, worker.device, settings.dtype)
-    batches = batches_for(settings, worker.rank, worker.world_size)
+    network = build_network(settings, worker.device, settings.dtype, subject.layout)
+    batches = batches_for(settings, *subject.layout.data_place(worker.rank, worker.world_size))
     run = Run(
         parts=assemble(subject, network, settings, worker.world_size),
         batches=[

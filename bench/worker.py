@@ -46,7 +46,7 @@ class Cell:
         """What its line in the results starts with, and what it is recognised by."""
         mine = {"implementation": self.implementation, "kind": self.kind, "round": self.round}
         config = {
-            **settings.identity(self.clipping),
+            **settings.identity(self.subject),
             **mine,
             "world_size": world_size,
             "device": device,
@@ -67,10 +67,14 @@ class Cell:
 def plan(settings: Settings) -> list[Cell]:
     """The same order on every rank: all gates, then rounds in which every one takes its turn.
 
-    Gates of ordinary training come first: it and private training have different references, and
-    only one of them is in memory.
+    Gates of ordinary training come first: it and private training have different references, as
+    have ranks that share a batch, and only one of them is in memory.
     """
-    by_reference = sorted(settings.subjects, key=lambda subject: subject.is_private)
+
+    def reference(subject: Subject) -> tuple[bool, int]:
+        return subject.is_private, subject.layout.tensor_ranks or 0
+
+    by_reference = sorted(settings.subjects, key=reference)
     gates = [Cell(name, GATE, -1, mode) for name, mode in by_reference]
     rounds = plan_rounds(settings.subjects, settings.rounds, settings.seed)
     return gates + [Cell(name, TIMING, number, mode) for number, (name, mode) in rounds]

@@ -349,9 +349,10 @@ class ShardedSums:
         while self._next < len(self._order) and self._is_complete(self._order[self._next]):
             unit = self._order[self._next]
             self._next += 1
-            self._launch(self.sharding.units[unit], self._waiting.pop(unit))
-            if len(self._flying) > IN_FLIGHT:
-                self._land(self._flying.pop(0))
+            with self._range():
+                self._launch(self.sharding.units[unit], self._waiting.pop(unit))
+                if len(self._flying) > IN_FLIGHT:
+                    self._land(self._flying.pop(0))
         if self._next == len(self._order):  # the next microbatch begins anew
             self._next = 0
 
@@ -362,9 +363,15 @@ class ShardedSums:
             RuntimeError: some parameters have no sum, as after an error half-way.
         """
         while self._flying:
-            self._land(self._flying.pop(0))
+            with self._range():
+                self._land(self._flying.pop(0))
         if self._next or self._waiting:
             raise RuntimeError("sums of some parameters have not arrived: was a backward cut off?")
+
+    def _range(self) -> AbstractContextManager:
+        """What a trace calls it, where sums travel."""
+        travels = _size(self.sharding.shards) > 1
+        return record_function("reduce_scatter") if travels else nullcontext()
 
     def _is_complete(self, unit: int) -> bool:
         return len(self._waiting.get(unit, ())) == len(self.sharding.units[unit])

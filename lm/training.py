@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 from torch.profiler import record_function
 
@@ -25,6 +26,7 @@ def training_step(
     learning_rate: float,
     more_phases: Mapping[str, Callable[[], None]] = MappingProxyType({}),
     max_gradient_norm: float | None = None,
+    clip_gradients: Callable[[list[Parameter], float], Any] = clip_grad_norm_,
     phase: Callable[[str], AbstractContextManager] = record_function,
 ) -> Tensor:
     """Forward, backward, synchronise, clip (in warmup), step.
@@ -37,6 +39,7 @@ def training_step(
         learning_rate: of this step, for all parameter groups.
         more_phases: name -> what else comes between `finish` and clipping, in order.
         max_gradient_norm: clip the total gradient norm to this; None leaves it alone.
+        clip_gradients: how, for parameters that PyTorch's own cannot take together.
         phase: a context manager that is entered with each phase's name.
 
     Returns:
@@ -57,7 +60,7 @@ def training_step(
     if max_gradient_norm is not None:
         with phase("gradient_clipping_warmup"):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            clip_grad_norm_(parameters, max_gradient_norm)
+            clip_gradients(parameters, max_gradient_norm)
     with phase("optimizer_step"):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

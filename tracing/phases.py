@@ -3,10 +3,12 @@
 import torch
 
 PARTS_OF_BACKWARD = ("norm_pass", "clip_coefficients", "weighted_sum")  # of a private step
+PARTS_OF_SHARDED = ("norm_all_reduce", "reduce_scatter")  # inside of these, and of `gradient_sync`
 PHASES = (
     "forward_pass",
     "backward_pass",
     *PARTS_OF_BACKWARD,
+    *PARTS_OF_SHARDED,
     "gradient_sync",
     "noise",
     "gradient_clipping_warmup",

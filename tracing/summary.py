@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .files import written_whole
 from .overlap import Overlap, overlap
-from .phases import EPOCH_PREFIX, LAYER_PREFIXES, PARTS_OF_BACKWARD, PHASES
+from .phases import EPOCH_PREFIX, LAYER_PREFIXES, PARTS_OF_BACKWARD, PARTS_OF_SHARDED, PHASES
 from .trace import Trace
 
 
@@ -104,7 +104,8 @@ def _phase_table(measured: dict[int, Overlap], traces: list[Trace]) -> list[str]
     lines = [f"{'phase':<28}" + "".join(f"{f'rank {rank}':>12}" for rank in measured)]
     for name in names:
         steps = [whole.per_step() or whole for whole in measured.values()]
-        title = f"  {name}" if name in PARTS_OF_BACKWARD else name
+        depth = (name in PARTS_OF_BACKWARD) + 2 * (name in PARTS_OF_SHARDED)
+        title = "  " * depth + name
         lines.append(
             f"{title:<28}" + "".join(f"{s.phases.get(name, 0.0) / 1000:>12.3f}" for s in steps)
         )

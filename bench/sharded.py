@@ -1,0 +1,131 @@
+"""Implementations that shard the model: FSDP2, tensor parallel, and both on a mesh.
+
+| name | data axis: other samples | tensor axis: the same samples, parts of parameters |
+| --- | --- | --- |
+| `fsdp2` | all ranks; parameters gathered block by block | |
+| `fsdp2_root` | all ranks; parameters gathered all at once | |
+| `tp` | | all ranks |
+| `fsdp2_tp` | the others | two ranks each |
+
+Nothing wraps the network: its parameters become `DTensor`s, and what PyTorch sends where it is
+gathered, computed and differentiated belongs to it. The variants of `ddp/` are the case without a
+tensor axis.
+"""
+
+import functools
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+DATA, TENSOR = "data", "tensor"  # as in `lm.parallel`, which takes a second to import
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share samples and parameters.
+
+    Attributes:
+        tensor_ranks: ranks that share samples; None: all.
+        wrap: what FSDP2 gathers together, see `lm.parallel.shard_fully`; None: no FSDP2.
+    """
+
+    tensor_ranks: int | None = 1
+    wrap: str | None = None
+
+    @property
+    def splits_tensors(self) -> bool:
+        return self.tensor_ranks != 1
+
+    def sizes(self, world_size: int) -> tuple[int, int]:
+        """Ranks of the data axis and of the tensor axis."""
+        tensor = self.tensor_ranks or world_size
+        return world_size // tensor, tensor
+
+    def data_place(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Which of how many batches a rank sees: neighbours share one."""
+        data, tensor = self.sizes(world_size)
+        return rank // tensor, data
+
+
+REPLICATED = Layout()
+SHARDED = {
+    "fsdp2": Layout(wrap="block"),
+    "fsdp2_root": Layout(wrap="root"),
+    "tp": Layout(tensor_ranks=None),
+    "fsdp2_tp": Layout(tensor_ranks=2, wrap="block"),
+}
+SPLIT = tuple(name for name, layout in SHARDED.items() if layout.splits_tensors)
+
+
+def layout_of(name: str) -> Layout:
+    """Of any implementation; all of `ddp/` replicate the model."""
+    return SHARDED.get(name, REPLICATED)
+
+
+def check_ranks(name: str, network: nn.Module, world_size: int) -> None:
+    """Raises ValueError if the implementation cannot spread the network over so many ranks."""
+    layout = layout_of(name)
+    data, tensor = layout.sizes(world_size)
+    if layout.splits_tensors and layout.wrap and (data < 2 or data * tensor != world_size):
+        raise ValueError(
+            f"{name} on {world_size} ranks: its mesh has {tensor} ranks on the tensor axis and two "
+            f"or more on the data axis, start {2 * tensor} ranks or another multiple of {tensor}"
+        )
+    if layout.splits_tensors:
+        from lm.parallel import plan_of
+
+        try:
+            plan_of(network, tensor)
+        except ValueError as error:
+            raise ValueError(f"{name} on {world_size} ranks: {error}") from error
+
+
+def shard(network: nn.Module, layout: Layout, world_size: int, device_type: str) -> None:
+    """Make parameters `DTensor`s, in place; the network is on the meta device."""
+    from lm.parallel import parallelize
+
+    mesh = _mesh(layout, world_size, device_type)
+    parallelize(network, mesh, **({"wrap": layout.wrap} if layout.wrap else {}))
+
+
+@functools.cache
+def _mesh(layout: Layout, world_size: int, device_type: str):
+    """One a process: each would have process groups of its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    sizes = dict(zip((DATA, TENSOR), layout.sizes(world_size), strict=True))
+    axes = (*((DATA,) if layout.wrap else ()), *((TENSOR,) if layout.splits_tensors else ()))
+    if len(axes) > 1:  # it advises, for every total norm, to make the two axes one
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    return init_device_mesh(device_type, tuple(sizes[a] for a in axes), mesh_dim_names=axes)
+
+
+def fill(network: nn.Module, device: torch.device) -> None:
+    """Parameters on the device, with the values that an unsharded network draws."""
+    from lm.parallel import materialize
+
+    materialize(network, device)
+
+
+def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Those that one operator can take together: of one mesh, or of none."""
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(groups.values())
+
+
+def whole(x: Tensor) -> Tensor:
+    """All of a `DTensor`, for which all ranks call it; any other tensor itself."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def clip_gradients(parameters: list[nn.Parameter], limit: float) -> None:
+    """`clip_grad_norm_` for parameters of several meshes."""
+    groups = by_mesh([p for p in parameters if p.grad is not None])
+    norms = [whole(nn.utils.get_total_norm([p.grad for p in own])) for own in groups]
+    total = torch.stack(norms).norm()
+    for own in groups:
+        nn.utils.clip_grads_with_norm_(own, limit, total)
