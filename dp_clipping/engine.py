@@ -308,7 +308,8 @@ class PrivacyEngine:
         states are saved in any case.
 
         Args:
-            path: a file name.
+            path: a file name; of a model sharded by FSDP2 or tensor parallelism, the name of a
+                folder to which every rank writes its part.
             module, optimizer, data_loader: as `make_private` returned them. Without `optimizer`
                 the state of the wrapped one (momentum) is not saved.
             noise_scheduler, grad_clip_scheduler: Opacus's; their state is saved.
@@ -350,7 +351,8 @@ class PrivacyEngine:
         """Go on with a saved run, bit for bit, after a `make_private` with its arguments.
 
         Every rank calls it. Nothing is changed unless everything fits, on every rank. No code from
-        the file is executed. The engine's account becomes the saved one.
+        the file is executed. The engine's account becomes the saved one. A folder, and a file, may
+        be of another number of ranks, sharded or not; the run is then the same up to rounding.
 
         Args:
             path: as given to `save_checkpoint`.
