@@ -21,6 +21,7 @@ from lm.watch import EXIT_FAILED, Cause, print_cause, publish_cause, read_cause,
 
 INTERRUPTED = 130  # as a shell reports Ctrl-C
 GRACE_S = 5.0  # how long the others may take to leave by themselves
+CALLS = 1_000_000  # of `run_my_rank`, more than there will be
 TERMINATION_S = 2.0  # how long a rank may take to follow SIGTERM
 
 # Loaded before any fork: after it, a child of a process with threads must not take locks.
@@ -65,6 +66,37 @@ def run_ranks(command: Sequence[str], num_processes: int) -> Outcome:
         _stop(children, grace_s=0.0)
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def run_my_rank(command: Sequence[str], number: int) -> Outcome:
+    """Under torchrun: run `command` as this process's rank, beside the other ranks' `command`s.
+
+    Args:
+        number: from 1 on, the same on every rank, and another for each call.
+    """
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) * CALLS + number
+    environment = {
+        **os.environ,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torchrun, or the first rank, hosts it already
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+    }
+    rank, port = int(os.environ["RANK"]), int(os.environ.get("MASTER_PORT", 29500))
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, wait_for_workers=False)
+    board = dist.PrefixStore(f"attempt_{attempt}", store)
+    child = subprocess.Popen(command, env=environment, preexec_fn=_follow_parent)
+    try:
+        while child.poll() is None:
+            if read_cause(board):  # the others of this call stop, and so must this one
+                _stop([child], GRACE_S)
+            time.sleep(0.05)
+        status = child.returncode
+        if status < 0:
+            _name_signal(board, rank, -status)
+        elif status > 0:  # before it could name a cause: the others would wait for it
+            publish_cause(board, Cause(rank, "error", f"ended with exit status {status}"))
+        return Outcome(EXIT_FAILED if status < 0 else status, read_cause(board))
+    finally:
+        _stop([child], grace_s=0.0)
 
 
 def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
