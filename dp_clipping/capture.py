@@ -112,7 +112,7 @@ class Capture:
         self._zeros: dict[torch.dtype, Tensor] = {}
         self._session: Session | None = None
         self._hooks = [
-            module.register_forward_pre_hook(partial(self._note_leaves, names))
+            module.register_forward_pre_hook(partial(self._note_leaves, names), with_kwargs=True)
             for module, names in (() if sharding is None else sharding.gathering)
         ]
 
@@ -150,7 +150,9 @@ class Capture:
             if parameter.grad is None:
                 parameter.grad_dtype = parameter.dtype
 
-    def _note_leaves(self, names: dict[Parameter, str], module: nn.Module, _: Any) -> None:
+    def _note_leaves(
+        self, names: dict[Parameter, str], module: nn.Module, args: tuple, kwargs: dict
+    ) -> None:
         """What stands for sharded parameters now: a use of it elsewhere would give it a gradient.
 
         Before the forward of what gathers them, since nothing of theirs may be called at all.
@@ -158,6 +160,7 @@ class Capture:
         if self._session is not None:
             leaves = {p: attribute(module, name) for p, name in names.items()}
             self._session.leaves.update(leaves)
+            self.sharding.entered(module, tensors_in((args, kwargs)))
 
     def _make_groups(self, clipping: str) -> tuple[dict[Parameter, int], list[str]]:
         """One group over all parameters, or one a module; a tied weight is its first owner's."""

@@ -12,8 +12,7 @@ the numbers of elements on all ranks, in their order, and the parameter while it
 | in `summon_full_params` | the same `nn.Parameter`, whole |
 
 Captured layers detach what they compute with, so flat parameters get no gradient and FSDP1 reduces
-nothing. FSDP1's own `no_sync()` is not used: under `SHARD_GRAD_OP` it would leave gathered
-parameters in place behind a backward, and the next forward would compute with these old values.
+nothing; its own `no_sync()` around every private backward says so too.
 
 Zhao et al., PyTorch FSDP: experiences on scaling fully sharded data parallel, 2023.
 """
@@ -21,16 +20,20 @@ Zhao et al., PyTorch FSDP: experiences on scaling fully sharded data parallel, 2
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FlatParameter, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.nn import Parameter
 
 from dp_clipping.sharded import (
@@ -58,10 +61,12 @@ class FlatSharding(Sharding):
         root: the model.
         slices: parameter -> what each rank of the data axis has of it; without those that every
             rank has (on one rank, and where FSDP1 was told to ignore them).
+        leaving: frees what a backward has gathered.
     """
 
     root: FSDP = field(repr=False, kw_only=True)
     slices: dict[Parameter, list[Slice]] = field(repr=False, kw_only=True)
+    leaving: Leaving = field(repr=False, kw_only=True)
 
     def make_sums(self) -> FlatSums:
         return FlatSums(self)
@@ -74,18 +79,52 @@ class FlatSharding(Sharding):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """FSDP1 gathers for one backward of a forward; a second one is to gather again.
+        with _gathering_again(self.root), self.root.no_sync(), self.leaving.running():
+            yield
 
-        On one rank it puts parameters back in their place behind their gradients only, of which
-        there are none.
-        """
-        handles = _handles(self.root)
-        for handle in handles:
-            handle._needs_pre_backward_unshard = True
-        yield
-        for handle in handles:
-            if not handle.uses_sharded_strategy:
-                handle.reshard(free_unsharded_flat_param=False)
+    def entered(self, module: nn.Module, inputs: list[Tensor]) -> None:
+        self.leaving.enter(module, inputs)
+
+
+class Leaving:
+    """Frees the gathered parameters of a unit when backward has left it.
+
+    FSDP1 does so behind the gradient of the flat parameter, of which there is none here, and else
+    at the end of the whole backward. Here it is behind the gradients of the unit's inputs: autograd
+    runs later nodes first, so by then all that reads the unit's parameters has run. A unit without
+    such inputs, as one that begins with an embedding, stays to the end.
+    """
+
+    def __init__(self, units: list[FSDP]):
+        self._units = {unit.module: unit for unit in units}
+        self._root = units[0].module
+        self._calls: Counter[nn.Module] = Counter()  # in the last forward
+        self._left: Counter[nn.Module] = Counter()  # by the backward under way
+        self._is_running = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._left.clear()
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+
+    def enter(self, module: nn.Module, inputs: list[Tensor]) -> None:
+        if self._is_running:
+            return  # a forward that is computed again
+        if module is self._root:
+            self._calls.clear()
+        self._calls[module] += 1
+        inputs = [x for x in inputs if x.requires_grad]
+        if inputs:
+            register_multi_grad_hook(inputs, lambda _: self._leave(module))
+
+    def _leave(self, module: nn.Module) -> None:
+        self._left[module] += 1
+        if self._is_running and self._left[module] == self._calls[module]:
+            _free(self._units[module])
 
 
 class FlatSums(ShardedSums):
@@ -188,7 +227,7 @@ def sharding_of(module: nn.Module) -> FlatSharding:
     )
     return FlatSharding(
         "FSDP1 (FullyShardedDataParallel)", group, None, group, None, group, parts, gathering,
-        root=module, slices=slices,
+        root=module, slices=slices, leaving=Leaving(units),
     )  # fmt: skip
 
 
@@ -256,20 +295,54 @@ def _refuse(module: nn.Module, units: list[FSDP]) -> None:
                 "FSDP1 with CPUOffload(offload_params=True): sums are formed where layers "
                 "compute; leave parameters on the GPU"
             )
-    _handles(module)
+    _check_torch()
 
 
-def _handles(root: FSDP) -> list[Any]:
-    """FSDP1's state of each unit that has parameters, for what has no public name.
+@contextmanager
+def _gathering_again(root: FSDP) -> Iterator[None]:
+    """Around a backward, which may be the second of a forward.
 
-    All of these have been there from torch 2.11 to 2.13.
+    FSDP1 gathers for the first one only, and forgets what stands for the parameters of a unit that
+    is all frozen. What it leaves to the end of a flat parameter's gradient, of which there is none,
+    is done here: gathered values go, or the next forward would compute with them (seen with
+    SHARD_GRAD_OP), and parameters take their place again (one rank).
     """
-    names = ("_needs_pre_backward_unshard", "uses_sharded_strategy", "reshard")
-    units = FSDP.fsdp_modules(root)
-    handles = [h for unit in units if (h := getattr(unit, "_handle", None)) is not None]
-    if not handles or not all(hasattr(h, name) for h in handles for name in names):
+    stand_ins = {}
+    for unit, handle in _handles(root):
+        handle._needs_pre_backward_unshard = True
+        stand_ins[unit] = list(handle.flat_param._tensors)
+    yield
+    for unit, handle in _handles(root):
+        handle.flat_param._tensors[:] = stand_ins[unit]
+        if not handle.uses_sharded_strategy:
+            handle.reshard(free_unsharded_flat_param=False)
+        elif not handle.needs_unshard():
+            _free(unit)
+
+
+def _free(unit: FSDP) -> None:
+    """Gathered parameters of a unit go, shards take their place: FSDP1's own end of a backward."""
+    for _, handle in _handles(unit, recurse=False):
+        if handle.uses_sharded_strategy:
+            _reshard(unit, handle, free_unsharded_flat_param=True)
+
+
+def _handles(root: FSDP, recurse: bool = True) -> list[tuple[FSDP, Any]]:
+    """Units that have parameters and FSDP1's state of each, for what has no public name.
+
+    Raises:
+        RuntimeError: for a torch whose FSDP1 has not been looked at.
+    """
+    _check_torch()
+    units = FSDP.fsdp_modules(root) if recurse else [root]
+    return [(unit, unit._handle) for unit in units if unit._handle is not None]
+
+
+@cache
+def _check_torch() -> None:
+    version = tuple(int(n) for n in torch.__version__.split(".")[:2])
+    if not (2, 11) <= version < (2, 14):
         raise RuntimeError(
-            f"FSDP1 of torch {torch.__version__} gathers for a backward otherwise than that of "
-            f"2.11 to 2.13 does: use one of those, or {USE_FSDP2}"
+            "private training on FSDP1 reads what has no public name and is known for torch 2.11 "
+            f"to 2.13, not for {torch.__version__}: use one of those, or {USE_FSDP2}"
         )
-    return handles

@@ -178,6 +178,9 @@ class Sharding:
         """Around every backward, each of the two of a two-pass mode."""
         return nullcontext()
 
+    def entered(self, module: nn.Module, inputs: list[Tensor]) -> None:
+        """Called in private forwards when one of `gathering` has gathered its parameters."""
+
     def describe(self) -> str:
         data, tensor = _size(self.data_group), _size(self.tensor_group)
         axes = f"{data} data-parallel" + (f" x {tensor} tensor-parallel" if tensor > 1 else "")

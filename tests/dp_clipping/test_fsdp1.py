@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffload, ShardingStrategy
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from dp_clipping.model import PrivateModel
@@ -17,7 +17,7 @@ from dp_clipping.sharded import Sharding
 from tests.dp_clipping import oracle, zoo
 from tests.dp_clipping.conftest import MODES, private, private_loss
 from tests.dp_clipping.replicas import build, part, train
-from tests.dp_clipping.test_fsdp2 import Counted
+from tests.dp_clipping.test_fsdp2 import Counted, checkpointing
 from tests.ranks import Context
 
 LIMIT = 0.5
@@ -178,6 +178,92 @@ def collectives(context: Context) -> None:
 
 def test_collectives(cpu_ranks):
     cpu_ranks.run(2, collectives)
+
+
+def gathered(context: Context, strategy) -> None:
+    """A block's whole parameters are gone when backward is in the block before it."""
+    batch = zoo.tokens(2, 6)
+    for mode, passes in (("bookkeeping", 1), ("ghost", 2)):
+        model = private(shard(transformer(), "block", context, strategy), mode, LIMIT)
+        first, second = model.network.module.blocks
+        there: list[list[int]] = []
+
+        def sizes(_, units=(first, second), there=there) -> None:
+            flat = [unit._handle.flat_param._full_param_padded for unit in units]
+            there.append([bool(x.untyped_storage().size()) for x in flat])
+
+        def watch(module, args, output, sizes=sizes) -> None:
+            if output.requires_grad:
+                output.register_hook(sizes)
+
+        hook = first.module.feed_forward.register_forward_hook(watch)
+        for _ in range(2):
+            model.clear_gradients()
+            private_loss(model, batch, zoo.cross_entropy).backward()
+            model.finish_synchronization()
+        hook.remove()
+        assert there == [[True, False]] * 2 * passes, (mode, there)
+        sizes(None)
+        assert there[-1] == [False, False]
+
+
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP], ids=lambda s: s.name)
+def test_gathered_parameters_go(cpu_ranks, strategy):
+    cpu_ranks.run(2, gathered, strategy)
+
+
+def frozen(network: nn.Module) -> nn.Module:
+    network.token_embedding.requires_grad_(False)
+    network.blocks[0].attention.requires_grad_(False)
+    network.blocks[1].requires_grad_(False)
+    return network
+
+
+def partly(context: Context, change) -> None:
+    """Frozen layers, a unit of nothing else among them, or recomputed activations."""
+    batch = zoo.tokens(4, 6)
+    mine = oracle.pick(batch, slice(2 * context.rank, 2 * context.rank + 2))
+    reference = frozen(transformer()) if change is frozen else transformer()
+    gradients = oracle.per_sample_gradients(reference, batch, zoo.cross_entropy)
+    expected = oracle.clipped_sum(gradients, LIMIT)
+    for mode in MODES:
+        model = private(shard(change(transformer()), "block", context), mode, LIMIT)
+        for _ in range(2):
+            model.clear_gradients()
+            private_loss(model, mine, zoo.cross_entropy).backward()
+            model.finish_synchronization()
+            for name, total in sums(context, model).items():
+                torch.testing.assert_close(total, expected[name], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("change", [frozen, checkpointing])
+def test_frozen_layers_and_recomputed_activations(cpu_ranks, change):
+    cpu_ranks.run(2, partly, change)
+
+
+def in_16_bit(context: Context) -> None:
+    """Computed in bfloat16; norms, sums and what travels are float32."""
+    batch = zoo.tokens(4, 6)
+    policy = MixedPrecision(param_dtype=torch.bfloat16)
+    gradients = oracle.per_sample_gradients(transformer(), batch, zoo.cross_entropy)
+    expected = oracle.clipped_sum(gradients, LIMIT)
+    mine = slice(2 * context.rank, 2 * context.rank + 2)
+    for mode in MODES:
+        network = shard(transformer().float(), "block", context, mixed_precision=policy)
+        model = private(network, mode, LIMIT)
+        private_loss(model, oracle.pick(batch, mine), zoo.cross_entropy).backward()
+        model.finish_synchronization()
+        norms = model.per_sample_gradient_norms
+        assert norms.dtype == torch.float32
+        torch.testing.assert_close(norms.double(), oracle.norms(gradients)[mine], rtol=3e-2, atol=0)
+        for name, total in sums(context, model).items():
+            assert total.dtype == torch.float32
+            error = (total.double() - expected[name]).norm()
+            assert error <= 0.08 * expected[name].norm() + 1e-3, (mode, name)
+
+
+def test_mixed_precision(cpu_ranks):
+    cpu_ranks.run(2, in_16_bit)
 
 
 class Outside(nn.Module):
