@@ -37,7 +37,7 @@ from experiments.llama_fsdp_results import (
     single_result,
     summarize_run,
 )
-from experiments.llama_network import SHAPES, TOKEN, config_of, on_meta, without_token
+from experiments.llama_network import SHAPES, TOKEN, config_of, files_of, on_meta, without_token
 from lm.launch import INTERRUPTED, Outcome, run_my_rank, run_ranks
 from lm.runtime import (
     Hardware,
@@ -254,6 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         world_size = launched_world_size() if launched() else hardware.num_processes
         if launched_rank() == 0 or options.dry_run:
             check(options, world_size)
+        if is_first_of_host() and not options.dry_run and options.model_name not in SHAPES:
+            files_of(options.model_name)  # before a cell's time without progress is counted
     except (ValueError, OSError) as error:
         if is_first_of_host():
             text = without_token(" ".join(str(error).split()))

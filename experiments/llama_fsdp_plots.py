@@ -247,11 +247,11 @@ def _column(
     count = len(labels) + len(notes)
     if not count:
         return
-    line = min(0.105, 1.0 / count)
+    line = min(0.105, 1.0 / (count + 1))
     low, high = axes.get_ylim()
     ordered = sorted(labels, key=lambda label: label[1])
     heights: list[float] = []
-    floor = line * len(notes)
+    floor = line * (len(notes) + 0.4) if notes else 0.0
     for _, y, _, _ in ordered:
         heights.append(max((y - low) / (high - low), heights[-1] + line if heights else floor))
     over = max(0.0, heights[-1] - (1 - line / 2)) if heights else 0.0
@@ -268,7 +268,7 @@ def _column(
         )  # fmt: skip
     for i, note in enumerate(reversed(notes)):
         axes.text(
-            COLUMN, line * (i - 0.2), note, size=8.5, style="italic", color=FAINT, va="center",
+            COLUMN, line * (i + 0.4), note, size=8.5, style="italic", color=FAINT, va="center",
             transform=place,
         )  # fmt: skip
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -75,10 +75,10 @@ def config_of(name: str) -> PretrainedConfig:
         try:
             config = transformers.AutoConfig.from_pretrained(name, token=os.environ.get(TOKEN))
         except Exception as error:  # the library raises many kinds
+            text = without_token(str(error)).strip().splitlines()[0]
             raise ValueError(
                 f"--model-name {name!r} is neither one of {', '.join(SHAPES)} nor a model that "
-                f"could be read ({without_token(str(error)).splitlines()[0]}); gated models need "
-                f"{TOKEN} in the environment"
+                f"could be read ({text}); gated models need {TOKEN} in the environment"
             ) from None
     config.num_labels = LABELS
     config.pad_token_id = PAD
@@ -99,21 +99,28 @@ def on_meta(config: PretrainedConfig, train_embedding: bool) -> nn.Module:
 
 
 def build(
-    name: str, config: PretrainedConfig, device: torch.device, seed: int, train_embedding: bool
+    name: str,
+    config: PretrainedConfig,
+    device: torch.device,
+    seed: int,
+    train_embedding: bool,
+    group: dist.ProcessGroup | None = None,
 ) -> nn.Module:
-    """The sharded network on this rank's device; values depend on the seed, not on the ranks.
+    """The network, sharded over the group (None: all ranks), this rank's part on its device.
+
+    Weights depend on the seed, or on the files, not on the number of ranks.
 
     Shards are float32; on GPUs layers compute in bfloat16 and gradients are reduced in float32.
     """
     network = on_meta(config, train_embedding)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=(DATA,))
+    mesh = DeviceMesh.from_group(group or dist.group.WORLD, device.type, mesh_dim_names=(DATA,))
     shard_fully(network, mesh, mixed_precision=HALF if device.type == "cuda" else None)
     torch.manual_seed(seed)
     std = getattr(config, "initializer_range", 0.02)
     materialize(network, device, reset=lambda: _draw(network, std))
     _rebuild_buffers(network, config, device)
     if name not in SHAPES:
-        _load(network, _files(name))
+        _load(network, files_of(name))
     return network
 
 
@@ -145,17 +152,22 @@ def _rebuild_buffers(network: nn.Module, config: PretrainedConfig, device: torch
             buffer.copy_(fresh[key].to(device))
 
 
-def _files(name: str) -> list[Path]:
+def files_of(name: str) -> list[Path]:
+    """The weights of a folder or a Hugging Face name, which are downloaded if they are not here.
+
+    Raises:
+        ValueError: there are none that could be had.
+    """
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        folder = Path(
-            snapshot_download(
-                name, allow_patterns=["*.safetensors"], ignore_patterns=["original/*"],
-                token=os.environ.get(TOKEN),
-            )
-        )  # fmt: skip
+        options = {"allow_patterns": ["*.safetensors"], "ignore_patterns": ["original/*"]}
+        try:
+            folder = Path(snapshot_download(name, token=os.environ.get(TOKEN), **options))
+        except Exception as error:  # the library raises many kinds
+            text = without_token(str(error)).strip().splitlines()[0]
+            raise ValueError(f"--model-name {name!r}: no weights to be had ({text})") from None
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"--model-name {name!r}: no .safetensors file there")

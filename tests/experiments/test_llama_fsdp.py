@@ -1,0 +1,377 @@
+"""`python -m experiments.llama_fsdp`: a real grid of the tiny shape, and what results become."""
+
+import json
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+
+from experiments import llama_fsdp, llama_fsdp_plots
+from experiments.llama_fsdp import main, measure, parse, plan, run_grid, settings_of
+from experiments.llama_fsdp_cell import write_result
+from experiments.llama_fsdp_results import (
+    MODES,
+    Cell,
+    Settings,
+    merge,
+    read_results,
+    single_result,
+    summarize_run,
+)
+from experiments.llama_network import build, config_of
+from lm.launch import Outcome
+from lm.runtime import Hardware
+from lm.watch import Cause
+
+ROOT = Path(__file__).parents[2]
+PICTURES = (
+    "memory_comparison", "time_comparison", "memory_vs_time_tradeoff", "overhead_analysis",
+)  # fmt: skip
+SECRET = "hf_this_is_in_no_file"
+TINY = ["--model-name", "tiny", "--device", "cpu", "--warmup-iter", "1", "--num-iter", "2"]
+CPU = Hardware("gloo", "cpu", 2, "gloo, 2 processes")
+GPUS = Hardware("nccl", "cuda", 8, "NCCL, 8 processes")
+SETTINGS = Settings("tiny", 1, 2, 1, 1e-5, 1.0, 1.0, "flat", False, 0, 60.0)
+CONTRACT = {
+    "mode", "seq_length", "batch_size", "total_batch_size", "num_gpus", "peak_memory_mb",
+    "peak_memory_gb", "avg_time_ms", "config", "status", "schema_version", "environment",
+}  # fmt: skip
+
+
+def files_below(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+# ---- real cells ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    """A grid of two cells on two processes: its arguments, its folder, its status."""
+    folder = tmp_path_factory.mktemp("grid")
+    arguments = [*TINY, "--modes", "no_dp", "flash_bookkeeping_fsdp", "--seq-lengths", "16"]
+    arguments += ["--output-dir", str(folder)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setenv("HF_TOKEN", SECRET)
+        yield arguments, folder, main(arguments)
+
+
+def test_grid_writes_results_pictures_and_summary(grid):
+    _, folder, status = grid
+    assert status == 0
+    for mode in ("no_dp", "flash_bookkeeping_fsdp"):
+        result = json.loads((folder / f"{mode}_seq16_result.json").read_text())
+        assert result.keys() >= CONTRACT
+        assert result["config"].keys() >= {
+            "model_name", "vocab_size", "learning_rate", "sigma", "max_grad_norm",
+        }  # fmt: skip
+        assert (result["mode"], result["status"]) == (mode, "ok")
+        assert (result["total_batch_size"], result["num_gpus"]) == (2, 0)
+        (one,) = result["rounds"]
+        assert len(one["step_ms"]) == 2
+        assert all(0 < a < b for a, b in zip(one["forward_backward_ms"], one["step_ms"]))  # noqa: B905
+        assert result["avg_time_ms"] == pytest.approx(sum(one["step_ms"]) / 2)
+        assert result["peak_memory_gb"] == pytest.approx(result["peak_memory_mb"] / 1024)
+        frozen = result["config"]["parameters"] - result["config"]["trained_parameters"]
+        assert frozen == 512 * 64
+    for name in PICTURES:
+        assert (folder / "visualizations" / f"{name}.png").read_bytes()[1:4] == b"PNG"
+    assert "flash_bookkeeping_fsdp" in (folder / "summary.txt").read_text()
+    assert not (folder / ".cell.json").exists()
+
+
+def test_the_token_is_written_nowhere(grid):
+    _, folder, _ = grid
+    for path in files_below(folder):
+        assert SECRET.encode() not in path.read_bytes(), path
+
+
+def test_a_rerun_measures_nothing_again(grid, capsys, monkeypatch):
+    arguments, folder, _ = grid
+    before = (folder / "results.jsonl").read_bytes()
+    monkeypatch.setattr(llama_fsdp, "run_ranks", None)
+    assert main(arguments) == 0
+    assert "2 of 2 cells are finished" in capsys.readouterr().out
+    assert (folder / "results.jsonl").read_bytes() == before
+
+
+def test_other_settings_need_another_folder(grid, capsys):
+    arguments, _, _ = grid
+    assert main([*arguments, "--sigma", "2"]) == 2
+    error = capsys.readouterr().err
+    assert "sigma 1.0, not 2.0" in error
+    assert error.count("\n") == 1
+
+
+def loaded(context, path: str) -> None:
+    """Shards hold the file's weights, tables are there, the embedding is frozen."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = config_of(path)
+    network = build(path, config, context.device, 0, False, context.group)
+    expected = AutoModelForSequenceClassification.from_pretrained(path, num_labels=3)
+    assert not network.get_input_embeddings().weight.requires_grad
+    for name, parameter in network.named_parameters():
+        if name != "score.weight":
+            whole = parameter.full_tensor()
+            torch.testing.assert_close(whole, expected.get_parameter(name), rtol=0, atol=0)
+    tokens = torch.arange(1, 13).view(2, 6)
+    expected.config.pad_token_id = config.pad_token_id
+    with torch.no_grad():
+        expected.score.weight.copy_(network.score.weight.full_tensor())
+        torch.testing.assert_close(network(tokens).logits, expected(tokens).logits)
+
+
+def save_llama(folder: Path) -> Path:
+    """A folder as Hugging Face's: a language model, whose head is not the classifier's."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_weights_from_files(cpu_ranks, tmp_path):
+    cpu_ranks.run(2, loaded, str(save_llama(tmp_path)))
+
+
+@pytest.mark.slow
+def test_a_cell_that_fails_is_a_row(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    model = save_llama(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 56}))
+    arguments = [*TINY, "--model-name", str(model), "--modes", "no_dp", "--seq-lengths", "8"]
+    folder = tmp_path / "results"
+    assert main([*arguments, "--output-dir", str(folder)]) == 1
+    result = json.loads((folder / "no_dp_seq8_result.json").read_text())
+    assert result["status"] == "error"
+    assert "in the file and" in result["reason"]
+    assert result["avg_time_ms"] is None
+    assert "in the file and" in (folder / "summary.txt").read_text()
+
+
+@pytest.mark.slow
+def test_under_torchrun_every_mode_in_two_rounds(tmp_path):
+    arguments = [*TINY, "--seq-lengths", "8", "16", "--rounds", "2", "--clipping", "per_layer"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node=2", "-m", "experiments.llama_fsdp", *arguments]
+    subprocess.run(
+        [*command, "--train-embedding", "--output-dir", str(tmp_path)], cwd=ROOT, check=True,
+        timeout=1200,
+    )  # fmt: skip
+    results = read_results(tmp_path)
+    assert len(results) == 2 * len(MODES)
+    assert all(len(r["rounds"]) == 2 and r["status"] == "ok" for r in results)
+
+
+@pytest.mark.slow
+def test_one_cell(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(ROOT)
+    path = tmp_path / "one.json"
+    one = ["--mode", "ghost_fsdp", "--seq-length", "8", "--output", str(path)]
+    assert main([*TINY, *one]) == 0
+    assert json.loads(path.read_text())["status"] == "ok"
+    assert files_below(tmp_path) == [path]
+    assert "ms a step" in capfd.readouterr().out
+
+
+# ---- the grid, with cells that are not run -------------------------------------------------------
+
+
+def options_of(folder: Path, *arguments: str):
+    return parse([*TINY, "--output-dir", str(folder), *arguments])
+
+
+def starter(fail: dict[str, Outcome], started: list[str]):
+    """Takes the place of processes: a cell writes its result, or ends as `fail` says."""
+
+    def start(command: list[str]) -> Outcome:
+        options = parse(command[3:])
+        started.append(f"{options.mode} {options.seq_length} {options.round}")
+        if options.mode in fail:
+            return fail[options.mode]
+        cell = Cell(options.mode, options.seq_length, options.round)
+        ms = 100.0 + 50 * list(MODES).index(options.mode)
+        result = single_result(
+            cell, settings_of(options), CPU, 2, status="ok", step_ms=[ms, 1.02 * ms],
+            forward_backward_ms=[0.9 * ms] * 2, peak_bytes=(2 + ms / 1000) * 2**30,
+            vocab_size=512, environment={"torch": "2", "date": "2026-11-21", "gpus": []},
+        )  # fmt: skip
+        write_result(options.output, result)
+        return Outcome(0)
+
+    return start
+
+
+def test_failed_cells_are_rows_and_others_go_on(tmp_path, capsys):
+    killed = Outcome(70, Cause(1, "oom", "OutOfMemoryError: CUDA out of memory"))
+    started: list[str] = []
+    arguments = ["--modes", "no_dp", "ghost_fsdp", "flash_fsdp", "--seq-lengths", "8", "16"]
+    options = options_of(tmp_path, *arguments, "--rounds", "2")
+    fail = {"ghost_fsdp": killed, "flash_fsdp": Outcome(3)}
+    assert run_grid(options, CPU, 2, starter(fail, started)) == 1
+    assert len(started) == 2 * (2 + 1 + 1)  # what has failed is not tried in the second round
+    lost = json.loads((tmp_path / "ghost_fsdp_seq16_result.json").read_text())
+    assert (lost["status"], lost["peak_memory_gb"]) == ("oom", None)
+    assert "rank 1 failed first" in lost["reason"]
+    text = capsys.readouterr().out
+    assert "left" in text
+    assert "exit status 3" in text
+    assert "oom: rank 1 failed first: OutOfMemoryError" in (tmp_path / "summary.txt").read_text()
+
+    started.clear()  # a rerun tries them again, and only them
+    assert run_grid(options, CPU, 2, starter({}, started)) == 0
+    assert len(started) == 2 * (2 + 2)
+    assert not any("no_dp" in one for one in started)
+    result = json.loads((tmp_path / "ghost_fsdp_seq16_result.json").read_text())
+    assert [r["status"] for r in result["rounds"]] == ["ok", "ok"]
+
+
+def test_rounds_are_interleaved():
+    cells = plan(parse(["--rounds", "3", "--seq-lengths", "64", "32"]))
+    assert [c.seq_length for c in cells] == [32] * 15 + [64] * 15
+    assert [c.round for c in cells[:15]] == [0] * 5 + [1] * 5 + [2] * 5
+    for first in range(0, 30, 5):
+        assert {c.mode for c in cells[first : first + 5]} == set(MODES)
+
+
+def test_a_token_in_an_error_is_hidden(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    outcome = Outcome(70, Cause(0, "error", f"HTTPError: Bearer {SECRET} was refused"))
+    options = options_of(tmp_path)
+    path = tmp_path / "one.json"
+    measure(Cell("no_dp", 8), options, CPU, 2, lambda _: outcome, path)
+    assert SECRET not in path.read_text()
+    assert "Bearer *** was refused" in path.read_text()
+    assert not any(
+        SECRET in word for word in llama_fsdp.cell_arguments(Cell("no_dp", 8), options, path)
+    )
+
+
+# ---- what is made of results ---------------------------------------------------------------------
+
+
+def results_like(ratios: dict[str, float | str], lengths=(1024, 2048), rounds=2) -> list[dict]:
+    """Mode -> its ratio to no_dp, or how it failed at the last length."""
+    found = []
+    for length in lengths:
+        for mode, times in ratios.items():
+            lost = isinstance(times, str) and length == lengths[-1]
+            ms = length / 10 * (1.5 if isinstance(times, str) else times)
+            one = [
+                single_result(
+                    Cell(mode, length, number), SETTINGS, GPUS, 8, status=times, reason="no more",
+                    environment={},
+                ) if lost else single_result(
+                    Cell(mode, length, number), SETTINGS, GPUS, 8, status="ok",
+                    step_ms=[ms, ms * 1.01, ms * 0.99], forward_backward_ms=[0.9 * ms] * 3,
+                    peak_bytes=2**30 * (10 + ms / 100), vocab_size=512, environment={
+                        "torch": "2.13", "date": "2026-11-21", "gpus": [{"name": "NVIDIA H200"}],
+                    },
+                )
+                for number in range(rounds)
+            ]  # fmt: skip
+            found.append(merge(one))
+    return found
+
+
+ALL = {
+    "no_dp": 1.0, "ghost_fsdp": "oom", "flash_fsdp": 1.6, "bookkeeping_fsdp": 1.07,
+    "flash_bookkeeping_fsdp": 1.06,
+}  # fmt: skip
+
+
+def test_summary_has_ratios_of_each_length_and_failures():
+    text = summarize_run(results_like(ALL))
+    line = next(line for line in text.splitlines() if line.startswith("flash_fsdp"))
+    assert line.split()[1] == "163.8"
+    assert float(line.split()[4]) == pytest.approx(1.6)
+    assert line.split()[-3:] == ["2", "of", "2"]
+    assert "oom: no more" in text
+    assert "8 x NVIDIA H200" in text
+
+
+def test_growth_needs_three_lengths():
+    assert "grows" not in summarize_run(results_like({"no_dp": 1.0}))
+    text = summarize_run(results_like({"no_dp": 1.0}, lengths=(512, 1024, 2048)))
+    assert "no_dp: step time grows with the length as T^1.00" in text
+
+
+@pytest.mark.parametrize(
+    "ratios", [ALL, {"no_dp": "oom", "flash_fsdp": 1.5}, {"ghost_fsdp": "error"}]
+)
+def test_nothing_in_a_picture_overlaps(ratios):
+    results = results_like(ratios)
+    for name in ("draw_memory", "draw_time", "draw_tradeoff", "draw_overhead"):
+        figure = getattr(llama_fsdp_plots, name)(results)
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        width, height = canvas.get_width_height()
+        boxes = []
+        for axes in figure.axes:
+            texts = [*axes.texts, *axes.get_yticklabels(), axes.xaxis.label]
+            for text in texts:
+                box = Text.get_window_extent(text, canvas.get_renderer())  # without its line
+                if text.get_text() and text.get_visible():
+                    assert box.x0 >= 0, (name, text)
+                    assert box.x1 <= width, (name, text)
+                    assert -1 <= box.y0 <= box.y1 <= height + 1, (name, text)
+                    boxes.append((text.get_text(), box.shrunk(0.98, 0.8)))
+        for (one, a), (other, b) in combinations(boxes, 2):
+            assert not a.overlaps(b), (name, one, other)
+
+
+def test_redraw_needs_only_the_results(tmp_path, capsys):
+    for result in results_like(ALL):
+        name = Cell(result["mode"], result["seq_length"]).file
+        write_result(tmp_path / name, result)
+    assert main(["--redraw", str(tmp_path)]) == 0
+    names = {path.name for path in files_below(tmp_path) if path.suffix != ".json"}
+    assert names == {"summary.txt", *(f"{name}.png" for name in PICTURES)}
+
+
+def test_dry_run_writes_nothing(tmp_path, capsys):
+    folder = tmp_path / "none"
+    arguments = [*TINY, "--output-dir", str(folder), "--seq-lengths", "8", "--dry-run"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "119,296 parameters, 86,528 of them trained" in text
+    assert "5 cells, each in 2 processes" in text
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--modes", "ghost"], "flash_bookkeeping_fsdp"),
+        (["--mode", "no_dp"], "needs both"),
+        (["--output", "x.json"], "--mode and --seq-length"),
+        (["--batch-size", "0"], "--batch-size 0: give 1 or more"),
+        (["--seq-lengths", "16", "-4"], "--seq-lengths -4"),
+        (["--sigma", "-1"], "--sigma -1.0: give 0 or more"),
+        (["--sigma", "nan"], "--sigma nan"),
+        (["--max-grad-norm", "0"], "--max-grad-norm 0.0"),
+        (["--model-name", "no/such/model"], "llama-3.2-1b"),
+        (["--redraw", "no/such/folder"], "no result there"),
+        (["--output-dir", __file__, "--model-name", "tiny"], "is a file"),
+    ],
+)
+def test_wrong_options_are_one_line(arguments, said, capsys, monkeypatch):
+    try:
+        status = main(arguments)
+    except SystemExit as exit:
+        status = exit.code
+    error = capsys.readouterr().err
+    assert status == 2
+    assert said in error
+    assert error.count("\n") == 1
