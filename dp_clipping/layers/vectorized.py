@@ -7,6 +7,8 @@ modules that own a bare parameter come here.
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -71,7 +73,8 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     slots = {name: handle.slot(name) for name in handle.trainable}
     rows = [layout.split(x, batch_size) for x, layout in zip(tensors, layouts, strict=True)]
     try:
-        outputs = every_sample(slots, *rows)
+        with _uncovered(self, handle):
+            outputs = every_sample(slots, *rows)
     except RuntimeError as error:
         if not re.search("vmap|[Bb]atching rule", str(error)):
             raise
@@ -96,3 +99,21 @@ def _join(y: Tensor, layout: Layout) -> Tensor:
     if layout.kind == "shared":  # it has a batch now: every sample has its own parameters
         return y.squeeze(1) if layout.dim else y
     return y if layout.kind == "dimension" else y.flatten(0, 1)
+
+
+def _uncovered(module: nn.Module, handle: Handle) -> AbstractContextManager:
+    """Inside, `functional_call` can put copies in the place of parameters that ranks share."""
+    return nullcontext() if handle.session.capture.sharding is None else _without_covers(module)
+
+
+@contextmanager
+def _without_covers(module: nn.Module) -> Iterator[None]:
+    """In forward FSDP1 lays a plain tensor over each parameter, which would be found first."""
+    owners = [(owner, name) for owner in module.modules() for name in owner._parameters]
+    covers = [(vars(owner), name) for owner, name in owners if name in vars(owner)]
+    values = [attributes.pop(name) for attributes, name in covers]
+    try:
+        yield
+    finally:
+        for (attributes, name), value in zip(covers, values, strict=True):
+            attributes[name] = value

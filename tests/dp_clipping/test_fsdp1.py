@@ -1,5 +1,6 @@
 """FSDP1 with every mode: norms and clipped sums are those of one process in float64."""
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -99,6 +100,43 @@ def test_norms_and_sums_on_four_ranks(cpu_ranks, wrap):
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 def test_one_rank(cpu_ranks):
     cpu_ranks.run(1, one_step, "block", FULL, SPLITS)
+
+
+def every_network(context: Context) -> None:
+    """Tied and reused weights, convolutions, adapters, library models, ..."""
+    mine = slice(0, 3) if context.rank == 0 else slice(3, 4)
+    wrong = []
+    for case in zoo.CASES:
+        scalars = any(p.dim() == 0 for p in case.build().parameters())  # FSDP1 refuses them
+        if scalars or not all(importlib.util.find_spec(package) for package in case.needs):
+            continue
+        batch = oracle.move(case.batch(4), dtype=torch.float64)
+        gradients = oracle.per_sample_gradients(case.build().double(), batch, case.per_sample_loss)
+        norms = oracle.norms(gradients)
+        limit = float(norms[norms.isfinite()].median())
+        expected = oracle.clipped_sum(gradients, limit)
+        scale = sum(g.norm() for g in expected.values())
+        for mode in ("bookkeeping", "ghost"):
+            model = private(shard(case.build().double(), "root", context), mode, limit)
+            try:
+                private_loss(model, oracle.pick(batch, mine), case.per_sample_loss).backward()
+            except (ValueError, RuntimeError):
+                if not case.or_refused:
+                    raise
+                continue
+            model.finish_synchronization()
+            errors = (model.per_sample_gradient_norms - norms[mine]).abs() / norms[mine]
+            found = sums(context, model)
+            assert list(found) == list(expected)
+            differences = ((found[n] - g).norm() / scale for n, g in expected.items())
+            if max(errors.max(), *differences) > 1e-5:
+                wrong.append((case.name, mode))
+    assert not wrong
+
+
+@pytest.mark.slow
+def test_the_zoo(cpu_ranks):
+    cpu_ranks.run(2, every_network)
 
 
 # ---- through the front door ----------------------------------------------------------------------
