@@ -15,6 +15,7 @@ from bench.options import parse
 from bench.profiling import Profiling
 from bench.report import describe_privacy, report
 from bench.settings import Settings, check_folder, check_world, settings_from
+from bench.sharded import layout_of
 from bench.worker import Benchmark, device_name, plan, record_failure
 from lm.launch import INTERRUPTED, run_ranks
 from lm.model import Transformer
@@ -146,6 +147,11 @@ def describe_plan(settings: Settings, hardware: Hardware, options: argparse.Name
         f"batch: {settings.batch_size} sequences of {settings.model.context_length} tokens a "
         f"rank, {world_size} ranks, {settings.dtype}, data {settings.data}",
         f"implementations: {', '.join(settings.implementations)}",
+    ]
+    lines += [
+        f"{name}: {layout_of(name).describe(world_size)}"
+        for name in settings.implementations
+        if layout_of(name).splits_tensors
     ]
     if settings.has_private:
         lines.append(

@@ -144,8 +144,7 @@ class Profiling:
         """A line of the summary; none where ranks share no samples."""
         if not subject.layout.splits_tensors:
             return {}
-        data, tensor = subject.layout.sizes(self.worker.world_size)
-        return {"mesh": f"{data} data x {tensor} tensor-parallel ranks, which share a batch"}
+        return {"mesh": subject.layout.describe(self.worker.world_size)}
 
     def _privacy_of(self, subject: Subject) -> dict:
         """Lines of the summary; none without privacy."""

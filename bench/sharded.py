@@ -14,6 +14,7 @@ tensor axis.
 
 import functools
 import logging
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,10 @@ class Layout:
         """Ranks of the data axis and of the tensor axis."""
         tensor = self.tensor_ranks or world_size
         return world_size // tensor, tensor
+
+    def describe(self, world_size: int) -> str:
+        data, tensor = self.sizes(world_size)
+        return f"{data} data x {tensor} tensor-parallel ranks, which share a batch"
 
     def data_place(self, rank: int, world_size: int) -> tuple[int, int]:
         """Which of how many batches a rank sees: neighbours share one."""
@@ -97,8 +102,11 @@ def _mesh(layout: Layout, world_size: int, device_type: str):
 
     sizes = dict(zip((DATA, TENSOR), layout.sizes(world_size), strict=True))
     axes = (*((DATA,) if layout.wrap else ()), *((TENSOR,) if layout.splits_tensors else ()))
-    if len(axes) > 1:  # it advises, for every total norm, to make the two axes one
+    if len(axes) > 1:
+        # It advises, for every total norm, to make the two axes one.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        # Of logits that are a view of a DTensor's part: nobody writes to them.
+        warnings.filterwarnings("ignore", message=".*returned a view tensor")
     return init_device_mesh(device_type, tuple(sizes[a] for a in axes), mesh_dim_names=axes)
 
 
@@ -125,6 +133,8 @@ def whole(x: Tensor) -> Tensor:
 def clip_gradients(parameters: list[nn.Parameter], limit: float) -> None:
     """`clip_grad_norm_` for parameters of several meshes."""
     groups = by_mesh([p for p in parameters if p.grad is not None])
+    if not groups:
+        return
     norms = [whole(nn.utils.get_total_norm([p.grad for p in own])) for own in groups]
     total = torch.stack(norms).norm()
     for own in groups:

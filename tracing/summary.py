@@ -9,6 +9,8 @@ from .overlap import Overlap, overlap
 from .phases import EPOCH_PREFIX, LAYER_PREFIXES, PARTS_OF_BACKWARD, PARTS_OF_SHARDED, PHASES
 from .trace import Trace
 
+RANGES = (EPOCH_PREFIX, *LAYER_PREFIXES, "norm_reduce/", "FSDP::")
+
 
 @dataclass(frozen=True)
 class OperatorRow:
@@ -24,7 +26,7 @@ def slowest_operators(profiler, limit: int = 15) -> list[OperatorRow]:
     """The operators with most self time: on the GPU if the profiler saw one, else on the CPU.
 
     Rows of kernels are left out, since their time already belongs to the operators that launched
-    them; so are our own ranges (phases, epochs).
+    them; so are ranges, our own (phases, epochs, layers) and FSDP's.
     """
     averages = [a for a in profiler.key_averages() if _is_operator(a)]
     on_gpu = any(a.self_device_time_total for a in averages)
@@ -132,8 +134,8 @@ def _how_to_open(trace_files: list[str]) -> list[str]:
 
 def _is_operator(average) -> bool:
     on_cpu = getattr(average.device_type, "name", "CPU") == "CPU"
-    ours = average.key in PHASES or average.key.startswith((EPOCH_PREFIX, *LAYER_PREFIXES))
-    return on_cpu and not ours
+    is_range = average.key in PHASES or average.key.startswith(RANGES)
+    return on_cpu and not is_range
 
 
 def _short(name: str, width: int) -> str:
