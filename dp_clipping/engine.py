@@ -38,7 +38,7 @@ from dp_clipping.modes import DEFAULT_MODE, policy_of
 from dp_clipping.optimizer import PrivateOptimizer
 from dp_clipping.run import Run, agree_on_settings
 from dp_clipping.sampling import PoissonLoader
-from dp_clipping.sharded import Sharding
+from dp_clipping.sharded import Sharding, shard_again
 from dp_clipping.validation import check_module
 
 LOG = logging.getLogger(__name__)
@@ -150,6 +150,7 @@ class PrivacyEngine:
             per_layer=clipping == "per_layer", norm_algorithm=norm_algorithm,
             memory_budget=memory_budget, tile_size=tile_size,
         )  # fmt: skip
+        shard_again(module)
         check_optimizer(optimizer, module)
         if policy is not None:
             check_module(module)

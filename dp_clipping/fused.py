@@ -192,18 +192,19 @@ class FusedSession(Session):
     def _wait_for(self, parameter: Parameter, size: int) -> None:
         """Launch what waits if there is enough of it."""
         self._pending += size
-        if self._is_time(parameter, leaves=self._streams):
-            self._take_norms(everything=self._streams)
+        leaves = self._streams or self._partial is not None
+        if self._is_time(parameter, leaves):
+            self._take_norms(everything=leaves)
             if self._streams:
                 self._clip_complete_groups()
 
     def _is_time(self, parameter: Parameter, leaves: bool) -> bool:
         """Whether what waits is launched now.
 
-        `leaves`: sums leave for other ranks then. In a sharded model those collectives are among
-        the ones that gather parameters, and every rank must issue all of them in one order,
-        whatever the sizes of its batch: so the time comes when all that one FSDP module gathers
-        has arrived.
+        `leaves`: sums or norms leave for other ranks then. In a sharded model those collectives are
+        among the layers' own, and every rank must issue all of them in one order, whatever the
+        sizes of its batch, its memory and its plan: so the time comes when all of a unit (what
+        one FSDP module gathers) has arrived.
         """
         sharding = self.capture.sharding
         if sharding is not None:
@@ -211,10 +212,7 @@ class FusedSession(Session):
             self._arrivals[unit] += 1
             if leaves:
                 return self._arrivals[unit] == len(sharding.units[unit])
-        if self._pending <= self._may_wait:
-            return False
-        # What memory is free is another rank's affair, and norms may leave layer by layer.
-        return self.reducer.splits_parameters or not self._has_room()
+        return self._pending > self._may_wait and not self._has_room()
 
     def _has_room(self) -> bool:
         """Whether more may wait, in what backward has freed and nobody took since.

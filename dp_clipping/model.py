@@ -82,6 +82,7 @@ class PrivateModel(nn.Module):
         self._step_is_open = False
         self._is_held_back = False  # `.grad` holds sums that no_sync() kept on this rank
         self._established = False
+        self._is_broken = False  # a sharded step failed, and nothing can be computed any more
         self._is_provisional = False  # established with one sample, beside which all is batch
         self._capture: Capture | None = None
         self.sharding = sharding
@@ -198,11 +199,18 @@ class PrivateModel(nn.Module):
         self.capture.forecast = self._forecast(batch)
         session = self._session_class()(self.capture, batch.size, self.policy)
         session.is_empty = not given.size
+        if self._is_broken:
+            raise RuntimeError(
+                "an earlier step of this sharded model failed half-way, and this version of torch "
+                "(below 2.13) cannot tell FSDP2: it would compute with old parameters; load the "
+                "last checkpoint in a new process"
+            )
         with self.capture.attached(session), self._sync_context():
             try:
                 output = self.module(*args, **kwargs)
             except LayoutUnknown as error:
                 if self.sharding is not None:
+                    self._recover()
                     raise ValueError(
                         f"{error} is called in a way that was not seen in the first batch, and "
                         "other ranks cannot be asked to look again now: call "
@@ -210,6 +218,9 @@ class PrivateModel(nn.Module):
                     ) from error
                 self._establish(batch)
                 output = self._call_network_again(args, kwargs)
+            except BaseException:
+                self._recover()
+                raise
         self._session = session
         return given.without_rows(output) if session.is_empty else output
 
@@ -302,8 +313,13 @@ class PrivateModel(nn.Module):
                 self._is_held_back = self._is_wrapped and not _sends(self.module)
         except BaseException:
             self.clear_gradients()
+            self._recover()
             raise
         self._session = None
+
+    def _recover(self) -> None:
+        if self.sharding is not None and not self.sharding.recover():
+            self._is_broken = True
 
     def send_held_back(self) -> None:
         """Before a step: sums that were all accumulated under `no_sync` leave now."""

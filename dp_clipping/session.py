@@ -135,9 +135,9 @@ class Session:
             return
         with self._range("norm/dense", parameter):
             self._norms[parameter] = Norm(squared_norms(gradients))
-        self._note_norms()
         if not self.policy.two_passes:
             self._kept[parameter] = gradients
+        self._note_norms()
 
     def factors(self, parameter: Parameter, factors: Any) -> None:
         """Factors of G of the parameter's only use."""
@@ -147,9 +147,9 @@ class Session:
             return
         with self._range("norm/factors", parameter):
             self._norms[parameter] = factors.norm(self._grams)
-        self._note_norms()
         if not self.policy.two_passes:
             self._kept[parameter] = factors
+        self._note_norms()
 
     def _arrived(self, parameter: Parameter) -> None:
         name = self.capture.names[parameter]
@@ -259,12 +259,14 @@ class Session:
         return {p for p in parameters if counts(replicated=not parts[p].split)}
 
     def _table_of(self, parameters: Sequence[Parameter]) -> Tensor:
-        """What is known here and adds up over ranks [5, K, B]: see `_judged`."""
+        """What is known here and adds up over ranks [6, K, B]: see `_judged`."""
         table = self._table(len(self._limits))
         own = table.only(self._counted(parameters))
         shared = table.only(self._shared(parameters)).squared()
         across, along = self.reducer.contrasts
-        return torch.stack((own.squared(), own.bounds(), shared, across * shared, along * shared))
+        rescales = any(is_rescaled(self._kept.get(p)) for p in parameters)
+        rows = own.squared(), own.bounds(), shared, across * shared, along * shared
+        return torch.stack((*rows, torch.full_like(shared, rescales)))
 
     def _shared(self, parameters: Iterable[Parameter]) -> set[Parameter]:
         """Those that all ranks of the tensor axis have whole."""
@@ -274,14 +276,15 @@ class Session:
         return {p for p in parameters if not sharding.parts[p].split}
 
     def _judged(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared norms and upper bounds [K, B] from sums over ranks [5, K, B].
+        """Squared norms and upper bounds [K, B] from sums over ranks [6, K, B].
 
         A parameter that ranks share has the same per-sample gradient on each, so sums of its norms
         with weights that add up to zero vanish. They do not where a rank has computed with a part
         of its input (an RMSNorm over the heads that the rank has): then it holds a term of the
         gradient, and no norm of a sample is known.
         """
-        squares, bounds, shared, across, along = total
+        squares, bounds, shared, across, along, rescales = total
+        self._rescales = rescales
         parted = across.abs() + along.abs() > PARTED * shared
         self.parted = parted.any() if self.parted is None else self.parted | parted.any()
         return squares, torch.where(parted, torch.inf, bounds)
@@ -295,6 +298,12 @@ class Session:
             if self._partial is not None:
                 return self._judged(self._partial.wait())
             return self._judged(self.reducer.reduce(self._table_of(list(self._norms))).wait())
+
+    def _some_are_rescaled(self) -> bool:
+        """On any rank: all take part in what follows, whatever the parts that they have."""
+        if self.reducer.splits_parameters:
+            return bool(self._rescales.any())
+        return any(is_rescaled(remains) for remains in self._kept.values())
 
     def _over_parts(self, bounds: Tensor) -> Tensor:
         """The sum over ranks of what is known of their parts [K, B]."""
@@ -316,7 +325,7 @@ class Session:
             scale = scale[:, self._good]
             for parameter, remains in self._kept.items():
                 self._kept[parameter] = self._only_good(remains)
-        if any(is_rescaled(remains) for remains in self._kept.values()):
+        if self._some_are_rescaled():
             counted = self._counted(self._norms)
             others = {p for p in counted if not is_rescaled(self._kept[p])}
             rest = self._table(len(limits), self._good).only(others)

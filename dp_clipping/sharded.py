@@ -19,7 +19,7 @@ import logging
 import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -104,6 +104,7 @@ class Sharding:
         shards: of the data axis's ranks, those among which parameters are sharded.
         parts: trainable parameter -> its part.
         gathering: modules before whose forward whole parameters take the place of shards.
+        managed: the root that FSDP2 manages.
     """
 
     api: str
@@ -114,6 +115,7 @@ class Sharding:
     shards: dist.ProcessGroup | None
     parts: dict[Parameter, Part] = field(repr=False)
     gathering: tuple[Gathering, ...] = field(repr=False, default=())
+    managed: nn.Module | None = field(repr=False, default=None)
 
     @cached_property
     def units(self) -> dict[int, list[Parameter]]:
@@ -181,6 +183,19 @@ class Sharding:
     def entered(self, module: nn.Module, inputs: list[Tensor]) -> None:
         """Called in private forwards when one of `gathering` has gathered its parameters."""
 
+    def recover(self) -> bool:
+        """After a forward or backward that failed: whether the next one can be right.
+
+        FSDP2 takes a root for gathered that a backward has left half-way, and would compute with
+        old values; torch 2.13 has a way to tell it.
+        """
+        if self.managed is None:
+            return True
+        reset = getattr(self.managed, "reset_iter_state", None)
+        if reset is not None:
+            reset()
+        return reset is not None
+
     def describe(self) -> str:
         data, tensor = _size(self.data_group), _size(self.tensor_group)
         axes = f"{data} data-parallel" + (f" x {tensor} tensor-parallel" if tensor > 1 else "")
@@ -193,7 +208,7 @@ def _size(group: dist.ProcessGroup | None) -> int:
 
 def _of_fsdp(root: nn.Module) -> Sharding:
     parts: dict[Parameter, Part] = {}
-    data: set[tuple] = set()
+    data: dict[DeviceMesh, int] = {}  # how many of its dimensions are data axes
     tensor: set[DeviceMesh] = set()
     units = _units(root)
     gathering = []
@@ -205,7 +220,7 @@ def _of_fsdp(root: nn.Module) -> Sharding:
             gathered = dict(module.named_parameters())
             names = {p: name for p, name in own.items() if p.requires_grad}
             gathering.append((module, names))
-            for parameter, name in names.items():
+            for parameter, name in own.items():  # frozen ones too: they tell the axes as well
                 now = gathered[name]
                 inner = now.device_mesh if now is not parameter and is_sharded(now) else None
                 if inner is not None:
@@ -216,13 +231,29 @@ def _of_fsdp(root: nn.Module) -> Sharding:
                 dims = [p.dim for p in kinds if isinstance(p, Shard) or hasattr(p, "dim")]
                 shape = parameter.shape if inner is None else local(now).shape
                 split = inner is not None and any(p.is_shard() for p in now.placements)
-                data.add((mesh, axes))
-                parts[parameter] = Part(shape, unit, dims[0] if dims else None, split)
+                data[mesh] = axes
+                if parameter.requires_grad:
+                    parts[parameter] = Part(shape, unit, dims[0] if dims else None, split)
         finally:
             if not all(mesh.ndim == 1 for mesh in meshes):
                 module.reshard()
-    mesh, axes = max(data, key=lambda one: one[0].ndim)
-    return _joined("FSDP2 (fully_shard)", mesh, axes, tensor, parts, tuple(gathering))
+    missing = [n for n, p in root.named_parameters() if p.requires_grad and p not in parts]
+    if missing:
+        raise ValueError(
+            f"fully_shard was told to ignore {', '.join(missing[:5])}, which nothing synchronises: "
+            "shard or freeze them"
+        )
+    largest = max(mesh.ndim for mesh in data)
+    meshes = [mesh for mesh in data if mesh.ndim == largest]
+    if len(meshes) > 1:
+        raise ValueError(
+            f"parts of the model are sharded over different meshes ({meshes}): private training "
+            "takes one"
+        )
+    sharding = _joined(
+        "FSDP2 (fully_shard)", meshes[0], data[meshes[0]], tensor, parts, tuple(gathering)
+    )
+    return replace(sharding, managed=root)
 
 
 def _units(root: nn.Module) -> list[tuple[Any, dict[Parameter, str]]]:
@@ -302,6 +333,14 @@ def _group(ranks: list[int]) -> dist.ProcessGroup:
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     return dist.new_group(sorted(ranks), use_local_synchronization=True)
+
+
+def shard_again(module: nn.Module) -> None:
+    """FSDP2 leaves its root gathered after a forward: other objects than an optimizer holds."""
+    if dist.is_available():
+        for one in module.modules():
+            if isinstance(one, FSDPModule):
+                one.reshard()
 
 
 def attribute(module: nn.Module, name: str) -> Tensor:

@@ -95,6 +95,18 @@ def test_two_nodes(two_hosts, tmp_path):
 
 
 @pytest.mark.slow
+def test_private_and_sharded_over_two_nodes(two_hosts, tmp_path):
+    folders = [tmp_path / "first", tmp_path / "second"]
+    names = ["--implementations", "fsdp2", "tp", "--clipping", "none", "bookkeeping"]
+    runs = [finish(process) for process in start_nodes(two_hosts, folders, *names)]
+    assert [run.returncode for run in runs] == [0, 0], runs
+    first = next(n for n, run in enumerate(runs) if run.stdout)
+    table = table_of(runs[first].stdout)
+    assert set(table) == {"fsdp2", "tp"}
+    assert all("bookkeeping" in row for row in table.values())  # the last row of each
+
+
+@pytest.mark.slow
 def test_a_node_that_dies_ends_the_other(two_hosts, tmp_path):
     plugin = ["--implementations", "none", f"{PLUGINS}:Killed", "--timeout", "8"]
     runs = [finish(process) for process in start_nodes(two_hosts, [tmp_path] * 2, *plugin)]

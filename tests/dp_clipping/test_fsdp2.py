@@ -310,6 +310,53 @@ def test_frozen_layers_and_recomputed_activations(cpu_ranks):
     cpu_ranks.run(2, partly)
 
 
+def failed(context: Context) -> None:
+    """Forward and backward fail half-way on all ranks; the steps after are right."""
+    batch = zoo.tokens(4, 6)
+    mine = oracle.pick(batch, slice(2 * context.rank, 2 * context.rank + 2))
+    for mode in ("bookkeeping", "ghost"):
+        gradients = oracle.per_sample_gradients(transformer(), batch, zoo.cross_entropy)
+        expected = oracle.clipped_sum(gradients, LIMIT)
+        model = private(sharded(context)(transformer()), mode, LIMIT)
+        for step in range(4):
+            if step == 1:
+                hook = model.network.blocks[0].register_forward_hook(fail_in_backward)
+            if step == 2:
+                hook = model.network.blocks[1].register_forward_pre_hook(fail)
+            if step in (1, 2):
+                with pytest.raises(ArithmeticError):
+                    private_loss(model, mine, zoo.cross_entropy).backward()
+                hook.remove()
+                continue
+            private_loss(model, mine, zoo.cross_entropy).backward()
+            model.finish_synchronization()
+            for name, parameter in model.network.named_parameters():
+                total = whole(parameter.grad)
+                torch.testing.assert_close(total, expected[name], rtol=1e-6, atol=1e-8)
+            model.clear_gradients()
+            with torch.no_grad():  # other values than those that a gathered root would have
+                for parameter in model.network.parameters():
+                    parameter.mul_(1.25)
+            changed = transformer()
+            with torch.no_grad():
+                for parameter in changed.parameters():
+                    parameter.mul_(1.25)
+            gradients = oracle.per_sample_gradients(changed, batch, zoo.cross_entropy)
+            expected = oracle.clipped_sum(gradients, LIMIT)
+
+
+def fail(*_):
+    raise ArithmeticError("failed on purpose")
+
+
+def fail_in_backward(module, args, output):
+    output.register_hook(fail)
+
+
+def test_a_step_after_a_failed_one(cpu_ranks):
+    cpu_ranks.run(2, failed)
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import (
@@ -103,3 +104,33 @@ def partly_shared(context: Context) -> None:
 def test_a_shared_parameter_of_a_part_of_its_input_is_refused(cpu_ranks):
     """Each rank would hold a term of its gradient, and the norm would be too small."""
     cpu_ranks.run(2, partly_shared)
+
+
+def frozen_parts(context: Context) -> None:
+    """Only what every tensor rank has whole is trained: they still see the same samples."""
+
+    def build() -> nn.Module:
+        network = transformer()
+        for name, parameter in network.named_parameters():
+            parameter.requires_grad_("norm" in name)
+        return network
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    place = mesh.get_local_rank("data")
+    batch, mine = zoo.tokens(3, 6), slice(2 * place, 2 * place + 2)
+    gradients = oracle.per_sample_gradients(build(), batch, zoo.cross_entropy)
+    expected = oracle.clipped_sum(gradients, LIMIT)
+    model = private(parallelize(build(), mesh), "bookkeeping", LIMIT)
+    assert dist.get_world_size(model.sharding.tensor_group) == 2
+    assert dist.get_world_size(model.sharding.everyone) == 4
+    private_loss(model, oracle.pick(batch, mine), zoo.cross_entropy).backward()
+    model.finish_synchronization()
+    found = model.per_sample_gradient_norms
+    torch.testing.assert_close(found, oracle.norms(gradients)[mine], rtol=1e-6, atol=0)
+    for name, total in expected.items():
+        grad = whole(model.network.get_parameter(name).grad)
+        torch.testing.assert_close(grad, total, rtol=1e-6, atol=1e-8)
+
+
+def test_frozen_parts_are_parts_all_the_same(cpu_ranks):
+    cpu_ranks.run(4, frozen_parts)
