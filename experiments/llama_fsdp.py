@@ -465,27 +465,25 @@ def run_under_torchrun(options: argparse.Namespace, hardware: Hardware) -> int:
         store.set(f"cell_{started}", json.dumps(cell_command))
         return _run_with_others(store, started, cell_command, world_size)
 
-    status = BAD_INPUT
     try:
-        status = run_grid(options, hardware, world_size, start)
+        return run_grid(options, hardware, world_size, start)
     finally:
-        store.set(f"cell_{started + 1}", json.dumps(status))
+        store.set(f"cell_{started + 1}", json.dumps(None))
         if world_size > 1:
             store.wait(["everyone_has_left"], timedelta(seconds=30))
-    return status
 
 
 def follow(store: torch.distributed.Store) -> int:
-    """Another process than the first: start this rank of each cell until told the exit status."""
+    """Another process than the first: start this rank of each cell until there is none left."""
     world_size, started = launched_world_size(), 0
     while True:
         started += 1
         store.wait([f"cell_{started}"])
         told = json.loads(store.get(f"cell_{started}"))
-        if isinstance(told, int):
+        if told is None:
             if store.add("left", 1) == world_size - 1:
                 store.set("everyone_has_left", "")
-            return told
+            return 0  # the first process's status is that of all: torchrun stops it at another's
         _run_with_others(store, started, told, world_size)
 
 
