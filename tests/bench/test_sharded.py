@@ -191,6 +191,7 @@ def profiled(folder):
     return folder / "profile"
 
 
+@pytest.mark.slow
 def test_a_private_trace_shows_what_crosses_ranks(profiled):
     """Of two steps."""
     sharded, split = (ranges(profiled, f"{name}_bookkeeping", 1) for name in ("fsdp2", "tp"))
@@ -208,6 +209,7 @@ def test_a_private_trace_shows_what_crosses_ranks(profiled):
         )
 
 
+@pytest.mark.slow
 def test_the_summary_tells_mesh_and_phases(profiled):
     split = (profiled / "tp_bookkeeping_summary.txt").read_text()
     for words in ("1 data x 2 tensor-parallel ranks", "norm reduction", "\n    norm_all_reduce "):

@@ -123,13 +123,26 @@ LAYOUTS = {
 }
 
 
+PAIRS = [
+    ("4", "2"),
+    ("2 x tensor", "2"),
+    ("alone", "tensor"),
+]
+MORE_PAIRS = [
+    ("2", "4"),
+    ("4", "1"),
+    ("4", "alone"),
+    ("alone", "2"),
+    ("2 x tensor", "alone"),
+    ("4", "2 x tensor"),
+    ("tensor", "2 x tensor"),
+]
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        ("4", "2"), ("2", "4"), ("4", "1"), ("4", "alone"), ("alone", "2"), ("2 x tensor", "2"),
-        ("2 x tensor", "alone"), ("4", "2 x tensor"), ("tensor", "2 x tensor"), ("alone", "tensor"),
-    ],
-)  # fmt: skip
+    [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_PAIRS)],
+)
 def test_another_number_of_ranks(cpu_ranks, path, before, after):
     """And other layouts; that of one process, who knows of no shards, is one file."""
 

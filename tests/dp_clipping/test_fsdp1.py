@@ -81,8 +81,16 @@ def one_step(context: Context, wrap: str, strategy, splits) -> None:
             assert all(p is q for p, q in zip(network.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("strategy", [FULL, GRAD_OP], ids=lambda s: s.name)
-@pytest.mark.parametrize("wrap", ["block", "root"])
+@pytest.mark.parametrize(
+    ("wrap", "strategy"),
+    [
+        ("block", FULL),
+        ("root", GRAD_OP),
+        pytest.param("root", FULL, marks=pytest.mark.slow),
+        pytest.param("block", GRAD_OP, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_norms_and_sums(cpu_ranks, wrap, strategy):
     cpu_ranks.run(2, one_step, wrap, strategy, SPLITS)
 

@@ -60,9 +60,13 @@ def one_step(context: Context, wrap: str) -> None:
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_norms_and_sums(cpu_ranks, world_size, wrap):
-    cpu_ranks.run(world_size, one_step, wrap)
+def test_norms_and_sums(cpu_ranks, wrap):
+    cpu_ranks.run(2, one_step, wrap)
+
+
+@pytest.mark.parametrize("wrap", ["block", pytest.param("leaf", marks=pytest.mark.slow)])
+def test_norms_and_sums_on_four_ranks(cpu_ranks, wrap):
+    cpu_ranks.run(4, one_step, wrap)
 
 
 def every_network(context: Context) -> None:

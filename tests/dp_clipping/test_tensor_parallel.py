@@ -228,7 +228,9 @@ def every_layer(context: Context) -> None:
         check_parts(context, build, lambda n: split_layers(n, mesh), batch, zoo.product)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))]
+)
 def test_every_kind_of_layer(cpu_ranks, ranks):
     cpu_ranks.run(ranks, every_layer)
 
@@ -281,12 +283,12 @@ PREPARE = {"": lambda network: network, "compiled": lambda n: n, "recomputed": r
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_norms_and_clipped_sums(cpu_ranks, ranks, mode):
     cpu_ranks.run(ranks, clipped, (mode,))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_activation_checkpointing(cpu_ranks, ranks):
     cpu_ranks.run(ranks, clipped, ("ghost", "bookkeeping"), "recomputed")
 

@@ -140,6 +140,7 @@ def save_llama(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_weights_from_files(cpu_ranks, tmp_path):
     cpu_ranks.run(2, loaded, str(save_llama(tmp_path)))
 
