@@ -128,8 +128,9 @@ class PrivacyEngine:
             tile_size: rows and columns of the kernels' tiles, a power of two from 16 to 256;
                 default: chosen by the kernels.
             norm_reduction: how norms travel where tensor parallelism splits parameters: `"sync"`
-                (one all-reduce that blocks), `"async"` (one beside other work) or `"layerwise"`
-                (partial sums leave during backward).
+                (one all-reduce that blocks), `"async"` (one that does not block the launch; flat
+                clipping has nothing else to do before it waits) or `"layerwise"` (partial sums
+                leave during backward).
             adaptive_threshold: lets C follow a quantile of the norms, from `max_grad_norm` on; what
                 its noisy counts cost is paid by more noise on the gradient, so that a step costs
                 what `noise_multiplier` says.
