@@ -36,13 +36,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.nn import Parameter
 
+from dp_clipping.collectives import reduce_scatter_together
 from dp_clipping.sharded import (
     Part,
     ShardedSums,
     Sharding,
     Transfer,
     is_sharded,
-    reduce_scatter,
 )
 from dp_clipping.shards import Place, Run
 
@@ -159,11 +159,13 @@ class FlatSums(ShardedSums):
         transfers = []
         for dtype in dict.fromkeys(totals[p].dtype for p in split):
             mine = [p for p in split if totals[p].dtype == dtype]
-            transfers.append(self._scatter(mine, totals))
+            transfers.append(self._scatter_slices(mine, totals))
         super()._launch([p for p in parameters if p not in self.sharding.slices], totals)
         self._flying[-1] += transfers
 
-    def _scatter(self, parameters: list[Parameter], totals: dict[Parameter, Tensor]) -> Transfer:
+    def _scatter_slices(
+        self, parameters: list[Parameter], totals: dict[Parameter, Tensor]
+    ) -> Transfer:
         """One buffer [ranks, longest row]: row r has what rank r has of each, side by side."""
         slices, group = self.sharding.slices, self.sharding.shards
         world, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -177,10 +179,10 @@ class FlatSums(ShardedSums):
                     send[row, ends[row] : ends[row] + length] = flat[start : start + length]
                     ends[row] += length
         received = send.new_empty(width)
-        work = reduce_scatter(received, send.view(-1), group=group, async_op=True)
+        work = reduce_scatter_together([received], [send.view(-1)], group)
         lengths = [slices[p][rank][1] for p in parameters]
         pieces = received[: sum(lengths)].split(lengths)
-        return Transfer(work, list(zip(parameters, pieces, strict=True)), send)
+        return Transfer(work, list(zip(parameters, pieces, strict=True)), [send])
 
     def _add(self, parameter: Parameter, shard: Tensor) -> None:
         shard = shard.view(parameter.shape)

@@ -27,7 +27,7 @@ from dp_clipping.modes import PLAIN_TWIN, say_plain
 from dp_clipping.norm_reduce import GlobalNorms, NormReducer
 from dp_clipping.search import Search
 from dp_clipping.session import Policy, Session
-from dp_clipping.sharded import ShardedSums, Sharding, is_sharded, like
+from dp_clipping.sharded import ShardedSums, Sharding
 from dp_clipping.statistics import NormStatistics, norm_statistics
 from dp_clipping.validation import check_still_fixed, normalizations, same_buffers
 
@@ -431,8 +431,8 @@ class PrivateModel(nn.Module):
 
         `gradient`: of a DTensor, this rank's part.
         """
-        if is_sharded(parameter):
-            gradient = like(parameter, gradient)
+        if self.sharding is not None:
+            gradient = self.sharding.like(parameter, gradient)
         parameter.grad = None
         parameter.grad_dtype = parameter.dtype
         parameter.grad = gradient

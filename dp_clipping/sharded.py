@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.profiler import record_function
 
+from dp_clipping.collectives import all_reduce_together, reduce_scatter_together
 from dp_clipping.shards import Place, place_of
 
 if dist.is_available():
@@ -37,15 +38,8 @@ if dist.is_available():
     from torch.distributed.tensor import DTensor, Shard
 
 LOG = logging.getLogger(__name__)
-SMALL = 1 << 20  # bytes; smaller sums of a unit travel together
 UNIT = 8  # parameters that are handled together where no FSDP module says so
 IN_FLIGHT = 2  # units whose sums may be on the wire while the next are formed
-
-
-def reduce_scatter(*arguments: Any, **options: Any) -> Any:
-    """One tensor to one tensor; torch 2.13 has a new name for it."""
-    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return run(*arguments, **options)
 
 
 def local(x: Tensor) -> Tensor:
@@ -116,6 +110,7 @@ class Sharding:
     parts: dict[Parameter, Part] = field(repr=False)
     gathering: tuple[Gathering, ...] = field(repr=False, default=())
     managed: nn.Module | None = field(repr=False, default=None)
+    _layouts: dict[tuple[Tensor, torch.dtype], Any] = field(repr=False, default_factory=dict)
 
     @cached_property
     def units(self) -> dict[int, list[Parameter]]:
@@ -168,6 +163,24 @@ class Sharding:
     def counts_replicated(self) -> bool:
         """Whether this rank adds the norms of parameters that its tensor-parallel axis shares."""
         return self.tensor_group is None or dist.get_rank(self.tensor_group) == 0
+
+    def like(self, parameter: Tensor, part: Tensor) -> Tensor:
+        """This rank's part of something with a parameter's layout, as what the parameter is.
+
+        `DTensor.from_local` takes the host as long as several launches, so the layout that it found
+        serves again. The constructor for that has no public name (torch 2.11 to 2.13).
+        """
+        if not is_sharded(parameter):
+            return part
+        layout = self._layouts.get((parameter, part.dtype))
+        if layout is not None:
+            return DTensor(part, layout, requires_grad=False)
+        made = DTensor.from_local(
+            part, parameter.device_mesh, parameter.placements, run_check=False,
+            shape=parameter.shape, stride=parameter.stride(),
+        )  # fmt: skip
+        self._layouts[parameter, part.dtype] = getattr(made, "_spec", None)
+        return made
 
     def make_sums(self) -> ShardedSums:
         return ShardedSums(self)
@@ -419,76 +432,86 @@ class ShardedSums:
         return len(self._waiting.get(unit, ())) == len(self.sharding.units[unit])
 
     def _launch(self, parameters: list[Parameter], totals: dict[Parameter, Tensor]) -> None:
-        group = self.sharding.shards
-        world = _size(group)
+        """One collective for all sums of a unit that have one dtype."""
+        world = _size(self.sharding.shards)
         transfers: list[Transfer] = []
-        packed: list[Parameter] = []
-        whole: list[Parameter] = []  # not sharded over the data axis: every rank keeps the sum
+        alike: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
         for parameter in reversed(parameters):
-            total, part = totals[parameter].contiguous(), self.sharding.parts[parameter]
-            totals[parameter] = total
-            even = part.dim == 0 and total.numel() and total.shape[0] % world == 0
+            totals[parameter] = total = totals[parameter].contiguous()
             if world == 1:
-                transfers.append(Transfer(Done(), [(parameter, total)], None))
-            elif part.dim is None and total.nbytes >= SMALL:
-                work = dist.all_reduce(total, group=group, async_op=True)
-                transfers.append(Transfer(work, [(parameter, total)], None))
-            elif part.dim is None:
-                whole.append(parameter)
-            elif even and total.nbytes >= SMALL:
-                shard = total.new_empty(total.shape[0] // world, *total.shape[1:])
-                work = reduce_scatter(shard, total, group=group, async_op=True)
-                transfers.append(Transfer(work, [(parameter, shard)], total))
+                transfers.append(Transfer(Done(), [(parameter, total)]))
             else:
-                packed.append(parameter)
-        for dtype in dict.fromkeys(totals[p].dtype for p in packed):
-            mine = [p for p in packed if totals[p].dtype == dtype]
-            transfers.append(self._pack(mine, totals))
-        for dtype in dict.fromkeys(totals[p].dtype for p in whole):
-            mine = [p for p in whole if totals[p].dtype == dtype]
-            buffer = torch.cat([totals[p].view(-1) for p in mine])
-            pieces = buffer.split([totals[p].numel() for p in mine])
-            shards = [(p, x.view_as(totals[p])) for p, x in zip(mine, pieces, strict=True)]
-            work = dist.all_reduce(buffer, group=group, async_op=True)
-            transfers.append(Transfer(work, shards, None))
+                is_sharded = self.sharding.parts[parameter].dim is not None
+                alike.setdefault((total.dtype, is_sharded), []).append(parameter)
+        for (_, is_sharded), mine in alike.items():
+            start = self._scatter if is_sharded else self._reduce
+            transfers.append(start({p: totals[p] for p in mine}))
         totals.clear()
         self._flying.append(transfers)
 
-    def _pack(self, parameters: list[Parameter], totals: dict[Parameter, Tensor]) -> Transfer:
-        """One buffer [ranks, padded shards side by side]: row r goes to rank r."""
+    def _reduce(self, totals: dict[Parameter, Tensor]) -> Transfer:
+        """What is not sharded over the data axis: every rank keeps the sum."""
+        work = all_reduce_together(list(totals.values()), self.sharding.shards)
+        return Transfer(work, list(totals.items()))
+
+    def _scatter(self, totals: dict[Parameter, Tensor]) -> Transfer:
+        """Sums that divide evenly go as they are, the others packed into one."""
+        world, parts = _size(self.sharding.shards), self.sharding.parts
+        uneven = {}
+        shards, sent, received = [], [], []
+        for parameter, total in totals.items():
+            if parts[parameter].dim or not total.numel() or total.shape[0] % world:
+                uneven[parameter] = total
+                continue
+            shard = total.new_empty(total.shape[0] // world, *total.shape[1:])
+            shards.append((parameter, shard))
+            sent.append(total)
+            received.append(shard)
+        if uneven:
+            rows, row, pieces = self._pack(uneven)
+            shards += pieces
+            sent.append(rows.view(-1))
+            received.append(row)
+        work = reduce_scatter_together(received, sent, self.sharding.shards)
+        return Transfer(work, shards, sent)
+
+    def _pack(
+        self, totals: dict[Parameter, Tensor]
+    ) -> tuple[Tensor, Tensor, list[tuple[Parameter, Tensor]]]:
+        """Shards side by side, padded: row r of [ranks, n] goes to rank r; the row [n] that this
+        rank gets; what that has of each parameter."""
         group, parts = self.sharding.shards, self.sharding.parts
         world, rank = _size(group), dist.get_rank(group)
         widths = []
-        for p in parameters:
-            shape = list(totals[p].shape)
+        for p, total in totals.items():
+            shape = list(total.shape)
             shape[parts[p].dim] = math.ceil(shape[parts[p].dim] / world)
             widths.append(math.prod(shape))
-        send = totals[parameters[0]].new_zeros(world, sum(widths))
+        rows = next(iter(totals.values())).new_zeros(world, sum(widths))
         first = 0
         shapes = []
-        for p, width in zip(parameters, widths, strict=True):
-            shapes.append(torch.Size((0,)))
-            for row, piece in enumerate(_pieces(totals[p], world, parts[p].dim)):
-                send[row, first : first + piece.numel()] = piece.reshape(-1)
-                if row == rank:
-                    shapes[-1] = piece.shape
+        for (p, total), width in zip(totals.items(), widths, strict=True):
+            pieces = _pieces(total, world, parts[p].dim)
+            shapes.append(pieces[rank].shape)
+            for row, piece in enumerate(pieces):
+                rows[row, first : first + piece.numel()] = piece.reshape(-1)
             first += width
-        received = send.new_empty(send.shape[1])
-        work = reduce_scatter(received, send.view(-1), group=group, async_op=True)
+        row = torch.empty_like(rows[0])
         shards = [
             (p, column[: math.prod(shape)].view(shape))
-            for p, column, shape in zip(parameters, received.split(widths), shapes, strict=True)
+            for p, column, shape in zip(totals, row.split(widths), shapes, strict=True)
         ]
-        return Transfer(work, shards, send)
+        return rows, row, shards
 
     @torch.no_grad()
     def _land(self, transfers: Iterable[Transfer]) -> None:
         for transfer in transfers:
             transfer.work.wait()
-            transfer.sent = None
+            transfer.sent.clear()
+            replicas, shards = self.sharding.replicas, [x for _, x in transfer.shards if x.numel()]
+            if replicas is not None and shards:
+                all_reduce_together(shards, replicas).wait()
             for parameter, shard in transfer.shards:
-                if self.sharding.replicas is not None:
-                    dist.all_reduce(shard, group=self.sharding.replicas)
                 self._add(parameter, shard)
             # Packed ones share a version: when all are done.
             self._note(parameter for parameter, _ in transfer.shards)
@@ -499,11 +522,10 @@ class ShardedSums:
             self._left[parameter] = _state(parameter.grad)
 
     def _add(self, parameter: Parameter, shard: Tensor) -> None:
-        shard = shard.view(local(parameter).shape)
         if parameter.grad is not None:
             local(parameter.grad).add_(shard)
         else:
-            parameter.grad = like(parameter, shard) if is_sharded(parameter) else shard
+            parameter.grad = self.sharding.like(parameter, shard.view(local(parameter).shape))
 
 
 @dataclass
@@ -512,7 +534,7 @@ class Transfer:
 
     work: Any
     shards: list[tuple[Parameter, Tensor]]
-    sent: Tensor | None
+    sent: list[Tensor] = field(default_factory=list)
 
 
 class Done:
@@ -532,11 +554,3 @@ def _pieces(x: Tensor, count: int, dim: int) -> list[Tensor]:
     found = list(x.chunk(count, dim))
     empty = x.narrow(dim, 0, 0)
     return found + [empty] * (count - len(found))
-
-
-def like(parameter: Tensor, part: Tensor) -> Tensor:
-    """A DTensor with a parameter's layout and this rank's part."""
-    return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements, run_check=False,
-        shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip
