@@ -1,1 +1,1 @@
-"""Measurements that take a GPU and a while; each is a command, `python -m experiments.NAME`."""
+"""Commands that measure, or verify, private training; each is `python -m experiments.NAME`."""

@@ -1,6 +1,8 @@
 """The reference itself: beside torch.func, Opacus, finite differences and numbers by hand."""
 
+import ast
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,6 +74,16 @@ def assert_same(actual, expected, rtol=1e-10):
         torch.testing.assert_close(
             actual[name], g, rtol=0, atol=float(rtol * scale), msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def test_it_has_nothing_of_what_it_judges():
+    """Only PyTorch and the standard library."""
+    nodes = list(ast.walk(ast.parse(Path(oracle.__file__).read_text())))
+    plain = [a.name for node in nodes if isinstance(node, ast.Import) for a in node.names]
+    plain += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    assert {name.partition(".")[0] for name in plain} == {
+        "collections", "copy", "itertools", "torch", "typing",
+    }  # fmt: skip
 
 
 @zoo.every_case

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experiments.oracle import Batch, PerSampleLoss, per_sample_sum
 from lm.model import ModelConfig, Transformer
-from tests.dp_clipping.oracle import Batch, PerSampleLoss, per_sample_sum
 
 SIZE = 4  # of a batch whose B, T, p and d shall be the same number
 VOCABULARY = 50

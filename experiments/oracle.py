@@ -1,6 +1,7 @@
 """What private clipping must compute, straight from its definition: one backward per sample.
 
-Slow, in float64, and without any of the arithmetic that `dp_clipping` uses. A batch is
+Slow, in float64, and without any of the arithmetic that `dp_clipping` uses, of which nothing is
+imported: tests and `experiments.verify_correctness` compare with it. A batch is
 `(inputs, targets)`: `inputs` is a tensor or a dictionary of keyword arguments, `targets` a tensor,
 and dimension 0 of every tensor in them counts samples.
 """
@@ -41,7 +42,7 @@ class Widened(TorchFunctionMode):
 
 
 def forward(model: nn.Module, inputs: Inputs) -> Tensor:
-    """The output tensor of any model of the zoo: the logits, if it returns several things."""
+    """The output tensor of any model: the logits, if it returns several things."""
     outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
     return getattr(outputs, "logits", outputs)
 
