@@ -14,7 +14,7 @@ import torch.distributed as dist
 from bench.options import parse
 from bench.profiling import Profiling
 from bench.report import describe_privacy, report
-from bench.settings import Settings, check_folder, check_world, settings_from
+from bench.settings import Settings, check_world, settings_from
 from bench.sharded import layout_of
 from bench.worker import Benchmark, device_name, plan, record_failure
 from lm.launch import INTERRUPTED, run_ranks
@@ -33,8 +33,8 @@ from lm.runtime import (
 )
 from lm.watch import Watch
 from measure import Results
+from measure.command_line import check_folder, refuse
 
-BAD_INPUT = 2
 DEFAULT_FOLDER = Path("results_ddp")
 
 
@@ -48,9 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_world(settings, world_size_of(hardware))
         check_output(settings, options)
     except ValueError as error:
-        if is_first_of_host():
-            print(f"benchmark_ddp.py: {' '.join(str(error).split())}", file=sys.stderr)
-        return BAD_INPUT
+        return refuse("benchmark_ddp.py", error, speaks=is_first_of_host())
     if options.dry_run:
         if launched_rank() == 0:
             print(describe_plan(settings, hardware, options))

@@ -3,12 +3,12 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from bench.sharded import SPLIT
 from ddp import IMPLEMENTATIONS
 from lm.model import PRESETS
 from lm.runtime import is_first_of_host
+from measure.command_line import Parser
 
 NOT_PRIVATE = "none"
 # As dp_clipping has them: importing it imports Opacus, two seconds that an ordinary run can spare.
@@ -45,20 +45,13 @@ examples:
 """
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, with a wrong option answered by one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n" if is_first_of_host() else None)
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Exit with status 2 and one line for what argparse itself can tell is wrong."""
     parser = Parser(
         prog="benchmark_ddp.py",
         description="Prove, time and profile data-parallel implementations beside PyTorch's own.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        speaks=is_first_of_host,
     )
     _add_what(parser.add_argument_group("what to compare"))
     _add_privacy(parser.add_argument_group("privacy (what --clipping MODE adds to every step)"))

@@ -1,11 +1,9 @@
 """What the options mean together, checked before any worker starts."""
 
 import argparse
-import errno
 import functools
 import hashlib
 import math
-import os
 import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -18,7 +16,12 @@ from bench.sharded import SHARDED, SPLIT, Layout, check_ranks, layout_of
 from ddp import IMPLEMENTATIONS, implementation, options_of
 from lm.data import Batches, Corpus, open_data
 from lm.model import PRESETS, ModelConfig, Transformer
+from measure.command_line import check_numbers, option
 
+POSITIVE = (
+    "d_model", "num_layers", "num_heads", "d_ff", "vocab_size", "context_length", "batch_size",
+    "num_epochs", "steps_per_epoch", "rounds", "num_processes", "bucket_size_mb", "timeout",
+)  # fmt: skip
 KERNEL_OPTIONS = ("tile_size", "memory_budget_mb")  # of `Privacy`, for fused modes only
 SEAM = ("before_gradient", "gradient_ready")  # through which private gradients are handed over
 
@@ -137,7 +140,7 @@ def settings_from(options: argparse.Namespace, device_type: str, default_folder:
     Raises:
         ValueError: one line that names the option, what is wrong, and what to do.
     """
-    _require_positive(options)
+    check_numbers(options, POSITIVE, not_negative=("warmup_epochs", "seed"))
     names = _names(options)
     clippings, privacy = _clippings(options), _privacy(options)
     _check_show_plan(options)
@@ -187,22 +190,6 @@ def check_world(settings: Settings, world_size: int) -> None:
         except ValueError as error:
             names = {field.name for field in fields(ModelConfig)}
             raise ValueError(f"--implementations: {_with_options(str(error), names)}") from error
-
-
-def check_folder(option: str, folder: Path, create: bool) -> None:
-    """Can files be written there? Raises ValueError, in one line that names the option, if not."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise ValueError(f"{option} {folder}: {existing} is a file, name a folder")
-    try:
-        if create:
-            folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder if create else existing, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise ValueError(
-            f"{option} {folder}: cannot be written to ({error.strerror}), name another folder"
-        ) from error
 
 
 def mode_and_algorithm(clipping: str) -> tuple[str, str]:
@@ -290,7 +277,7 @@ def _privacy(options: argparse.Namespace) -> Privacy:
             _require_fused(name, options)
     if given and set(_clippings(options)) == {NOT_PRIVATE}:
         raise ValueError(
-            f"{_option(next(iter(given)))}: only --clipping MODE clips and adds noise, give one of "
+            f"{option(next(iter(given)))}: only --clipping MODE clips and adds noise, give one of "
             f"{', '.join(CLIPPING_MODES)} too"
         )
     privacy = Privacy(**given)
@@ -319,7 +306,7 @@ def _check_show_plan(options: argparse.Namespace) -> None:
 def _require_fused(name: str, options: argparse.Namespace) -> None:
     if not any(Subject("", clipping).is_fused for clipping in _clippings(options)):
         raise ValueError(
-            f"{_option(name)}: only fused kernels have use for it, give --clipping "
+            f"{option(name)}: only fused kernels have use for it, give --clipping "
             f"{' or '.join(FUSED_MODES)} too"
         )
 
@@ -367,7 +354,7 @@ def _model(options: argparse.Namespace, device_type: str) -> ModelConfig:
 def _with_options(message: str, fields: set[str]) -> str:
     """`d_model` is what the model calls it; the user knows it as `--d-model`."""
     names = "|".join(sorted(fields))
-    return re.sub(rf"\b({names})\b", lambda m: _option(m[0]), message)
+    return re.sub(rf"\b({names})\b", lambda m: option(m[0]), message)
 
 
 def _data_source(source: str) -> str:
@@ -375,21 +362,3 @@ def _data_source(source: str) -> str:
     if source in ("stdlib", "synthetic", ""):  # an empty path would be the current folder
         return source
     return str(Path(source).expanduser().absolute())
-
-
-def _require_positive(options: argparse.Namespace) -> None:
-    sizes = [
-        "d_model", "num_layers", "num_heads", "d_ff", "vocab_size", "context_length", "batch_size",
-        "num_epochs", "steps_per_epoch", "rounds", "num_processes", "bucket_size_mb", "timeout",
-    ]  # fmt: skip
-    for name in sizes:
-        value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{_option(name)} {value}: give a positive number")
-    for name in ("warmup_epochs", "seed"):
-        if getattr(options, name) < 0:
-            raise ValueError(f"{_option(name)} {getattr(options, name)}: give 0 or more")
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -357,7 +357,7 @@ def test_dry_run_writes_nothing(tmp_path, capsys):
         (["--modes", "ghost"], "flash_bookkeeping_fsdp"),
         (["--mode", "no_dp"], "needs both"),
         (["--output", "x.json"], "--mode and --seq-length"),
-        (["--batch-size", "0"], "--batch-size 0: give 1 or more"),
+        (["--batch-size", "0"], "--batch-size 0: give a positive number"),
         (["--seq-lengths", "16", "-4"], "--seq-lengths -4"),
         (["--sigma", "-1"], "--sigma -1.0: give 0 or more"),
         (["--sigma", "nan"], "--sigma nan"),
