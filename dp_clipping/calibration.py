@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from dp_clipping import cache
+from dp_clipping.kernels.ascending import Ascending
 from dp_clipping.kernels.gradient import gradient_and_squares
 from dp_clipping.kernels.gram import gram_squares
-from dp_clipping.kernels.weighted_product import Ascending, weighted_product
+from dp_clipping.kernels.weighted_product import weighted_product
 from dp_clipping.kernels.weighted_sum import weighted_sum
 from dp_clipping.plan import (
     GRADIENT,

@@ -24,11 +24,13 @@ from torch.profiler import record_function
 
 from dp_clipping.clip import MARGIN, coefficients, finite_samples
 from dp_clipping.compiled import refuse_repeated
+from dp_clipping.kernels.ascending import Ascending
 from dp_clipping.kernels.coefficients import clip_coefficients
 from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.gradient import stored_dtype
 from dp_clipping.kernels.squares import squares
-from dp_clipping.kernels.weighted_product import Ascending, weighted_products
+from dp_clipping.kernels.tiles import stream_on
+from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
 from dp_clipping.layers.handle import Handle
 from dp_clipping.layers.linear import LinearFactors
@@ -82,7 +84,7 @@ class FusedSession(Session):
         self._streams = False  # whether groups are summed as soon as their norms are there
         self._handed_on: set[Parameter] = set()
         self._arrivals: Counter[int] = Counter()  # of parameters, by the FSDP module they are of
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: int | None = None
         self._joined: set[Parameter] = set()  # their norms are in another parameter's
 
     # ---- what layers ask in forward -------------------------------------------------------------
@@ -169,7 +171,7 @@ class FusedSession(Session):
     def _check_stream(self, x: Tensor) -> None:
         """Launches are shared, so what they read must have been computed on one stream."""
         if x.is_cuda:
-            stream = torch.cuda.current_stream(x.device)
+            stream = stream_on(x.device)
             if self._stream is None:
                 self._stream = stream
             elif self._stream != stream:

@@ -30,8 +30,8 @@ from dp_clipping.kernels.tiles import (
     Tile,
     ceil_div,
     is_described,
+    kept_table_on,
     readable,
-    table_on,
     triton,
 )
 from dp_clipping.kernels.tuning import best, name_of
@@ -78,7 +78,7 @@ def gram_squares(uses: Sequence[Use], tile: Tile | None = None) -> tuple[Tensor,
     partial = torch.empty(shape, dtype=torch.float32, device=a.device)
     if described:
         triton.set_allocator(allocate)
-    rows = table_on(a.device, _rows(uses))
+    rows = kept_table_on(a.device, _rows(uses))
     _gram_kernel[(len(uses) * batch_size * len(pairs),)](
         rows, pairs, partial, batch_size, tokens, len(pairs), partial[0].numel(),
         DTYPE=TRITON_DTYPES[a.dtype], DESCRIBED=described, EXACT=a.element_size() == 4,
@@ -101,14 +101,14 @@ def gram_squares_plain(uses: Sequence[Use]) -> tuple[Tensor, Tensor]:
     return torch.stack(squares).float(), torch.stack(scales).float()
 
 
-def _rows(uses: Sequence[Use]) -> list[list[list[int]]]:
+def _rows(uses: Sequence[Use]) -> tuple[int, ...]:
     """The table: a row a use, of 1 + MOST_SHARED operands; those without features are none."""
-    none = [0] * OPERAND_WORDS
-    rows = []
+    numbers: list[int] = []
     for a, ys in uses:
-        row = [[x.data_ptr(), x.shape[2], x.stride(0), x.stride(1)] for x in (a, *ys)]
-        rows.append(row + [none] * (MOST_SHARED - len(ys)))
-    return rows
+        for x in (a, *ys):
+            numbers += x.data_ptr(), x.shape[2], x.stride(0), x.stride(1)
+        numbers += [0] * (OPERAND_WORDS * (MOST_SHARED - len(ys)))
+    return tuple(numbers)
 
 
 @lru_cache(maxsize=64)

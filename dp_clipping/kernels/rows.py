@@ -17,7 +17,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.tiles import is_described, readable, table_on, triton
+from dp_clipping.kernels.tiles import is_described, kept_table_on, readable, triton
 
 if triton is not None:
     import triton.language as tl
@@ -67,7 +67,7 @@ def table(
         starts.append(starts[-1] + count)
     if described:
         triton.set_allocator(allocate)
-    numbers = table_on(pairs[0][0].device, [*starts, *chain.from_iterable(rows)])
+    numbers = kept_table_on(pairs[0][0].device, (*starts, *chain.from_iterable(rows)))
     return Table(numbers[len(starts) :], numbers[: len(starts)], starts[-1])
 
 

@@ -18,11 +18,11 @@ Traffic: y and a about once, d·p float32 values written. Operations: those of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dp_clipping.kernels.ascending import Ascending
 from dp_clipping.kernels.rows import (
     MOST_ROWS,
     WORDS,
@@ -48,33 +48,6 @@ TILES = {
         Tile(64, 128, 64, 4, 4), Tile(64, 64, 64, 4, 4)),
     4: (Tile(64, 64, 32, 4, 3), Tile(128, 64, 16, 8, 3), Tile(32, 64, 32, 4, 3)),
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Ascending:
-    """Coefficients of K clipping groups, in the order that the kernel takes samples in.
-
-    All on the device.
-
-    Attributes:
-        order: [K, B] int32, sample numbers by ascending coefficient.
-        ratio: [K, B] float32, each coefficient's predecessor over it.
-        first: [K] int32, how many are zero.
-        last: [K] float32, the largest.
-    """
-
-    order: Tensor
-    ratio: Tensor
-    first: Tensor
-    last: Tensor
-
-    @classmethod
-    def of(cls, coefficients: Tensor) -> Ascending:
-        """From c [K, B] or [B] float32, not negative, B at least 1."""
-        c, order = coefficients.view(-1, coefficients.shape[-1]).sort(dim=1)
-        before = torch.cat((torch.zeros_like(c[:, :1]), c[:, :-1]), dim=1)
-        ratio = torch.where(c > 0, before / c, 0.0)
-        return cls(order.int(), ratio, (c <= 0).sum(1).int(), c[:, -1].contiguous())
 
 
 def weighted_products(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.kernels.rows import MOST_ROWS
-from dp_clipping.kernels.tiles import TRITON_DTYPES, ceil_div, table_on, triton
+from dp_clipping.kernels.tiles import TRITON_DTYPES, ceil_div, kept_table_on, triton
 
 if triton is not None:
     import triton.language as tl
@@ -75,7 +75,7 @@ def _launch(
         (g.data_ptr(), total.data_ptr(), total.numel(), group)
         for g, total, group in zip(gradients, totals, groups, strict=True)
     ]
-    numbers = table_on(coefficients.device, [*starts, *chain.from_iterable(words)])
+    numbers = kept_table_on(coefficients.device, (*starts, *chain.from_iterable(words)))
     batch_size = coefficients.shape[1]
     _weighted_sum_kernel[(starts[-1],)](
         numbers[len(starts) :], numbers, coefficients, len(totals), batch_size,

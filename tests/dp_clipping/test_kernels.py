@@ -22,9 +22,9 @@ pytest.importorskip("triton")
 
 from dp_clipping.kernels import embedding, gradient, gram, norm_weights, weighted_product
 from dp_clipping.kernels import weighted_sum as weighted_sum_file
+from dp_clipping.kernels.ascending import Ascending
 from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.tiles import Tile, is_described
-from dp_clipping.kernels.weighted_product import Ascending
 from dp_clipping.kernels.weighted_sum import weighted_sum, weighted_sum_plain
 
 ROOT = Path(__file__).parents[2]

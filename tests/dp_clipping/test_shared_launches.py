@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from dp_clipping.kernels import rows
+from dp_clipping.kernels.ascending import MOST, Ascending
 from dp_clipping.kernels.coefficients import clip_coefficients, clip_coefficients_plain
 from dp_clipping.kernels.gradient import gradient_and_squares, gradients_and_squares
 from dp_clipping.kernels.squares import BLOCK, squares, squares_plain
 from dp_clipping.kernels.tiles import Tile
 from dp_clipping.kernels.weighted_product import (
-    Ascending,
     weighted_product,
     weighted_product_plain,
     weighted_products,
@@ -118,7 +118,25 @@ def check_coefficients(device: str, dtype: torch.dtype, tile: Tile | None) -> No
     assert (c.double() * many.double().sum().sqrt() / 0.5 - 1).abs().item() < 1e-6
 
 
-BODIES = [check_products, check_sums, check_squares, check_coefficients]
+def check_ascending(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
+    """To the last bit: zeros, equal ones, and more than the kernel takes."""
+    torch.manual_seed(0)
+    for batch_size in (1, 2, 13, 16, 17, MOST, MOST + 1):
+        c = torch.rand(5, batch_size, device=device)
+        c[1] = 0
+        c[2, ::2] = 0
+        c[3] = c[3].mul(3).ceil() / 3
+        c[4] *= 1e-30
+        found, expected = Ascending.of(c), Ascending.plain(c)
+        assert torch.equal(found.order, expected.order)
+        assert torch.equal(found.ratio, expected.ratio)
+        assert torch.equal(found.first, expected.first)
+        assert torch.equal(found.last, expected.last)
+        one, row = Ascending.of(c[2]), Ascending.plain(c[2:3])
+        assert torch.equal(one.order, row.order) and torch.equal(one.ratio, row.ratio)
+
+
+BODIES = [check_products, check_sums, check_squares, check_coefficients, check_ascending]
 
 
 def interpreted() -> None:

@@ -9,8 +9,8 @@ import torch
 
 from dp_clipping import cache
 from dp_clipping.kernels import gradient, gram, tuning, weighted_product
+from dp_clipping.kernels.ascending import Ascending
 from dp_clipping.kernels.tiles import Tile, triton
-from dp_clipping.kernels.weighted_product import Ascending
 
 DEVICE = torch.device("cuda", 0)
 TILES = [Tile(64, 64, 32, 4, 3), Tile(128, 64, 32, 4, 3), Tile(32, 64, 32, 4, 3)]
