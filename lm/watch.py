@@ -129,7 +129,8 @@ class Watch:
                 message = "the launcher, or the rank that hosts the store, is gone"
                 cause, suspicion = None, Cause(NOBODY, "error", message)
             if cause:
-                self._leave(cause)
+                with self._naming:  # this rank's own main thread may be about to print it
+                    self._leave(cause)
             elif suspicion:
                 self._end(suspicion)
 

@@ -218,6 +218,21 @@ def test_the_process_ends_even_if_recording_fails(monkeypatch):
     assert "rank 0 failed first: KeyError: 'x'" in run.stderr
 
 
+def test_the_watch_does_not_end_the_process_before_the_cause_is_printed():
+    """Its thread reads the cause in the store while the main thread is about to print it."""
+    code = (
+        "import time\nimport torch.distributed as dist\nfrom lm import watch\n"
+        "publish = watch.publish_cause\n"
+        "def slow(store, cause):\n"
+        "    first = publish(store, cause)\n    time.sleep(0.5)\n    return first\n"
+        "watch.publish_cause = slow\n"
+        "watch.Watch(dist.HashStore(), 0, 1, 0.8, lambda cause: None).fail(KeyError('x'))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == watch.EXIT_FAILED
+    assert run.stderr.count("rank 0 failed first: KeyError: 'x'") == 1
+
+
 @pytest.mark.parametrize(
     ("error", "status", "consequence"),
     [
