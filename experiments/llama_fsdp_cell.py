@@ -7,6 +7,7 @@ on its slowest rank; memory is that of the largest.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import warnings
@@ -116,17 +117,33 @@ def _measure(
 ) -> dict:
     watch.at("building the model")
     run = Run(cell, settings, worker)
-    batches = _batches(cell.seq_length, run.config.vocab_size, settings, worker)
-    for number in range(settings.warmup_iter):
+    batches = make_batches(cell.seq_length, run.config.vocab_size, settings, worker)
+    steps, parts, peak = time_steps(run, batches, settings.warmup_iter, worker, watch)
+    return single_result(
+        cell, settings, hardware, worker.world_size, status=OK, step_ms=steps,
+        forward_backward_ms=parts, peak_bytes=peak, vocab_size=run.config.vocab_size,
+        parameters=run.parameters, trained_parameters=run.trained, environment=environment(),
+    )  # fmt: skip
+
+
+def time_steps(
+    run: Run, batches: list[Batch], warm_up: int, worker: Worker, watch: Watch
+) -> tuple[list[float], list[float], float | None]:
+    """Of the steps after the warm-up: complete and without noise and AdamW, in milliseconds on the
+    slowest rank; the peak of allocated memory in bytes on the largest, None where it is unknown."""
+    for number, batch in enumerate(batches[:warm_up]):
         watch.at(f"warm-up step {number + 1}")
-        run.backward(batches[number])
+        run.backward(batch)
         run.step()
+    # A first step leaves gradients in cycles of FSDP2's objects, in any mode (seen with torch
+    # 2.11), and it is by chance when Python finds them.
+    gc.collect()
     if worker.device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
     clock, memory = StepClock(worker.device), PeakMemory(worker.device)
     clock.mark()
-    for number, batch in enumerate(batches[settings.warmup_iter :]):
+    for number, batch in enumerate(batches[warm_up:]):
         watch.at(f"step {number + 1}")
         run.backward(batch)
         clock.mark()
@@ -136,14 +153,10 @@ def _measure(
     parts, rest = _slowest(marks[0::2], worker), marks[1::2]
     steps = _slowest([a + b for a, b in zip(marks[0::2], rest, strict=True)], worker)
     peak = _slowest([float(memory.bytes() or 0)], worker)[0]
-    return single_result(
-        cell, settings, hardware, worker.world_size, status=OK, step_ms=steps,
-        forward_backward_ms=parts, peak_bytes=peak or None, vocab_size=run.config.vocab_size,
-        parameters=run.parameters, trained_parameters=run.trained, environment=environment(),
-    )  # fmt: skip
+    return steps, parts, peak or None
 
 
-def _batches(length: int, vocabulary: int, settings: Settings, worker: Worker) -> list[Batch]:
+def make_batches(length: int, vocabulary: int, settings: Settings, worker: Worker) -> list[Batch]:
     """Random tokens [B, T] and labels [B] for each step, others on each rank."""
     generator = torch.Generator().manual_seed(1000 * settings.seed + worker.rank)
     found = []

@@ -1,4 +1,4 @@
-"""Tables of `experiments.price`: ratios to the ordinary step, growth with the length of samples."""
+"""Tables of the price experiments: ratios to the ordinary step, growth with the length."""
 
 from math import exp, log
 
