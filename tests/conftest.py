@@ -7,6 +7,7 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 import pytest
 import torch
 
+from tests.interpreter import Interpreter
 from tests.ranks import RankPool
 
 
@@ -25,6 +26,15 @@ def cpu_ranks():
     pool = RankPool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def interpreter():
+    """A process in which kernels run without a GPU."""
+    pytest.importorskip("triton")
+    process = Interpreter()
+    yield process
+    process.close()
 
 
 class GpuPools:

@@ -6,15 +6,17 @@ from the start, so that a test on two ranks and one on four use the same process
 """
 
 import gc
+import os
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -36,10 +38,24 @@ class Context:
 
 
 class RankPool:
-    """`size` processes with a process group (gloo, or NCCL with one GPU each)."""
+    """`size` processes with a process group (gloo, or NCCL with one GPU each).
 
-    def __init__(self, size: int, device_type: str = "cpu"):
+    Attributes:
+        environment: variables of these processes, beside those of this one.
+        prepare: what each calls before anything else, a module-level function.
+        seconds: that a function may take.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        device_type: str = "cpu",
+        environment: Mapping[str, str] | None = None,
+        prepare: Callable[[], None] | None = None,
+        seconds: float = 3 * TIMEOUT.total_seconds(),
+    ):
         self.size, self.device_type = size, device_type
+        self.environment, self.prepare, self.seconds = environment or {}, prepare, seconds
         self._processes: list = []
         self._pipes: Sequence[Connection] = ()
 
@@ -55,7 +71,7 @@ class RankPool:
         pipes = self._pipes[:world_size]
         for pipe in pipes:
             pipe.send((world_size, function, arguments))
-        answers = self._collect(pipes, 3 * TIMEOUT.total_seconds())
+        answers = self._collect(pipes, self.seconds)
         failures = [f"rank {r}:\n{text}" for r, (ok, text) in enumerate(answers) if not ok]
         if failures:
             self.close(kill=True)
@@ -78,12 +94,15 @@ class RankPool:
         self._pipes, ends = zip(*(context.Pipe() for _ in range(self.size)), strict=True)
         self._processes = [
             context.Process(
-                target=_serve, args=(r, self.size, self.device_type, str(store), end), daemon=True
+                target=_serve,
+                args=(r, self.size, self.device_type, str(store), end, self.prepare),
+                daemon=True,
             )
             for r, end in enumerate(ends)
         ]
-        for process in self._processes:
-            process.start()
+        with patch.dict(os.environ, self.environment):
+            for process in self._processes:
+                process.start()
         ready = self._collect(self._pipes, START_SECONDS)
         if not all(started for started, _ in ready):
             self.close(kill=True)
@@ -108,8 +127,17 @@ class RankPool:
         return answers
 
 
-def _serve(rank: int, size: int, device_type: str, store: str, pipe: Connection) -> None:
+def _serve(
+    rank: int,
+    size: int,
+    device_type: str,
+    store: str,
+    pipe: Connection,
+    prepare: Callable[[], None] | None,
+) -> None:
     torch.set_num_threads(1)
+    if prepare is not None:
+        prepare()
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)

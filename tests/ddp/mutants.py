@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COPIED = ["pyproject.toml", "ddp", "tests/ddp", "tests/__init__.py", "tests/ranks.py"]
-COPIED += ["tests/conftest.py"]
+COPIED += ["tests/conftest.py", "tests/interpreter.py"]
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,13 @@
 """The sum of pulled chunks: the Triton kernel against its plain twin.
 
-Without a GPU the kernel runs in Triton's interpreter, which must be chosen before a kernel is
-decorated: in a process of its own, so that no other test sees it. bfloat16 is not tried there.
+Without a GPU the kernel runs in Triton's interpreter. bfloat16 is not tried there.
 """
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from ddp import kernels
 
-ROOT = Path(__file__).parents[2]
 SIZES = [0, 1, 127, 4096, 4097, 3 * 4096 + 5]
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-6, torch.float64: 1e-14}
 
@@ -43,25 +36,14 @@ def compare(n: int, rows: int, scale: float, dtype: torch.dtype, device: str) ->
 
 
 def interpreted() -> None:
-    """What the process of `test_kernel_in_the_interpreter` runs."""
     kinds = [torch.float32, torch.float16]
     check(SIZES, kinds, [(1, 0.5), (3, 0.25), (2, 1.0), (0, 1.0)], "cpu")
     check([300], [torch.float64], [(3, 0.25)], "cpu")
     check([5 * 4096 + 1], [torch.float32], [(3, 0.25)], "cpu")
 
 
-def test_kernel_in_the_interpreter():
-    command = "from tests.ddp import test_kernels; test_kernels.interpreted(); print('compared')"
-    run = subprocess.run(
-        [sys.executable, "-c", command],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.strip() == "compared"
+def test_kernel_in_the_interpreter(interpreter):
+    interpreter.run(interpreted)
 
 
 @pytest.mark.gpu

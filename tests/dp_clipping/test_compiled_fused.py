@@ -1,15 +1,11 @@
 """Private steps of compiled networks on fused kernels, beside one backward per sample in float64.
 
-Without a GPU the kernels run in Triton's interpreter, in a process of its own.
+Without a GPU the kernels run in Triton's interpreter.
 """
 
 import importlib.util
-import os
 import shutil
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +23,6 @@ from tests.dp_clipping.conftest import (
     private,
 )
 
-ROOT = Path(__file__).parents[2]
 MODES = ("flash_bookkeeping", "flash")
 ALGORITHMS = ("auto", "width", "input_length")
 LIMIT = 0.5
@@ -83,7 +78,7 @@ def algorithms(model) -> set[str]:
 # The bodies
 
 
-def norms_and_sums_are_right_and_compiled_once(backend: str = "aot_eager", every: int = 1) -> None:
+def norms_and_sums_are_right_and_compiled_once(every: int = 3, backend: str = "aot_eager") -> None:
     for mode, algorithm, clipping in [*product(MODES, ALGORITHMS, ("flat", "per_layer"))][::every]:
         whole = (mode == "flash") == (clipping == "flat")
         options = dict(backend=backend, mode=mode, clipping=clipping, norm_algorithm=algorithm)
@@ -185,7 +180,7 @@ class Repeating(nn.Module):
         return x.sum(1)
 
 
-def a_second_use_leaves_all_samples_out(every: int = 1) -> None:
+def a_second_use_leaves_all_samples_out(every: int = 3) -> None:
     """Its norm would miss the cross terms."""
     runs = product((changing, lambda: zoo.seeded(Repeating)), ALGORITHMS, ("flat", "per_layer"))
     for build, algorithm, clipping in [*runs][::every]:
@@ -220,52 +215,36 @@ def transposed_weights_and_autocast() -> None:
         assert_close(sums, oracle.clipped_sum(gradients, LIMIT), 2e-2)
 
 
-BODIES = (
-    lambda: norms_and_sums_are_right_and_compiled_once(every=3),
+BODIES = [
+    norms_and_sums_are_right_and_compiled_once,
     gradients_and_factors_are_both_delivered,
     other_sizes_are_compiled_once_more,
     a_budget_takes_a_second_backward,
     another_number_of_tokens_is_refused,
     gradients_do_not_depend_on_the_number_of_tokens,
-    lambda: a_second_use_leaves_all_samples_out(every=3),
+    a_second_use_leaves_all_samples_out,
     transposed_weights_and_autocast,
-)
+]
 
 
-def run_interpreted(call: str) -> None:
-    command = f"from tests.dp_clipping import test_compiled_fused as t; t.{call}; print('right')"
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", command],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.strip().endswith("right")
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_in_the_interpreter(interpreter, body):
+    interpreter.run(body)
 
 
-def interpreted() -> None:
-    for body in BODIES:
-        body()
-
-
-def test_in_the_interpreter():
-    run_interpreted("interpreted()")
+EVERY = [norms_and_sums_are_right_and_compiled_once, a_second_use_leaves_all_samples_out]
 
 
 @pytest.mark.slow
-def test_every_combination_in_the_interpreter():
-    run_interpreted(
-        "norms_and_sums_are_right_and_compiled_once(), t.a_second_use_leaves_all_samples_out()"
-    )
+@pytest.mark.parametrize("body", EVERY, ids=lambda body: body.__name__)
+def test_every_combination_in_the_interpreter(interpreter, body):
+    interpreter.run(body, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_by_inductor_in_the_interpreter():
-    run_interpreted("norms_and_sums_are_right_and_compiled_once('inductor')")
+def test_by_inductor_in_the_interpreter(interpreter):
+    interpreter.run(norms_and_sums_are_right_and_compiled_once, 1, "inductor")
 
 
 @gpu

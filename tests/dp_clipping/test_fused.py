@@ -1,14 +1,7 @@
-"""The `flash` modes on their kernels: in Triton's interpreter here, compiled in test_on_gpu.py.
-
-The interpreter must be chosen before a kernel is decorated, so all of it runs in one other process.
-"""
+"""The `flash` modes on their kernels: in Triton's interpreter here, compiled in test_on_gpu.py."""
 
 import importlib.util
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +15,6 @@ from tests.dp_clipping import zoo
 from tests.dp_clipping.conftest import assert_close, clipped_sums, count_calls, private
 from tests.dp_clipping.test_on_gpu import FLASH, compare_with_oracle, largest_contribution
 
-ROOT = Path(__file__).parents[2]
 ROUNDING = 3e-7
 ALLOWANCE = 1e-4  # what coefficients from Gram matrices are smaller by, with few tokens
 OPTIONS = [
@@ -51,15 +43,15 @@ def plain_sums(name: str, **options):
     return clipped_sums(model, batch, case.per_sample_loss), model.per_sample_gradient_norms
 
 
-def check_zoo(share: int = 1) -> None:
-    """The default mode on every network, the other on each `share`-th."""
+def check_zoo(everything: bool = False) -> None:
+    """The default mode on every network, the other on each fourth."""
     for mode in FLASH:
-        for case in zoo.CASES[:: 1 if mode == "flash_bookkeeping" else share]:
+        for case in zoo.CASES[:: 1 if everything or mode == "flash_bookkeeping" else 4]:
             if all(importlib.util.find_spec(package) for package in case.needs):
                 compare_with_oracle(case, "cpu", torch.float32, mode)
 
 
-def check_options(everything: bool) -> None:
+def check_options(everything: bool = False) -> None:
     """Whatever the plan, sums and norms are the same."""
     for clipping in ("flat", "per_layer"):
         for function in ("abadi", "automatic"):
@@ -306,39 +298,22 @@ def check_norm_layers() -> None:
         assert counted.count >= layers, (name, counted.count)
 
 
-def interpreted() -> None:
-    check_norm_layers()
-    check_zoo(share=4)
-    check_options(everything=False)
-    check_nonfinite()
-    check_contributions()
-    check_overflow()
-    check_many_parameters()
-    check_one_bad_group()
-    check_depth()
-    check_streaming()
-    check_room()
-    check_shared_inputs()
+BODIES = [
+    check_norm_layers, check_zoo, check_options, check_nonfinite, check_contributions,
+    check_overflow, check_many_parameters, check_one_bad_group, check_depth, check_streaming,
+    check_room, check_shared_inputs,
+]  # fmt: skip
 
 
-def test_in_the_interpreter():
-    run_interpreted("interpreted()")
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_in_the_interpreter(interpreter, body):
+    interpreter.run(body)
 
 
 @pytest.mark.slow
-def test_all_of_it_in_the_interpreter():
-    run_interpreted("check_zoo(), t.check_options(everything=True)")
-
-
-def run_interpreted(call: str) -> None:
-    pytest.importorskip("triton")
-    command = f"from tests.dp_clipping import test_fused as t; t.{call}; print('compared')"
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", command], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, timeout=400,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.strip().endswith("compared")
+@pytest.mark.parametrize("body", [check_zoo, check_options], ids=lambda body: body.__name__)
+def test_all_of_it_in_the_interpreter(interpreter, body):
+    interpreter.run(body, True)
 
 
 def test_without_a_gpu_plain_twins_serve_and_say_so_once(caplog, monkeypatch):

@@ -1,18 +1,15 @@
 """The kernels of private steps against their plain twins, which compute in float64.
 
-Without a GPU they run in Triton's interpreter, chosen before a kernel is decorated: in a process of
-its own, with small tiles, without bfloat16, whose products the interpreter gets wrong. Memory that
-PyTorch does not initialise holds NaN in these tests, and so does what lies beside an operand.
+Without a GPU they run in Triton's interpreter, with small tiles, without bfloat16, whose products
+the interpreter gets wrong. Memory that PyTorch does not initialise holds NaN in these tests, and so
+does what lies beside an operand.
 """
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,7 +24,6 @@ from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.tiles import Tile, is_described
 from dp_clipping.kernels.weighted_sum import weighted_sum, weighted_sum_plain
 
-ROOT = Path(__file__).parents[2]
 NORM_BOUND = 2e-5  # of squared norms, relative
 STORED_BOUND = 2e-6  # the same, against the values that were stored
 SUM_BOUND = {torch.float32: 2e-6, torch.float16: 2e-5, torch.bfloat16: 2e-5}  # of magnitudes
@@ -330,32 +326,17 @@ BODIES = [body for name, body in globals().items() if name.startswith("check_")]
 # ---- places --------------------------------------------------------------------------------------
 
 
-def interpreted() -> None:
-    """What the process of `test_kernels_in_the_interpreter` runs."""
-    torch.set_num_threads(1)
-    gram.CHUNK = 64
+def interpreted(body: Callable[[Place], None]) -> None:
+    """Each dtype reads through descriptors and through pointers."""
     tile = Tile(32, 32, 32, 4, 2)
-    with poisoned_memory():
-        for body in BODIES:
-            # each dtype reads through descriptors and through pointers
-            for n, dtype in enumerate((torch.float32, torch.float16)):
-                body(Place("cpu", dtype, tile, SHAPES, LAYOUTS[n::2]))
+    with poisoned_memory(), patch.object(gram, "CHUNK", 64):
+        for n, dtype in enumerate((torch.float32, torch.float16)):
+            body(Place("cpu", dtype, tile, SHAPES, LAYOUTS[n::2]))
 
 
-def test_kernels_in_the_interpreter():
-    command = (
-        "from tests.dp_clipping import test_kernels; test_kernels.interpreted(); print('compared')"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", command],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.strip() == "compared"
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_in_the_interpreter(interpreter, body):
+    interpreter.run(interpreted, body)
 
 
 gpu = pytest.mark.gpu

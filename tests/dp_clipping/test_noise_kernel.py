@@ -1,14 +1,9 @@
-"""The fused noise kernel against its plain twin.
-
-Without a GPU the kernel runs in Triton's interpreter, which must be chosen before a kernel is
-decorated: in a process of its own, so that no other test sees it.
-"""
+"""The fused noise kernel against its plain twin; without a GPU in Triton's interpreter."""
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +16,6 @@ from dp_clipping.shards import Run, runs_of
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = 4 * kernels.BLOCK
 SIZES = [0, 1, 2, 3, 4, 5, 127, PROGRAM - 1, PROGRAM, PROGRAM + 1, 3 * PROGRAM + 2]
 OFFSETS = [0, 1, 2, 3, 4, 2**31 - 2, 2**34 - 5, 2**40 + 3, 2**62 + 1]
@@ -94,17 +88,20 @@ def check_box_muller(device: str) -> None:
     assert (sin - angle.sin()).abs().max() < 9e-8
 
 
-def check_noise(device: str, sizes: list[int], offsets: list[int], streams=STREAMS) -> None:
+def check_noise(device: str) -> None:
     """Normals differ by rounding only; nothing is written outside."""
-    for stream in streams:
-        for offset in offsets:
-            for n in sizes:
-                guard = torch.full((n + 8,), torch.nan, device=device)
-                total = torch.zeros(n, device=device)
-                kernels.add_noise_kernel_launch(total, guard[:n], stream, 1.0, 1.0, offset)
-                expected = standard_normal(n, stream, offset=offset, device=device)
-                torch.testing.assert_close(guard[:n], expected, rtol=0, atol=2e-6)
-                assert guard[n:].isnan().all(), "written behind its end"
+    everything = [*product(STREAMS, OFFSETS, [*SIZES, 1_000_003])]
+    some = [
+        *product(STREAMS[:1], [0, 3, 2**34 - 5], SIZES),
+        *product(STREAMS, OFFSETS, [PROGRAM + 3]),
+    ]
+    for stream, offset, n in some if device == "cpu" else everything:
+        guard = torch.full((n + 8,), torch.nan, device=device)
+        total = torch.zeros(n, device=device)
+        kernels.add_noise_kernel_launch(total, guard[:n], stream, 1.0, 1.0, offset)
+        expected = standard_normal(n, stream, offset=offset, device=device)
+        torch.testing.assert_close(guard[:n], expected, rtol=0, atol=2e-6)
+        assert guard[n:].isnan().all(), "written behind its end"
 
 
 def check_result(device: str) -> None:
@@ -260,50 +257,27 @@ def test_rows_that_32_bits_do_not_count(monkeypatch):
     assert kernels._within_reach(place[:1]) == place[:1]
 
 
-def interpreted() -> None:
-    """What the process of `test_kernel_in_the_interpreter` runs."""
-    kernels.serves = lambda total: total.dtype == torch.float32
-    check_words("cpu")
-    check_box_muller("cpu")
-    check_noise("cpu", SIZES, [0, 3, 2**34 - 5], STREAMS[:1])
-    check_noise("cpu", [PROGRAM + 3], OFFSETS)
-    check_result("cpu")
-    check_layouts("cpu")
-    check_slices("cpu")
-    check_many("cpu")
-    check_parts("cpu")
-    check_places("cpu")
+BODIES = [
+    check_words, check_box_muller, check_noise, check_result, check_layouts, check_slices,
+    check_many, check_parts, check_places,
+]  # fmt: skip
 
 
-def test_kernel_in_the_interpreter():
-    command = (
-        "from tests.dp_clipping import test_noise_kernel; test_noise_kernel.interpreted(); "
-        "print('compared')"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", command],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.strip() == "compared"
+def interpreted(body: Callable[[str], None]) -> None:
+    with patch.object(kernels, "serves", lambda total: total.dtype == torch.float32):
+        body("cpu")
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_in_the_interpreter(interpreter, body):
+    interpreter.run(interpreted, body)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_compiled_kernel():
-    check_words("cuda")
-    check_box_muller("cuda")
-    check_noise("cuda", [*SIZES, 1_000_003], OFFSETS)
-    check_result("cuda")
-    check_layouts("cuda")
-    check_slices("cuda")
-    check_many("cuda")
-    check_parts("cuda")
-    check_places("cuda")
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_compiled_kernel(body):
+    body("cuda")
 
 
 @pytest.mark.gpu
