@@ -27,7 +27,7 @@ from dp_clipping.modes import PLAIN_TWIN, say_plain
 from dp_clipping.norm_reduce import GlobalNorms, NormReducer
 from dp_clipping.search import Search
 from dp_clipping.session import Policy, Session
-from dp_clipping.sharded import ShardedSums, Sharding
+from dp_clipping.sharded import ShardedSums, Sharding, local
 from dp_clipping.statistics import NormStatistics, norm_statistics
 from dp_clipping.validation import check_still_fixed, normalizations, same_buffers
 
@@ -429,8 +429,10 @@ class PrivateModel(nn.Module):
     def apply_gradient(self, parameter: Parameter, gradient: Tensor) -> None:
         """Let `.grad` be what the optimizer applies, in the parameter's own dtype.
 
-        `gradient`: of a DTensor, this rank's part.
+        `gradient`: of a DTensor, this rank's part; it may be what `.grad` holds, changed in place.
         """
+        if parameter.grad is not None and local(parameter.grad) is gradient:
+            return
         if self.sharding is not None:
             gradient = self.sharding.like(parameter, gradient)
         parameter.grad = None
