@@ -5,6 +5,7 @@ Without a GPU the kernels run in Triton's interpreter.
 
 import importlib.util
 import shutil
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -62,9 +63,21 @@ def transformer(layers: int = 1) -> nn.Module:
     return zoo.seeded(lambda: zoo.transformer(num_layers=layers))
 
 
-def check_transformer(model, batch_size: int, length: int, **options) -> None:
-    batch, layers = zoo.tokens(batch_size, length), len(model.network.blocks)
-    check(model, transformer(layers), batch, zoo.cross_entropy, **options)
+def small() -> nn.Module:
+    """What a transformer is made of, but for attention, on which a compiler takes seconds."""
+    return zoo.seeded(
+        lambda: zoo.Net(
+            lambda net, x: net.head(torch.tanh(net.norm(net.hidden(net.word(x))))),
+            word=nn.Embedding(zoo.VOCABULARY, 8),
+            hidden=nn.Linear(8, 12),
+            norm=nn.RMSNorm(12),
+            head=nn.Linear(12, zoo.VOCABULARY),
+        )
+    )
+
+
+def check_tokens(model, network: nn.Module, batch_size: int, length: int, **options) -> None:
+    check(model, network, zoo.tokens(batch_size, length), zoo.cross_entropy, **options)
 
 
 def graphs() -> int:
@@ -83,39 +96,40 @@ def norms_and_sums_are_right_and_compiled_once(every: int = 3, backend: str = "a
         whole = (mode == "flash") == (clipping == "flat")
         options = dict(backend=backend, mode=mode, clipping=clipping, norm_algorithm=algorithm)
         model = compiled(transformer(), whole, **options)
-        check_transformer(model, 4, 6, clipping=clipping, tolerance=TOLERANCE[algorithm])
+        shared = dict(clipping=clipping, tolerance=TOLERANCE[algorithm])
+        check_tokens(model, transformer(), 3, 6, **shared)
         with torch.compiler.set_stance("fail_on_recompile"):
-            check_transformer(model, 4, 6, clipping=clipping, tolerance=TOLERANCE[algorithm])
+            check_tokens(model, transformer(), 3, 6, **shared)
         assert algorithm == "auto" or algorithms(model) == {algorithm}
         assert model.capture.plan.is_one_pass == (mode != "flash")
 
 
 def gradients_and_factors_are_both_delivered() -> None:
-    """At nine tokens the factors of most layers take more than their gradients."""
-    for whole in (False, True):
-        model = compiled(transformer(2), whole)
-        check_transformer(model, 4, 9)
+    """At nine tokens the factors of some layers take more than their gradients."""
+    for build, whole in ((transformer, False), (small, True)):
+        model = compiled(build(), whole)
+        check_tokens(model, build(), 3, 9)
         assert algorithms(model) == {"gradient", "input_length"}
-        check_transformer(model, 4, 6)
+        check_tokens(model, build(), 3, 4)
         assert algorithms(model) == {"input_length"}
 
 
-def other_sizes_are_compiled_once_more() -> None:
+def other_sizes_are_compiled_once_more(build: Callable[[], nn.Module] = small) -> None:
     """A dimension that changes becomes a variable."""
     for algorithm in ("input_length", "width"):
-        model = compiled(transformer(), norm_algorithm=algorithm)
+        model = compiled(build(), norm_algorithm=algorithm)
         for batch_size, length in ((4, 6), (4, 9), (3, 7)):
-            check_transformer(model, batch_size, length, tolerance=TOLERANCE[algorithm])
+            check_tokens(model, build(), batch_size, length, tolerance=TOLERANCE[algorithm])
         assert graphs() == 3
         with torch.compiler.set_stance("fail_on_recompile"):
-            check_transformer(model, 5, 8, tolerance=TOLERANCE[algorithm])
-            check_transformer(model, 2, 10, tolerance=TOLERANCE[algorithm])
+            check_tokens(model, build(), 5, 8, tolerance=TOLERANCE[algorithm])
+            check_tokens(model, build(), 2, 10, tolerance=TOLERANCE[algorithm])
 
 
 def a_budget_takes_a_second_backward() -> None:
-    model = compiled(transformer(2), memory_budget=6000)
+    model = compiled(transformer(), memory_budget=8000)
     for _ in range(2):
-        check_transformer(model, 4, 6)
+        check_tokens(model, transformer(), 3, 6)
         assert not model.capture.plan.is_one_pass
         assert not all(choice.recomputed for choice in model.capture.plan.choices)
 
@@ -232,13 +246,17 @@ def test_in_the_interpreter(interpreter, body):
     interpreter.run(body)
 
 
-EVERY = [norms_and_sums_are_right_and_compiled_once, a_second_use_leaves_all_samples_out]
+EVERY = {
+    norms_and_sums_are_right_and_compiled_once: 1,
+    a_second_use_leaves_all_samples_out: 1,
+    other_sizes_are_compiled_once_more: transformer,
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("body", EVERY, ids=lambda body: body.__name__)
-def test_every_combination_in_the_interpreter(interpreter, body):
-    interpreter.run(body, 1)
+def test_all_of_it_in_the_interpreter(interpreter, body):
+    interpreter.run(body, EVERY[body])
 
 
 @pytest.mark.slow
