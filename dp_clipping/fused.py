@@ -42,6 +42,7 @@ from dp_clipping.waiting import Waiting
 
 PENDING_BYTES = 1 << 28  # of what waits for a common launch, in any case
 MOST_PENDING_BYTES = 1 << 31  # the same, in memory that backward has freed
+UNIT_BYTES = 1 << 30  # of sums that leave together where FSDP's modules are smaller
 SHARE = 0.93  # of an ordinary step's memory: the rest is for what backward holds in passing
 
 
@@ -84,6 +85,7 @@ class FusedSession(Session):
         self._streams = False  # whether groups are summed as soon as their norms are there
         self._handed_on: set[Parameter] = set()
         self._arrivals: Counter[int] = Counter()  # of parameters, by the FSDP module they are of
+        self._complete = 0  # bytes of the modules that have all, since the last launch
         self._stream: int | None = None
         self._joined: set[Parameter] = set()  # their norms are in another parameter's
 
@@ -205,15 +207,17 @@ class FusedSession(Session):
 
         `leaves`: sums or norms leave for other ranks then. In a sharded model those collectives are
         among the layers' own, and every rank must issue all of them in one order, whatever the
-        sizes of its batch, its memory and its plan: so the time comes when all of a unit (what
-        one FSDP module gathers) has arrived.
+        sizes of its batch, its memory and its plan: so the time comes when all of some units (what
+        one FSDP module gathers is one) has arrived, as many as make a launch worth while.
         """
         sharding = self.capture.sharding
         if sharding is not None:
             unit = sharding.parts[parameter].unit
             self._arrivals[unit] += 1
+            if self._arrivals[unit] == len(sharding.units[unit]):
+                self._complete += sharding.unit_bytes[unit]
             if leaves:
-                return self._arrivals[unit] == len(sharding.units[unit])
+                return self._complete >= UNIT_BYTES
         return self._pending > self._may_wait and not self._has_room()
 
     def _has_room(self) -> bool:
@@ -282,7 +286,7 @@ class FusedSession(Session):
         self._joined |= found.joined
         self._kept.update(found.gradients)  # in the factors' places
         self._note_norms()
-        self._pending, self._may_wait = 0, PENDING_BYTES
+        self._pending, self._may_wait, self._complete = 0, PENDING_BYTES, 0
 
     def _known_norms(self) -> list[Parameter]:
         return [*self._norms, *self._joined]
@@ -375,7 +379,7 @@ class FusedSession(Session):
 
     def _sum_waiting(self) -> None:
         waiting, self._to_sum = self._to_sum, {}
-        self._pending, self._may_wait = 0, PENDING_BYTES
+        self._pending, self._may_wait, self._complete = 0, PENDING_BYTES, 0
         if waiting:
             self._sum_all(waiting, self._scale)
 

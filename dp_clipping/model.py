@@ -478,7 +478,6 @@ class PrivateModel(nn.Module):
         if self._is_wrapped and any(p.dtype != wide(p.dtype) for p in self.capture.parameters):
             self.module.gradient_dtype = torch.float32
 
-    @torch.no_grad()
     def _receive(self, parameter: Parameter, total: Tensor | None) -> None:
         shape, dtype = self.capture.shapes[parameter], wide(parameter.dtype)
         if total is None:

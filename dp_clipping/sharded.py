@@ -120,6 +120,15 @@ class Sharding:
             found.setdefault(part.unit, []).append(parameter)
         return found
 
+    @cached_property
+    def unit_bytes(self) -> dict[int, int]:
+        """Number of an FSDP module -> float32 bytes of its trainable parameters, the same on all
+        ranks: of whole ones, even where a rank computes with parts."""
+        sizes = {
+            p: p.numel() if is_sharded(p) else part.shape.numel() for p, part in self.parts.items()
+        }
+        return {unit: 4 * sum(sizes[p] for p in own) for unit, own in self.units.items()}
+
     @classmethod
     def of(cls, module: nn.Module, data_group: dist.ProcessGroup | None = None) -> Sharding | None:
         """What has sharded the module; None: nothing has.

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from dp_clipping import fused
 from dp_clipping.adaptive import AdaptiveThreshold
 from dp_clipping.session import Session
 from dp_clipping.sharded import Sharding
@@ -401,15 +402,23 @@ def test_refusals(cpu_ranks):
 
 
 def fused_step(context: Context) -> None:
-    """One float32 step of each fused mode: per layer, sums leave while backward gathers."""
+    """One float32 step of each fused mode: per layer, sums leave while backward gathers, those of
+    one FSDP module after the other or of several together."""
     counts = SPLITS[context.world_size]
     batch = zoo.tokens(sum(counts), 6)
     single = lambda: zoo.seeded(zoo.transformer)  # noqa: E731
     gradients = oracle.per_sample_gradients(single(), batch, zoo.cross_entropy)
     norms = oracle.norms(gradients)
     mine = part(counts, context.rank)
-    cases = product(("flash_bookkeeping", "flash"), ("flat", "per_layer"), ("fsdp2", "tensor"))
-    for mode, clipping, how in cases:
+    cases = [
+        (*case, fused.UNIT_BYTES)
+        for case in product(
+            ("flash_bookkeeping", "flash"), ("flat", "per_layer"), ("fsdp2", "tensor")
+        )
+    ]
+    cases += [("flash_bookkeeping", "per_layer", how, 0) for how in ("fsdp2", "tensor")]
+    cases += [("flash", "flat", "fsdp2", 0)]
+    for mode, clipping, how, fused.UNIT_BYTES in cases:
         mesh = DeviceMesh.from_group(
             context.group, "cpu", mesh_dim_names=("tensor" if how == "tensor" else "data",)
         )
@@ -419,8 +428,13 @@ def fused_step(context: Context) -> None:
             norm_reduction="layerwise" if clipping == "flat" else "sync",
         )  # fmt: skip
         own = slice(None) if how == "tensor" else mine
+        left_in_backward = note_departures(model)
         private_loss(model, oracle.pick(batch, own), zoo.cross_entropy).backward()
         model.finish_synchronization()
+        if how == "fsdp2":
+            assert len(left_in_backward) == (
+                len(model.sharding.units) if not fused.UNIT_BYTES else 0
+            )
         assert "predicted ms" in model.plan_table()  # a fused session it was
         torch.testing.assert_close(
             model.per_sample_gradient_norms.double(), norms[own], rtol=2e-5, atol=0
@@ -428,6 +442,19 @@ def fused_step(context: Context) -> None:
         for name, parameter in model.network.named_parameters():
             total = whole(parameter.grad).double()
             torch.testing.assert_close(total, expected[name], rtol=0, atol=4e-5)
+
+
+def note_departures(model) -> list[int]:
+    """Grows with each FSDP module whose sums leave while a backward is under way."""
+    left, launch = [], model._sharded_sums._launch
+
+    def noted(parameters, totals):
+        if model.last_session._in_backward:
+            left.append(len(parameters))
+        launch(parameters, totals)
+
+    model._sharded_sums._launch = noted
+    return left
 
 
 def interpreted() -> None:
