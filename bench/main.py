@@ -34,6 +34,7 @@ from lm.runtime import (
 from lm.watch import Watch
 from measure import Results
 from measure.command_line import check_folder, refuse
+from measure.report import say_report
 
 DEFAULT_FOLDER = Path("results_ddp")
 
@@ -124,7 +125,7 @@ def work(settings: Settings, hardware: Hardware, options: argparse.Namespace) ->
 
 def print_report(settings: Settings, world_size: int, device: str) -> int:
     text, status = report(settings, world_size, device)
-    print(text, flush=True)
+    print(text, say_report(settings.output_dir), sep="\n", flush=True)
     return status
 
 

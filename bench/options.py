@@ -209,7 +209,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--output-dir", type=Path, metavar="FOLDER",
-        help="receives results.jsonl and comparison.png; an existing one is resumed "
+        help="receives results.jsonl, comparison.png and report.html; an existing one is resumed "
         "(default: results_ddp/ and the time)",
     )  # fmt: skip
     group.add_argument(

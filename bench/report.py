@@ -19,11 +19,11 @@ from measure import (
     ratio,
     summarize,
 )
+from measure.statistics import NOISY
 
 REFERENCE = "torch_ddp"
 WITHOUT_PRIVACY = "not private"  # what the price of privacy is relative to, in the picture
 MIB = 1 << 20
-NOISY = 1.5  # 90th over 10th percentile of the floor, from which a comparison says little
 
 
 def report(settings: Settings, world_size: int, device: str) -> tuple[str, int]:

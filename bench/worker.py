@@ -1,18 +1,19 @@
 """What each rank does in benchmark mode: the gate first, then interleaved rounds of timing."""
 
 import json
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from bench.gate import Gate
+from bench.gate import Gate, tolerance
 from bench.options import NOT_PRIVATE
 from bench.settings import Settings, Subject, source_digest
 from bench.training import building, max_over_ranks, train
 from ddp import Unavailable
-from lm.runtime import PeakMemory, StepClock, Worker, invocation
+from lm.runtime import PeakMemory, StepClock, Worker, invocation, typed_command
 from lm.watch import Cause, Watch
 from measure import (
     FINISHED,
@@ -149,7 +150,8 @@ class Benchmark:
 
     def _row(self, cell: Cell) -> dict:
         row = cell.row(self.settings, self.worker.world_size, device_name(self.worker.device))
-        return {**row, "invocation": invocation()}
+        command = typed_command(sys.argv[:1], sys.argv[1:])
+        return {**row, "invocation": invocation(), "command": command}
 
     def _measure(self, cell: Cell) -> str:
         """Record the cell's row; its status."""
@@ -170,7 +172,8 @@ class Benchmark:
 
     def _prove(self, cell: Cell) -> dict:
         self._gate = self._gate or Gate(self.settings, self.worker, self.watch.at)
-        return {"gradient_error": self._gate.error(cell.subject)}
+        error = self._gate.error(cell.subject)
+        return {"gradient_error": error, "tolerance": tolerance(cell.subject, self.settings)}
 
     def _time(self, cell: Cell) -> dict:
         self._gate = None  # its reference gradients would count as memory
@@ -188,12 +191,17 @@ class Benchmark:
         peak = max_over_ranks([-1.0 if peak is None else peak + outside], self.worker.device)[0]
         return {
             "step_ms": timed,
+            "total_batch_size": self.settings.batch_size * self._data_ranks(cell),
             "untimed_step_ms": milliseconds[: self._untimed_steps()],
             "peak_memory_bytes": None if peak < 0 else int(peak),
             "loss": float(loss),
             **stats,
             **({"plan": plan.table()} if plan and cell.round == 0 else {}),
         }
+
+    def _data_ranks(self, cell: Cell) -> int:
+        """Ranks with batches of their own: those of a tensor axis share one."""
+        return cell.subject.layout.sizes(self.worker.world_size)[0]
 
     def _untimed_steps(self) -> int:
         """Warmup epochs, and of a run without them its first steps, which build and allocate."""

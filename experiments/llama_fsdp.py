@@ -49,6 +49,7 @@ from lm.runtime import (
 )
 from measure import OK, Progress, Results, duration, plan_rounds, summarize, write_atomically
 from measure.command_line import check_folder, refuse
+from measure.report import say_report
 
 VERSION = torch.__version__
 A_DAY = timedelta(days=1)
@@ -117,13 +118,14 @@ def check(options: argparse.Namespace, world_size: int) -> None:
 
 
 def redraw(folder: Path) -> int:
-    """Pictures and summary, from the results that are there."""
+    """Pictures, summary and report, from the results that are there."""
     from experiments.llama_fsdp_plots import draw
 
     results = read_results(folder)
     write_atomically(folder / "summary.txt", summarize_run(results))
     paths = draw(results, folder / "visualizations")
     print(f"{folder}: summary.txt, {', '.join(path.name for path in paths)}")
+    print(say_report(folder))
     return 0
 
 
@@ -218,7 +220,7 @@ def run_grid(options: argparse.Namespace, hardware: Hardware, world_size: int, s
                 continue
             result = measure(cell, options, hardware, world_size, start, temporary)
             temporary.unlink()
-            results.record({"key": keys[cell], **result})
+            results.record({"key": keys[cell], **result, "command": options.typed})
             if result["status"] != OK:
                 given_up.add(place)
             write_result(folder / cell.file, _all_rounds(results.rows(), cell, key_of))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.llama_fsdp_results import MODES, Cell, Settings
-from experiments.llama_network import SHAPES, TOKEN
-from lm.runtime import invocation, is_first_of_host
+from experiments.llama_network import SHAPES, TOKEN, without_token
+from lm.runtime import invocation, is_first_of_host, typed_command
 from measure.command_line import Parser, check_numbers
 
 PROGRAM = "experiments.llama_fsdp"
@@ -28,6 +29,7 @@ it was stopped. The results folder receives
     {mode}_seq{T}_result.json        times of every step, phases, memory, environment
     visualizations/*.png             memory, time, both against each other, ratios to no_dp
     summary.txt                      the table of all that
+    report.html                      tables, pictures and where they come from, in one file
     results.jsonl                    what a rerun resumes from
 """
 EXAMPLES = """\
@@ -43,7 +45,7 @@ examples:
   torchrun --nproc_per_node=8 -m experiments.llama_fsdp --modes no_dp flash_bookkeeping_fsdp
       the same under torchrun, also over several nodes
   python -m experiments.llama_fsdp --redraw results/mine
-      pictures and summary from the results that are there
+      pictures, summary and report from the results that are there
 """
 
 
@@ -130,7 +132,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--redraw", type=Path, metavar="DIR",
-        help="only draw the pictures and write summary.txt, from the results in DIR",
+        help="only draw the pictures, write summary.txt and report.html, from the results in DIR",
     )  # fmt: skip
     group.add_argument(
         "--dry-run", action="store_true", help="say what would be measured; write nothing"
@@ -162,6 +164,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         check_numbers(options, POSITIVE, NOT_NEGATIVE)
     except ValueError as error:
         made.error(str(error))
+    words = [without_token(w) for w in (sys.argv[1:] if arguments is None else arguments)]
+    options.typed = typed_command(["-m", PROGRAM], words)
     options.modes = list(dict.fromkeys(options.modes))
     options.seq_lengths = list(dict.fromkeys(options.seq_lengths))
     return options

@@ -8,7 +8,7 @@ import os
 import random
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -85,6 +85,19 @@ def invocation() -> str:
 def has_parent() -> bool:
     """Was this worker started by `lm.launch`, whose process reports the results?"""
     return LAUNCHED_HERE in os.environ
+
+
+def typed_command(program: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """What starts the same run again; `program` is as for `python`.
+
+    A worker that `lm.launch` has started tells the command of the process that did it.
+    """
+    if not launched() or has_parent():
+        return ["python", *program, *arguments]
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", launched_world_size()))
+    nodes = launched_world_size() // local
+    start = ["torchrun", *([f"--nnodes={nodes}"] if nodes > 1 else []), f"--nproc_per_node={local}"]
+    return [*start, *program, *arguments]
 
 
 def find_hardware(device: str = "auto", num_processes: int | None = None) -> Hardware:

@@ -6,14 +6,13 @@ are the raw steps, the line across them is the spread. Behind the bar stand the 
 right, where it is known, peak memory. A row that has no time says why, in words.
 """
 
-import io
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from measure.files import write_atomically
+from measure.picture import save_picture
 from measure.results import OK
 from measure.table import describe_failure
 
@@ -68,7 +67,7 @@ def draw_comparison(
     floor = baseline if _draw_floor_line(times, rows, baseline) else None
     exposed = any(row.get("exposed_ms") is not None for row in rows)
     _write_head(figure, title, lines, floor, exposed)
-    _save(figure, path)
+    save_picture(figure, path, _sentence(floor, exposed, reference))
 
 
 def _layout(rows: Sequence[dict], head: float):
@@ -239,10 +238,16 @@ def _write_head(
         )
 
 
-def _save(figure, path: str | Path) -> None:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    write_atomically(path, buffer.getvalue())
+def _sentence(floor: str | None, exposed: bool, reference: str | None) -> str:
+    """What to read off, for those who show the picture."""
+    parts = ["Shorter bars are faster, and dots far from a bar's end are steps that were disturbed"]
+    if exposed:
+        parts.append("the orange end of a bar is time that communication adds")
+    if floor is not None:
+        parts.append(f"no bar can be expected to end left of the dashed line ({_name(floor)})")
+    if reference is not None:
+        parts.append("a ratio whose interval holds 1 shows no difference")
+    return "; ".join(parts) + "."
 
 
 def _is_ok(row: dict) -> bool:

@@ -66,19 +66,32 @@ class Results:
 
     def rows(self) -> list[dict]:
         """Return the newest row of every cell, in the order in which cells first appeared."""
-        newest = {}
-        for row in read_lines(self.path):
-            self._check(row)
-            newest[row["key"]] = row
-        return list(newest.values())
+        return newest_rows(self.path)
 
-    def _check(self, row: dict) -> None:
-        version = row.get("schema_version") if isinstance(row, dict) else None
-        if version != SCHEMA_VERSION:
-            raise ValueError(
-                f"{self.path} has schema version {version}, this program reads and writes "
-                f"{SCHEMA_VERSION}: name another output folder"
-            )
+
+def newest_rows(path: str | Path) -> list[dict]:
+    """The newest row of every cell of a file of rows, in the order in which cells first appeared.
+
+    Raises:
+        ValueError: a line is no row of this version.
+    """
+    newest = {}
+    for row in read_lines(path):
+        check_version(path, row)
+        if "key" not in row:
+            raise ValueError(f"{path}: a row has no key, so it is not of this program")
+        newest[row["key"]] = row
+    return list(newest.values())
+
+
+def check_version(path: str | Path, row: dict) -> None:
+    """Raises ValueError for what is no row of this version."""
+    version = row.get("schema_version") if isinstance(row, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ValueError(
+            f"{path} has schema version {version}, this program reads and writes "
+            f"{SCHEMA_VERSION}: name another folder"
+        )
 
 
 def _plain(value):

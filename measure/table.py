@@ -37,15 +37,26 @@ def format_table(
     A missing value (absent, None, NaN) prints as `–`. A row whose `status` is there and not `ok`
     shows status and `reason` in place of its numbers: from the first right-aligned column on.
     """
+    headings, body, right = table_cells(columns, rows)
+    lines = (_markdown if markdown else _plain)(headings, body, right)
+    if title:
+        lines = [f"**{title}**" if markdown else title, "", *lines]
+    return "\n".join(lines)
+
+
+def table_cells(
+    columns: Sequence[Column | str], rows: Sequence[dict]
+) -> tuple[list[str], list[list[str]], list[bool]]:
+    """Return headings, a list of cells for each row, and which columns are aligned right.
+
+    A failed row has fewer cells than there are columns: its last one is status and reason.
+    """
     columns = [Column(column) if isinstance(column, str) else column for column in columns]
     right = [_is_right(column, rows) for column in columns]
     first = _first_number(right)
     body = [_cells(columns, row, first) for row in rows]
     headings = [column.key if column.heading is None else column.heading for column in columns]
-    lines = (_markdown if markdown else _plain)(headings, body, right)
-    if title:
-        lines = [f"**{title}**" if markdown else title, "", *lines]
-    return "\n".join(lines)
+    return headings, body, right
 
 
 def describe_failure(row: dict) -> str:

@@ -2,14 +2,18 @@
 
 import json
 import os
+import platform
 import pty
 import re
+import shlex
 import signal
 
+import numpy as np
 import pytest
 
 from ddp import IMPLEMENTATIONS
 from measure import SCHEMA_VERSION
+from measure.report_tables import milliseconds
 from tests.bench.command import (
     PLUGINS,
     benchmark,
@@ -18,6 +22,7 @@ from tests.bench.command import (
     table_of,
     wait_for_rows,
 )
+from tests.measure.page import Page
 
 NAMES = [*IMPLEMENTATIONS, "Minimal"]
 MEASURED = [name for name in NAMES if name != "ddp_copy_engine"]
@@ -110,7 +115,7 @@ def test_rows_carry_config_environment_samples_and_status(rows):
             assert row["peak_memory_bytes"] > 1e7
             assert 0 < row["loss"] < 7
         elif row["status"] == "ok":
-            assert row["gradient_error"] <= 1e-6
+            assert row["gradient_error"] <= 1e-6 < row["tolerance"]
 
 
 def test_counts_tell_the_implementations_apart(rows):
@@ -138,7 +143,31 @@ def test_rounds_are_interleaved(rows):
 
 def test_the_picture_is_there_and_nothing_half_written(finished, folder):
     assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in folder.iterdir()) == ["comparison.png", "results.jsonl"]
+    names = ["comparison.png", "report.html", "results.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+
+
+def test_the_report_has_the_numbers_of_the_rows_and_of_the_table(finished, folder, rows):
+    page = Page((folder / "report.html").read_text())
+    assert finished.stdout.endswith(f"report: {folder / 'report.html'}\n")
+    times, printed = page.rows("Step time"), table_of(finished.stdout)
+    assert [name.rpartition(":")[2] for name in times] == NAMES
+    for label, cells in times.items():
+        name = label.rpartition(":")[2]
+        if name not in MEASURED:
+            assert cells["median ms"].startswith("unavailable: ")
+            continue
+        own = [r for r in rows if r["implementation"] == label and r["kind"] == "timing"]
+        steps = [ms for row in own for ms in row["step_ms"]]
+        assert cells["median ms"] == milliseconds(float(np.median(steps)))
+        assert cells["rounds"] == "2 of 2"
+        assert cells["× torch_ddp [95 %]"] in printed[name]
+        assert f" {cells['tokens/s']} " in printed[name]
+    assert len(page.pictures) == 1
+    assert "orange" in page.captions[0]
+    assert dict(page.tables["Environment"][0])["python"] == platform.python_version()
+    assert rows[0]["command"][0] == "python"
+    assert shlex.join(rows[0]["command"]) in page.text
 
 
 def test_a_rerun_measures_nothing_and_prints_the_same(finished, arguments, folder, rows):

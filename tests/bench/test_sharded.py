@@ -180,6 +180,8 @@ def test_sharded_models_are_proved_and_timed(run, folder):
             assert row["kind"] == TIMING
             assert min(row["step_ms"]) > 0
             assert 0 < row["loss"] < 7
+            sharing = row["implementation"] == "tp"
+            assert row["total_batch_size"] == row["config"]["batch_size"] * (1 if sharing else 2)
 
 
 @pytest.fixture(scope="module")

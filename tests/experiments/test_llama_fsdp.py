@@ -1,6 +1,7 @@
 """`python -m experiments.llama_fsdp`: a real grid of the tiny shape, and what results become."""
 
 import json
+import shlex
 import subprocess
 import sys
 from itertools import combinations
@@ -27,6 +28,7 @@ from experiments.llama_network import build, config_of
 from lm.launch import Outcome
 from lm.runtime import Hardware
 from lm.watch import Cause
+from tests.measure.page import Page
 
 ROOT = Path(__file__).parents[2]
 PICTURES = (
@@ -84,6 +86,23 @@ def test_grid_writes_results_pictures_and_summary(grid):
         assert (folder / "visualizations" / f"{name}.png").read_bytes()[1:4] == b"PNG"
     assert "flash_bookkeeping_fsdp" in (folder / "summary.txt").read_text()
     assert not (folder / ".cell.json").exists()
+
+
+def test_the_report_has_the_numbers_of_the_results(grid):
+    arguments, folder, _ = grid
+    page = Page((folder / "report.html").read_text())
+    result = json.loads((folder / "flash_bookkeeping_fsdp_seq16_result.json").read_text())
+    row = page.rows("Step time")["flash_bookkeeping_fsdp"]
+    assert float(row["median ms"]) == pytest.approx(result["median_time_ms"], rel=1e-3)
+    part = page.rows("Parts of a step")["flash_bookkeeping_fsdp"]
+    expected = result["phases"]["forward_backward_ms"]
+    assert float(part["median ms"]) == pytest.approx(expected, rel=1e-3)
+    peak = page.rows("Memory and exchange")["flash_bookkeeping_fsdp"]["peak MiB"]
+    assert float(peak.replace(",", "")) == pytest.approx(result["peak_memory_mb"], abs=0.5)
+    assert len(page.pictures) == len(PICTURES)
+    typed = shlex.join(["python", "-m", "experiments.llama_fsdp", *arguments])
+    assert typed in page.text
+    assert page.text.count("experiments.llama_fsdp") == 1
 
 
 def test_the_token_is_written_nowhere(grid):
@@ -338,7 +357,13 @@ def test_redraw_needs_only_the_results(tmp_path, capsys):
         write_result(tmp_path / name, result)
     assert main(["--redraw", str(tmp_path)]) == 0
     names = {path.name for path in files_below(tmp_path) if path.suffix != ".json"}
-    assert names == {"summary.txt", *(f"{name}.png" for name in PICTURES)}
+    assert names == {"summary.txt", "report.html", *(f"{name}.png" for name in PICTURES)}
+    page = Page((tmp_path / "report.html").read_text())
+    assert page.rows("Step time")["flash_fsdp"]["median ms"] == "163.8"
+    assert len(page.pictures) == len(set(page.captions)) == len(PICTURES)
+    assert "does not say" not in page.text
+    assert "2,048 tokens a sample" in page.text
+    assert ["ghost_fsdp", "2048", "1", "oom", "no more"] in page.tables["What was not measured"][0]
 
 
 def test_dry_run_writes_nothing(tmp_path, capsys):

@@ -127,6 +127,22 @@ def test_workers_share_the_invocation_of_their_parent(monkeypatch):
     assert runtime.invocation() == "another"
 
 
+def test_the_command_that_was_typed(monkeypatch):
+    def typed() -> str:
+        return " ".join(runtime.typed_command(["-m", "x"], ["--y", "1"]))
+
+    for name in (*runtime.LAUNCH_VARIABLES, runtime.LAUNCHED_HERE, "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert typed() == "python -m x --y 1"
+    for name in runtime.LAUNCH_VARIABLES:
+        monkeypatch.setenv(name, "8")
+    assert typed() == "torchrun --nproc_per_node=8 -m x --y 1"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert typed() == "torchrun --nnodes=2 --nproc_per_node=4 -m x --y 1"
+    monkeypatch.setenv(runtime.LAUNCHED_HERE, "1")
+    assert typed() == "python -m x --y 1"
+
+
 def test_the_clock_measures_what_is_between_marks():
     clock = StepClock(CPU)
     clock.mark()

@@ -6,6 +6,7 @@ from matplotlib.figure import Figure
 
 from measure import chart
 from measure.chart import draw_comparison
+from measure.picture import read_picture
 
 
 def _row(label, median, exposed=None, memory=None, samples=None):
@@ -38,9 +39,9 @@ ROWS = [
 def drawn(tmp_path, monkeypatch):
     """Draw rows, check that a PNG came out, and return the figure for inspection."""
     figures = []
-    save = chart._save
+    save = chart.save_picture
     monkeypatch.setattr(
-        chart, "_save", lambda figure, path: (figures.append(figure), save(figure, path))
+        chart, "save_picture", lambda figure, *rest: (figures.append(figure), save(figure, *rest))
     )
 
     def draw(rows, baseline="floor", reference="peer"):
@@ -120,7 +121,7 @@ def test_text_stays_inside_its_panel(drawn):
 
 def test_a_long_subtitle_has_several_lines_inside_the_picture(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr(chart, "_save", lambda figure, _: figures.append(figure))
+    monkeypatch.setattr(chart, "save_picture", lambda figure, *_: figures.append(figure))
     for subtitle in ("short", "a sentence of some words, " * 8):
         draw_comparison(ROWS, tmp_path / "x.png", "Title", subtitle, "floor", "peer")
     short, long = figures
@@ -129,3 +130,16 @@ def test_a_long_subtitle_has_several_lines_inside_the_picture(tmp_path, monkeypa
     assert text.get_text().count("\n") == 1
     assert text.get_window_extent().x1 <= long.bbox.x1
     assert text.get_window_extent().y0 >= long.legends[0].get_window_extent().y1 - 3
+
+
+def test_the_picture_says_what_to_read_off(tmp_path):
+    def sentence(rows, baseline=None, reference=None):
+        draw_comparison(rows, tmp_path / "x.png", "Title", "", baseline, reference)
+        return read_picture(tmp_path / "x.png").description
+
+    whole = sentence(ROWS, "floor", "peer")
+    assert "communication adds" in whole
+    assert "dashed line (floor)" in whole
+    assert "holds 1" in whole
+    plain = sentence([_row("floor", 40.0, None, None)])
+    assert plain.endswith("were disturbed.")

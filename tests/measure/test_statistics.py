@@ -109,3 +109,25 @@ def test_ratio_is_fast():
 def test_ratio_refuses(a, b, message):
     with pytest.raises(ValueError, match=message):
         ratio(a, b)
+
+
+def test_unpaired_rounds_do_not_cancel_and_may_differ_in_number():
+    a, b = _simulate(np.random.default_rng(6), 1.1, shared=0.3, unshared=0, step=0.001)
+    interval = ratio(a, b, paired=False)
+    assert interval.high - interval.low > 0.3
+    assert interval.value == ratio(a, b).value
+    more = ratio([[2.0] * 3] * 4, [[1.0] * 2] * 2, paired=False)
+    assert more == Ratio(2.0, 2.0, 2.0)
+    with pytest.raises(ValueError, match="paired"):
+        ratio([[2.0]] * 4, [[1.0]] * 2)
+
+
+def test_unpaired_intervals_cover_the_true_ratio():
+    generator = np.random.default_rng(7)
+    covered = 0
+    for run in range(100):
+        a, _ = _simulate(generator, 1.1, shared=0, unshared=0.02)
+        _, b = _simulate(generator, 1.1, shared=0, unshared=0.02)
+        interval = ratio(a, b, seed=run, paired=False)
+        covered += interval.low <= 1.1 <= interval.high
+    assert covered >= 85

@@ -1,0 +1,248 @@
+#!/usr/bin/env python3
+"""What has become faster or slower between two results folders, or files of rows.
+
+    python -m measure.compare results_ddp/before results_ddp/after
+    python -m measure.compare old/results.jsonl new/results.jsonl --threshold 0.02
+    python -m measure.compare results/a results/b --metric forward_backward_ms
+
+Each cell that both have is judged by the bootstrap interval of after over before:
+
+    slower     all of it is above 1 + threshold          a regression
+    faster     all of it is below 1 / (1 + threshold)
+    same       all of it is between the two
+    unclear    it holds one of them: measure more rounds
+
+Peak memory that has grown by more than the threshold is a regression too, and so is a cell that
+was measured before and has failed since, or whose gradient has become wrong.
+
+exit status: 0, 1 for a regression, 2 for bad input or when nothing can be compared
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from measure.command_line import Parser, check_numbers, refuse
+from measure.report_tables import milliseconds
+from measure.report_text import ENOUGH, environment
+from measure.results import OK, UNAVAILABLE
+from measure.runs import EFFORT, MISSING, STEP, Cell, differing, read_cells, varying
+from measure.statistics import Ratio, ratio, summarize
+from measure.table import Column, format_table
+
+PROGRAM = "measure.compare"
+SLOWER, FASTER, SAME, UNCLEAR = "slower", "faster", "same", "unclear"
+LARGER, SMALLER = "larger", "smaller"
+NOT_COMPARABLE, FAILED = "not comparable", "failed"
+
+
+@dataclass
+class Comparison:
+    """Rows of the table, and what else there is to say; `regressions` are sentences."""
+
+    rows: list[dict] = field(default_factory=list)
+    regressions: list[str] = field(default_factory=list)
+    only_before: list[str] = field(default_factory=list)
+    only_after: list[str] = field(default_factory=list)
+
+    @property
+    def judged(self) -> bool:
+        """Whether there is at least one verdict, be it that a cell has failed since."""
+        return any(row["status"] != NOT_COMPARABLE for row in self.rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(prog=PROGRAM, description=__doc__)
+    parser.add_argument("before", type=Path, metavar="A", help="results folder, or file of rows")
+    parser.add_argument("after", type=Path, metavar="B", help="the same, measured later")
+    parser.add_argument(
+        "--threshold", type=float, default=0.05, metavar="FRACTION",
+        help="the least change that counts, of times and of memory (default: 0.05)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--metric", default=STEP, metavar="NAME",
+        help=f"which times: {STEP}, or another list of ms in the rows (default: {STEP})",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    try:
+        check_numbers(options, [], not_negative=["threshold"])
+        if options.threshold >= 1:
+            raise ValueError(
+                f"--threshold {options.threshold:g}: give a fraction below 1, 0.05 for 5 %"
+            )
+        before, after = read_cells(options.before), read_cells(options.after)
+        for path, cells in ((options.before, before), (options.after, after)):
+            check_metric(path, cells, options.metric)
+        found = compare(before, after, options.threshold, options.metric)
+        print(f"A: {options.before}\nB: {options.after}\n")
+        print(describe(found, before, after, options.threshold))
+        if not found.judged:
+            raise ValueError("no cell can be compared: give results of the same settings")
+    except (ValueError, OSError) as error:
+        return refuse(PROGRAM, error)
+    return int(bool(found.regressions))
+
+
+def check_metric(path: Path, cells: Sequence[Cell], metric: str) -> None:
+    """Raises ValueError for one that no cell has, though others were measured."""
+    known = sorted({name for cell in cells for name in cell.metrics})
+    if known and metric not in known:
+        raise ValueError(f"--metric {metric}: not in {path}, which has {', '.join(known)}")
+
+
+def compare(
+    before: Sequence[Cell], after: Sequence[Cell], threshold: float, metric: str = STEP
+) -> Comparison:
+    """Judge every cell that both have; the order is that of `before`."""
+    found, left = Comparison(), list(after)
+    extra = varying([*before, *after])
+    for cell in before:
+        other = _partner(cell, before, left)
+        if other is None:
+            found.only_before.append(cell.label)
+            continue
+        left.remove(other)
+        named = {key: cell.settings.get(key) for key in extra} | {"cell": cell.label}
+        row = named | _judge(cell, other, threshold, metric)
+        found.rows.append(row)
+        found.regressions += _regressions(row)
+    found.only_after = [cell.label for cell in left]
+    return found
+
+
+def _partner(cell: Cell, before: Sequence[Cell], after: Sequence[Cell]) -> Cell | None:
+    """The cell of the same name and settings; or of the same name, if that is unique."""
+    named = [other for other in after if other.names == cell.names]
+    alike = [other for other in named if not _differing(cell, other)]
+    if alike:
+        return min(alike, key=lambda other: other.machine != cell.machine)
+    unique = len(named) == 1 == sum(other.names == cell.names for other in before)
+    return named[0] if unique else None
+
+
+def _differing(cell: Cell, other: Cell) -> list[str]:
+    return [key for key in differing(cell.settings, other.settings) if key not in EFFORT]
+
+
+def _judge(before: Cell, after: Cell, threshold: float, metric: str) -> dict:
+    """What a row says of a cell: numbers and verdicts, or why there are none."""
+    if keys := _differing(before, after):
+        what = [f"{key} {before.settings[key]}, then {after.settings[key]}" for key in keys]
+        return {"status": NOT_COMPARABLE, "reason": "; ".join(what)}
+    was, now = _failure(before, metric), _failure(after, metric)
+    if was or now:
+        lost = now and not was and after.status not in (UNAVAILABLE, MISSING)
+        text = f"before {was}" if was else f"now {now}"
+        return {"status": FAILED if lost else NOT_COMPARABLE, "reason": text}
+    found = ratio(
+        list(after.times(metric).values()), list(before.times(metric).values()), paired=False
+    )
+    row = {
+        "status": OK, "time": verdict(found, threshold), "ratio": found,
+        "before": summarize(before.samples(metric)).median,
+        "after": summarize(after.samples(metric)).median,
+        "memory_before": before.peak_memory_mb, "memory_after": after.peak_memory_mb,
+    }  # fmt: skip
+    if before.peak_memory_mb and after.peak_memory_mb:
+        growth = after.peak_memory_mb / before.peak_memory_mb
+        words = {SLOWER: LARGER, FASTER: SMALLER, SAME: SAME}
+        exact = verdict(Ratio(growth, growth, growth), threshold)
+        row |= {"memory_ratio": growth, "memory": words[exact]}
+    return row
+
+
+def _failure(cell: Cell, metric: str) -> str:
+    """Why the cell has no times to trust; empty if it has."""
+    if cell.status != OK:
+        return " ".join(f"{cell.status}: {cell.reason or ''}".split()).rstrip(":")
+    if cell.is_wrong:
+        return f"wrong: gradient error {cell.gradient_error:.1e}"
+    return "" if cell.samples(metric) else f"without {metric}"
+
+
+def verdict(found: Ratio, threshold: float) -> str:
+    """Symmetric: with before and after exchanged, faster becomes slower and the others stay."""
+    top, bottom = 1 + threshold, 1 / (1 + threshold)
+    if found.low > top:
+        return SLOWER
+    if found.high < bottom:
+        return FASTER
+    return SAME if bottom <= found.low and found.high <= top else UNCLEAR
+
+
+def _regressions(row: dict) -> list[str]:
+    if row["status"] == FAILED:
+        return [f"{row['cell']} has failed ({row['reason']})"]
+    found = []
+    if row.get("time") == SLOWER:
+        found.append(f"{row['cell']} is slower, {_interval(row['ratio'])}")
+    if row.get("memory") == LARGER:
+        found.append(f"{row['cell']} takes more memory, {row['memory_ratio']:.3f}")
+    return found
+
+
+# ---- in words ------------------------------------------------------------------------------------
+
+
+def describe(
+    found: Comparison, before: Sequence[Cell], after: Sequence[Cell], threshold: float
+) -> str:
+    """The table, and below it what it rests on and what it comes to."""
+    extra = [key for key in varying([*before, *after]) if key not in EFFORT]
+    columns = [
+        Column("cell"), *(Column(key, format=str, right=False) for key in extra),
+        Column("before", "A ms", milliseconds, right=True),
+        Column("after", "B ms", milliseconds, right=True),
+        Column("ratio", "B/A [95 %]", _interval, right=True), Column("time"),
+        Column("memory_before", "A MiB", ",.0f", right=True),
+        Column("memory_after", "B MiB", ",.0f", right=True),
+        Column("memory_ratio", "B/A", ".3f", right=True), Column("memory"),
+    ]  # fmt: skip
+    lines = [format_table(columns, found.rows), ""] if found.rows else []
+    lines += [f"only in A: {'; '.join(found.only_before)}"] if found.only_before else []
+    lines += [f"only in B: {'; '.join(found.only_after)}"] if found.only_after else []
+    lines += _differences(before, after)
+    judged = [row for row in found.rows if row["status"] == OK]
+    rounds = min(
+        (len(cell.good_rounds) for cell in (*before, *after) if cell.status == OK), default=ENOUGH
+    )
+    if judged and rounds < ENOUGH:
+        lines.append(
+            f"Intervals rest on {rounds} round{'s' * (rounds > 1)}, and are too narrow: measure "
+            f"{ENOUGH} or more (--rounds) to trust a verdict."
+        )
+    return "\n".join([*lines, *([_conclusion(found, threshold)] if found.judged else [])])
+
+
+def _differences(before: Sequence[Cell], after: Sequence[Cell]) -> list[str]:
+    """A line for each thing about hardware, versions and effort that is not the same."""
+    was, now = dict(environment(before)), dict(environment(after))
+    keys = [key for key in {**was, **now} if key != "date" and was.get(key) != now.get(key)]
+    lines = [f"{key}: {was.get(key, 'none')} in A, {now.get(key, 'none')} in B" for key in keys]
+    for key in EFFORT:
+        values = [
+            ", ".join(sorted({str(c.settings[key]) for c in cells if key in c.settings}))
+            for cells in (before, after)
+        ]
+        if all(values) and values[0] != values[1]:
+            lines.append(f"{key}: {values[0]} in A, {values[1]} in B")
+    return lines
+
+
+def _conclusion(found: Comparison, threshold: float) -> str:
+    beyond = f"beyond {100 * threshold:g} %"
+    if found.regressions:
+        count = len(found.regressions)
+        return f"{count} regression{'s' * (count > 1)} {beyond}: {'; '.join(found.regressions)}."
+    verdicts = Counter(row.get("time", row["status"]) for row in found.rows)
+    return f"No regression {beyond}: {', '.join(f'{n} {v}' for v, n in verdicts.items())}."
+
+
+def _interval(found: Ratio) -> str:
+    return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""Columns and rows of a report's tables: times and ratios, memory and exchange, failures."""
+
+from collections.abc import Sequence
+
+from measure.results import OK
+from measure.runs import BASELINES, NAMES, SECTION, STEP, Cell, beside, ratio_beside, varying
+from measure.statistics import Ratio, summarize
+from measure.table import Column
+
+Table = tuple[list[Column], list[dict]]
+_MIB = 1 << 20
+TIMES = (
+    "Median, 10th and 90th percentile of all timed steps, of the slowest rank of each; warm-up is "
+    "not timed. ×: ratio of medians, over the rounds that both have; below 1 is faster. [95 %]: "
+    "its bootstrap interval; one that holds 1 shows no difference."
+)
+PARTS = "What was timed apart within each step."
+MEMORY = (
+    "Peak of the largest rank and round: on a GPU what PyTorch has allocated, on a CPU the "
+    "process's resident memory, Python and libraries included. Collectives that a step starts, "
+    "bytes of gradients handed to them. Gradient error: the largest relative one of a float32 "
+    "gradient, against one process on the whole batch."
+)
+
+
+def baselines(cells: Sequence[Cell]) -> list[tuple[str, str, str]]:
+    """(name, value, heading) of what at least one of the cells can be compared with."""
+    first = next(name for name in NAMES if any(name in cell.names for cell in cells))
+    return [
+        (name, value, value if name == first else f"{name} {value}")
+        for name, values in BASELINES.items()
+        for value in values
+        if any(beside(cells, cell, name, value) for cell in cells)
+    ]
+
+
+def time_table(cells: Sequence[Cell]) -> Table:
+    """Of complete steps."""
+    against = baselines(cells)
+    floor = against[0][2] if against and against[0][1] == BASELINES[against[0][0]][0] else None
+    over = [] if floor is None else [Column("over", f"over {floor}, ms", milliseconds, right=True)]
+    columns = [
+        *name_columns(cells), *_spread(),
+        *(Column(heading, f"× {heading} [95\u00a0%]", right=True) for _, _, heading in against),
+        *over,
+        Column("tokens/s", format=",.0f", right=True), Column("steps", right=True),
+        Column("rounds", right=True),
+    ]  # fmt: skip
+    rows = []
+    for cell in cells:
+        row = _times(cells, cell, STEP)
+        if "median" in row:
+            tokens = cell.tokens_per_step
+            row["tokens/s"] = None if tokens is None else tokens / row["median"] * 1e3
+            row["rounds"] = f"{len(cell.good_rounds)} of {len(cell.rounds)}"
+            other = beside(cells, cell, *against[0][:2]) if over else None
+            if other is not None:
+                row["over"] = row["median"] - summarize(other.samples()).median
+        rows.append(row)
+    return columns, rows
+
+
+def part_table(cells: Sequence[Cell]) -> Table:
+    """Of whatever else was timed in each step, a row for each; none where nothing was."""
+    rows = []
+    for cell in cells:
+        for metric in cell.metrics:
+            if metric != STEP:
+                part = metric.removesuffix("_ms").replace("_", " ")
+                rows.append({**_times(cells, cell, metric), "part": part})
+    against = [Column(h, f"× {h} [95\u00a0%]", right=True) for _, _, h in baselines(cells)]
+    return [*name_columns(cells), Column("part"), *_spread(), *against], rows
+
+
+def _spread() -> list[Column]:
+    return [Column(key, f"{key} ms", milliseconds, right=True) for key in ("median", "p10", "p90")]
+
+
+def _times(cells: Sequence[Cell], cell: Cell, metric: str) -> dict:
+    row = _row(cell)
+    if cell.status != OK or not cell.samples(metric):
+        return row
+    found = summarize(cell.samples(metric))
+    row |= {"median": found.median, "p10": found.p10, "p90": found.p90, "steps": found.n}
+    for name, value, heading in baselines(cells):
+        row[heading] = _interval(ratio_beside(cell, beside(cells, cell, name, value), metric))
+    return row
+
+
+def memory_table(cells: Sequence[Cell]) -> Table:
+    """What nobody knows has no column."""
+    against, rows = baselines(cells), []
+    for cell in cells:
+        row = _row(cell) | {key: cell.facts.get(key) for key in ("collectives", "bytes")}
+        row |= {"peak": cell.peak_memory_mb, "error": _error(cell)}
+        for name, value, heading in against:
+            other = beside(cells, cell, name, value)
+            if other is not None and cell.peak_memory_mb and other.peak_memory_mb:
+                row[heading] = cell.peak_memory_mb / other.peak_memory_mb
+        rows.append(row)
+    columns = [
+        Column("peak", "peak MiB", ",.0f", right=True),
+        *(Column(heading, f"× {heading}", ".3f", right=True) for _, _, heading in against),
+        Column("collectives", "collectives a step", ",d", right=True),
+        Column("bytes", "MiB sent a step", lambda count: f"{count / _MIB:,.1f}", right=True),
+        Column("error", "gradient error", right=True),
+    ]
+    known = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
+    return [*name_columns(cells), *known], rows
+
+
+def failure_table(cells: Sequence[Cell]) -> Table:
+    """A row for each attempt that failed, also of cells of which others went well."""
+    rows = [
+        {**_row(cell), "status": OK, "reason": one.reason, "failed": one.status,
+         "round": "proof" if one is cell.gate else one.number + 1}
+        for cell in cells for one in cell.failures
+    ]  # fmt: skip
+    length = [SECTION] if any(SECTION in cell.names for cell in cells) else []
+    rest = [
+        Column(key, key.replace("_", " "), str, right=False)
+        for key in (*length, "round", "failed", "reason")
+    ]
+    return [*name_columns(cells), *rest], rows
+
+
+def name_columns(cells: Sequence[Cell]) -> list[Column]:
+    """What tells the rows of a table apart; it stands apart from the length of the samples."""
+    names = [n for n in NAMES if n != SECTION and any(n in cell.names for cell in cells)]
+    shown = [n for n in names if n == names[0] or {c.names.get(n) for c in cells} != {"none"}]
+    return [
+        Column(key, key.replace("_", " "), str, right=False) for key in (*shown, *varying(cells))
+    ]
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}"
+
+
+def _row(cell: Cell) -> dict:
+    return {**cell.settings, **cell.names, "status": cell.status, "reason": cell.reason}
+
+
+def _error(cell: Cell) -> str | None:
+    if cell.gradient_error is None:
+        return None
+    return f"{cell.gradient_error:.1e}" + (" WRONG" if cell.is_wrong else "")
+
+
+def _interval(found: Ratio | None) -> str | None:
+    return found and f"{found.value:.3f} [{found.low:.3f},\u00a0{found.high:.3f}]"

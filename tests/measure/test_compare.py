@@ -1,0 +1,244 @@
+"""What is faster, slower, the same or not to be compared between two results; the exit status."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from measure.compare import FASTER, SAME, SLOWER, UNCLEAR, main, verdict
+from measure.statistics import Ratio
+from tests.measure.rows import record_benchmark, steps, write_llama
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def compare(tmp_path, capsys):
+    """Two results of the benchmark, by their medians -> status, output, error."""
+
+    def run(before: dict, after: dict, *options: str, then: dict | None = None):
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        record_benchmark(tmp_path / "a", before)
+        record_benchmark(tmp_path / "b", after, **(then or {}))
+        status = main([str(tmp_path / "a"), str(tmp_path / "b"), *options])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def line(text: str, name: str) -> list[str]:
+    found = next(line for line in text.splitlines() if line.startswith(f"{name} "))
+    return re.split(r"  +", found)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (1.06, 1.3, SLOWER), (1.04, 1.3, UNCLEAR), (0.96, 1.04, SAME), (1.0, 1.0, SAME),
+        (0.7, 0.95, FASTER), (0.7, 0.96, UNCLEAR), (0.9, 1.1, UNCLEAR), (1.05, 1.05, SAME),
+    ],
+)  # fmt: skip
+def test_a_verdict_needs_the_whole_interval(low, high, expected):
+    assert verdict(Ratio((low + high) / 2, low, high), 0.05) == expected
+    mirrored = {SLOWER: FASTER, FASTER: SLOWER}.get(expected, expected)
+    assert verdict(Ratio(2 / (low + high), 1 / high, 1 / low), 0.05) == mirrored
+
+
+def test_a_regression_is_said_and_is_the_exit_status(compare):
+    before = {"none": 10.0, "ddp": 12.0, "torch_ddp": 13.0}
+    status, out, error = compare(before, {"none": 10.0, "ddp": 15.0, "torch_ddp": 10.0})
+    assert (status, error) == (1, "")
+    cells = line(out, "ddp")
+    median = [f"{np.median([steps(x, n) for n in range(5)]):.2f}" for x in (12.0, 15.0)]
+    assert cells[1:3] == median
+    value, low, high = map(float, re.findall(r"[\d.]+", cells[3]))
+    assert value == pytest.approx(1.25, abs=6e-4)
+    assert low <= value <= high
+    assert cells[4:] == ["slower", "100", "100", "1.000", "same"]
+    assert line(out, "none")[4] == "same"
+    assert line(out, "torch_ddp")[4] == "faster"
+    assert out.splitlines()[-1].startswith("1 regression beyond 5 %: ddp is slower, 1.250 [1.2")
+
+
+def test_no_regression(compare):
+    status, out, error = compare({"none": 10.0, "ddp": 12.0}, {"none": 10.1, "ddp": 9.0})
+    assert (status, error) == (0, "")
+    assert out.splitlines()[-1] == "No regression beyond 5 %: 1 same, 1 faster."
+
+
+def test_the_threshold_counts(compare):
+    assert compare({"ddp": 10.0}, {"ddp": 11.0}, "--threshold", "0.2")[0] == 0
+    assert compare({"ddp": 10.0}, {"ddp": 11.0}, "--threshold", "0.02")[0] == 1
+
+
+def test_more_memory_is_a_regression(compare):
+    status, out, _ = compare({"ddp": 10.0}, {"ddp": 10.0}, then={"memory": 110})
+    assert status == 1
+    assert line(out, "ddp")[5:] == ["100", "110", "1.100", "larger"]
+    assert "1 regression beyond 5 %: ddp takes more memory, 1.100." in out
+    status, out, _ = compare({"ddp": 10.0}, {"ddp": 10.0}, then={"memory": 90})
+    assert (status, line(out, "ddp")[-1]) == (0, "smaller")
+
+
+def test_a_cell_that_fails_since_is_a_regression(compare):
+    status, out, _ = compare({"none": 10.0, "ddp": 12.0}, {"none": 10.0, "ddp": "oom"})
+    assert status == 1
+    assert line(out, "ddp")[1] == "failed: now oom: no more"
+    assert "ddp has failed (now oom: no more)" in out
+    status, out, _ = compare({"none": 10.0, "ddp": "oom"}, {"none": 10.0, "ddp": 12.0})
+    assert status == 0
+    assert line(out, "ddp")[1] == "not comparable: before oom: no more"
+    status, out, _ = compare({"none": 10.0, "x": 12.0}, {"none": 10.0, "x": "unavailable"})
+    assert status == 0
+
+
+def test_a_gradient_that_is_wrong_since_is_a_regression(compare):
+    before = {"none": 10.0, "ddp": 12.0}
+    status, out, _ = compare(before, {"none": 10.0, "ddp": 8.0}, then={"error": {"ddp": 1.0}})
+    assert status == 1
+    assert line(out, "ddp")[1] == "failed: now wrong: gradient error 1.0e+00"
+
+
+def test_what_only_one_has_is_listed(compare):
+    status, out, _ = compare({"none": 10.0, "old": 1.0}, {"none": 10.0, "new": 2.0})
+    assert status == 0
+    assert "only in A: old\n" in out
+    assert "only in B: new\n" in out
+
+
+def test_other_settings_are_not_compared(compare):
+    before = {"none": 10.0, "ddp": 12.0}
+    status, out, error = compare(before, before, then={"config": {"batch_size": 8}})
+    assert status == 2
+    assert "not comparable: batch_size 4, then 8" in out
+    assert "No regression" not in out
+    assert error == (
+        "measure.compare: no cell can be compared: give results of the same settings\n"
+    )
+
+
+def test_each_cell_finds_the_one_of_its_own_settings(tmp_path, capsys):
+    for folder, scale in (("a", 1.0), ("b", 2.0)):
+        for batch, median in ((4, 10.0), (8, 20.0)):
+            median *= scale if batch == 8 else 1
+            config = {"batch_size": batch}
+            record_benchmark(tmp_path / folder, {"ddp": median}, config=config)
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    rows = [re.split("  +", x) for x in capsys.readouterr().out.splitlines() if x[:4] == "ddp "]
+    assert [(row[1], row[5]) for row in rows] == [("4", "same"), ("8", "slower")]
+
+
+def test_another_machine_and_other_versions_are_said(compare):
+    place = {"torch": "2.11.0", "gpus": [], "git_commit": "f" * 40, "git_dirty": False}
+    status, out, _ = compare({"ddp": 10.0}, {"ddp": 10.0}, then={"environment": place})
+    assert status == 0
+    assert "torch: 2.13.0 in A, 2.11.0 in B\n" in out
+    assert "GPUs: 2 × NVIDIA H200, 143,771 MiB in A, none in B\n" in out
+    assert "commit: 0123456789ab with changes in A, ffffffffffff in B\n" in out
+    assert "cpu:" not in out
+
+
+def test_more_rounds_or_steps_do_not_matter_but_are_said(tmp_path, capsys):
+    record_benchmark(tmp_path / "a", {"ddp": 10.0}, rounds=7, config={"steps_per_epoch": 6})
+    record_benchmark(tmp_path / "b", {"ddp": 12.0}, rounds=3, config={"steps_per_epoch": 9})
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    out = capsys.readouterr().out
+    assert line(out, "ddp")[4] == "slower"
+    assert "steps_per_epoch: 6 in A, 9 in B\n" in out
+    assert "Intervals rest on 3 rounds" in out
+
+
+def test_rounds_are_not_paired(tmp_path, capsys):
+    """Rounds that differ alike in both do not cancel: they were not measured side by side."""
+    for folder in "ab":
+        record_benchmark(tmp_path / folder, {"ddp": 10.0})
+        path = tmp_path / folder / "results.jsonl"
+        rows = [json.loads(text) for text in path.read_text().splitlines()]
+        for row in rows:
+            if row["kind"] == "timing":
+                row["step_ms"] = [10.0 * 1.5 ** row["round"]] * 6
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert line(capsys.readouterr().out, "ddp")[4] == "unclear"
+
+
+def test_the_grid_and_another_metric(tmp_path, capsys):
+    cells = {("no_dp", 32): 10.0, ("no_dp", 64): 20.0, ("flash_fsdp", 64): "oom"}
+    write_llama(tmp_path / "a", cells)
+    write_llama(tmp_path / "b", cells | {("no_dp", 64): 30.0})
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    out = capsys.readouterr().out
+    assert line(out, "no_dp, 64 tokens")[4] == "slower"
+    assert line(out, "flash_fsdp, 64 tokens")[1] == "not comparable: before oom: no more"
+    both = [str(tmp_path / "a"), str(tmp_path / "b"), "--metric"]
+    assert main([*both, "forward_backward_ms"]) == 1
+    part = 0.9 * np.median([steps(20.0, n) for n in range(5)])
+    assert line(capsys.readouterr().out, "no_dp, 64 tokens")[1] == f"{part:.2f}"
+    assert main([*both, "nothing"]) == 2
+    error = capsys.readouterr().err
+    assert "--metric nothing: not in " in error
+    assert error.endswith("which has forward_backward_ms, step_ms\n")
+
+
+def test_files_of_rows_work_as_folders_do(tmp_path, capsys):
+    paths = [str(record_benchmark(tmp_path / x, {"ddp": 10.0}) / "results.jsonl") for x in "ab"]
+    assert main(paths) == 0
+    assert "1 same" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["a", "gone"], "gone: no such folder or file"),
+        (["empty", "a"], "empty: no results there"),
+        (["a", "broken"], "line 1: not a JSON line"),
+        (["a", "a", "--threshold", "-1"], "--threshold -1.0: give 0 or more"),
+        (["a", "a", "--threshold", "nan"], "--threshold nan: give"),
+        (["a", "a", "--threshold", "5"], "--threshold 5: give a fraction below 1, 0.05 for 5 %"),
+        (["a", "a", "--metric", "x"], "--metric x: not in a, which has step_ms"),
+        (["a"], "the following arguments are required: B"),
+        (["a", "failed"], None),
+        (["a", "other"], "no cell can be compared"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    record_benchmark(tmp_path / "a", {"ddp": 10.0})
+    record_benchmark(tmp_path / "other", {"another": 10.0})
+    record_benchmark(tmp_path / "failed", {"ddp": "error"})
+    Path("empty").mkdir()
+    Path("broken").mkdir()
+    Path("broken/results.jsonl").write_text("nothing\n")
+    try:
+        status = main(arguments)
+    except SystemExit as stopped:
+        status = stopped.code
+    error = capsys.readouterr().err
+    if said is None:  # a failure of all is a regression, not bad input
+        assert (status, error) == (1, "")
+        return
+    assert status == 2
+    assert error.startswith("measure.compare: ")
+    assert error.count("\n") == 1
+    assert said in error
+
+
+def test_the_module_runs_and_exits_with_its_status(tmp_path):
+    record_benchmark(tmp_path / "a", {"ddp": 10.0})
+    record_benchmark(tmp_path / "b", {"ddp": 20.0})
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "measure.compare",
+        tmp_path / "a",
+        tmp_path / "b",
+    ]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (1, "")

@@ -1,0 +1,23 @@
+"""A picture's sentence travels in its file."""
+
+import pytest
+from matplotlib.figure import Figure
+
+from measure.picture import read_picture, save_picture
+
+
+@pytest.mark.parametrize("sentence", ["Left is faster.", "ε × 2 – «links» ist schneller", ""])
+def test_a_sentence_comes_back(tmp_path, sentence):
+    save_picture(Figure(figsize=(2, 1), dpi=50), tmp_path / "a.png", sentence)
+    picture = read_picture(tmp_path / "a.png")
+    assert (picture.width, picture.height, picture.description) == (100, 50, sentence)
+    assert picture.data == (tmp_path / "a.png").read_bytes()
+
+
+def test_what_is_no_whole_png_is_refused(tmp_path):
+    save_picture(Figure(figsize=(2, 1)), tmp_path / "a.png", "x")
+    whole = (tmp_path / "a.png").read_bytes()
+    for content in (b"", b"<svg/>", whole[: len(whole) // 2]):
+        (tmp_path / "b.png").write_bytes(content)
+        with pytest.raises(ValueError, match=r"b\.png: not a whole PNG"):
+            read_picture(tmp_path / "b.png")

@@ -1,0 +1,301 @@
+"""The report of a results folder: read by a parser, its numbers against those of the results."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from measure import Results
+from measure.picture import save_picture
+from measure.report import main, render, say_report, write_report
+from tests.measure.page import Page
+from tests.measure.rows import record_benchmark, steps, write_llama
+
+ROOT = Path(__file__).parents[2]
+MARKUP = "<script>alert(1)</script>&amp;\"'><img src=x onerror=y>"
+SECRET = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567"
+
+
+def draw(path: Path, sentence: str = "Left is faster.") -> None:
+    path.parent.mkdir(exist_ok=True)
+    save_picture(Figure(figsize=(2, 1), dpi=50), path, sentence)
+
+
+@pytest.fixture
+def benchmark(tmp_path):
+    medians = {
+        "none": 10.0, "ddp": 14.0, "ddp_bucketed": 12.0, "ddp_copy_engine": "unavailable",
+        "torch_ddp": 13.0,
+    }  # fmt: skip
+    draw(record_benchmark(tmp_path / "run", medians) / "comparison.png")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def llama(tmp_path):
+    medians = {
+        ("no_dp", 32): 10.0, ("flash_fsdp", 32): 16.0, ("ghost_fsdp", 32): 20.0,
+        ("no_dp", 64): 20.0, ("flash_fsdp", 64): 30.0, ("ghost_fsdp", 64): "oom",
+    }  # fmt: skip
+    folder = write_llama(tmp_path / "llama", medians)
+    draw(folder / "visualizations" / "time_comparison.png", "Shorter is faster.")
+    draw(folder / "visualizations" / "overhead_analysis.png", "Lower is better.")
+    (folder / "summary.txt").write_text("no_dp  10.0\n")
+    return folder
+
+
+def all_steps(median: float) -> list[float]:
+    return [ms for number in range(5) for ms in steps(median, number)]
+
+
+def number(cell: str) -> float:
+    return float(cell.replace(",", ""))
+
+
+def interval(cell: str) -> tuple[float, float, float]:
+    return tuple(map(float, re.fullmatch(r"([\d.]+) \[([\d.]+), ([\d.]+)\]", cell).groups()))
+
+
+def check_spread(row: dict, samples: list[float]) -> None:
+    p10, median, p90 = np.quantile(samples, [0.1, 0.5, 0.9])
+    for key, value in (("median ms", median), ("p10 ms", p10), ("p90 ms", p90)):
+        assert row[key] == (f"{value:.1f}" if value >= 100 else f"{value:.2f}")
+
+
+def test_numbers_of_the_benchmark_are_those_of_its_rows(benchmark):
+    page = Page(render(benchmark))
+    times = page.rows("Step time")
+    assert list(times) == ["none", "ddp", "ddp_bucketed", "ddp_copy_engine", "torch_ddp"]
+    for name, median in {
+        "none": 10.0,
+        "ddp": 14.0,
+        "ddp_bucketed": 12.0,
+        "torch_ddp": 13.0,
+    }.items():
+        row, samples = times[name], all_steps(median)
+        check_spread(row, samples)
+        assert number(row["tokens/s"]) == round(8 * 128 / np.median(samples) * 1e3)
+        assert (row["steps"], row["rounds"]) == ("30", "5 of 5")
+        if name != "none":
+            value, low, high = interval(row["× none [95 %]"])
+            assert value == pytest.approx(median / 10, abs=6e-4)
+            assert low <= value <= high
+            over = np.median(samples) - np.median(all_steps(10.0))
+            assert row["over none, ms"] == f"{over:.2f}"
+    assert interval(times["ddp"]["× torch_ddp [95 %]"])[0] == pytest.approx(14 / 13, abs=6e-4)
+    assert times["none"]["× none [95 %]"] == "–"
+    assert "clipping" not in times["none"]
+    memory = page.rows("Memory and exchange")["ddp"]
+    assert (memory["peak MiB"], memory["× none"], memory["MiB sent a step"]) == (
+        "100",
+        "1.000",
+        "3.0",
+    )
+    assert (memory["collectives a step"], memory["gradient error"]) == ("3", "1.0e-07")
+    assert "Parts of a step" not in page.tables
+
+
+def test_numbers_of_the_grid_are_those_of_its_files(llama):
+    page = Page(render(llama))
+    for place, length in enumerate((32, 64)):
+        base = length / 3.2
+        times = page.rows("Step time", place)
+        check_spread(times["no_dp"], all_steps(10.0 if length == 32 else 20.0))
+        ratio = 1.6 if length == 32 else 1.5
+        assert interval(times["flash_fsdp"]["× no_dp [95 %]"])[0] == pytest.approx(ratio, abs=6e-4)
+        parts = page.rows("Parts of a step", place)
+        check_spread(parts["flash_fsdp"], [0.9 * ms for ms in all_steps(base * ratio)])
+        assert parts["flash_fsdp"]["part"] == "forward backward"
+        memory = page.rows("Memory and exchange", place)
+        assert (memory["flash_fsdp"]["peak MiB"], memory["flash_fsdp"]["× no_dp"]) == (
+            "2,048",
+            "1.000",
+        )
+    assert "ghost_fsdp" in page.rows("Memory and exchange", 0)
+    assert "ghost_fsdp" not in page.rows("Memory and exchange", 1)
+
+
+def test_failed_cells_say_why(benchmark, llama):
+    page = Page(render(benchmark))
+    assert page.tables["Step time"][0][4] == ["ddp_copy_engine", "unavailable: no more"]
+    page = Page(render(llama))
+    head, *rows = page.tables["What was not measured"][0]
+    assert rows[0] == ["ghost_fsdp", "64", "1", "oom", "no more"]
+    assert (head[-2:], len(rows)) == (["failed", "reason"], 5)
+    assert "6 cells: 5 ok, 1 oom." in page.text
+
+
+def test_a_round_that_failed_is_listed_beside_the_others(benchmark):
+    lines = (benchmark / "results.jsonl").read_text().splitlines()
+    row = next(r for r in map(json.loads, lines) if r["round"] == 2)
+    del row["step_ms"]
+    Results(benchmark).record({**row, "status": "timeout", "reason": "rank 1 hung"})
+    page = Page(render(benchmark))
+    assert page.rows("Step time")["none"]["rounds"] == "4 of 5"
+    assert page.tables["What was not measured"][0][1] == ["none", "3", "timeout", "rank 1 hung"]
+
+
+def test_pictures_are_embedded_with_their_sentences(llama, benchmark):
+    page = Page(render(llama))
+    assert [image.size for image in page.pictures] == [(100, 50)] * 2
+    assert page.captions == [
+        "overhead analysis. Lower is better.",
+        "time comparison. Shorter is faster.",
+    ]
+    assert all(reference.startswith("data:image/png;base64,") for reference in page.references)
+    (benchmark / "comparison.png").unlink()
+    assert "Pictures" not in Page(render(benchmark)).text
+
+
+def test_where_it_was_measured_and_how(benchmark, llama):
+    page = Page(render(benchmark))
+    environment = dict(line for line in page.tables["Environment"][0])
+    assert environment["GPUs"] == "2 × NVIDIA H200, 143,771 MiB"
+    assert environment["commit"] == "0123456789ab with changes"
+    assert environment["date"] == "2026-11-21 10:00 UTC"
+    assert environment["torch"] == "2.13.0"
+    assert dict(page.tables["Settings"][0])["model.context_length"] == "128"
+    assert "bench.py --rounds 5" in page.text
+    page = Page(render(llama))
+    assert "python -m experiments.llama_fsdp --model-name tiny" in page.text
+    assert page.text.count("experiments.llama_fsdp") == 1
+    assert "no_dp  10.0" in page.text
+
+
+def test_several_machines_and_few_rounds_are_said(benchmark):
+    assert "measured alike" not in Page(render(benchmark)).text
+    record_benchmark(benchmark, {"more": 9.0}, rounds=2, environment={"torch": "2.11.0"})
+    text = Page(render(benchmark)).text
+    assert "Not all was measured alike: torch 2.13.0; 2.11.0." in text
+    assert "Intervals rest on 2 rounds" in text
+
+
+def test_what_matters_is_said_first(benchmark):
+    text = Page(render(benchmark)).text
+    least = r"Least beside {} \({} ms\): ddp_bucketed, {} × with a 95 % interval of \[[01]\.\d{{3}}"
+    for name, median, ratio in (("none", 10.0, "1.200"), ("torch_ddp", 13.0, "0.923")):
+        shown = f"{np.median(all_steps(median)):.2f}"
+        assert re.search(least.format(name, shown, ratio), text)
+    assert "no difference is shown" not in text
+    assert "Intervals rest on" not in text
+    assert "WRONG" not in text
+
+
+def test_a_wrong_gradient_is_said(tmp_path):
+    record_benchmark(tmp_path, {"none": 10.0, "mine": 9.0}, error={"mine": 0.5})
+    page = Page(render(tmp_path))
+    assert "The gradient of mine is WRONG (error 5.0e-01)" in page.text
+    assert page.rows("Memory and exchange")["mine"]["gradient error"] == "5.0e-01 WRONG"
+
+
+def test_a_price_of_clipping_beside_the_same_implementation(tmp_path):
+    medians = {"none": 10.0, ("none", "ghost"): 25.0, "ddp": 12.0, ("ddp", "ghost"): 24.0}
+    page = Page(render(record_benchmark(tmp_path, medians)))
+    head, *rows = page.tables["Step time"][0]
+    assert [row[:2] for row in rows] == [
+        ["none", "none"], ["none", "ghost"], ["ddp", "none"], ["ddp", "ghost"],
+    ]  # fmt: skip
+    prices = [row[head.index("× clipping none [95 %]")] for row in rows]
+    assert prices[0] == prices[2] == "–"
+    assert interval(prices[3])[0] == pytest.approx(2, abs=6e-4)
+
+
+def test_text_of_results_is_never_markup(tmp_path, benchmark):
+    """As a name, a setting, a reason, a version, a command, a picture's sentence, a file's name."""
+    folder = tmp_path / "<b>folder</b>"
+    record_benchmark(
+        folder, {f"none{MARKUP}": 10.0, "lost": "error"}, config={"data": MARKUP},
+        environment={"cpu": MARKUP, "command": ["x", MARKUP], f"k{MARKUP}": "v"},
+    )  # fmt: skip
+    row = json.loads((folder / "results.jsonl").read_text().splitlines()[-1])
+    Results(folder).record({**row, "reason": f"\x1b[31m{MARKUP}\x00\n{MARKUP}"})
+    Results(folder).record({**row, "key": "plan", "round": 9, "plan": f"</pre>{MARKUP}"})
+    draw(folder / "a.png", MARKUP)
+    draw(folder / "<i>.png", "")
+    (folder / "summary.txt").write_text(f"</pre></details>{MARKUP}")
+    text = render(folder)
+    page, plain = Page(text), Page(render(benchmark))
+    assert set(page.tags) - set(plain.tags) <= {"details", "summary"}
+    assert page.text.count(MARKUP) >= 8
+    assert "\x1b" not in text
+    assert "\x00" not in text
+
+
+def test_surrogates_and_other_scripts_survive(tmp_path):
+    record_benchmark(tmp_path, {"größe 測": 10.0, "broken \ud800": 11.0})
+    text = write_report(tmp_path).read_bytes().decode()
+    assert "größe 測" in Page(text).rows("Step time")
+
+
+@pytest.mark.parametrize("in_environment", [True, False])
+def test_a_token_is_never_in_it(tmp_path, monkeypatch, in_environment):
+    """Whether the environment still has it, so that it can be looked for, or not."""
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    secret = "s3cret/of another+kind" if in_environment else SECRET
+    if in_environment:
+        monkeypatch.setenv("HF_TOKEN", secret)
+    record_benchmark(
+        tmp_path, {secret: 10.0}, config={"data": secret},
+        environment={"cpu": f"a{secret}" if in_environment else secret, "command": ["x", secret]},
+    )  # fmt: skip
+    draw(tmp_path / "a.png", f"read {secret}")
+    (tmp_path / "summary.txt").write_text(f"token={secret}")
+    text = render(tmp_path)
+    assert secret not in text.replace("\xa0", " ")
+    assert "token=***" in text
+
+
+def test_it_needs_nothing_from_elsewhere(benchmark):
+    text = render(benchmark)
+    page = Page(text)
+    assert not {"script", "link", "iframe", "object", "embed", "form"} & set(page.tags)
+    assert not re.search(r"https?:", re.sub(r"base64,[^\"]*", "", text))
+    assert 'name="viewport"' in text
+    assert "default-src 'none'" in text
+    for medium in ("prefers-color-scheme: dark", "@media print", "max-width: 40rem"):
+        assert medium in text
+
+
+def test_the_command_writes_it(benchmark, capsys, tmp_path):
+    assert main([str(benchmark)]) == 0
+    assert capsys.readouterr().out == f"{benchmark / 'report.html'}\n"
+    assert (benchmark / "report.html").read_text() == render(benchmark)
+    assert main([str(benchmark), "--output", str(tmp_path / "r.html")]) == 0
+    assert (tmp_path / "r.html").read_text() == render(benchmark)
+
+
+def test_the_module_runs(benchmark):
+    command = [sys.executable, "-W", "error", "-m", "measure.report", str(benchmark)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [("gone", "no such folder"), (".", "no results there"), ("run/results.jsonl", "is a file"),
+     ("broken", "not a whole PNG")],
+)  # fmt: skip
+def test_what_cannot_be_reported_is_one_line(benchmark, tmp_path, capsys, folder, said):
+    record_benchmark(tmp_path / "broken", {"none": 1.0})
+    (tmp_path / "broken" / "x.png").write_text("no picture")
+    assert main([str(tmp_path / folder)]) == 2
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    assert said in error
+    assert not (tmp_path / folder / "report.html").exists()
+
+
+def test_at_the_end_of_a_run_a_report_that_cannot_be_is_said(benchmark):
+    assert say_report(benchmark) == f"report: {benchmark / 'report.html'}"
+    (benchmark / "comparison.png").write_text("no picture")
+    assert re.fullmatch(r"no report: .*comparison\.png: not a whole PNG.*", say_report(benchmark))
+
+
+def test_an_output_that_cannot_be_written_is_one_line(benchmark, capsys, tmp_path):
+    assert main([str(benchmark), "--output", str(tmp_path / "no" / "r.html")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
