@@ -1,0 +1,503 @@
+"""`python -m experiments.verify_correctness`: right products agree, and wrong ones are found."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dp_clipping import optimizer, session
+from dp_clipping.norm_reduce import NORM_REDUCTIONS, GlobalNorms, NormReducer
+from dp_clipping.norms import Norms
+from dp_clipping.sharded import ShardedSums
+from experiments import verify_cases, verify_correctness, verify_run
+from experiments.verify_cases import DTYPES, PRIVATE_MODES, Case, Finding, Ranks, plan
+from experiments.verify_correctness import main, parse
+from experiments.verify_step import deals, gradient_error, largest, relative_error, verify
+from lm.runtime import Hardware
+from tests.ranks import Context
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "experiments.verify_correctness"]
+QUICK = ["--networks", "transformer", "--backend", "gloo"]
+FLOAT32 = torch.float32
+
+
+def run(capsys, *arguments: str) -> tuple[int, str]:
+    """Exit status and output of a run in this process."""
+    try:
+        status = main([*QUICK, *arguments])
+    except SystemExit as exit:
+        status = exit.code
+    found = capsys.readouterr()
+    return status, found.out + found.err
+
+
+def rows_of(text: str) -> list[str]:
+    """Of the tables: mode and clipping."""
+    lines = [line for line in text.splitlines() if line.startswith(PRIVATE_MODES)]
+    return [line for line in lines if line.split()[1] in ("flat", "per_layer")]
+
+
+# ---- one process ---------------------------------------------------------------------------------
+
+
+def test_every_mode_on_both_networks(capsys):
+    pytest.importorskip("transformers")
+    status, text = run(capsys, "--networks", "transformer", "llama")
+    assert status == 0
+    assert text.startswith("one process on CPU")
+    assert len(rows_of(text)) == 2 * 2 * len(PRIVATE_MODES)
+    assert all("  ok  " in row for row in rows_of(text))
+    assert "flash ran as ghost" in text
+    assert "20 of 20 cases agree" in text.splitlines()[-1]
+
+
+def test_16_bit(capsys, monkeypatch):
+    arguments = ["--dtype", "bfloat16", "--modes", "ghost", "bookkeeping"]
+    status, text = run(capsys, *arguments)
+    assert (status, len(rows_of(text))) == (0, 4)
+    scale_coefficients(monkeypatch, 1.001)  # far below what 16 bit does to gradients
+    status, text = run(capsys, *arguments)
+    assert status == 1
+    assert "one sample adds 1.000" in text
+
+
+def test_verbose_shows_norms_and_worst_parameters(capsys):
+    status, text = run(capsys, "--modes", "ghost", "--verbose")
+    assert status == 0
+    norms = {line.split()[0]: line.split()[-5:] for line in text.splitlines() if "17.81" in line}
+    assert [float(x) for x in norms["rank"]] == pytest.approx(
+        [float(x) for x in norms["reference"]], rel=1e-5
+    )
+    assert "the worst parameter of each mode" in text
+
+
+# ---- wrong products ------------------------------------------------------------------------------
+
+
+def scale_coefficients(monkeypatch, factor: float) -> None:
+    right = session.coefficients
+    monkeypatch.setattr(session, "coefficients", lambda *a: right(*a) * factor)
+
+
+def too_large(monkeypatch):
+    scale_coefficients(monkeypatch, 1 + 1e-4)
+    return "one sample adds 1.0000"
+
+
+def too_small(monkeypatch):
+    scale_coefficients(monkeypatch, 1 - 1e-3)
+    return "one sample adds only 0.99"
+
+
+def miss_a_parameter(monkeypatch):
+    """Of the first one that comes, the last layer's."""
+    add = Norms.add
+
+    def without_the_first(self, parameter, norm):
+        add(self, parameter, norm if self._of else replace(norm, squared=0 * norm.squared))
+
+    monkeypatch.setattr(Norms, "add", without_the_first)
+    return "one sample adds 1."
+
+
+def forget_half_of_a_sum(monkeypatch):
+    right = session.weighted_sum
+    monkeypatch.setattr(session, "weighted_sum", lambda *a: right(*a) * 0.5)
+    return "the clipped gradient of"
+
+
+def divide_by_something_else(monkeypatch):
+    right = optimizer.add_noise_to_all
+
+    def wrong(*arguments, divisor, **rest):
+        return right(*arguments, divisor=1.01 * divisor, **rest)
+
+    monkeypatch.setattr(optimizer, "add_noise_to_all", wrong)
+    return "is off by 9.9e-03"
+
+
+def not_a_number(monkeypatch):
+    scale_coefficients(monkeypatch, float("nan"))
+    return "one sample adds inf C"
+
+
+WRONG = [
+    too_large, too_small, miss_a_parameter, forget_half_of_a_sum, divide_by_something_else,
+    not_a_number,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda f: f.__name__)
+def test_a_wrong_product_is_found(wrong, capsys, monkeypatch):
+    said = wrong(monkeypatch)
+    status, text = run(capsys, "--modes", "per_sample")
+    assert status == 1
+    assert all("  FAIL  " in row for row in rows_of(text))
+    assert said in text
+    assert "0 of 2 cases agree" in text.splitlines()[-1]
+
+
+def test_one_wrong_mode_does_not_hide_behind_the_others(capsys, monkeypatch):
+    backward = session.Session.backward
+
+    def fail(self, *arguments):
+        if self.policy.two_passes:
+            raise RuntimeError("no\nsecond pass")
+        return backward(self, *arguments)
+
+    monkeypatch.setattr(session.Session, "backward", fail)
+    status, text = run(capsys, "--modes", "ghost", "bookkeeping")
+    assert status == 1
+    assert [row.split()[0] for row in rows_of(text) if "FAIL: " in row] == ["ghost", "ghost"]
+    assert "FAIL transformer, ghost, flat: RuntimeError: no second pass" in text
+    assert "2 of 4 cases agree" in text
+
+
+# ---- several ranks -------------------------------------------------------------------------------
+
+
+def lose_the_other_rank(context: Context) -> None:
+    """A sum without the samples of rank 1."""
+    receive = ShardedSums.receive
+    factor = 1.0 if context.rank == 0 else 0.0
+    ShardedSums.receive = lambda self, p, total: receive(self, p, total * factor)
+
+
+def count_twice(context: Context) -> None:
+    """Every rank adds the norms of what ranks have in common."""
+    NormReducer.counts = lambda self, replicated: True
+
+
+def part_in_the_last_bits(context: Context) -> None:
+    """Ranks end up with norms that differ by less than any tolerance."""
+    wait = GlobalNorms.wait
+    GlobalNorms.wait = lambda self: wait(self) * (1 + 1e-6 * context.rank)
+
+
+BREAKS = {
+    lose_the_other_rank: (ShardedSums, "receive"),
+    count_twice: (NormReducer, "counts"),
+    part_in_the_last_bits: (GlobalNorms, "wait"),
+}
+
+
+def ranks_of(context: Context, how: str) -> Ranks:
+    if how == "replicas":
+        return Ranks(context.device, context.group)
+    names = tuple(how.split(" x "))
+    if len(names) == 2:
+        mesh = init_device_mesh(context.device.type, (2, 2), mesh_dim_names=names)
+    else:
+        mesh = DeviceMesh.from_group(context.group, context.device.type, mesh_dim_names=names)
+    return Ranks(context.device, context.group, mesh)
+
+
+def checked(
+    context: Context, how: str, modes: list[str], clippings: list[str],
+    broken: Callable[[Context], None] | None = None,
+) -> list[Finding]:  # fmt: skip
+    """What the ranks find; a product that `broken` breaks is whole again afterwards."""
+    ranks = ranks_of(context, how)
+    cases = [c for c in plan(["transformer"], modes, ranks, FLOAT32) if c.clipping in clippings]
+    owner, name = BREAKS.get(broken, (Finding, "case"))
+    before = vars(owner).get(name)
+    try:
+        if broken:
+            broken(context)
+        return list(verify(cases, ranks, FLOAT32, listening=True))
+    finally:
+        if broken:
+            setattr(owner, name, before)
+
+
+def check_exchange(finding: Finding, how: str) -> None:
+    """Ranks know different things of the norms before, and the same afterwards."""
+    assert len(set(finding.parts)) == len(finding.parts)
+    assert len(set(finding.norms)) == 1
+    squares = [sum(x * x for x in known if x is not None) for known in zip(*finding.parts)]  # noqa: B905
+    assert [x**0.5 for x in squares] == pytest.approx(finding.norms[0], rel=1e-5)
+    everywhere = "data" not in how and how != "replicas"
+    assert everywhere == (None not in finding.parts[0])
+
+
+@pytest.mark.parametrize("how", ["replicas", "data", "tensor"])
+def test_two_ranks(cpu_ranks, how):
+    for findings in cpu_ranks.run(2, checked, how, ["bookkeeping"], ["flat"]):
+        expected = [None] if how == "replicas" else list(NORM_REDUCTIONS)
+        assert [f.case.norm_reduction for f in findings] == expected
+        for finding in findings:
+            assert not finding.faults
+            check_exchange(finding, how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["replicas", "data", "tensor", "data x tensor"])
+def test_four_ranks_and_every_mode(cpu_ranks, how):
+    modes = [mode for mode in PRIVATE_MODES if "flash" not in mode]
+    for findings in cpu_ranks.run(4, checked, how, modes, ["flat", "per_layer"]):
+        assert len(findings) == (6 if how == "replicas" else 18)
+        for finding in findings:
+            assert not finding.faults
+            check_exchange(finding, how)
+
+
+@pytest.mark.parametrize(
+    ("broken", "how", "said"),
+    [
+        (lose_the_other_rank, "data", "the clipped gradient of"),
+        (count_twice, "tensor", "a norm is off by"),
+        (part_in_the_last_bits, "data", "ranks have different norms"),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_a_wrong_exchange_is_found(cpu_ranks, broken, how, said):
+    for findings in cpu_ranks.run(2, checked, how, ["per_sample"], ["flat"], broken):
+        assert all(said in " ".join(finding.faults) for finding in findings)
+
+
+def test_it_launches_its_own_ranks(capfd, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main([*QUICK, "--use-fsdp", "--modes", "bookkeeping", "--verbose"]) == 0
+    text = capfd.readouterr().out
+    assert text.startswith("gloo, 2 processes on CPU")
+    assert len([row for row in rows_of(text) if "2 fsdp2" in row and "  ok  " in row]) == 6
+    assert text.count("rank 1 before") == text.count("rank 1 after") == 6
+    assert "6 of 6 cases agree" in text
+
+
+def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={ranks}", *COMMAND[1:], *QUICK, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.slow
+def test_under_torchrun():
+    found = torchrun(2, "--use-tp", "--modes", "ghost")
+    assert found.returncode == 0
+    assert "6 of 6 cases agree" in found.stdout
+    assert "2 tp, layerwise" in found.stdout
+    found = torchrun(3, "--use-tp")
+    assert found.returncode != 0
+    lines = found.stderr.splitlines()
+    (own,) = [line for line in lines if line.startswith(f"{verify_correctness.PROGRAM}: ")]
+    assert "3 tensor-parallel ranks do not divide" in own
+
+
+BROKEN = """
+import sys
+import dp_clipping.session as session
+from experiments.verify_correctness import main
+from experiments import verify_run
+import lm.launch
+
+right = session.coefficients
+session.coefficients = lambda *a: right(*a) * 1.01
+run_ranks = lm.launch.run_ranks
+verify_run.run_ranks = lambda command, n: run_ranks([sys.executable, __file__, *command[3:]], n)
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_wrong_case_on_ranks_is_the_exit_status(tmp_path):
+    program = tmp_path / "broken.py"
+    program.write_text(BROKEN)
+    arguments = [*QUICK, "--use-fsdp", "--modes", "ghost"]
+    found = subprocess.run(
+        [sys.executable, str(program), *arguments], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=600,
+    )  # fmt: skip
+    assert found.returncode == 1
+    assert "0 of 6 cases agree" in found.stdout
+    assert "Traceback" not in found.stderr
+
+
+def children_of(process: subprocess.Popen) -> list[int]:
+    path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(number) for number in path.read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_rank_that_dies_is_named():
+    arguments = [*QUICK, "--use-fsdp", "--use-tp", "--timeout", "60"]
+    process = subprocess.Popen(
+        [*COMMAND, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.readline()
+    time.sleep(20)
+    children = children_of(process)
+    os.kill(children[2], signal.SIGKILL)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "rank 2 failed first: killed by SIGKILL" in error
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def test_ctrl_c_is_quiet(capsys, monkeypatch):
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    for place in (verify_run, "prepare"), (session.Session, "backward"):
+        with monkeypatch.context() as patch:
+            patch.setattr(*place, stop)
+            status, text = run(capsys, "--modes", "ghost")
+        assert status == 130
+        assert len(text.splitlines()) <= 1
+
+
+def imports_torch(process: subprocess.Popen) -> None:
+    path = Path(f"/proc/{process.pid}/maps")
+    while "libtorch" not in path.read_text():
+        time.sleep(0.02)
+
+
+def has_begun(process: subprocess.Popen) -> None:
+    process.stdout.readline()
+    time.sleep(1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("moment", [imports_torch, has_begun], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("arguments", [(), ("--use-tp",)], ids=["alone", "ranks"])
+def test_ctrl_c_at_any_time(arguments, moment):
+    process = subprocess.Popen(
+        [*COMMAND, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    moment(process)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, "")
+
+
+@pytest.mark.slow
+def test_fused_kernels_in_the_interpreter():
+    found = subprocess.run(
+        [*COMMAND, *QUICK, "--modes", "flash_bookkeeping"], cwd=ROOT, capture_output=True,
+        text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=600,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout + found.stderr
+    for algorithm in ("", ":input_length", ":width"):
+        rows = [r for r in rows_of(found.stdout) if r.startswith(f"flash_bookkeeping{algorithm} ")]
+        assert len(rows) == 2
+    assert "ran as" not in found.stdout
+
+
+# ---- options and plan ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--use-tp", "--num-processes", "3"], "which 3 tensor-parallel ranks do not divide"),
+        (["--use-fsdp", "--use-tp", "--num-processes", "2"], "start 4 ranks"),
+        (["--use-fsdp", "--use-tp", "--num-processes", "5"], "another multiple of 2"),
+        (["--modes", "no_dp"], "flash_bookkeeping"),
+        (["--dtype", "float16"], "bfloat16"),
+        (["--backend", "mpi"], "'gloo', 'nccl'"),
+        (["--num-processes", "0"], "--num-processes 0: give a positive number"),
+        (["--timeout", "inf"], "--timeout inf"),
+        (["--enable-nothing"], "--enable-nothing"),
+    ],
+)
+def test_wrong_options_are_one_line(arguments, said, capsys):
+    status, text = run(capsys, *arguments)
+    assert status == 2
+    assert said in text
+    assert text.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_nccl_needs_a_gpu(capsys):
+    status, text = run(capsys, "--backend", "nccl")
+    assert status == 2
+    assert "--backend nccl" in text
+    assert "--device" not in text
+    assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "ranks"),
+    [
+        ([], 0, 1), ([], 8, 1), (["--num-processes", "3"], 8, 3), (["--use-tp"], 8, 8),
+        (["--use-fsdp"], 0, 2), (["--use-fsdp"], 3, 3), (["--use-fsdp", "--use-tp"], 0, 4),
+        (["--use-fsdp", "--use-tp"], 3, None), (["--use-fsdp", "--use-tp"], 5, 4),
+    ],
+)  # fmt: skip
+def test_ranks_that_it_launches(arguments, gpus, ranks, monkeypatch):
+    def find(device: str, count: int | None) -> Hardware:
+        kind = ("nccl", "cuda", count or gpus) if gpus else ("gloo", "cpu", count or 2)
+        return Hardware(*kind, "here")
+
+    monkeypatch.setattr(verify_run, "find_hardware", find)
+    options = parse(arguments)
+    if ranks is None:
+        with pytest.raises(ValueError, match="need 4 GPUs, and this machine has 3"):
+            verify_run.prepare(options)
+    else:
+        assert verify_run.prepare(options).num_processes == ranks
+
+
+def test_without_transformers(capsys, monkeypatch):
+    monkeypatch.setattr(verify_run, "find_spec", lambda name: None)
+    status, text = run(capsys, "--networks", "transformer", "llama", "--modes", "per_sample")
+    assert status == 0
+    assert "transformers is not installed" in text
+    assert len(rows_of(text)) == 2
+    status, text = run(capsys, "--networks", "llama")
+    assert (status, text.count("\n")) == (2, 1)
+
+
+def test_where_kernels_run_every_norm_algorithm_is_a_case(monkeypatch):
+    monkeypatch.setattr(verify_cases, "available", lambda *place: True)
+    ranks = Ranks(torch.device("cpu"))
+    cases = plan(["transformer"], PRIVATE_MODES, ranks, FLOAT32)
+    assert len(cases) == 2 * (3 + 2 * 3)
+    assert {c.norm_algorithm for c in cases if c.mode == "ghost"} == {None}
+    found = {c.how for c in cases if c.mode == "flash"}
+    assert found == {"flash", "flash:input_length", "flash:width"}
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "count"), [(5, 1), (5, 2), (5, 3), (6, 4), (10, 8)])
+def test_samples_are_dealt_out_unequally(size, count):
+    both = uneven, with_empty = deals(size, count)
+    for samples in both:
+        assert len(samples) == count
+        assert list(chain(*samples)) == list(range(size))
+    sizes = [len(own) for own in uneven]
+    assert min(sizes) > 0
+    assert count == 1 or max(sizes) > min(sizes)
+    assert [len(own) for own in with_empty].count(0) == (count > 1)
+
+
+def test_errors():
+    expected = {"large": torch.full((2, 2), 2.0), "small": torch.tensor([1e-9])}
+    found = {"large": expected["large"] * 1.01, "small": torch.tensor([2e-9])}
+    error, name = gradient_error(found, expected)
+    assert (name, error) == ("large", pytest.approx(0.01 / 1.001))
+    found["small"] = torch.tensor([float("nan")])
+    assert gradient_error(found, expected) == (float("inf"), "small")
+    assert largest([1.0, float("nan"), 2.0]) == float("inf")
+    assert relative_error(torch.ones(2), torch.ones(3)) == float("inf")
+    assert relative_error(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0])) == 0.5
+
+
+def test_a_case_without_figures_is_not_right():
+    case = Case("transformer", "ghost", "flat")
+    for dtype in DTYPES.values():
+        assert Finding(case, verify_cases.tolerance(case, verify_cases.SMALL, dtype)).faults
