@@ -31,13 +31,14 @@ def findings(cells: Sequence[Cell]) -> list[str]:
 def _least(cells: Sequence[Cell], name: str, value: str, heading: str) -> list[str]:
     """A line for each baseline of that name: which cell has the least ratio to it.
 
-    Beside another than the floor, the floor itself is no competitor. Of prices of clipping the
-    least of all is said.
+    The floor itself is no competitor, nor is a wrong gradient. Of prices of clipping the least of
+    all is said.
     """
     floor = BASELINES[name][0]
     groups: dict[str, list] = {}
     for cell in cells:
-        other = None if cell.names.get(name) == floor else beside(cells, cell, name, value)
+        out = cell.is_wrong or cell.names.get(name) == floor
+        other = None if out else beside(cells, cell, name, value)
         found = ratio_beside(cell, other)
         if found is not None:
             group = heading if name == "clipping" else other.label

@@ -190,6 +190,7 @@ def test_a_wrong_gradient_is_said(tmp_path):
     record_benchmark(tmp_path, {"none": 10.0, "mine": 9.0}, error={"mine": 0.5})
     page = Page(render(tmp_path))
     assert "The gradient of mine is WRONG (error 5.0e-01)" in page.text
+    assert "Least beside" not in page.text  # it would be the fastest
     assert page.rows("Memory and exchange")["mine"]["gradient error"] == "5.0e-01 WRONG"
 
 
