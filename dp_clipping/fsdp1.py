@@ -37,13 +37,8 @@ from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.nn import Parameter
 
 from dp_clipping.collectives import reduce_scatter_together
-from dp_clipping.sharded import (
-    Part,
-    ShardedSums,
-    Sharding,
-    Transfer,
-    is_sharded,
-)
+from dp_clipping.sharded import Part, Sharding, is_sharded
+from dp_clipping.sharded_sums import ShardedSums, Transfer
 from dp_clipping.shards import Place, Run
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)

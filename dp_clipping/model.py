@@ -27,7 +27,8 @@ from dp_clipping.modes import PLAIN_TWIN, say_plain
 from dp_clipping.norm_reduce import GlobalNorms, NormReducer
 from dp_clipping.search import Search
 from dp_clipping.session import Policy, Session
-from dp_clipping.sharded import ShardedSums, Sharding, local
+from dp_clipping.sharded import Sharding, local
+from dp_clipping.sharded_sums import ShardedSums
 from dp_clipping.statistics import NormStatistics, norm_statistics
 from dp_clipping.validation import check_still_fixed, normalizations, same_buffers
 
