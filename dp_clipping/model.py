@@ -6,31 +6,27 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils._pytree import tree_map
 
 from dp_clipping.arguments import check_max_grad_norm
 from dp_clipping.batch import Batch
 from dp_clipping.budget import Budget
 from dp_clipping.capture import Capture
 from dp_clipping.clip import thresholds
-from dp_clipping.compiled import Forecast, Forecaster
+from dp_clipping.compiled import Forecast
+from dp_clipping.establish import Establishment
 from dp_clipping.fused import FusedSession
-from dp_clipping.independence import check_network
 from dp_clipping.kernels import available
 from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import LayoutUnknown
-from dp_clipping.layout import FEW, MORE
 from dp_clipping.modes import PLAIN_TWIN, say_plain
 from dp_clipping.norm_reduce import GlobalNorms, NormReducer
-from dp_clipping.search import Search
 from dp_clipping.session import Policy, Session
 from dp_clipping.sharded import Sharding, local
 from dp_clipping.sharded_sums import ShardedSums
 from dp_clipping.statistics import NormStatistics, norm_statistics
-from dp_clipping.validation import check_still_fixed, normalizations, same_buffers
+from dp_clipping.validation import check_still_fixed, normalizations
 
 
 class PrivateModel(nn.Module):
@@ -82,9 +78,7 @@ class PrivateModel(nn.Module):
         self._session: Session | None = None
         self._step_is_open = False
         self._is_held_back = False  # `.grad` holds sums that no_sync() kept on this rank
-        self._established = False
         self._is_broken = False  # a sharded step failed, and nothing can be computed any more
-        self._is_provisional = False  # established with one sample, beside which all is batch
         self._capture: Capture | None = None
         self.sharding = sharding
         self._sharded_sums: ShardedSums | None = None
@@ -93,8 +87,7 @@ class PrivateModel(nn.Module):
             self._capture.reducer = self._make_reducer(norm_reduction)
             if sharding is not None:
                 self._sharded_sums = sharding.make_sums()
-            self._search = Search(self._capture)
-            self._forecaster = Forecaster(self._search)
+            self._establishment = Establishment(self.network, self._capture, sharding)
             self._normalizations = normalizations(self.network)
             # By name: between forward and backward FSDP has other objects in their place.
             named = self.network.named_parameters()
@@ -193,10 +186,7 @@ class PrivateModel(nn.Module):
         if not given.size:
             args, kwargs = given.with_a_row_of_zeros()
             batch = Batch(args, kwargs, self.batch_first)
-        if self.sharding is not None:
-            self._establish_together(batch)
-        elif not self._established or (batch.size >= FEW and self._is_provisional):
-            self._establish(batch)
+        self._establishment.ensure(batch)
         self.capture.forecast = self._forecast(batch)
         session = self._session_class()(self.capture, batch.size, self.policy)
         session.is_empty = not given.size
@@ -217,7 +207,7 @@ class PrivateModel(nn.Module):
                         "other ranks cannot be asked to look again now: call "
                         "model.forget_layouts() on every rank before a forward that differs"
                     ) from error
-                self._establish(batch)
+                self._establishment.look(batch)
                 output = self._call_network_again(args, kwargs)
             except BaseException:
                 self._recover()
@@ -247,10 +237,7 @@ class PrivateModel(nn.Module):
 
         With a sharded model every rank calls it.
         """
-        self._established = False
-        self._search.forget()
-        self._forecaster.forget()
-        self.capture.plans.clear()
+        self._establishment.forget()
 
     def to_standard_module(self) -> nn.Module:
         """The network with its own forwards, as before `make_private`."""
@@ -530,57 +517,11 @@ class PrivateModel(nn.Module):
             )
         return limits
 
-    # ---- what is looked for before a step -------------------------------------------------------
-
-    def _establish(self, batch: Batch) -> None:
-        self._look(batch.with_samples(FEW), batch.with_samples(MORE), batch.size)
-
-    def _look(self, few: tuple, more: tuple, size: int) -> None:
-        """From the arguments of two forwards, made of a batch of so many samples."""
-        if self._is_provisional or size < FEW:
-            self._search.forget()
-            self._forecaster.forget()
-        with same_buffers(self.network):
-            self._search.establish(few, more)
-            if size >= FEW:
-                check_network(self.capture, few, more)
-        self._established, self._is_provisional = True, size < FEW
-
-    def _establish_together(self, batch: Batch) -> None:
-        """On every rank with the samples of one, so that all run the same forwards.
-
-        Once all have done so with a batch of some samples no rank asks the others again.
-        """
-        if self._established and not self._is_provisional:
-            return
-        everyone = self.sharding.everyone
-        sizes: list[int] = [0] * dist.get_world_size(everyone)
-        dist.all_gather_object(sizes, batch.size, group=everyone)
-        largest = max(sizes)
-        if self._established and largest < FEW:
-            return
-        source = sizes.index(largest)
-        given = [None, None]
-        if dist.get_rank(everyone) == source:
-            given = [_moved(batch.with_samples(n), torch.device("cpu")) for n in (FEW, MORE)]
-        dist.broadcast_object_list(given, group=everyone, group_src=source)
-        device = self.capture.anchor.device
-        few, more = (_moved(one, device) for one in given)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(0)  # what is random in the network must not part the ranks
-            self._look(few, more, largest)
-
     def _forecast(self, batch: Batch) -> Forecast | None:
-        """What linear layers will be given, where compiled code must know it beforehand."""
+        """Of the linear layers' operands, where compiled code must know it beforehand."""
         if not self.policy.fused or not self.capture.is_compiled or self.sharding is not None:
             return None
-        if self._session_class() is not FusedSession:
-            return None
-        return self._forecaster.of(batch.first_sample(), batch.with_samples)
-
-
-def _moved(tree: Any, device: torch.device) -> Any:
-    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)
+        return self._establishment.forecast(batch) if self._session_class().fused else None
 
 
 @lru_cache(maxsize=8)
