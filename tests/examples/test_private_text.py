@@ -111,6 +111,10 @@ class TestARun:
         assert not torch.equal(one["head.weight"], other["head.weight"])
 
 
+def interrupt(training) -> None:
+    raise KeyboardInterrupt
+
+
 class TestStops:
     def wait_for_step(self, folder: Path, step: int) -> None:
         for _ in range(2400):
@@ -128,11 +132,14 @@ class TestStops:
         process.communicate()
         assert not (folder / "model.pt").exists(), "the run was over before it was killed"
 
-    def test_a_killed_run_ends_as_if_it_had_not_been(self, letters, tmp_path):
-        """Two runs from one beginning have one key; one of them is killed again on the way."""
+    def test_a_killed_run_ends_as_if_it_had_not_been(self, letters, tmp_path, monkeypatch):
+        """Two runs from one beginning have one key; one of them is killed on the way."""
         whole, killed = tmp_path / "whole", tmp_path / "killed"
-        longer = ("--epochs", "4", "--report-every", "30")
-        self.kill_after(1, arguments(letters, whole, *longer), whole)
+        longer = ("--epochs", "4", "--report-every", "30", "--checkpoint-every", "7")
+        longer += ("--epsilon", "1")  # the less to spend, the faster the search for the noise
+        with monkeypatch.context() as patched:
+            patched.setattr(private_text.Training, "_train_epoch", interrupt)
+            assert private_text.main(arguments(letters, whole, *longer)) == private_text.INTERRUPTED
         shutil.copytree(whole, killed)
         self.kill_after(30, arguments(letters, killed, *longer), killed)
         for folder in (whole, killed):
@@ -142,7 +149,7 @@ class TestStops:
         assert [line["step"] for line in log_of(killed)[1:]] == list(range(1, len(log_of(whole))))
 
     def test_ctrl_c_says_how_to_go_on(self, letters, tmp_path):
-        process = start(*arguments(letters, tmp_path / "run"))
+        process = start(*arguments(letters, tmp_path / "run", "--epsilon", "1"))
         self.wait_for_step(tmp_path / "run", 2)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
