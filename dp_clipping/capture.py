@@ -25,7 +25,7 @@ from dp_clipping.layers.handle import Handle
 from dp_clipping.norm_reduce import NormReducer
 from dp_clipping.plan import Plan
 from dp_clipping.session import Session
-from dp_clipping.sharded import Sharding, attribute, plain_name, plain_type
+from dp_clipping.sharded import Sharding, owner_of, plain_name, plain_type
 
 if TYPE_CHECKING:
     from dp_clipping.compiled import Forecast
@@ -104,17 +104,18 @@ class Capture:
         self.plan: Plan | None = None
         self.forecast: Forecast | None = None
         self._copied = {
-            parameter: (module, name)
+            parameter: owner_of(module, name)
             for module in network.modules()
             if "_private" in vars(module) and module._private.kind == "vectorized"
             for name, parameter in module._private.parameters().items()
         }
         self._zeros: dict[torch.dtype, Tensor] = {}
         self._session: Session | None = None
-        self._hooks = [
-            module.register_forward_pre_hook(partial(self._note_leaves, names), with_kwargs=True)
-            for module, names in (() if sharding is None else sharding.gathering)
-        ]
+        self._hooks = []
+        for module, names in () if sharding is None else sharding.gathering:
+            owners = {p: owner_of(module, name) for p, name in names.items()}
+            note = partial(self._note_leaves, owners)
+            self._hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
 
     # ---- which layers ---------------------------------------------------------------------------
 
@@ -151,16 +152,20 @@ class Capture:
                 parameter.grad_dtype = parameter.dtype
 
     def _note_leaves(
-        self, names: dict[Parameter, str], module: nn.Module, args: tuple, kwargs: dict
+        self,
+        owners: dict[Parameter, tuple[nn.Module, str]],
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict,
     ) -> None:
         """What stands for sharded parameters now: a use of it elsewhere would give it a gradient.
 
         Before the forward of what gathers them, since nothing of theirs may be called at all.
         """
         if self._session is not None:
-            leaves = {p: attribute(module, name) for p, name in names.items()}
+            leaves = {p: getattr(owner, name) for p, (owner, name) in owners.items()}
             self._session.leaves.update(leaves)
-            self.sharding.entered(module, tensors_in((args, kwargs)))
+            self.sharding.entered(module, lambda: tensors_in((args, kwargs)))
 
     def _make_groups(self, clipping: str) -> tuple[dict[Parameter, int], list[str]]:
         """One group over all parameters, or one a module; a tied weight is its first owner's."""
@@ -217,7 +222,7 @@ class Capture:
         over tokens, so there G is float32.
         """
         if parameter in self._copied:
-            return attribute(*self._copied[parameter]).detach()
+            return getattr(*self._copied[parameter]).detach()
         dtype = parameter.dtype
         if len(self.shapes[parameter]) < 2:
             dtype = wide(dtype)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -77,8 +77,8 @@ class FlatSharding(Sharding):
         with _gathering_again(self.root), self.root.no_sync(), self.leaving.running():
             yield
 
-    def entered(self, module: nn.Module, inputs: list[Tensor]) -> None:
-        self.leaving.enter(module, inputs)
+    def entered(self, module: nn.Module, inputs: Callable[[], list[Tensor]]) -> None:
+        self.leaving.enter(module, inputs())
 
 
 class Leaving:

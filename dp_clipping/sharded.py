@@ -11,6 +11,7 @@ How clipped sums find their shards is in `sharded_sums`.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -197,7 +198,7 @@ class Sharding:
         """Around every backward, each of the two of a two-pass mode."""
         return nullcontext()
 
-    def entered(self, module: nn.Module, inputs: list[Tensor]) -> None:
+    def entered(self, module: nn.Module, inputs: Callable[[], list[Tensor]]) -> None:
         """Called in private forwards when one of `gathering` has gathered its parameters."""
 
     def recover(self) -> bool:
@@ -360,9 +361,10 @@ def shard_again(module: nn.Module) -> None:
                 one.reshard()
 
 
-def attribute(module: nn.Module, name: str) -> Tensor:
-    """A module's parameter by its name, whatever stands there now."""
-    *path, last = name.split(".")
-    for child in path:
-        module = getattr(module, child)
-    return getattr(module, last)
+def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Which module has a parameter of this one, and what it calls it.
+
+    An attribute, whatever stands there: FSDP puts a gathered tensor in a parameter's place.
+    """
+    path, _, last = name.rpartition(".")
+    return module.get_submodule(path), last
