@@ -24,6 +24,7 @@ from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import Handle
 from dp_clipping.norm_reduce import NormReducer
 from dp_clipping.plan import Plan
+from dp_clipping.profiling import Profile
 from dp_clipping.session import Session
 from dp_clipping.sharded import Sharding, owner_of, plain_name, plain_type
 
@@ -79,6 +80,7 @@ class Capture:
         forecast: of the coming forward, where compiled code needs one (see `dp_clipping.compiled`).
         sharding: how the network is spread over ranks; None: it is not.
         reducer: adds norms up over ranks (see `dp_clipping.norm_reduce`).
+        profile: of the model's steps; None: the switch is off (see `dp_clipping.profiling`).
         shapes: parameter -> shape of what its layer computes with, a part under tensor parallelism.
     """
 
@@ -102,6 +104,7 @@ class Capture:
         self.anchor = next(iter(self.anchors.values()))
         self.plans: dict[tuple, Plan] = {}
         self.plan: Plan | None = None
+        self.profile: Profile | None = None
         self.forecast: Forecast | None = None
         self._copied = {
             parameter: owner_of(module, name)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.profiler import record_function
 
 from dp_clipping.clip import MARGIN, coefficients, finite_samples
 from dp_clipping.compiled import refuse_repeated
@@ -327,7 +326,7 @@ class FusedSession(Session):
         refuse_repeated(self._norms, self._counts, own)
         limits = self._limits_of(groups)
         if self.reducer.splits_parameters:
-            with record_function("norm_all_reduce"):
+            with self._phase("norm_all_reduce"):
                 table = self._table_of(own)[:, groups]
                 _, bounds = self._judged(self.reducer.reduce(table).wait())
                 return self._coefficients_of(bounds, groups)

@@ -22,6 +22,8 @@ from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.modes import PLAIN_TWIN, say_plain
 from dp_clipping.norm_reduce import GlobalNorms, NormReducer
+from dp_clipping.profiled import PROFILED
+from dp_clipping.profiling import SWITCH, Profile, profile_of, ranged
 from dp_clipping.session import Policy, Session
 from dp_clipping.sharded import Sharding, local
 from dp_clipping.sharded_sums import ShardedSums
@@ -81,12 +83,17 @@ class PrivateModel(nn.Module):
         self._is_broken = False  # a sharded step failed, and nothing can be computed any more
         self._capture: Capture | None = None
         self.sharding = sharding
+        self.profile: Profile | None = None  # None: the switch is off, see `profiling`
         self._sharded_sums: ShardedSums | None = None
         if policy is not None:
             self._capture = Capture(self.network, clipping, sharding)
             self._capture.reducer = self._make_reducer(norm_reduction)
+            alone = sharding is None and self._capture.reducer.data_ranks == 1
+            self.profile = profile_of(self._capture.anchor.device, release, alone)
+            self._capture.profile = self.profile
             if sharding is not None:
                 self._sharded_sums = sharding.make_sums()
+                self._sharded_sums.profile = self.profile
             self._establishment = Establishment(self.network, self._capture, sharding)
             self._normalizations = normalizations(self.network)
             # By name: between forward and backward FSDP has other objects in their place.
@@ -158,6 +165,16 @@ class PrivateModel(nn.Module):
         self.refuse_in_release("nonfinite_samples")
         return int(self._nonfinite_samples)
 
+    def profile_report(self) -> str:
+        """Times of a step's phases and layers on this rank, and its norms: see `profiling`.
+
+        Not covered by ε; norms are left out with release=True. `profile.data()` has the same for
+        JSON. Raises RuntimeError if the switch was off when the model was made.
+        """
+        if self.profile is None:
+            raise RuntimeError(f"profiling is off: set {SWITCH}=1 before make_private")
+        return self.profile.report()
+
     def plan_table(self) -> str:
         """What the last step on fused kernels did with each linear layer; see `dp_clipping.plan`.
 
@@ -188,7 +205,9 @@ class PrivateModel(nn.Module):
             batch = Batch(args, kwargs, self.batch_first)
         self._establishment.ensure(batch)
         self.capture.forecast = self._forecast(batch)
-        session = self._session_class()(self.capture, batch.size, self.policy)
+        kind = self._session_class()
+        kind = kind if self.profile is None else PROFILED[kind]
+        session = kind(self.capture, batch.size, self.policy)
         session.is_empty = not given.size
         if self._is_broken:
             raise RuntimeError(
@@ -322,6 +341,7 @@ class PrivateModel(nn.Module):
             self.module.gradient_ready(parameter)
         self._is_held_back = False
 
+    @ranged("gradient_sync")
     def finish_synchronization(self) -> None:
         """Before a step: `.grad` of each parameter is (this rank's shard of) the sum of all ranks.
 

@@ -4,6 +4,7 @@ A network has hundreds of parameters, and arithmetic on [B] numbers costs a laun
 notes two numbers a sample and parameter, and what follows from them is computed on [P, B] tables.
 """
 
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -46,7 +47,7 @@ class Norms:
 
     def only(self, parameters: set[Parameter]) -> "Norms":
         """Those of some parameters."""
-        part = Norms(self._groups, self._count, self._zero)
+        part = copy(self)
         part._of = {p: norm for p, norm in self._of.items() if p in parameters}
         return part
 

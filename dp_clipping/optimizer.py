@@ -11,6 +11,7 @@ from dp_clipping.adaptive import AdaptiveThreshold
 from dp_clipping.arguments import check_noise_multiplier
 from dp_clipping.model import PrivateModel
 from dp_clipping.noise import NoiseStream, add_noise_to_all
+from dp_clipping.profiling import ranged
 from dp_clipping.sharded import local
 from dp_clipping.shards import Place
 
@@ -42,7 +43,7 @@ class PrivateOptimizer(Optimizer):
         adaptive_threshold: AdaptiveThreshold | None = None,
     ):
         self.original_optimizer = optimizer
-        self.model = model
+        self.model, self.profile = model, model.profile
         self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
@@ -204,6 +205,7 @@ class PrivateOptimizer(Optimizer):
                 if parameter not in self.model.capture.groups:
                     parameter.grad = None
 
+    @ranged("noise")
     def _prepare(self) -> None:
         if self.model.policy is not None and not self.model.step_is_open:
             raise RuntimeError(

@@ -192,12 +192,12 @@ class Session:
                 order = list(reversed(self.capture.parameters))
                 self._partial = self.reducer.layerwise(order, self._table_of)
             with self.capture.attached(self), guard:
-                with record_function("norm_pass"):
+                with self._phase("norm_pass"):
                     anchors = list(self.capture.anchors.values())
                     self._run_backward(losses, anchors, retain_graph=self._needs_second_pass())
-                with record_function("clip_coefficients"):
+                with self._phase("clip_coefficients"):
                     norms = self._clip(limits)
-                with record_function("weighted_sum"):
+                with self._phase("weighted_sum"):
                     self._sum(losses)
             for parameter in self.capture.parameters:
                 if parameter not in self._seen:
@@ -294,7 +294,7 @@ class Session:
         norms = self._table(len(self._limits))
         if not self.reducer.splits_parameters:
             return norms.squared(), norms.bounds()
-        with record_function("norm_all_reduce"):
+        with self._phase("norm_all_reduce"):
             if self._partial is not None:
                 return self._judged(self._partial.wait())
             return self._judged(self.reducer.reduce(self._table_of(list(self._norms))).wait())
@@ -385,6 +385,10 @@ class Session:
             else:
                 total = remains.weighted_sum(weights)
         self._receive(parameter, total)
+
+    def _phase(self, name: str) -> AbstractContextManager:
+        """A range of the trace; with the profiling switch on also of the profile: `profiled`."""
+        return record_function(name)
 
     def _range(self, what: str, *parameters: Parameter) -> AbstractContextManager:
         """`{what}/{layer}` in the trace that a profiler records (`+` between layers); else nothing.

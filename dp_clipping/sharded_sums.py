@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from torch.profiler import record_function
 
 from dp_clipping.collectives import all_reduce_together, reduce_scatter_together
+from dp_clipping.profiling import Profile
 from dp_clipping.sharded import Sharding, local, size_of
 
 IN_FLIGHT = 2  # units whose sums may be on the wire while the next are formed
@@ -38,6 +39,7 @@ class ShardedSums:
 
     def __init__(self, sharding: Sharding):
         self.sharding = sharding
+        self.profile: Profile | None = None
         self._order = sorted(sharding.units, reverse=True)
         self._waiting: dict[int, dict[Parameter, Tensor]] = {}
         self._next = 0
@@ -90,7 +92,10 @@ class ShardedSums:
     def _range(self) -> AbstractContextManager:
         """What a trace calls it, where sums travel."""
         travels = size_of(self.sharding.shards) > 1
-        return record_function("reduce_scatter") if travels else nullcontext()
+        name = "reduce_scatter"
+        if not travels:
+            return nullcontext()
+        return record_function(name) if self.profile is None else self.profile.range(name)
 
     def _is_complete(self, unit: int) -> bool:
         return len(self._waiting.get(unit, ())) == len(self.sharding.units[unit])

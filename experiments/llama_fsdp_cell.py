@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,10 @@ class Run:
 
     def _make_private(self, cell: Cell, settings: Settings, worker: Worker) -> None:
         from dp_clipping import PrivacyEngine  # here: it takes seconds that no_dp can spare
+        from dp_clipping.profiling import switch_on
 
+        if settings.enable_profiling:
+            switch_on()
         data = TensorDataset(torch.zeros(64 * settings.batch_size, 1))
         with warnings.catch_warnings():
             # Batches of fixed size are compared: nothing is published, and no ε is stated.
@@ -79,6 +83,11 @@ class Run:
     def step(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def profile(self) -> Any:
+        """Of the private model's steps; None: profiling is off."""
+        return getattr(self.model, "profile", None)
 
 
 def work(cell: Cell, settings: Settings, hardware: Hardware, output: Path) -> int:
@@ -123,6 +132,7 @@ def _measure(
         cell, settings, hardware, worker.world_size, status=OK, step_ms=steps,
         forward_backward_ms=parts, peak_bytes=peak, vocab_size=run.config.vocab_size,
         parameters=run.parameters, trained_parameters=run.trained, environment=environment(),
+        profile=None if run.profile is None else run.profile.data(),
     )  # fmt: skip
 
 
@@ -141,6 +151,8 @@ def time_steps(
     if worker.device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
+    if run.profile is not None:
+        run.profile.forget()  # the warm-up
     clock, memory = StepClock(worker.device), PeakMemory(worker.device)
     clock.mark()
     for number, batch in enumerate(batches[warm_up:]):

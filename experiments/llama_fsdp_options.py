@@ -149,6 +149,11 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         "--timeout", type=float, default=600.0, metavar="S",
         help="seconds without progress after which a cell is given up, as a row (default: 600)",
     )  # fmt: skip
+    group.add_argument(
+        "--enable-profiling", action="store_true",
+        help="time each phase and layer of the private modes (DP_CLIPPING_PROFILE=1); rank 0's are "
+        "in the results as `profile`, not covered by epsilon, and steps take a little longer",
+    )  # fmt: skip
     group.add_argument("--round", type=int, default=0, help=argparse.SUPPRESS)  # of a grid's cell
 
 
@@ -186,7 +191,8 @@ def cell_arguments(cell: Cell, options: argparse.Namespace, output: Path) -> lis
     found += ["--round", str(cell.round), "--output", str(output)]
     for name in taken:
         found += ["--" + name.replace("_", "-"), str(getattr(options, name))]
-    return [*found, *(["--train-embedding"] if options.train_embedding else [])]
+    flags = ("train_embedding", "enable_profiling")
+    return found + ["--" + name.replace("_", "-") for name in flags if getattr(options, name)]
 
 
 def folder_of(options: argparse.Namespace) -> Path:

@@ -20,6 +20,7 @@ MODES = {
     "flash_bookkeeping_fsdp": "flash_bookkeeping",
 }
 """Mode -> `grad_sample_mode`."""
+PROFILING = "enable_profiling"
 MIB, GIB = 1 << 20, 1 << 30
 
 
@@ -38,6 +39,7 @@ class Settings:
     train_embedding: bool
     seed: int
     timeout_s: float
+    enable_profiling: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,18 @@ class Cell:
 
     def key(self, settings: Settings, world_size: int, device: str, torch_version: str) -> str:
         """What it is recognised by when a run is resumed."""
-        common = asdict(settings)
-        del common["timeout_s"]
+        common = recorded(settings)
         place = {"world_size": world_size, "device": device, "torch": torch_version}
         return cell_key({**asdict(self), **common, **place})
+
+
+def recorded(settings: Settings) -> dict:
+    """What a result says of its settings: profiling where it was on, the timeout never."""
+    found = asdict(settings)
+    del found["timeout_s"]
+    if not settings.enable_profiling:
+        del found[PROFILING]
+    return found
 
 
 # ---- one result ----------------------------------------------------------------------------------
@@ -84,10 +94,11 @@ def single_result(
     parameters: int | None = None,
     trained_parameters: int | None = None,
     environment: dict | None = None,
+    profile: dict | None = None,
 ) -> dict:
     """Of one round. Times in milliseconds, `_mb` in MiB, `_gb` in GiB."""
-    config = asdict(settings)
-    del config["timeout_s"], config["batch_size"]
+    config = recorded(settings)
+    del config["batch_size"]
     one = {
         "round": cell.round, "status": status, "reason": reason, "step_ms": list(step_ms),
         "forward_backward_ms": list(forward_backward_ms),
@@ -104,7 +115,8 @@ def single_result(
                 **config, "vocab_size": vocab_size, "parameters": parameters,
                 "trained_parameters": trained_parameters,
             },
-            "schema_version": SCHEMA_VERSION, "environment": environment, "rounds": [one],
+            "schema_version": SCHEMA_VERSION, "environment": environment, "profile": profile,
+            "rounds": [one],
         }
     ])  # fmt: skip
 
@@ -142,9 +154,8 @@ def merge(results: Sequence[dict]) -> dict:
 
 def differs(settings: Settings, world_size: int, result: dict) -> str:
     """In what a result is of another experiment; empty if in nothing."""
-    wanted = {**asdict(settings), "num_processes": world_size}
-    del wanted["timeout_s"]
-    found = {**result, **result["config"]}
+    wanted = {PROFILING: False, **recorded(settings), "num_processes": world_size}
+    found = {PROFILING: False, **result, **result["config"]}
     others = [
         f"{name} {found.get(name)}, not {value}"
         for name, value in wanted.items()

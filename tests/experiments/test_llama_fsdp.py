@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from experiments.llama_fsdp_results import (
     MODES,
     Cell,
     Settings,
+    differs,
     merge,
     read_results,
     single_result,
@@ -57,7 +59,7 @@ def grid(tmp_path_factory):
     """A grid of one cell on two processes: its arguments, its folder, its status."""
     folder = tmp_path_factory.mktemp("grid")
     arguments = [*TINY, "--modes", "flash_bookkeeping_fsdp", "--seq-lengths", "16"]
-    arguments += ["--output-dir", str(folder)]
+    arguments += ["--enable-profiling", "--output-dir", str(folder)]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.setenv("HF_TOKEN", SECRET)
@@ -78,6 +80,10 @@ def test_grid_writes_results_pictures_and_summary(grid):
     (one,) = result["rounds"]
     assert len(one["step_ms"]) == 2
     assert all(0 < a < b for a, b in zip(one["forward_backward_ms"], one["step_ms"]))  # noqa: B905
+    profile = result["profile"]
+    assert profile["steps"] == 2  # without the warm-up
+    assert {"norm_pass", "hand_over", "reduce_scatter", "noise"} <= profile["ranges"].keys()
+    assert profile["norms"][0]["after"]["shape"] == [1, 1]
     assert result["avg_time_ms"] == pytest.approx(sum(one["step_ms"]) / 2)
     assert result["peak_memory_gb"] == pytest.approx(result["peak_memory_mb"] / 1024)
     frozen = result["config"]["parameters"] - result["config"]["trained_parameters"]
@@ -401,3 +407,19 @@ def test_wrong_options_are_one_line(arguments, said, capsys, monkeypatch):
     assert status == 2
     assert said in error
     assert error.count("\n") == 1
+
+
+# ---- profiling -----------------------------------------------------------------------------------
+
+
+def test_profiled_results_are_not_mixed_with_others():
+    profiled = replace(SETTINGS, enable_profiling=True)
+    place = 2, "cpu", "2.13"
+    cell = Cell("flash_fsdp", 16)
+    assert cell.key(SETTINGS, *place) != cell.key(profiled, *place)
+    plain = single_result(cell, SETTINGS, CPU, 2, status="ok", step_ms=[1.0])
+    assert "enable_profiling" not in plain["config"]  # as in results from before it existed
+    assert not differs(SETTINGS, 2, plain)
+    assert "enable_profiling" in differs(profiled, 2, plain)
+    other = single_result(cell, profiled, CPU, 2, status="ok", step_ms=[1.0])
+    assert "enable_profiling" in differs(SETTINGS, 2, other)

@@ -1,0 +1,326 @@
+"""The profiling switch: where the time of a private step goes, and what its norms were.
+
+`DP_CLIPPING_PROFILE=1` in the environment turns it on when `make_private` builds the model. Each
+range of a step (`RANGES`, `norm/{how}/{layers}`, `sum/{layers}`) then lies between two marks: CUDA
+events in the current stream, the host's clock on a CPU. Nothing waits for the device while a step
+runs; events are read when somebody asks, or when KEPT later steps have passed.
+
+A launch that several layers share is one range with `+` between their names: its time belongs to
+all of them together. Ranges nest; `own_ms` is the time of a range without those inside it, so over
+all ranges it adds up once. A phase that a mode or a backend does not have is absent.
+
+Times and norms depend on the samples without noise: they are not covered by ε. With `release=True`
+norms are neither kept nor shown.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+NOTHING = nullcontext()
+SWITCH = "DP_CLIPPING_PROFILE"
+KEPT = 32  # steps whose events wait to be read, and norms of as many
+LAYERS_SHOWN = 12
+LAST = "noise"  # the range that ends a step
+LAYERS = ("norm/", "sum/")
+TRAVEL = ("hand_over", "reduce_scatter", "gradient_sync")  # what only several ranks have
+RANGES = {
+    "norm_pass": "first backward",
+    "norm/": "  norms of layers",
+    "clip_coefficients": "clip coefficients",
+    "norm_all_reduce": "  norm all-reduce",
+    "norm_stack": "  stacking of norms",
+    "norm_local_sum": "  local sum over layers",
+    "weighted_sum": "weighted sums",
+    "second_backward": "  second backward",
+    "sum/": "  sums of layers",
+    "hand_over": "  hand-over of sums",
+    "reduce_scatter": "  reduce-scatter",
+    "gradient_sync": "gradient sync",
+    LAST: "noise",
+}
+"""Range -> what a report calls it, in the order of a step, indented where it is part of another."""
+NOTE = """\
+ms: median over steps, with what lies inside; own: without it, so that own adds up once.
+Synchronisation is never switched off, so there is no time for switching it on again: the first
+backward forms no parameter gradient that could be sent. In its place sums are handed over."""
+
+
+def is_on() -> bool:
+    """Raises ValueError for a value of the variable that is neither 0 nor 1."""
+    value = os.environ.get(SWITCH, "0") or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"{SWITCH}={value!r} is neither 1 (on) nor 0 (off)")
+    return value == "1"
+
+
+def switch_on() -> None:
+    """For models that this process makes from now on, and processes that it starts."""
+    os.environ[SWITCH] = "1"
+
+
+def profile_of(device: torch.device, release: bool, alone: bool) -> Profile | None:
+    """A new one if the switch is on; None: off."""
+    return Profile(device, shows_norms=not release, alone=alone) if is_on() else None
+
+
+def ranged(name: str) -> Callable:
+    """For a method of an object with `.profile`: a range of it; where that is None, nothing."""
+
+    def decorate(method: Callable) -> Callable:
+        @wraps(method)
+        def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.profile is None:
+                return method(self, *args, **kwargs)
+            with self.profile.range(name):
+                return method(self, *args, **kwargs)
+
+        return inside
+
+    return decorate
+
+
+class Profile:
+    """Times and norms of the steps of one model on this rank.
+
+    Args:
+        device: whose clock is read.
+        shows_norms: keep squared norms too.
+        alone: no other rank has samples or shards, so nothing in TRAVEL happens.
+    """
+
+    def __init__(self, device: torch.device, shows_norms: bool, alone: bool = True):
+        self.shows_norms, self.alone = shows_norms, alone
+        self._clock = _Events(device) if device.type == "cuda" else _HostClock()
+        self._spans: list[_Span] = []  # of the step that is open
+        self._inner: list[_Span] = []  # ranges that are open, the innermost last
+        self._norms: list[dict[str, Tensor]] = []
+        self._unread: deque[tuple[list[_Span], list[dict[str, Tensor]]]] = deque()
+        self._steps: list[dict[str, Any]] = []
+
+    # ---- what a step calls ----------------------------------------------------------------------
+
+    def range(self, name: str) -> AbstractContextManager:
+        """To be entered: what runs in it is timed, and labelled in a profiler's trace."""
+        return NOTHING if self.alone and name in TRAVEL else _Span(self, name)
+
+    def note_norms(self, before: Tensor | None, after: Tensor) -> None:
+        """Squared norms [K, B] of one backward; `before`: of this rank's parts alone, None where
+        no all-reduce adds up parts."""
+        if self.shows_norms:
+            found = {} if before is None else {"before": before}
+            self._norms.append(found | {"after": after})
+
+    def abandon(self) -> None:
+        """The step has failed: it is no step."""
+        self._spans, self._inner, self._norms = [], [], []
+
+    def _close_step(self) -> None:
+        self._unread.append((self._spans, self._norms))
+        self._spans, self._norms = [], []
+        if len(self._unread) > KEPT:  # long over: its events are read without waiting
+            self._read(*self._unread.popleft(), with_norms=False)
+
+    # ---- what a user calls ----------------------------------------------------------------------
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Finished steps, plain data for JSON: `ranges` {name: {ms, own_ms, calls}} and `norms`,
+        a list of {"before"|"after": {shape, mean, max}}, one a backward, of the last KEPT steps.
+
+        On a GPU it waits for the last step.
+        """
+        while self._unread:
+            self._read(*self._unread.popleft(), with_norms=True)
+        return self._steps
+
+    def forget(self) -> None:
+        """Drop finished steps, a warm-up say."""
+        self._unread.clear()
+        self._steps.clear()
+
+    def data(self) -> dict[str, Any]:
+        """For JSON: `ranges` with medians over steps, `norms` of the last one; see `steps`."""
+        steps = self.steps()
+        return {
+            "covered_by_epsilon": False,
+            "clock": self._clock.name,
+            "steps": len(steps),
+            "ranges": self.median(),
+            "norms": steps[-1]["norms"] if steps else [],
+        }
+
+    def median(self) -> dict[str, dict[str, float]]:
+        """Range -> medians of ms, own_ms and calls over the steps that have it."""
+        found: dict[str, list[dict[str, float]]] = {}
+        for step in self.steps():
+            for name, times in step["ranges"].items():
+                found.setdefault(name, []).append(times)
+        return {
+            name: {key: median(one[key] for one in own) for key in ("ms", "own_ms", "calls")}
+            for name, own in found.items()
+        }
+
+    def report(self) -> str:
+        """A table of the ranges, the slowest layers, and the norms of the last step."""
+        steps, times = self.steps(), self.median()
+        lines = [
+            f"Profile of {len(steps)} private steps on this rank, by {self._clock.name}. Not "
+            "covered by ε: for looking, not for publishing.", "",
+        ]  # fmt: skip
+        if not steps:
+            return lines[0] + " No step has ended yet."
+        layers = {what: [t for n, t in times.items() if n.startswith(what)] for what in LAYERS}
+        found = times | {what: _total(own) for what, own in layers.items() if own}
+        rows = [(title, found[name]) for name, title in RANGES.items() if name in found]
+        lines += [*_table("phase", rows), ""]
+        for what in LAYERS:
+            own = {name: t for name, t in times.items() if name.startswith(what)}
+            slowest = sorted(own.items(), key=lambda item: -item[1]["ms"])
+            rows = [(_short(name), t) for name, t in slowest[:LAYERS_SHOWN]]
+            if slowest[LAYERS_SHOWN:]:
+                rest = [t for _, t in slowest[LAYERS_SHOWN:]]
+                rows.append((f"{len(rest)} others", _total(rest)))
+            lines += [*_table(f"slowest of {what}", rows), ""] if rows else []
+        return "\n".join([*lines, NOTE, *self._norm_lines()])
+
+    def _norm_lines(self) -> list[str]:
+        if not self.shows_norms:
+            return ["squared norms: off with release=True, they are not covered by ε"]
+        return [
+            f"squared norms {when} the all-reduce: shape {one['shape']}, mean "
+            f"{_number(one['mean'])}, maximum {_number(one['max'])}"
+            if "before" in norms
+            else f"squared norms, which no all-reduce adds up: shape {one['shape']}, mean "
+            f"{_number(one['mean'])}, maximum {_number(one['max'])}"
+            for norms in self._steps[-1]["norms"]
+            for when, one in norms.items()
+        ]
+
+    # ---- from marks to milliseconds -------------------------------------------------------------
+
+    def _read(self, spans: list[_Span], norms: list[dict], with_norms: bool) -> None:
+        ranges: dict[str, dict[str, float]] = {}
+        taken = [self._clock.milliseconds(span.start, span.end) for span in spans]
+        inside = [0.0] * len(spans)
+        for span, ms in zip(spans, taken, strict=True):
+            if span.outer is not None:
+                inside[span.outer] += ms
+        for span, ms, rest in zip(spans, taken, inside, strict=True):
+            one = ranges.setdefault(span.name, {"ms": 0.0, "own_ms": 0.0, "calls": 0})
+            one["ms"] += ms
+            one["own_ms"] += ms - rest
+            one["calls"] += 1
+        self._clock.release([mark for span in spans for mark in (span.start, span.end)])
+        looked = [
+            {when: _of_norms(x) for when, x in one.items()} for one in (norms if with_norms else [])
+        ]
+        self._steps.append({"ranges": ranges, "norms": looked})
+
+
+class _Span(AbstractContextManager):
+    """One range, from its entry to its exit."""
+
+    __slots__ = ("_label", "_profile", "end", "name", "number", "outer", "start")
+
+    def __init__(self, profile: Profile, name: str):
+        self._profile, self.name, self.outer = profile, name, None
+
+    def __enter__(self) -> _Span:
+        profile = self._profile
+        self._label = record_function(self.name)
+        self._label.__enter__()
+        self.outer = profile._inner[-1].number if profile._inner else None
+        self.number = len(profile._spans)
+        profile._spans.append(self)
+        profile._inner.append(self)
+        self.start = profile._clock.mark()
+        return self
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        profile = self._profile
+        self.end = profile._clock.mark()
+        self._label.__exit__(kind, *error)
+        if profile._inner:  # else it has been abandoned
+            profile._inner.pop()
+            if self.name == LAST and kind is None:
+                profile._close_step()
+
+
+class _HostClock:
+    name = "the host's clock"
+    mark = staticmethod(time.perf_counter)
+
+    @staticmethod
+    def milliseconds(start: float, end: float) -> float:
+        return 1e3 * (end - start)
+
+    def release(self, marks: Sequence[float]) -> None:
+        """Numbers need no care."""
+
+
+class _Events:
+    """Marks in the current stream, used again once they have been read."""
+
+    name = "CUDA events"
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._free: list[torch.cuda.Event] = []
+
+    def mark(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @staticmethod
+    def milliseconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    def release(self, marks: Sequence[torch.cuda.Event]) -> None:
+        self._free += marks
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+def _of_norms(squares: Tensor) -> dict[str, Any]:
+    """Of an empty batch there is no mean; what is not finite is None, which JSON knows."""
+    values = [x.item() for x in (squares.mean(), squares.max())] if squares.numel() else [math.nan]
+    mean, largest = (x if math.isfinite(x) else None for x in (values[0], values[-1]))
+    return {"shape": list(squares.shape), "mean": mean, "max": largest}
+
+
+def _total(times: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {key: sum(one[key] for one in times) for key in ("ms", "own_ms", "calls")}
+
+
+def _table(head: str, rows: Sequence[tuple[str, dict[str, float]]]) -> list[str]:
+    cells = [(head, "ms", "own ms", "calls")]
+    cells += [(n, f"{t['ms']:.3f}", f"{t['own_ms']:.3f}", f"{t['calls']:g}") for n, t in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells
+    ]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+
+
+def _short(name: str) -> str:
+    first, *others = name.split("+")
+    return f"{first} and {len(others)} more, one launch" if others else first
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.6g}"
