@@ -24,12 +24,12 @@ def findings(cells: Sequence[Cell]) -> list[str]:
             )
     for length in dict.fromkeys(cell.names.get(SECTION) for cell in cells):
         own = [cell for cell in cells if cell.names.get(SECTION) == length]
-        found += [line for baseline in baselines(own) for line in _least(own, *baseline)]
+        found += [line for baseline in baselines(own) for line in _fastest(own, *baseline)]
     return [*found, *_doubts(cells)]
 
 
-def _least(cells: Sequence[Cell], name: str, value: str, heading: str) -> list[str]:
-    """A line for each baseline of that name: which cell has the least ratio to it.
+def _fastest(cells: Sequence[Cell], name: str, value: str, heading: str) -> list[str]:
+    """A line for each baseline of that name: which cell is fastest beside it.
 
     The floor itself is no competitor, nor is a wrong gradient. Of prices of clipping the least of
     all is said.
@@ -49,8 +49,8 @@ def _least(cells: Sequence[Cell], name: str, value: str, heading: str) -> list[s
         median = milliseconds(summarize(other.samples()).median)
         doubt = "; it holds 1, so no difference is shown" if best.low <= 1 <= best.high else ""
         lines.append(
-            f"Least beside {other.label} ({median} ms): {cell.label}, {best.value:.3f} × with a "
-            f"95 % interval of [{best.low:.3f}, {best.high:.3f}]{doubt}."
+            f"Fastest of those compared with {other.label} ({median} ms): {cell.label}, "
+            f"{best.value:.3f} × its time, 95 % interval [{best.low:.3f}, {best.high:.3f}]{doubt}."
         )
     return lines
 

@@ -177,10 +177,12 @@ def test_several_machines_and_few_rounds_are_said(benchmark):
 
 def test_what_matters_is_said_first(benchmark):
     text = Page(render(benchmark)).text
-    least = r"Least beside {} \({} ms\): ddp_bucketed, {} × with a 95 % interval of \[[01]\.\d{{3}}"
+    fastest = (
+        r"compared with {} \({} ms\): ddp_bucketed, {} × its time, 95 % interval \[[01]\.\d{{3}}"
+    )
     for name, median, ratio in (("none", 10.0, "1.200"), ("torch_ddp", 13.0, "0.923")):
         shown = f"{np.median(all_steps(median)):.2f}"
-        assert re.search(least.format(name, shown, ratio), text)
+        assert re.search(fastest.format(name, shown, ratio), text)
     assert "no difference is shown" not in text
     assert "Intervals rest on" not in text
     assert "WRONG" not in text
@@ -190,7 +192,7 @@ def test_a_wrong_gradient_is_said(tmp_path):
     record_benchmark(tmp_path, {"none": 10.0, "mine": 9.0}, error={"mine": 0.5})
     page = Page(render(tmp_path))
     assert "The gradient of mine is WRONG (error 5.0e-01)" in page.text
-    assert "Least beside" not in page.text  # it would be the fastest
+    assert "Fastest" not in page.text  # it would be the fastest
     assert page.rows("Memory and exchange")["mine"]["gradient error"] == "5.0e-01 WRONG"
 
 
