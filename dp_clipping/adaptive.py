@@ -67,13 +67,6 @@ def gradient_noise_multiplier(noise_multiplier: float, count_std: float, groups:
     return noise_multiplier / (1 - of_counts**2) ** 0.5
 
 
-def total_noise_multiplier(gradient: float, count_std: float, groups: int = 1) -> float:
-    """z of both together: what an accountant is told. 0 if either has no noise."""
-    if gradient == 0 or count_std == 0:
-        return 0.0
-    return (gradient**-2 + groups * (2 * count_std) ** -2) ** -0.5
-
-
 class AdaptiveThreshold:
     """The threshold of the next step, one number a clipping group.
 
@@ -125,7 +118,7 @@ class AdaptiveThreshold:
         """Let the limits be those of the next step. Once a step, also for an empty batch.
 
         Args:
-            squares: squared norms [K, G] of the global batch (`norm_reduce.GlobalNorms.wait()`),
+            squares: squared norms [K, G] of the global batch (`global_norms.GlobalNorms.wait()`),
                 the same on every rank, of a step that was clipped by the present limits. What is
                 not finite counts as above.
             step: number of the step, part of the key of the noise as in the optimizer.

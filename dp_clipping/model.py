@@ -17,11 +17,12 @@ from dp_clipping.clip import thresholds
 from dp_clipping.compiled import Forecast
 from dp_clipping.establish import Establishment
 from dp_clipping.fused import FusedSession
+from dp_clipping.global_norms import GlobalNorms
 from dp_clipping.kernels import available
 from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.modes import PLAIN_TWIN, say_plain
-from dp_clipping.norm_reduce import GlobalNorms, NormReducer
+from dp_clipping.norm_reduce import NormReducer
 from dp_clipping.profiled import PROFILED
 from dp_clipping.profiling import SWITCH, Profile, profile_of, ranged
 from dp_clipping.session import Policy, Session
@@ -142,7 +143,7 @@ class PrivateModel(nn.Module):
         """
         if not self._squares:
             raise RuntimeError("no backward since zero_grad: there are no norms yet")
-        return self.capture.reducer.gather(torch.cat(self._squares, dim=1), complete=True)
+        return self.capture.reducer.gather(torch.cat(self._squares, dim=1))
 
     def norm_statistics(self) -> NormStatistics:
         """Clipped fraction and histogram of the norms of all ranks' samples since `zero_grad`.

@@ -25,7 +25,7 @@ All members of the tensor axis end up with the same bits, so they clip alike.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
 from math import cos, pi, prod, sin
 from typing import Any
@@ -34,6 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
+
+from dp_clipping.global_norms import GlobalNorms
 
 NORM_REDUCTIONS = ("sync", "async", "layerwise")
 SAME = 1e-3  # losses of one sample on two ranks are this close, far closer than two samples' are
@@ -72,31 +74,31 @@ class NormReducer:
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"norms are exchanged in float32 or float64, not in {dtype}")
         self.mode, self.device, self.dtype = mode, torch.device(device), dtype
-        self._tensor = Axis("tensor-parallel", tensor_group)
-        self._data = [Axis("data", group) for group in _as_list(data_group)]
-        _check_axes(self._tensor, self._data)
+        self.tensor = Axis("tensor-parallel", tensor_group)
+        self.data = [Axis("data", group) for group in _as_list(data_group)]
+        _check_axes(self.tensor, self.data)
         is_cuda = self.device.type == "cuda"
-        self._side_stream = torch.cuda.Stream(self.device) if is_cuda else None
-        self.data_ranks = prod(axis.size for axis in self._data)
+        self.side_stream = torch.cuda.Stream(self.device) if is_cuda else None
+        self.data_ranks = prod(axis.size for axis in self.data)
         self.data_rank = 0
-        for axis in self._data:
+        for axis in self.data:
             self.data_rank = self.data_rank * axis.size + axis.rank
 
     @property
     def splits_parameters(self) -> bool:
         """Whether a rank's own norms are parts: then clipping has to wait for `reduce`."""
-        return self._tensor.size > 1
+        return self.tensor.size > 1
 
     @property
     def contrasts(self) -> tuple[float, float]:
         """Two weights of this rank; each adds up to zero over the tensor axis."""
-        angle = 2 * pi * self._tensor.rank / self._tensor.size
+        angle = 2 * pi * self.tensor.rank / self.tensor.size
         return cos(angle), sin(angle)
 
     def counts(self, replicated: bool) -> bool:
         """Whether this rank adds a parameter's norms: all members if it is sharded over the tensor
         axis, the first one if it is replicated there (a norm's weight, a rowwise layer's bias)."""
-        return not replicated or self._tensor.rank == 0
+        return not replicated or self.tensor.rank == 0
 
     def check_same_samples(self, losses: Tensor) -> None:
         """Blocks; every member raises RuntimeError if losses [B] differ over the tensor axis.
@@ -104,10 +106,10 @@ class NormReducer:
         For the first steps: its members compute the same losses, and a loader that deals samples
         out to all ranks gives them others. Adding up norms of those is the bug described above.
         """
-        own = self._exchanged(losses).nan_to_num()
+        own = self.exchanged(losses).nan_to_num()
         what = f"{len(own)} losses"
         both = torch.cat([own, -own])
-        highest, lowest = self._tensor.sum(both, what, "sync", dist.ReduceOp.MAX).wait().chunk(2)
+        highest, lowest = self.tensor.sum(both, what, "sync", dist.ReduceOp.MAX).wait().chunk(2)
         if bool((highest + lowest > SAME * (highest.abs() + lowest.abs()) + SAME).any()):
             raise RuntimeError(
                 "ranks of one tensor-parallel axis have different losses for what should be the "
@@ -124,7 +126,7 @@ class NormReducer:
         (a bound of a sum is the sum of bounds). The tensor given is not changed.
         """
         what = f"a table {list(table.shape)} of squared norms"
-        return self._tensor.sum(self._exchanged(table), what, self.mode)
+        return self.tensor.sum(self.exchanged(table), what, self.mode)
 
     def layerwise(
         self,
@@ -137,29 +139,18 @@ class NormReducer:
 
     # ---- the global view: over all ranks --------------------------------------------------------
 
-    def announce(self, batch_size: int) -> "Sizes":
-        """Launch the exchange of local batch sizes: before the forward, when they are known.
-
-        `gather` reads them on the host. Announced early, they are there by then.
-        """
-        return Sizes(self, batch_size)
-
-    def gather(
-        self, squares: Tensor, *, complete: bool, sizes: "Sizes | None" = None
-    ) -> "GlobalNorms":
+    def gather(self, squares: Tensor) -> GlobalNorms:
         """Launch the exchange of the whole vector, once a step, on every rank.
 
         Args:
-            squares: [K, B] or [B] squared norms of the local batch, B may be 0 and differ.
-            complete: they are sums over the tensor axis already (`reduce` has been waited for);
-                False: they are the parts that this rank counts.
-            sizes: what `announce` returned for this batch.
+            squares: [K, B] or [B] squared norms of the local batch, sums over the tensor axis
+                (`reduce` has been waited for); B may be 0 and differ.
         """
-        return GlobalNorms(self, squares, complete, sizes or self.announce(squares.shape[-1]))
+        return GlobalNorms(self, squares)
 
     # ---- what all of them use -------------------------------------------------------------------
 
-    def _exchanged(self, table: Tensor) -> Tensor:
+    def exchanged(self, table: Tensor) -> Tensor:
         """A copy in the dtype of the exchange, which must not round."""
         if torch.promote_types(table.dtype, self.dtype) != self.dtype:
             raise ValueError(
@@ -169,7 +160,7 @@ class NormReducer:
         copy = torch.empty(table.shape, device=self.device, dtype=self.dtype)
         return copy.copy_(table.detach())
 
-    def _sum_over(self, axes: Sequence["Axis"], table: Tensor, what: str) -> "Flight":
+    def sum_over(self, axes: Sequence["Axis"], table: Tensor, what: str) -> "Flight":
         """Along one axis after the other, in place; the last one is left in flight.
 
         `wait` of the others holds up the stream on a GPU, and the host on gloo.
@@ -282,87 +273,9 @@ class Layerwise:
 
     def _launch(self) -> None:
         keys = [key for key in self._chunks[self.launched] if key in self._arrived]
-        part = self._reducer._exchanged(self._table_of(keys))
+        part = self._reducer.exchanged(self._table_of(keys))
         what = f"partial sum {self.launched + 1} of {len(self._chunks)} of squared norms"
-        self._flights.append(self._reducer._tensor.sum(part, what, "layerwise"))
-
-
-class Sizes:
-    """Local batch sizes of all data ranks, on their way to every rank's host.
-
-    On a GPU they travel on a stream of their own: reading them does not wait for the model.
-    """
-
-    def __init__(self, reducer: NormReducer, batch_size: int):
-        self.own, self._reducer = batch_size, reducer
-        self._of_ranks: list[int] | None = None
-        sizes = [0] * reducer.data_ranks
-        sizes[reducer.data_rank] = batch_size
-        what = "the local batch sizes"
-        with self._aside():
-            table = torch.tensor(sizes, device=reducer.device)
-            self._flight = reducer._sum_over(reducer._data, table, what)
-            if reducer._tensor.size > 1:
-                # Largest and smallest of the tensor axis, which must be the same.
-                table = self._flight.wait()
-                table = torch.cat([table, -table])
-                self._flight = reducer._tensor.sum(table, what, "async", dist.ReduceOp.MAX)
-
-    def wait(self) -> list[int]:
-        """In order of data ranks.
-
-        Raises:
-            RuntimeError: on every rank of a data rank's tensor axis on which ranks have different
-                numbers of samples, or if a rank was lost.
-        """
-        if self._of_ranks is None:
-            with self._aside():
-                found = self._flight.wait().tolist()
-            sizes, negative = found[: self._reducer.data_ranks], found[self._reducer.data_ranks :]
-            if negative and [-size for size in negative] != sizes:
-                raise RuntimeError(
-                    "ranks of one tensor-parallel axis have different numbers of samples (largest "
-                    f"by data rank {sizes}, smallest {[-size for size in negative]}): they must "
-                    "draw the same batches"
-                )
-            self._of_ranks = sizes
-        return self._of_ranks
-
-    def _aside(self) -> Any:
-        stream = self._reducer._side_stream
-        return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-class GlobalNorms:
-    """Norms of the global batch, on their way to every rank: the same bits on each.
-
-    Attributes:
-        sizes: local batch sizes in order of data ranks; samples are in that order.
-    """
-
-    def __init__(self, reducer: NormReducer, squares: Tensor, complete: bool, sizes: Sizes):
-        if squares.shape[-1] != sizes.own:
-            raise ValueError(
-                f"norms of {squares.shape[-1]} samples, and {sizes.own} were announced"
-            )
-        self.sizes = sizes.wait()
-        own = reducer._exchanged(squares)
-        own = own[None] if own.dim() == 1 else own
-        offset = sum(self.sizes[: reducer.data_rank])
-        table = own.new_zeros(len(own), sum(self.sizes))
-        table[:, offset : offset + sizes.own] = own
-        axes = reducer._data if complete else [reducer._tensor, *reducer._data]
-        # Over data axes each slot has one owner, and adding zeros rounds nothing.
-        what = f"squared norms of the global batch of {table.shape[1]}"
-        self._flight = reducer._sum_over(axes, table, what)
-
-    def wait(self) -> Tensor:
-        """Squared norms [K, G]."""
-        return self._flight.wait()
-
-    def norms(self) -> Tensor:
-        """‖g_i‖ over all clipping groups: [G]."""
-        return self.wait().sum(0).sqrt()
+        self._flights.append(self._reducer.tensor.sum(part, what, "layerwise"))
 
 
 def refuse_split_samples(layer: str, what: str, placements: Sequence[Any], shape: Sequence[int],

@@ -44,7 +44,7 @@ class NormStatistics:
 def norm_statistics(
     squares: Tensor, limits: Sequence[float], refuse: Callable[[str], None]
 ) -> NormStatistics:
-    """Statistics of squared norms [K, G] (`norm_reduce.GlobalNorms.wait()`).
+    """Statistics of squared norms [K, G] (`global_norms.GlobalNorms.wait()`).
 
     Args:
         squares: the same on every rank.

@@ -173,9 +173,9 @@ def test_one_process_takes_the_same_path():
         assert sums.launched == 2
         for total in (reducer.reduce(own).wait(), sums.wait()):
             torch.testing.assert_close(total, own)
-        norms = reducer.gather(own[0], complete=True)
+        norms = reducer.gather(own[0])
         assert norms.sizes == [3]
-        torch.testing.assert_close(norms.norms(), own[0, 0].sqrt())
+        torch.testing.assert_close(norms.wait(), own[0])
 
 
 class Enter(torch.autograd.Function):
@@ -336,21 +336,16 @@ def gathered(context: Context, mesh: str) -> None:
         mine = part_of(reducer, sizes)
         part = Part(context, mesh, reducer, mine)
         own = part.table(part.squares)
-        announced = reducer.announce(own.shape[-1])
         complete = reducer.reduce(own).wait()
-        for found in (
-            reducer.gather(complete[0], complete=True, sizes=announced),
-            reducer.gather(own[0], complete=False),
-        ):
-            assert found.sizes == list(sizes)
-            assert found.wait().shape == (GROUPS, size)
-            expected = oracle.norms(gradients())[:size]
-            for one, other in ((found.wait(), reference()[:, :size]), (found.norms(), expected)):
-                torch.testing.assert_close(one.cpu(), other, rtol=1e-14, atol=0)
-            same_bits(context, found.wait())
-            same_bits(context, found.norms())
-        flat = reducer.gather(complete[0].sum(0), complete=True)
+        found = reducer.gather(complete[0])
+        assert found.sizes == list(sizes)
+        assert found.wait().shape == (GROUPS, size)
+        torch.testing.assert_close(found.wait().cpu(), reference()[:, :size], rtol=1e-14, atol=0)
+        same_bits(context, found.wait())
+        flat = reducer.gather(complete[0].sum(0))
         assert flat.wait().shape == (1, size)
+        expected = oracle.norms(gradients())[:size]
+        torch.testing.assert_close(flat.wait()[0].sqrt().cpu(), expected, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -369,7 +364,7 @@ def gathered_over_two_data_axes(context: Context) -> None:
     assert (reducer.data_ranks, reducer.data_rank) == (4, context.rank)
     for sizes in SPLITS[4]:
         mine = part_of(reducer, sizes)
-        found = reducer.gather(reference()[:, mine], complete=True)
+        found = reducer.gather(reference()[:, mine])
         assert found.sizes == list(sizes)
         assert torch.equal(found.wait(), reference())
 
@@ -380,9 +375,9 @@ def test_replicas_of_shards_are_data_ranks(cpu_ranks):
 
 def read_by_one_rank(context: Context) -> None:
     reducer = reducer_of(context, "data", dtype=torch.float32)
-    steps = [reducer.gather(torch.full((2,), float(n)), complete=True) for n in range(3)]
+    steps = [reducer.gather(torch.full((2,), float(n))) for n in range(3)]
     if context.rank == 0:
-        assert steps[1].norms().tolist() == [1.0] * 4
+        assert steps[1].wait().tolist() == [[1.0] * 4]
     dist.barrier(context.group)
 
 
@@ -392,19 +387,13 @@ def test_reading_is_up_to_each_rank(cpu_ranks):
 
 def other_batch(context: Context) -> None:
     reducer = reducer_of(context, "data x tensor")
-    sizes = reducer.announce(3 if context.rank else 2)  # rank 1 is its tensor-parallel partner
+    own = torch.ones(3 if context.rank else 2)  # rank 1 is its tensor-parallel partner
     with pytest.raises(RuntimeError, match="must draw the same batches"):
-        sizes.wait()
+        reducer.gather(own)
 
 
 def test_tensor_ranks_have_the_same_samples(cpu_ranks):
     cpu_ranks.run(4, other_batch)
-
-
-def test_another_number_of_norms_than_announced():
-    reducer = NormReducer()
-    with pytest.raises(ValueError, match="norms of 2 samples, and 3 were announced"):
-        reducer.gather(torch.ones(2), complete=True, sizes=reducer.announce(3))
 
 
 def losses_on_ranks(context: Context) -> None:
@@ -515,7 +504,7 @@ def late(context: Context) -> None:
         (sums.wait, "tensor-parallel"),
         (lambda: of_tensor["sync"].reduce(table).wait(), "tensor-parallel"),
         (lambda: of_tensor["async"].reduce(table).wait(), "tensor-parallel"),
-        (lambda: NormReducer(data_group=group).gather(table[0], complete=True), "data"),
+        (lambda: NormReducer(data_group=group).gather(table[0]), "data"),
     ):
         with pytest.raises(RuntimeError, match=f"over the {axis} axis .4 ranks. failed") as lost:
             wait()
@@ -528,10 +517,10 @@ def test_a_rank_that_does_not_come_is_named(cpu_ranks):
 
 def dies(context: Context) -> None:
     reducer = NormReducer(data_group=context.group, mode="async")
-    reducer.gather(torch.ones(2), complete=True).wait()
+    reducer.gather(torch.ones(2)).wait()
     if context.rank == 1:
         os._exit(3)
-    reducer.gather(torch.ones(2), complete=True).wait()
+    reducer.gather(torch.ones(2)).wait()
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def on_a_rank(context: Context, norms: list[float]):
     reducer = NormReducer(data_group=context.group)
     start = sum(SIZES[: context.rank])
     mine = torch.tensor(norms[start : start + SIZES[context.rank]])
-    squares = reducer.gather(mine.square(), complete=True).wait()
+    squares = reducer.gather(mine.square()).wait()
     return norm_statistics(squares, [1.0], allow)
 
 

@@ -15,7 +15,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dp_clipping import optimizer, session
-from dp_clipping.norm_reduce import NORM_REDUCTIONS, GlobalNorms, NormReducer
+from dp_clipping.global_norms import GlobalNorms
+from dp_clipping.norm_reduce import NORM_REDUCTIONS, NormReducer
 from dp_clipping.norms import Norms
 from dp_clipping.sharded_sums import ShardedSums
 from experiments import verify_cases, verify_correctness, verify_run
