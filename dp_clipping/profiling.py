@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.profiler import record_function
 
 NOTHING = nullcontext()
@@ -239,8 +240,10 @@ class _Span(AbstractContextManager):
 
     def __enter__(self) -> _Span:
         profile = self._profile
-        self._label = record_function(self.name)
-        self._label.__enter__()
+        self._label = None
+        if profiler._is_profiler_enabled:  # a label costs more than both marks
+            self._label = record_function(self.name)
+            self._label.__enter__()
         self.outer = profile._inner[-1].number if profile._inner else None
         self.number = len(profile._spans)
         profile._spans.append(self)
@@ -251,7 +254,8 @@ class _Span(AbstractContextManager):
     def __exit__(self, kind: Any, *error: Any) -> None:
         profile = self._profile
         self.end = profile._clock.mark()
-        self._label.__exit__(kind, *error)
+        if self._label is not None:
+            self._label.__exit__(kind, *error)
         if profile._inner:  # else it has been abandoned
             profile._inner.pop()
             if self.name == LAST and kind is None:
