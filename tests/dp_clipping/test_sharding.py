@@ -67,8 +67,8 @@ def after_a_forward(context: Context) -> None:
     loader = DataLoader(TensorDataset(torch.zeros(8, 1)), batch_size=2)
     private, *_ = PrivacyEngine(accountant="rdp").make_private(
         module=model, optimizer=optimizer, data_loader=loader,
-        criterion=torch.nn.CrossEntropyLoss(), noise_multiplier=0.0, max_grad_norm=1.0, poisson_sampling=False,
-        grad_sample_mode="bookkeeping",
+        criterion=torch.nn.CrossEntropyLoss(), noise_multiplier=0.0, max_grad_norm=1.0,
+        poisson_sampling=False, grad_sample_mode="bookkeeping",
     )  # fmt: skip
     assert private.capture.parameters == optimizer.param_groups[0]["params"]
 
