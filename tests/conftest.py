@@ -30,11 +30,11 @@ def cpu_ranks():
 
 @pytest.fixture(scope="session")
 def interpreter():
-    """A process in which kernels run without a GPU."""
+    """Processes in which kernels run without a GPU."""
     pytest.importorskip("triton")
-    process = Interpreter()
-    yield process
-    process.close()
+    processes = Interpreter()
+    yield processes
+    processes.ranks.close()
 
 
 class GpuPools:

@@ -10,25 +10,21 @@ from typing import Any
 from tests.ranks import Context, RankPool
 
 
-def interpreting_ranks(size: int) -> RankPool:
-    """A pool of gloo ranks whose kernels are interpreted."""
-    environment = {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    return RankPool(size, environment=environment, prepare=_translate_once, seconds=400)
-
-
 class Interpreter:
-    """One process for the whole session, because importing all that it needs takes seconds."""
+    """Two processes for the whole session, because importing all that they need takes seconds.
+
+    Attributes:
+        ranks: both, as a pool; most tests need one.
+    """
 
     def __init__(self) -> None:
-        self._pool = interpreting_ranks(1)
+        environment = {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+        self.ranks = RankPool(2, environment=environment, prepare=_translate_once, seconds=400)
 
     def run(self, function: Callable, *arguments: Any) -> None:
         """Call a module-level function there; its assertions are the test's."""
         __tracebackhide__ = True
-        self._pool.run(1, _call, function, *arguments)
-
-    def close(self) -> None:
-        self._pool.close()
+        self.ranks.run(1, _call, function, *arguments)
 
 
 def _call(context: Context, function: Callable, *arguments: Any) -> None:

@@ -17,10 +17,17 @@ from dp_clipping.norm_reduce import NORM_REDUCTIONS
 from lm.parallel import parallelize
 from tests.dp_clipping import oracle, zoo
 from tests.dp_clipping.conftest import MODES, private, private_loss
-from tests.dp_clipping.sharded import shard_fsdp2, whole
+from tests.dp_clipping.sharded import (
+    EVERY,
+    FEW,
+    LIMIT,
+    check_steps,
+    check_sums,
+    one_step,
+    shard_fsdp2,
+)
 from tests.ranks import Context
 
-LIMIT = 0.5
 SPLIT = [3, 0]  # samples of each data rank: one has none
 
 
@@ -48,30 +55,24 @@ def layout(context: Context, how: str) -> tuple[Callable[[], nn.Module], dict, s
     return lambda: parallelize(transformer(), mesh), {}, mine
 
 
-def one_step(context: Context, how: str) -> None:
-    batch = zoo.tokens(3, 6)
-    gradients = oracle.per_sample_gradients(transformer(), batch, zoo.cross_entropy)
-    norms = oracle.norms(gradients)
-    build, options, mine = layout(context, how)
-    for n, mode in enumerate(MODES):
-        for k, clipping in enumerate(("flat", "per_layer")):
-            expected = oracle.clipped_sum(gradients, LIMIT, clipping)
-            travel = NORM_REDUCTIONS[(n + k) % 3]
-            model = private(build(), mode, LIMIT, clipping, norm_reduction=travel, **options)
-            for _ in range(2):
-                model.clear_gradients()
-                private_loss(model, oracle.pick(batch, mine), zoo.cross_entropy).backward()
-                model.finish_synchronization()
-                found = model.per_sample_gradient_norms
-                torch.testing.assert_close(found.double(), norms[mine], rtol=1e-6, atol=0)
-                for name, parameter in model.network.named_parameters():
-                    total = whole(parameter.grad)
-                    torch.testing.assert_close(total, expected[name], rtol=1e-6, atol=1e-8)
+def steps(context: Context, how: str, runs) -> None:
+    make, options, mine = layout(context, how)
+    # Norms travel in float32 where a sample's are on several ranks.
+    check_steps(make, transformer(), zoo.tokens(3, 6), mine, runs, tolerance=1e-6, **options)
 
 
-@pytest.mark.parametrize("how", ["tensor", "data x tensor", "fsdp2 x tensor", "hybrid"])
-def test_norms_and_sums(cpu_ranks, how):
-    cpu_ranks.run(2 if how == "tensor" else 4, one_step, how)
+@pytest.mark.parametrize(
+    ("how", "runs"),
+    [("tensor", EVERY), ("data x tensor", FEW), ("fsdp2 x tensor", FEW), ("hybrid", FEW)],
+)
+def test_norms_and_sums(cpu_ranks, how, runs):
+    cpu_ranks.run(2 if how == "tensor" else 4, steps, how, runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["data x tensor", "fsdp2 x tensor", "hybrid"])
+def test_norms_and_sums_of_every_mode(cpu_ranks, how):
+    cpu_ranks.run(4, steps, how, EVERY)
 
 
 class HeadNorm(nn.Module):
@@ -123,13 +124,10 @@ def frozen_parts(context: Context) -> None:
     model = private(parallelize(build(), mesh), "bookkeeping", LIMIT)
     assert dist.get_world_size(model.sharding.tensor_group) == 2
     assert dist.get_world_size(model.sharding.everyone) == 4
-    private_loss(model, oracle.pick(batch, mine), zoo.cross_entropy).backward()
-    model.finish_synchronization()
+    one_step(model, oracle.pick(batch, mine), zoo.cross_entropy)
     found = model.per_sample_gradient_norms
     torch.testing.assert_close(found, oracle.norms(gradients)[mine], rtol=1e-6, atol=0)
-    for name, total in expected.items():
-        grad = whole(model.network.get_parameter(name).grad)
-        torch.testing.assert_close(grad, total, rtol=1e-6, atol=1e-8)
+    check_sums(model, expected)
 
 
 def test_frozen_parts_are_parts_all_the_same(cpu_ranks):
