@@ -82,7 +82,7 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, slot, sink, shape, eps, kind, dim, batch_size, fused, twice):
         dims = list(range(-len(shape), 0))
-        if twice and x.is_cuda:
+        if twice and x.is_cuda and x.dtype != torch.float64:
             normalized, rstd = torch.ops.aten._fused_rms_norm(x, shape, None, eps)
             y = weight * normalized
         elif twice:
