@@ -89,7 +89,7 @@ class PrivateModel(nn.Module):
         if policy is not None:
             self._capture = Capture(self.network, clipping, sharding)
             self._capture.reducer = self._make_reducer(norm_reduction)
-            alone = sharding is None and self._capture.reducer.data_ranks == 1
+            alone = self._capture.reducer.data_ranks == 1
             self.profile = profile_of(self._capture.anchor.device, release, alone)
             self._capture.profile = self.profile
             if sharding is not None:

@@ -99,7 +99,7 @@ class Profile:
     Args:
         device: whose clock is read.
         shows_norms: keep squared norms too.
-        alone: no other rank has samples or shards, so nothing in TRAVEL happens.
+        alone: no other rank has other samples, so no sum travels: nothing in TRAVEL happens.
     """
 
     def __init__(self, device: torch.device, shows_norms: bool, alone: bool = True):

@@ -30,6 +30,7 @@ from experiments.llama_fsdp_options import (
 from experiments.llama_fsdp_results import (
     GIB,
     Cell,
+    Settings,
     differs,
     merge,
     read_results,
@@ -88,7 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         if launched():
-            return run_under_torchrun(options, hardware)
+            return run_under_torchrun(
+                lambda start: run_grid(options, hardware, world_size, start), hardware
+            )
         print(hardware.sentence, flush=True)
         start = lambda command: run_ranks(command, hardware.num_processes)  # noqa: E731
         if options.mode:
@@ -180,18 +183,32 @@ def measure(
     output: Path,
 ) -> dict:
     """Run the cell in processes of its own; its result, that of a failure too, is in `output`."""
+    words = command(cell_arguments(cell, options, output))
+    return run_cell(words, cell, settings_of(options), hardware, world_size, start, output)
+
+
+def run_cell(
+    words: list[str],
+    cell: Cell,
+    settings: Settings,
+    hardware: Hardware,
+    world_size: int,
+    start: Start,
+    output: Path,
+) -> dict:
+    """The result that the command `words` leaves in `output`, or that of its failure."""
     from experiments.llama_fsdp_cell import write_result
 
     output.parent.mkdir(parents=True, exist_ok=True)
     output.unlink(missing_ok=True)
-    outcome = start(command(cell_arguments(cell, options, output)))
+    outcome = start(words)
     if outcome.status == INTERRUPTED:
         raise KeyboardInterrupt
     if not output.exists():  # the rank that writes it was killed
         cause = outcome.cause
         reason = f"{cause.blame}{cause.message}" if cause else f"exit status {outcome.status}"
         result = single_result(
-            cell, settings_of(options), hardware, world_size,
+            cell, settings, hardware, world_size,
             status=cause.status if cause else "error", reason=reason,
         )  # fmt: skip
         write_result(output, result)
@@ -259,8 +276,11 @@ def describe(cell: Cell, result: dict) -> str:
 # ---- under torchrun ------------------------------------------------------------------------------
 
 
-def run_under_torchrun(options: argparse.Namespace, hardware: Hardware) -> int:
-    """torchrun's processes stay; each starts its own rank of every cell, as the first one says."""
+def run_under_torchrun(run: Callable[[Start], int], hardware: Hardware) -> int:
+    """torchrun's processes stay; each starts its own rank of every cell, as the first one says.
+
+    `run` is called there alone, with what starts a cell's command on all ranks.
+    """
     rank, world_size = launched_rank(), launched_world_size()
     store = connect_store(A_DAY, host_it=rank == 0)
     if rank > 0:
@@ -275,7 +295,7 @@ def run_under_torchrun(options: argparse.Namespace, hardware: Hardware) -> int:
         return _run_with_others(store, started, cell_command, world_size)
 
     try:
-        return run_grid(options, hardware, world_size, start)
+        return run(start)
     finally:
         store.set(f"cell_{started + 1}", json.dumps(None))
         if world_size > 1:

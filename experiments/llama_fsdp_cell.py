@@ -69,6 +69,7 @@ class Run:
                 data_loader=DataLoader(data, batch_size=settings.batch_size),
                 noise_multiplier=settings.sigma, max_grad_norm=settings.max_grad_norm,
                 poisson_sampling=False, clipping=settings.clipping,
+                norm_algorithm=settings.norm_algorithm,
                 expected_batch_size=settings.batch_size * worker.world_size,
                 grad_sample_mode=cell.clipping_mode,
             )  # fmt: skip
@@ -90,8 +91,18 @@ class Run:
         return getattr(self.model, "profile", None)
 
 
-def work(cell: Cell, settings: Settings, hardware: Hardware, output: Path) -> int:
-    """One rank of the cell; the first writes the result, also that of a failure."""
+def work(
+    cell: Cell,
+    settings: Settings,
+    hardware: Hardware,
+    output: Path,
+    measure: Callable[[Cell, Settings, Hardware, Worker, Watch], dict] | None = None,
+) -> int:
+    """One rank of the cell; the first writes the result, also that of a failure.
+
+    `measure` is what is done there; default: what `experiments.llama_fsdp` measures.
+    """
+    measure = measure or _measure
     with process_group(hardware, settings.timeout_s) as worker:
         if worker.is_first:
             output.unlink(missing_ok=True)
@@ -107,7 +118,7 @@ def work(cell: Cell, settings: Settings, hardware: Hardware, output: Path) -> in
         store = connect_store(timedelta(seconds=settings.timeout_s))
         watch = Watch(store, worker.rank, worker.world_size, settings.timeout_s, record)
         try:
-            result = _measure(cell, settings, hardware, worker, watch)
+            result = measure(cell, settings, hardware, worker, watch)
             if worker.is_first:
                 write_result(output, result)
             dist.barrier()  # nobody leaves, and falls silent, while others work

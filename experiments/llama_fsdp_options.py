@@ -177,7 +177,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    names = set(Settings.__dataclass_fields__) - {"timeout_s"}
+    names = set(Settings.__dataclass_fields__) - {"timeout_s", "norm_algorithm"}
     return Settings(**{n: getattr(options, n) for n in names}, timeout_s=options.timeout)
 
 

@@ -20,7 +20,7 @@ MODES = {
     "flash_bookkeeping_fsdp": "flash_bookkeeping",
 }
 """Mode -> `grad_sample_mode`."""
-PROFILING = "enable_profiling"
+RARE = {"enable_profiling": False, "norm_algorithm": "auto"}  # and what they usually are
 MIB, GIB = 1 << 20, 1 << 30
 
 
@@ -40,6 +40,7 @@ class Settings:
     seed: int
     timeout_s: float
     enable_profiling: bool = False
+    norm_algorithm: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,10 @@ class Cell:
 
 
 def recorded(settings: Settings) -> dict:
-    """What a result says of its settings: profiling where it was on, the timeout never."""
+    """What a result says of its settings: RARE ones where they are not as usual, no timeout."""
     found = asdict(settings)
     del found["timeout_s"]
-    if not settings.enable_profiling:
-        del found[PROFILING]
-    return found
+    return {n: value for n, value in found.items() if n not in RARE or value != RARE[n]}
 
 
 # ---- one result ----------------------------------------------------------------------------------
@@ -154,8 +153,8 @@ def merge(results: Sequence[dict]) -> dict:
 
 def differs(settings: Settings, world_size: int, result: dict) -> str:
     """In what a result is of another experiment; empty if in nothing."""
-    wanted = {PROFILING: False, **recorded(settings), "num_processes": world_size}
-    found = {PROFILING: False, **result, **result["config"]}
+    wanted = {**RARE, **recorded(settings), "num_processes": world_size}
+    found = {**RARE, **result, **result["config"]}
     others = [
         f"{name} {found.get(name)}, not {value}"
         for name, value in wanted.items()

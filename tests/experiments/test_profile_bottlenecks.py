@@ -1,0 +1,369 @@
+"""`python -m experiments.profile_bottlenecks`: runs made slow on purpose get the right verdict."""
+
+import copy
+import json
+import os
+import time
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+
+from dp_clipping import sharded_sums
+from dp_clipping.profiling import SWITCH
+from experiments import bottleneck_plot
+from experiments.bottleneck_cell import measure, split
+from experiments.bottleneck_options import parse
+from experiments.bottleneck_verdict import (
+    PHASES,
+    bounds,
+    fit_growth,
+    fixed_memory,
+    growths,
+    headline,
+    overhead,
+)
+from experiments.llama_fsdp_results import Cell, Settings
+from experiments.profile_bottlenecks import main, summarize, sweep
+from lm.launch import Outcome
+from lm.runtime import Hardware, Worker
+from lm.watch import Cause
+from measure import Results
+from tests.ranks import Context
+
+CPU = Hardware("gloo", "cpu", 2, "gloo, 2 processes")
+SETTINGS = Settings(
+    "tiny", 2, 2, 1, 1e-5, 1.0, 1.0, "flat", False, 0, 60.0, enable_profiling=True
+)  # fmt: skip
+SLEEP_S, UNITS = 0.04, 3  # of a collective on purpose; FSDP modules of the tiny shape
+
+
+class Watching:
+    def at(self, place: str) -> None:
+        """Nobody watches."""
+
+
+def row_of(context: Context, mode: str, length: int, settings: Settings) -> dict:
+    """What one rank measures; the switch is left as it was."""
+    worker = Worker(context.rank, context.world_size, 0, context.device, None)
+    try:
+        return measure(Cell(mode, length), settings, CPU, worker, Watching())
+    finally:
+        os.environ.pop(SWITCH, None)
+
+
+# ---- slow on purpose -----------------------------------------------------------------------------
+
+
+def measure_with(context: Context, sleep_s: float) -> dict:
+    real = sharded_sums.reduce_scatter_together
+
+    def slow(*arguments):
+        time.sleep(sleep_s)
+        return real(*arguments)
+
+    with patch.object(sharded_sums, "reduce_scatter_together", slow):
+        return row_of(context, "bookkeeping_fsdp", 16, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def slow_row(cpu_ranks):
+    """Of ranks whose reduce-scatter sleeps."""
+    return cpu_ranks.run(4, measure_with, SLEEP_S)[0]
+
+
+def test_slow_collective(slow_row):
+    found = bounds([slow_row])
+    assert found[0].name == "communication"
+    slept = 1e3 * SLEEP_S * UNITS
+    assert found[0].ms > slept
+    assert found[0].gain_ms == pytest.approx(found[0].ms / 2)
+    assert "--batch-size 4" in found[0].change
+    assert slow_row["phases_ms"]["collectives"] > slept
+    assert [b.ms for b in found] == sorted((b.ms for b in found), reverse=True)
+    assert headline([slow_row]).startswith("16 tokens are bound by communication")
+
+
+def test_phases_are_the_whole_step(slow_row):
+    assert list(slow_row["phases_ms"]) == [n for n in PHASES if n in slow_row["phases_ms"]]
+    assert "second backward" not in slow_row["phases_ms"]  # bookkeeping has none
+    assert len(slow_row["layer_norm_ms"]) > 10
+    assert sum(slow_row["layer_norm_ms"].values()) > 0
+    assert slow_row["trace"]["basis"].startswith("CPU")
+    assert 0.5 < overhead(slow_row) < 2
+    assert slow_row["profile"]["norms"][0]["after"]["shape"] == [1, 2]
+
+
+def test_split_is_complete_and_takes_nothing_twice():
+    own = {
+        "norm_pass": 5.0, "norm/dense/a": 2.0, "clip_coefficients": 1.0, "weighted_sum": 0.5,
+        "second_backward": 4.0, "sum/a": 1.5, "hand_over": 0.25, "noise": 3.0,
+    }  # fmt: skip
+    ranges = {name: {"own_ms": ms} for name, ms in own.items()}
+    parts = split([10.0, 14.25, 0.75, 7.0], ranges)
+    assert sum(parts.values()) == pytest.approx(32.0)
+    assert parts["first backward"] == pytest.approx(14.25 + 0.75 - 9.25)
+    assert parts["optimizer"] == pytest.approx(4.0)
+    del ranges["second_backward"], ranges["hand_over"]
+    assert not {"second backward", "collectives"} & split([10.0, 14.0, 0.0, 7.0], ranges).keys()
+
+
+def test_near_its_memory_limit(slow_row):
+    peak = slow_row["peak_memory_mb"]
+    assert bounds([slow_row], 2 * peak)[0].name == "communication"
+    first = bounds([slow_row], 1.05 * peak)[0]
+    assert (first.name, first.ms) == ("memory", None)
+    assert first.share == pytest.approx(1 / 1.05)
+    assert "--batch-size 1" in first.change
+    alone = slow_row | {"batch_size": 1}
+    assert "leave out --bookkeeping" in bounds([alone], peak)[0].change
+    assert "--num-processes" in bounds([alone | {"mode": "ghost_fsdp"}], peak)[0].change
+
+
+def test_out_of_memory_is_a_row_and_a_verdict(slow_row):
+    failed = {**failure(slow_row), "seq_length": 64}
+    first = bounds([slow_row, failed])[0]
+    assert first.name == "memory"
+    assert "out of memory at 64" in first.evidence
+    text = summarize([slow_row, failed], None)
+    assert "oom: no memory" in text
+    with pytest.raises(ValueError, match="no length"):
+        bounds([failed])
+    assert "No length could be measured" in summarize([failed], None)
+
+
+def failure(row: dict) -> dict:
+    kept = ("seq_length", "mode", "batch_size", "num_processes", "num_gpus", "config",
+            "environment", "device_type", "peak_memory_mb")  # fmt: skip
+    return {name: row[name] for name in kept} | {
+        "status": "oom", "reason": "no memory", "median_time_ms": None, "peak_memory_mb": None,
+    }  # fmt: skip
+
+
+def test_peak_at_half_the_batch_follows_from_the_line_through_the_peaks(slow_row):
+    rows = [slow_row | {"seq_length": n, "peak_memory_mb": 100.0 + n} for n in (100, 200, 400)]
+    assert fixed_memory(rows) == pytest.approx(100)
+    assert "predicted peak 300 MiB" in bounds(rows, 510.0)[0].how
+    assert fixed_memory(rows[:1]) is None
+
+
+def test_forced_norm_algorithm_is_to_be_given_up(slow_row):
+    """The fast sibling of the next."""
+    row = on_gpu(slow_row, computation=100.0)
+    row |= {"mode": "flash_fsdp", "plan_seconds": {"planned": 4.0, "auto": 1.0}}
+    row["phases_ms"]["norms"] = 80.0
+    assert bounds([row])[0].change == "nothing cheaper is known for these shapes"
+    row["config"]["norm_algorithm"] = "width"
+    first = bounds([row])[0]
+    assert first.change == "--norm-algorithm auto"
+    assert first.gain_ms == pytest.approx(0.75 * (80.0 + 9.0))
+
+
+@pytest.mark.slow
+def test_norm_algorithm_forced_to_the_wrong_extreme(tmp_path, monkeypatch):
+    """Gram matrices of many tokens, in layers so narrow that accumulating would be cheaper: the
+    whole command, its kernels interpreted."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    arguments = ["--use-flash", "--bookkeeping", "--norm-algorithm", "width", "--cpu"]
+    arguments += ["--seq-lengths", "160", "--num-processes", "1", "--batch-size", "1"]
+    arguments += ["--num-iter", "1", "--warmup-iter", "1", "--output-dir", str(tmp_path)]
+    assert main(arguments) == 0
+    (row,) = Results(tmp_path).rows()
+    first = json.loads((tmp_path / "verdict.json").read_text())["bounds"][0]
+    assert (first["name"], first["change"]) == ("norm kernels", "--norm-algorithm auto")
+    assert 0 < first["gain_ms"] < first["ms"] + row["phases_ms"]["sums"]
+    assert "+" in max(row["layer_norm_ms"], key=row["layer_norm_ms"].get)  # one launch for several
+    assert "collectives" not in row["phases_ms"]  # one process
+
+
+# ---- a GPU's rows, made up -----------------------------------------------------------------------
+
+
+def on_gpu(row: dict, **trace: float) -> dict:
+    """As if measured on one GPU, 100 ms a step."""
+    phases = {
+        "forward": 20.0, "first backward": 30.0, "norms": 20.0, "coefficients": 1.0, "sums": 9.0,
+        "noise": 10.0, "optimizer": 10.0,
+    }  # fmt: skip
+    return copy.deepcopy(row) | {
+        "device_type": "cuda", "num_processes": 1, "median_time_ms": 100.0, "phases_ms": phases,
+        "layer_norm_ms": {"a+b": 12.0, "c": 8.0}, "device_memory_mb": 1e9,
+        "trace": {"computation": 0.0, "exposed": 0.0} | trace,
+    }  # fmt: skip
+
+
+def test_a_gpu_that_waits_for_launches(slow_row):
+    row = on_gpu(slow_row, computation=40.0)
+    first, second = bounds([row])[:2]
+    assert (first.name, first.ms) == ("host", 60.0)
+    assert first.gain_ms == 30.0
+    assert "--use-flash" in first.change
+    assert second.ms == pytest.approx(0.4 * 69)  # the network's share of the time it worked
+    assert bounds([on_gpu(slow_row, computation=99.0)])[0].name == "network"
+
+
+def test_a_gpu_whose_transfers_are_exposed(slow_row):
+    row = on_gpu(slow_row, computation=50.0, exposed=45.0) | {"num_processes": 4}
+    row["phases_ms"] |= {"forward": 50.0, "first backward": 10.0, "collectives": 5.0}
+    first = bounds([row])[0]
+    assert (first.name, first.ms) == ("communication", 45.0)
+    row["profile"]["ranges"]["norm_all_reduce"] = {"own_ms": 40.0}
+    assert "layerwise" in bounds([row])[0].change
+
+
+def test_plain_norms_on_a_gpu_are_told_of_the_fused_ones(slow_row):
+    row = on_gpu(slow_row, computation=100.0)
+    row["phases_ms"]["norms"] = 80.0
+    first = bounds([row])[0]
+    assert first.change == "--use-flash"
+    assert first.gain_ms == pytest.approx(81.0 - 20.0)
+    assert "a and 1 more in one launch" in first.evidence
+
+
+# ---- exponents -----------------------------------------------------------------------------------
+
+
+def test_exponent_of_a_power():
+    lengths = [64, 128, 256, 512]
+    found = fit_growth(lengths, [3 * n**1.7 for n in lengths])
+    assert (found.exponent, found.factor) == (pytest.approx(1.7), pytest.approx(3))
+    assert found.low == pytest.approx(1.7) == found.high
+    assert found.at(1024) == pytest.approx(3 * 1024**1.7)
+    two = fit_growth(lengths[:2], [1.0, 2.0])
+    assert (two.exponent, two.low) == (pytest.approx(1), None)
+    assert str(two) == "T^1.00"
+    assert fit_growth([64], [1.0]) is None
+    assert fit_growth(lengths, [1.0, 0.0, 1.0, 1.0]) is None
+
+
+def test_interval_covers_the_exponent_as_often_as_it_says():
+    draw = np.random.default_rng(0)
+    lengths = [2**n for n in range(6, 11)]
+    inside = 0
+    for _ in range(400):
+        found = fit_growth(lengths, [n**1.5 * np.exp(0.1 * draw.normal()) for n in lengths])
+        inside += found.low < 1.5 < found.high
+    assert 0.92 < inside / 400 < 0.98
+
+
+def grown(row: dict, lengths=(16, 32, 64)) -> list[dict]:
+    """The row at several lengths, times proportional to the length."""
+    rows = []
+    for n in lengths:
+        phases = {name: ms * n / 16 for name, ms in row["phases_ms"].items()}
+        one = {"seq_length": n, "phases_ms": phases, "peak_memory_mb": 500.0 + n}
+        rows.append(row | one | {"median_time_ms": row["median_time_ms"] * n / 16})
+    return rows
+
+
+def test_every_phase_is_fitted_and_written(slow_row):
+    rows = grown(slow_row)
+    found = growths(rows)
+    assert found.keys() == {"total", "memory", *slow_row["phases_ms"]}
+    assert all(g.exponent == pytest.approx(1) for n, g in found.items() if n != "memory")
+    text = summarize(rows, None)
+    assert "norms: T^1.00" in text
+    assert "Verdict: 64 tokens are bound by communication" in text
+    assert "Slowest norms at 64 tokens" in text
+
+
+# ---- the picture ---------------------------------------------------------------------------------
+
+
+def test_texts_of_the_picture_do_not_overlap(slow_row):
+    rows = [*grown(slow_row), {**failure(slow_row), "seq_length": 128}]
+    figure = bottleneck_plot.figure_of(rows, 600.0)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    boxes = [
+        (t.get_text(), t.get_window_extent(canvas.get_renderer()))
+        for t in figure.findobj(Text)
+        if t.get_text().strip() and t.get_visible()
+    ]
+    size = figure.bbox
+    for name, box in boxes:
+        assert box.x0 >= 0 and box.x1 <= size.x1 and box.y0 >= 0 and box.y1 <= size.y1, name  # noqa: PT018
+    for i, (name, box) in enumerate(boxes):
+        for other, beside in boxes[i + 1 :]:
+            assert not box.overlaps(beside), (name, other)
+
+
+def test_labels_are_a_line_apart_and_near_their_points():
+    found = bottleneck_plot.apart([0.1, 0.11, 0.12, 0.9], 0.05)
+    assert found == pytest.approx([0.06, 0.11, 0.16, 0.9])
+    assert bottleneck_plot.apart([], 0.05) == []
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def fake_start(row: dict, oom_at: int):
+    """Starts nothing: leaves the row as a cell would, or fails."""
+
+    def start(command: list[str]) -> Outcome:
+        length = int(command[command.index("--length") + 1])
+        if length == oom_at:
+            return Outcome(1, Cause(0, "oom", "out of memory"))
+        output = command[command.index("--output") + 1]
+        with open(output, "w") as file:
+            json.dump(row | {"seq_length": length}, file)
+        return Outcome(0, None)
+
+    return start
+
+
+def test_sweep_isolates_what_runs_out_of_memory_and_resumes(slow_row, tmp_path, capsys):
+    options = parse(["--cpu", "--seq-lengths", "16", "32", "64", "--output-dir", str(tmp_path)])
+    options.model_name = "tiny"
+    row = {k: v for k, v in slow_row.items() if k != "key"}
+    assert sweep(options, CPU, 2, fake_start(row, oom_at=32)) == 0
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [r["status"] for r in rows] == ["ok", "oom", "ok"]
+    assert (tmp_path / "bottlenecks.png").exists()
+    assert json.loads((tmp_path / "verdict.json").read_text())["bounds"][0]["name"] == "memory"
+    started = []
+    again = fake_start(row, oom_at=0)
+    assert sweep(options, CPU, 2, lambda c: started.append(c) or again(c)) == 0
+    assert len(started) == 1  # only the length that had failed
+    assert "32 tokens: oom" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seq-lengths", "0"], "--seq-lengths 0: give a positive number"),
+        (["--memory-limit-gb", "-1"], "--memory-limit-gb -1.0"),
+        (["--norm-algorithm", "width"], "give --use-flash too"),
+        (["--num-iter", "1.5"], "--num-iter"),
+    ],
+)
+def test_bad_input(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert message in line
+
+
+@pytest.mark.slow
+def test_command(tmp_path, capfd):
+    """On one process, two lengths, both modes of sums."""
+    for number, flags in enumerate((["--bookkeeping"], [])):
+        folder = tmp_path / str(number)
+        arguments = [
+            "--cpu",
+            "--num-processes",
+            "1",
+            "--seq-lengths",
+            "16",
+            "32",
+            "--num-iter",
+            "2",
+        ]
+        assert main([*arguments, *flags, "--output-dir", str(folder)]) == 0
+        text = (folder / "summary.txt").read_text()
+        assert "Verdict: 32 tokens are bound by" in text
+        assert ("second backward" in text) == (not flags)
+        assert "collectives" not in text
