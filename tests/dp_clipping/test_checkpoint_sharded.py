@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -93,10 +94,44 @@ def path(tmp_path):
     return tmp_path / "run"
 
 
-def test_the_same_ranks_go_on_bit_for_bit(cpu_ranks, path):
+LAYOUTS = {
+    "alone": (None, {}),
+    "1": (1, {}),
+    "2": (2, {}),
+    "4": (4, {}),
+    "tensor": (2, {"tensor_parallel": True}),
+    "2 x tensor": (4, {"tensor_parallel": True}),
+}
+
+
+def at_layout(context: Context, function, path: Path, options: dict) -> tuple:
+    return function(context, path, **options)
+
+
+def at(cpu_ranks, layout: str, function, path: Path) -> list[tuple]:
+    """What each rank returns; one process alone knows of no shards."""
+    ranks, options = LAYOUTS[layout]
+    if ranks is None:
+        return [function(None, path)]
+    return cpu_ranks.run(ranks, at_layout, function, path, options)
+
+
+@pytest.fixture(scope="module")
+def saved_at(cpu_ranks, tmp_path_factory):
+    """Layout -> a checkpoint, which is read only, and what the run did that has saved it."""
+
+    @cache
+    def saved_once(layout: str) -> tuple[Path, list[tuple]]:
+        path = tmp_path_factory.mktemp("saved") / "run"
+        return path, at(cpu_ranks, layout, saved_and_trained, path)
+
+    return saved_once
+
+
+def test_the_same_ranks_go_on_bit_for_bit(cpu_ranks, saved_at):
     """With drawn keys, so that they come from the key file."""
-    expected = cpu_ranks.run(4, saved_and_trained, path)
-    found = cpu_ranks.run(4, resumed, path)
+    path, expected = saved_at("4")
+    found = at(cpu_ranks, "4", resumed, path)
     for one, other in zip(expected, found, strict=True):
         assert same(one[0], other[0])
         assert one[1] == other[1]
@@ -111,16 +146,6 @@ def test_the_same_ranks_go_on_bit_for_bit(cpu_ranks, path):
         content = b"" if file.is_dir() else file.read_bytes()
         assert key.master not in content
         assert key.noise not in content
-
-
-LAYOUTS = {
-    "alone": (None, {}),
-    "1": (1, {}),
-    "2": (2, {}),
-    "4": (4, {}),
-    "tensor": (2, {"tensor_parallel": True}),
-    "2 x tensor": (4, {"tensor_parallel": True}),
-}
 
 
 PAIRS = [
@@ -143,16 +168,10 @@ MORE_PAIRS = [
     ("before", "after"),
     [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_PAIRS)],
 )
-def test_another_number_of_ranks(cpu_ranks, path, before, after):
-    """And other layouts; that of one process, who knows of no shards, is one file."""
-
-    def at(layout, function):
-        ranks, options = LAYOUTS[layout]
-        if ranks is None:
-            return [function(None, path)]
-        return cpu_ranks.run(ranks, at_layout, function, path, options)
-
-    expected, found = at(before, saved_and_trained), at(after, resumed)
+def test_another_number_of_ranks(cpu_ranks, saved_at, before, after):
+    """And other layouts; that of one process is one file."""
+    path, expected = saved_at(before)
+    found = at(cpu_ranks, after, resumed, path)
     assert path.is_dir() == (before != "alone")
     assert drawn(found) == drawn(expected)
     for of_rank in found:
@@ -160,10 +179,6 @@ def test_another_number_of_ranks(cpu_ranks, path, before, after):
         assert of_rank[3] == expected[0][3]
         for one, other in zip(of_rank[2], expected[0][2], strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
-
-
-def at_layout(context: Context, function, path: Path, options: dict) -> tuple:
-    return function(context, path, **options)
 
 
 def before_any_step(context: Context, path: Path) -> None:
@@ -365,7 +380,7 @@ def with_adamw(context: Context, path: Path, groups: int) -> list[torch.Tensor]:
     return saved
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_adamw(cpu_ranks, path, groups):
     expected = cpu_ranks.run(4, with_adamw, path, groups)
     for found in cpu_ranks.run(2, with_adamw, path, groups):
