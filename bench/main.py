@@ -102,6 +102,8 @@ def work(settings: Settings, hardware: Hardware, options: argparse.Namespace) ->
     with process_group(hardware, settings.timeout_s) as worker:
         task: Benchmark | Profiling
         if options.profile:
+            if options.enable_profiling:
+                os.environ["DP_CLIPPING_PROFILE"] = "1"  # read when a model is made private
             task = Profiling(settings, worker, options.profile_output_dir)
         else:
             task = Benchmark(settings, worker)

@@ -228,6 +228,11 @@ def _add_profile(group: argparse._ArgumentGroup) -> None:
         help="one implementation, or all on one time axis (default: all of --implementations)",
     )  # fmt: skip
     group.add_argument(
+        "--enable-profiling", action="store_true",
+        help="with a private --clipping also time each phase and layer of a step "
+        "(DP_CLIPPING_PROFILE=1), into *_phases.txt (default: off)",
+    )  # fmt: skip
+    group.add_argument(
         "--profile-output-dir", type=Path, default=Path("profiler_output"), metavar="FOLDER",
         help="receives traces, summaries and pictures (default: ./profiler_output)",
     )  # fmt: skip

@@ -12,7 +12,7 @@ from bench.training import Phase, Run, building, train
 from ddp import Unavailable
 from lm.runtime import StepClock, Worker
 from lm.watch import Cause, Watch
-from measure import Progress
+from measure import Progress, write_atomically
 from tracing import Trace, draw_timeline, load_trace, overlap, phase, profile, slowest_operators
 from tracing import write_summary as write_summary_file
 
@@ -67,6 +67,8 @@ class Profiling:
             self._stats = run.model.stats() if hasattr(run.model, "stats") else {}
             self._launches = describe_launches(run.model)
             self._plan = run.model.capture.plan if subject.is_fused else None
+            is_on = getattr(run.model, "profile", None) is not None
+            self._phases = run.model.profile_report() if is_on else ""
             del run
 
     def _record_memory(self, subject: Subject, run: Run) -> dict[str, str]:
@@ -125,6 +127,8 @@ class Profiling:
             self._launches,
             self._describe_plan(traces[0]),
         )
+        if self._phases:
+            write_atomically(self.folder / f"{stem}_phases.txt", self._phases + "\n")
         picture = self.folder / f"{stem}_timeline.png"
         draw_timeline({subject.label: traces}, picture, title=self._title())
 

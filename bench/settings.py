@@ -144,6 +144,8 @@ def settings_from(options: argparse.Namespace, device_type: str, default_folder:
     names = _names(options)
     clippings, privacy = _clippings(options), _privacy(options)
     _check_show_plan(options)
+    if options.enable_profiling and not (options.profile and set(clippings) != {NOT_PRIVATE}):
+        raise ValueError("--enable-profiling: give --profile and a private --clipping mode too")
     _check_sharded(options, names)
     for name in names:
         _check_can_clip(name, clippings)

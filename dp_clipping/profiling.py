@@ -78,14 +78,17 @@ def profile_of(device: torch.device, release: bool, alone: bool) -> Profile | No
 
 
 def ranged(name: str) -> Callable:
-    """For a method of an object with `.profile`: a range of it; where that is None, nothing."""
+    """For a method of an object with `.profile`: a range of it; where that is None, nothing.
+
+    Traces are not labelled: those who call the method do it, with the switch on or off.
+    """
 
     def decorate(method: Callable) -> Callable:
         @wraps(method)
         def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self.profile is None:
                 return method(self, *args, **kwargs)
-            with self.profile.range(name):
+            with self.profile.range(name, is_labelled=False):
                 return method(self, *args, **kwargs)
 
         return inside
@@ -113,9 +116,9 @@ class Profile:
 
     # ---- what a step calls ----------------------------------------------------------------------
 
-    def range(self, name: str) -> AbstractContextManager:
+    def range(self, name: str, is_labelled: bool = True) -> AbstractContextManager:
         """To be entered: what runs in it is timed, and labelled in a profiler's trace."""
-        return NOTHING if self.alone and name in TRAVEL else _Span(self, name)
+        return NOTHING if self.alone and name in TRAVEL else _Span(self, name, is_labelled)
 
     def note_norms(self, before: Tensor | None, after: Tensor) -> None:
         """Squared norms [K, B] of one backward; `before`: of this rank's parts alone, None where
@@ -233,15 +236,15 @@ class Profile:
 class _Span(AbstractContextManager):
     """One range, from its entry to its exit."""
 
-    __slots__ = ("_label", "_profile", "end", "name", "number", "outer", "start")
+    __slots__ = ("_is_labelled", "_label", "_profile", "end", "name", "number", "outer", "start")
 
-    def __init__(self, profile: Profile, name: str):
-        self._profile, self.name, self.outer = profile, name, None
+    def __init__(self, profile: Profile, name: str, is_labelled: bool):
+        self._profile, self.name, self._is_labelled = profile, name, is_labelled
 
     def __enter__(self) -> _Span:
         profile = self._profile
-        self._label = None
-        if profiler._is_profiler_enabled:  # a label costs more than both marks
+        self._label = None  # it costs more than both marks
+        if self._is_labelled and profiler._is_profiler_enabled:
             self._label = record_function(self.name)
             self._label.__enter__()
         self.outer = profile._inner[-1].number if profile._inner else None

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.bottleneck_verdict import PHASES, Growth, growths, headline, measured
-from experiments.llama_fsdp_results import describe_run
+from experiments.bottleneck_verdict import PHASES, Growth, described, growths, headline, measured
 from measure.picture import save_picture
 
 # Okabe and Ito's colour-blind safe palette; phases that an ordinary step has too are grey
@@ -47,7 +46,7 @@ def figure_of(rows: Sequence[Mapping[str, Any]], limit_mb: float | None) -> Any:
     style = {"ha": "left", "va": "top", "parse_math": False}
     figure.text(0.012, 0.985, "What a private step spends its time on, by length of the samples",
                 size=13, weight="bold", color=INK, **style)  # fmt: skip
-    figure.text(0.012, 0.945, _wrapped(describe_run(rows), 120), size=8.5, color=FAINT, **style)
+    figure.text(0.012, 0.945, _wrapped(described(rows), 120), size=8.5, color=FAINT, **style)
     words = headline(rows, limit_mb)
     figure.text(0.012, 0.915, _wrapped(words, 120), size=9.5, color=INK, **style)
     times = figure.add_axes((0.075, 0.335, 0.5, TALL))
@@ -139,7 +138,12 @@ def _draw_memory(axes: Any, rows, good, fits: Mapping[str, Growth], limit_mb) ->
             axes.text(row["seq_length"], 0.5, row["status"], size=8.5, style="italic", color=FAINT,
                       ha="center", transform=axes.get_xaxis_transform())  # fmt: skip
     axes.set_ylabel("GiB", size=8.5, color=FAINT)
-    axes.set_title("Peak memory of the largest rank", size=8.5, color=FAINT, loc="left")
+    axes.set_title(_memory_title(good), size=8.5, color=FAINT, loc="left")
+
+
+def _memory_title(good: Sequence[Mapping]) -> str:
+    what = "" if good[-1]["device_type"] == "cuda" else " (resident, with Python and libraries)"
+    return f"Peak memory of the largest rank{what}"
 
 
 def _column(axes: Any, labels: Sequence[tuple[float, str, str, str]]) -> None:

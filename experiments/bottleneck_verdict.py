@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from experiments.llama_fsdp_results import MODES, describe_run
 from measure import OK, OOM
 
 PHASES = (
@@ -153,6 +154,11 @@ def bounds(rows: Sequence[Mapping[str, Any]], limit_mb: float | None = None) -> 
     )
     memory = _memory(rows, row, limit_mb)
     return ([] if memory is None else [memory]) + timed
+
+
+def described(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The mode, and what `describe_run` says."""
+    return f"{MODES[rows[0]['mode']]}, {describe_run(rows)}"
 
 
 def headline(rows: Sequence[Mapping[str, Any]], limit_mb: float | None = None) -> str:

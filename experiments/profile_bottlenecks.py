@@ -26,13 +26,14 @@ from experiments.bottleneck_verdict import (
     PHASES,
     as_json,
     bounds,
+    described,
     growths,
     headline,
     measured,
     overhead,
 )
 from experiments.llama_fsdp import Start, run_cell, run_under_torchrun
-from experiments.llama_fsdp_results import Cell, describe_run
+from experiments.llama_fsdp_results import Cell
 from experiments.llama_network import SHAPES, config_of, files_of, without_token
 from lm.launch import INTERRUPTED, run_ranks
 from lm.runtime import (
@@ -145,7 +146,7 @@ def summarize(rows: Sequence[dict], limit_mb: float | None) -> str:
     columns = [Column("tokens", right=True), *(_ms(n) for n in [*there, "total"])]
     columns.append(Column("MiB", format=",.0f", right=True))
     lines = [
-        f"Bottlenecks of {describe_run(rows)}",
+        f"Bottlenecks of {described(rows)}",
         "Milliseconds a step, medians: phases on rank 0 with profiling, total of the slowest rank "
         "without. Not covered by epsilon.", "",
         format_table(columns, table), "",
@@ -154,7 +155,8 @@ def summarize(rows: Sequence[dict], limit_mb: float | None) -> str:
     if not good:
         return "\n".join([*lines, "No length could be measured: shorter ones, --seq-lengths."])
     lines += ["Growth with the length T (exponent, 95 % interval by Student's t):"]
-    lines += [f"  {name}: {growth}" for name, growth in growths(rows).items()]
+    found = [f"  {name}: {growth}" for name, growth in growths(rows).items()]
+    lines += found or ["  of one length nothing is known; give more, --seq-lengths"]
     layers = sorted(good[-1]["layer_norm_ms"].items(), key=lambda item: -item[1])[:LAYERS_SHOWN]
     shown = [{"layers": _short(name), "norm ms": ms} for name, ms in layers]
     lines += ["", format_table(

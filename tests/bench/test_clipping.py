@@ -326,7 +326,7 @@ def test_the_library_is_not_warned_of_fixed_batches_but_the_reader_is(run):
 def profiled(folder):
     """In bfloat16, where private gradients travel in float32."""
     line = ["--profile", "--implementations", "ddp_bucketed", *BOTH, "--dtype", "bfloat16"]
-    run = benchmark(*line, "--profile-output-dir", folder / "profile")
+    run = benchmark(*line, "--enable-profiling", "--profile-output-dir", folder / "profile")
     assert run.returncode == 0, run.stderr
     return folder / "profile"
 
@@ -336,7 +336,16 @@ def test_modes_do_not_overwrite_each_other(profiled):
     for stem in ("ddp_bucketed", "ddp_bucketed_bookkeeping"):
         expected |= {f"{stem}_rank_{rank}_trace.json" for rank in range(2)}
         expected |= {f"{stem}_summary.txt", f"{stem}_timeline.png"}
+    expected |= {"ddp_bucketed_bookkeeping_phases.txt"}
     assert {path.name for path in profiled.iterdir()} == expected
+
+
+def test_phases_of_a_private_step_are_timed(profiled):
+    text = (profiled / "ddp_bucketed_bookkeeping_phases.txt").read_text()
+    for phase in ("first backward", "norms of layers", "hand-over", "gradient sync", "noise"):
+        assert phase in text
+    assert "second backward" not in text
+    assert "squared norms, which no all-reduce adds up" in text
 
 
 @pytest.mark.parametrize("rank", [0, 1])

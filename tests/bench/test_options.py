@@ -58,6 +58,8 @@ CASES = {
     "--clipping flash --memory-budget-mb inf": "--memory-budget-mb inf: give a finite",
     "--clipping ghost --memory-budget-mb 9": "--memory-budget-mb: only fused kernels",
     "--clipping none bookkeeping --show-plan": "--show-plan: only fused kernels",
+    "--enable-profiling --clipping ghost": "--enable-profiling: give --profile and a private",
+    "--enable-profiling --profile": "--enable-profiling: give --profile and a private",
     "--profile --clipping flash --show-plan": "--show-plan: leave it out, .*summaries",
     "--noise-multiplier 1": "--noise-multiplier: only --clipping MODE.*give one of per_sample",
     "--clipping none --clipping-style flat": "--clipping-style: only --clipping MODE",
