@@ -203,6 +203,48 @@ def test_old_steps_are_read_by_themselves_and_keep_no_norms():
     assert profile.steps() == []
 
 
+class FakeEvent:
+    """A CUDA event of a device that has done everything when the host waits for it."""
+
+    made = waits = 0
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+        FakeEvent.made += 1
+
+    def record(self, stream: str) -> None:
+        assert stream == "current"
+        self.time = FakeEvent.now = getattr(FakeEvent, "now", 0.0) + 1.0
+
+    def synchronize(self) -> None:
+        FakeEvent.waits += 1
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return end.time - self.time
+
+
+def test_events_are_read_when_asked_and_used_again(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
+    profile = Profile(torch.device("cuda", 0), shows_norms=True)
+
+    def step() -> None:
+        with profile.range("norm_pass"), profile.range("norm/dense/a"):
+            pass
+        with profile.range("noise"):
+            pass
+
+    step()
+    assert (FakeEvent.made, FakeEvent.waits) == (6, 0)
+    (one,) = profile.steps()
+    assert FakeEvent.waits == 3
+    assert one["ranges"]["norm_pass"] == {"ms": 3.0, "own_ms": 2.0, "calls": 1}
+    assert one["ranges"]["norm/dense/a"] == {"ms": 1.0, "own_ms": 1.0, "calls": 1}
+    step()
+    assert FakeEvent.made == 6
+    assert "CUDA events" in profile.report()
+
+
 def test_switch_takes_0_and_1_only(monkeypatch):
     monkeypatch.setenv(SWITCH, "yes")
     with pytest.raises(ValueError, match="neither 1"):
