@@ -30,6 +30,7 @@ from dp_clipping.sharded import Sharding, owner_of, plain_name, plain_type
 
 if TYPE_CHECKING:
     from dp_clipping.compiled import Forecast
+    from dp_clipping.sharded_sums import ShardedSums
 
 FORWARDS = {
     "linear": linear.forward,
@@ -80,6 +81,9 @@ class Capture:
         forecast: of the coming forward, where compiled code needs one (see `dp_clipping.compiled`).
         sharding: how the network is spread over ranks; None: it is not.
         reducer: adds norms up over ranks (see `dp_clipping.norm_reduce`).
+        sums: takes clipped sums to the shards of a sharded network; None: it is not.
+        kin: parameter -> what it shares with those whose norms may be taken together: the clipping
+            group, and whether other ranks of a tensor axis have other parts of it.
         profile: of the model's steps; None: the switch is off (see `dp_clipping.profiling`).
         shapes: parameter -> shape of what its layer computes with, a part under tensor parallelism.
     """
@@ -89,12 +93,14 @@ class Capture:
     ):
         self.network, self.sharding = network, sharding
         self.reducer = NormReducer()
+        self.sums: ShardedSums | None = None
         self.handles = self._install()
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         self.names = {p: plain_name(n) for n, p in reversed(list(network.named_parameters()))}
         parts = {} if sharding is None else sharding.parts
         self.shapes = {p: parts[p].shape if p in parts else p.shape for p in self.parameters}
         self.groups, self.group_names = self._make_groups(clipping)
+        self.kin = {p: (k, p in parts and parts[p].split) for p, k in self.groups.items()}
         self.members = [[] for _ in self.group_names]
         for parameter, group in self.groups.items():
             self.members[group].append(parameter)

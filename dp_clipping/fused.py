@@ -41,7 +41,8 @@ from dp_clipping.waiting import Waiting
 
 PENDING_BYTES = 1 << 28  # of what waits for a common launch, in any case
 MOST_PENDING_BYTES = 1 << 31  # the same, in memory that backward has freed
-UNIT_BYTES = 1 << 30  # of sums that leave together where FSDP's modules are smaller
+UNIT_BYTES = 1 << 30  # of sums that leave together where FSDP's modules are smaller,
+MEETINGS = 8  # and where all of them are few: this part of them
 SHARE = 0.93  # of an ordinary step's memory: the rest is for what backward holds in passing
 
 
@@ -76,7 +77,7 @@ class FusedSession(Session):
         forecast = self.capture.forecast
         self._uses = {} if forecast is None else forecast.of_batch(self.batch_size)
         self._counts: dict[Parameter, Tensor] = {}  # of uses in compiled code
-        self._waiting = Waiting(self.capture.groups, self.policy.tile_size)
+        self._waiting = Waiting(self.capture.kin, self.policy.tile_size)
         self._to_sum: dict[Parameter, Any] = {}
         self._pending = 0  # bytes in these two, where nothing else would hold them
         self._may_wait = PENDING_BYTES  # of these, before the next look at the memory
@@ -193,31 +194,46 @@ class FusedSession(Session):
         return self.plan[self.capture.names[parameter]]
 
     def _wait_for(self, parameter: Parameter, size: int) -> None:
-        """Launch what waits if there is enough of it."""
+        """Launch what waits if there is enough of it, or if what comes of it may leave now."""
         self._pending += size
         leaves = self._streams or self._partial is not None
-        if self._is_time(parameter, leaves):
-            self._take_norms(everything=leaves)
+        if self._is_meeting(parameter) and leaves:
+            self._take_norms(everything=True)
+            self._note_norms()
             if self._streams:
                 self._clip_complete_groups()
+            self._let_go()
+        elif self._is_crowded():
+            alone = not self.reducer.splits_parameters  # else coefficients take a collective
+            self._take_norms(everything=leaves and alone)
+            if self._streams and alone:
+                self._clip_complete_groups()
 
-    def _is_time(self, parameter: Parameter, leaves: bool) -> bool:
-        """Whether what waits is launched now.
+    def _is_meeting(self, parameter: Parameter) -> bool:
+        """Whether all ranks of a sharded model are here, and enough has arrived for collectives.
 
-        `leaves`: sums or norms leave for other ranks then. In a sharded model those collectives are
-        among the layers' own, and every rank must issue all of them in one order, whatever the
-        sizes of its batch, its memory and its plan: so the time comes when all of some units (what
-        one FSDP module gathers is one) has arrived, as many as make a launch worth while.
+        Those of norms and sums are among the layers' own, and every rank must issue all of them in
+        one order, whatever the sizes of its batch, its memory and its plan: so they leave when all
+        of some units (what one FSDP module gathers is one) has arrived, as many as are worth it.
+        What is only computed, and waits here, each rank decides for itself (`_is_crowded`).
         """
         sharding = self.capture.sharding
-        if sharding is not None:
-            unit = sharding.parts[parameter].unit
-            self._arrivals[unit] += 1
-            if self._arrivals[unit] == len(sharding.units[unit]):
-                self._complete += sharding.unit_bytes[unit]
-            if leaves:
-                return self._complete >= UNIT_BYTES
+        if sharding is None:
+            return False
+        unit = sharding.parts[parameter].unit
+        self._arrivals[unit] += 1
+        if self._arrivals[unit] == len(sharding.units[unit]):
+            self._complete += sharding.unit_bytes[unit]
+        return self._complete > 0 and self._complete >= min(UNIT_BYTES, sharding.bytes // MEETINGS)
+
+    def _is_crowded(self) -> bool:
         return self._pending > self._may_wait and not self._has_room()
+
+    def _let_go(self) -> None:
+        """At a meeting: sums that have been formed leave."""
+        self._complete = 0
+        if self.capture.sums is not None:
+            self.capture.sums.let_go()
 
     def _has_room(self) -> bool:
         """Whether more may wait, in what backward has freed and nobody took since.
@@ -284,14 +300,14 @@ class FusedSession(Session):
         self._norms.update(found.norms)
         self._joined |= found.joined
         self._kept.update(found.gradients)  # in the factors' places
-        self._note_norms()
-        self._pending, self._may_wait, self._complete = 0, PENDING_BYTES, 0
+        self._pending, self._may_wait = 0, PENDING_BYTES
 
     def _known_norms(self) -> list[Parameter]:
         return [*self._norms, *self._joined]
 
     def _clip(self, limits: Tensor) -> Tensor:
         self._take_norms(everything=True)
+        self._note_norms()
         everything = list(range(len(limits)))
         if self.reducer.splits_parameters:
             refuse_repeated(self._norms, self._counts, self.capture.parameters)
@@ -359,12 +375,24 @@ class FusedSession(Session):
         self._handed_on.update(mine)
         self._sum_all(mine, scale)
 
+    def _run_backward(self, losses: Tensor, anchors: list[Tensor], retain_graph: bool) -> None:
+        """Sums leave at meetings only, and in the end."""
+        sums = self.capture.sums
+        if sums is not None:
+            sums.is_held = True
+        super()._run_backward(losses, anchors, retain_graph)
+        if sums is not None:
+            sums.is_held = False
+            sums.let_go()
+
     def _sum(self, losses: Tensor) -> None:
         self._arrivals.clear()
+        self._complete = 0
         if self.capture.sharding is not None:
             self._summing = True
             self._hand_on_kept()  # beside what the second backward brings of the same modules
             self._sum_waiting()
+            self._complete = 0
         super()._sum(losses)
         self._sum_waiting()
 
@@ -373,12 +401,15 @@ class FusedSession(Session):
         self._handed_on.add(parameter)
         held = getattr(remains, "nbytes", 0) or getattr(remains, "bytes", 0)
         self._pending += SUM_BYTES * self.capture.shapes[parameter].numel() + held
-        if self._is_time(parameter, leaves=self._in_backward):
+        if self._is_meeting(parameter) and self._in_backward:
+            self._sum_waiting()
+            self._let_go()
+        elif self._is_crowded():
             self._sum_waiting()
 
     def _sum_waiting(self) -> None:
         waiting, self._to_sum = self._to_sum, {}
-        self._pending, self._may_wait, self._complete = 0, PENDING_BYTES, 0
+        self._pending, self._may_wait = 0, PENDING_BYTES
         if waiting:
             self._sum_all(waiting, self._scale)
 

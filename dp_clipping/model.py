@@ -93,7 +93,7 @@ class PrivateModel(nn.Module):
             self.profile = profile_of(self._capture.anchor.device, release, alone)
             self._capture.profile = self.profile
             if sharding is not None:
-                self._sharded_sums = sharding.make_sums()
+                self._sharded_sums = self._capture.sums = sharding.make_sums()
                 self._sharded_sums.profile = self.profile
             self._establishment = Establishment(self.network, self._capture, sharding)
             self._normalizations = normalizations(self.network)

@@ -123,6 +123,11 @@ class Sharding:
         }
         return {unit: 4 * sum(sizes[p] for p in own) for unit, own in self.units.items()}
 
+    @cached_property
+    def bytes(self) -> int:
+        """The same of all of them."""
+        return sum(self.unit_bytes.values())
+
     @classmethod
     def of(cls, module: nn.Module, data_group: dist.ProcessGroup | None = None) -> Sharding | None:
         """What has sharded the module; None: nothing has.
@@ -161,11 +166,6 @@ class Sharding:
                 "data_group is for tensor-parallel modules: wrap an ordinary one with ddp.wrap"
             )
         return None
-
-    @property
-    def counts_replicated(self) -> bool:
-        """Whether this rank adds the norms of parameters that its tensor-parallel axis shares."""
-        return self.tensor_group is None or dist.get_rank(self.tensor_group) == 0
 
     def like(self, parameter: Tensor, part: Tensor) -> Tensor:
         """This rank's part of something with a parameter's layout, as what the parameter is.

@@ -35,11 +35,15 @@ class ShardedSums:
     All ranks issue the same collectives in the same order, whatever order sums come in: units
     from the last to the first, each when all of its sums are there. Large sums that divide evenly
     go as they are, the others of a unit packed into one.
+
+    Attributes:
+        is_held: what is received stays until `let_go`, each time.
     """
 
     def __init__(self, sharding: Sharding):
         self.sharding = sharding
         self.profile: Profile | None = None
+        self.is_held = False
         self._order = sorted(sharding.units, reverse=True)
         self._waiting: dict[int, dict[Parameter, Tensor]] = {}
         self._next = 0
@@ -53,6 +57,7 @@ class ShardedSums:
                 transfer.work.wait()
         self._waiting, self._next, self._flying = {}, 0, []
         self._left.clear()
+        self.is_held = False
 
     @torch.no_grad()
     def changed(self) -> list[Parameter]:
@@ -67,6 +72,11 @@ class ShardedSums:
         """Of all samples of this rank, in the shape that layers compute with."""
         unit = self.sharding.parts[parameter].unit
         self._waiting.setdefault(unit, {})[parameter] = total
+        if not self.is_held:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Launch what is complete: every rank at the same place among other collectives."""
         while self._next < len(self._order) and self._is_complete(self._order[self._next]):
             unit = self._order[self._next]
             self._next += 1

@@ -4,7 +4,7 @@ Linear layers wait with the algorithm that a plan has chosen for them (`dp_clipp
 (the G of norm weights and biases) because there are many and all are small.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -43,12 +43,12 @@ class Waiting:
     """Linear factors and vectors without a norm.
 
     Args:
-        groups: parameter -> clipping group; only within one do layers share a Gram matrix.
+        kin: parameter -> those with the same may be normed together, where they read one input.
         tile_size: of the kernels, None: chosen by them.
     """
 
-    def __init__(self, groups: dict[Parameter, int], tile_size: int | None):
-        self._groups, self._tile_size = groups, tile_size
+    def __init__(self, kin: dict[Parameter, Hashable], tile_size: int | None):
+        self._kin, self._tile_size = kin, tile_size
         self.linear: dict[Parameter, tuple[LinearFactors, Choice]] = {}
         self.vectors: dict[Parameter, Tensor] = {}
 
@@ -91,11 +91,11 @@ class Waiting:
     def _multiply_grams(
         self, found: Found, mine: dict[Parameter, LinearFactors], label: Label
     ) -> None:
-        """Layers of one clipping group that read the same input share its Gram matrix."""
+        """Layers that read the same input share its Gram matrix, and their norms are one sum."""
         shared: dict[tuple, list[list[Parameter]]] = {}
         for parameter, factors in mine.items():
             a = factors.a
-            key = (self._groups[parameter], a.data_ptr(), a.shape, a.stride(), a.dtype, a._version)
+            key = (self._kin[parameter], a.data_ptr(), a.shape, a.stride(), a.dtype, a._version)
             rows = shared.setdefault(key, [[]])
             if len(rows[-1]) == MOST_SHARED:
                 rows.append([])

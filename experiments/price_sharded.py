@@ -33,7 +33,7 @@ from lm.runtime import (
 )
 from lm.watch import Watch
 from measure import environment, plan_rounds, summarize, write_atomically
-from measure.command_line import Parser, check_numbers
+from measure.command_line import Parser, check_folder, check_numbers
 
 PROGRAM = "experiments.price_sharded"
 ORDINARY, PER_LAYER = "ordinary", "_per_layer"  # behind a mode's name: clipping="per_layer"
@@ -92,6 +92,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         check_numbers(options, ("rounds", "steps", "num_processes", "timeout"), ("warm_up",))
     except ValueError as error:
         made.error(str(error))
+    if options.output:
+        try:
+            check_folder("--output", options.output.absolute().parent, create=False)
+        except ValueError as error:
+            made.error(str(error))
+    options.variants = list(dict.fromkeys(options.variants))
+    options.rows = list(dict.fromkeys(options.rows))
     for row in options.rows:
         if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", row):
             made.error(f"--rows: {row!r} is not of the form 2x1024")
@@ -177,6 +184,7 @@ def tell(results: list[dict], output: Path | None) -> None:
     )  # fmt: skip
     if output:
         content = {"environment": environment(), "cells": results}
+        output.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(output, json.dumps(content, indent=1))
 
 

@@ -42,7 +42,7 @@ class Ascending:
 
     @classmethod
     def of(cls, coefficients: Tensor) -> Ascending:
-        """From c [K, B] or [B] float32, finite and not negative, B at least 1."""
+        """From c [K, B] or [B] float32, not negative, B at least 1; NaN counts as 0."""
         c = coefficients.view(-1, coefficients.shape[-1])
         if c.shape[1] > MOST or not available(c.device, c.dtype):
             return cls.plain(c)
@@ -61,7 +61,7 @@ class Ascending:
     @classmethod
     def plain(cls, c: Tensor) -> Ascending:
         """The plain twin, for c [K, B]."""
-        c, order = c.sort(dim=1, stable=True)
+        c, order = c.nan_to_num(0, torch.inf).sort(dim=1, stable=True)
         before = torch.cat((torch.zeros_like(c[:, :1]), c[:, :-1]), dim=1)
         ratio = torch.where(c > 0, before / c, 0.0)
         return cls(order.int(), ratio, (c <= 0).sum(1).int(), c[:, -1].contiguous())
@@ -74,6 +74,7 @@ if triton is not None:
         i_group = tl.program_id(0)
         o_b = tl.arange(0, BLOCK)
         b_c = tl.load(p_c + i_group * B + o_b, mask=o_b < B, other=float("inf"))
+        b_c = tl.where(b_c == b_c, b_c, 0.0)  # two samples in one place would leave one unset
         b_precedes = (b_c[None, :] < b_c[:, None]) | (
             (b_c[None, :] == b_c[:, None]) & (o_b[None, :] < o_b[:, None])
         )

@@ -58,7 +58,11 @@ def table_on(device: torch.device, numbers: Sequence) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def kept_table_on(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
-    """`table_on`, kept: where batches have one size, a step's addresses are those of the last."""
+    """`table_on`, kept: where batches have one size, a step's addresses are those of the last.
+
+    On another stream than the one that asked first, it is there when the operands are that it
+    describes: both were written before that stream could be told to go on.
+    """
     return table_on(device, numbers)
 
 

@@ -1,5 +1,7 @@
 """FSDP2 with every mode: norms and clipped sums are those of one process in float64."""
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from unittest.mock import patch
@@ -219,24 +221,32 @@ def test_refusals(cpu_ranks):
 # ---- on fused kernels, in the interpreter --------------------------------------------------------
 
 
-SOME = [("flash_bookkeeping", "per_layer", "fsdp2", 0), ("flash", "flat", "tensor", None)]
-REST = [
-    *product(("flash_bookkeeping", "flash"), ("flat", "per_layer"), ("fsdp2", "tensor"), [None]),
-    ("flash_bookkeeping", "per_layer", "tensor", 0),
-    ("flash", "flat", "fsdp2", 0),
+SOME = [
+    ("flash_bookkeeping", "per_layer", "fsdp2", "each"),
+    ("flash_bookkeeping", "per_layer", "fsdp2", "crowded"),
+    ("flash", "flat", "tensor", "together"),
 ]
+REST = [
+    *product(
+        ("flash_bookkeeping", "flash"), ("flat", "per_layer"), ("fsdp2", "tensor"), ["together"]
+    ),
+    ("flash_bookkeeping", "per_layer", "tensor", "each"),
+    ("flash", "flat", "fsdp2", "each"),
+    *product(("flash_bookkeeping", "flash"), ("flat", "per_layer"), ("tensor",), ["crowded"]),
+    ("flash", "flat", "fsdp2", "crowded"),
+]  # fmt: skip
 
 
 def fused_steps(context: Context, cases: list[tuple]) -> None:
     """One float32 step of each fused mode: per layer, sums leave while backward gathers, those of
-    one FSDP module after the other (0 bytes) or of several together."""
+    each FSDP module by itself or of several together; one rank may have no memory to wait in."""
     counts = SPLITS[context.world_size]
     batch = zoo.tokens(sum(counts), 6)
     single = lambda: zoo.seeded(zoo.transformer)  # noqa: E731
     gradients = oracle.per_sample_gradients(single(), batch, zoo.cross_entropy)
     norms = oracle.norms(gradients)
     mine = part(counts, context.rank)
-    for mode, clipping, how, unit_bytes in cases:
+    for mode, clipping, how, when in cases:
         mesh = DeviceMesh.from_group(
             context.group, "cpu", mesh_dim_names=("tensor" if how == "tensor" else "data",)
         )
@@ -247,11 +257,20 @@ def fused_steps(context: Context, cases: list[tuple]) -> None:
         )  # fmt: skip
         own = slice(None) if how == "tensor" else mine
         left_in_backward = note_departures(model)
-        with patch.object(fused, "UNIT_BYTES", fused.UNIT_BYTES if unit_bytes is None else 0):
+        with ExitStack() as stack:
+            most = [0]
+            if when == "each":
+                stack.enter_context(patch.object(fused, "UNIT_BYTES", 0))
+            if when == "crowded" and context.rank == 1:
+                stack.enter_context(patch.object(fused, "PENDING_BYTES", 0))
+                stack.enter_context(patch.object(fused.FusedSession, "_has_room", full(most)))
             one_step(model, oracle.pick(batch, own), zoo.cross_entropy)
         if how == "fsdp2":
-            one_by_one = len(model.sharding.units) if unit_bytes == 0 else 0
-            assert len(left_in_backward) == one_by_one
+            units = len(model.sharding.units)
+            leave = mode == "flash" or clipping == "per_layer"
+            fewest = units if when == "each" else 1
+            assert fewest * leave <= len(left_in_backward) <= units * leave
+            assert most[0] <= 1  # layers that wait where there is no room
         assert "predicted ms" in model.plan_table()  # a fused session it was
         torch.testing.assert_close(
             model.per_sample_gradient_norms.double(), norms[own], rtol=2e-5, atol=0
@@ -259,6 +278,16 @@ def fused_steps(context: Context, cases: list[tuple]) -> None:
         for name, parameter in model.network.named_parameters():
             total = whole(parameter.grad).double()
             torch.testing.assert_close(total, expected[name], rtol=0, atol=4e-5)
+
+
+def full(most: list[int]) -> Callable:
+    """No more may wait: and how many linear layers do, at most."""
+
+    def has_room(session) -> bool:
+        most[0] = max(most[0], len(session._waiting.linear), len(session._to_sum))
+        return False
+
+    return has_room
 
 
 def note_departures(model) -> list[int]:

@@ -38,7 +38,13 @@ def test_a_rehearsal(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--rows", "2by3"], ["--rounds", "0"], ["--variants", "ghostly"], ["--num-processes", "0"]],
+    [
+        ["--rows", "2by3"],
+        ["--rounds", "0"],
+        ["--variants", "ghostly"],
+        ["--num-processes", "0"],
+        ["--output", "/dev/null/x.json"],
+    ],
 )
 def test_wrong_options(arguments, capsys):
     with pytest.raises(SystemExit) as end:
