@@ -169,9 +169,10 @@ class PrivateModel(nn.Module):
     def profile_report(self) -> str:
         """Times of a step's phases and layers on this rank, and its norms: see `profiling`.
 
-        Not covered by ε; norms are left out with release=True. `profile.data()` has the same for
-        JSON. Raises RuntimeError if the switch was off when the model was made.
+        Not covered by ε: refused with `release=True`. `profile.data()` has the same for JSON.
+        Raises RuntimeError if the switch was off when the model was made.
         """
+        self.refuse_in_release("profile_report")
         if self.profile is None:
             raise RuntimeError(f"profiling is off: set {SWITCH}=1 before make_private")
         return self.profile.report()
@@ -179,8 +180,10 @@ class PrivateModel(nn.Module):
     def plan_table(self) -> str:
         """What the last step on fused kernels did with each linear layer; see `dp_clipping.plan`.
 
-        Raises RuntimeError if there was none.
+        It shows the size of that batch: refused with `release=True`. Raises RuntimeError if there
+        was none.
         """
+        self.refuse_in_release("plan_table")
         if self.policy is None or not self.policy.fused:
             raise RuntimeError(
                 f"mode {self.mode} has no plan: choose grad_sample_mode={' or '.join(PLAIN_TWIN)}"
@@ -426,6 +429,8 @@ class PrivateModel(nn.Module):
         self._norms.clear()
         self._squares.clear()
         self.budget.give_back()
+        if self._step_is_open and self.profile is not None:
+            self.profile.abandon()
         self._step_is_open = self._is_held_back = False
         self._nonfinite_samples = 0
         self._unclipped.clear()

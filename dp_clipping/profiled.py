@@ -61,7 +61,7 @@ class _Profiled(Session):
         except BaseException:
             profile.abandon()
             raise
-        profile.note_norms(self._before, self.squares)
+        profile.note_norms(self._own_squares, self.squares)
         return norms
 
     def _run_backward(self, losses: Tensor, anchors: list[Tensor], retain_graph: bool) -> None:
@@ -73,7 +73,7 @@ class _Profiled(Session):
 
     def _clip(self, limits: Tensor) -> Tensor:
         norms = super()._clip(limits)
-        self._before = torch.stack(self._parts).sum(0) if self._parts else None
+        self._own_squares = torch.stack(self._parts).sum(0) if self._parts else None
         return norms
 
     def _note_norms(self) -> None:

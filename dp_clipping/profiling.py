@@ -9,12 +9,13 @@ A launch that several layers share is one range with `+` between their names: it
 all of them together. Ranges nest; `own_ms` is the time of a range without those inside it, so over
 all ranges it adds up once. A phase that a mode or a backend does not have is absent.
 
-Times and norms depend on the samples without noise: they are not covered by ε. With `release=True`
-norms are neither kept nor shown.
+Times and norms depend on the samples without noise: they are not covered by ε, and with
+`release=True` the switch does nothing.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
+LOG = logging.getLogger(__name__)
 NOTHING = nullcontext()
 SWITCH = "DP_CLIPPING_PROFILE"
 KEPT = 32  # steps whose events wait to be read, and norms of as many
@@ -73,8 +75,17 @@ def switch_on() -> None:
 
 
 def profile_of(device: torch.device, release: bool, alone: bool) -> Profile | None:
-    """A new one if the switch is on; None: off."""
-    return Profile(device, shows_norms=not release, alone=alone) if is_on() else None
+    """A new one if the switch is on; None: off.
+
+    With `release` it is off: how often a range runs in a step, and how long it takes, tell the
+    size of the draw.
+    """
+    if not is_on():
+        return None
+    if release:
+        LOG.warning("%s=1 does nothing with release=True: times tell the sizes of draws", SWITCH)
+        return None
+    return Profile(device, alone)
 
 
 def ranged(name: str) -> Callable:
@@ -101,12 +112,11 @@ class Profile:
 
     Args:
         device: whose clock is read.
-        shows_norms: keep squared norms too.
         alone: no other rank has other samples, so no sum travels: nothing in TRAVEL happens.
     """
 
-    def __init__(self, device: torch.device, shows_norms: bool, alone: bool = True):
-        self.shows_norms, self.alone = shows_norms, alone
+    def __init__(self, device: torch.device, alone: bool = True):
+        self.alone = alone
         self._clock = _Events(device) if device.type == "cuda" else _HostClock()
         self._spans: list[_Span] = []  # of the step that is open
         self._inner: list[_Span] = []  # ranges that are open, the innermost last
@@ -123,12 +133,11 @@ class Profile:
     def note_norms(self, before: Tensor | None, after: Tensor) -> None:
         """Squared norms [K, B] of one backward; `before`: of this rank's parts alone, None where
         no all-reduce adds up parts."""
-        if self.shows_norms:
-            found = {} if before is None else {"before": before}
-            self._norms.append(found | {"after": after})
+        found = {} if before is None else {"before": before}
+        self._norms.append(found | {"after": after})
 
     def abandon(self) -> None:
-        """The step has failed: it is no step."""
+        """The step has failed, or its sums are dropped: it is no step."""
         self._spans, self._inner, self._norms = [], [], []
 
     def _close_step(self) -> None:
@@ -200,8 +209,6 @@ class Profile:
         return "\n".join([*lines, NOTE, *self._norm_lines()])
 
     def _norm_lines(self) -> list[str]:
-        if not self.shows_norms:
-            return ["squared norms: off with release=True, they are not covered by ε"]
         return [
             f"squared norms {when} the all-reduce: shape {one['shape']}, mean "
             f"{_number(one['mean'])}, maximum {_number(one['max'])}"

@@ -157,13 +157,26 @@ def test_norms_are_those_of_the_step(on):
     assert f"{one['after']['max']:.6g}" in training.model.profile_report()
 
 
-def test_release_shows_times_and_no_norms(on):
+def test_release_is_not_profiled(on, caplog):
+    """Calls and times of a step follow the size of its draw."""
     training = Training(network(), "bookkeeping", release=True)
+    assert "does nothing with release=True" in caplog.text
     training.step()
-    data = training.model.profile.data()
-    assert data["norms"] == []
-    assert data["ranges"]["norm_pass"]["ms"] > 0
-    assert "off with release=True" in training.model.profile_report()
+    assert training.model.profile is None
+    for refused in (training.model.profile_report, training.model.plan_table):
+        with pytest.raises(RuntimeError, match="not covered by ε: it is off with release=True"):
+            refused()
+
+
+def test_dropped_sums_are_no_step(on):
+    training = Training(network(), "bookkeeping")
+    for _ in range(3):
+        training.backward()
+        training.optimizer.zero_grad()
+    training.step()
+    (step,) = training.model.profile.steps()
+    assert step["ranges"]["norm_pass"]["calls"] == 1
+    assert len(step["norms"]) == 1
 
 
 def test_microbatches_are_one_step(on):
@@ -189,7 +202,7 @@ def test_a_step_that_failed_is_no_step(on):
 
 
 def test_old_steps_are_read_by_themselves_and_keep_no_norms():
-    profile = Profile(torch.device("cpu"), shows_norms=True)
+    profile = Profile(torch.device("cpu"))
     assert "No step" in profile.report()
     for _ in range(KEPT + 3):
         profile.note_norms(None, torch.tensor([[1.0, torch.inf]]))
@@ -226,7 +239,7 @@ class FakeEvent:
 def test_events_are_read_when_asked_and_used_again(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
-    profile = Profile(torch.device("cuda", 0), shows_norms=True)
+    profile = Profile(torch.device("cuda", 0))
 
     def step() -> None:
         with profile.range("norm_pass"), profile.range("norm/dense/a"):
