@@ -41,6 +41,12 @@ OF_GRID = {mode: name for name, mode in GRID.items()}  # modes that `llama_fsdp`
 CHOICES = (ORDINARY, *(m for m in MODES if m in OF_GRID and m != "no_dp"))
 CHOICES += tuple(mode + PER_LAYER for mode in CHOICES[1:])
 DEFAULT = (ORDINARY, "flash_bookkeeping", "flash_bookkeeping" + PER_LAYER, "flash")
+ROWS, TINY = ("2x1024", "2x2048", "2x4096"), "2x32"
+LEGEND = """\
+ratio [low, high]: complete steps, with noise and AdamW, against ordinary ones of the same rounds
+and its 95 % interval, which means little below three rounds; without step: forward, backward and
+exchange alone; times are of the slowest rank, peaks of the largest
+"""
 DESCRIPTION = """\
 What a private step of a Llama costs under FSDP2, against the same step without privacy.
 
@@ -54,7 +60,7 @@ examples:
   python -m experiments.price_sharded
       the 8B shape on all GPUs, two samples a GPU of 1024, 2048 and 4096 tokens
   python -m experiments.price_sharded --model-name llama-3.2-1b --rows 4x1024 --rounds 5
-  python -m experiments.price_sharded --model-name tiny --rows 2x32 --rounds 1 --steps 2
+  python -m experiments.price_sharded --model-name tiny --rounds 1 --steps 2
       a rehearsal on two CPU processes
 """
 
@@ -66,8 +72,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"shape of the network: {', '.join(SHAPES)} (default: llama-3.1-8b)",
     )  # fmt: skip
     made.add_argument(
-        "--rows", nargs="+", default=["2x1024", "2x2048", "2x4096"], metavar="BxT",
-        help="samples a rank x tokens a sample (default: 2x1024 2x2048 2x4096)",
+        "--rows", nargs="+", metavar="BxT",
+        help=f"samples a rank x tokens a sample (default: {' '.join(ROWS)}; of tiny {TINY})",
     )  # fmt: skip
     made.add_argument(
         "--variants", nargs="+", choices=CHOICES, default=list(DEFAULT), metavar="VARIANT",
@@ -98,7 +104,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         except ValueError as error:
             made.error(str(error))
     options.variants = list(dict.fromkeys(options.variants))
-    options.rows = list(dict.fromkeys(options.rows))
+    rows = options.rows or ([TINY] if options.model_name == "tiny" else ROWS)
+    options.rows = list(dict.fromkeys(rows))
     for row in options.rows:
         if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", row):
             made.error(f"--rows: {row!r} is not of the form 2x1024")
@@ -118,7 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(hardware.sentence, flush=True)
     given = sys.argv[1:] if arguments is None else list(arguments)
     outcome = run_ranks([sys.executable, "-m", PROGRAM, *given], hardware.num_processes)
-    return INTERRUPTED if outcome.status == INTERRUPTED else int(outcome.status != 0)
+    if outcome.status == INTERRUPTED:
+        kept = f"what is finished is in {options.output}" if options.output else "nothing is kept"
+        print(f"interrupted: {kept}", file=sys.stderr)
+        return INTERRUPTED
+    return int(outcome.status != 0)
 
 
 def work(options: argparse.Namespace, hardware: Hardware) -> int:
@@ -134,7 +145,7 @@ def work(options: argparse.Namespace, hardware: Hardware) -> int:
                     if worker.is_first:
                         tell(results, options.output)
             if worker.is_first:
-                print(report(results))
+                print(report(results), LEGEND, sep="\n\n", end="")
             dist.barrier()
         except Exception as error:
             watch.fail(error)
