@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,7 +31,7 @@ def ignores_a_parameter(context: Context) -> None:
 def lies_on_two_meshes(context: Context) -> None:
     model = network()
     mesh = DeviceMesh.from_group(context.group, "cpu")
-    other = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("other",))
+    other = DeviceMesh.from_group(context.group, "cpu", mesh_dim_names=("other",))
     fully_shard(model.blocks[0], mesh=other)
     fully_shard(model, mesh=mesh)
     with pytest.raises(ValueError, match="sharded over different meshes"):

@@ -66,7 +66,7 @@ def test_ranks_that_ignore_everything_are_ended_after_an_interrupt(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")
 def test_ranks_die_with_a_killed_parent():
-    child = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    child = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(60)"
     parent = f"import sys; from lm.launch import run_ranks; run_ranks({script(child)!r}, 2)"
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
     ranks = [int(process.stdout.readline()) for _ in range(2)]
