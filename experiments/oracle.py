@@ -35,10 +35,11 @@ class Widened(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is Tensor.float:
             return args[0].to(self.dtype)
-        args, kwargs = tree_map(
-            lambda value: self.dtype if value is torch.float32 else value, (args, kwargs or {})
-        )
-        return function(*args, **kwargs)
+        widened = [self.dtype if value is torch.float32 else value for value in args]
+        if kwargs is None:
+            return function(*widened)
+        named = {n: self.dtype if v is torch.float32 else v for n, v in kwargs.items()}
+        return function(*widened, **named)
 
 
 def forward(model: nn.Module, inputs: Inputs) -> Tensor:

@@ -1,15 +1,19 @@
 """What command lines have in common: a wrong option is answered by one line and exit status 2."""
 
 import argparse
-import errno
+import functools
 import math
 import os
+import select
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
 BAD_INPUT = 2
+INTERRUPTED = 130  # what shells report for Ctrl-C, 128 + SIGINT
+NOBODY_READS = 141  # and for `| head`, 128 + SIGPIPE
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,8 +30,61 @@ class Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"{self.prog}: {message}\n" if self._speaks() else None)
 
 
+def ending_quietly(
+    main: Callable[..., int] | None = None, *, speaks: Callable[[], bool] = lambda: True
+) -> Callable[..., Any]:
+    """Decorate a program's `main`: Ctrl-C is the line `interrupted` and status 130, and output that
+    nobody reads any more (`| head`) ends it without a word, with status 141.
+
+    `speaks`: see `Parser`.
+    """
+    if main is None:
+        return functools.partial(ending_quietly, speaks=speaks)
+
+    @functools.wraps(main)
+    def run(*arguments: Any, **named: Any) -> int:
+        try:
+            try:
+                return main(*arguments, **named)
+            finally:
+                sys.stdout.flush()  # here and not at exit, where it cannot be caught
+        except KeyboardInterrupt:
+            if speaks():
+                print("interrupted", file=sys.stderr)
+            return INTERRUPTED
+        except BrokenPipeError:
+            if not _close_unread():
+                raise  # another pipe than the output
+            return NOBODY_READS
+
+    return run
+
+
+def is_alone() -> bool:
+    """Whether this process speaks for itself, and is not one of several that were launched.
+
+    It needs no import that takes long, as `lm.runtime` does.
+    """
+    return "RANK" not in os.environ
+
+
+def _close_unread() -> bool:
+    """Whether stdout or stderr has no reader; what is still written there goes nowhere."""
+    found = False
+    for stream in (sys.stdout, sys.stderr):
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)  # errors are reported unasked
+        if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+            found = True
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
+    return found
+
+
 def refuse(program: str, error: Exception | str, speaks: bool = True) -> int:
     """Print the error on one line of stderr; the exit status."""
+    if isinstance(error, BrokenPipeError):
+        raise error  # no bad input: see `ending_quietly`
     if speaks:
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
     return BAD_INPUT
@@ -64,18 +121,42 @@ def _numbers(options: argparse.Namespace, name: str) -> list:
 def check_folder(name: str, folder: Path, create: bool) -> None:
     """Can files be written there? `name` is that of the option; `create` makes the folder.
 
+    It is tried, not asked: what a system says of permissions is not all that can be in the way (a
+    read-only file system, /proc). Without `create` it is tried where the folder would begin, under
+    a name of its own: several processes may try at the same time.
+
     Raises:
         ValueError: in one line, if not.
     """
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise ValueError(f"{name} {folder}: {existing} is a file, name a folder")
     try:
+        paths = (folder, *folder.absolute().parents)
+        existing = next(path for path in paths if path.exists() or path.is_symlink())
+        if existing.is_symlink() and not existing.exists():
+            raise ValueError(f"{name} {folder}: {existing} is a link to nothing, name a folder")
+        if not existing.is_dir():
+            raise ValueError(f"{name} {folder}: {existing} is a file, name a folder")
         if create:
             folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder if create else existing, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        with tempfile.TemporaryDirectory(dir=folder if create else existing):
+            pass
     except OSError as error:
         raise ValueError(
             f"{name} {folder}: cannot be written to ({error.strerror}), name another folder"
         ) from error
+
+
+def check_file(name: str, path: Path) -> None:
+    """Can it be written? `name` is that of the option; folders that are missing may be made.
+
+    Raises:
+        ValueError: in one line, if not.
+    """
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # a name that is too long, a folder that may not be searched
+        raise ValueError(
+            f"{name} {path}: cannot be written to ({error.strerror}), name another file"
+        ) from error
+    if is_folder:
+        raise ValueError(f"{name} {path}: is a folder, name a file")
+    check_folder(f"{name} {path}, in", path.absolute().parent, create=False)

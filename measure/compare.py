@@ -12,10 +12,18 @@ Each cell that both have is judged by the bootstrap interval of after over befor
     same       all of it is between the two
     unclear    it holds one of them: measure more rounds
 
+An interval of one or two rounds tells how steps differ, not how another round would. So where A or
+B has fewer than three rounds of a cell, it is slower only if all of the interval is above 2, faster
+only if it is below 1/2, and unclear otherwise.
+
 Peak memory that has grown by more than the threshold is a regression too, and so is a cell that
 was measured before and has failed since, or whose gradient has become wrong.
 
-exit status: 0, 1 for a regression, 2 for bad input or when nothing can be compared
+A cell that was measured in A and is not in B has no verdict: the status is that of a regression,
+unless --allow-missing says that B may have less. What only B has is listed.
+
+exit status: 0, 1 for a regression or a missing cell, 2 for bad input or when nothing can be
+compared
 """
 
 import sys
@@ -24,15 +32,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from measure.command_line import Parser, check_numbers, refuse
+from measure.command_line import Parser, check_numbers, ending_quietly, refuse
 from measure.report_tables import milliseconds
 from measure.report_text import ENOUGH, environment
 from measure.results import OK, UNAVAILABLE
 from measure.runs import EFFORT, MISSING, STEP, Cell, differing, read_cells, varying
 from measure.statistics import Ratio, ratio, summarize
 from measure.table import Column, format_table
+from measure.words import counted
 
 PROGRAM = "measure.compare"
+FEWEST = 3  # rounds below which only a FAR difference counts
+FAR = 2.0  # times
 SLOWER, FASTER, SAME, UNCLEAR = "slower", "faster", "same", "unclear"
 LARGER, SMALLER = "larger", "smaller"
 NOT_COMPARABLE, FAILED = "not comparable", "failed"
@@ -40,11 +51,13 @@ NOT_COMPARABLE, FAILED = "not comparable", "failed"
 
 @dataclass
 class Comparison:
-    """Rows of the table, and what else there is to say; `regressions` are sentences."""
+    """Rows of the table, and what else there is to say; `regressions` are sentences, `missing` are
+    those of `only_before` that had been measured."""
 
     rows: list[dict] = field(default_factory=list)
     regressions: list[str] = field(default_factory=list)
     only_before: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
     only_after: list[str] = field(default_factory=list)
 
     @property
@@ -53,17 +66,25 @@ class Comparison:
         return any(row["status"] != NOT_COMPARABLE for row in self.rows)
 
 
+@ending_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog=PROGRAM, description=__doc__)
     parser.add_argument("before", type=Path, metavar="A", help="results folder, or file of rows")
-    parser.add_argument("after", type=Path, metavar="B", help="the same, measured later")
+    parser.add_argument("after", type=Path, metavar="B", help="the same, judged against A")
     parser.add_argument(
         "--threshold", type=float, default=0.05, metavar="FRACTION",
-        help="the least change that counts, of times and of memory (default: 0.05)",
+        help="the least change that counts, of times and of memory, as a fraction of A: a larger "
+        "one calls less a regression (default: 0.05, that is 5 %%)",
     )  # fmt: skip
     parser.add_argument(
         "--metric", default=STEP, metavar="NAME",
-        help=f"which times: {STEP}, or another list of ms in the rows (default: {STEP})",
+        help="which times are judged: any list in the rows that ends with _ms, in milliseconds, "
+        f"such as forward_backward_ms (default: {STEP}, complete steps)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--allow-missing", action="store_true",
+        help="B may lack cells of A (default: one that was measured in A and is not in B is exit "
+        "status 1)",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     try:
@@ -78,11 +99,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = compare(before, after, options.threshold, options.metric)
         print(f"A: {options.before}\nB: {options.after}\n")
         print(describe(found, before, after, options.threshold))
+        if found.missing and not options.allow_missing:
+            print(f"Missing in B: {'; '.join(found.missing)}; give --allow-missing if B has less.")
         if not found.judged:
             raise ValueError("no cell can be compared: give results of the same settings")
     except (ValueError, OSError) as error:
         return refuse(PROGRAM, error)
-    return int(bool(found.regressions))
+    return int(bool(found.regressions or (found.missing and not options.allow_missing)))
 
 
 def check_metric(path: Path, cells: Sequence[Cell], metric: str) -> None:
@@ -101,15 +124,29 @@ def compare(
     for cell in before:
         other = _partner(cell, before, left)
         if other is None:
-            found.only_before.append(cell.label)
+            name = _told_apart(cell, [*before, *after])
+            found.only_before.append(name)
+            found.missing += [name] if cell.status == OK else []
             continue
         left.remove(other)
         named = {key: cell.settings.get(key) for key in extra} | {"cell": cell.label}
         row = named | _judge(cell, other, threshold, metric)
         found.rows.append(row)
-        found.regressions += _regressions(row)
-    found.only_after = [cell.label for cell in left]
+        found.regressions += _regressions(row, _told_apart(cell, before))
+    found.only_after = [_told_apart(cell, [*before, *after]) for cell in left]
     return found
+
+
+def _told_apart(cell: Cell, cells: Sequence[Cell]) -> str:
+    """Its label, and what others of these cells of that name have otherwise: `ddp (batch_size 4)`;
+    settings, or else what it ran on."""
+    others = [other for other in cells if other.names == cell.names]
+    keys = {key: cell.settings[key] for other in others for key in _differing(cell, other)}
+    if not keys:
+        machines = [differing(cell.machine, other.machine) for other in others]
+        keys = {key: cell.machine[key] for found in machines for key in found}
+    what = ", ".join(f"{key} {value}" for key, value in keys.items())
+    return f"{cell.label} ({what})" if what else cell.label
 
 
 def _partner(cell: Cell, before: Sequence[Cell], after: Sequence[Cell]) -> Cell | None:
@@ -136,11 +173,11 @@ def _judge(before: Cell, after: Cell, threshold: float, metric: str) -> dict:
         lost = now and not was and after.status not in (UNAVAILABLE, MISSING)
         text = f"before {was}" if was else f"now {now}"
         return {"status": FAILED if lost else NOT_COMPARABLE, "reason": text}
-    found = ratio(
-        list(after.times(metric).values()), list(before.times(metric).values()), paired=False
-    )
+    was_times, now_times = (list(cell.times(metric).values()) for cell in (before, after))
+    found = ratio(now_times, was_times, paired=False)
+    rounds = min(len(was_times), len(now_times))
     row = {
-        "status": OK, "time": verdict(found, threshold), "ratio": found,
+        "status": OK, "time": verdict(found, threshold, rounds), "ratio": found,
         "before": summarize(before.samples(metric)).median,
         "after": summarize(after.samples(metric)).median,
         "memory_before": before.peak_memory_mb, "memory_after": after.peak_memory_mb,
@@ -162,24 +199,28 @@ def _failure(cell: Cell, metric: str) -> str:
     return "" if cell.samples(metric) else f"without {metric}"
 
 
-def verdict(found: Ratio, threshold: float) -> str:
-    """Symmetric: with before and after exchanged, faster becomes slower and the others stay."""
-    top, bottom = 1 + threshold, 1 / (1 + threshold)
+def verdict(found: Ratio, threshold: float, rounds: int = FEWEST) -> str:
+    """Symmetric: with before and after exchanged, faster becomes slower and the others stay.
+
+    `rounds`: that the interval rests on; below FEWEST only FAR differences are one.
+    """
+    is_known = rounds >= FEWEST
+    top = 1 + threshold if is_known else max(FAR, 1 + threshold)
     if found.low > top:
         return SLOWER
-    if found.high < bottom:
+    if found.high < 1 / top:
         return FASTER
-    return SAME if bottom <= found.low and found.high <= top else UNCLEAR
+    return SAME if is_known and 1 / top <= found.low and found.high <= top else UNCLEAR
 
 
-def _regressions(row: dict) -> list[str]:
+def _regressions(row: dict, name: str) -> list[str]:
     if row["status"] == FAILED:
-        return [f"{row['cell']} has failed ({row['reason']})"]
+        return [f"{name} has failed ({row['reason']})"]
     found = []
     if row.get("time") == SLOWER:
-        found.append(f"{row['cell']} is slower, {_interval(row['ratio'])}")
+        found.append(f"{name} is slower, {_interval(row['ratio'])}")
     if row.get("memory") == LARGER:
-        found.append(f"{row['cell']} takes more memory, {row['memory_ratio']:.3f}")
+        found.append(f"{name} takes more memory, {row['memory_ratio']:.3f}")
     return found
 
 
@@ -209,9 +250,11 @@ def describe(
         (len(cell.good_rounds) for cell in (*before, *after) if cell.status == OK), default=ENOUGH
     )
     if judged and rounds < ENOUGH:
+        few = f": below {FEWEST} only what takes {FAR:g} times as long, or half, has a verdict"
         lines.append(
-            f"Intervals rest on {rounds} round{'s' * (rounds > 1)}, and are too narrow: measure "
-            f"{ENOUGH} or more (--rounds) to trust a verdict."
+            f"Intervals rest on {counted(rounds, 'round')}, and are too narrow"
+            f"{few if rounds < FEWEST else ''}. Measure {ENOUGH} rounds or more to trust one "
+            "(--rounds, where the program has it)."
         )
     return "\n".join([*lines, *([_conclusion(found, threshold)] if found.judged else [])])
 
@@ -235,7 +278,7 @@ def _conclusion(found: Comparison, threshold: float) -> str:
     beyond = f"beyond {100 * threshold:g} %"
     if found.regressions:
         count = len(found.regressions)
-        return f"{count} regression{'s' * (count > 1)} {beyond}: {'; '.join(found.regressions)}."
+        return f"{counted(count, 'regression')} {beyond}: {'; '.join(found.regressions)}."
     verdicts = Counter(row.get("time", row["status"]) for row in found.rows)
     return f"No regression {beyond}: {', '.join(f'{n} {v}' for v, n in verdicts.items())}."
 

@@ -32,7 +32,7 @@ def replacing(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     system. `fsync` before the rename keeps a power cut from leaving an empty file under the final
     name; `fsync` of the folder makes the rename itself durable. A kill in between leaves a hidden
     `.NAME.RANDOM.tmp` behind and `path` untouched. `mode`, less the process's mask, holds from the
-    moment the file exists.
+    moment the file exists. An `OSError` names `path`, not the temporary file, which nobody knows.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
@@ -43,8 +43,11 @@ def replacing(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == str(temporary):
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     _sync_folder(path.parent)
 

@@ -29,12 +29,17 @@ class Progress:
         self.began = time.monotonic()
         self._dirty = False
 
-    def update(self, label: str) -> None:
-        """Show that the next step, called `label`, starts now."""
+    def update(self, label: str, left: float | None = None) -> None:
+        """Show that the next step, called `label`, starts now.
+
+        `left`: seconds that it and the rest will take, where the caller knows better than the mean
+        of the steps that are done.
+        """
         self.started += 1
         if not self.enabled:
             return
-        line = f"[{self.started}/{self.total}] {' '.join(label.split())}{self._remaining()}"
+        rest = self._remaining() if left is None else f", about {duration(left)} left"
+        line = f"[{self.started}/{self.total}] {' '.join(label.split())}{rest}"
         width = shutil.get_terminal_size().columns - 1  # a full line would scroll
         self.stream.write(_CLEAR_LINE + line[:width])
         self.stream.flush()

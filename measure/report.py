@@ -4,68 +4,88 @@
     python -m measure.report results_ddp/20261121_120000                writes report.html there
     python -m measure.report results/run_20261121_120000 --output r.html
 
-It holds tables of step times with their spread, ratios with their intervals, memory; the pictures
-of the folder, each with a sentence on what to read off; what failed and why; hardware, versions,
-settings and commands. It needs no other file and no network, and prints.
+It holds tables of step times with their spread, ratios with their intervals, phases and memory
+where they were measured; the pictures of the folder, each with a sentence on what to read off; what
+failed and why; hardware, versions, settings and commands. It needs no other file and no network,
+and prints.
 """
 
+import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from xml.etree.ElementTree import Element
 
-from measure.command_line import Parser, refuse
+from measure.command_line import Parser, ending_quietly, refuse
 from measure.files import write_atomically
 from measure.picture import read_picture
 from measure.report_page import details, element, facts, figure, note, page, table
+from measure.report_phases import PHASES, phase_tables
 from measure.report_tables import (
-    MEMORY,
     PARTS,
-    TIMES,
     Table,
     failure_table,
+    memory_heading,
+    memory_legend,
     memory_table,
     part_table,
+    time_legend,
     time_table,
 )
 from measure.report_text import environment, findings, settings, subtitle
 from measure.results import OK
-from measure.runs import BASELINES, SECTION, Cell, read_cells
+from measure.runs import BASELINES, ORDER, SECTION, Cell, read_cells
 
 PROGRAM = "measure.report"
 FILE = "report.html"
 
 
+@ending_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0, or 2 for what is no results folder."""
     parser = Parser(prog=PROGRAM, description=__doc__)
     parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="with results.jsonl, or *_result.json files"
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="whose results are shown: results.jsonl or *_result.json files, and pictures",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help=f"the report (default: {FILE} in FOLDER)"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"where the report is written (default: {FILE} in FOLDER)",
     )
     options = parser.parse_args(arguments)
     try:
-        print(write_report(options.folder, options.output))
+        text = render(options.folder)
     except (ValueError, OSError) as error:
         return refuse(PROGRAM, error)
+    path = options.output or options.folder / FILE
+    try:
+        _save(path, text)
+    except OSError as error:
+        how = f"cannot be written ({error.strerror}), name another file with --output"
+        return refuse(PROGRAM, f"{path}: {how}")
+    print(path)
     return 0
 
 
-def write_report(folder: str | Path, output: str | Path | None = None) -> Path:
-    """Write the report of a results folder, whole or not at all; its path.
+def write_report(folder: str | Path) -> Path:
+    """Write the report into its results folder, whole or not at all; its path.
 
     Raises:
         ValueError: the folder has no results, or something else.
+        OSError: it cannot be written.
     """
-    folder = Path(folder)
-    if folder.is_file():
-        raise ValueError(f"{folder} is a file: name the folder that it lies in")
-    path = folder / FILE if output is None else Path(output)
-    write_atomically(path, render(folder).encode("utf-8", "replace"))
+    path = Path(folder) / FILE
+    _save(path, render(Path(folder)))
     return path
+
+
+def _save(path: Path, text: str) -> None:
+    write_atomically(path, text.encode("utf-8", "replace"))
 
 
 def say_report(folder: str | Path) -> str:
@@ -80,14 +100,22 @@ def say_report(folder: str | Path) -> str:
 
 
 def render(folder: Path) -> str:
-    """The page, from nothing but what the folder contains."""
+    """The page, from nothing but what the folder contains.
+
+    Raises:
+        ValueError: it has no results, or something else.
+    """
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: name the folder that it lies in")
     cells = _ordered(read_cells(folder))
     good = [cell for cell in cells if cell.status == OK]
+    memory = memory_heading(good)
     sections = [
-        ("At a glance", [element("ul", *(element("li", line) for line in findings(cells)))]),
-        ("Step time", _tables(cells, time_table, "Step time", TIMES)),
-        ("Parts of a step", _tables(good, part_table, "Parts of a step", PARTS)),
-        ("Memory and exchange", _tables(good, memory_table, "Memory", MEMORY)),
+        ("At a glance", [*_verdict(folder), _list("ul", findings(cells))]),
+        ("Step time", _tables(cells, time_table, "Step time", time_legend(cells))),
+        ("Parts of a step", _parts(good)),
+        ("Phases", _phases(cells)),
+        (memory, _tables(good, memory_table, memory, memory_legend(good))),
         ("Pictures", _pictures(folder)),
         ("What was not measured", _failures(cells)),
         ("Environment", [facts(environment(cells))]),
@@ -99,14 +127,39 @@ def render(folder: Path) -> str:
     return page(title, subtitle(cells), [s for s in sections if s[1]])
 
 
+def _list(tag: str, lines: Sequence[str]) -> Element:
+    return element(tag, *(element("li", line) for line in lines))
+
+
+def _verdict(folder: Path) -> list[Element]:
+    """`headline` and the `ranked` sentences of `verdict.json`, where the program has come to one.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    path = folder / "verdict.json"
+    if not path.is_file():
+        return []
+    try:
+        found = json.loads(path.read_text())
+        headline, ranked = found.get("headline"), list(found.get("ranked", ()))
+    except (ValueError, AttributeError, TypeError):
+        raise ValueError(f"{path}: not a verdict; remove it, and run the program again") from None
+    if headline is None:  # of another program
+        return []
+    return [element("p", element("b", headline)), _list("ol", ranked)]
+
+
 def _ordered(cells: Sequence[Cell]) -> list[Cell]:
-    """By length, then what others are compared with, then as it came; modes of one together."""
+    """By length, then what others are compared with, then in the usual order, or as it came; modes
+    of one together."""
     first = [next(iter(cell.names.items())) for cell in cells]
 
-    def place(cell: Cell) -> tuple[int, bool, int]:
+    def place(cell: Cell) -> tuple[int, bool, int, int]:
         name, value = next(iter(cell.names.items()))
         is_floor = value == BASELINES[name][0]
-        return cell.names.get(SECTION, 0), not is_floor, first.index((name, value))
+        usual = ORDER.index(value) if value in ORDER else len(ORDER)
+        return cell.names.get(SECTION, 0), not is_floor, usual, first.index((name, value))
 
     return sorted(cells, key=place)
 
@@ -122,6 +175,21 @@ def _tables(
             found.append(element("h3", f"{length:,} tokens a sample"))
         found += [table(columns, rows, label)] if rows else []
     return [note(legend), *found] if found else []
+
+
+def _parts(cells: Sequence[Cell]) -> list[Element]:
+    columns, rows = part_table(cells) if cells else ([], [])
+    return [note(PARTS), table(columns, rows, "Parts of a step")] if rows else []
+
+
+def _phases(cells: Sequence[Cell]) -> list[Element]:
+    found = phase_tables(cells)
+    titled = len(found) > 1
+    made = []
+    for name, (columns, rows) in found:
+        made += [element("h3", name)] if titled else []
+        made.append(table(columns, rows, f"Phases of {name}"))
+    return [note(PHASES), *made] if made else []
 
 
 def _failures(cells: Sequence[Cell]) -> list[Element]:

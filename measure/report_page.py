@@ -29,12 +29,12 @@ STYLE = """
   --paper: #16181b; --ink: #e4e4e4; --faint: #a5a5a5; --line: #3a3e44; --band: #20242a;
   --accent: #7cc4ec; --bad: #ff9d5c; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.2rem 1rem 3rem; max-width: 76rem; background: var(--paper);
+body { margin: 0 auto; padding: 1.2rem 1rem 3rem; max-width: 120rem; background: var(--paper);
   color: var(--ink); font: 1rem/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: .4rem 0; overflow-wrap: anywhere; }
 h2 { font-size: 1.25rem; margin: 2.2rem 0 .5rem; border-bottom: 1px solid var(--line); }
 h3 { font-size: 1.05rem; margin: 1.4rem 0 .3rem; }
-p, li { max-width: 46rem; overflow-wrap: anywhere; }
+p, li { max-width: 64rem; overflow-wrap: anywhere; }
 ul { padding-left: 1.2rem; }
 nav { display: flex; flex-wrap: wrap; gap: .2rem .9rem; }
 nav a { color: var(--accent); }
@@ -54,9 +54,9 @@ table.facts td { overflow-wrap: anywhere; }
 table.facts th, td.words { font-weight: normal; }
 td.words { min-width: 16rem; }
 figure { margin: 1.2rem 0 1.8rem; break-inside: avoid; }
-figure img { display: block; width: 100%; max-width: 56rem; height: auto; background: #fff;
+figure img { display: block; width: 100%; max-width: 80rem; height: auto; background: #fff;
   border: 1px solid var(--line); border-radius: 4px; }
-figcaption { max-width: 46rem; margin-top: .4rem; }
+figcaption { max-width: 64rem; margin-top: .4rem; }
 pre { overflow-x: auto; padding: .6rem .8rem; background: var(--band); font-size: .85rem;
   line-height: 1.4; }
 pre.command { white-space: pre-wrap; overflow-wrap: anywhere; }

@@ -11,15 +11,21 @@ Table = tuple[list[Column], list[dict]]
 _MIB = 1 << 20
 TIMES = (
     "Median, 10th and 90th percentile of all timed steps, of the slowest rank of each; warm-up is "
-    "not timed. ×: ratio of medians, over the rounds that both have; below 1 is faster. [95 %]: "
-    "its bootstrap interval; one that holds 1 shows no difference."
+    "not timed."
+)
+RATIOS = (
+    "×: ratio of medians, over the rounds that both have; below 1 is faster. [95 %]: its bootstrap "
+    "interval; one that holds 1 shows no difference."
 )
 PARTS = "What was timed apart within each step."
-MEMORY = (
+PEAK = (
     "Peak of the largest rank and round: on a GPU what PyTorch has allocated, on a CPU the "
-    "process's resident memory, Python and libraries included. Collectives that a step starts, "
-    "bytes of gradients handed to them. Gradient error: the largest relative one of a float32 "
-    "gradient, against one process on the whole batch."
+    "process's resident memory, Python and libraries included."
+)
+EXCHANGE = "Collectives that a step starts, bytes of gradients handed to them."
+ERROR = (
+    "Gradient error: the largest relative one of a float32 gradient, against one process on the "
+    "whole batch."
 )
 
 
@@ -32,6 +38,11 @@ def baselines(cells: Sequence[Cell]) -> list[tuple[str, str, str]]:
         for value in values
         if any(beside(cells, cell, name, value) for cell in cells)
     ]
+
+
+def time_legend(cells: Sequence[Cell]) -> str:
+    """Of the columns that `time_table` has at one length or another."""
+    return f"{TIMES} {RATIOS}" if baselines(cells) else TIMES
 
 
 def time_table(cells: Sequence[Cell]) -> Table:
@@ -61,7 +72,7 @@ def time_table(cells: Sequence[Cell]) -> Table:
 
 
 def part_table(cells: Sequence[Cell]) -> Table:
-    """Of whatever else was timed in each step, a row for each; none where nothing was."""
+    """Of whatever else was timed in each step, at all lengths; none where nothing was."""
     rows = []
     for cell in cells:
         for metric in cell.metrics:
@@ -69,7 +80,9 @@ def part_table(cells: Sequence[Cell]) -> Table:
                 part = metric.removesuffix("_ms").replace("_", " ")
                 rows.append({**_times(cells, cell, metric), "part": part})
     against = [Column(h, f"× {h} [95\u00a0%]", right=True) for _, _, h in baselines(cells)]
-    return [*name_columns(cells), Column("part"), *_spread(), *against], rows
+    lengths = {cell.names.get(SECTION) for cell in cells}
+    length = [Column(SECTION, "tokens", ",d", right=True)] if len(lengths) > 1 else []
+    return [*name_columns(cells), *length, Column("part"), *_spread(), *against], rows
 
 
 def _spread() -> list[Column]:
@@ -87,8 +100,29 @@ def _times(cells: Sequence[Cell], cell: Cell, metric: str) -> dict:
     return row
 
 
+def memory_heading(cells: Sequence[Cell]) -> str:
+    """What `memory_table` is about."""
+    return "Memory and exchange" if _has_exchange(cells) else "Memory"
+
+
+def memory_legend(cells: Sequence[Cell]) -> str:
+    """Of the columns that `memory_table` has."""
+    known = [
+        (PEAK, any(cell.peak_memory_mb is not None for cell in cells)),
+        (EXCHANGE, _has_exchange(cells)),
+        (ERROR, any(cell.gradient_error is not None for cell in cells)),
+    ]
+    return " ".join(text for text, is_known in known if is_known)
+
+
+def _has_exchange(cells: Sequence[Cell]) -> bool:
+    return any(
+        cell.facts.get(key) is not None for cell in cells for key in ("collectives", "bytes")
+    )
+
+
 def memory_table(cells: Sequence[Cell]) -> Table:
-    """What nobody knows has no column."""
+    """What nobody knows has no column; without any there are no rows."""
     against, rows = baselines(cells), []
     for cell in cells:
         row = _row(cell) | {key: cell.facts.get(key) for key in ("collectives", "bytes")}
@@ -106,7 +140,7 @@ def memory_table(cells: Sequence[Cell]) -> Table:
         Column("error", "gradient error", right=True),
     ]
     known = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
-    return [*name_columns(cells), *known], rows
+    return [*name_columns(cells), *known], rows if known else []
 
 
 def failure_table(cells: Sequence[Cell]) -> Table:
@@ -128,9 +162,16 @@ def name_columns(cells: Sequence[Cell]) -> list[Column]:
     """What tells the rows of a table apart; it stands apart from the length of the samples."""
     names = [n for n in NAMES if n != SECTION and any(n in cell.names for cell in cells)]
     shown = [n for n in names if n == names[0] or {c.names.get(n) for c in cells} != {"none"}]
+    shown += ["ran_as"] if any(ran_as(cell) for cell in cells) else []
     return [
         Column(key, key.replace("_", " "), str, right=False) for key in (*shown, *varying(cells))
     ]
+
+
+def ran_as(cell: Cell) -> str | None:
+    """The mode that it ran as, where that is another than it is called."""
+    found = cell.facts.get("ran_as")
+    return None if found == cell.names.get("mode") else found
 
 
 def milliseconds(value: float) -> str:
@@ -138,7 +179,10 @@ def milliseconds(value: float) -> str:
 
 
 def _row(cell: Cell) -> dict:
-    return {**cell.settings, **cell.names, "status": cell.status, "reason": cell.reason}
+    return {
+        **cell.settings, **cell.names, "ran_as": ran_as(cell), "status": cell.status,
+        "reason": cell.reason,
+    }  # fmt: skip
 
 
 def _error(cell: Cell) -> str | None:

@@ -1,13 +1,14 @@
 """What a report, or a comparison, says in words: findings, environment, settings."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from measure.report_tables import baselines, milliseconds
+from measure.report_tables import baselines, milliseconds, ran_as
 from measure.results import OK
 from measure.runs import BASELINES, SECTION, Cell, beside, ratio_beside, varying
 from measure.statistics import NOISY, summarize
 from measure.table import MISSING
+from measure.words import counted
 
 ENOUGH = 5  # rounds from which an interval can be trusted: see `measure.statistics.ratio`
 
@@ -15,13 +16,18 @@ ENOUGH = 5  # rounds from which an interval can be trusted: see `measure.statist
 def findings(cells: Sequence[Cell]) -> list[str]:
     """What to know before, and instead of, reading the tables."""
     counts = Counter(cell.status for cell in cells)
-    found = [f"{len(cells)} cells: {', '.join(f'{n} {status}' for status, n in counts.items())}."]
+    statuses = ", ".join(f"{n} {status}" for status, n in counts.items())
+    found = [f"{counted(len(cells), 'cell')}: {statuses}."]
     for cell in cells:
         if cell.is_wrong:
             found.append(
                 f"The gradient of {cell.label} is WRONG (error {cell.gradient_error:.1e}): its "
                 "times mean nothing."
             )
+    twins = dict.fromkeys((cell.names["mode"], ran_as(cell)) for cell in cells if ran_as(cell))
+    if twins:
+        pairs = ", ".join(f"{mode} ran as {twin}" for mode, twin in twins)
+        found.append(f"{pairs}, in plain PyTorch: there were no fused kernels.")
     for length in dict.fromkeys(cell.names.get(SECTION) for cell in cells):
         own = [cell for cell in cells if cell.names.get(SECTION) == length]
         found += [line for baseline in baselines(own) for line in _fastest(own, *baseline)]
@@ -29,7 +35,7 @@ def findings(cells: Sequence[Cell]) -> list[str]:
 
 
 def _fastest(cells: Sequence[Cell], name: str, value: str, heading: str) -> list[str]:
-    """A line for each baseline of that name: which cell is fastest beside it.
+    """A line for each baseline of that name: which of these cells, of one length, is fastest.
 
     The floor itself is no competitor, nor is a wrong gradient. Of prices of clipping the least of
     all is said.
@@ -47,9 +53,13 @@ def _fastest(cells: Sequence[Cell], name: str, value: str, heading: str) -> list
     for ratios in groups.values():
         _, cell, best, other = min(ratios, key=lambda entry: entry[0])
         median = milliseconds(summarize(other.samples()).median)
+        length = cell.names.get(SECTION)
+        at = "" if length is None else f" at {length:,} tokens"
+        twin = f" (ran as {ran_as(cell)})" if ran_as(cell) else ""
         doubt = "; it holds 1, so no difference is shown" if best.low <= 1 <= best.high else ""
         lines.append(
-            f"Fastest of those compared with {other.label} ({median} ms): {cell.label}, "
+            f"Fastest{at} of those compared with {other.subject} ({median} ms): "
+            f"{cell.subject}{twin}, "
             f"{best.value:.3f} × its time, 95 % interval [{best.low:.3f}, {best.high:.3f}]{doubt}."
         )
     return lines
@@ -59,26 +69,33 @@ def _doubts(cells: Sequence[Cell]) -> list[str]:
     """Why the numbers may say less than they seem to."""
     measured = [cell for cell in cells if cell.status == OK and cell.samples()]
     found = []
-    for cell in measured:
-        step = summarize(cell.samples())
-        name = next(iter(cell.names))
-        is_floor = cell.names[name] == BASELINES[name][0]
-        if is_floor and step.p90 > NOISY * step.p10:
-            found.append(
-                f"The machine was busy: steps of {cell.label} took {step.p10:.0f} to "
-                f"{step.p90:.0f} ms. Close other programs, or measure more rounds, before you "
-                "compare."
-            )
-    rounds = min((len(cell.good_rounds) for cell in measured), default=ENOUGH)
-    if rounds < ENOUGH:
+    steps = [(cell, summarize(cell.samples())) for cell in measured]
+    wide = [(step.p90 / step.p10, cell, step) for cell, step in steps]
+    wide = sorted((w for w in wide if w[0] > NOISY), key=lambda w: -w[0])
+    if wide:
+        _, cell, step = wide[0]
+        more = len(wide) - 1
+        others = f", and those of {counted(more, 'other cell')} spread too" if more else ""
         found.append(
-            f"Intervals rest on {rounds} round{'s' * (rounds > 1)}, and are too narrow: they know "
+            f"The machine was busy: steps of {cell.label} took {step.p10:.0f} to {step.p90:.0f} ms"
+            f"{others}. Close other programs, or measure more steps, before you compare."
+        )
+    rounds = min((len(cell.good_rounds) for cell in measured), default=ENOUGH)
+    if rounds < ENOUGH and any(_compared(measured)):
+        found.append(
+            f"Intervals rest on {counted(rounds, 'round')}, and are too narrow: they know "
             f"little of how another round would differ. {ENOUGH} or more (--rounds) can be trusted."
         )
     different = [f"{key} {value}" for key, value in environment(cells) if "; " in value]
     if different:
         found.append(f"Not all was measured alike: {', '.join(different)}.")
     return found
+
+
+def _compared(cells: Sequence[Cell]) -> Iterator[bool]:
+    """For each length, whether there is anything that others are compared with."""
+    for length in dict.fromkeys(cell.names.get(SECTION) for cell in cells):
+        yield bool(baselines([cell for cell in cells if cell.names.get(SECTION) == length]))
 
 
 def environment(cells: Sequence[Cell]) -> list[tuple[str, str]]:
@@ -127,9 +144,14 @@ def subtitle(cells: Sequence[Cell]) -> str:
     place = dict(environment(cells))
     where = place.get("GPUs", "none")
     where = place.get("cpu", "") if where == "none" else where
-    ranks = sorted({str(c.settings["world_size"]) for c in cells if "world_size" in c.settings})
+    ranks = sorted({c.settings["world_size"] for c in cells if "world_size" in c.settings})
     parts = [
-        f"{len(cells)} cells", f"{' or '.join(ranks)} ranks" if ranks else "", where,
+        counted(len(cells), "cell"), _ranks(ranks), where,
         f"torch {place['torch']}" if "torch" in place else "", place.get("date", ""),
     ]  # fmt: skip
     return ", ".join(part for part in parts if part)
+
+
+def _ranks(counts: Sequence[int]) -> str:
+    *others, last = counts or [0]
+    return " or ".join([*map(str, others), counted(last, "rank")]) if counts else ""

@@ -12,6 +12,7 @@ import math
 from pathlib import Path
 
 from measure.files import append_line, read_lines
+from measure.row_fields import TEXT, check_kind
 
 SCHEMA_VERSION = 1
 
@@ -75,17 +76,24 @@ def newest_rows(path: str | Path) -> list[dict]:
     Raises:
         ValueError: a line is no row of this version.
     """
+    return [row for _, row in numbered_rows(path)]
+
+
+def numbered_rows(path: str | Path) -> list[tuple[int, dict]]:
+    """`newest_rows`, each with the number of its line, from 1 on."""
     newest = {}
-    for row in read_lines(path):
-        check_version(path, row)
+    for number, row in enumerate(read_lines(path), start=1):
+        where = f"{path}, line {number}"
+        check_version(where, row)
         if "key" not in row:
-            raise ValueError(f"{path}: a row has no key, so it is not of this program")
-        newest[row["key"]] = row
+            raise ValueError(f"{where}: a row has no key, so it is not of this program")
+        check_kind(row["key"], TEXT, f"{where}: key")
+        newest[row["key"]] = number, row
     return list(newest.values())
 
 
 def check_version(path: str | Path, row: dict) -> None:
-    """Raises ValueError for what is no row of this version."""
+    """Raises ValueError, which begins with `path`, for what is no row of this version."""
     version = row.get("schema_version") if isinstance(row, dict) else None
     if version != SCHEMA_VERSION:
         raise ValueError(

@@ -11,6 +11,8 @@ What is read of a row of `results.jsonl`, or of a `*_result.json`; anything else
 | `round`, `status`, `reason`, `*_ms`, `peak_memory_bytes` | one round: lists of times, bytes |
 | `rounds` | or a list of such, with `peak_memory_mb` |
 | `total_batch_size`, `collectives`, `bytes`, `plan`, sizes of the network | facts |
+| `phases_ms` | phase -> its milliseconds in a step |
+| `ran_as` | the mode whose way of computing it was, where its own could not be |
 | `environment`, `command` | where it was measured, and what was typed |
 
 Memory is in MiB, times are in milliseconds.
@@ -22,7 +24,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from measure.results import OK, STATUSES, check_version, newest_rows
+from measure.results import OK, STATUSES, check_version, numbered_rows
+from measure.row_fields import check_fields
 from measure.statistics import Ratio, ratio
 
 STEP = "step_ms"
@@ -30,10 +33,12 @@ NAMES = ("implementation", "clipping", "mode", "seq_length")
 SECTION = "seq_length"  # of the names: other lengths are other work, so each has its own table
 BASELINES = {"implementation": ("none", "torch_ddp"), "clipping": ("none",), "mode": ("no_dp",)}
 """Which values of a name the others are compared with, where they have been measured."""
+ORDER = ("ghost_fsdp", "flash_fsdp", "bookkeeping_fsdp", "flash_bookkeeping_fsdp")
+"""Modes as tables and pictures show them; others come behind, as they came."""
 EFFORT = ("num_epochs", "warmup_epochs", "steps_per_epoch", "num_iter", "warmup_iter", "seed")
 """Settings that say how much was measured: they do not change what a step does."""
 SIZES = ("vocab_size", "parameters", "trained_parameters")
-_FACTS = ("total_batch_size", "collectives", "bytes", "plan", "tolerance")
+_FACTS = ("total_batch_size", "collectives", "bytes", "plan", "tolerance", "phases_ms", "ran_as")
 _MACHINE = ("device", "torch", "source")  # of `config`
 _PLACE = ("device_type", "backend")  # beside `config`
 _SAID_BY_NAMES = ("kind", "round", "clipping.mode", "clipping.norm_algorithm")
@@ -113,6 +118,12 @@ class Cell:
         return ", ".join(f"{v} tokens" if k == "seq_length" else str(v) for k, v in named.items())
 
     @property
+    def subject(self) -> str:
+        """The label without the length of the samples."""
+        names = {k: v for k, v in self.names.items() if k != SECTION}
+        return Cell(names, {}, {}).label
+
+    @property
     def peak_memory_mb(self) -> float | None:
         """The largest of its rounds."""
         peaks = (r.peak_memory_mb for r in self.good_rounds if r.peak_memory_mb is not None)
@@ -151,18 +162,20 @@ def read_cells(path: str | Path) -> list[Cell]:
     cells: dict[str, Cell] = {}
     for source, row in _rows(Path(path)):
         try:
+            check_fields(row)
             _add(cells, row)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(
-                f"{source}: not a row of results ({what}); remove it, or name another folder"
+                f"{source}: not a row of results: {what}; remove it, or name another folder"
             ) from None
     if not cells:
         raise ValueError(f"{path}: no results there (results.jsonl or *_result.json)")
     return list(cells.values())
 
 
-def _rows(path: Path) -> Iterable[tuple[Path, dict]]:
+def _rows(path: Path) -> Iterable[tuple[str, dict]]:
+    """(file, and line where it has several; row)."""
     if not path.exists():
         raise ValueError(f"{path}: no such folder or file")
     if path.is_dir():
@@ -171,14 +184,17 @@ def _rows(path: Path) -> Iterable[tuple[Path, dict]]:
         files = [path]
     for file in files:
         try:
-            rows = [json.loads(file.read_text())] if file.suffix == ".json" else newest_rows(file)
+            if file.suffix == ".json":
+                rows = [(str(file), json.loads(file.read_text()))]
+            else:
+                rows = [(f"{file}, line {number}", row) for number, row in numbered_rows(file)]
         except (ValueError, OSError) as error:
             # of JSON that cannot be parsed the message does not name the file
             where = "" if str(file) in str(error) else f"{file}: "
             raise ValueError(f"{where}{error}") from None
-        for row in rows:
-            check_version(file, row)
-            yield file, row
+        for where, row in rows:
+            check_version(where, row)
+            yield where, row
 
 
 def _add(cells: dict[str, Cell], row: dict) -> None:

@@ -13,10 +13,17 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from experiments import llama_fsdp, llama_fsdp_plots
-from experiments.llama_fsdp import main, measure, parse, plan, run_grid, settings_of
-from experiments.llama_fsdp_cell import write_result
-from experiments.llama_fsdp_results import (
+from dp_clipping.kernels import available
+from experiments.llama_fsdp import grid as grid_module
+from experiments.llama_fsdp import plots
+from experiments.llama_fsdp.__main__ import main
+from experiments.llama_fsdp.cell import write_result
+from experiments.llama_fsdp.grid import measure, run_grid
+from experiments.llama_fsdp.left import TimeLeft
+from experiments.llama_fsdp.network import build, config_of
+from experiments.llama_fsdp.options import cell_arguments, parse, settings_of
+from experiments.llama_fsdp.plan import plan
+from experiments.llama_fsdp.results import (
     MODES,
     Cell,
     Settings,
@@ -26,10 +33,10 @@ from experiments.llama_fsdp_results import (
     single_result,
     summarize_run,
 )
-from experiments.llama_network import build, config_of
 from lm.launch import Outcome
 from lm.runtime import Hardware
 from lm.watch import Cause
+from measure.runs import ORDER
 from tests.measure.page import Page
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +45,7 @@ PICTURES = (
 )  # fmt: skip
 SECRET = "hf_this_is_in_no_file"
 TINY = ["--model-name", "tiny", "--device", "cpu", "--warmup-iter", "1", "--num-iter", "2"]
+ONE = ["--mode", "no_dp", "--seq-length", "8", "--model-name", "tiny"]
 CPU = Hardware("gloo", "cpu", 2, "gloo, 2 processes")
 GPUS = Hardware("nccl", "cuda", 8, "NCCL, 8 processes")
 SETTINGS = Settings("tiny", 1, 2, 1, 1e-5, 1.0, 1.0, "flat", False, 0, 60.0)
@@ -103,7 +111,7 @@ def test_the_report_has_the_numbers_of_the_results(grid):
     part = page.rows("Parts of a step")["flash_bookkeeping_fsdp"]
     expected = result["phases"]["forward_backward_ms"]
     assert float(part["median ms"]) == pytest.approx(expected, rel=1e-3)
-    peak = page.rows("Memory and exchange")["flash_bookkeeping_fsdp"]["peak MiB"]
+    peak = page.rows("Memory")["flash_bookkeeping_fsdp"]["peak MiB"]
     assert float(peak.replace(",", "")) == pytest.approx(result["peak_memory_mb"], abs=0.5)
     assert len(page.pictures) == len(PICTURES)
     typed = shlex.join(["python", "-m", "experiments.llama_fsdp", *arguments])
@@ -120,9 +128,9 @@ def test_the_token_is_written_nowhere(grid):
 def test_a_rerun_measures_nothing_again(grid, capsys, monkeypatch):
     arguments, folder, _ = grid
     before = (folder / "results.jsonl").read_bytes()
-    monkeypatch.setattr(llama_fsdp, "run_ranks", None)
+    monkeypatch.setattr(grid_module, "run_ranks", None)
     assert main(arguments) == 0
-    assert "1 of 1 cells are finished" in capsys.readouterr().out
+    assert "1 of 1 cell is finished" in capsys.readouterr().out
     assert (folder / "results.jsonl").read_bytes() == before
 
 
@@ -263,6 +271,30 @@ def test_failed_cells_are_rows_and_others_go_on(tmp_path, capsys):
     assert [r["status"] for r in result["rounds"]] == ["ok", "ok"]
 
 
+def finished(mode: str, length: int, ms: float, status: str = "ok") -> dict:
+    return {"mode": mode, "seq_length": length, "status": status, "median_time_ms": ms}
+
+
+def test_the_time_left_follows_from_cells_of_like_length():
+    left = TimeLeft(steps=10)
+    cells = [Cell("no_dp", 16), Cell("ghost_fsdp", 16), Cell("no_dp", 64), Cell("ghost_fsdp", 64)]
+    assert left.of(cells) is None
+    left.note(3.0, finished("flash_fsdp", 16, 0, "oom"))
+    assert left.of(cells) == 12.0  # nothing better is known
+    left.note(6.0, finished("no_dp", 16, 100.0))  # 5 s of start, 10 steps of 0.1 s
+    assert left.of(cells[1:2]) == pytest.approx(5 + 1)  # as the other mode
+    left.note(7.0, finished("ghost_fsdp", 16, 200.0))
+    assert left.of(cells[2:]) == pytest.approx((5 + 4) + (5 + 8))  # four times the tokens
+    assert left.of([Cell("no_dp", 16, 1)]) == pytest.approx(6)
+    assert left.of([]) == 0
+
+
+def test_the_time_left_knows_what_an_earlier_call_has_measured():
+    left = TimeLeft(10, [finished("no_dp", 64, 400.0), finished("flash_fsdp", 16, 0, "error")])
+    left.note(7.0, finished("ghost_fsdp", 64, 200.0))
+    assert left.of([Cell("no_dp", 64, 1)]) == pytest.approx(5 + 4)
+
+
 def test_rounds_are_interleaved():
     cells = plan(parse(["--rounds", "3", "--seq-lengths", "64", "32"]))
     assert [c.seq_length for c in cells] == [32] * 15 + [64] * 15
@@ -279,9 +311,7 @@ def test_a_token_in_an_error_is_hidden(tmp_path, monkeypatch):
     measure(Cell("no_dp", 8), options, CPU, 2, lambda _: outcome, path)
     assert SECRET not in path.read_text()
     assert "Bearer *** was refused" in path.read_text()
-    assert not any(
-        SECRET in word for word in llama_fsdp.cell_arguments(Cell("no_dp", 8), options, path)
-    )
+    assert not any(SECRET in word for word in cell_arguments(Cell("no_dp", 8), options, path))
 
 
 # ---- what is made of results ---------------------------------------------------------------------
@@ -327,6 +357,39 @@ def test_summary_has_ratios_of_each_length_and_failures():
     assert "8 x NVIDIA H200" in text
 
 
+def test_a_flash_mode_without_kernels_says_what_it_ran_as(grid, tmp_path):
+    if torch.cuda.is_available() or available(torch.device("cpu"), torch.float32):
+        pytest.skip("kernels run here")
+    _, folder, _ = grid
+    result = json.loads((folder / "flash_bookkeeping_fsdp_seq16_result.json").read_text())
+    assert result["ran_as"] == "bookkeeping_fsdp"
+    said = "flash_bookkeeping_fsdp ran as bookkeeping_fsdp"
+    assert said in (folder / "summary.txt").read_text()
+    page = Page((folder / "report.html").read_text())
+    assert said in page.text
+    assert page.rows("Step time")["flash_bookkeeping_fsdp"]["ran as"] == "bookkeeping_fsdp"
+    plain = results_like({"no_dp": 1.0, "ghost_fsdp": 2.0})
+    assert [r["ran_as"] for r in plain] == [r["mode"] for r in plain]
+    assert "ran as" not in summarize_run(plain)
+
+
+@pytest.mark.slow
+def test_a_run_says_once_what_flash_modes_run_as(capfd, monkeypatch, tmp_path):
+    if torch.cuda.is_available() or available(torch.device("cpu"), torch.float32):
+        pytest.skip("kernels run here")
+    monkeypatch.chdir(ROOT)
+    one = ["--mode", "flash_fsdp", "--seq-length", "8", "--output", str(tmp_path / "one.json")]
+    assert main([*TINY, *one]) == 0
+    found = capfd.readouterr()
+    said = [line for line in (found.out + found.err).splitlines() if " runs as " in line]
+    kernels = "in plain PyTorch: fused kernels need a CUDA device and Triton"
+    assert said == [f"flash_fsdp runs as ghost_fsdp, {kernels}"]
+
+
+def test_reports_have_the_modes_in_the_order_of_the_pictures():
+    assert tuple(mode for mode in MODES if mode != "no_dp") == ORDER
+
+
 def test_growth_needs_three_lengths():
     assert "grows" not in summarize_run(results_like({"no_dp": 1.0}))
     text = summarize_run(results_like({"no_dp": 1.0}, lengths=(512, 1024, 2048)))
@@ -339,7 +402,7 @@ def test_growth_needs_three_lengths():
 def test_nothing_in_a_picture_overlaps(ratios):
     results = results_like(ratios)
     for name in ("draw_memory", "draw_time", "draw_tradeoff", "draw_overhead"):
-        figure = getattr(llama_fsdp_plots, name)(results)
+        figure = getattr(plots, name)(results)
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         width, height = canvas.get_width_height()
@@ -355,6 +418,22 @@ def test_nothing_in_a_picture_overlaps(ratios):
                     boxes.append((text.get_text(), box.shrunk(0.98, 0.8)))
         for (one, a), (other, b) in combinations(boxes, 2):
             assert not a.overlaps(b), (name, one, other)
+
+
+def test_medians_stand_in_one_column_behind_every_dot():
+    axes = plots.draw_time(results_like(ALL)).axes[0]
+    places = {text.get_position()[0] for text in axes.texts if text.get_text().endswith(" ms")}
+    dots = [x for line in axes.lines for x in line.get_xdata()]
+    assert len(places) == 1
+    assert max(dots) < places.pop()
+
+
+def test_every_panel_says_its_unit_and_where_its_axis_begins():
+    results = results_like(ALL)
+    for axes in plots.draw_tradeoff(results).axes:
+        assert axes.get_xlabel().startswith("ms a step (median)")
+    for axes in plots.draw_overhead(results).axes:
+        assert ("begin at 0" in axes.get_title(loc="left")) == (axes.get_ylim()[0] > 0)
 
 
 def test_redraw_needs_only_the_results(tmp_path, capsys):
@@ -382,9 +461,28 @@ def test_dry_run_writes_nothing(tmp_path, capsys):
     assert not folder.exists()
 
 
+def test_dry_run_lists_what_is_left(grid, capsys):
+    arguments, folder, _ = grid
+    before = {path: path.read_bytes() for path in files_below(folder)}
+    assert main([*arguments, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert f"1 of 1 cell is finished in {folder}\nnothing is left\n" in text
+    assert main([*arguments, "--seq-lengths", "16", "24", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert f"1 of 2 cells are finished in {folder}\n1 cell left, in 2 processes" in text
+    assert [line for line in text.splitlines() if line.startswith("  ")] == [
+        f"  {Cell('flash_bookkeeping_fsdp', 24).label}"
+    ]
+    assert {path: path.read_bytes() for path in files_below(folder)} == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--redraw", ".", "--dry-run"], "--redraw writes"),
+        ([*ONE, "--seq-lengths", "32"], "leave --seq-lengths out"),
+        ([*ONE, "--rounds", "2"], "leave --rounds out"),
+        ([*ONE, "--modes", "no_dp"], "leave --modes out"),
         (["--modes", "ghost"], "flash_bookkeeping_fsdp"),
         (["--mode", "no_dp"], "needs both"),
         (["--output", "x.json"], "--mode and --seq-length"),
@@ -396,6 +494,9 @@ def test_dry_run_writes_nothing(tmp_path, capsys):
         (["--model-name", "no/such/model"], "llama-3.2-1b"),
         (["--redraw", "no/such/folder"], "no result there"),
         (["--output-dir", __file__, "--model-name", "tiny"], "is a file"),
+        (["--output-dir", "/proc/x", "--model-name", "tiny"], "--output-dir /proc/x: cannot be"),
+        ([*ONE, "--output", "/proc/x/y.json"], "--output /proc/x/y.json, in /proc/x: cannot be"),
+        ([*ONE, "--output", "."], "--output .: is a folder"),
     ],
 )
 def test_wrong_options_are_one_line(arguments, said, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""experiments.price_sharded as a command, on two CPU processes."""
+"""experiments.price_sharded, on ranks that are there and as a command on two CPU processes."""
 
 import json
 import subprocess
@@ -7,33 +7,51 @@ from pathlib import Path
 
 import pytest
 
-from experiments import price_sharded
+from experiments.price.report import report
+from experiments.price_sharded.__main__ import main
+from experiments.price_sharded.run import measure, parse
+from tests.experiments.alone import Watching, worker_of
+from tests.ranks import Context
 
 ROOT = Path(__file__).parents[2]
+VARIANTS = ["ordinary", "flash_bookkeeping_per_layer"]
+REHEARSAL = [
+    "--model-name", "tiny", "--rows", "2x16", "--variants", *VARIANTS,
+    "--rounds", "1", "--steps", "2", "--warm-up", "1",
+]  # fmt: skip
 
 
-def test_a_rehearsal(tmp_path):
-    output = tmp_path / "price.json"
-    command = [
-        sys.executable, "-m", "experiments.price_sharded", "--model-name", "tiny", "--rows", "2x16",
-        "--variants", "ordinary", "flash_bookkeeping_per_layer",
-        "--rounds", "1", "--steps", "2", "--warm-up", "1", "--output", str(output),
-        "--num-processes", "2",
-    ]  # fmt: skip
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    cells = json.loads(output.read_text())["cells"]
-    assert [c["variant"] for c in cells].count("ordinary") == 1
-    assert len(cells) == 2
+def cells_of(context: Context) -> list[dict]:
+    worker = worker_of(context)
+    options = parse(REHEARSAL)
+    return [measure("2x16", name, 0, options, worker, Watching()) for name in VARIANTS]
+
+
+def check(cells: list[dict], text: str, ranks: int) -> None:
+    assert sorted(c["variant"] for c in cells) == sorted(VARIANTS)
     for cell in cells:
-        assert cell["ranks"] == 2
+        assert cell["ranks"] == ranks
         assert len(cell["step_ms"]) == 2
         pairs = zip(cell["without_step_ms"], cell["step_ms"], strict=True)
         assert all(0 < part < whole for part, whole in pairs)
-        ratio = next(
-            x for x in run.stdout.splitlines() if x.startswith(f"2x16  {cell['variant']} ")
-        )
-        assert float(ratio.split()[2]) > 0
+        own = next(x for x in text.splitlines() if x.startswith(f"2x16  {cell['variant']} "))
+        assert float(own.split()[2]) > 0
+
+
+def test_variants_are_measured_in_one_set_of_processes(cpu_ranks):
+    everywhere = cpu_ranks.run(4, cells_of)
+    check(everywhere[0], report(everywhere[0]), 4)
+    assert all(cells == everywhere[0] for cells in everywhere)  # of the slowest rank
+
+
+@pytest.mark.slow
+def test_a_rehearsal(tmp_path):
+    output = tmp_path / "price.json"
+    command = [sys.executable, "-m", "experiments.price_sharded", *REHEARSAL]
+    command += ["--output", str(output), "--num-processes", "2"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    check(json.loads(output.read_text())["cells"], run.stdout, 2)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +66,6 @@ def test_a_rehearsal(tmp_path):
 )
 def test_wrong_options(arguments, capsys):
     with pytest.raises(SystemExit) as end:
-        price_sharded.main(arguments)
+        main(arguments)
     assert end.value.code == 2
     assert arguments[0] in capsys.readouterr().err

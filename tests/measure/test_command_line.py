@@ -2,10 +2,22 @@
 
 import argparse
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from measure.command_line import Parser, check_folder, check_numbers, refuse
+from measure.command_line import (
+    Parser,
+    check_file,
+    check_folder,
+    check_numbers,
+    ending_quietly,
+    refuse,
+)
+
+ROOT = Path(__file__).parents[2]
 
 
 def made(speaks: bool) -> Parser:
@@ -62,3 +74,71 @@ def test_a_folder_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"--output-dir .*file is a file, name a folder"):
         check_folder("--output-dir", tmp_path / "file" / "x", create=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("create", [True, False])
+@pytest.mark.parametrize("place", ["/proc/x", "/proc/self/x/y", "link/x"])
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch, create, place):
+    """Also where permissions alone say nothing against it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(
+        ValueError, match=r"--output-dir .*: (cannot be written to \(|.*to nothing)"
+    ):
+        check_folder("--output-dir", Path(place), create)
+    assert list(tmp_path.iterdir()) == [tmp_path / "link"]
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_an_interruption_is_one_line_and_status_130(capsys, speaks):
+    @ending_quietly(speaks=lambda: speaks)
+    def main() -> int:
+        raise KeyboardInterrupt
+
+    assert main() == 130
+    assert capsys.readouterr().err == ("interrupted\n" if speaks else "")
+
+
+@pytest.mark.parametrize("flags", [[], ["-u"]])
+@pytest.mark.parametrize("count", [1, 100_000])
+@pytest.mark.parametrize("work", ["return 0", "return refuse('x', 'wrong')", "raise SystemExit(0)"])
+def test_output_that_nobody_reads_ends_it_quietly(monkeypatch, flags, count, work):
+    """Of one line that is written at the end, and of many that are written on the way."""
+    program = f"""
+import sys
+from measure.command_line import ending_quietly, refuse
+
+@ending_quietly
+def main():
+    try:
+        for number in range({count}):
+            print(number)
+    except OSError as error:
+        return refuse("x", error)
+    {work}
+
+sys.exit(main())
+"""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    with subprocess.Popen([sys.executable, *flags, "-c", program], text=True, cwd=ROOT,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:  # fmt: skip
+        process.stdout.close()
+        assert process.wait(60) == 141
+        assert process.stderr.read() in ("", "x: wrong\n")
+
+
+def test_another_broken_pipe_is_no_quiet_end(capfd):
+    @ending_quietly
+    def main() -> int:
+        raise BrokenPipeError
+
+    with capfd.disabled(), pytest.raises(BrokenPipeError):
+        main()
+
+
+def test_a_file_with_an_impossible_name_is_refused_by_its_option(tmp_path):
+    with pytest.raises(ValueError, match=r"--output x+: cannot be written to \(File name too long"):
+        check_file("--output", Path("x" * 300))
+    with pytest.raises(ValueError, match=r"--output .*: is a folder, name a file"):
+        check_file("--output", tmp_path)

@@ -106,9 +106,26 @@ def test_a_gradient_that_is_wrong_since_is_a_regression(compare):
 
 def test_what_only_one_has_is_listed(compare):
     status, out, _ = compare({"none": 10.0, "old": 1.0}, {"none": 10.0, "new": 2.0})
-    assert status == 0
+    assert status == 1  # nobody knows whether old has become slower
     assert "only in A: old\n" in out
     assert "only in B: new\n" in out
+    assert out.endswith("Missing in B: old; give --allow-missing if B has less.\n")
+    before = {"none": 10.0, "old": 1.0}
+    status, out, _ = compare(before, {"none": 10.0}, "--allow-missing")
+    assert (status, "Missing" in out) == (0, False)
+    assert compare(before, {"none": 20.0}, "--allow-missing")[0] == 1
+    assert compare({"none": 10.0, "old": "oom"}, {"none": 10.0})[0] == 0  # it never had a time
+
+
+def test_cells_of_one_name_are_told_apart(tmp_path, capsys):
+    for folder, sizes, median in (("a", (2, 4, 8), 10.0), ("b", (4, 16), 20.0)):
+        for size in sizes:
+            record_benchmark(tmp_path / folder, {"ddp": median}, config={"batch_size": size})
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    out = capsys.readouterr().out
+    assert "only in A: ddp (batch_size 2); ddp (batch_size 8)\n" in out
+    assert "only in B: ddp (batch_size 16)\n" in out
+    assert "ddp (batch_size 4) is slower" in out
 
 
 def test_other_settings_are_not_compared(compare):
@@ -151,6 +168,22 @@ def test_more_rounds_or_steps_do_not_matter_but_are_said(tmp_path, capsys):
     assert line(out, "ddp")[4] == "slower"
     assert "steps_per_epoch: 6 in A, 9 in B\n" in out
     assert "Intervals rest on 3 rounds" in out
+
+
+@pytest.mark.parametrize(
+    ("rounds", "factor", "status", "said"),
+    [(2, 1.3, 0, "unclear"), (2, 1.0, 0, "unclear"), (2, 3.0, 1, "slower"), (3, 1.3, 1, "slower")],
+)
+def test_of_two_rounds_only_a_great_difference_counts(
+    tmp_path, capsys, rounds, factor, status, said
+):
+    record_benchmark(tmp_path / "a", {"ddp": 10.0})
+    record_benchmark(tmp_path / "b", {"ddp": 10.0 * factor}, rounds=rounds)
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == status
+    out = capsys.readouterr().out
+    assert line(out, "ddp")[4] == said
+    assert f"Intervals rest on {rounds} rounds" in out
+    assert ("below 3 only what takes 2 times as long" in out) == (rounds == 2)
 
 
 def test_rounds_are_not_paired(tmp_path, capsys):

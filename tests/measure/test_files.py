@@ -23,6 +23,16 @@ def test_write_atomically_replaces_text_and_bytes(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_an_error_names_the_file_that_was_meant(tmp_path):
+    with pytest.raises(FileNotFoundError) as raised:
+        write_atomically(tmp_path / "no" / "r.html", b"1")
+    assert raised.value.filename == str(tmp_path / "no" / "r.html")
+    with pytest.raises(IsADirectoryError) as raised:
+        write_atomically(tmp_path, b"1")
+    assert raised.value.filename == str(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_write_atomically_has_ordinary_permissions(tmp_path):
     path = tmp_path / "picture.png"
     ordinary = tmp_path / "ordinary"

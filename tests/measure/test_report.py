@@ -108,16 +108,19 @@ def test_numbers_of_the_grid_are_those_of_its_files(llama):
         check_spread(times["no_dp"], all_steps(10.0 if length == 32 else 20.0))
         ratio = 1.6 if length == 32 else 1.5
         assert interval(times["flash_fsdp"]["× no_dp [95 %]"])[0] == pytest.approx(ratio, abs=6e-4)
-        parts = page.rows("Parts of a step", place)
-        check_spread(parts["flash_fsdp"], [0.9 * ms for ms in all_steps(base * ratio)])
-        assert parts["flash_fsdp"]["part"] == "forward backward"
-        memory = page.rows("Memory and exchange", place)
+        (parts,) = page.tables["Parts of a step"]  # one table for all lengths
+        named = [dict(zip(parts[0], line, strict=True)) for line in parts[1:]]
+        (part,) = [p for p in named if (p["mode"], p["tokens"]) == ("flash_fsdp", str(length))]
+        check_spread(part, [0.9 * ms for ms in all_steps(base * ratio)])
+        assert part["part"] == "forward backward"
+        memory = page.rows("Memory", place)
         assert (memory["flash_fsdp"]["peak MiB"], memory["flash_fsdp"]["× no_dp"]) == (
             "2,048",
             "1.000",
         )
-    assert "ghost_fsdp" in page.rows("Memory and exchange", 0)
-    assert "ghost_fsdp" not in page.rows("Memory and exchange", 1)
+    assert "Collectives" not in page.text  # which nobody counted
+    assert "ghost_fsdp" in page.rows("Memory", 0)
+    assert "ghost_fsdp" not in page.rows("Memory", 1)
 
 
 def test_failed_cells_say_why(benchmark, llama):
@@ -186,6 +189,51 @@ def test_what_matters_is_said_first(benchmark):
     assert "no difference is shown" not in text
     assert "Intervals rest on" not in text
     assert "WRONG" not in text
+
+
+def test_the_length_is_said_once(llama):
+    text = Page(render(llama)).text
+    assert "Fastest at 32 tokens of those compared with no_dp (" in text
+    assert re.search(r" ms\): flash_fsdp, 1\.600 × its time", text)
+
+
+def test_modes_stand_in_the_usual_order(tmp_path):
+    names = ("bookkeeping_fsdp", "flash_bookkeeping_fsdp", "flash_fsdp", "ghost_fsdp", "no_dp")
+    page = Page(render(write_llama(tmp_path, {(name, 32): 10.0 for name in names})))
+    assert list(page.rows("Step time")) == [
+        "no_dp", "ghost_fsdp", "flash_fsdp", "bookkeeping_fsdp", "flash_bookkeeping_fsdp",
+    ]  # fmt: skip
+
+
+def test_a_busy_machine_is_seen_without_a_floor(tmp_path):
+    folder = record_benchmark(tmp_path, {"mine": 10.0})
+    assert "machine was busy" not in Page(render(folder)).text
+    for text in (folder / "results.jsonl").read_text().splitlines():
+        row = json.loads(text)
+        if row["kind"] == "timing":
+            Results(folder).record(row | {"step_ms": [10.0, 10.0, 30.0, 30.0]})
+    text = Page(render(folder)).text
+    assert "The machine was busy: steps of mine took 10 to 30 ms." in text
+
+
+def test_ratios_are_explained_where_there_are_any(tmp_path, benchmark):
+    assert "×: ratio of medians" in Page(render(benchmark)).text
+    alone = record_benchmark(tmp_path / "x", {"mine": 10.0})
+    assert "×: ratio" not in Page(render(alone)).text
+
+
+def test_a_verdict_comes_first(benchmark):
+    verdict = {"headline": "Bound by noise.", "ranked": ["noise (6%)", "host (5%)"]}
+    (benchmark / "verdict.json").write_text(json.dumps(verdict))
+    text = Page(render(benchmark)).text
+    order = [text.index(x) for x in ("At a glance\n", *verdict["ranked"], "5 cells: ")]
+    assert order == sorted(order)
+    assert text.index("Bound by noise.") < order[1]
+    (benchmark / "verdict.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"verdict\.json: not a verdict; remove it"):
+        render(benchmark)
+    (benchmark / "verdict.json").write_text("{}")
+    assert "At a glance" in render(benchmark)
 
 
 def test_a_wrong_gradient_is_said(tmp_path):
@@ -300,5 +348,9 @@ def test_at_the_end_of_a_run_a_report_that_cannot_be_is_said(benchmark):
 
 
 def test_an_output_that_cannot_be_written_is_one_line(benchmark, capsys, tmp_path):
-    assert main([str(benchmark), "--output", str(tmp_path / "no" / "r.html")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    path = tmp_path / "no" / "r.html"
+    assert main([str(benchmark), "--output", str(path)]) == 2
+    assert capsys.readouterr().err == (
+        f"measure.report: {path}: cannot be written (No such file or directory), name another file "
+        "with --output\n"
+    )

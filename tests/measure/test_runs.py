@@ -1,6 +1,7 @@
 """Rows read back as cells: which rounds belong together, what is compared with what."""
 
 import json
+import re
 
 import pytest
 
@@ -123,7 +124,7 @@ def test_ranks_that_share_a_batch_have_no_ratio(tmp_path):
         ('{"schema_version": 1, "key": "k", "implementation": "x", "round": 0, "status": "ok", '
          '"step_ms": [1, -1]}\n', "step_ms has a time that is not positive"),
         ('{"schema_version": 1, "key": "k", "implementation": "x", "round": 0, "status": "ok", '
-         '"step_ms": [null]}\n', "not a row of results"),
+         '"step_ms": [null]}\n', "line 1: not a row of results: step_ms[0] is null, not a number"),
     ],
 )  # fmt: skip
 def test_what_is_no_results_is_refused_by_name(tmp_path, content, said):
@@ -133,6 +134,36 @@ def test_what_is_no_results_is_refused_by_name(tmp_path, content, said):
         read_cells(tmp_path)
     assert said in str(refused.value)
     assert str(tmp_path) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"config": "x"}, "config is text, not an object"),
+        ({"config": [1]}, "config is a list, not an object"),
+        ({"environment": 3}, "environment is a number, not an object"),
+        ({"environment": {"gpus": ["H200"]}}, "environment.gpus[0] is text, not an object"),
+        ({"environment": {"gpus": [{"memory_mb": "much"}]}},
+         "environment.gpus[0].memory_mb is text, not a number"),
+        ({"environment": {"git_commit": 7}}, "environment.git_commit is a number, not text"),
+        ({"step_ms": [1.0, "2"]}, "step_ms[1] is text, not a number"),
+        ({"rounds": "x"}, "rounds is text, not a list"),
+        ({"rounds": [1]}, "rounds[0] is a number, not an object"),
+        ({"rounds": [{"step_ms": [True]}]}, "rounds[0].step_ms[0] is true or false, not a number"),
+        ({"implementation": ["a"]}, "implementation is a list, not text"),
+        ({"peak_memory_bytes": "x"}, "peak_memory_bytes is text, not a number"),
+        ({"phases_ms": {"norms": None}}, "phases_ms.norms is null, not a number"),
+        ({"command": "python x"}, "command is text, not a list"),
+        ({"key": []}, "key is a list, not text"),
+    ],
+)  # fmt: skip
+def test_a_field_of_another_kind_is_named_with_its_line(tmp_path, changed, said):
+    path = record_benchmark(tmp_path, {"ddp": 10.0}) / "results.jsonl"
+    *lines, last = path.read_text().splitlines()
+    path.write_text("\n".join([*lines, json.dumps(json.loads(last) | changed)]) + "\n")
+    with pytest.raises(ValueError, match=re.escape(f"{path}, line {len(lines) + 1}: ")) as refused:
+        read_cells(tmp_path)
+    assert said in str(refused.value)
 
 
 def test_a_path_that_is_not_there(tmp_path):

@@ -1,0 +1,233 @@
+#!/usr/bin/env python3
+"""The kernels of private gradients on one GPU, against the library on the same operands.
+
+    python -m experiments.kernels                              all shapes, a table
+    python -m experiments.kernels --shapes 8x1024x8192x2048 --rounds 20 --output kernels.json
+    python -m experiments.kernels --crossing crossing.png --output crossing.json
+    python -m experiments.kernels --redraw crossing.json crossing.png     without a GPU
+
+A shape is B x T x d x p: samples, tokens, outputs and inputs of a linear layer. Operands are random
+bfloat16 numbers; `bmm` and the weight gradient are the library's. Calls take turns in every round,
+with operands that are not in the second-level cache. Times are milliseconds of the device. Gram
+norms of eight layers share a launch, and the time is a layer's; `alone`: in a launch of its own.
+"""
+
+import argparse
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from dp_clipping.plan import Rates, rates_of
+from experiments.kernels import crossing
+from experiments.kernels.one_layer import (
+    OneLayer,
+    Shape,
+    judge_plan,
+    medians,
+    predicted_ms,
+    sums_of_pieces,
+)
+from measure import Column, environment, format_table, write_atomically
+from measure.timing import interleaved
+
+LLAMA_1B = [(8192, 2048), (2048, 2048), (512, 2048)]
+LLAMA_8B = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)]
+SHAPES = [
+    *(Shape(b, t, *layer) for b, t in ((16, 512), (8, 1024), (4, 2048)) for layer in LLAMA_1B),
+    *(Shape(b, t, *layer) for b, t in ((4, 1024), (2, 2048), (1, 4096)) for layer in LLAMA_8B),
+    Shape(4, 4096, 8192, 2048),
+    Shape(2, 4096, 14336, 4096),
+    Shape(2, 8192, 4096, 4096),
+]
+COPY_BYTES = 1 << 30
+TARGETS = [  # heading of a column, what is meant, figure
+    (
+        "norm % wgrad",
+        "rate of the norm accumulated over tokens, of the wgrad's",
+        ">= 92 %",
+    ),
+    ("/ bmm", "gradient and its norm in one pass, of a library bmm", "<= 1.05"),
+    ("/ Grams", "norm from symmetric Gram tiles, of two library bmm Grams", "<= 0.55"),
+    ("sum % copy", "bandwidth of the weighted sum, of a large copy's", ">= 85 %"),
+]
+COLUMNS = [
+    Column("shape", "B x T x d x p"),
+    Column("ordinary", "wgrad ms", ".3f"),
+    Column("ordinary_rate", "TFLOP/s", ".0f"),
+    Column("library_gradients", "bmm ms", ".3f"),
+    Column("gradient", "gradient ms", ".3f"),
+    Column("gradient_ratio", "/ bmm", ".3f"),
+    Column("norm_percent", "norm % wgrad", ".1f"),
+    Column("library_grams", "2 Grams ms", ".3f"),
+    Column("gram", "gram ms", ".3f"),
+    Column("gram_ratio", "/ Grams", ".3f"),
+    Column("gram_alone", "alone ms", ".3f"),
+    Column("product_ratio", "product / wgrad", ".3f"),
+    Column("sum_percent", "sum % copy", ".1f"),
+    Column("error", "norm error", ".0e"),
+    Column("chosen", "plan"),
+    Column("excess_percent", "% over best", ".1f", right=True),
+]
+
+
+def shape_of(text: str) -> Shape:
+    """From B x T x d x p, written 8x1024x8192x2048."""
+    try:
+        values = [int(part) for part in text.split("x")]
+    except ValueError:
+        values = []
+    if len(values) != 4 or min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 8x1024x8192x2048")
+    return Shape(*values)
+
+
+def copy_bandwidth(device: torch.device, rounds: int, size: int = COPY_BYTES) -> float:
+    """Bytes a second that a copy on the device reads and writes."""
+    source = torch.ones(size, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    samples = interleaved({"copy": lambda number: target.copy_(source)}, device, rounds)
+    return 2 * size / medians(samples)["copy"] * 1e3
+
+
+def measure(shape: Shape, device: torch.device, rounds: int, rates: Rates) -> dict:
+    """One cell of the results: samples of the pieces, and what follows for the plan."""
+    layer = OneLayer(shape, device)
+    errors = layer.norm_errors()
+    samples = layer.time_pieces(rounds)
+    cell = {"shape": list(shape), "samples_ms": samples, "norm_errors": errors}
+    cell["sum_bytes"] = layer.sum_bytes
+    cell["algorithms_ms"] = sums_of_pieces(medians(samples))
+    cell["predicted_ms"] = predicted_ms(shape, rates)
+    cell["plan"] = judge_plan(shape, rates, cell["algorithms_ms"])
+    return cell
+
+
+def row_of(cell: dict, bandwidth: float) -> dict:
+    """The table's row of one cell."""
+    shape, ms = Shape(*cell["shape"]), medians(cell["samples_ms"])
+    return {
+        "shape": str(shape),
+        **ms,
+        "ordinary_rate": shape.operations / ms["ordinary"] / 1e9,
+        "gradient_ratio": ms["gradient"] / ms["library_gradients"],
+        "norm_percent": 100 * ms["ordinary"] / ms["norm"],
+        "gram_ratio": ms["gram"] / ms["library_grams"],
+        "product_ratio": ms["weighted_product"] / ms["ordinary"],
+        "sum_percent": 100 * cell["sum_bytes"] / ms["weighted_sum"] * 1e3 / bandwidth,
+        "error": max(cell["norm_errors"].values()),
+        "chosen": cell["plan"]["chosen"],
+        "excess_percent": 100 * cell["plan"]["excess"],
+    }
+
+
+def report(results: dict) -> str:
+    """The table of all shapes, with the targets below it."""
+    bandwidth = results["copy_bytes_per_second"]
+    rows = [row_of(cell, bandwidth) for cell in results["shapes"]]
+    lines = [format_table(COLUMNS, rows), "", f"copy: {bandwidth / 1e12:.2f} TB/s"]
+    lines += [f"target of {name} ({meaning}): {figure}" for name, meaning, figure in TARGETS]
+    lines += [plan_line([cell["plan"] for cell in results["shapes"]])]
+    return "\n".join(lines)
+
+
+def plan_line(judgements: list[dict]) -> str:
+    excess = [100 * judgement["excess"] for judgement in judgements]
+    exact = sum(judgement["chosen"] == judgement["best"] for judgement in judgements)
+    return (
+        f"the plan chose the fastest single algorithm for {exact} of {len(excess)} shapes, "
+        f"and one that took at most {max(excess):.1f} % longer"
+    )
+
+
+def run_table(options: argparse.Namespace, device: torch.device) -> None:
+    results = {
+        "environment": environment(),
+        "rounds": options.rounds,
+        "copy_bytes_per_second": copy_bandwidth(device, options.rounds),
+        "targets": [list(target) for target in TARGETS],
+        "shapes": [],
+    }
+    rates = rates_of(device)
+    for shape in options.shapes:
+        results["shapes"].append(measure(shape, device, options.rounds, rates))
+        ms = medians(results["shapes"][-1]["samples_ms"])
+        print(f"{shape}: " + ", ".join(f"{k} {v:.3f}" for k, v in ms.items()), flush=True)
+        save(options.output, results)
+        forget(device)
+    print(report(results))
+
+
+def run_crossing(options: argparse.Namespace, device: torch.device) -> None:
+    results = {"environment": environment(), "rounds": options.rounds, "cells": []}
+    rates = rates_of(device)
+    for shape in crossing.shapes():
+        cell = crossing.measure(shape, device, options.rounds, rates)
+        results["cells"].append(cell)
+        ms = medians(cell["samples_ms"])
+        print(f"{shape}: " + ", ".join(f"{k} {v:.3f}" for k, v in ms.items()), flush=True)
+        save(options.output, results)
+        forget(device)
+    print(crossing.report(results))
+    print(plan_line([cell["plan"] for cell in results["cells"]]))
+    crossing.draw(results, options.crossing)
+
+
+def save(path: Path | None, results: dict) -> None:
+    if path:
+        write_atomically(path, json.dumps(results, indent=1))
+
+
+def forget(device: torch.device) -> None:
+    """Give back what a shape has used: the next may need it in other pieces."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="experiments.kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--shapes", nargs="+", type=shape_of, default=SHAPES, metavar="BxTxdxp",
+        help=f"layers of the table (default: {len(SHAPES)}, of Llama 1B and 8B)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rounds", type=int, default=10,
+        help="samples of each call; one lasts a millisecond or one call (default: 10)",
+    )  # fmt: skip
+    parser.add_argument("--output", type=Path, help="JSON of all samples (default: none)")
+    parser.add_argument(
+        "--crossing", type=Path, metavar="PNG",
+        help="in place of the table, a picture: which algorithm pays at which length",
+    )  # fmt: skip
+    parser.add_argument(
+        "--redraw", nargs=2, type=Path, metavar=("JSON", "PNG"),
+        help="the same picture from the results of an earlier run, without measuring",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.redraw:
+        source, target = options.redraw
+        crossing.draw(json.loads(source.read_text()), target)
+        return 0
+    if not torch.cuda.is_available():
+        print("experiments.kernels: needs a CUDA device", file=sys.stderr)
+        return 2
+    (run_crossing if options.crossing else run_table)(options, torch.device("cuda"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""Which algorithm pays at which length: measured beside predicted, and the picture of it.
+
+A square layer, B·T fixed: the ordinary weight gradient does not depend on T, so that times relative
+to it can be compared over all lengths. `width` grows with T, `gradient` falls, because its
+traffic does with the number of samples, and `input_length` stays.
+"""
+
+import io
+from itertools import pairwise
+from math import exp, log
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from dp_clipping.plan import ALGORITHMS, GRADIENT, INPUT_LENGTH, LONGEST_GRAM, WIDTH, Rates
+from experiments.kernels.one_layer import (
+    GRAM_LAYERS,
+    OneLayer,
+    Shape,
+    judge_plan,
+    medians,
+    predicted_ms,
+)
+from measure import Column, format_table, write_atomically
+
+FEATURES = (2048, 4096)
+TOKENS = 8192  # in all, B·T
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
+
+INK, FAINT = "#222222", "#6B6B6B"
+STYLES = {  # colours by Okabe and Ito; told apart also by line and marker
+    GRADIENT: {"color": "#D55E00", "linestyle": "-", "marker": "o"},
+    WIDTH: {"color": "#0072B2", "linestyle": (0, (5, 2)), "marker": "s"},
+    INPUT_LENGTH: {"color": "#222222", "linestyle": (0, (1, 1.5)), "marker": "^"},
+}
+MEANINGS = {
+    GRADIENT: "gradient: G kept, then summed",
+    WIDTH: "width: Gram matrices, then a product",
+    INPUT_LENGTH: "input_length: G accumulated, then a product",
+}
+
+
+def shapes() -> list[Shape]:
+    return [Shape(TOKENS // t, t, n, n) for n in FEATURES for t in LENGTHS]
+
+
+def measure(shape: Shape, device: torch.device, rounds: int, rates: Rates) -> dict:
+    """One cell of the results."""
+    layer = OneLayer(shape, device)
+    samples = layer.time_algorithms(rounds)
+    return {
+        "shape": list(shape),
+        "samples_ms": samples,
+        "predicted_ms": predicted_ms(shape, rates),
+        "plan": judge_plan(shape, rates, medians(samples)),
+    }
+
+
+def panels(results: dict) -> dict[int, list[dict]]:
+    """Features -> its cells by length, each with ratios to the ordinary gradient of its panel."""
+    by_features: dict[int, list[dict]] = {}
+    for cell in results["cells"]:
+        by_features.setdefault(cell["shape"][2], []).append(cell)
+    for cells in by_features.values():
+        cells.sort(key=lambda cell: cell["shape"][1])
+        ordinary = median(x for cell in cells for x in cell["samples_ms"]["ordinary"])
+        for cell in cells:
+            ms = medians(cell["samples_ms"])
+            cell["ordinary_ms"] = ordinary
+            cell["measured"] = {name: ms[name] / ordinary for name in ALGORITHMS}
+            cell["predicted"] = {name: cell["predicted_ms"][name] / ordinary for name in ALGORITHMS}
+    return by_features
+
+
+def crossing(cells: list[dict], key: str, one: str, other: str) -> tuple[float, float] | None:
+    """Length and ratio at which two curves meet, both logarithmic; None if they do not."""
+    for before, after in pairwise(cells):
+        gaps = [log(cell[key][one] / cell[key][other]) for cell in (before, after)]
+        if gaps[0] != gaps[1] and gaps[0] * gaps[1] <= 0:
+            share = gaps[0] / (gaps[0] - gaps[1])
+            between = [
+                (1 - share) * log(left) + share * log(right)
+                for left, right in (
+                    (before["shape"][1], after["shape"][1]),
+                    (before[key][one], after[key][one]),
+                )
+            ]
+            return exp(between[0]), exp(between[1])
+    return None
+
+
+def pairs() -> list[tuple[str, str]]:
+    return [(WIDTH, GRADIENT), (WIDTH, INPUT_LENGTH), (GRADIENT, INPUT_LENGTH)]
+
+
+def report(results: dict) -> str:
+    """Ratios to the ordinary weight gradient, one line a shape, and where curves cross."""
+    columns = ["shape", Column("ordinary ms", format=".3f")]
+    columns += [Column(name, format=".2f") for name in ALGORITHMS]
+    columns += [Column(f"{name} predicted", format=".2f") for name in ALGORITHMS]
+    columns += ["plan", "best", Column("% over best", format=".1f")]
+    rows, lines = [], []
+    for features, cells in panels(results).items():
+        for cell in cells:
+            rows.append({
+                "shape": str(Shape(*cell["shape"])), "ordinary ms": cell["ordinary_ms"],
+                **cell["measured"],
+                **{f"{name} predicted": value for name, value in cell["predicted"].items()},
+                "plan": cell["plan"]["chosen"], "best": cell["plan"]["best"],
+                "% over best": 100 * cell["plan"]["excess"],
+            })  # fmt: skip
+        for one, other in pairs():
+            found = [crossing(cells, key, one, other) for key in ("measured", "predicted")]
+            lengths = ["none" if point is None else f"T = {point[0]:.0f}" for point in found]
+            line = f"d = p = {features}: {one} meets {other} at {lengths[0]}"
+            lines.append(f"{line} (predicted {lengths[1]})")
+    return "\n".join([format_table(columns, rows), "", *lines])
+
+
+# ---- the picture --------------------------------------------------------------------------------
+
+
+def draw(results: dict, path: str | Path) -> None:
+    """Write the picture as a PNG, atomically."""
+    from matplotlib.figure import Figure
+
+    by_features = panels(results)
+    figure = Figure(figsize=(4.6 * len(by_features), 5.0), dpi=200, facecolor="white")
+    left, width = 0.075, 0.92 / len(by_features)
+    limits = _limits(by_features)
+    for number, (features, cells) in enumerate(by_features.items()):
+        axes = figure.add_axes((left + number * width, 0.235, width - 0.035, 0.545))
+        _draw_panel(axes, features, cells, limits, first=number == 0)
+    _write_around(figure, results)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    write_atomically(path, buffer.getvalue())
+
+
+def _limits(by_features: dict[int, list[dict]]) -> tuple[float, float]:
+    ratios = [
+        ratio
+        for cells in by_features.values()
+        for cell in cells
+        for key in ("measured", "predicted")
+        for ratio in cell[key].values()
+    ]
+    return 0.8 * min(ratios), 1.8 * max(ratios)  # above: what the rings mean
+
+
+def _draw_panel(axes, features: int, cells: list[dict], limits, first: bool) -> None:
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    lengths = [cell["shape"][1] for cell in cells]
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_ylim(*limits)
+    axes.set_xlim(lengths[0] / 1.25, lengths[-1] * 1.25)
+    axes.axhline(1, color=FAINT, lw=0.8, zorder=0)
+    axes.axvline(LONGEST_GRAM, color=FAINT, lw=0.8, ls=(0, (2, 3)), zorder=0)
+    for name, style in STYLES.items():
+        line = {key: style[key] for key in ("color", "linestyle")}
+        axes.plot(lengths, [cell["predicted"][name] for cell in cells], lw=1.5, **line)
+        axes.plot(
+            lengths, [cell["measured"][name] for cell in cells], linestyle="none",
+            marker=style["marker"], ms=6, mfc="none", mec=style["color"], mew=1.4,
+        )  # fmt: skip
+    _mark_crossings(axes, cells, limits)
+    axes.set_xticks(lengths, [f"{t}\n{cell['shape'][0]}" for t, cell in zip(lengths, cells)])  # noqa: B905
+    axes.xaxis.set_minor_locator(NullLocator())
+    ticks = [t for t in (0.25, 0.5, 1, 2, 4, 8, 16, 32) if limits[0] <= t <= limits[1]]
+    axes.yaxis.set_major_locator(FixedLocator(ticks))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_yticklabels([f"{tick:g}×" for tick in ticks] if first else [])
+    axes.tick_params(labelsize=8.5, color=FAINT, labelcolor=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("tokens of a sample T, and samples B below", size=8.5, color=FAINT)
+    title = f"d = p = {features}, ordinary {cells[0]['ordinary_ms']:.3f} ms"
+    axes.set_title(title, size=10, loc="left", color=INK)
+    if first:
+        axes.set_ylabel("norm and clipped sum / ordinary gradient", size=8.5, color=FAINT)
+
+
+def _mark_crossings(axes, cells: list[dict], limits: tuple[float, float]) -> None:
+    """A ring and a number where measured curves meet; what the numbers mean is in the corner."""
+    lines = []
+    for number, (one, other) in enumerate(pairs(), start=1):
+        point = crossing(cells, "measured", one, other)
+        if point is None:
+            continue
+        axes.plot(*point, marker="o", ms=12, mfc="none", mec=INK, mew=1.0)
+        axes.annotate(
+            str(number), point, xytext=(0, 10), textcoords="offset points", size=8.5,
+            weight="bold", ha="center", color=INK,
+        )  # fmt: skip
+        predicted = crossing(cells, "predicted", one, other)
+        expected = "none" if predicted is None else f"{predicted[0]:.0f}"
+        lines.append(f"{number}: {one} = {other} at T = {point[0]:.0f} (predicted {expected})")
+    axes.text(
+        0.02, 0.985, "\n".join(lines), transform=axes.transAxes, size=8, va="top", color=INK,
+        linespacing=1.35,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+    )  # fmt: skip
+
+
+def _write_around(figure, results: dict) -> None:
+    """Title, legend and caption."""
+    from matplotlib.lines import Line2D
+
+    figure.text(
+        0.012, 0.975, "Norm and clipped sum of one linear layer: which algorithm pays",
+        size=13, weight="bold", color=INK, va="top",
+    )  # fmt: skip
+    handles = [
+        Line2D([], [], lw=1.5, ms=6, mfc="white", mew=1.4, label=MEANINGS[name], **style)
+        for name, style in STYLES.items()
+    ]
+    figure.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(0.004, 0.92), ncols=3,
+        frameon=False, fontsize=8.5, handlelength=3.2, columnspacing=1.6,
+    )  # fmt: skip
+    figure.text(0.012, 0.105, caption(results), size=8, color=FAINT, va="top", linespacing=1.4)
+
+
+def caption(results: dict) -> str:
+    where = results["environment"]
+    gpus = where.get("gpus") or [{"name": "no GPU"}]
+    return (
+        f"y [B, T, d], a [B, T, p] in bfloat16, B·T = {TOKENS}. Markers: measured, medians of "
+        f"{results['rounds']} interleaved samples; lines: predicted by the plan; rings: measured "
+        f"curves meet.\n"
+        f"1×: the ordinary weight gradient by the library. Gram norms of {GRAM_LAYERS} layers are "
+        f"one launch. Up to the dotted line at T = {LONGEST_GRAM} the plan may take width.\n"
+        f"{gpus[0]['name']}, torch {where.get('torch')}, triton {where.get('triton')}, "
+        f"{str(where.get('date'))[:10]}"
+    )

@@ -1,0 +1,130 @@
+"""What the pictures of `experiments.llama_fsdp` share: colours, sizes, heads, labels."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from experiments.llama_fsdp.results import good_rounds
+from measure import OK
+
+# Okabe and Ito's colour-blind safe palette
+COLOURS = {
+    "no_dp": "#6B6B6B",
+    "ghost_fsdp": "#E69F00",
+    "flash_fsdp": "#D55E00",
+    "bookkeeping_fsdp": "#56B4E9",
+    "flash_bookkeeping_fsdp": "#0072B2",
+}
+MARKERS = dict(zip(COLOURS, "os^Dv", strict=True))
+INK, FAINT, LATER = "#222222", "#6B6B6B", "#D9D9D9"
+WIDTH, DPI = 9.0, 200  # inches; dots an inch
+HEAD, KEY, FOOT = 0.76, 0.26, 0.6  # inches above and below the axes; of a legend
+ROW, GAP = 0.34, 0.42  # inches: of a bar, and between the lengths
+ROOM = 1.5  # width of the axes in widths of the longest bar: text stands behind bars
+COLUMN = 1.06  # where labels begin, in widths of the axes that hold the points
+
+
+def new_figure(height: float, title: str, subtitle: str) -> tuple[Any, float]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor="white")
+    style = {"x": 0.012, "ha": "left", "va": "top", "parse_math": False}
+    figure.text(y=1 - 0.1 / height, s=title, size=13, weight="bold", color=INK, **style)
+    lines = "\n".join(textwrap.wrap(subtitle, 122, max_lines=2, placeholder=" ..."))
+    figure.text(y=1 - 0.37 / height, s=lines, size=8.5, color=FAINT, **style)
+    return figure, height
+
+
+def draw_key(figure: Any, entries: Sequence[tuple[str, list[str]]]) -> None:
+    """What colours mean, below the subtitle; an entry may have several."""
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
+
+    figure.legend(
+        [tuple(Patch(color=colour) for colour in colours) for _, colours in entries],
+        [text for text, _ in entries],
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        loc="upper left", bbox_to_anchor=(0.004, 1 - 0.66 / figure.get_figheight()), ncols=2,
+        frameon=False, fontsize=8.5, handlelength=2.4, columnspacing=2.5,
+    )  # fmt: skip
+
+
+def plain(axes: Any, spines: Sequence[str]) -> None:
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(side in spines)
+        axes.spines[side].set_color(FAINT)
+    axes.tick_params(labelsize=8.5, color=FAINT, labelcolor=INK)
+
+
+def interval_words(results: Sequence[dict]) -> str:
+    """What the intervals of ratios are: those of one round know nothing of another."""
+    rounds = [len(good_rounds(r)) for r in results if r["status"] == OK]
+    return f"95 % interval{' within the one round' if max(rounds, default=0) == 1 else ''}"
+
+
+def memory_kind(results: Sequence[dict]) -> str:
+    return "allocated" if any(r["num_gpus"] for r in results) else "resident"
+
+
+def short(value: float) -> str:
+    """Three digits that count: 755, 62.0, 0.63."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def set_range(setter: Callable[[float, float], Any], values: Sequence[float]) -> None:
+    """Room around the points: a third of their extent, or of a tenth of their size."""
+    low, high = min(values), max(values)
+    room = 0.3 * max(high - low, 0.1 * high)
+    setter(max(0.0, low - room), high + room)
+
+
+def draw_column(
+    axes: Any,
+    labels: Sequence[tuple[float, float, str, str]],
+    notes: Sequence[str] = (),
+    markers: Sequence[str] = (),
+) -> None:
+    """Labels (x, y, text, colour) right of the axes, at least a line apart, tied to their points.
+
+    Notes stand below them. With `markers`, one a label, a label has its point's in place of a line
+    to it, which would cross other points where they are at any x.
+    """
+    shapes = dict(zip(labels, markers, strict=True)) if markers else {}
+    count = len(labels) + len(notes)
+    if not count:
+        return
+    line = min(0.105, 1.0 / (count + 1))
+    low, high = axes.get_ylim()
+    ordered = sorted(labels, key=lambda label: label[1])
+    heights: list[float] = []
+    floor = line * (len(notes) + 0.4) if notes else 0.0
+    for _, y, _, _ in ordered:
+        heights.append(max((y - low) / (high - low), heights[-1] + line if heights else floor))
+    over = max(0.0, heights[-1] - (1 - line / 2)) if heights else 0.0
+    for i in range(len(heights) - 1, -1, -1):  # push down what has been pushed over the top
+        top = heights[i + 1] - line if i + 1 < len(heights) else 1 - line / 2
+        heights[i] = min(heights[i], top) if over else heights[i]
+    place = axes.transAxes
+    for label, height in zip(ordered, heights, strict=True):
+        x, y, text, colour = label
+        if label in shapes:
+            axes.plot(
+                COLUMN, height, shapes[label], ms=6, color=colour, transform=place, clip_on=False
+            )
+            axes.text(
+                COLUMN + 0.03, height, text, size=8.5, color=colour, va="center", transform=place
+            )
+            continue
+        axes.annotate(
+            text, (x, y), xytext=(COLUMN, height), textcoords=place, size=8.5, color=colour,
+            va="center", annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.6, "alpha": 0.6,
+                        "relpos": (0, 0.5), "shrinkA": 2, "shrinkB": 4},
+        )  # fmt: skip
+    for i, note in enumerate(reversed(notes)):
+        axes.text(
+            COLUMN, line * (i + 0.4), note, size=8.5, style="italic", color=FAINT, va="center",
+            transform=place,
+        )  # fmt: skip

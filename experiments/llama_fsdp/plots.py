@@ -1,0 +1,50 @@
+"""The four pictures of `experiments.llama_fsdp`, from its results.
+
+| file | question |
+| --- | --- |
+| memory_comparison | how much memory does a mode need, at each length? |
+| time_comparison | how long is a step, and what part of it is noise and AdamW? |
+| memory_vs_time_tradeoff | what does a mode pay in one for the other? |
+| overhead_analysis | how does the price over `no_dp` change with the length? |
+
+Every mark is labelled: where it stands, on its right, or beside the shape of its point. A cell that
+failed says so in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.llama_fsdp.bars import draw_memory, draw_time
+from experiments.llama_fsdp.overhead import draw_overhead
+from experiments.llama_fsdp.results import BASELINE
+from experiments.llama_fsdp.tradeoff import draw_tradeoff
+from measure.picture import save_picture
+
+SENTENCES = {
+    "memory_comparison": f"Of bars of one length, what one is longer than that of {BASELINE} is "
+    "memory that the mode costs.",
+    "time_comparison": "The coloured part of a bar is forward, backward, clipping and exchange, "
+    f"the grey end noise and AdamW: a mode is cheap where both end near those of {BASELINE}.",
+    "memory_vs_time_tradeoff": "A point left of and below another is better in both; one near the "
+    f"crossing of the dashed lines costs hardly more than {BASELINE}.",
+    "overhead_analysis": "A line that falls towards 1 is a price that longer samples pay off, a "
+    "level one is paid at every length; intervals that overlap show no difference between modes.",
+}
+"""What to read off each, for those who show it."""
+
+
+def draw(results: Sequence[dict], folder: Path) -> list[Path]:
+    """Write all four; their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = {
+        "memory_comparison": draw_memory,
+        "time_comparison": draw_time,
+        "memory_vs_time_tradeoff": draw_tradeoff,
+        "overhead_analysis": draw_overhead,
+    }
+    paths = [folder / f"{name}.png" for name in pictures]
+    for path, make in zip(paths, pictures.values(), strict=True):
+        save_picture(make(results), path, SENTENCES[path.stem])
+    return paths

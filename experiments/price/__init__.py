@@ -1,0 +1,1 @@
+"""What a private step costs on one GPU: `python -m experiments.price`."""

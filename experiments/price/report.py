@@ -1,0 +1,69 @@
+"""Tables of the price experiments: ratios to the ordinary step, growth with the length."""
+
+from collections.abc import Iterable
+
+from measure import Column, format_table, ratio, summarize
+from measure.growth import FEWEST, Growth, fit_growth
+
+RATIOS = """\
+ratio [low, high]: complete steps, with noise and AdamW, against ordinary ones of the same rounds
+and its 95 % interval, which means little below three rounds; without step: forward, backward and
+exchange alone"""
+PLACES = "times are of the slowest rank, peaks of the largest"
+
+
+def legend(results: list[dict]) -> str:
+    """Of `report` over several ranks; without ordinary steps there are no ratios to explain."""
+    measured = {cell["variant"] for cell in results}
+    return f"{RATIOS}; {PLACES}" if "ordinary" in measured and len(measured) > 1 else PLACES
+
+
+def report(results: list[dict]) -> str:
+    """One line a row and variant, ordinary ones first: ratios to those of the same rounds; growths
+    with their 95 % intervals, where rows with one batch size have several lengths."""
+    lines = []
+    for row in dict.fromkeys(cell["row"] for cell in results):
+        cells = [c for c in results if c["row"] == row and "step_ms" in c]
+        base = [c for c in cells if c["variant"] == "ordinary"]
+        variants = dict.fromkeys(c["variant"] for c in cells)
+        for variant in sorted(variants, key=lambda name: name != "ordinary"):
+            own = [c for c in cells if c["variant"] == variant]
+            peak = max(c["peak_mib"] for c in own)
+            step = summarize([x for c in own for x in c["step_ms"]]).median
+            line = {"row": row, "variant": variant, "step ms": step, "peak MiB": peak}
+            if base:
+                whole, part = (_ratio(own, base, key) for key in ("step_ms", "without_step_ms"))
+                line |= {
+                    "ratio": whole.value, "low": whole.low, "high": whole.high,
+                    "without step": part.value,
+                    "peak ratio": peak / max(c["peak_mib"] for c in base),
+                }  # fmt: skip
+            lines.append(line)
+    columns = ["row", "variant", Column("step ms", format=".1f")]
+    columns += [Column(key, format=".3f") for key in ("ratio", "low", "high", "without step")]
+    columns += [Column("peak MiB", format=",.0f"), Column("peak ratio", format=".3f")]
+    growths = [
+        f"B = {batch}, {variant}: step time grows as {growth}"
+        for (batch, variant), growth in growths_of(lines).items()
+    ]
+    return "\n".join([format_table(columns, lines), *growths])
+
+
+def growths_of(lines: Iterable[dict]) -> dict[tuple[int, str], Growth]:
+    """(batch size, variant) -> how its step time grows, where there are enough lengths for an
+    interval. A line has `row` (BxT), `variant` and `step ms`."""
+    points: dict[tuple[int, str], dict[int, float]] = {}
+    for line in lines:
+        batch, tokens = map(int, line["row"].split("x"))
+        points.setdefault((batch, line["variant"]), {})[tokens] = line["step ms"]
+    return {
+        key: fit_growth(list(own), list(own.values()))
+        for key, own in points.items()
+        if len(own) >= FEWEST
+    }
+
+
+def _ratio(own: list[dict], base: list[dict], key: str):
+    rounds = sorted({c["round"] for c in own} & {c["round"] for c in base})
+    pick = lambda cells: [next(c[key] for c in cells if c["round"] == r) for r in rounds]  # noqa: E731
+    return ratio(pick(own), pick(base))

@@ -1,0 +1,1 @@
+"""What a private step costs under FSDP2: `python -m experiments.price_sharded`."""

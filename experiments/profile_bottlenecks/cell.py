@@ -1,0 +1,200 @@
+"""One length of `experiments.profile_bottlenecks`: where the time of a private step goes.
+
+Steps with the profiling switch on and off take turns: the phases are those of steps with it, the
+complete time is that of steps without, and what lies between is what the switch costs. One further
+step is recorded by PyTorch's profiler: when the device computes, sends, and does neither.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from experiments.llama_fsdp.cell import Batch, Run, make_batches
+from experiments.llama_fsdp.results import Cell, Settings, single_result
+from experiments.profile_bottlenecks.verdict import PHASES
+from lm.runtime import Hardware, PeakMemory, StepClock, Worker
+from measure import OK, environment
+from tracing import load_trace, overlap, phase, profile
+
+COLLECTIVES = ("norm_all_reduce", "hand_over", "reduce_scatter", "gradient_sync")
+
+
+def measure(cell: Cell, settings: Settings, hardware: Hardware, worker: Worker, watch: Any) -> dict:
+    """The result of this length; times in milliseconds, phases those of rank 0."""
+    watch.at("building the model")
+    run = Run(cell, settings, worker)
+    batches = make_batches(cell.seq_length, run.config.vocab_size, settings, worker)
+    warm_up, timed = batches[: settings.warmup_iter], batches[settings.warmup_iter :]
+    for number, batch in enumerate(warm_up):
+        watch.at(f"warm-up step {number + 1}")
+        step(run, batch)
+    run.profile.forget()
+    wait(worker)
+    memory = PeakMemory(worker.device)
+    with_it, without = take_turns(run, timed, worker, watch)
+    peak = slowest([float(memory.bytes() or 0)], worker)[0]
+    phases = phases_of(with_it, run.profile.steps())
+    data = run.profile.data()
+    watch.at("the traced step")
+    trace = traced(run, timed[-1], worker)
+    totals = slowest([sum(parts) for parts in without], worker)
+    backward = slowest([sum(parts[:3]) for parts in without], worker)
+    result = single_result(
+        cell, settings, hardware, worker.world_size, status=OK, step_ms=totals,
+        forward_backward_ms=backward, peak_bytes=peak or None, vocab_size=run.config.vocab_size,
+        parameters=run.parameters, trained_parameters=run.trained, environment=environment(),
+        profile=data,
+    )  # fmt: skip
+    return result | {
+        "phases_ms": phases,
+        "layer_norm_ms": layer_norms(data["ranges"]),
+        "step_with_profiling_ms": slowest([sum(parts) for parts in with_it], worker),
+        "trace": trace,
+        "plan_seconds": plan_seconds(run),
+        "device_memory_mb": device_memory(worker.device),
+    }
+
+
+def step(run: Run, batch: Batch, clock: StepClock | None = None) -> None:
+    """Marks after forward, backward, the exchange of sums, and noise with AdamW."""
+    mark = (lambda: None) if clock is None else clock.mark
+    tokens, labels = batch
+    with phase("forward_pass"):
+        loss = run.criterion(run.model(input_ids=tokens).logits, labels)
+    mark()
+    loss.backward()
+    mark()
+    run.model.finish_synchronization()
+    mark()
+    with phase("optimizer_step"):
+        run.step()
+    mark()
+
+
+def take_turns(
+    run: Run, batches: Sequence[Batch], worker: Worker, watch: Any
+) -> tuple[list[list[float]], list[list[float]]]:
+    """The four parts of each step, with the switch on and off."""
+    switch = run.profile
+    clocks = {True: [], False: []}
+    for number, batch in enumerate(batches):
+        watch.at(f"step {number + 1}")
+        for is_on in (True, False) if number % 2 else (False, True):
+            turn(run, switch if is_on else None)
+            clock = StepClock(worker.device)
+            clock.mark()
+            step(run, batch, clock)
+            clocks[is_on].append(clock)
+    turn(run, switch)
+    wait(worker)
+    with_it, without = ([c.milliseconds() for c in clocks[is_on]] for is_on in (True, False))
+    return with_it, without
+
+
+def turn(run: Run, switch: Any) -> None:
+    """On with a profile, off with None."""
+    model = run.model
+    for holder in (model, model.capture, model.capture.sums, run.optimizer):
+        if holder is not None:
+            holder.profile = switch
+
+
+def phases_of(parts: Sequence[Sequence[float]], steps: Sequence[dict]) -> dict[str, float]:
+    """Medians over the steps of rank 0; a phase that there is not is absent."""
+    found: dict[str, list[float]] = {}
+    for marks, one in zip(parts, steps, strict=True):
+        for name, ms in split(marks, one["ranges"]).items():
+            found.setdefault(name, []).append(ms)
+    return {name: median(found[name]) for name in PHASES if name in found}
+
+
+def split(marks: Sequence[float], ranges: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Of one step: each range's own time to one phase; what no range has to the part it lies in."""
+    own = {name: times["own_ms"] for name, times in ranges.items()}
+    layers = {
+        what: [ms for n, ms in own.items() if n.startswith(what)] for what in ("norm/", "sum/")
+    }
+    take = lambda *names: sum(own.get(name, 0.0) for name in names)  # noqa: E731
+    found = {
+        "forward": marks[0],
+        "norms": sum(layers["norm/"]),
+        "coefficients": take("clip_coefficients", "norm_stack", "norm_local_sum"),
+        "second backward": take("second_backward"),
+        "sums": sum(layers["sum/"]) + take("weighted_sum"),
+        "collectives": take(*COLLECTIVES),
+        "noise": take("noise"),
+        "optimizer": max(0.0, marks[3] - take("noise")),
+    }
+    others = sum(ms for name, ms in found.items() if name not in ("forward", "optimizer", "noise"))
+    found["first backward"] = max(0.0, marks[1] + marks[2] - others)
+    absent = {"second backward": ["second_backward"], "collectives": COLLECTIVES}
+    gone = [n for n, needed in absent.items() if not any(one in own for one in needed)]
+    return {name: ms for name, ms in found.items() if name not in gone}
+
+
+def layer_norms(ranges: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Layer, or layers of one launch -> milliseconds a step."""
+    found: dict[str, float] = {}
+    for name, times in ranges.items():
+        if name.startswith("norm/"):
+            layers = name.split("/", 2)[2]
+            found[layers] = found.get(layers, 0.0) + times["own_ms"]
+    return found
+
+
+def traced(run: Run, batch: Batch, worker: Worker) -> dict[str, Any]:
+    """Of one step of rank 0, in milliseconds: see `tracing.Overlap`."""
+    if not worker.is_first:
+        step(run, batch)
+        wait(worker)
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        with profile(path, device_type=worker.device.type, memory=False):
+            step(run, batch)
+        found = overlap(load_trace(path))
+    wait(worker)
+    names = ("span", "computation", "communication", "exposed", "idle")
+    return {"basis": found.basis} | {n: getattr(found, n) / 1000 for n in names}
+
+
+def plan_seconds(run: Run) -> dict[str, float] | None:
+    """Predicted seconds of all linear norms and sums, as planned and as `auto` would; None where
+    no fused kernels ran."""
+    from dp_clipping.plan import Plan, rates_of
+
+    capture = run.model.capture
+    if capture.plan is None:
+        return None
+    free = Plan(capture.plan.uses, rates_of(capture.anchor.device))
+    return {
+        "planned": sum(choice.seconds for choice in capture.plan.choices),
+        "auto": sum(choice.seconds for choice in free.choices),
+    }
+
+
+def device_memory(device: torch.device) -> float | None:
+    """MiB of the GPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).total_memory / 2**20
+
+
+def wait(worker: Worker) -> None:
+    if worker.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def slowest(values: Sequence[float], worker: Worker) -> list[float]:
+    """Each value's maximum over the ranks."""
+    x = torch.tensor(values, dtype=torch.float64, device=worker.device)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    return x.tolist()

@@ -1,0 +1,225 @@
+"""What `experiments.profile_bottlenecks` does: a sweep over lengths, and one ranked verdict.
+
+Each length is measured in processes of its own; one that runs out of memory or fails is a row like
+the others. The same command with the same --output-dir goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from experiments.llama_fsdp.grid import Start, run_cell, run_under_torchrun
+from experiments.llama_fsdp.network import SHAPES, config_of, files_of, without_token
+from experiments.llama_fsdp.results import MODES, Cell, Settings, differs
+from experiments.profile_bottlenecks.options import (
+    PROGRAM,
+    cell_command,
+    complete,
+    mode_of,
+    parse,
+    settings_of,
+)
+from experiments.profile_bottlenecks.verdict import (
+    PHASES,
+    as_json,
+    bounds,
+    described,
+    growths,
+    headline,
+    in_words,
+    measured,
+    overhead,
+    profiled_ms,
+)
+from lm.launch import INTERRUPTED, run_ranks
+from lm.runtime import (
+    Hardware,
+    find_hardware,
+    is_first_of_host,
+    launched,
+    launched_rank,
+    launched_world_size,
+)
+from measure import OK, OOM, Column, Results, format_table, write_atomically
+from measure.command_line import check_folder, refuse
+from measure.report import say_report
+from measure.words import counted
+
+LAYERS_SHOWN = 5
+MIB_OF_GIB = 1024
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0, 1 if a length failed and not by memory, 2 for bad input."""
+    options = parse(arguments)
+    try:
+        hardware = find_hardware("cpu" if options.cpu else "auto", options.num_processes)
+        complete(options, hardware)
+        if options.length and launched():
+            return one_rank(options, hardware)
+        if launched_rank() == 0:
+            config_of(options.model_name)
+            size = launched_world_size() if launched() else hardware.num_processes
+            check_results(options, size)
+            if options.model_name not in SHAPES:
+                files_of(options.model_name)
+    except (ValueError, OSError) as error:
+        return refuse(PROGRAM, without_token(str(error)), speaks=is_first_of_host())
+    try:
+        if launched():
+            size = launched_world_size()
+            return run_under_torchrun(lambda s: sweep(options, hardware, size, s), hardware)
+        print(hardware.sentence, flush=True)
+        start = lambda command: run_ranks(command, hardware.num_processes)  # noqa: E731
+        return sweep(options, hardware, hardware.num_processes, start)
+    except KeyboardInterrupt:
+        print(f"interrupted: the same command with --output-dir {options.output_dir} resumes",
+              file=sys.stderr)  # fmt: skip
+        return INTERRUPTED
+
+
+def check_results(options: argparse.Namespace, world_size: int) -> None:
+    """Raises ValueError if the folder cannot be written, or holds results of something else: they
+    would be tabled and fitted together."""
+    folder, settings, mode = options.output_dir, settings_of(options), mode_of(options)
+    check_folder("--output-dir", folder, create=False)
+    for row in Results(folder).rows():
+        if what := _another(row, mode, settings, world_size):
+            raise ValueError(f"--output-dir {folder} holds results of {what}; name another folder")
+
+
+def _another(row: dict, mode: str, settings: Settings, world_size: int) -> str:
+    """What else than this experiment the row is of; empty if nothing."""
+    if row.get("mode") != mode:
+        return f"mode {MODES.get(row.get('mode'), 'none')}, not {MODES[mode]}"
+    return differs(settings, world_size, row)
+
+
+def one_rank(options: argparse.Namespace, hardware: Hardware) -> int:
+    from experiments.llama_fsdp.cell import work
+    from experiments.profile_bottlenecks.cell import measure
+
+    cell = Cell(mode_of(options), options.length)
+    return work(cell, settings_of(options), hardware, options.output, measure)
+
+
+def sweep(options: argparse.Namespace, hardware: Hardware, world_size: int, start: Start) -> int:
+    """Every length that is not finished, then picture and verdict."""
+    folder, settings = options.output_dir, settings_of(options)
+    results = Results(folder)
+    device = "cpu" if hardware.device_type == "cpu" else torch.cuda.get_device_name(0)
+    cells = [Cell(mode_of(options), length) for length in options.seq_lengths]
+    keys = {cell.key(settings, world_size, device, torch.__version__): cell for cell in cells}
+    todo = {key: cell for key, cell in keys.items() if not results.finished(key)}
+    if done := len(keys) - len(todo):
+        verb = "is" if len(keys) == 1 else "are"
+        print(f"{done} of {counted(len(keys), 'length')} {verb} finished in {folder}", flush=True)
+    for number, (key, cell) in enumerate(todo.items(), 1):
+        row = {"key": key, **run_length(options, cell, hardware, world_size, start)}
+        results.record({**row, "command": options.typed})
+        print(f"[{number}/{len(todo)}] {describe(row)}", flush=True)
+    newest = {row["key"]: row for row in results.rows()}
+    rows = [newest[key] for key in keys]
+    report(rows, options)
+    return int(any(row["status"] not in (OK, OOM) for row in rows) or not measured(rows))
+
+
+def run_length(
+    options: argparse.Namespace, cell: Cell, hardware: Hardware, world_size: int, start: Start
+) -> dict:
+    """One length's result, that of a failure too."""
+    output = options.output_dir / ".cell.json"
+    words = cell_command(options, cell.seq_length, output)
+    row = run_cell(words, cell, settings_of(options), hardware, world_size, start, output)
+    output.unlink()
+    return row
+
+
+def report(rows: Sequence[dict], options: argparse.Namespace) -> None:
+    """Summary, verdict, picture and report, from what has been measured; written before they are
+    shown, since nobody may read on."""
+    folder = options.output_dir
+    limit = options.memory_limit_gb and options.memory_limit_gb * MIB_OF_GIB
+    text = summarize(rows, limit)
+    write_atomically(folder / "summary.txt", text + "\n")
+    if measured(rows):
+        from experiments.profile_bottlenecks.plot import draw
+
+        write_atomically(folder / "verdict.json", json.dumps(as_json(rows, limit), indent=1) + "\n")
+        draw(rows, limit, folder / "bottlenecks.png")
+    drawn = "verdict.json, bottlenecks.png, " if measured(rows) else ""
+    written = say_report(folder)
+    print(f"\n{text}\n\n{folder}: summary.txt, {drawn}results.jsonl\n{written}")
+
+
+def summarize(rows: Sequence[dict], limit_mb: float | None) -> str:
+    """Tables, exponents, and the verdict."""
+    table = [
+        {
+            "tokens": row["seq_length"], "status": row["status"], "reason": row["reason"],
+            "total": row["median_time_ms"], "MiB": row["peak_memory_mb"],
+            **row.get("phases_ms", {}),
+            "sum": profiled_ms(row) if row["status"] == OK else None,
+        }
+        for row in rows
+    ]  # fmt: skip
+    there = [name for name in PHASES if any(name in row for row in table)]
+    columns = [Column("tokens", right=True), *(_ms(n) for n in [*there, "sum", "total"])]
+    columns.append(Column("MiB", format=",.0f", right=True))
+    lines = [
+        f"Bottlenecks of {described(rows)}",
+        "Milliseconds a step, medians: phases and their sum on rank 0 with profiling, total of "
+        "the slowest rank without. Shares are of the sum; on a GPU, of the part in which it works "
+        "and of what it idles without profiling. Not covered by epsilon.", "",
+        format_table(columns, table), "",
+    ]  # fmt: skip
+    good = measured(rows)
+    if not good:
+        return "\n".join([*lines, "No length could be measured: shorter ones, --seq-lengths."])
+    lines += ["Growth with the length T (exponent, 95 % interval by Student's t):"]
+    found = [f"  {name}: {growth}" for name, growth in growths(rows).items()]
+    lines += found or ["  of one length nothing is known; give more, --seq-lengths"]
+    layers = sorted(good[-1]["layer_norm_ms"].items(), key=lambda item: -item[1])[:LAYERS_SHOWN]
+    shown = [{"layers": _short(name), "norm ms": ms} for name, ms in layers]
+    lines += ["", format_table(
+        ["layers", Column("norm ms", format=".3f")], shown,
+        title=f"Slowest norms at {good[-1]['seq_length']} tokens",
+    )]  # fmt: skip
+    lines += ["", verdict(rows, limit_mb)]
+    return "\n".join([*lines, switch_cost(good[-1])])
+
+
+def switch_cost(row: dict) -> str:
+    """In a sentence. The first steps of all are slow, whether it is on or off."""
+    if not row["config"]["warmup_iter"]:
+        return "What the profiling switch costs is not measurable without warm-up: --warmup-iter."
+    return f"The profiling switch cost {overhead(row) - 1:+.1%} of a step there."
+
+
+def verdict(rows: Sequence[dict], limit_mb: float | None) -> str:
+    """What bounds the longest length that was measured; the first line is the answer."""
+    found = bounds(rows, limit_mb)
+    head = f"Verdict: {headline(rows, limit_mb)}"
+    return "\n".join([head, *(f"  {number}. {one}" for number, one in enumerate(found, 1))])
+
+
+def describe(row: dict) -> str:
+    """One line of progress."""
+    if row["status"] != OK:
+        return f"{row['seq_length']} tokens: {row['status']}: {row['reason']}"
+    name = in_words(bounds([row])[0].name)
+    return f"{row['seq_length']} tokens: {row['median_time_ms']:.1f} ms a step, bound by {name}"
+
+
+def _ms(name: str) -> Column:
+    return Column(name, format=".1f", right=True)
+
+
+def _short(name: str) -> str:
+    first, *others = name.split("+")
+    return f"{first} and {len(others)} more" if others else first

@@ -1,0 +1,1 @@
+"""Every mode beside the reference: `python -m experiments.verify_correctness`."""

@@ -1,0 +1,21 @@
+"""Each option of the commands says what it is without it."""
+
+import argparse
+
+import pytest
+
+from experiments.llama_fsdp import options as llama_fsdp
+from experiments.profile_bottlenecks import options as profile_bottlenecks
+from experiments.verify_correctness import __main__ as verify_correctness
+
+
+@pytest.mark.parametrize("module", [llama_fsdp, profile_bottlenecks, verify_correctness])
+def test_every_option_says_its_default(module):
+    options = [
+        action
+        for action in module.parser()._actions
+        if action.help != argparse.SUPPRESS and action.dest != "help"
+    ]
+    assert len(options) > 8
+    silent = [o.option_strings[0] for o in options if "(default: " not in o.help]
+    assert silent == []

@@ -1,0 +1,38 @@
+"""Ctrl-C while a command is still importing: one line, and the status that shells know."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Waits at the first import of torch, as a slow disk does.
+SLOW = """
+import runpy, sys, time
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print("importing", flush=True)
+            time.sleep(60)
+sys.meta_path.insert(0, Slow())
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["llama_fsdp", "price_sharded", "profile_bottlenecks", "verify_correctness"]
+)
+def test_an_import_that_is_interrupted(name):
+    command = [sys.executable, "-c", SLOW, f"experiments.{name}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=dict(os.environ), **pipes) as process:
+        assert process.stdout.readline() == "importing\n"
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (130, "interrupted\n")
