@@ -1,8 +1,12 @@
 """Fixtures shared by all rooms."""
 
 import os
+import signal
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+# A shell that starts this in the background has Ctrl-C ignored here, and in all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch

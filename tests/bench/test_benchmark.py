@@ -170,6 +170,7 @@ def test_the_report_has_the_numbers_of_the_rows_and_of_the_table(finished, folde
     assert shlex.join(rows[0]["command"]) in page.text
 
 
+@pytest.mark.slow  # a resumed run, below, measures only what is missing
 def test_a_rerun_measures_nothing_and_prints_the_same(finished, arguments, folder, rows):
     again = benchmark(*arguments)
     assert (again.returncode, again.stdout) == (0, finished.stdout)
@@ -196,6 +197,7 @@ def test_a_resumed_run_measures_only_what_is_missing(interrupted, rows, folder):
     assert (folder / "results.jsonl").read_text().startswith(interrupted.rows)
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_whole_files_and_no_workers(tmp_path):
     process = launch("--implementations", "none", "ddp", "--output-dir", tmp_path)
     wait_for_rows(tmp_path, 2)

@@ -346,6 +346,7 @@ def test_phases_of_a_private_step_are_timed(profiled):
         assert phase in text
     assert "second backward" not in text
     assert "squared norms, which no all-reduce adds up" in text
+    assert "Synchronisation is never switched off" in text
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,8 +1,11 @@
 """Bad input: one line that names the option, exit status 2, and nothing has started."""
 
 import argparse
+import errno
 import os
 import re
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -135,9 +138,13 @@ def test_cuda_without_a_gpu(no_workers, capfd, monkeypatch):
 
 
 def test_a_folder_without_permission(no_workers, capfd, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda *_: False)  # the superuser may write anywhere
+    def refused(**options):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refused)  # the superuser may write anywhere
     assert command.main([*CPU, "--output-dir", "new", "--dry-run"]) == 2
     assert "--output-dir new: cannot be written to (Permission denied)" in capfd.readouterr().err
+    assert not Path("new").exists()
 
 
 def test_the_script_itself_exits_with_2():

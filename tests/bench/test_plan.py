@@ -40,7 +40,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(folder):
-    return interpreted(*MODES, "--show-plan", "--memory-budget-mb", 0.02, "--output-dir", folder)
+    short = ["--steps-per-epoch", 1, "--output-dir", folder]
+    return interpreted(*MODES, "--show-plan", "--memory-budget-mb", 0.02, *short)
 
 
 def test_each_choice_has_a_row_and_a_plan(run):
@@ -77,6 +78,7 @@ def profiled(folder):
     return folder / "p"
 
 
+@pytest.mark.slow
 def test_each_layer_has_its_ranges(profiled):
     stem = "ddp_bucketed_flash_bookkeeping_width"
     files = [f"{stem}_{rest}" for rest in ("rank_0_trace.json", "summary.txt", "timeline.png")]
@@ -92,6 +94,7 @@ def test_each_layer_has_its_ranges(profiled):
                 assert whole[0] <= start <= end <= whole[1]
 
 
+@pytest.mark.slow
 def test_the_summary_has_the_plan_with_measured_times(profiled):
     text = (profiled / "ddp_bucketed_flash_bookkeeping_width_summary.txt").read_text()
     assert "norm algorithm               width" in text
