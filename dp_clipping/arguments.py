@@ -74,6 +74,11 @@ def check_kernel_options(
 
 
 def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"optimizer is of type {type(optimizer).__name__}: give a torch.optim.Optimizer over "
+            "module.parameters()"
+        )
     own = set(module.parameters())
     held = {p for group in optimizer.param_groups for p in group["params"]}
     if not held <= own:

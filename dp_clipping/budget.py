@@ -1,5 +1,7 @@
 """A sample of a draw is in one sum of one step, once: what the loader handed out is counted."""
 
+from collections.abc import Callable
+
 
 class Budget:
     """Samples in the user's hands that no backward has used yet; the loader and the model share it.
@@ -11,6 +13,7 @@ class Budget:
         handed: samples of the (micro)batch in the user's hands; None without a Poisson loader, and
             where its draws are taken behind its back: then nothing is counted.
         left: those of them that no backward has used.
+        uses: backwards since they were handed out; all ranks count alike.
         steps: how often something was released.
         is_unused: a draw of the iteration in progress was handed out and is in no step yet.
     """
@@ -18,6 +21,7 @@ class Budget:
     def __init__(self) -> None:
         self.handed: int | None = None
         self.left = 0
+        self.uses = 0
         self.steps = 0
         self.is_unused = False
 
@@ -27,19 +31,30 @@ class Budget:
 
     def hand_over(self, samples: int) -> None:
         self.handed = self.left = samples
+        self.uses = 0
         self.is_unused = True
 
-    def use(self, samples: int) -> None:
-        """A backward is about to add these samples. Raises RuntimeError if they are too many."""
+    def use(self, samples: int, on_any_rank: Callable[[bool], bool] = bool) -> None:
+        """A backward is about to add these samples. Raises RuntimeError if they are too many.
+
+        `on_any_rank` asks the others, from the second backward of a batch on: one that has no
+        samples would go on, and wait for those that raise.
+        """
         if self.handed is None:
             return
-        if samples > self.left:
+        too_many = samples > self.left
+        elsewhere = bool(self.uses) and on_any_rank(too_many)
+        if too_many or elsewhere:
+            what = "samples that another rank has used already"
+            if too_many:
+                what = f"{samples} samples, and of the {self.handed} that the loader handed out "
+                what += f"{self.left} are unused"
             raise RuntimeError(
-                f"backward of {samples} samples, and of the {self.handed} that the loader handed "
-                f"out {self.left} are unused: a sample is in one backward of one step only, so "
-                "take a new batch for each step, add up losses of one batch before one "
-                "backward(), and give several views of a sample as one sample"
+                f"backward of {what}: a sample is in one backward of one step only, so take a new "
+                "batch for each step, add up losses of one batch before one backward(), and give "
+                "several views of a sample as one sample"
             )
+        self.uses += 1
         self.left -= samples
 
     def give_back(self) -> None:

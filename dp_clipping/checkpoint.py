@@ -17,93 +17,71 @@ sums under the same noise give away their difference. So:
 
 | differs from the saved run | what a load does |
 | --- | --- |
-| nothing; mode; number of ranks | saved key: the same draws, noise and sums (to rounding) |
+| nothing; mode; sharded or not | saved key: the same draws, noise and sums (to rounding) |
 | σ, C, clipping, expected batch size | new key, with a warning |
+| number of ranks (all, or those with other samples), CPU or GPU | new key, with a warning |
 | a scheduler, or the optimizer's state, is missing in one of the two | new key, with a warning |
 | data (length or sample rate), or the key file is missing | ValueError; new key if asked for |
 | parameters, optimizer's class, accountant | ValueError |
 
-What cannot be seen here (data of the same length, the learning rate, the code) is the user's: of
-two different continuations of one checkpoint publish one, or give the second `new_keys=True`.
+Ranks and devices are in it because of dropout: torch's random state is each rank's own, and other
+masks make another sum.
+
+What cannot be seen here (data of the same length, the learning rate, the code, with dropout the
+size of microbatches and the GPU's model) is the user's: of two different continuations of one
+checkpoint publish one, or give the second `new_keys=True`. Two that are published compose, and the
+account of neither has the steps of the other, unless both were made in one engine: a load keeps
+what its engine has counted beyond the checkpoint (see ledger.py).
 
 A sharded model is saved as a folder: see checkpoint_sharded.py. A load takes either, whatever the
 model that it is for.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from opacus.accountants.accountant import IAccountant
 
 from dp_clipping import checkpoint_sharded
-from dp_clipping.checkpoint_file import OWN, check_contents, plain, read, scheduler_state, write
+from dp_clipping.checkpoint_file import check_contents, read, write
 from dp_clipping.checkpoint_tensors import is_sharded, lay_out
 from dp_clipping.fits import check_fits
-from dp_clipping.resume import Resume, check_load, check_save, go_on, own_entry
-from dp_clipping.run import Run, agree_on_content, agree_on_success, random_states
+from dp_clipping.resume import Resume, Snapshot, check_load, check_save, go_on
+from dp_clipping.run import agree_on_content, agree_on_success, random_states
 
 
-def save(
-    run: Run,
-    accountant: IAccountant,
-    path: Path,
-    *,
-    with_optimizer: bool,
-    schedulers: Mapping[str, Any],
-    extra: Mapping[str, Any],
-    module_kwargs: Mapping[str, Any],
-    torch_kwargs: Mapping[str, Any],
-) -> None:
+def save(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
     """Write both files on rank 0; every rank returns when they are whole.
+
+    `extra`: further entries of the user's.
 
     Raises:
         RuntimeError: in the middle of a step, or if rank 0 could not write.
         ValueError: if a load without executing code could not read what is to be saved.
     """
+    run = snapshot.run
     check_save(run)
     if is_sharded(run):
-        checkpoint_sharded.save(
-            run, accountant, path, with_optimizer=with_optimizer, schedulers=schedulers,
-            extra=extra, module_kwargs=module_kwargs, torch_kwargs=torch_kwargs,
-        )  # fmt: skip
+        checkpoint_sharded.save(snapshot, extra)
         return
     random = random_states(run)
     problem = None
     if run.group is None or dist.get_rank(run.group) == 0:
         try:
-            contents = {
-                **extra,
-                "module_state_dict": run.model.network.state_dict(**module_kwargs),
-                "privacy_accountant_state_dict": plain(accountant.state_dict()),
-                OWN: own_entry(run, random),
-            }
-            if with_optimizer:
-                contents["optimizer_state_dict"] = run.optimizer.state_dict()
-            for name, scheduler in schedulers.items():
-                contents[name] = scheduler_state(scheduler)
+            contents = snapshot.contents(extra, random, run.optimizer.state_dict)
             check_contents(contents, extra)
-            write(path, contents, run.keys, torch_kwargs)
+            write(snapshot.path, contents, run.keys, snapshot.torch_kwargs)
         except Exception as error:
             if run.group is None:
                 raise
             problem = error
-    agree_on_success(run, path, problem)
+    agree_on_success(run, snapshot.path, problem)
 
 
-def load(
-    run: Run,
-    accountant: IAccountant,
-    path: Path,
-    *,
-    with_optimizer: bool,
-    schedulers: Mapping[str, Any],
-    module_kwargs: Mapping[str, Any],
-    torch_kwargs: Mapping[str, Any],
-    new_keys: bool,
-) -> dict[str, Any]:
+def load(snapshot: Snapshot, new_keys: bool) -> dict[str, Any]:
     """Read and check on every rank, agree, and only then change anything.
+
+    `new_keys`: noise and samples get a new key, whatever the saved one.
 
     Returns:
         The entries that are not read here, and those of module and accountant, as in Opacus.
@@ -112,30 +90,19 @@ def load(
         FileNotFoundError: no such checkpoint.
         ValueError: it is cut short, of another run, or its key is missing; or another rank failed.
     """
+    run, path = snapshot.run, snapshot.path
     if path.is_dir():
-        return checkpoint_sharded.load(
-            run, accountant, path, with_optimizer=with_optimizer, schedulers=schedulers,
-            module_kwargs=module_kwargs, torch_kwargs=torch_kwargs, new_keys=new_keys,
-        )  # fmt: skip
+        return checkpoint_sharded.load(snapshot, new_keys)
     resume, problem = None, None
     try:
-        check_load(run, module_kwargs)
-        saved = read(path, torch_kwargs)
-        keys, notes = check_fits(
-            run,
-            accountant,
-            path,
-            saved,
-            with_optimizer,
-            schedulers,
-            new_keys,
-            module_kwargs.get("strict", True),
-        )
-        resume = Resume(lay_out(run, saved), keys, notes)
+        check_load(snapshot)
+        saved = read(path, snapshot.torch_kwargs)
+        keys, kept, notes = check_fits(snapshot, saved, new_keys)
+        resume = Resume(lay_out(run, saved), keys, kept, notes)
     except Exception as error:
         if run.group is None:
             raise
         problem = error
     agree_on_content(run, path, resume and resume.digest(), problem)
     assert resume is not None
-    return go_on(run, accountant, path, resume, with_optimizer, schedulers, module_kwargs)
+    return go_on(snapshot, resume)

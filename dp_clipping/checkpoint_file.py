@@ -1,5 +1,6 @@
 """The file of a checkpoint: what is in it, written whole, read without executing code."""
 
+import os
 import pickle
 from collections.abc import Mapping
 from io import BytesIO
@@ -8,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from dp_clipping.keys import Keys, read_keys, write_keys
@@ -20,10 +20,21 @@ OWN_ENTRIES = (
     "run", "key_fingerprint", "steps", "sampler", "start", "noise_multiplier", "max_grad_norm",
     "random",
 )  # fmt: skip
-ALWAYS = ("module_state_dict", "privacy_accountant_state_dict")
+MODULE, OPTIMIZER = "module_state_dict", "optimizer_state_dict"
+ACCOUNTANT = "privacy_accountant_state_dict"
+ALWAYS = (MODULE, ACCOUNTANT)
 SCHEDULERS = ("noise_scheduler_state_dict", "grad_clip_scheduler_state_dict")
-RESERVED = {OWN, *ALWAYS, *SCHEDULERS, "optimizer_state_dict"}
+RESERVED = {OWN, *ALWAYS, *SCHEDULERS, OPTIMIZER}
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, LookupError)
+
+
+def file_name(path: Any) -> Path:
+    """Raises ValueError for what names no file, as a file that was opened."""
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(
+            f"path is a {type(path).__name__}: give a file name, beside which the key has its file"
+        )
+    return Path(path)
 
 
 def key_path(path: Path) -> Path:
@@ -69,9 +80,6 @@ def check_contents(contents: dict[str, Any], extra: Mapping[str, Any]) -> None:
     clash = sorted(set(extra) & RESERVED)
     if clash:
         raise ValueError(f"checkpoint_dict has {', '.join(clash)}, which are written here: rename")
-    for name, value in contents["module_state_dict"].items():
-        if isinstance(value, DTensor):
-            raise ValueError(f"{name} is sharded: checkpoints of sharded models are not supported")
     for name, entry in contents.items():
         buffer = BytesIO()
         try:
@@ -92,6 +100,12 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(plain(entry) for entry in value)
     return value.item() if hasattr(value, "item") and not isinstance(value, Tensor) else value
+
+
+def given_schedulers(noise_scheduler: Any, grad_clip_scheduler: Any) -> dict[str, Any]:
+    """Entry in the checkpoint -> scheduler, of those that are there."""
+    both = zip(SCHEDULERS, (noise_scheduler, grad_clip_scheduler), strict=True)
+    return {entry: scheduler for entry, scheduler in both if scheduler is not None}
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:

@@ -32,22 +32,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from opacus.accountants.accountant import IAccountant
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from dp_clipping.checkpoint_file import (
-    OWN,
-    UNREADABLE,
-    check_contents,
-    key_path,
-    plain,
-    read,
-    scheduler_state,
-)  # fmt: skip
+from dp_clipping.checkpoint_file import OPTIMIZER, OWN, UNREADABLE, check_contents, key_path, read
 from dp_clipping.checkpoint_tensors import (
-    MODULE,
-    OPTIMIZER,
     State,
     by_name,
     by_number,
@@ -59,7 +48,7 @@ from dp_clipping.checkpoint_tensors import (
 )  # fmt: skip
 from dp_clipping.fits import check_fits
 from dp_clipping.keys import read_keys, write_keys
-from dp_clipping.resume import Resume, check_load, go_on, own_entry
+from dp_clipping.resume import Resume, Snapshot, check_load, go_on
 from dp_clipping.run import Run, agree_on_content, agree_on_success, random_states
 from measure.files import replacing
 
@@ -83,17 +72,7 @@ SAFE = {
 # ---- saving --------------------------------------------------------------------------------------
 
 
-def save(
-    run: Run,
-    accountant: IAccountant,
-    path: Path,
-    *,
-    with_optimizer: bool,
-    schedulers: Mapping[str, Any],
-    extra: Mapping[str, Any],
-    module_kwargs: Mapping[str, Any],
-    torch_kwargs: Mapping[str, Any],
-) -> None:
+def save(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
     """As `checkpoint.save`, between two steps; every rank writes.
 
     Raises:
@@ -101,23 +80,15 @@ def save(
         ValueError: if a load without executing code could not read what is to be saved, or could
             not find the parts of a parameter again.
     """
+    run, path = snapshot.run, snapshot.path
     random = random_states(run)
     name = _agreed_name(run)
     contents, tensors, problem = {}, {}, None
     try:
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file, and a sharded model needs a folder: rename one")
-        state = run.model.network.state_dict(**module_kwargs)
-        contents = {
-            **extra,
-            MODULE: state,
-            "privacy_accountant_state_dict": plain(accountant.state_dict()),
-            OWN: {**own_entry(run, random), TENSORS: name},
-        }
-        if with_optimizer:
-            contents[OPTIMIZER] = by_name(run)
-        for entry, scheduler in schedulers.items():
-            contents[entry] = scheduler_state(scheduler)
+        contents = snapshot.contents(extra, random, lambda: by_name(run))
+        contents[OWN][TENSORS] = name
         tensors = take_tensors(contents)
         for key, x in tensors.items():
             check_part(run, key, x)
@@ -134,7 +105,7 @@ def save(
     _agree(run, f"write its part of {path}", problem)
     if run.group is None or dist.get_rank(run.group) == 0:
         try:
-            _write_run(path, contents, run, torch_kwargs)
+            _write_run(path, contents, run, snapshot.torch_kwargs)
         except Exception as error:
             problem = error
     agree_on_success(run, path, problem)
@@ -185,40 +156,21 @@ def _sync_folder(folder: Path) -> None:
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def load(
-    run: Run,
-    accountant: IAccountant,
-    path: Path,
-    *,
-    with_optimizer: bool,
-    schedulers: Mapping[str, Any],
-    module_kwargs: Mapping[str, Any],
-    torch_kwargs: Mapping[str, Any],
-    new_keys: bool,
-) -> State:
+def load(snapshot: Snapshot, new_keys: bool) -> State:
     """As `checkpoint.load`, of a folder that `save` has written, on any number of ranks."""
+    run, path = snapshot.run, snapshot.path
     resume, tensors, problem = None, {}, None
-    strict = module_kwargs.get("strict", True)
     reader: SafeReader | None = None
     try:
-        check_load(run, module_kwargs)
-        saved = read(path / RUN_FILE, torch_kwargs)
+        check_load(snapshot)
+        saved = read(path / RUN_FILE, snapshot.torch_kwargs)
         reader, known = _read_shapes(path, saved)
-        keys, notes = check_fits(
-            run,
-            accountant,
-            path,
-            with_tensors(saved, known),
-            with_optimizer,
-            schedulers,
-            new_keys,
-            strict,
-        )
+        keys, kept, notes = check_fits(snapshot, with_tensors(saved, known), new_keys)
         check_groups(run, saved, path)
-        if not with_optimizer:
+        if not snapshot.with_optimizer:
             saved.pop(OPTIMIZER, None)
         tensors = room_for(run, saved, known)
-        resume = Resume(saved, keys, notes)
+        resume = Resume(saved, keys, kept, notes)
     except Exception as error:
         if run.group is None:
             raise
@@ -243,7 +195,7 @@ def load(
     resume.saved.update(with_tensors(resume.saved, tensors))
     if OPTIMIZER in resume.saved:
         resume.saved[OPTIMIZER] = by_number(run, resume.saved[OPTIMIZER])
-    return go_on(run, accountant, path, resume, with_optimizer, schedulers, module_kwargs)
+    return go_on(snapshot, resume)
 
 
 class SafeReader(dcp.FileSystemReader):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dp_clipping.checkpoint_file import MODULE, OPTIMIZER
 from dp_clipping.run import Run
 from dp_clipping.shards import box_of, slices_of
 
-MODULE, OPTIMIZER = "module_state_dict", "optimizer_state_dict"
 State = dict[str, Any]
 
 

@@ -143,7 +143,7 @@ class PrivateCriterion:
                 "'mean' or both 'sum'"
             )
         self.model, self.criterion, self.loss_reduction = model, criterion, reduction
-        self._is_checked = not model.batch_first
+        self._is_checked = False
 
     def __call__(
         self, *args: Any, shape: tuple[int, ...] | None = None, **kwargs: Any
@@ -177,7 +177,8 @@ class PrivateCriterion:
                 args = (outputs, *args[1:])
             else:
                 kwargs["input"] = outputs
-            check_losses(self._per_sample(*args, **kwargs), outputs)
+            losses = self._per_sample(*args, **kwargs)
+            check_losses(losses, outputs, self.model.batch_first)
         self._is_checked = True
 
     def _per_sample(self, *args: Any, shape: tuple[int, ...] | None, **kwargs: Any) -> Tensor:

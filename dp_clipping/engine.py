@@ -8,7 +8,6 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,17 +28,19 @@ from dp_clipping.arguments import (
     check_optimizer,
     expected_batch_size_of,
 )
-from dp_clipping.checkpoint_file import SCHEDULERS
+from dp_clipping.checkpoint_file import file_name, given_schedulers
 from dp_clipping.clip import GAMMA
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.keys import Keys, fixed_keys, fresh_keys
+from dp_clipping.ledger import Ledger
+from dp_clipping.loader import PoissonLoader
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import DEFAULT_MODE, policy_of
 from dp_clipping.optimizer import PrivateOptimizer
+from dp_clipping.resume import Snapshot
 from dp_clipping.run import Run, agree_on_settings
-from dp_clipping.sampling import PoissonLoader
 from dp_clipping.sharded import Sharding, shard_again
-from dp_clipping.validation import check_module
+from dp_clipping.validation import check_module, warn_of_other_ranks
 
 LOG = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class PrivacyEngine:
         self.secure_mode = False
         self.release = release
         self._runs: list[Run] = []
+        self._ledger = Ledger()
         self._dataset: Any = None
 
     # ---- what a user calls ----------------------------------------------------------------------
@@ -166,6 +168,8 @@ class PrivacyEngine:
                 )
             data_group, everyone = sharding.data_group, sharding.everyone
             LOG.info(sharding.describe())
+        elif policy is not None and not hasattr(module, "gradient_ready"):
+            warn_of_other_ranks()
         if noise_generator is None:
             keys = fresh_keys(everyone, device)
         else:
@@ -222,7 +226,9 @@ class PrivacyEngine:
         if adaptive_threshold is not None:
             together["adaptive_threshold"] = adaptive_threshold.state_dict()
         agree_on_settings(settings | together, everyone)
-        self._runs.append(Run(model, private_optimizer, loader, everyone, keys, settings))
+        self._runs.append(
+            Run(model, private_optimizer, loader, everyone, keys, settings, self._ledger)
+        )
         return (
             model,
             private_optimizer,
@@ -325,17 +331,16 @@ class PrivacyEngine:
             ValueError: for a module that is not of this engine, or entries that a load could not
                 read without executing code.
         """
-        run = self._run_of(module, optimizer, data_loader)
-        checkpoint.save(
-            run,
-            self.accountant,
-            _file_name(path),
+        snapshot = Snapshot(
+            run=self._run_of(module, optimizer, data_loader),
+            accountant=self.accountant,
+            path=file_name(path),
             with_optimizer=optimizer is not None,
-            schedulers=_given(noise_scheduler, grad_clip_scheduler),
-            extra=checkpoint_dict or {},
+            schedulers=given_schedulers(noise_scheduler, grad_clip_scheduler),
             module_kwargs=module_state_dict_kwargs or {},
             torch_kwargs=torch_save_kwargs or {},
         )
+        checkpoint.save(snapshot, checkpoint_dict or {})
 
     def load_checkpoint(
         self,
@@ -353,8 +358,9 @@ class PrivacyEngine:
         """Go on with a saved run, bit for bit, after a `make_private` with its arguments.
 
         Every rank calls it. Nothing is changed unless everything fits, on every rank. No code from
-        the file is executed. The engine's account becomes the saved one. A folder, and a file, may
-        be of another number of ranks, sharded or not; the run is then the same up to rounding.
+        the file is executed. The engine's account becomes the saved one, and keeps what this
+        engine has counted beyond it (with a warning), except for steps that the saved key makes
+        again. A folder, and a file, may be of another number of ranks, sharded or not.
 
         Args:
             path: as given to `save_checkpoint`.
@@ -364,27 +370,28 @@ class PrivacyEngine:
             torch_load_kwargs: for `torch.load`; tensors come to the CPU by default.
             new_keys: go on with a new key for noise and samples: where the key file is lost, the
                 data are others, or another continuation of this checkpoint is published. Another
-                σ, C or clipping, or a scheduler or optimizer that is missing in the checkpoint or
-                here, draws a new key without being asked, with a warning.
+                σ, C or clipping, number of ranks or kind of device, or a scheduler or optimizer
+                that is missing in the checkpoint or here, draws a new key without being asked, with
+                a warning.
 
         Returns:
             The entries of `checkpoint_dict`, and those of module and accountant, as in Opacus.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is cut short, of another run, or without its key; on one line.
+            ValueError: it is cut short, of another run, or without its key, or accountant gdp
+                would have to hold steps of two kinds; on one line.
         """
-        run = self._run_of(module, optimizer, data_loader)
-        return checkpoint.load(
-            run,
-            self.accountant,
-            _file_name(path),
+        snapshot = Snapshot(
+            run=self._run_of(module, optimizer, data_loader),
+            accountant=self.accountant,
+            path=file_name(path),
             with_optimizer=optimizer is not None,
-            schedulers=_given(noise_scheduler, grad_clip_scheduler),
+            schedulers=given_schedulers(noise_scheduler, grad_clip_scheduler),
             module_kwargs=module_load_dict_kwargs or {},
             torch_kwargs=torch_load_kwargs or {},
-            new_keys=new_keys,
         )
+        return checkpoint.load(snapshot, new_keys)
 
     @classmethod
     def is_compatible(
@@ -414,6 +421,7 @@ class PrivacyEngine:
     def _count(self, optimizer: PrivateOptimizer, sample_rate: float) -> None:
         """One step, counted before it changes a parameter."""
         before = list(self.accountant.history)
+        self._ledger.attribute(before)
         private = optimizer.model.policy is not None
         try:
             self.accountant.step(
@@ -423,6 +431,8 @@ class PrivacyEngine:
         except BaseException:
             self.accountant.history = before  # Opacus's gdp forgets it when σ changes
             raise
+        (run,) = (run for run in self._runs if run.optimizer is optimizer)
+        self._ledger.attribute(self.accountant.history, run.keys.fingerprint)
 
     def _run_of(self, module: Any, optimizer: Any, loader: Any) -> Run:
         for run in self._runs:
@@ -471,17 +481,3 @@ class PrivacyEngine:
             batch_first=batch_first,
             rand_on_empty=rand_on_empty,
         )
-
-
-def _file_name(path: Any) -> Path:
-    if not isinstance(path, str | os.PathLike):
-        raise ValueError(
-            f"path is a {type(path).__name__}: give a file name, beside which the key has its file"
-        )
-    return Path(path)
-
-
-def _given(noise_scheduler: Any, grad_clip_scheduler: Any) -> dict[str, Any]:
-    """Entry in the checkpoint -> scheduler, of those that are there."""
-    both = zip(SCHEDULERS, (noise_scheduler, grad_clip_scheduler), strict=True)
-    return {entry: scheduler for entry, scheduler in both if scheduler is not None}

@@ -8,57 +8,87 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from opacus.accountants.accountant import IAccountant
 from torch import Tensor
 
 from dp_clipping.adaptive import AdaptiveThreshold
-from dp_clipping.checkpoint_file import OWN, SCHEDULERS, key_path, scheduler_state
+from dp_clipping.checkpoint_file import (
+    ACCOUNTANT,
+    MODULE,
+    OPTIMIZER,
+    OWN,
+    SCHEDULERS,
+    key_path,
+    scheduler_state,
+)
 from dp_clipping.keys import Keys, read_keys
+from dp_clipping.ledger import Parts, count, joined
 from dp_clipping.optimizer import PrivateOptimizer
-from dp_clipping.run import Run
+from dp_clipping.resume import Snapshot, saved_parts
 
 DATA = ("poisson_sampling", "num_samples", "sample_rate")
 NOISE = (
     "noise_multiplier", "max_grad_norm", "clipping", "clipping_function", "gamma",
     "loss_reduction", "expected_batch_size",
+    "world_size", "data_ranks", "device",  # dropout's masks are others there
 )  # fmt: skip
 
 
 def check_fits(
-    run: Run,
-    accountant: IAccountant,
-    path: Path,
-    saved: dict[str, Any],
-    with_optimizer: bool,
-    schedulers: Mapping[str, Any],
-    new_keys: bool,
-    strict: bool,
+    snapshot: Snapshot, saved: dict[str, Any], new_keys: bool
+) -> tuple[Keys | None, Parts, list[str]]:
+    """What `Resume` takes: the key to go on with, steps that stay in the account, and what deserves
+    a warning; else ValueError."""
+    keys, notes = _check_run(snapshot, saved, new_keys)
+    return keys, _check_account(snapshot, saved, keys), notes
+
+
+def _check_account(snapshot: Snapshot, saved: dict[str, Any], keys: Keys | None) -> Parts:
+    """Steps that the saved account lacks and that are not drawn again with the same key."""
+    run, accountant = snapshot.run, snapshot.accountant
+    kept = run.ledger.beyond(
+        saved_parts(saved), accountant.history, run, None if keys is None else keys.fingerprint
+    )
+    history = saved[ACCOUNTANT]["history"]
+    for part in kept.values():
+        history = joined(history, part)
+    if accountant.mechanism() == "gdp" and len(history) > 1:
+        raise ValueError(
+            f"{snapshot.path}: accountant gdp cannot hold {sum(map(count, kept.values()))} steps "
+            "that this engine has counted beside the saved ones, of another noise_multiplier or "
+            "sample rate: load in a new engine, and their ε add up"
+        )
+    return kept
+
+
+def _check_run(
+    snapshot: Snapshot, saved: dict[str, Any], new_keys: bool
 ) -> tuple[Keys | None, list[str]]:
-    """The key to go on with (None: a new one) and what deserves a warning; else ValueError."""
+    """The key to go on with (None: a new one) and notes."""
+    run, path, with_optimizer = snapshot.run, snapshot.path, snapshot.with_optimizer
     own, here = saved[OWN], run.describe()
     there = own["run"]
-    _check_same("mechanism of the accountant", saved["privacy_accountant_state_dict"]["mechanism"],
-                accountant.mechanism(), path)  # fmt: skip
+    _check_same("mechanism of the accountant", saved[ACCOUNTANT]["mechanism"],
+                snapshot.accountant.mechanism(), path)  # fmt: skip
     _check_adaptive(own.get("adaptive_threshold"), run.optimizer.adaptive_threshold, path)
     for name in ("private", "optimizer"):
         _check_same(name, there[name], here[name], path)
     _check_tensors("trainable parameter", there["parameters"], here["parameters"], path)
-    if strict:
+    if snapshot.module_kwargs.get("strict", True):
         of_network = run.model.network.state_dict()
-        _check_tensors("entry", *map(_shapes, (saved["module_state_dict"], of_network)), path)
-    if "optimizer_state_dict" in saved:
-        _check_optimizer(saved["optimizer_state_dict"], run.optimizer, path)
-    notes = _check_schedulers(saved, schedulers, path)
-    if with_optimizer != ("optimizer_state_dict" in saved):
+        _check_tensors("entry", *map(_shapes, (saved[MODULE], of_network)), path)
+    if OPTIMIZER in saved:
+        _check_optimizer(saved[OPTIMIZER], run.optimizer, path)
+    notes = _check_schedulers(saved, snapshot.schedulers, path)
+    if with_optimizer != (OPTIMIZER in saved):
         of_saved, given = ("no", "an") if with_optimizer else ("an", "no")
         notes.append(f"{of_saved} optimizer in the checkpoint and {given} optimizer given")
     if new_keys:
         return None, notes
     for name in DATA:
         _check_same(name, there[name], here[name], path, " and its data, or pass new_keys=True")
-    changed = [name for name in NOISE if there[name] != here[name]]
+    changed = [name for name in NOISE if there.get(name) != here[name]]
     if changed:
-        notes.append(", ".join(f"{n} was {there[n]} and is {here[n]}" for n in changed))
+        notes.append(", ".join(f"{n} was {there.get(n)} and is {here[n]}" for n in changed))
     if notes:
         # Another σ or C, now or later: two results under the same noise could be solved for a sum.
         return None, [f"{note}, so noise and samples are drawn with a new key" for note in notes]

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,8 +33,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FlatParameter, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._runtime_utils import _reshard
+from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback, _reshard
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from dp_clipping.collectives import reduce_scatter_together
 from dp_clipping.sharded import Part, Sharding, is_sharded
@@ -79,6 +80,22 @@ class FlatSharding(Sharding):
 
     def entered(self, module: nn.Module, inputs: Callable[[], list[Tensor]]) -> None:
         self.leaving.enter(module, inputs())
+
+    def watch(self, note: Callable[[Parameter], None]) -> list[RemovableHandle]:
+        """Autograd adds to the flat parameter of a unit, which stands for all in it."""
+        hooks = []
+        for number, unit in enumerate(_units(self.root)):
+            for _, handle in _handles(unit, recurse=False) if number in self.units else ():
+                hook = partial(_note_all, note, self.units[number])
+                hooks.append(handle.flat_param.register_post_accumulate_grad_hook(hook))
+        return hooks
+
+    def recover(self) -> bool:
+        """By FSDP1's own end of a backward: for a pass that was cut off it has no public name."""
+        _check_torch()
+        _post_backward_final_callback(self.root, self.root)
+        _shard_again(self.root)
+        return True
 
 
 class Leaving:
@@ -197,7 +214,7 @@ def sharding_of(module: nn.Module) -> FlatSharding:
         ValueError: for what FSDP1 was told that private training cannot be exact with, and what to
             do.
     """
-    units = [m for m in module.modules() if isinstance(m, FSDP)]
+    units = _units(module)
     _refuse(module, units)
     group = units[0].process_group
     world, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -226,6 +243,18 @@ def sharding_of(module: nn.Module) -> FlatSharding:
         "FSDP1 (FullyShardedDataParallel)", group, None, group, None, group, parts, gathering,
         root=module, slices=slices, leaving=Leaving(units),
     )  # fmt: skip
+
+
+def _units(module: nn.Module) -> list[FSDP]:
+    """In the order that they are numbered in."""
+    return [m for m in module.modules() if isinstance(m, FSDP)]
+
+
+def _note_all(
+    note: Callable[[Parameter], None], parameters: list[Parameter], flat: FlatParameter
+) -> None:
+    for parameter in parameters:
+        note(parameter)
 
 
 def _own_parameters(units: list[FSDP]) -> list[dict[Parameter, str]]:
@@ -308,9 +337,17 @@ def _gathering_again(root: FSDP) -> Iterator[None]:
     for unit, handle in _handles(root):
         handle._needs_pre_backward_unshard = True
         stand_ins[unit] = list(handle.flat_param._tensors)
-    yield
+    try:
+        yield
+    finally:
+        for unit, handle in _handles(root):
+            handle.flat_param._tensors[:] = stand_ins[unit]
+        _shard_again(root)
+
+
+def _shard_again(root: FSDP) -> None:
+    """What is gathered goes, shards take its place."""
     for unit, handle in _handles(root):
-        handle.flat_param._tensors[:] = stand_ins[unit]
         if not handle.uses_sharded_strategy:
             handle.reshard(free_unsharded_flat_param=False)
         elif not handle.needs_unshard():

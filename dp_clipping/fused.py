@@ -34,15 +34,12 @@ from dp_clipping.kernels.weighted_sum import weighted_sums
 from dp_clipping.layers.handle import Handle
 from dp_clipping.layers.linear import LinearFactors
 from dp_clipping.norms import Norm, on_device
+from dp_clipping.pace import Pace
 from dp_clipping.plan import GRADIENT, SUM_BYTES, Choice, Plan, Use, rates_of
 from dp_clipping.session import Session
 from dp_clipping.sharded import local
 from dp_clipping.waiting import Waiting
 
-PENDING_BYTES = 1 << 28  # of what waits for a common launch, in any case
-MOST_PENDING_BYTES = 1 << 31  # the same, in memory that backward has freed
-UNIT_BYTES = 1 << 30  # of sums that leave together where FSDP's modules are smaller,
-MEETINGS = 8  # and where all of them are few: this part of them
 SHARE = 0.93  # of an ordinary step's memory: the rest is for what backward holds in passing
 
 
@@ -70,7 +67,7 @@ class FusedSession(Session):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self._before = _allocated(self.anchor.device)
+        self.pace = Pace(self.capture.sharding, self.anchor.device)
 
     def _forget(self) -> None:
         super()._forget()
@@ -79,13 +76,9 @@ class FusedSession(Session):
         self._counts: dict[Parameter, Tensor] = {}  # of uses in compiled code
         self._waiting = Waiting(self.capture.kin, self.policy.tile_size)
         self._to_sum: dict[Parameter, Any] = {}
-        self._pending = 0  # bytes in these two, where nothing else would hold them
-        self._may_wait = PENDING_BYTES  # of these, before the next look at the memory
         self._bad: Tensor | None = None  # [B] bool, samples that had a norm that is not finite
         self._streams = False  # whether groups are summed as soon as their norms are there
         self._handed_on: set[Parameter] = set()
-        self._arrivals: Counter[int] = Counter()  # of parameters, by the FSDP module they are of
-        self._complete = 0  # bytes of the modules that have all, since the last launch
         self._stream: int | None = None
         self._joined: set[Parameter] = set()  # their norms are in another parameter's
 
@@ -161,7 +154,7 @@ class FusedSession(Session):
             else:
                 self._kept[parameter] = factors  # in order of arrival; G may take its place
             stays = not choice.recomputed and choice.algorithm != GRADIENT and not self._streams
-            total = SUM_BYTES * self.capture.shapes[parameter].numel() if self._streams else 0
+            total = self._sum_bytes(parameter) if self._streams else 0
             self._wait_for(parameter, 0 if stays else max(factors.bytes, choice.bytes) + total)
         else:
             with self._range("norm/factors", parameter):
@@ -195,64 +188,32 @@ class FusedSession(Session):
 
     def _wait_for(self, parameter: Parameter, size: int) -> None:
         """Launch what waits if there is enough of it, or if what comes of it may leave now."""
-        self._pending += size
+        self.pace.add(size)
         leaves = self._streams or self._partial is not None
-        if self._is_meeting(parameter) and leaves:
+        if self.pace.is_meeting(parameter) and leaves:
             self._take_norms(everything=True)
             self._note_norms()
             if self._streams:
                 self._clip_complete_groups()
             self._let_go()
-        elif self._is_crowded():
+        elif self.pace.is_crowded():
             alone = not self.reducer.splits_parameters  # else coefficients take a collective
             self._take_norms(everything=leaves and alone)
             if self._streams and alone:
                 self._clip_complete_groups()
 
-    def _is_meeting(self, parameter: Parameter) -> bool:
-        """Whether all ranks of a sharded model are here, and enough has arrived for collectives.
-
-        Those of norms and sums are among the layers' own, and every rank must issue all of them in
-        one order, whatever the sizes of its batch, its memory and its plan: so they leave when all
-        of some units (what one FSDP module gathers is one) has arrived, as many as are worth it.
-        What is only computed, and waits here, each rank decides for itself (`_is_crowded`).
-        """
-        sharding = self.capture.sharding
-        if sharding is None:
-            return False
-        unit = sharding.parts[parameter].unit
-        self._arrivals[unit] += 1
-        if self._arrivals[unit] == len(sharding.units[unit]):
-            self._complete += sharding.unit_bytes[unit]
-        return self._complete > 0 and self._complete >= min(UNIT_BYTES, sharding.bytes // MEETINGS)
-
-    def _is_crowded(self) -> bool:
-        return self._pending > self._may_wait and not self._has_room()
-
     def _let_go(self) -> None:
         """At a meeting: sums that have been formed leave."""
-        self._complete = 0
+        self.pace.met()
         if self.capture.sums is not None:
             self.capture.sums.let_go()
-
-    def _has_room(self) -> bool:
-        """Whether more may wait, in what backward has freed and nobody took since.
-
-        Each look grants half of that, and is followed by another until little is left.
-        """
-        free = self._held - _allocated(self.anchor.device) - self._pending
-        room = min(MOST_PENDING_BYTES, self._pending + free // 2)
-        if room < self._pending + PENDING_BYTES // 4:
-            return False
-        self._may_wait = room
-        return True
 
     # ---- the step -------------------------------------------------------------------------------
 
     def _prepare(self, losses: Tensor) -> None:
         self.plan = self._plan_of(list(self._uses.values()))
         self.capture.plan = self.plan
-        self._held = _allocated(self.anchor.device)
+        self.pace.begin_backward()
         self._streams = self.policy.per_layer and not self._needs_second_pass()
         self._bad = torch.zeros(self.batch_size, dtype=torch.bool, device=losses.device)
         if self._streams and len(losses) == self.batch_size:  # not for a row without a sample
@@ -282,7 +243,7 @@ class FusedSession(Session):
             return 0
         forecast = self.capture.forecast
         if forecast is None:
-            held = _allocated(self.anchor.device) - self._before
+            held = self.pace.saved
         else:
             held = forecast.held * forecast.planned(self.batch_size)
         gradients = sum(local(p).nbytes for p in self.capture.parameters)
@@ -300,7 +261,7 @@ class FusedSession(Session):
         self._norms.update(found.norms)
         self._joined |= found.joined
         self._kept.update(found.gradients)  # in the factors' places
-        self._pending, self._may_wait = 0, PENDING_BYTES
+        self.pace.launched()
 
     def _known_norms(self) -> list[Parameter]:
         return [*self._norms, *self._joined]
@@ -386,13 +347,12 @@ class FusedSession(Session):
             sums.let_go()
 
     def _sum(self, losses: Tensor) -> None:
-        self._arrivals.clear()
-        self._complete = 0
+        self.pace.begin()
         if self.capture.sharding is not None:
             self._summing = True
             self._hand_on_kept()  # beside what the second backward brings of the same modules
             self._sum_waiting()
-            self._complete = 0
+            self.pace.met()
         super()._sum(losses)
         self._sum_waiting()
 
@@ -400,16 +360,24 @@ class FusedSession(Session):
         self._to_sum[parameter] = remains
         self._handed_on.add(parameter)
         held = getattr(remains, "nbytes", 0) or getattr(remains, "bytes", 0)
-        self._pending += SUM_BYTES * self.capture.shapes[parameter].numel() + held
-        if self._is_meeting(parameter) and self._in_backward:
+        self.pace.add(self._sum_bytes(parameter) + held)
+        if self.pace.is_meeting(parameter) and self._in_backward:
             self._sum_waiting()
             self._let_go()
-        elif self._is_crowded():
+        elif self.pace.is_crowded():
             self._sum_waiting()
+
+    def _sum_bytes(self, parameter: Parameter) -> int:
+        """What forming its sum takes for a moment. In a backward, sums of a sharded model stay
+        until ranks meet, whenever they are formed: then it is no reason to form them early."""
+        sums = self.capture.sums
+        if sums is not None and sums.is_held:
+            return 0
+        return SUM_BYTES * self.capture.shapes[parameter].numel()
 
     def _sum_waiting(self) -> None:
         waiting, self._to_sum = self._to_sum, {}
-        self._pending, self._may_wait = 0, PENDING_BYTES
+        self.pace.launched()
         if waiting:
             self._sum_all(waiting, self._scale)
 
@@ -439,10 +407,3 @@ class FusedSession(Session):
         remains.clear()
         for parameter in row_of:
             self._receive(parameter, totals.pop(parameter))
-
-
-def _allocated(device: torch.device) -> int:
-    """Bytes now; `torch.cuda.memory_allocated` sorts all statistics first, which takes longer."""
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"]

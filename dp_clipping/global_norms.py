@@ -31,13 +31,12 @@ class GlobalNorms:
     def __init__(self, reducer: NormReducer, squares: Tensor):
         self.sizes = _exchange_sizes(reducer, squares.shape[-1])
         own = reducer.exchanged(squares)
-        own = own[None] if own.dim() == 1 else own
-        offset = sum(self.sizes[: reducer.data_rank])
+        offset = sum(self.sizes[: reducer.data.rank])
         table = own.new_zeros(len(own), sum(self.sizes))
         table[:, offset : offset + own.shape[1]] = own
         # Each slot has one owner, and adding zeros rounds nothing.
         what = f"squared norms of the global batch of {table.shape[1]}"
-        self._flight = reducer.sum_over(reducer.data, table, what)
+        self._flight = reducer.data.sum(table, what, "async")
 
     def wait(self) -> Tensor:
         """[K, G]."""
@@ -49,18 +48,18 @@ def _exchange_sizes(reducer: NormReducer, own: int) -> list[int]:
 
     On a GPU they travel on a stream of their own: reading them does not wait for the model.
     """
-    sizes = [0] * reducer.data_ranks
-    sizes[reducer.data_rank] = own
+    sizes = [0] * reducer.data.size
+    sizes[reducer.data.rank] = own
     what = "the local batch sizes"
     with _aside(reducer.side_stream):
         table = torch.tensor(sizes, device=reducer.device)
-        table = reducer.sum_over(reducer.data, table, what).wait()
+        table = reducer.data.sum(table, what, "async").wait()
         if reducer.tensor.size > 1:
             # Largest and smallest of the tensor axis, which must be the same.
             both = torch.cat([table, -table])
             table = reducer.tensor.sum(both, what, "async", dist.ReduceOp.MAX).wait()
         found = table.tolist()
-    sizes, negative = found[: reducer.data_ranks], found[reducer.data_ranks :]
+    sizes, negative = found[: reducer.data.size], found[reducer.data.size :]
     if negative and [-size for size in negative] != sizes:
         raise RuntimeError(
             "ranks of one tensor-parallel axis have different numbers of samples (largest by data "

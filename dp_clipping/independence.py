@@ -123,8 +123,11 @@ def _same(alone: Tensor | None, beside: Tensor | None) -> bool:
     return bool(((alone[:2] - beside[:2]).abs() <= alone[2]).all())
 
 
-def check_losses(losses: Tensor, outputs: Any) -> None:
+def check_losses(losses: Tensor, outputs: Any, batch_first: bool = True) -> None:
     """losses [B] of outputs whose first dimension is B samples, or B times a sample's rows.
+
+    Where the first dimension is another one, all that can be told is that no entry of the outputs
+    is in the losses of several samples.
 
     Raises:
         ValueError: if the first sample's loss depends on another sample's outputs.
@@ -132,10 +135,19 @@ def check_losses(losses: Tensor, outputs: Any) -> None:
     if not (isinstance(outputs, Tensor) and outputs.requires_grad and outputs.dim()):
         return
     rows, rest = divmod(outputs.shape[0], len(losses))
-    if rest or not losses.requires_grad:
+    if (rest and batch_first) or not losses.requires_grad:
         return
-    (gradient,) = torch.autograd.grad(losses[0], outputs, retain_graph=True, allow_unused=True)
-    if gradient is not None and bool(gradient[rows:].nan_to_num(0, 0, 0).any()):
+
+    def used_by(part: Tensor) -> Tensor:
+        """The entries of the outputs that these losses depend on."""
+        (gradient,) = torch.autograd.grad(part, outputs, retain_graph=True, allow_unused=True)
+        if gradient is None:
+            return torch.zeros_like(outputs, dtype=torch.bool)
+        return gradient.nan_to_num(0, 0, 0) != 0
+
+    mine = used_by(losses[0])
+    others = mine[rows:] if batch_first else mine & used_by(losses[1:].sum())
+    if bool(others.any()):
         raise ValueError(
             "the loss of a sample depends on the outputs of other samples (a contrastive loss, a "
             "normalisation over the batch): per-sample gradients need a loss for each sample alone"

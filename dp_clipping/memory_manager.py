@@ -10,7 +10,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from dp_clipping.sampling import PoissonLoader, PoissonSampler, kept_options
+from dp_clipping.loader import PoissonLoader, kept_options
+from dp_clipping.sampling import PoissonSampler
 
 
 class BatchMemoryManager:

@@ -1,4 +1,7 @@
-"""The network in private training: forward opens a session, backward leaves clipped sums."""
+"""The network in private training: what the user, the criterion and the optimizer call.
+
+passes.py runs forward and backward; what they leave in `.grad` lives in gradients.py.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,26 +13,19 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dp_clipping.arguments import check_max_grad_norm
-from dp_clipping.batch import Batch
 from dp_clipping.budget import Budget
 from dp_clipping.capture import Capture
 from dp_clipping.clip import thresholds
-from dp_clipping.compiled import Forecast
-from dp_clipping.establish import Establishment
-from dp_clipping.fused import FusedSession
 from dp_clipping.global_norms import GlobalNorms
-from dp_clipping.kernels import available
+from dp_clipping.gradients import Gradients
 from dp_clipping.layers.arithmetic import wide
-from dp_clipping.layers.handle import LayoutUnknown
-from dp_clipping.modes import PLAIN_TWIN, say_plain
+from dp_clipping.modes import PLAIN_TWIN
 from dp_clipping.norm_reduce import NormReducer
-from dp_clipping.profiled import PROFILED
+from dp_clipping.passes import Passes
 from dp_clipping.profiling import SWITCH, Profile, profile_of, ranged
 from dp_clipping.session import Policy, Session
-from dp_clipping.sharded import Sharding, local
-from dp_clipping.sharded_sums import ShardedSums
+from dp_clipping.sharded import Sharding
 from dp_clipping.statistics import NormStatistics, norm_statistics
-from dp_clipping.validation import check_still_fixed, normalizations
 
 
 class PrivateModel(nn.Module):
@@ -77,39 +73,23 @@ class PrivateModel(nn.Module):
         self._is_wrapped = hasattr(module, "gradient_ready")
         self._norms: list[Tensor] = []
         self._squares: list[Tensor] = []  # the same by clipping group, squared: [K, B] a backward
-        self._samples_are_checked = False
-        self._session: Session | None = None
-        self._step_is_open = False
-        self._is_held_back = False  # `.grad` holds sums that no_sync() kept on this rank
-        self._is_broken = False  # a sharded step failed, and nothing can be computed any more
         self._capture: Capture | None = None
         self.sharding = sharding
         self.profile: Profile | None = None  # None: the switch is off, see `profiling`
-        self._sharded_sums: ShardedSums | None = None
         if policy is not None:
             self._capture = Capture(self.network, clipping, sharding)
             self._capture.reducer = self._make_reducer(norm_reduction)
-            alone = self._capture.reducer.data_ranks == 1
+            alone = self._capture.reducer.data.size == 1
             self.profile = profile_of(self._capture.anchor.device, release, alone)
             self._capture.profile = self.profile
             if sharding is not None:
-                self._sharded_sums = self._capture.sums = sharding.make_sums()
-                self._sharded_sums.profile = self.profile
-            self._establishment = Establishment(self.network, self._capture, sharding)
-            self._normalizations = normalizations(self.network)
-            # By name: between forward and backward FSDP has other objects in their place.
-            named = self.network.named_parameters()
-            self._trainable = {name for name, p in named if p.requires_grad}
+                self._capture.sums = sharding.make_sums()
+                self._capture.sums.profile = self.profile
             self.limits()
-            if self._is_wrapped:
-                module.reduce = "sum"
-                module.gradients_come_by_hand = True
-            self._use_wide_gradients()
-            self._unclipped: set[Parameter] = set()  # what autograd has added an ordinary one to
-            self._hooks = [
-                p.register_post_accumulate_grad_hook(self._unclipped.add)
-                for p in self.capture.parameters
-            ]
+            self._passes = Passes(self.network, self.capture, mode, batch_first)
+            self._gradients = Gradients(
+                self.network, self.capture, module if self._is_wrapped else None
+            )
 
     # ---- what a user calls ----------------------------------------------------------------------
 
@@ -139,11 +119,10 @@ class PrivateModel(nn.Module):
     def global_norms(self) -> GlobalNorms:
         """Squared norms of all samples of all ranks since `zero_grad`, on their way to every rank.
 
-        Every rank calls it, once a step. Not covered by ε.
+        Every rank calls it, once a step. Not covered by ε: refused with `release=True`.
         """
-        if not self._squares:
-            raise RuntimeError("no backward since zero_grad: there are no norms yet")
-        return self.capture.reducer.gather(torch.cat(self._squares, dim=1))
+        self.refuse_in_release("global_norms")
+        return self.gather_norms()
 
     def norm_statistics(self) -> NormStatistics:
         """Clipped fraction and histogram of the norms of all ranks' samples since `zero_grad`.
@@ -154,8 +133,8 @@ class PrivateModel(nn.Module):
         self.refuse_in_release("norm_statistics")
         if self.policy is None:
             raise RuntimeError(f"mode {self.mode} computes no per-sample norms")
-        squares = self.global_norms().wait()
-        return norm_statistics(squares, self._step_limits, self.refuse_in_release)
+        squares = self.gather_norms().wait()
+        return norm_statistics(squares, self._gradients.limits)
 
     @property
     def nonfinite_samples(self) -> int:
@@ -202,41 +181,8 @@ class PrivateModel(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             with self.capture.attached(None):
                 return self.module(*args, **kwargs)
-        check_still_fixed(self._normalizations)
-        given = batch = Batch(args, kwargs, self.batch_first)
-        if not given.size:
-            args, kwargs = given.with_a_row_of_zeros()
-            batch = Batch(args, kwargs, self.batch_first)
-        self._establishment.ensure(batch)
-        self.capture.forecast = self._forecast(batch)
-        kind = self._session_class()
-        kind = kind if self.profile is None else PROFILED[kind]
-        session = kind(self.capture, batch.size, self.policy)
-        session.is_empty = not given.size
-        if self._is_broken:
-            raise RuntimeError(
-                "an earlier step of this sharded model failed half-way, and this version of torch "
-                "(below 2.13) cannot tell FSDP2: it would compute with old parameters; load the "
-                "last checkpoint in a new process"
-            )
-        with self.capture.attached(session), self._sync_context():
-            try:
-                output = self.module(*args, **kwargs)
-            except LayoutUnknown as error:
-                if self.sharding is not None:
-                    self._recover()
-                    raise ValueError(
-                        f"{error} is called in a way that was not seen in the first batch, and "
-                        "other ranks cannot be asked to look again now: call "
-                        "model.forget_layouts() on every rank before a forward that differs"
-                    ) from error
-                self._establishment.look(batch)
-                output = self._call_network_again(args, kwargs)
-            except BaseException:
-                self._recover()
-                raise
-        self._session = session
-        return given.without_rows(output) if session.is_empty else output
+        sync = self._sync_context()
+        return self._passes.forward(self.module, args, kwargs, self.policy, sync)
 
     def no_sync(self) -> AbstractContextManager:
         """Backwards inside accumulate locally; the next one outside sends the whole sum."""
@@ -260,16 +206,13 @@ class PrivateModel(nn.Module):
 
         With a sharded model every rank calls it.
         """
-        self._establishment.forget()
+        self._passes.forget_layouts()
 
     def to_standard_module(self) -> nn.Module:
         """The network with its own forwards, as before `make_private`."""
         if self._capture is not None:
             self._capture.remove()
-            for hook in self._hooks:
-                hook.remove()
-            if self._is_wrapped:
-                self.module.gradients_come_by_hand = False
+            self._gradients.remove()
         return self.network
 
     def __getattr__(self, name: str) -> Any:
@@ -290,9 +233,15 @@ class PrivateModel(nn.Module):
                 "with release=True; build PrivacyEngine(release=False) to look at it in private"
             )
 
+    def gather_norms(self) -> GlobalNorms:
+        """As `global_norms`, for what adds noise to them before anybody sees it."""
+        if not self._squares:
+            raise RuntimeError("no backward since zero_grad: there are no norms yet")
+        return self.capture.reducer.gather(torch.cat(self._squares, dim=1))
+
     @property
     def last_session(self) -> Session | None:
-        return self._session
+        return None if self.policy is None else self._passes.session
 
     def limits(self) -> list[float]:
         """C_k of each clipping group."""
@@ -306,7 +255,7 @@ class PrivateModel(nn.Module):
 
     def sensitivity(self) -> float:
         """C of the step that is open: what one sample can move the sum by."""
-        return sum(c * c for c in self._step_limits) ** 0.5
+        return sum(c * c for c in self._gradients.limits) ** 0.5
 
     def private_backward(self, session: Session, losses: Tensor) -> None:
         """Add the clipped sum of this batch to `.grad`, in float32, and let it leave.
@@ -314,36 +263,20 @@ class PrivateModel(nn.Module):
         If it fails half-way, the step's sums are dropped: parameters that have theirs already would
         count the samples twice in a second attempt.
         """
-        if session is not self._session:
+        if session is not self._passes.session:
             raise RuntimeError("backward of an earlier forward: run one forward, then its backward")
-        self.budget.use(0 if session.is_empty or self.holds_dummy() else session.batch_size)
-        self._open_step()
+        samples = 0 if session.is_empty or self.holds_dummy() else session.batch_size
+        self.budget.use(samples, self._is_so_on_any_rank)
+        self._gradients.begin_backward(self.limits)
         try:
             with self._sync_context():
-                self._add_sums(session, losses)
-                self._is_held_back = self._is_wrapped and not _sends(self.module)
+                self._add_sums(session, losses, samples)
+                self._gradients.end_backward()
         except BaseException:
             self.clear_gradients()
-            self._recover()
+            self._passes.recover()
             raise
-        self._session = None
-
-    def _recover(self) -> None:
-        if self.sharding is not None and not self.sharding.recover():
-            self._is_broken = True
-
-    def send_held_back(self) -> None:
-        """Before a step: sums that were all accumulated under `no_sync` leave now."""
-        if not self._is_held_back:
-            return
-        if not _sends(self.module):
-            raise RuntimeError(
-                "optimizer.step() under no_sync(): ranks would go on with different sums, so call "
-                "it outside"
-            )
-        for parameter in reversed(self.capture.parameters):
-            self.module.gradient_ready(parameter)
-        self._is_held_back = False
+        self._passes.session = None
 
     @ranged("gradient_sync")
     def finish_synchronization(self) -> None:
@@ -353,161 +286,51 @@ class PrivateModel(nn.Module):
             RuntimeError: parameters have no sum, as after a backward that was cut off.
         """
         self.accumulating = False
-        self.send_held_back()
-        if self._sharded_sums is not None:
-            self._sharded_sums.finish()
+        if self.policy is not None:
+            self._gradients.finish()
         elif hasattr(self.module, "finish_gradient_synchronization"):
             self.module.finish_gradient_synchronization()
 
-    def _add_sums(self, session: Session, losses: Tensor) -> None:
-        if session.is_empty or self.holds_dummy():
-            self._norms.append(losses.detach().new_zeros(0, dtype=torch.float32))
-            self._squares.append(self._norms[-1].new_zeros(len(self._step_limits), 0))
-            if self._sharded_sums is not None:
-                # Ranks with samples need this one's shards, and its sums, zeros, in their order.
-                limits = _on_device(tuple(self._step_limits), losses.device)
-                session.backward(losses, limits, lambda p, _: self._receive(p, None))
-                return
-            # Backwards, as a backward would: rank 0's first order becomes that of the buckets.
-            for parameter in reversed(self.capture.parameters):
-                self._receive(parameter, None)
-            return
-        is_first = self.capture.reducer.splits_parameters and not self._samples_are_checked
-        if is_first:
-            self.capture.reducer.check_same_samples(losses)
-        limits = _on_device(tuple(self._step_limits), losses.device)
-        self._norms.append(session.backward(losses, limits, self._receive))
-        self._squares.append(session.squares)
-        if is_first:
-            if session.parted is not None and bool(session.parted):
-                raise RuntimeError(
-                    "a parameter that is not split over the tensor-parallel axis has other "
-                    "per-sample gradients on each of its ranks: its module is given a part of its "
-                    "input there (a norm over the heads that a rank has, say), so no rank knows "
-                    "its gradient; freeze it, or let the plan gather its input"
-                )
-            self._samples_are_checked = True
-        self._nonfinite_samples += session.nonfinite
-
-    def _call_network_again(self, args: tuple, kwargs: dict) -> Any:
-        """Not through the wrapper, which has prepared its step: other ranks do not repeat it."""
-        try:
-            return self.network(*args, **kwargs)
-        except LayoutUnknown as error:
-            raise ValueError(
-                f"{error} is called in a way that depends on more than the batch: where its "
-                "samples are cannot be established"
-            ) from error
-
     def refuse_unclipped(self, is_noisy: bool = False) -> None:
-        """Raises RuntimeError if an ordinary backward has added to what a step will apply.
-
-        In private training autograd accumulates nothing into a trainable parameter. Of a sharded
-        one that is told by its gradient alone, which may be changed once it `is_noisy`.
-        """
-        unclipped = [p for p in self._unclipped if p.grad is not None]
-        if self._sharded_sums is not None and not is_noisy:
-            unclipped += self._sharded_sums.changed()
-        names = [self.capture.names[p] for p in unclipped]
-        if names:
-            raise RuntimeError(
-                f"an ordinary backward (a loss that is not the private criterion's) has added to "
-                f"the gradient of {', '.join(sorted(names)[:5])}, unclipped: call "
-                "optimizer.zero_grad() after it, and before the private forward"
-            )
+        """See `Gradients.refuse_unclipped`."""
+        self._gradients.refuse_unclipped(is_noisy)
 
     @property
     def step_is_open(self) -> bool:
         """Sums have been added to `.grad` since the last step."""
-        return self._step_is_open
+        return self.policy is not None and self._gradients.step_is_open
 
     def close_step(self) -> None:
-        self._step_is_open = False
+        if self.policy is not None:
+            self._gradients.close_step()
 
     def clear_gradients(self) -> None:
         """`zero_grad`: gradients are dropped, and may be float32 again."""
         self._norms.clear()
         self._squares.clear()
         self.budget.give_back()
-        if self._step_is_open and self.profile is not None:
+        if self.step_is_open and self.profile is not None:
             self.profile.abandon()
-        self._step_is_open = self._is_held_back = False
         self._nonfinite_samples = 0
-        self._unclipped.clear()
-        if self._sharded_sums is not None:
-            self._sharded_sums.forget()
-        for parameter in self.capture.parameters:
-            parameter.grad = None
-        self._use_wide_gradients()
+        self._gradients.clear()
 
     def apply_gradient(self, parameter: Parameter, gradient: Tensor) -> None:
-        """Let `.grad` be what the optimizer applies, in the parameter's own dtype.
+        """See `Gradients.apply`."""
+        self._gradients.apply(parameter, gradient)
 
-        `gradient`: of a DTensor, this rank's part; it may be what `.grad` holds, changed in place.
-        """
-        if parameter.grad is not None and local(parameter.grad) is gradient:
+    # ---- what these are made of -----------------------------------------------------------------
+
+    def _add_sums(self, session: Session, losses: Tensor, samples: int) -> None:
+        passes, gradients = self._passes, self._gradients
+        limits = _on_device(tuple(gradients.limits), losses.device)
+        if not samples:
+            self._norms.append(losses.detach().new_zeros(0, dtype=torch.float32))
+            self._squares.append(self._norms[-1].new_zeros(len(limits), 0))
+            passes.backward_without_samples(session, losses, limits, gradients)
             return
-        if self.sharding is not None:
-            gradient = self.sharding.like(parameter, gradient)
-        parameter.grad = None
-        parameter.grad_dtype = parameter.dtype
-        parameter.grad = gradient
-
-    # ---- gradients ------------------------------------------------------------------------------
-
-    def _open_step(self) -> None:
-        self.refuse_unclipped()
-        self._unclipped.clear()
-        if self._step_is_open:
-            return
-        if any(p.grad is not None for p in self.capture.parameters):
-            raise ValueError(
-                "gradients of the last step are still there: call optimizer.zero_grad() after "
-                "optimizer.step(), or they would be used twice"
-            )
-        self._refuse_thawed()
-        self._step_limits = self.limits()
-        self._step_is_open = True
-
-    def _refuse_thawed(self) -> None:
-        """What is clipped and gets noise was settled when the model was made."""
-        changed = {
-            name: "trainable" if p.requires_grad else "frozen"
-            for name, p in self.network.named_parameters()
-            if p.requires_grad != (name in self._trainable)
-        }
-        if changed:
-            names = ", ".join(f"{name} ({now} now)" for name, now in list(changed.items())[:5])
-            raise RuntimeError(
-                f"{names}: freeze and unfreeze before make_private; afterwards set the learning "
-                "rate of a parameter group to 0, or use to_standard_module() and make it private "
-                "again"
-            )
-
-    def _use_wide_gradients(self) -> None:
-        """`.grad` of 16-bit parameters is float32 until noise is in it."""
-        for parameter in self.capture.parameters:
-            if parameter.dtype != wide(parameter.dtype) and parameter.grad is None:
-                parameter.grad_dtype = wide(parameter.dtype)
-        if self._is_wrapped and any(p.dtype != wide(p.dtype) for p in self.capture.parameters):
-            self.module.gradient_dtype = torch.float32
-
-    def _receive(self, parameter: Parameter, total: Tensor | None) -> None:
-        shape, dtype = self.capture.shapes[parameter], wide(parameter.dtype)
-        if total is None:
-            total = torch.zeros(shape, dtype=dtype, device=parameter.device)
-        total = total.to(dtype).view(shape)
-        if self._sharded_sums is not None:
-            self._sharded_sums.receive(parameter, total)
-            return
-        if parameter.grad is None:
-            parameter.grad = total
-        else:
-            if self._is_wrapped:
-                self.module.before_gradient(parameter)
-            parameter.grad.add_(total)
-        if self._is_wrapped:
-            self.module.gradient_ready(parameter)
+        self._norms.append(passes.backward(session, losses, limits, gradients))
+        self._squares.append(session.squares)
+        self._nonfinite_samples += session.nonfinite
 
     def _make_reducer(self, mode: str) -> NormReducer:
         data_group, tensor_group = getattr(self.module, "process_group", None), None
@@ -519,14 +342,11 @@ class PrivateModel(nn.Module):
             device=self.capture.anchor.device, dtype=widest,
         )  # fmt: skip
 
-    def _session_class(self) -> type[Session]:
-        """On fused kernels, if the mode asks for them and all parameters are where they run."""
-        if not self.policy.fused:
-            return Session
-        serve = all(available(p.device, p.dtype) for p in self.capture.parameters)
-        if not serve:
-            say_plain(self.mode)
-        return FusedSession if serve else Session
+    def _is_so_on_any_rank(self, flag: bool) -> bool:
+        """Of those with other samples; the host waits."""
+        reducer = self.capture.reducer
+        count = self.capture.anchor.new_tensor([float(flag)], dtype=torch.float32)
+        return bool(reducer.data.sum(count, "whether samples are left", "async").wait() > 0)
 
     def _sync_context(self) -> AbstractContextManager:
         return self.no_sync() if self.accumulating else nullcontext()
@@ -543,20 +363,8 @@ class PrivateModel(nn.Module):
             )
         return limits
 
-    def _forecast(self, batch: Batch) -> Forecast | None:
-        """Of the linear layers' operands, where compiled code must know it beforehand."""
-        if not self.policy.fused or not self.capture.is_compiled or self.sharding is not None:
-            return None
-        return self._establishment.forecast(batch) if self._session_class().fused else None
-
 
 @lru_cache(maxsize=8)
 def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Float64, kept: a copy to a GPU would make the host wait for what runs there."""
     return torch.tensor(values, dtype=torch.float64, device=device)
-
-
-def _sends(wrapper: nn.Module) -> bool:
-    """Not under its `no_sync`; PyTorch's DDP has another name for it than ours."""
-    ours = getattr(wrapper, "_synchronizing", True)
-    return getattr(wrapper, "require_backward_grad_sync", ours)

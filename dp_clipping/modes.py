@@ -13,13 +13,15 @@
 import logging
 from typing import Any
 
+import torch.distributed as dist
+
 from dp_clipping.session import Policy
 
 MODES = ("no_dp", "per_sample", "ghost", "flash", "bookkeeping", "flash_bookkeeping")
 DEFAULT_MODE = "flash_bookkeeping"
 PLAIN_TWIN = {"flash": "ghost", "flash_bookkeeping": "bookkeeping"}
 
-logger = logging.getLogger("dp_clipping")
+LOG = logging.getLogger(__name__)
 _said: set[str] = set()
 
 
@@ -43,12 +45,13 @@ def policy_of(mode: str, **options: Any) -> Policy | None:
 
 
 def say_plain(mode: str) -> None:
-    """Once: the mode runs without its kernels."""
-    if mode not in _said:
-        _said.add(mode)
-        logger.warning(
-            "%s runs as %s, in plain PyTorch: its fused kernels need a CUDA device, Triton, and "
-            "parameters in float32, bfloat16 or float16",
-            mode,
-            PLAIN_TWIN[mode],
-        )
+    """Once, on the first rank: the mode runs without its kernels."""
+    if mode in _said or (dist.is_initialized() and dist.get_rank() > 0):
+        return
+    _said.add(mode)
+    LOG.warning(
+        "%s runs as %s, in plain PyTorch: its fused kernels need a CUDA device, Triton, and "
+        "parameters in float32, bfloat16 or float16",
+        mode,
+        PLAIN_TWIN[mode],
+    )

@@ -26,8 +26,7 @@ All members of the tensor axis end up with the same bits, so they clip alike.
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
-from math import cos, pi, prod, sin
+from math import cos, pi, sin
 from typing import Any
 
 import torch
@@ -41,9 +40,6 @@ NORM_REDUCTIONS = ("sync", "async", "layerwise")
 SAME = 1e-3  # losses of one sample on two ranks are this close, far closer than two samples' are
 EVERY = 16  # parameters to a partial sum: an 8B Llama, 291 of them, has 19
 
-Groups = dist.ProcessGroup | Sequence[dist.ProcessGroup] | None
-"""One axis, several (the outermost first), or none."""
-
 
 class NormReducer:
     """Sums squared norms over the axes of a mesh on which they add up.
@@ -52,7 +48,7 @@ class NormReducer:
     order, also where a batch is empty. World size 1 communicates nothing.
 
     Args:
-        data_group: data axes, whose members hold different samples.
+        data_group: the axis whose members hold different samples.
         tensor_group: the axis whose members hold the same samples and parts of parameters. Its
             collectives are launched among the layers' own on this group: where the order of the
             two is not the same on all members, give a group of the same ranks to this alone.
@@ -65,8 +61,9 @@ class NormReducer:
     """
 
     def __init__(
-        self, *, data_group: Groups = None, tensor_group: dist.ProcessGroup | None = None,
-        mode: str = "sync", device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
+        self, *, data_group: dist.ProcessGroup | None = None,
+        tensor_group: dist.ProcessGroup | None = None, mode: str = "sync",
+        device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
         if mode not in NORM_REDUCTIONS:
             known = ", ".join(NORM_REDUCTIONS)
@@ -75,14 +72,10 @@ class NormReducer:
             raise ValueError(f"norms are exchanged in float32 or float64, not in {dtype}")
         self.mode, self.device, self.dtype = mode, torch.device(device), dtype
         self.tensor = Axis("tensor-parallel", tensor_group)
-        self.data = [Axis("data", group) for group in _as_list(data_group)]
+        self.data = Axis("data", data_group)
         _check_axes(self.tensor, self.data)
         is_cuda = self.device.type == "cuda"
         self.side_stream = torch.cuda.Stream(self.device) if is_cuda else None
-        self.data_ranks = prod(axis.size for axis in self.data)
-        self.data_rank = 0
-        for axis in self.data:
-            self.data_rank = self.data_rank * axis.size + axis.rank
 
     @property
     def splits_parameters(self) -> bool:
@@ -143,7 +136,7 @@ class NormReducer:
         """Launch the exchange of the whole vector, once a step, on every rank.
 
         Args:
-            squares: [K, B] or [B] squared norms of the local batch, sums over the tensor axis
+            squares: [K, B] squared norms of the local batch, sums over the tensor axis
                 (`reduce` has been waited for); B may be 0 and differ.
         """
         return GlobalNorms(self, squares)
@@ -159,16 +152,6 @@ class NormReducer:
             )
         copy = torch.empty(table.shape, device=self.device, dtype=self.dtype)
         return copy.copy_(table.detach())
-
-    def sum_over(self, axes: Sequence["Axis"], table: Tensor, what: str) -> "Flight":
-        """Along one axis after the other, in place; the last one is left in flight.
-
-        `wait` of the others holds up the stream on a GPU, and the host on gloo.
-        """
-        flight = Flight(table)
-        for axis in axes:
-            flight = axis.sum(flight.wait(), what, "async")
-        return flight
 
 
 class Axis:
@@ -314,17 +297,9 @@ def _naming(story: str) -> Iterator[None]:
         ) from error
 
 
-def _as_list(groups: Groups) -> list[dist.ProcessGroup]:
-    if groups is None:
-        return []
-    return list(groups) if isinstance(groups, Sequence) else [groups]
-
-
-def _check_axes(tensor: Axis, data: list[Axis]) -> None:
+def _check_axes(tensor: Axis, data: Axis) -> None:
     """Two axes of a mesh have one rank in common: a rank with both would share slots."""
-    axes = [tensor, *data]
-    members = list(chain(*(axis.ranks - {dist.get_rank()} for axis in axes if axis.size > 1)))
-    if len(members) != len(set(members)):
+    if len(tensor.ranks & data.ranks) > 1:
         raise ValueError(
             "the data and tensor-parallel axes have ranks in common: a rank with other samples "
             "and one with other shards of the parameters are different ranks, so give the groups "

@@ -218,7 +218,11 @@ class PrivateOptimizer(Optimizer):
         number, self.steps = self.steps, self.steps + 1
         self.model.budget.close()
         if self.model.policy is not None:
-            self._apply_noise(number)
+            try:
+                self._apply_noise(number)
+            except BaseException:
+                self.model.clear_gradients()  # some may have noise: a second attempt would add more
+                raise
         self._is_prepared = True
 
     def resume(self, steps: int, noise_key: bytes) -> None:
@@ -235,7 +239,7 @@ class PrivateOptimizer(Optimizer):
         multiplier = self.noise_multiplier
         if adaptive is not None:
             multiplier = adaptive.gradient_noise_multiplier(multiplier)
-            norms = model.global_norms()
+            norms = model.gather_norms()
         std = multiplier * model.sensitivity()
         divisor = self.expected_batch_size if self.loss_reduction == "mean" else 1.0
         parameters = model.capture.parameters

@@ -40,7 +40,7 @@ LAST = "noise"  # the range that ends a step
 LAYERS = ("norm/", "sum/")
 TRAVEL = ("hand_over", "reduce_scatter", "gradient_sync")  # what only several ranks have
 RANGES = {
-    "norm_pass": "first backward",
+    "norm_pass": "first backward, norms included",
     "norm/": "  norms of layers",
     "clip_coefficients": "clip coefficients",
     "norm_all_reduce": "  norm all-reduce",
@@ -55,8 +55,8 @@ RANGES = {
     LAST: "noise",
 }
 """Range -> what a report calls it, in the order of a step, indented where it is part of another."""
-NOTE = """\
-ms: median over steps, with what lies inside; own: without it, so that own adds up once.
+NOTE = "ms: median over steps, with what lies inside; own: without it, so that own adds up once."
+SHARED_NOTE = """\
 Synchronisation is never switched off, so there is no time for switching it on again: the first
 backward forms no parameter gradient that could be sent. In its place sums are handed over."""
 
@@ -206,18 +206,20 @@ class Profile:
                 rest = [t for _, t in slowest[LAYERS_SHOWN:]]
                 rows.append((f"{len(rest)} others", _total(rest)))
             lines += [*_table(f"slowest of {what}", rows), ""] if rows else []
-        return "\n".join([*lines, NOTE, *self._norm_lines()])
+        notes = [NOTE] if self.alone else [NOTE, SHARED_NOTE]
+        return "\n".join([*lines, *notes, *self._norm_lines()])
 
     def _norm_lines(self) -> list[str]:
-        return [
-            f"squared norms {when} the all-reduce: shape {one['shape']}, mean "
-            f"{_number(one['mean'])}, maximum {_number(one['max'])}"
-            if "before" in norms
-            else f"squared norms, which no all-reduce adds up: shape {one['shape']}, mean "
-            f"{_number(one['mean'])}, maximum {_number(one['max'])}"
-            for norms in self._steps[-1]["norms"]
-            for when, one in norms.items()
-        ]
+        lines = []
+        for norms in self._steps[-1]["norms"]:
+            for when, one in norms.items():
+                place = "" if self.alone else ", which no all-reduce adds up"
+                place = f" {when} the all-reduce" if "before" in norms else place
+                lines.append(
+                    f"squared norms{place}: shape {one['shape']}, mean {_number(one['mean'])}, "
+                    f"maximum {_number(one['max'])}"
+                )
+        return lines
 
     # ---- from marks to milliseconds -------------------------------------------------------------
 

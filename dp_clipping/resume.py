@@ -2,7 +2,7 @@
 
 import hashlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +12,60 @@ from opacus.accountants.accountant import IAccountant
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from dp_clipping.checkpoint_file import ALWAYS, OWN, RESERVED, VERSION, plain
+from dp_clipping.checkpoint_file import (
+    ACCOUNTANT,
+    ALWAYS,
+    MODULE,
+    OPTIMIZER,
+    OWN,
+    RESERVED,
+    VERSION,
+    plain,
+    scheduler_state,
+)
 from dp_clipping.keys import Keys, fresh_keys
+from dp_clipping.ledger import Parts, count, joined
 from dp_clipping.run import Run, set_random_state
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is saved of a run or loaded into it, and where.
+
+    Attributes:
+        path: the file, or the folder of a sharded model.
+        with_optimizer: the wrapped optimizer's state (momentum) is part of it.
+        schedulers: entry in the checkpoint -> scheduler whose state is part of it.
+        module_kwargs: for the network's `state_dict`, or `load_state_dict`.
+        torch_kwargs: for `torch.save`, or `torch.load`.
+    """
+
+    run: Run
+    accountant: IAccountant
+    path: Path
+    with_optimizer: bool
+    schedulers: Mapping[str, Any]
+    module_kwargs: Mapping[str, Any]
+    torch_kwargs: Mapping[str, Any]
+
+    def contents(
+        self,
+        extra: Mapping[str, Any],
+        random: list[dict[str, Tensor]],
+        optimizer_state: Callable[[], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """The entries of a checkpoint, `extra` ones of the user's among them."""
+        contents = {
+            **extra,
+            MODULE: self.run.model.network.state_dict(**self.module_kwargs),
+            ACCOUNTANT: plain(self.accountant.state_dict()),
+            OWN: _own_entry(self.run, self.accountant, random),
+        }
+        if self.with_optimizer:
+            contents[OPTIMIZER] = optimizer_state()
+        for entry, scheduler in self.schedulers.items():
+            contents[entry] = scheduler_state(scheduler)
+        return contents
 
 
 @dataclass(frozen=True)
@@ -24,6 +75,8 @@ class Resume:
     saved: dict[str, Any]
     keys: Keys | None = field(repr=False)
     """None: new ones are to be drawn."""
+    kept: Parts
+    """Steps that the engine has counted and the checkpoint lacks; they stay in the account."""
     notes: list[str]
 
     @property
@@ -33,7 +86,7 @@ class Resume:
     def digest(self) -> bytes:
         """Equal on two ranks that read the same checkpoint."""
         own = {k: v for k, v in self.own.items() if k != "random"}
-        history = self.saved["privacy_accountant_state_dict"]["history"]
+        history = self.saved[ACCOUNTANT]["history"]
         what = repr((own, history, self.keys is None)).encode()
         return hashlib.blake2b(what, digest_size=31).digest()
 
@@ -47,11 +100,11 @@ def check_save(run: Run) -> None:
         )
 
 
-def check_load(run: Run, module_kwargs: Mapping[str, Any]) -> None:
-    refuse_fsdp1(run)
-    if run.optimizer.is_mid_step:
+def check_load(snapshot: Snapshot) -> None:
+    refuse_fsdp1(snapshot.run)
+    if snapshot.run.optimizer.is_mid_step:
         raise RuntimeError("load_checkpoint in the middle of a step: call zero_grad() before")
-    if module_kwargs.get("assign"):
+    if snapshot.module_kwargs.get("assign"):
         raise ValueError("assign=True would replace the parameters that are private: drop it")
 
 
@@ -64,12 +117,21 @@ def refuse_fsdp1(run: Run) -> None:
         )
 
 
-def own_entry(run: Run, random: list[dict[str, Tensor]]) -> dict[str, Any]:
+def saved_parts(saved: Mapping[str, Any]) -> Parts:
+    """The saved account by key; without that entry all of it may be of the saved key."""
+    own, history = saved[OWN], saved[ACCOUNTANT]["history"]
+    return own.get("account", {own["key_fingerprint"]: history})
+
+
+def _own_entry(
+    run: Run, accountant: IAccountant, random: list[dict[str, Tensor]]
+) -> dict[str, Any]:
     adaptive = run.optimizer.adaptive_threshold
     return {
         "version": VERSION,
         "run": run.describe(),
         "key_fingerprint": run.keys.fingerprint,
+        "account": plain(run.ledger.parts(accountant.history)),
         "steps": run.optimizer.steps,
         "sampler": run.sampler_state(),
         "start": list(run.start),
@@ -81,49 +143,44 @@ def own_entry(run: Run, random: list[dict[str, Tensor]]) -> dict[str, Any]:
     }
 
 
-def go_on(
-    run: Run,
-    accountant: IAccountant,
-    path: Path,
-    resume: Resume,
-    with_optimizer: bool,
-    schedulers: Mapping[str, Any],
-    module_kwargs: Mapping[str, Any],
-) -> dict[str, Any]:
+def go_on(snapshot: Snapshot, resume: Resume) -> dict[str, Any]:
     """Change the run to the saved one, with a warning for each note.
 
     Returns:
         The entries that are not read here, and those of module and accountant, as in Opacus.
     """
-    _apply(run, accountant, resume, with_optimizer, schedulers, module_kwargs)
+    _apply(snapshot, resume)
+    kept = sum(map(count, resume.kept.values()))
+    if kept:
+        warnings.warn(
+            f"{snapshot.path}: {kept} steps that this engine has counted are not in the "
+            "checkpoint and stay in its account",
+            stacklevel=4,
+        )
     for note in resume.notes:
-        warnings.warn(f"{path}: {note}: the resumed run is not the same", stacklevel=4)
+        warnings.warn(f"{snapshot.path}: {note}: the resumed run is not the same", stacklevel=4)
     return {n: entry for n, entry in resume.saved.items() if n not in RESERVED or n in ALWAYS}
 
 
-def _apply(
-    run: Run,
-    accountant: IAccountant,
-    resume: Resume,
-    with_optimizer: bool,
-    schedulers: Mapping[str, Any],
-    module_kwargs: Mapping[str, Any],
-) -> None:
-    saved, own, optimizer = resume.saved, resume.own, run.optimizer
-    accountant.load_state_dict(deepcopy(saved["privacy_accountant_state_dict"]))
-    run.model.network.load_state_dict(saved["module_state_dict"], **module_kwargs)
-    if with_optimizer and "optimizer_state_dict" in saved:
-        optimizer.load_state_dict(saved["optimizer_state_dict"])
-    for entry, scheduler in schedulers.items():
+def _apply(snapshot: Snapshot, resume: Resume) -> None:
+    run, saved, own = snapshot.run, resume.saved, resume.own
+    optimizer = run.optimizer
+    snapshot.accountant.load_state_dict(deepcopy(saved[ACCOUNTANT]))
+    for part in resume.kept.values():
+        snapshot.accountant.history = joined(snapshot.accountant.history, part)
+    run.ledger.load(saved_parts(saved), resume.kept, snapshot.accountant.history, run)
+    run.model.network.load_state_dict(saved[MODULE], **snapshot.module_kwargs)
+    if snapshot.with_optimizer and OPTIMIZER in saved:
+        optimizer.load_state_dict(saved[OPTIMIZER])
+    for entry, scheduler in snapshot.schedulers.items():
         if entry in saved:
             scheduler.load_state_dict(deepcopy(saved[entry]))
-    if all(
-        own["run"][name] == run.settings[name] for name in ("noise_multiplier", "max_grad_norm")
-    ):
-        optimizer.noise_multiplier = own["noise_multiplier"]
-        optimizer.max_grad_norm = own["max_grad_norm"]
+    for name in ("noise_multiplier", "max_grad_norm"):
+        if own["run"][name] == run.settings[name]:
+            setattr(optimizer, name, own[name])
     if optimizer.adaptive_threshold is not None:
         optimizer.adaptive_threshold.load_state_dict(own["adaptive_threshold"])
+        optimizer.max_grad_norm = optimizer.adaptive_threshold.max_grad_norm
     if resume.keys is not None:
         run.keys = resume.keys
     elif not run.keys.fixed:

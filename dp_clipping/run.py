@@ -10,15 +10,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dp_clipping.keys import Keys
+from dp_clipping.ledger import Ledger
+from dp_clipping.loader import PoissonLoader
 from dp_clipping.model import PrivateModel
 from dp_clipping.optimizer import PrivateOptimizer
-from dp_clipping.sampling import PoissonLoader
 
 
 @dataclass
 class Run:
     """What one `make_private` returned, and its public settings.
 
+    `ledger`: of the engine's account.
     `start`: position of the loader and number of steps at which the key came into use.
     """
 
@@ -28,6 +30,7 @@ class Run:
     group: dist.ProcessGroup | None
     keys: Keys = field(repr=False)
     settings: dict[str, Any]
+    ledger: Ledger = field(repr=False)
     start: tuple[int, int] = (0, 0)
 
     @property
@@ -39,12 +42,15 @@ class Run:
         return next(self.model.parameters()).device
 
     def describe(self) -> dict[str, Any]:
-        """Everything about this run that a load compares."""
-        network = self.model.network
+        """Its public settings; a load compares all of them but the mode (see fits.py)."""
+        network, sharding = self.model.network, self.model.sharding
+        data_group = self.group if sharding is None else sharding.data_group
         parameters = {n: list(p.shape) for n, p in network.named_parameters() if p.requires_grad}
         return {
             **self.settings,
             "world_size": 1 if self.group is None else dist.get_world_size(self.group),
+            "data_ranks": 1 if data_group is None else dist.get_world_size(data_group),
+            "device": self.device.type,
             "optimizer": type(self.optimizer.original_optimizer).__name__,
             "private": self.model.policy is not None,
             "parameters": parameters,

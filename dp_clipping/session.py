@@ -29,6 +29,7 @@ from dp_clipping.layers.handle import Handle
 from dp_clipping.layers.linear import Grams
 from dp_clipping.norm_reduce import Layerwise, NormReducer
 from dp_clipping.norms import Norm, Norms
+from dp_clipping.randomness import Randomness
 from dp_clipping.rescale import is_rescaled, rescale
 
 NOTHING = nullcontext()
@@ -93,6 +94,7 @@ class Session:
         self._recomputed: list[Parameter] = []
         self._receive: Callable[[Parameter, Tensor | None], None] | None = None
         self._partial: Layerwise | None = None
+        self._randomness: Randomness | None = None  # of the first backward, if there is a second
         self._noted: set[Parameter] = set()  # whose norms are in it
 
     # ---- what layers ask in forward -------------------------------------------------------------
@@ -188,13 +190,15 @@ class Session:
             self._running = True
             self._limits, self._receive = limits, receive
             self._prepare(losses)
+            twice = self._needs_second_pass()
+            self._randomness = Randomness(self.anchor) if twice else None
             if self.reducer.splits_parameters and self.reducer.mode == "layerwise":
                 order = list(reversed(self.capture.parameters))
                 self._partial = self.reducer.layerwise(order, self._table_of)
             with self.capture.attached(self), guard:
                 with self._phase("norm_pass"):
                     anchors = list(self.capture.anchors.values())
-                    self._run_backward(losses, anchors, retain_graph=self._needs_second_pass())
+                    self._run_backward(losses, anchors, retain_graph=twice)
                 with self._phase("clip_coefficients"):
                     norms = self._clip(limits)
                 with self._phase("weighted_sum"):
@@ -362,9 +366,10 @@ class Session:
 
     def _sum(self, losses: Tensor) -> None:
         self._summing = True
-        if self._needs_second_pass():
+        if self._randomness is not None:
             first, self._seen = self._seen, set()
-            self._run_backward(losses, self._second_anchors(), retain_graph=False)
+            with self._randomness.again():
+                self._run_backward(losses, self._second_anchors(), retain_graph=False)
             self._seen |= first  # the second one may go less deep
         self._hand_on_kept()
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from dp_clipping.shards import Place, place_of
 
@@ -200,6 +201,13 @@ class Sharding:
 
     def entered(self, module: nn.Module, inputs: Callable[[], list[Tensor]]) -> None:
         """Called in private forwards when one of `gathering` has gathered its parameters."""
+
+    def watch(self, note: Callable[[Parameter], None]) -> list[RemovableHandle]:
+        """Let `note` be called with each parameter that autograd adds a gradient to.
+
+        Where that is to something else than the parameter: FSDP2 runs the parameter's own hooks.
+        """
+        return []
 
     def recover(self) -> bool:
         """After a forward or backward that failed: whether the next one can be right.

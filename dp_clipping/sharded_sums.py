@@ -61,7 +61,7 @@ class ShardedSums:
 
     @torch.no_grad()
     def changed(self) -> list[Parameter]:
-        """Parameters whose `.grad` is not as it was left: FSDP adds to it without a word."""
+        """Parameters whose `.grad` is not as it was left."""
         return [
             p
             for p in self.sharding.parts

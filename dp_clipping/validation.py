@@ -4,12 +4,20 @@ A per-sample gradient exists only where a sample's loss depends on that sample a
 mix samples, or carry what they saw from one batch into the next, have none.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
 
+REPLICAS = (
+    nn.DataParallel,
+    nn.parallel.DistributedDataParallel,
+    DifferentiallyPrivateDistributedDataParallel,
+)
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 MESSAGE = "{name} ({kind}): {why}; {instead}"
 
@@ -30,6 +38,17 @@ def check_module(module: nn.Module) -> None:
         raise ValueError("the module has no trainable parameter: there is nothing to make private")
 
 
+def warn_of_other_ranks() -> None:
+    """The module is a plain network: what other ranks do is not known."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        warnings.warn(
+            f"{dist.get_world_size()} ranks, and module is neither wrapped nor sharded: each rank "
+            "trains a network of its own, on samples of the whole data set; to train one together "
+            'give ddp.wrap("ddp_bucketed", network) or shard it',
+            stacklevel=3,
+        )
+
+
 def normalizations(network: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and module of every one that may mix samples once `train()` reaches it."""
     kinds = (*BATCH_NORMS, nn.modules.instancenorm._InstanceNorm)
@@ -47,6 +66,10 @@ def check_still_fixed(modules: Iterable[tuple[str, nn.Module]]) -> None:
 
 def problem_of(module: nn.Module) -> tuple[str, str] | None:
     """Why this one module is refused, and what to do; None if it is not."""
+    if isinstance(module, REPLICAS) and not hasattr(module, "gradient_ready"):
+        return "would not exchange clipped sums, which autograd does not accumulate", (
+            'give ddp.wrap("torch_ddp", network), or another of its variants'
+        )
     if isinstance(module, BATCH_NORMS):
         fixed = not module.training and module.running_mean is not None
         if fixed and not any(p.requires_grad for p in module.parameters()):

@@ -212,6 +212,43 @@ def every_network(context: Context, shard: Shard) -> None:
     assert not wrong
 
 
+def failed_steps(context: Context, shard: Shard) -> None:
+    """Passes fail half-way on all ranks, the first while it looks for the samples.
+
+    Each step after one is right, with other parameters than those that may still be gathered.
+    """
+    batch = zoo.tokens(4, 6)
+    mine = slice(2 * context.rank, 2 * context.rank + 2)
+    for mode in ("bookkeeping", "ghost"):
+        reference = transformer()
+        model = private(shard(context, transformer()), mode, LIMIT)
+        first, second = model.network.blocks
+        for register, hook in (
+            (second.register_forward_pre_hook, fail),
+            (first.register_forward_hook, fail_in_backward),
+            (second.register_forward_pre_hook, fail),
+        ):
+            registered = register(hook)
+            with pytest.raises(ArithmeticError):
+                private_loss(model, oracle.pick(batch, mine), zoo.cross_entropy).backward()
+            registered.remove()
+            with torch.no_grad():
+                for parameter in (*model.capture.parameters, *reference.parameters()):
+                    parameter.mul_(1.25)
+            one_step(model, oracle.pick(batch, mine), zoo.cross_entropy)
+            gradients = oracle.per_sample_gradients(reference, batch, zoo.cross_entropy)
+            check_sums(model, oracle.clipped_sum(gradients, LIMIT))
+            model.clear_gradients()
+
+
+def fail(*_):
+    raise ArithmeticError("failed on purpose")
+
+
+def fail_in_backward(module, args, output):
+    output.register_hook(fail)
+
+
 # ---- through the front door ----------------------------------------------------------------------
 
 
@@ -314,3 +351,36 @@ def refused_steps(context: Context, shard: Shard, shard_root: Shard) -> PrivateM
     with pytest.raises(RuntimeError, match="an ordinary backward"):
         model.refuse_unclipped()
     return model
+
+
+def refused_after_noise(context: Context, shard: Shard) -> None:
+    """An ordinary backward between noise and step is seen; clipping and new tensors are allowed."""
+    run = build(
+        context, shard=partial(shard, context), name="transformer", grad_sample_mode="bookkeeping"
+    )
+    parameters, batches = list(run.model.network.parameters()), iter(run.loader)
+
+    def prepare() -> None:
+        run.optimizer.zero_grad()
+        inputs, targets, _ = next(batches)
+        run.criterion(run.model(inputs), targets).backward()
+        run.optimizer.pre_step()
+
+    inputs, targets = zoo.tokens(2, 6)
+    for module, trains in ((run.model.network, True), (run.model, False)):
+        prepare()
+        before = whole_parameters(run)
+        run.model.train(trains)
+        zoo.cross_entropy(module(inputs), targets).sum().backward()
+        run.model.train()
+        with pytest.raises(RuntimeError, match="an ordinary backward"):
+            run.optimizer.step()
+        assert all(map(torch.equal, before, whole_parameters(run)))
+    prepare()
+    torch.nn.utils.clip_grad_norm_(parameters, 1e-3)
+    run.optimizer.step()
+    prepare()
+    for parameter in parameters:
+        parameter.grad = 0.5 * parameter.grad
+    run.optimizer.step()
+    assert run.optimizer.steps == 4

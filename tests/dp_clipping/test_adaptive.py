@@ -193,7 +193,7 @@ def after_some_steps(context: Context, sizes: list[tuple[int, ...]]) -> float:
         every = torch.linspace(0.1, 3.0, max(1, sum(of_ranks)))
         start = sum(of_ranks[: context.rank])
         mine = every[start : start + of_ranks[context.rank]]
-        squares = reducer.gather(mine.square())
+        squares = reducer.gather(mine.square()[None])
         threshold.update(squares.wait(), step=step, noise_key=KEY)
     return threshold.max_grad_norm
 

@@ -163,7 +163,7 @@ def fails_in_the_norm_pass(pair: Beside, rank: int) -> None:
 
 def fails_between_two_sums(pair: Beside, rank: int) -> None:
     """Not between the same two on each rank."""
-    receive, left = pair.model._receive, [3 + 4 * rank]
+    receive, left = pair.model._gradients.receive, [3 + 4 * rank]
 
     def receive_some(parameter, total):
         left[0] -= 1
@@ -171,10 +171,10 @@ def fails_between_two_sums(pair: Beside, rank: int) -> None:
             raise_arithmetic_error(total)
         receive(parameter, total)
 
-    pair.model._receive = receive_some
+    pair.model._gradients.receive = receive_some
     with pytest.raises(ArithmeticError):
         pair.backward(ALL)
-    del pair.model._receive
+    del pair.model._gradients.receive
 
 
 def raise_arithmetic_error(_):
@@ -252,14 +252,14 @@ def streamed(context: Context, variant: str, mode: str) -> None:
     with recording(context.group) as group:
         replica = Context(context.rank, context.world_size, context.device, group)
         pair = Beside(replica, variant, mode, dtype=torch.bfloat16, tolerance=3e-2)
-        model, receive = pair.model, pair.model._receive
+        model, receive = pair.model, pair.model._gradients.receive
         names = model.capture.names
 
         def marked(parameter, total):
             group.mark("sum", names[parameter])
             receive(parameter, total)
 
-        model._receive = marked
+        model._gradients.receive = marked
         numel = sum(p.numel() for p in model.capture.parameters)
         for step in range(3):
             group.events.clear()
@@ -390,6 +390,35 @@ def ordinary_behind_private(context: Context, variant: str) -> None:
 @pytest.mark.parametrize("variant", ["torch_ddp", "torch_ddp_tuned"])
 def test_ordinary_training_behind_private(cpu_ranks, variant):
     cpu_ranks.run(2, ordinary_behind_private, variant)
+
+
+def means_behind_private(context: Context, variant: str) -> None:
+    """Ordinary gradients are the means, in the type, that a wrapper without this past gives."""
+    found = []
+    for was_private in (True, False):
+        pair = Beside(context, variant, dtype=torch.bfloat16, tolerance=3e-2)
+        wrapper = pair.model.module
+        if was_private:
+            pair.check_step((3, 1))
+            network = pair.model.to_standard_module()
+        else:
+            network = zoo.BY_NAME["transformer"].build().to(torch.bfloat16)
+            options = small_buckets(variant, BUCKET_MB)
+            wrapper = wrap(variant, network, process_group=context.group, **options)
+        inputs, targets = oracle.pick(pair.batch, part((3, 1), context.rank))
+        pair.per_sample_loss(wrapper(inputs), targets).mean().backward()
+        wrapper.finish_gradient_synchronization()
+        found.append({name: p.grad for name, p in network.named_parameters()})
+    afterwards, untouched = found
+    assert list(afterwards) == list(untouched)
+    for name, gradient in untouched.items():
+        assert afterwards[name].dtype == gradient.dtype
+        torch.testing.assert_close(afterwards[name], gradient, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["ddp_bucketed", "torch_ddp"])
+def test_gradients_are_means_again_behind_private(cpu_ranks, variant):
+    cpu_ranks.run(2, means_behind_private, variant)
 
 
 # ---- noise ---------------------------------------------------------------------------------------

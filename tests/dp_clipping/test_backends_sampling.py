@@ -2,13 +2,18 @@
 
 import itertools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as OpacusReplica
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from dp_clipping import BatchMemoryManager
+import ddp
+from dp_clipping import BatchMemoryManager, PrivacyEngine
 from dp_clipping.keys import fixed_keys
 from dp_clipping.sampling import included
 from tests.ddp.conftest import CPU_COPY_ENGINE
@@ -37,6 +42,44 @@ def epoch(context: Context, variant: str, microbatch: int | None, steps: int, op
             run.loader.sample_rate,
         ),
     }
+
+
+def with_a_module(context: Context, wrap: Callable[[nn.Module], nn.Module]) -> list[str]:
+    """What is said of it: warnings, or why it is refused."""
+    module = wrap(nn.Linear(3, 2))
+    loader = DataLoader(TensorDataset(torch.ones(8, 3), torch.zeros(8, dtype=torch.long)), 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            PrivacyEngine().make_private(
+                module=module, optimizer=torch.optim.SGD(module.parameters(), 0.1),
+                data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
+            )  # fmt: skip
+        except ValueError as error:
+            return [str(error)]
+    return [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+
+
+@pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, OpacusReplica])
+def test_replicas_whose_sums_would_not_leave_are_refused(cpu_ranks, wrap):
+    for (said,) in cpu_ranks.run(4, with_a_module, wrap):
+        assert f"{wrap.__name__}): would not exchange clipped sums" in said
+        assert 'ddp.wrap("torch_ddp", network)' in said
+
+
+def alone(network: nn.Module) -> nn.Module:
+    return network
+
+
+def together(network: nn.Module) -> nn.Module:
+    return ddp.wrap("ddp", network)
+
+
+def test_a_plain_network_on_several_ranks_is_told_that_it_is_alone(cpu_ranks):
+    assert all(
+        "neither wrapped nor sharded" in s for (s,) in cpu_ranks.run(4, with_a_module, alone)
+    )
+    assert cpu_ranks.run(4, with_a_module, together) == [[]] * 4
 
 
 def joined(lists) -> list:
@@ -219,6 +262,29 @@ def test_ranks_agree_after_a_draw_that_was_left(cpu_ranks, variant):
     one, other = cpu_ranks.run(2, left_early, variant)
     assert one == other
     assert any("draw 0 was left" in message for message in one[1])
+
+
+def used_twice(context: Context, **options) -> list[str]:
+    """Draws until one rank has samples and the other none; that one's backward, twice."""
+    run, said = build(context, "ddp_bucketed", batch_size=1, **options), []
+    for number, (inputs, targets, _) in enumerate(run.loader):
+        sizes = [len(share) for share in run.loader.batch_sampler.shares(number)]
+        run.criterion(run.model(inputs), targets).backward()
+        if min(sizes) == 0 < max(sizes):
+            try:
+                run.criterion(run.model(inputs), targets).backward()
+            except RuntimeError as error:
+                said.append(str(error).partition(":")[0])
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return said
+
+
+def test_a_second_backward_is_refused_by_ranks_without_samples_too(cpu_ranks):
+    one, other = cpu_ranks.run(2, used_twice)
+    assert len(one) == len(other) > 1
+    for mine, others in zip(one, other, strict=True):
+        assert {"another rank" in text for text in (mine, others)} == {True, False}
 
 
 # ---- keys and account ----------------------------------------------------------------------------

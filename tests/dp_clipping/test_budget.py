@@ -101,7 +101,7 @@ def test_a_backward_that_failed_may_be_repeated(monkeypatch):
     run = make()
     _, batch = first_draw(run)
     with monkeypatch.context() as patch:
-        patch.setattr(run.model, "_receive", lambda *_: 1 / 0)
+        patch.setattr(run.model._gradients, "receive", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             backward(run, batch)
     step(run, batch)
@@ -164,6 +164,25 @@ def test_draws_that_opacus_takes_are_not_counted():
     step(run, batch)
     with pytest.raises(RuntimeError, match=TWICE):
         backward(run, batch)
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "instead"),
+    [
+        (dict(num_workers=1), {}, "num_workers=0"),
+        ({}, dict(rand_on_empty=True), "rand_on_empty=False"),
+    ],
+)
+def test_draws_that_opacus_would_mix_up_are_refused(loader, options, instead):
+    """It skips steps as it fetches, ahead of them, and does not know what is made up."""
+    run = make(data_loader=DataLoader(data(), batch_size=3, **loader), **options)
+    with (
+        OpacusBatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer
+        ) as pieces,
+        pytest.raises(RuntimeError, match=f"use dp_clipping.BatchMemoryManager, or {instead}"),
+    ):
+        next(iter(pieces))
 
 
 @pytest.mark.filterwarnings("ignore:poisson_sampling=False")

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddp import wrap
 from dp_clipping import MODES, BatchMemoryManager, PrivacyEngine
+from dp_clipping.adaptive import AdaptiveThreshold
 from dp_clipping.checkpoint_file import key_path
 from dp_clipping.keys import KEY_BYTES, Keys, fresh_keys, read_keys, write_keys
 
@@ -53,19 +54,20 @@ def adamw(parameters):
 
 
 def build(
-    *, make=sgd, hidden=5, count=SAMPLES, workers=0, accountant="rdp", group=None, seed=0, **changes
-):
-    """A run with new objects throughout."""
+    *, make=sgd, hidden=5, count=SAMPLES, workers=0, accountant="rdp", group=None, seed=0,
+    engine=None, dataset=None, **changes,
+):  # fmt: skip
+    """A run with new objects throughout, or in an engine that has others."""
     torch.manual_seed(seed)
     network = Network(hidden)
     optimizer = make(network.parameters())
     module = network if group is None else wrap("ddp_bucketed", network, process_group=group)
-    engine = PrivacyEngine(accountant=accountant)
+    engine = engine or PrivacyEngine(accountant=accountant)
     arguments = {"noise_multiplier": 0.8, "max_grad_norm": 0.7, **changes}
     model, optimizer, criterion, loader = engine.make_private(
         module=module,
         optimizer=optimizer,
-        data_loader=DataLoader(data(count), batch_size=BATCH, num_workers=workers),
+        data_loader=DataLoader(dataset or data(count), batch_size=BATCH, num_workers=workers),
         **arguments,
     )
     return SimpleNamespace(
@@ -444,6 +446,54 @@ class TestKeys:
         assert other.optimizer.max_grad_norm == change.get("max_grad_norm", 0.7)
         assert other.optimizer.steps == 2
 
+    @pytest.mark.parametrize("name", ["world_size", "data_ranks", "device"])
+    def test_other_ranks_and_another_device_draw_another_key(self, path, name):
+        """Dropout draws other masks there: another sum, which the same noise would give away."""
+        one = build()
+        train(one, 2)
+        save(one, path)
+        saved = torch.load(path)
+        saved["dp_clipping"]["run"][name] = "other"
+        torch.save(saved, path)
+        resumed = build()
+        with pytest.warns(UserWarning, match=f"{name} was other and is .* a new key"):
+            load(resumed, path)
+        assert keys_of(resumed) != keys_of(one)
+        assert state(resumed) == state(one)
+        assert (resumed.optimizer.steps, resumed.loader.position) == (2, 2)
+
+    @pytest.mark.parametrize("changed", ["noise_multiplier", "max_grad_norm"])
+    def test_what_a_scheduler_has_reached_stays_where_the_other_changes(self, path, changed):
+        def schedulers(run):
+            return {
+                "noise_scheduler": ExponentialNoise(run.optimizer, gamma=0.9),
+                "grad_clip_scheduler": ExponentialGradClip(run.optimizer, gamma=0.5),
+            }
+
+        one = build()
+        ours = schedulers(one)
+        train(one, 2, after=lambda: [scheduler.step() for scheduler in ours.values()])
+        save(one, path, **ours)
+        resumed = build(**{changed: 1.1})
+        with pytest.warns(UserWarning, match=f"{changed} was .* and is 1.1"):
+            load(resumed, path, **schedulers(resumed))
+        for name in ("noise_multiplier", "max_grad_norm"):
+            expected = 1.1 if name == changed else getattr(one.optimizer, name)
+            assert getattr(resumed.optimizer, name) == expected
+
+    def test_the_threshold_that_was_reached_clips_the_first_step_under_another_noise(self, path):
+        def adaptive():
+            return AdaptiveThreshold(0.7, expected_batch_size=BATCH, count_std=4.0)
+
+        one = build(adaptive_threshold=adaptive())
+        train(one, 2)
+        save(one, path)
+        resumed = build(adaptive_threshold=adaptive(), noise_multiplier=0.9)
+        with pytest.warns(UserWarning, match="noise_multiplier was 0.8 and is 0.9"):
+            load(resumed, path)
+        assert resumed.optimizer.noise_multiplier == 0.9
+        assert resumed.optimizer.max_grad_norm == one.optimizer.max_grad_norm != 0.7
+
     def test_other_data_need_the_word(self, path):
         one = build()
         train(one, 2)
@@ -465,7 +515,8 @@ class TestKeys:
         save(run, path)
         train(run, 2)
         before = keys_of(run)
-        load(run, path, new_keys=True)
+        with pytest.warns(UserWarning, match="stay in its account"):
+            load(run, path, new_keys=True)
         assert keys_of(run) != before
 
     def test_fixed_ones_stay_known_as_such(self, path):
@@ -478,6 +529,159 @@ class TestKeys:
     def test_fingerprint_and_derived_keys_differ(self):
         keys = Keys(bytes(KEY_BYTES))
         assert len({keys.master, keys.noise, keys.sampling, bytes.fromhex(keys.fingerprint)}) == 4
+
+
+def steps_of(run):
+    return sum(steps for _, _, steps in run.engine.accountant.history)
+
+
+class TestAccount:
+    """What was released stays accounted for, once."""
+
+    def load(self, run, path, kept, **more):
+        with pytest.warns(UserWarning, match=f"{kept} steps that this engine has counted .* stay"):
+            load(run, path, **more)
+
+    def test_the_same_run_from_an_earlier_step_makes_the_same_steps_again(self, path):
+        run = build()
+        train(run, 1)
+        save(run, path)
+        train(run, 3)
+        expected = state(run)
+        load(run, path)
+        assert steps_of(run) == 1
+        train(run, 3)
+        assert state(run) == expected
+
+    def test_new_keys_from_an_earlier_step(self, path):
+        """Both continuations are released, what they begin with is one."""
+        run = build()
+        train(run, 2)
+        save(run, path)
+        train(run, 3)
+        spent = run.engine.get_epsilon(1e-5)
+        self.load(run, path, 3, new_keys=True)
+        assert run.engine.get_epsilon(1e-5) == spent
+        train(run, 4)
+        self.load(run, path, 7, new_keys=True)
+        assert (steps_of(run), run.optimizer.steps) == (9, 2)
+
+    def test_a_step_back_with_the_same_key_in_between_loses_nothing(self, path):
+        run = build()
+        save(run, path)
+        train(run, 3)
+        load(run, path)
+        self.load(run, path, 3, new_keys=True)
+        assert steps_of(run) == 3
+
+    def test_the_checkpoint_knows_what_it_has(self, path):
+        first = path.with_name("first.pt")
+        run = build()
+        train(run, 2)
+        save(run, first)
+        train(run, 3)
+        self.load(run, first, 3, new_keys=True)
+        train(run, 1)
+        save(run, path)
+        train(run, 1)
+        load(run, path)
+        assert steps_of(run) == 6
+        resumed = build()
+        load(resumed, path)
+        assert steps_of(resumed) == 6
+        train(resumed, 1)
+        self.load(resumed, first, 5, new_keys=True)
+        assert steps_of(resumed) == 7
+
+    def test_steps_before_the_checkpoint_of_another_run(self, path):
+        other = build()
+        train(other, 2)
+        save(other, path)
+        run = build()
+        train(run, 3)
+        self.load(run, path, 3)
+        assert (steps_of(run), run.optimizer.steps) == (5, 2)
+
+    def test_checkpoints_that_are_only_looked_at_replace_each_other(self, path):
+        paths = [path, path.with_name("other.pt")]
+        for steps, each in enumerate(paths, 2):
+            run = build()
+            train(run, steps)
+            save(run, each)
+        looked = build()
+        for steps, each in [*enumerate(paths, 2), (2, path)]:
+            load(looked, each)
+            assert steps_of(looked) == steps
+
+    def test_two_runs_of_one_engine(self, path):
+        paths = [path, path.with_name("other.pt")]
+        dataset = data()
+
+        def both():
+            one = build(dataset=dataset)
+            return one, build(engine=one.engine, dataset=dataset)
+
+        one, other = both()
+        train(one, 1)
+        save(one, paths[0])
+        train(other, 3)
+        self.load(one, paths[0], 3)
+        train(one, 2)
+        save(other, paths[1])
+        train(one, 2)
+        save(one, paths[0])
+        assert steps_of(one) == 8
+        # Another process: the second checkpoint lacks the last two steps of the first run.
+        one, other = both()
+        load(one, paths[0])
+        assert steps_of(one) == 8
+        self.load(other, paths[1], 2)
+        assert steps_of(one) == 8
+
+    def test_steps_that_the_user_has_counted(self, path):
+        """As with an accountant that was handed on."""
+
+        def handed_on():
+            run = build()
+            for _ in range(4):
+                run.engine.accountant.step(noise_multiplier=2.0, sample_rate=0.5)
+            return run
+
+        run = handed_on()
+        train(run, 2)
+        save(run, path)
+        resumed = handed_on()
+        load(resumed, path)
+        assert resumed.engine.accountant.history == [(2.0, 0.5, 4), (0.8, 1 / 6, 2)]
+        save(build(), path)
+        self.load(resumed, path, 4)
+
+    def test_a_checkpoint_that_does_not_tell_keys_apart(self, path):
+        run = build()
+        train(run, 2)
+        save(run, path)
+        saved = torch.load(path)
+        del saved["dp_clipping"]["account"]
+        torch.save(saved, path)
+        train(run, 1)
+        self.load(run, path, 1, new_keys=True)
+        assert steps_of(run) == 3
+
+    def test_an_account_of_one_noise_only_cannot_hold_both(self, path):
+        warnings.filterwarnings("ignore", message="GDP accounting is experimental")
+        save(other := build(accountant="gdp"), path)
+        train(other, 1)
+        save(other, path)
+        run = build(accountant="gdp", noise_multiplier=0.9)
+        train(run, 2)
+        with pytest.raises(ValueError, match=r"gdp cannot hold 2 steps .* new engine") as caught:
+            load(run, path, new_keys=True)
+        assert "\n" not in str(caught.value)
+        assert run.engine.accountant.history == [(0.9, 1 / 6, 2)]
+        same = build(accountant="gdp")
+        train(same, 2)
+        self.load(same, path, 2, new_keys=True)
+        assert same.engine.accountant.history == [(0.8, 1 / 6, 3)]
 
 
 class TestRefused:
@@ -768,10 +972,11 @@ class TestRanks:
         assert keys[0] == keys[1]
         assert not set(drawn[0]) & set(drawn[1]), "ranks have different samples"
         alone = build()
-        load(alone, path)
-        assert keys_of(alone).fingerprint == keys[0]
-        together = [x for step in train(alone, 4) for x in step]
-        assert sorted(together) == sorted(drawn[0] + drawn[1])
+        with pytest.warns(UserWarning, match="world_size was 2 and is 1, .* a new key"):
+            load(alone, path)
+        assert keys_of(alone).fingerprint != keys[0]
+        assert (alone.optimizer.steps, alone.loader.position) == (3, 3)
+        assert alone.engine.accountant.history == [(0.8, 1 / 6, 3)]
 
     def test_failures(self, cpu_ranks, path):
         (first, new), (second, same) = cpu_ranks.run(2, fail_on_one_rank, str(path.parent))

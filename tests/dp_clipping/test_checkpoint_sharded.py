@@ -94,6 +94,9 @@ def path(tmp_path):
     return tmp_path / "run"
 
 
+FIXED = 3
+"""A seed for the keys: another number of ranks draws a new key, unless it was fixed for tests."""
+
 LAYOUTS = {
     "alone": (None, {}),
     "1": (1, {}),
@@ -108,12 +111,12 @@ def at_layout(context: Context, function, path: Path, options: dict) -> tuple:
     return function(context, path, **options)
 
 
-def at(cpu_ranks, layout: str, function, path: Path) -> list[tuple]:
+def at(cpu_ranks, layout: str, function, path: Path, seed: int | None) -> list[tuple]:
     """What each rank returns; one process alone knows of no shards."""
     ranks, options = LAYOUTS[layout]
     if ranks is None:
-        return [function(None, path)]
-    return cpu_ranks.run(ranks, at_layout, function, path, options)
+        return [function(None, path, seed)]
+    return cpu_ranks.run(ranks, at_layout, function, path, {"seed": seed, **options})
 
 
 @pytest.fixture(scope="module")
@@ -121,17 +124,17 @@ def saved_at(cpu_ranks, tmp_path_factory):
     """Layout -> a checkpoint, which is read only, and what the run did that has saved it."""
 
     @cache
-    def saved_once(layout: str) -> tuple[Path, list[tuple]]:
+    def saved_once(layout: str, seed: int | None) -> tuple[Path, list[tuple]]:
         path = tmp_path_factory.mktemp("saved") / "run"
-        return path, at(cpu_ranks, layout, saved_and_trained, path)
+        return path, at(cpu_ranks, layout, saved_and_trained, path, seed)
 
     return saved_once
 
 
 def test_the_same_ranks_go_on_bit_for_bit(cpu_ranks, saved_at):
     """With drawn keys, so that they come from the key file."""
-    path, expected = saved_at("4")
-    found = at(cpu_ranks, "4", resumed, path)
+    path, expected = saved_at("4", None)
+    found = at(cpu_ranks, "4", resumed, path, None)
     for one, other in zip(expected, found, strict=True):
         assert same(one[0], other[0])
         assert one[1] == other[1]
@@ -169,9 +172,9 @@ MORE_PAIRS = [
     [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_PAIRS)],
 )
 def test_another_number_of_ranks(cpu_ranks, saved_at, before, after):
-    """And other layouts; that of one process is one file."""
-    path, expected = saved_at(before)
-    found = at(cpu_ranks, after, resumed, path)
+    """And other layouts; that of one process is one file. With a fixed key the run is the same."""
+    path, expected = saved_at(before, FIXED)
+    found = at(cpu_ranks, after, resumed, path, FIXED)
     assert path.is_dir() == (before != "alone")
     assert drawn(found) == drawn(expected)
     for of_rank in found:
@@ -179,6 +182,26 @@ def test_another_number_of_ranks(cpu_ranks, saved_at, before, after):
         assert of_rank[3] == expected[0][3]
         for one, other in zip(of_rank[2], expected[0][2], strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+
+
+def with_new_keys(context: Context, path: Path, seed=None, **options) -> tuple:
+    run = start(context, seed=seed, **options)
+    with pytest.warns(UserWarning, match="(world_size|data_ranks) was .* a new key"):
+        load(run, path)
+    keys = run.engine._runs[0].keys
+    assert keys not in read_keys(key_path(path))
+    assert run.optimizer.steps == BEFORE
+    return values(run), list(run.engine.accountant.history), keys.fingerprint
+
+
+@pytest.mark.parametrize("after", ["2", "2 x tensor"])
+def test_another_number_of_ranks_draws_a_new_key(cpu_ranks, saved_at, after):
+    """Also where only the number of data ranks differs: a rank's dropout has other masks."""
+    path, expected = saved_at("4", None)
+    found = at(cpu_ranks, after, with_new_keys, path, None)
+    assert all(same(of_rank[0], expected[0][0]) for of_rank in found)
+    assert {sum(steps for _, _, steps in of_rank[1]) for of_rank in found} == {BEFORE}
+    assert len({of_rank[2] for of_rank in found}) == 1
 
 
 def before_any_step(context: Context, path: Path) -> None:

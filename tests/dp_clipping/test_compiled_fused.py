@@ -91,7 +91,7 @@ def algorithms(model) -> set[str]:
 # The bodies
 
 
-def norms_and_sums_are_right_and_compiled_once(every: int = 3, backend: str = "aot_eager") -> None:
+def norms_and_sums_are_right_and_compiled_once(every: int = 5, backend: str = "aot_eager") -> None:
     for mode, algorithm, clipping in [*product(MODES, ALGORITHMS, ("flat", "per_layer"))][::every]:
         whole = (mode == "flash") == (clipping == "flat")
         options = dict(backend=backend, mode=mode, clipping=clipping, norm_algorithm=algorithm)
@@ -104,14 +104,15 @@ def norms_and_sums_are_right_and_compiled_once(every: int = 3, backend: str = "a
         assert model.capture.plan.is_one_pass == (mode != "flash")
 
 
-def gradients_and_factors_are_both_delivered() -> None:
+def gradients_and_factors_are_both_delivered(
+    build: Callable[[], nn.Module] = small, whole: bool = True
+) -> None:
     """At nine tokens the factors of some layers take more than their gradients."""
-    for build, whole in ((transformer, False), (small, True)):
-        model = compiled(build(), whole)
-        check_tokens(model, build(), 3, 9)
-        assert algorithms(model) == {"gradient", "input_length"}
-        check_tokens(model, build(), 3, 4)
-        assert algorithms(model) == {"input_length"}
+    model = compiled(build(), whole)
+    check_tokens(model, build(), 3, 9)
+    assert algorithms(model) == {"gradient", "input_length"}
+    check_tokens(model, build(), 3, 4)
+    assert algorithms(model) == {"input_length"}
 
 
 def other_sizes_are_compiled_once_more(build: Callable[[], nn.Module] = small) -> None:
@@ -194,7 +195,7 @@ class Repeating(nn.Module):
         return x.sum(1)
 
 
-def a_second_use_leaves_all_samples_out(every: int = 3) -> None:
+def a_second_use_leaves_all_samples_out(every: int = 5) -> None:
     """Its norm would miss the cross terms."""
     runs = product((changing, lambda: zoo.seeded(Repeating)), ALGORITHMS, ("flat", "per_layer"))
     for build, algorithm, clipping in [*runs][::every]:
@@ -241,22 +242,30 @@ BODIES = [
 ]
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+LONG = (other_sizes_are_compiled_once_more, transposed_weights_and_autocast)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [pytest.param(b, marks=[pytest.mark.slow] if b in LONG else []) for b in BODIES],
+    ids=lambda body: body.__name__,
+)
 def test_in_the_interpreter(interpreter, body):
     interpreter.run(body)
 
 
 EVERY = {
-    norms_and_sums_are_right_and_compiled_once: 1,
-    a_second_use_leaves_all_samples_out: 1,
-    other_sizes_are_compiled_once_more: transformer,
+    norms_and_sums_are_right_and_compiled_once: (1,),
+    gradients_and_factors_are_both_delivered: (transformer, False),
+    a_second_use_leaves_all_samples_out: (1,),
+    other_sizes_are_compiled_once_more: (transformer,),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("body", EVERY, ids=lambda body: body.__name__)
 def test_all_of_it_in_the_interpreter(interpreter, body):
-    interpreter.run(body, EVERY[body])
+    interpreter.run(body, *EVERY[body])
 
 
 @pytest.mark.slow

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import MODES, BatchMemoryManager, PrivacyEngine
 from dp_clipping.criterion import PrivateCriterion, PrivateLoss
+from dp_clipping.loader import PoissonLoader
 from dp_clipping.model import PrivateModel
 from dp_clipping.optimizer import PrivateOptimizer
-from dp_clipping.sampling import PoissonLoader
 from tests.dp_clipping import oracle
 
 PRIVATE = [mode for mode in MODES if mode != "no_dp"]
@@ -150,6 +150,8 @@ class TestRefused:
             ({"loss_reduction": "sum"}, "loss_reduction is 'sum' and criterion.reduction 'mean'"),
             ({"loss_reduction": "none"}, "both must be 'mean' or both 'sum'"),
             ({"module": nn.BatchNorm1d(4)}, r"BatchNorm1d.*mix samples"),
+            ({"module": nn.DataParallel(network())}, r"the module \(DataParallel\).*ddp.wrap"),
+            ({"optimizer": None}, "optimizer is of type NoneType: give a torch.optim.Optimizer"),
         ],
     )
     def test_arguments(self, changes, match):
@@ -506,6 +508,7 @@ class TestRelease:
             lambda: loss.loss_per_sample,
             lambda: run.model.per_sample_gradient_norms,
             lambda: run.model.nonfinite_samples,
+            lambda: run.model.global_norms(),
         ):  # fmt: skip
             with pytest.raises(RuntimeError, match=r"not covered by ε.*release=False"):
                 look()

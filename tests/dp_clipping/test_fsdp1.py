@@ -20,10 +20,12 @@ from tests.dp_clipping.sharded import (
     check_training,
     checkpointing,
     every_network,
+    failed_steps,
     frozen,
     one_step,
     ordinary_collectives,
     private_collectives,
+    refused_after_noise,
     refused_steps,
     split_steps,
     steps_in_16_bit,
@@ -91,9 +93,13 @@ def test_training_is_that_of_one_process(cpu_ranks, mode, microbatch, strategy):
     check_training(cpu_ranks, partial(sharded, strategy=strategy), mode, microbatch)
 
 
-@pytest.mark.parametrize("change", [frozen, checkpointing])
-def test_frozen_layers_and_recomputed_activations(cpu_ranks, change):
-    cpu_ranks.run(2, changed_steps, sharded, change)
+@pytest.mark.parametrize(
+    ("change", "strategy"),
+    [(frozen, FULL), (frozen, GRAD_OP), (checkpointing, FULL)],
+    ids=["frozen-FULL", "frozen-GRAD_OP", "checkpointing-FULL"],
+)
+def test_frozen_layers_and_recomputed_activations(cpu_ranks, change, strategy):
+    cpu_ranks.run(2, changed_steps, partial(sharded, strategy=strategy), change)
 
 
 def test_mixed_precision(cpu_ranks):
@@ -150,6 +156,11 @@ def test_gathered_parameters_go(cpu_ranks, strategy):
     cpu_ranks.run(2, gathered, strategy)
 
 
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP], ids=lambda s: s.name)
+def test_a_step_after_a_failed_one(cpu_ranks, strategy):
+    cpu_ranks.run(2, failed_steps, partial(sharded, strategy=strategy))
+
+
 def refused(context: Context) -> None:
     network = transformer()
     network.blocks[0] = FSDP(network.blocks[0], context.group, device_id=context.device)
@@ -176,3 +187,8 @@ def refused(context: Context) -> None:
 
 def test_refusals(cpu_ranks):
     cpu_ranks.run(2, refused)
+
+
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP], ids=lambda s: s.name)
+def test_an_ordinary_backward_after_the_noise_is_refused(cpu_ranks, strategy):
+    cpu_ranks.run(2, refused_after_noise, partial(sharded, strategy=strategy))

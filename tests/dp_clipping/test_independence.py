@@ -85,6 +85,28 @@ def test_a_loss_across_the_batch_is_refused(criterion):
         loss(model(x), x)
 
 
+@pytest.mark.parametrize("across", [False, True])
+def test_so_is_one_where_the_batch_is_the_second_dimension(across):
+    """Tokens [T], before samples [B]; T is a multiple of B."""
+
+    class Last:
+        reduction = "mean"
+
+        def __call__(self, outputs, targets):
+            last = outputs[-1] - outputs[-1].mean(0) * across
+            return (last - targets).square().sum(1)
+
+    model = private(nn.Linear(5, 3), batch_first=False)
+    loss = PrivateCriterion(model, Last(), "mean")
+    x, y = torch.randn(8, 4, 5), torch.randn(4, 3)
+    if not across:
+        loss(model(x), y).backward()
+        assert len(model.per_sample_gradient_norms) == 4
+        return
+    with pytest.raises(ValueError, match="loss of a sample depends on the outputs of other"):
+        loss(model(x), y)
+
+
 def test_flattened_losses_of_single_samples_are_not():
     model = private(nn.Linear(5, 3))
     loss = PrivateCriterion(model, nn.CrossEntropyLoss(ignore_index=0), "mean")

@@ -13,8 +13,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from dp_clipping.loader import PoissonLoader
 from dp_clipping.memory_manager import BatchMemoryManager, split
-from dp_clipping.sampling import PoissonLoader
 from tests.dp_clipping.replicas import build, parameters, train
 
 KEY = bytes(range(32))

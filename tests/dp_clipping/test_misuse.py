@@ -93,6 +93,22 @@ def test_an_ordinary_backward_after_the_noise_is_refused(run):
         run.optimizer.step()
 
 
+def test_a_step_whose_noise_failed_is_no_step(run, monkeypatch):
+    """Some gradients may have theirs: another attempt would add to it."""
+    engine.backward(run, engine.data()[:5])
+    before = engine.parameters(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(run.model, "apply_gradient", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run.optimizer.step()
+    assert all(p.grad is None for p in run.model.parameters())
+    with pytest.raises(RuntimeError, match="without a backward since the last one"):
+        run.optimizer.step()
+    assert all(map(torch.equal, before, engine.parameters(run)))
+    engine.step(run)
+    assert run.optimizer.steps == 2
+
+
 def test_an_ordinary_backward_before_the_private_one_is_refused(run):
     plain_backward(run)
     with pytest.raises(RuntimeError, match=UNCLIPPED):

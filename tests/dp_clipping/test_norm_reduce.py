@@ -85,8 +85,8 @@ class Part:
 
 
 def part_of(reducer: NormReducer, sizes: tuple[int, ...]) -> slice:
-    start = sum(sizes[: reducer.data_rank])
-    return slice(start, start + sizes[reducer.data_rank])
+    start = sum(sizes[: reducer.data.rank])
+    return slice(start, start + sizes[reducer.data.rank])
 
 
 def same_bits(context: Context, table: Tensor) -> None:
@@ -331,7 +331,7 @@ def test_a_norm_that_is_not_finite_is_so_on_every_rank(cpu_ranks):
 
 def gathered(context: Context, mesh: str) -> None:
     reducer = reducer_of(context, mesh)
-    for sizes in SPLITS[reducer.data_ranks]:
+    for sizes in SPLITS[reducer.data.size]:
         size = sum(sizes)
         mine = part_of(reducer, sizes)
         part = Part(context, mesh, reducer, mine)
@@ -342,10 +342,9 @@ def gathered(context: Context, mesh: str) -> None:
         assert found.wait().shape == (GROUPS, size)
         torch.testing.assert_close(found.wait().cpu(), reference()[:, :size], rtol=1e-14, atol=0)
         same_bits(context, found.wait())
-        flat = reducer.gather(complete[0].sum(0))
-        assert flat.wait().shape == (1, size)
         expected = oracle.norms(gradients())[:size]
-        torch.testing.assert_close(flat.wait()[0].sqrt().cpu(), expected, rtol=1e-14, atol=0)
+        norms = found.wait().sum(0).sqrt().cpu()
+        torch.testing.assert_close(norms, expected, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -359,23 +358,9 @@ def test_the_same_vector_on_gpus(gpu_ranks, mesh):
     gpu_ranks.run(2, gathered, mesh)
 
 
-def gathered_over_two_data_axes(context: Context) -> None:
-    reducer = NormReducer(data_group=square(names=("replicas", "shards")), dtype=torch.float64)
-    assert (reducer.data_ranks, reducer.data_rank) == (4, context.rank)
-    for sizes in SPLITS[4]:
-        mine = part_of(reducer, sizes)
-        found = reducer.gather(reference()[:, mine])
-        assert found.sizes == list(sizes)
-        assert torch.equal(found.wait(), reference())
-
-
-def test_replicas_of_shards_are_data_ranks(cpu_ranks):
-    cpu_ranks.run(4, gathered_over_two_data_axes)
-
-
 def read_by_one_rank(context: Context) -> None:
     reducer = reducer_of(context, "data", dtype=torch.float32)
-    steps = [reducer.gather(torch.full((2,), float(n))) for n in range(3)]
+    steps = [reducer.gather(torch.full((1, 2), float(n))) for n in range(3)]
     if context.rank == 0:
         assert steps[1].wait().tolist() == [[1.0] * 4]
     dist.barrier(context.group)
@@ -387,7 +372,7 @@ def test_reading_is_up_to_each_rank(cpu_ranks):
 
 def other_batch(context: Context) -> None:
     reducer = reducer_of(context, "data x tensor")
-    own = torch.ones(3 if context.rank else 2)  # rank 1 is its tensor-parallel partner
+    own = torch.ones(1, 3 if context.rank else 2)  # rank 1 is its tensor-parallel partner
     with pytest.raises(RuntimeError, match="must draw the same batches"):
         reducer.gather(own)
 
@@ -517,10 +502,10 @@ def test_a_rank_that_does_not_come_is_named(cpu_ranks):
 
 def dies(context: Context) -> None:
     reducer = NormReducer(data_group=context.group, mode="async")
-    reducer.gather(torch.ones(2)).wait()
+    reducer.gather(torch.ones(1, 2)).wait()
     if context.rank == 1:
         os._exit(3)
-    reducer.gather(torch.ones(2)).wait()
+    reducer.gather(torch.ones(1, 2)).wait()
 
 
 @pytest.mark.slow

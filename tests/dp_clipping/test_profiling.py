@@ -153,8 +153,11 @@ def test_norms_are_those_of_the_step(on):
     assert one["after"]["shape"] == [1, SAMPLES]
     assert one["after"]["mean"] == pytest.approx(float(squares.mean()))
     assert one["after"]["max"] == pytest.approx(float(squares.max()))
-    assert "covered by ε" in training.model.profile_report()
-    assert f"{one['after']['max']:.6g}" in training.model.profile_report()
+    report = training.model.profile_report()
+    assert "covered by ε" in report
+    assert f"{one['after']['max']:.6g}" in report
+    assert "first backward, norms included" in report
+    assert not any(word in report for word in ("all-reduce", "Synchronisation", "sent"))  # alone
 
 
 def test_release_is_not_profiled(on, caplog):

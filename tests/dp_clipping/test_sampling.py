@@ -20,7 +20,9 @@ from torch.utils.data import (
 )
 
 from dp_clipping import sampling
-from dp_clipping.sampling import PoissonLoader, PoissonSampler, included
+from dp_clipping.arguments import expected_batch_size_of
+from dp_clipping.loader import PoissonLoader
+from dp_clipping.sampling import PoissonSampler, included
 
 KEY = bytes(range(32))
 OTHER_KEY = bytes(range(1, 33))
@@ -226,7 +228,8 @@ class TestLoader:
 
     @pytest.mark.parametrize("world_size", [1, 4])
     def test_expected_batch_size_without_distributed_sampler(self, world_size):
-        assert poisson(60, 6, world_size=world_size).expected_batch_size(world_size) == 6
+        original = DataLoader(numbers(60), batch_size=6)
+        assert expected_batch_size_of(original, world_size) == 6
 
     @pytest.mark.parametrize("rank", [0, 3])
     def test_distributed_sampler_counts_the_batch_on_every_rank(self, rank):
@@ -236,7 +239,7 @@ class TestLoader:
         loader = PoissonLoader.from_data_loader(original, key=KEY, rank=rank, world_size=4)
         assert loader.sample_rate == 1 / 4
         assert len(loader) == 4
-        assert loader.expected_batch_size(4) == 24
+        assert expected_batch_size_of(original, 4) == 24
         assert all(i % 4 == rank for batch in drawn(loader) for i in batch)
 
     def test_a_batch_sampler_of_the_users(self):
@@ -251,7 +254,7 @@ class TestLoader:
         loader = PoissonLoader.from_data_loader(original, key=KEY)
         assert loader.sample_rate == 1 / 2
         with pytest.raises(ValueError, match="give expected_batch_size"):
-            loader.expected_batch_size(1)
+            expected_batch_size_of(original, 1)
 
     def test_draws_are_announced_before_they_are_handed_out(self):
         loader = poisson(12, 3)

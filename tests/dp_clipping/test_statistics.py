@@ -8,16 +8,12 @@ import torch
 from dp_clipping.norm_reduce import NormReducer
 from dp_clipping.statistics import EDGES, norm_statistics
 from tests.dp_clipping import zoo
-from tests.dp_clipping.conftest import private
+from tests.dp_clipping.conftest import private, private_loss
 from tests.ranks import Context
 
 
-def allow(what: str) -> None:
-    """Not a run whose every output is covered by ε."""
-
-
 def of(norms: list[float], limit: float = 1.0):
-    return norm_statistics(torch.tensor([norms]).square(), [limit], allow)
+    return norm_statistics(torch.tensor([norms]).square(), [limit])
 
 
 def test_what_is_counted():
@@ -40,7 +36,7 @@ def test_edges_follow_the_threshold():
 
 def test_clipping_groups():
     squares = torch.tensor([[1.0, 9.0, 0.0], [16.0, 1.0, 4.0]])
-    found = norm_statistics(squares, [2.0, 3.0], allow)
+    found = norm_statistics(squares, [2.0, 3.0])
     assert found.clipped_by_group == (1, 1)
     assert found.clipped == 2
     assert found.edges[len(EDGES) // 2] == pytest.approx(13**0.5)
@@ -48,16 +44,17 @@ def test_clipping_groups():
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_an_empty_batch(groups):
-    found = norm_statistics(torch.zeros(groups, 0), [1.0] * groups, allow)
+    found = norm_statistics(torch.zeros(groups, 0), [1.0] * groups)
     assert (found.samples, found.clipped_fraction, sum(found.histogram)) == (0, 0.0, 0)
 
 
 def test_refused_in_release_mode():
     model = private(zoo.linear(), release=True)
     with pytest.raises(RuntimeError, match=r"norm_statistics .* not covered by ε"):
-        norm_statistics(torch.ones(1, 2), [1.0], model.refuse_in_release)
+        model.norm_statistics()
     model = private(zoo.linear())
-    assert norm_statistics(torch.ones(1, 2), [1.0], model.refuse_in_release).samples == 2
+    private_loss(model, zoo.numbers(2, 8, out=(6,)), zoo.squared_error).backward()
+    assert model.norm_statistics().samples == 2
 
 
 SIZES = (3, 0, 1, 2)
@@ -67,8 +64,8 @@ def on_a_rank(context: Context, norms: list[float]):
     reducer = NormReducer(data_group=context.group)
     start = sum(SIZES[: context.rank])
     mine = torch.tensor(norms[start : start + SIZES[context.rank]])
-    squares = reducer.gather(mine.square()).wait()
-    return norm_statistics(squares, [1.0], allow)
+    squares = reducer.gather(mine.square()[None]).wait()
+    return norm_statistics(squares, [1.0])
 
 
 def test_every_rank_has_those_of_one_process(cpu_ranks):

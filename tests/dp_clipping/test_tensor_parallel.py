@@ -155,6 +155,45 @@ def test_llama(cpu_ranks, kind, changes):
     cpu_ranks.run(2, hugging_face, kind, changes)
 
 
+def adapted(context: Context) -> None:
+    """The base is split and frozen; of a split layer's two adapters one is split as it is."""
+    mesh = tensor_mesh(context)
+
+    def split(network: nn.Module) -> nn.Module:
+        plan = {}
+        for i in range(network.config.num_hidden_layers):
+            at = f"base_model.model.model.layers.{i}"
+            for name in ("q_proj", "k_proj", "v_proj"):
+                plan[f"{at}.self_attn.{name}"] = ColwiseParallel()
+            plan[f"{at}.self_attn.o_proj"] = RowwiseParallel()
+            for name in ("gate_proj", "up_proj"):
+                plan[f"{at}.mlp.{name}"] = ColwiseParallel()
+            plan[f"{at}.mlp.down_proj"] = RowwiseParallel()
+            for name in ("self_attn.q_proj", "self_attn.v_proj"):
+                plan[f"{at}.{name}.base_layer"] = plan.pop(f"{at}.{name}")
+                plan[f"{at}.{name}.lora_B.default"] = ColwiseParallel()
+            for name in ("self_attn.o_proj", "mlp.down_proj"):
+                plan[f"{at}.{name}.base_layer"] = plan.pop(f"{at}.{name}")
+                plan[f"{at}.{name}.lora_A.default"] = RowwiseParallel()
+        return parallelize_module(network, mesh, plan)
+
+    modules = ["q_proj", "v_proj", "o_proj", "down_proj"]
+    check_parts(
+        context,
+        lambda: zoo.seeded(lambda: zoo.lora("LlamaForCausalLM", "CAUSAL_LM", modules)).double(),
+        split,
+        zoo.keywords(3, 6, None),
+        zoo.cross_entropy,
+        ("per_sample", "bookkeeping"),
+        tolerance=FLOAT32,
+    )
+
+
+def test_lora(cpu_ranks):
+    pytest.importorskip("peft")
+    cpu_ranks.run(2, adapted)
+
+
 # ---- single layers ------------------------------------------------------------------------------
 
 
