@@ -7,7 +7,9 @@ change its imports.
 
 import argparse
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
+
+from measure.command_line import Parser
 
 ENGINES = ("dp_clipping", "opacus")
 
@@ -20,13 +22,6 @@ def engine_classes(name: str) -> tuple[Any, Any]:
     else:
         from dp_clipping import BatchMemoryManager, PrivacyEngine
     return PrivacyEngine, BatchMemoryManager
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, with a wrong option answered by one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def parser(program: str, description: str, **defaults: Any) -> argparse.ArgumentParser:

@@ -54,9 +54,10 @@ from lm.runtime import (
     seed_everything,
 )
 from lm.schedule import learning_rate
+from measure.command_line import refuse
 from measure.files import append_line, read_lines, write_atomically
 
-BAD_INPUT, INTERRUPTED = 2, 130
+INTERRUPTED = 130
 HELD_OUT = 20  # one window of so many is never trained on: the last ones of the text
 EVALUATED = 1024  # of these, so that looking does not take longer than training
 WARMUP_STEPS = 20
@@ -85,9 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with this_device(options.device) as device:
             Training(options, settings, text, device).run()
     except ValueError as error:
-        if is_first_of_host():
-            print(f"private_text: {' '.join(str(error).split())}", file=sys.stderr)
-        return BAD_INPUT
+        return refuse("private_text", error, speaks=is_first_of_host())
     except KeyboardInterrupt:
         if launched_rank() == 0:
             print(f"\nstopped; to go on from the last checkpoint:\n  {command(arguments)}")

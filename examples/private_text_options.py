@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from dp_clipping import MODES
 from lm.runtime import is_first_of_host
+from measure.command_line import Parser
 
 PRIVATE_MODES = tuple(mode for mode in MODES if mode != "no_dp")
 # May differ between a run and its resume: they change where and when, not what is computed.
@@ -23,20 +24,13 @@ examples:
 """
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, with a wrong option answered by one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n" if is_first_of_host() else None)
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Exit with status 2 and one line for what argparse itself can tell is wrong."""
     parser = Parser(
         prog="private_text",
         description="Train a small transformer on text under a stated (epsilon, delta).",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        speaks=is_first_of_host,
     )
     _add_privacy(parser.add_argument_group("privacy"))
     _add_data(parser.add_argument_group("data and model"))

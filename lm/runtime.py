@@ -118,7 +118,8 @@ def find_hardware(device: str = "auto", num_processes: int | None = None) -> Har
     if device == "cpu" or not count:
         n = num_processes or 2
         reason = "as asked" if device == "cpu" else obstacle or "no GPU here"
-        return Hardware("gloo", "cpu", n, f"gloo, {n} processes on CPU ({reason})")
+        processes = "1 process" if n == 1 else f"{n} processes"
+        return Hardware("gloo", "cpu", n, f"gloo, {processes} on CPU ({reason})")
     n = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if launched() else num_processes or count
     if n > count:
         option = "--nproc_per_node" if launched() else "--num-processes"
@@ -127,7 +128,8 @@ def find_hardware(device: str = "auto", num_processes: int | None = None) -> Har
             "--device cpu"
         )
     name = torch.cuda.get_device_name(0)
-    return Hardware("nccl", "cuda", n, f"NCCL, {n} processes, one on each {name}")
+    where = f"1 process on {name}" if n == 1 else f"{n} processes, one on each {name}"
+    return Hardware("nccl", "cuda", n, f"NCCL, {where}")
 
 
 def _usable_gpus() -> tuple[int, str | None]:

@@ -6,20 +6,22 @@ strong and hatched. So a synchronous variant is seen, without reading, as a stro
 end of backward, and an overlapped one as a pale block under it.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from typing import TYPE_CHECKING
 
 from .files import written_whole
 from .intervals import Interval, difference, intersection, union
 from .overlap import Overlap, overlap, steps
 from .phases import PARTS_OF_BACKWARD
 from .trace import Trace
+
+if TYPE_CHECKING:  # ranks that draw nothing start half a second earlier
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MAX_LANES = 4
 
@@ -122,6 +124,8 @@ def _lane(trace: Trace, window: Interval) -> Lane:
 
 def _empty_figure(lane_counts: list[int]) -> tuple[Figure, list[Axes]]:
     """Panels under each other, laid out in inches so that lanes look alike in every picture."""
+    from matplotlib.figure import Figure
+
     heights = [HEADER + LANE * max(count, 2) for count in lane_counts]
     top, bottom, gap = 0.78, 0.72, 0.12
     height = top + bottom + sum(heights) + gap * (len(heights) - 1)
@@ -205,6 +209,9 @@ def _write_figures(axes: Axes, name: str, measured: list[Overlap], drawn: int) -
 
 def _draw_frame(figure: Figure, title: str, traces: dict[str, list[Trace]]) -> None:
     """Title, legend and the small print."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
     inches = figure.get_figheight()
     figure.text(0.012, 1 - 0.08 / inches, title, fontsize=13, weight="bold", va="top", color=INK)
     handles = [

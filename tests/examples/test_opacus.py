@@ -58,7 +58,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("example", "arguments"), [(e, a) for e, *a in CASES.values()], ids=CASES)
+LONG = ("image classifier", "fine-tuning the last block")  # the others do the same in less time
+
+
+@pytest.mark.parametrize(
+    ("example", "arguments"),
+    [
+        pytest.param(e, a, marks=[pytest.mark.slow] if name in LONG else [])
+        for name, (e, *a) in CASES.items()
+    ],
+    ids=CASES,
+)
 def test_both_engines_learn_alike_and_spend_the_same(example, arguments):
     if example is opacus_finetune:
         pytest.importorskip("transformers")

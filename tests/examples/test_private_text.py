@@ -132,6 +132,7 @@ class TestStops:
         process.communicate()
         assert not (folder / "model.pt").exists(), "the run was over before it was killed"
 
+    @pytest.mark.slow
     def test_a_killed_run_ends_as_if_it_had_not_been(self, letters, tmp_path, monkeypatch):
         """Two runs from one beginning have one key; one of them is killed on the way."""
         whole, killed = tmp_path / "whole", tmp_path / "killed"
