@@ -197,7 +197,7 @@ class FusedSession(Session):
                 self._clip_complete_groups()
             self._let_go()
         elif self.pace.is_crowded():
-            alone = not self.reducer.splits_parameters  # else coefficients take a collective
+            alone = not self.whole_norms.are_elsewhere  # else coefficients take a collective
             self._take_norms(everything=leaves and alone)
             if self._streams and alone:
                 self._clip_complete_groups()
@@ -270,7 +270,7 @@ class FusedSession(Session):
         self._take_norms(everything=True)
         self._note_norms()
         everything = list(range(len(limits)))
-        if self.reducer.splits_parameters:
+        if self.whole_norms.are_elsewhere:
             refuse_repeated(self._norms, self._counts, self.capture.parameters)
             self.squares, bounds = self._squares_and_bounds()
             if self._kept or self._recomputed:
@@ -302,10 +302,10 @@ class FusedSession(Session):
         own = [p for k in groups for p in members[k]]
         refuse_repeated(self._norms, self._counts, own)
         limits = self._limits_of(groups)
-        if self.reducer.splits_parameters:
+        if self.whole_norms.are_elsewhere:
             with self._phase("norm_all_reduce"):
                 table = self._table_of(own)[:, groups]
-                _, bounds = self._judged(self.reducer.reduce(table).wait())
+                _, bounds = self.whole_norms.judge(self.reducer.reduce(table).wait())
                 return self._coefficients_of(bounds, groups)
         mine = [[self._norms[p] for p in members[k] if p in self._norms] for k in groups]
         norms = [norm for own in mine for norm in own] or [Norm(self._zero())]

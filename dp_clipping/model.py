@@ -19,11 +19,11 @@ from dp_clipping.clip import thresholds
 from dp_clipping.global_norms import GlobalNorms
 from dp_clipping.gradients import Gradients
 from dp_clipping.layers.arithmetic import wide
-from dp_clipping.modes import PLAIN_TWIN
+from dp_clipping.modes import PLAIN_TWIN, Policy
 from dp_clipping.norm_reduce import NormReducer
 from dp_clipping.passes import Passes
 from dp_clipping.profiling import SWITCH, Profile, profile_of, ranged
-from dp_clipping.session import Policy, Session
+from dp_clipping.session import Session
 from dp_clipping.sharded import Sharding
 from dp_clipping.statistics import NormStatistics, norm_statistics
 

@@ -11,11 +11,10 @@
 """
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-
-from dp_clipping.session import Policy
 
 MODES = ("no_dp", "per_sample", "ghost", "flash", "bookkeeping", "flash_bookkeeping")
 DEFAULT_MODE = "flash_bookkeeping"
@@ -23,6 +22,38 @@ PLAIN_TWIN = {"flash": "ghost", "flash_bookkeeping": "bookkeeping"}
 
 LOG = logging.getLogger(__name__)
 _said: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a mode works.
+
+    Attributes:
+        two_passes: norms in one backward, sums in a second one.
+        dense_always: materialise every per-sample gradient.
+        clipping_function, gamma: see `dp_clipping.clip`.
+        fused: on fused kernels where they run (`dp_clipping.fused`), which the rest is for.
+        per_layer: every module is a clipping group of its own.
+        norm_algorithm: `auto`, or the one of `dp_clipping.plan` that all linear layers take.
+        memory_budget: bytes that linear layers may keep from backward to their sums; None: what an
+            ordinary step would hold there.
+        tile_size: rows and columns of the kernels' tiles; None: chosen by the kernels.
+    """
+
+    two_passes: bool = False
+    dense_always: bool = False
+    clipping_function: str = "abadi"
+    gamma: float = 0.01
+    fused: bool = False
+    per_layer: bool = False
+    norm_algorithm: str = "auto"
+    memory_budget: int | None = None
+    tile_size: int | None = None
+
+    @property
+    def may_run_twice(self) -> bool:
+        """Whether sums may take a second backward."""
+        return self.two_passes or self.memory_budget is not None
 
 
 def policy_of(mode: str, **options: Any) -> Policy | None:

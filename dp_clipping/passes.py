@@ -17,9 +17,9 @@ from dp_clipping.fused import FusedSession
 from dp_clipping.gradients import Gradients
 from dp_clipping.kernels import available
 from dp_clipping.layers.handle import LayoutUnknown
-from dp_clipping.modes import say_plain
+from dp_clipping.modes import Policy, say_plain
 from dp_clipping.profiled import PROFILED
-from dp_clipping.session import Policy, Session
+from dp_clipping.session import Session
 from dp_clipping.validation import check_still_fixed, normalizations
 
 
@@ -119,7 +119,8 @@ class Passes:
             self.capture.reducer.check_same_samples(losses)
         norms = session.backward(losses, limits, gradients.receive)
         if is_first:
-            if session.parted is not None and bool(session.parted):
+            differ = session.whole_norms.differ
+            if differ is not None and bool(differ):
                 raise RuntimeError(
                     "a parameter that is not split over the tensor-parallel axis has other "
                     "per-sample gradients on each of its ranks: its module is given a part of its "

@@ -12,9 +12,9 @@ Bookkeeping modes keep what arrived and sum it afterwards: one backward. Two-pas
 nothing and run backward a second time. Neither computes an ordinary weight gradient.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,45 +27,14 @@ from dp_clipping.clip import coefficients, finite_samples
 from dp_clipping.layers.arithmetic import Weights, squared_norms, weighted_sum
 from dp_clipping.layers.handle import Handle
 from dp_clipping.layers.linear import Grams
+from dp_clipping.modes import Policy
 from dp_clipping.norm_reduce import Layerwise, NormReducer
 from dp_clipping.norms import Norm, Norms
 from dp_clipping.randomness import Randomness
 from dp_clipping.rescale import is_rescaled, rescale
+from dp_clipping.whole_norms import WholeNorms
 
 NOTHING = nullcontext()
-PARTED = 1e-3  # relative; replicas of one norm differ by rounding, far less
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How a mode works.
-
-    Attributes:
-        two_passes: norms in one backward, sums in a second one.
-        dense_always: materialise every per-sample gradient.
-        clipping_function, gamma: see `dp_clipping.clip`.
-        fused: on fused kernels where they run (`dp_clipping.fused`), which the rest is for.
-        per_layer: every module is a clipping group of its own.
-        norm_algorithm: `auto`, or the one of `dp_clipping.plan` that all linear layers take.
-        memory_budget: bytes that linear layers may keep from backward to their sums; None: what an
-            ordinary step would hold there.
-        tile_size: rows and columns of the kernels' tiles; None: chosen by the kernels.
-    """
-
-    two_passes: bool = False
-    dense_always: bool = False
-    clipping_function: str = "abadi"
-    gamma: float = 0.01
-    fused: bool = False
-    per_layer: bool = False
-    norm_algorithm: str = "auto"
-    memory_budget: int | None = None
-    tile_size: int | None = None
-
-    @property
-    def may_run_twice(self) -> bool:
-        """Whether sums may take a second backward."""
-        return self.two_passes or self.memory_budget is not None
 
 
 class Session:
@@ -80,7 +49,7 @@ class Session:
         self._taps: dict[Parameter, Tensor] = {}
         self.leaves: dict[Parameter, Tensor] = {}  # what stands for sharded ones now
         self._running = False
-        self.parted: Tensor | None = None  # whether ranks differed in what they share
+        self.whole_norms = WholeNorms(self.reducer, capture.sharding)
         self.is_compiled: bool = capture.is_compiled  # asked once: it looks at every module
         self._forget()
         self.slots = capture.make_slots(self)
@@ -192,7 +161,7 @@ class Session:
             self._prepare(losses)
             twice = self._needs_second_pass()
             self._randomness = Randomness(self.anchor) if twice else None
-            if self.reducer.splits_parameters and self.reducer.mode == "layerwise":
+            if self.whole_norms.are_elsewhere and self.reducer.mode == "layerwise":
                 order = list(reversed(self.capture.parameters))
                 self._partial = self.reducer.layerwise(order, self._table_of)
             with self.capture.attached(self), guard:
@@ -254,66 +223,22 @@ class Session:
     def _known_norms(self) -> list[Parameter]:
         return list(self._norms)
 
-    def _counted(self, parameters: Iterable[Parameter]) -> set[Parameter]:
-        """Those whose norms this rank adds: of parameters that ranks share, one rank does."""
-        sharding = self.capture.sharding
-        if sharding is None:
-            return set(parameters)
-        parts, counts = sharding.parts, self.reducer.counts
-        return {p for p in parameters if counts(replicated=not parts[p].split)}
-
     def _table_of(self, parameters: Sequence[Parameter]) -> Tensor:
-        """What is known here and adds up over ranks [6, K, B]: see `_judged`."""
-        table = self._table(len(self._limits))
-        own = table.only(self._counted(parameters))
-        shared = table.only(self._shared(parameters)).squared()
-        across, along = self.reducer.contrasts
-        rescales = any(is_rescaled(self._kept.get(p)) for p in parameters)
-        rows = own.squared(), own.bounds(), shared, across * shared, along * shared
-        return torch.stack((*rows, torch.full_like(shared, rescales)))
-
-    def _shared(self, parameters: Iterable[Parameter]) -> set[Parameter]:
-        """Those that all ranks of the tensor axis have whole."""
-        sharding = self.capture.sharding
-        if sharding is None:
-            return set(parameters)
-        return {p for p in parameters if not sharding.parts[p].split}
-
-    def _judged(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared norms and upper bounds [K, B] from sums over ranks [6, K, B].
-
-        A parameter that ranks share has the same per-sample gradient on each, so sums of its norms
-        with weights that add up to zero vanish. They do not where a rank has computed with a part
-        of its input (an RMSNorm over the heads that the rank has): then it holds a term of the
-        gradient, and no norm of a sample is known.
-        """
-        squares, bounds, shared, across, along, rescales = total
-        self._rescales = rescales
-        parted = across.abs() + along.abs() > PARTED * shared
-        self.parted = parted.any() if self.parted is None else self.parted | parted.any()
-        return squares, torch.where(parted, torch.inf, bounds)
+        """What is known here and adds up over ranks: see `WholeNorms.table`."""
+        norms = self._table(len(self._limits))
+        rescaled = any(is_rescaled(self._kept.get(p)) for p in parameters)
+        return self.whole_norms.table(norms, parameters, rescaled)
 
     def _squares_and_bounds(self) -> tuple[Tensor, Tensor]:
         """[K, B] each, of whole samples."""
-        norms = self._table(len(self._limits))
-        if not self.reducer.splits_parameters:
+        if not self.whole_norms.are_elsewhere:
+            norms = self._table(len(self._limits))
             return norms.squared(), norms.bounds()
         with self._phase("norm_all_reduce"):
             if self._partial is not None:
-                return self._judged(self._partial.wait())
-            return self._judged(self.reducer.reduce(self._table_of(list(self._norms))).wait())
-
-    def _some_are_rescaled(self) -> bool:
-        """On any rank: all take part in what follows, whatever the parts that they have."""
-        if self.reducer.splits_parameters:
-            return bool(self._rescales.any())
-        return any(is_rescaled(remains) for remains in self._kept.values())
-
-    def _over_parts(self, bounds: Tensor) -> Tensor:
-        """The sum over ranks of what is known of their parts [K, B]."""
-        if not self.reducer.splits_parameters:
-            return bounds
-        return self.reducer.reduce(bounds[None]).wait()[0]
+                return self.whole_norms.judge(self._partial.wait())
+            table = self._table_of(list(self._norms))
+            return self.whole_norms.judge(self.reducer.reduce(table).wait())
 
     # ---- clipping and sums ----------------------------------------------------------------------
 
@@ -329,12 +254,13 @@ class Session:
             scale = scale[:, self._good]
             for parameter, remains in self._kept.items():
                 self._kept[parameter] = self._only_good(remains)
-        if self._some_are_rescaled():
-            counted = self._counted(self._norms)
+        whole = self.whole_norms
+        if whole.some_are_rescaled(any(is_rescaled(remains) for remains in self._kept.values())):
+            counted = whole.counted(self._norms)
             others = {p for p in counted if not is_rescaled(self._kept[p])}
             rest = self._table(len(limits), self._good).only(others)
             scale = rescale(
-                self._kept, rest, self.capture.groups, scale, limits, counted, self._over_parts
+                self._kept, rest, self.capture.groups, scale, limits, counted, whole.sum
             )
         self._weights = [Weights(*c) for c in zip(scale, scale.tolist(), strict=True)]
         return self.squares.sum(0).sqrt()

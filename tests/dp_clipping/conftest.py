@@ -26,6 +26,12 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def path(tmp_path):
+    """Of a checkpoint that is not there yet."""
+    return tmp_path / "run.pt"
+
+
 def private(
     network: nn.Module,
     mode: str = "bookkeeping",

@@ -1,0 +1,167 @@
+"""What was released stays accounted for, once, whatever is loaded."""
+
+import warnings
+
+import pytest
+import torch
+
+from tests.dp_clipping.saved_runs import (
+    build,
+    data,
+    load,
+    save,
+    state,
+    steps_of,
+    train,
+)
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+class TestAccount:
+    """What was released stays accounted for, once."""
+
+    def load(self, run, path, kept, **more):
+        with pytest.warns(UserWarning, match=f"{kept} steps that this engine has counted .* stay"):
+            load(run, path, **more)
+
+    def test_the_same_run_from_an_earlier_step_makes_the_same_steps_again(self, path):
+        run = build()
+        train(run, 1)
+        save(run, path)
+        train(run, 3)
+        expected = state(run)
+        load(run, path)
+        assert steps_of(run) == 1
+        train(run, 3)
+        assert state(run) == expected
+
+    def test_new_keys_from_an_earlier_step(self, path):
+        """Both continuations are released, what they begin with is one."""
+        run = build()
+        train(run, 2)
+        save(run, path)
+        train(run, 3)
+        spent = run.engine.get_epsilon(1e-5)
+        self.load(run, path, 3, new_keys=True)
+        assert run.engine.get_epsilon(1e-5) == spent
+        train(run, 4)
+        self.load(run, path, 7, new_keys=True)
+        assert (steps_of(run), run.optimizer.steps) == (9, 2)
+
+    def test_a_step_back_with_the_same_key_in_between_loses_nothing(self, path):
+        run = build()
+        save(run, path)
+        train(run, 3)
+        load(run, path)
+        self.load(run, path, 3, new_keys=True)
+        assert steps_of(run) == 3
+
+    def test_the_checkpoint_knows_what_it_has(self, path):
+        first = path.with_name("first.pt")
+        run = build()
+        train(run, 2)
+        save(run, first)
+        train(run, 3)
+        self.load(run, first, 3, new_keys=True)
+        train(run, 1)
+        save(run, path)
+        train(run, 1)
+        load(run, path)
+        assert steps_of(run) == 6
+        resumed = build()
+        load(resumed, path)
+        assert steps_of(resumed) == 6
+        train(resumed, 1)
+        self.load(resumed, first, 5, new_keys=True)
+        assert steps_of(resumed) == 7
+
+    def test_steps_before_the_checkpoint_of_another_run(self, path):
+        other = build()
+        train(other, 2)
+        save(other, path)
+        run = build()
+        train(run, 3)
+        self.load(run, path, 3)
+        assert (steps_of(run), run.optimizer.steps) == (5, 2)
+
+    def test_checkpoints_that_are_only_looked_at_replace_each_other(self, path):
+        paths = [path, path.with_name("other.pt")]
+        for steps, each in enumerate(paths, 2):
+            run = build()
+            train(run, steps)
+            save(run, each)
+        looked = build()
+        for steps, each in [*enumerate(paths, 2), (2, path)]:
+            load(looked, each)
+            assert steps_of(looked) == steps
+
+    def test_two_runs_of_one_engine(self, path):
+        paths = [path, path.with_name("other.pt")]
+        dataset = data()
+
+        def both():
+            one = build(dataset=dataset)
+            return one, build(engine=one.engine, dataset=dataset)
+
+        one, other = both()
+        train(one, 1)
+        save(one, paths[0])
+        train(other, 3)
+        self.load(one, paths[0], 3)
+        train(one, 2)
+        save(other, paths[1])
+        train(one, 2)
+        save(one, paths[0])
+        assert steps_of(one) == 8
+        # Another process: the second checkpoint lacks the last two steps of the first run.
+        one, other = both()
+        load(one, paths[0])
+        assert steps_of(one) == 8
+        self.load(other, paths[1], 2)
+        assert steps_of(one) == 8
+
+    def test_steps_that_the_user_has_counted(self, path):
+        """As with an accountant that was handed on."""
+
+        def handed_on():
+            run = build()
+            for _ in range(4):
+                run.engine.accountant.step(noise_multiplier=2.0, sample_rate=0.5)
+            return run
+
+        run = handed_on()
+        train(run, 2)
+        save(run, path)
+        resumed = handed_on()
+        load(resumed, path)
+        assert resumed.engine.accountant.history == [(2.0, 0.5, 4), (0.8, 1 / 6, 2)]
+        save(build(), path)
+        self.load(resumed, path, 4)
+
+    def test_a_checkpoint_that_does_not_tell_keys_apart(self, path):
+        run = build()
+        train(run, 2)
+        save(run, path)
+        saved = torch.load(path)
+        del saved["dp_clipping"]["account"]
+        torch.save(saved, path)
+        train(run, 1)
+        self.load(run, path, 1, new_keys=True)
+        assert steps_of(run) == 3
+
+    def test_an_account_of_one_noise_only_cannot_hold_both(self, path):
+        warnings.filterwarnings("ignore", message="GDP accounting is experimental")
+        save(other := build(accountant="gdp"), path)
+        train(other, 1)
+        save(other, path)
+        run = build(accountant="gdp", noise_multiplier=0.9)
+        train(run, 2)
+        with pytest.raises(ValueError, match=r"gdp cannot hold 2 steps .* new engine") as caught:
+            load(run, path, new_keys=True)
+        assert "\n" not in str(caught.value)
+        assert run.engine.accountant.history == [(0.9, 1 / 6, 2)]
+        same = build(accountant="gdp")
+        train(same, 2)
+        self.load(same, path, 2, new_keys=True)
+        assert same.engine.accountant.history == [(0.8, 1 / 6, 3)]
