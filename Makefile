@@ -20,6 +20,9 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
+# A benchmark starts a process a rank, the tests some hundred: compiled once, each is there sooner.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: benchmark test test-all lint clean
 .DELETE_ON_ERROR:
 
