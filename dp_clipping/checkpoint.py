@@ -31,7 +31,8 @@ What cannot be seen here (data of the same length, the learning rate, the code, 
 size of microbatches and the GPU's model) is the user's: of two different continuations of one
 checkpoint publish one, or give the second `new_keys=True`. Two that are published compose, and the
 account of neither has the steps of the other, unless both were made in one engine: a load keeps
-what its engine has counted beyond the checkpoint (see ledger.py).
+what its engine has counted beyond the checkpoint, and a step that is made again from the saved key
+with another σ or C than before is refused (see ledger.py).
 
 A sharded model is saved as a folder: see checkpoint_sharded.py. A load takes either, whatever the
 model that it is for.

@@ -32,7 +32,7 @@ from dp_clipping.checkpoint_file import file_name, given_schedulers
 from dp_clipping.clip import GAMMA
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.keys import Keys, fixed_keys, fresh_keys
-from dp_clipping.ledger import Ledger
+from dp_clipping.ledger import Ledger, Step
 from dp_clipping.loader import PoissonLoader
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import DEFAULT_MODE, policy_of
@@ -359,8 +359,9 @@ class PrivacyEngine:
 
         Every rank calls it. Nothing is changed unless everything fits, on every rank. No code from
         the file is executed. The engine's account becomes the saved one, and keeps what this
-        engine has counted beyond it (with a warning), except for steps that the saved key makes
-        again. A folder, and a file, may be of another number of ranks, sharded or not.
+        engine has counted beyond it (with a warning); steps that the saved key then makes again
+        are not counted twice, and refused (RuntimeError) with another σ or C than before. A folder,
+        and a file, may be of another number of ranks, sharded or not.
 
         Args:
             path: as given to `save_checkpoint`.
@@ -419,20 +420,26 @@ class PrivacyEngine:
     # ---- the account and the runs ---------------------------------------------------------------
 
     def _count(self, optimizer: PrivateOptimizer, sample_rate: float) -> None:
-        """One step, counted before it changes a parameter."""
+        """One step, counted before it changes a parameter; once, also if it is made again."""
+        (run,) = (run for run in self._runs if run.optimizer is optimizer)
+        is_private = optimizer.model.policy is not None
+        step = Step(
+            run.keys.fingerprint,
+            optimizer.steps,
+            sigma=optimizer.noise_multiplier if is_private else 0.0,
+            rate=sample_rate * optimizer.accumulated_iterations,
+            limits=tuple(optimizer.model.step_limits) if is_private else (),
+        )
         before = list(self.accountant.history)
-        self._ledger.attribute(before)
-        private = optimizer.model.policy is not None
+        self._ledger.note_others(before)
+        if not run.keys.fixed and self._ledger.holds(step):
+            return
         try:
-            self.accountant.step(
-                noise_multiplier=optimizer.noise_multiplier if private else 0.0,
-                sample_rate=sample_rate * optimizer.accumulated_iterations,
-            )
+            self.accountant.step(noise_multiplier=step.sigma, sample_rate=step.rate)
         except BaseException:
             self.accountant.history = before  # Opacus's gdp forgets it when σ changes
             raise
-        (run,) = (run for run in self._runs if run.optimizer is optimizer)
-        self._ledger.attribute(self.accountant.history, run.keys.fingerprint)
+        self._ledger.add(step, self.accountant.history)
 
     def _run_of(self, module: Any, optimizer: Any, loader: Any) -> Run:
         for run in self._runs:

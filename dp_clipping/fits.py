@@ -39,23 +39,22 @@ def check_fits(
     """What `Resume` takes: the key to go on with, steps that stay in the account, and what deserves
     a warning; else ValueError."""
     keys, notes = _check_run(snapshot, saved, new_keys)
-    return keys, _check_account(snapshot, saved, keys), notes
+    return keys, _check_account(snapshot, saved), notes
 
 
-def _check_account(snapshot: Snapshot, saved: dict[str, Any], keys: Keys | None) -> Parts:
-    """Steps that the saved account lacks and that are not drawn again with the same key."""
+def _check_account(snapshot: Snapshot, saved: dict[str, Any]) -> Parts:
+    """Steps of this engine that the saved account lacks."""
     run, accountant = snapshot.run, snapshot.accountant
-    kept = run.ledger.beyond(
-        saved_parts(saved), accountant.history, run, None if keys is None else keys.fingerprint
-    )
+    kept = run.ledger.beyond(saved_parts(saved), accountant.history, run)
     history = saved[ACCOUNTANT]["history"]
-    for part in kept.values():
+    for _, part in kept.values():
         history = joined(history, part)
     if accountant.mechanism() == "gdp" and len(history) > 1:
+        lacking = sum(count(part) for _, part in kept.values())
         raise ValueError(
-            f"{snapshot.path}: accountant gdp cannot hold {sum(map(count, kept.values()))} steps "
-            "that this engine has counted beside the saved ones, of another noise_multiplier or "
-            "sample rate: load in a new engine, and their ε add up"
+            f"{snapshot.path}: accountant gdp cannot hold {lacking} steps that this engine has "
+            "counted beside the saved ones, of another noise_multiplier or sample rate: load in a "
+            "new engine, and their ε add up"
         )
     return kept
 

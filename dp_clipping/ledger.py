@@ -1,23 +1,52 @@
-"""Which steps an account holds, by the key that they drew from: so that a load forgets none.
+"""Which steps an account holds, by the key that they drew from: no load and no step forgets one.
 
 A history of Opacus's accountants is a list of (σ, q, number of steps). Whether the steps of one
 history are among those of another cannot be told from it, and a load that takes the saved one for
 the engine's would lower ε where the engine has made other steps meanwhile. So the steps of each key
-are listed apart, here and in a checkpoint. The same key draws the same noise for the same samples,
-so of two lists of one key the longer one has the steps of both; lists of different keys compose.
+are listed apart, here and in a checkpoint.
+
+Step n of a key always draws the same noise for the same samples. So two lists of one key agree as
+far as both go, and the longer one has the steps of both; lists of different keys compose. A run
+that was set back makes the steps of its key again: the same releases, which the account has
+already. That holds only if they are made alike. With another C or σ under the same noise, of two
+results their difference could be solved for the clipped sums, so such a step is refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import takewhile
 
 History = list[tuple[float, float, int]]
 """(noise multiplier, sample rate, number of steps), in the order in which they were counted."""
 
-Parts = dict[str, History]
+Part = tuple[int, History]
+"""Steps of one key: the number of the first one, and from there on all."""
+
+Parts = dict[str, Part]
 """By the key's fingerprint, which is public."""
 
 OTHERS = ""
 """In place of a fingerprint: steps that no run of this engine has made (of a user's own mechanism,
 or of an accountant that was handed on)."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step's release depends on, its key and public settings.
+
+    Attributes:
+        fingerprint: of the key.
+        number: under which the key is asked for noise.
+        sigma, rate: as they are counted.
+        limits: C, or those of the clipping groups.
+    """
+
+    fingerprint: str
+    number: int
+    sigma: float
+    rate: float
+    limits: tuple[float, ...]
 
 
 def count(history: History) -> int:
@@ -36,6 +65,12 @@ def after(history: History, steps: int) -> History:
     return rest
 
 
+def shared(first: History, second: History) -> int:
+    """How many steps they begin with in common."""
+    both = zip(_single(first), _single(second), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+
+
 def joined(first: History, second: History) -> History:
     """One after the other, equal neighbours as one entry."""
     whole: History = []
@@ -44,6 +79,12 @@ def joined(first: History, second: History) -> History:
             steps += whole.pop()[2]
         whole.append((sigma, rate, steps))
     return whole
+
+
+def _single(history: History) -> Iterator[tuple[float, float]]:
+    for sigma, rate, steps in history:
+        for _ in range(steps):
+            yield sigma, rate
 
 
 class Ledger:
@@ -57,60 +98,88 @@ class Ledger:
     def __init__(self) -> None:
         self._parts: Parts = {}
         self._released: Parts = {}
-        self._is_used = False  # a step was counted since the last load
+        self._next: dict[str, int] = {}  # number of the step after the last one of each part
+        self._limits: dict[tuple[str, int], int] = {}  # hashes, of the steps of this process
+        self._is_used = False  # a step was made since the last load
         self._end = (0, 0)  # of the history as last seen: entries, steps of the last one
         self._loaded_for: object = None
 
-    def attribute(self, history: History, fingerprint: str = OTHERS) -> None:
-        """What has been added to the accountant's history since the last call is of this key."""
+    # ---- steps ----------------------------------------------------------------------------------
+
+    def holds(self, step: Step) -> bool:
+        """Whether the step is one that the account has, made again.
+
+        Raises:
+            RuntimeError: if it was made with another σ, sample rate or C.
+        """
+        if step.number >= self._next.get(step.fingerprint, 0):
+            return False
+        first, history = self._parts[step.fingerprint]
+        same = after(history, step.number - first)[0][:2] == (step.sigma, step.rate)
+        limits = self._limits.get((step.fingerprint, step.number))
+        if not same or limits not in (None, hash(step.limits)):
+            raise RuntimeError(
+                f"step {step.number} was made before, from the same key and with another "
+                "noise_multiplier, max_grad_norm or sample rate: two results under the same noise "
+                "give away the difference of their sums; load the checkpoint with new_keys=True"
+            )
+        self._is_used = True
+        return True
+
+    def add(self, step: Step, history: History) -> None:
+        """The accountant has counted the step, which is a new one; its history as it is now."""
+        self._attribute(history, step.fingerprint, step.number)
+        self._limits[step.fingerprint, step.number] = hash(step.limits)
+
+    def note_others(self, history: History) -> None:
+        """What was added to the accountant's history meanwhile was not added by a run."""
+        self._attribute(history, OTHERS, 0)
+
+    def _attribute(self, history: History, key: str, number: int) -> None:
         entries, steps = self._end
         new = after(history[max(entries - 1, 0) :], steps)
         if new and len(history) >= entries:
-            self._parts[fingerprint] = joined(self._parts.get(fingerprint, []), new)
+            first, part = self._parts.setdefault(key, (number, []))
+            part[-1:] = joined(part[-1:], new)
+            self._next[key] = self._next.get(key, first) + count(new)
             self._is_used = True
         self._end = _end(history)
 
+    # ---- checkpoints ----------------------------------------------------------------------------
+
     def parts(self, history: History) -> Parts:
         """Of the accountant's present history; for a checkpoint."""
-        self.attribute(history)
-        return dict(self._parts)
+        self.note_others(history)
+        return deepcopy(self._parts)
 
-    def beyond(
-        self, saved: Mapping[str, History], history: History, run: object, fingerprint: str | None
-    ) -> Parts:
+    def beyond(self, saved: Mapping[str, Part], history: History, run: object) -> Parts:
         """Released steps that a load of `saved` for this run would forget.
 
-        Without those of the key that the run goes on with, if it is a saved one: they are drawn
-        again, the same ones.
-
-        Args:
-            history: the accountant's, before the load.
-            fingerprint: of the key to go on with; None for a new one.
+        `history`: the accountant's, before the load.
         """
-        self.attribute(history)
+        self.note_others(history)
         is_anothers = self._loaded_for is not None and self._loaded_for is not run
         if self._is_used or is_anothers:
-            for key, part in self._parts.items():
-                if count(part) > count(self._released.get(key, [])):
-                    self._released[key] = part
+            for key, (first, part) in self._parts.items():
+                if count(part) > count(self._released.get(key, (first, []))[1]):
+                    self._released[key] = first, list(part)
             self._is_used = False
-        lost = {
-            key: after(part, count(saved.get(key, [])))
-            for key, part in self._released.items()
-            if key != fingerprint
-        }
-        return {key: part for key, part in lost.items() if part}
+        lost = {}
+        for key, (first, part) in self._released.items():
+            there = saved.get(key, (first, []))[1]
+            lost[key] = first, after(part, shared(part, there))
+        return {key: (first, part) for key, (first, part) in lost.items() if part}
 
-    def load(
-        self, saved: Mapping[str, History], kept: Parts, history: History, run: object
-    ) -> None:
+    def load(self, saved: Mapping[str, Part], kept: Parts, history: History, run: object) -> None:
         """After a load for this run: the account is the saved one and what `beyond` has found.
 
         `history`: the accountant's, as it is now.
         """
-        self._parts = {key: list(part) for key, part in saved.items()}
-        for key, part in kept.items():
-            self._parts[key] = joined(self._parts.get(key, []), part)
+        self._parts = {key: (first, list(part)) for key, (first, part) in saved.items()}
+        for key, (first, part) in kept.items():
+            first, there = self._parts.get(key, (first, []))
+            self._parts[key] = first, joined(there, part)
+        self._next = {key: first + count(part) for key, (first, part) in self._parts.items()}
         self._end, self._loaded_for = _end(history), run
 
 

@@ -253,9 +253,14 @@ class PrivateModel(nn.Module):
             self._limits_of(value)
         self.max_grad_norm = value
 
+    @property
+    def step_limits(self) -> list[float]:
+        """C_k of each clipping group in the step that is open, or was last."""
+        return self._gradients.limits
+
     def sensitivity(self) -> float:
         """C of the step that is open: what one sample can move the sum by."""
-        return sum(c * c for c in self._gradients.limits) ** 0.5
+        return sum(c * c for c in self.step_limits) ** 0.5
 
     def private_backward(self, session: Session, losses: Tensor) -> None:
         """Add the clipped sum of this batch to `.grad`, in float32, and let it leave.

@@ -120,7 +120,8 @@ def refuse_fsdp1(run: Run) -> None:
 def saved_parts(saved: Mapping[str, Any]) -> Parts:
     """The saved account by key; without that entry all of it may be of the saved key."""
     own, history = saved[OWN], saved[ACCOUNTANT]["history"]
-    return own.get("account", {own["key_fingerprint"]: history})
+    whole = own["steps"] - count(history), history
+    return own.get("account", {own["key_fingerprint"]: whole})
 
 
 def _own_entry(
@@ -150,11 +151,11 @@ def go_on(snapshot: Snapshot, resume: Resume) -> dict[str, Any]:
         The entries that are not read here, and those of module and accountant, as in Opacus.
     """
     _apply(snapshot, resume)
-    kept = sum(map(count, resume.kept.values()))
+    kept = sum(count(part) for _, part in resume.kept.values())
     if kept:
         warnings.warn(
-            f"{snapshot.path}: {kept} steps that this engine has counted are not in the "
-            "checkpoint and stay in its account",
+            f"{snapshot.path}: the account keeps {kept} of this engine's steps that are not in the "
+            "checkpoint; those that the saved key makes again are not counted twice",
             stacklevel=4,
         )
     for note in resume.notes:
@@ -166,7 +167,7 @@ def _apply(snapshot: Snapshot, resume: Resume) -> None:
     run, saved, own = snapshot.run, resume.saved, resume.own
     optimizer = run.optimizer
     snapshot.accountant.load_state_dict(deepcopy(saved[ACCOUNTANT]))
-    for part in resume.kept.values():
+    for _, part in resume.kept.values():
         snapshot.accountant.history = joined(snapshot.accountant.history, part)
     run.ledger.load(saved_parts(saved), resume.kept, snapshot.accountant.history, run)
     run.model.network.load_state_dict(saved[MODULE], **snapshot.module_kwargs)

@@ -22,7 +22,7 @@ class TestAccount:
     """What was released stays accounted for, once."""
 
     def load(self, run, path, kept, **more):
-        with pytest.warns(UserWarning, match=f"{kept} steps that this engine has counted .* stay"):
+        with pytest.warns(UserWarning, match=f"account keeps {kept} of this engine's steps"):
             load(run, path, **more)
 
     def test_the_same_run_from_an_earlier_step_makes_the_same_steps_again(self, path):
@@ -31,10 +31,12 @@ class TestAccount:
         save(run, path)
         train(run, 3)
         expected = state(run)
-        load(run, path)
-        assert steps_of(run) == 1
+        self.load(run, path, 3)
+        assert (steps_of(run), run.optimizer.steps) == (4, 1)
         train(run, 3)
         assert state(run) == expected
+        train(run, 1)
+        assert steps_of(run) == 5
 
     def test_new_keys_from_an_earlier_step(self, path):
         """Both continuations are released, what they begin with is one."""
@@ -53,7 +55,9 @@ class TestAccount:
         run = build()
         save(run, path)
         train(run, 3)
-        load(run, path)
+        self.load(run, path, 3)
+        train(run, 1)
+        assert steps_of(run) == 3
         self.load(run, path, 3, new_keys=True)
         assert steps_of(run) == 3
 
@@ -67,8 +71,8 @@ class TestAccount:
         train(run, 1)
         save(run, path)
         train(run, 1)
-        load(run, path)
-        assert steps_of(run) == 6
+        self.load(run, path, 1)
+        assert steps_of(run) == 7
         resumed = build()
         load(resumed, path)
         assert steps_of(resumed) == 6
@@ -136,8 +140,58 @@ class TestAccount:
         resumed = handed_on()
         load(resumed, path)
         assert resumed.engine.accountant.history == [(2.0, 0.5, 4), (0.8, 1 / 6, 2)]
+        other = build()
+        for _ in range(4):
+            other.engine.accountant.step(noise_multiplier=3.0, sample_rate=0.5)
+        self.load(other, path, 4)
+        assert other.engine.accountant.history == [(2.0, 0.5, 4), (0.8, 1 / 6, 2), (3.0, 0.5, 4)]
         save(build(), path)
         self.load(resumed, path, 4)
+
+    def test_another_run_of_the_engine_takes_none_away(self, path):
+        dataset = data()
+        one = build(dataset=dataset)
+        train(one, 2)
+        save(one, path)
+        train(one, 3)
+        other = build(engine=one.engine, dataset=dataset)
+        self.load(other, path, 3)
+        train(other, 2)  # as the first one did
+        train(one, 2)
+        assert steps_of(one) == 7
+
+    def test_what_a_run_that_was_set_back_saves(self, path):
+        run = build()
+        train(run, 1)
+        save(run, path)
+        train(run, 4)
+        self.load(run, path, 4)
+        train(run, 1)
+        save(run, path)
+        resumed = build()
+        load(resumed, path)
+        assert (steps_of(resumed), resumed.optimizer.steps) == (5, 2)
+        train(resumed, 4)
+        assert steps_of(resumed) == 6
+
+    @pytest.mark.parametrize("name", ["noise_multiplier", "max_grad_norm"])
+    def test_a_step_again_under_the_same_noise_is_refused_if_it_is_another(self, path, name):
+        """r₁ - 100 r₂ of C = 100 and C = 1 would have no noise in it."""
+        run = build()
+        save(run, path)
+        setattr(run.optimizer, name, 2.5)
+        train(run, 1)
+        spent = run.engine.accountant.history
+        self.load(run, path, 1)
+        before = state(run)
+        with pytest.raises(RuntimeError, match="step 0 was made before, from the same key"):
+            train(run, 1)
+        assert state(run) == before
+        assert run.engine.accountant.history == spent
+        run.optimizer.zero_grad()
+        self.load(run, path, 1, new_keys=True)
+        train(run, 1)
+        assert steps_of(run) == 2
 
     def test_a_checkpoint_that_does_not_tell_keys_apart(self, path):
         run = build()

@@ -230,7 +230,7 @@ class TestKeys:
         save(run, path)
         train(run, 2)
         before = keys_of(run)
-        with pytest.warns(UserWarning, match="stay in its account"):
+        with pytest.warns(UserWarning, match="the account keeps 2 of this"):
             load(run, path, new_keys=True)
         assert keys_of(run) != before
 
