@@ -176,7 +176,7 @@ class FusedSession(Session):
                 )
 
     def _is_second_visit(self, parameter: Parameter) -> bool:
-        """A second backward passes through layers whose remains were kept."""
+        """A second backward may come by layers whose remains were kept."""
         return self._summing and (parameter in self._kept or parameter in self._handed_on)
 
     def _choice_of(self, parameter: Parameter, factors: LinearFactors) -> Choice:
@@ -253,7 +253,12 @@ class FusedSession(Session):
         return self.policy.two_passes or not self.plan.is_one_pass
 
     def _second_anchors(self) -> list[Tensor]:
-        """Only as deep as it must."""
+        """Only as deep as it must, and everywhere if the first one drew random numbers.
+
+        On the ranks of a sharded model the network draws alike, so they agree on what they gather.
+        """
+        if self._recomputed and self._randomness.has_moved:
+            return super()._second_anchors()
         return [self.capture.anchors[parameter] for parameter in self._recomputed]
 
     def _take_norms(self, everything: bool) -> None:

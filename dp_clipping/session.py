@@ -294,8 +294,9 @@ class Session:
         self._summing = True
         if self._randomness is not None:
             first, self._seen = self._seen, set()
+            anchors = self._second_anchors()
             with self._randomness.again():
-                self._run_backward(losses, self._second_anchors(), retain_graph=False)
+                self._run_backward(losses, anchors, retain_graph=False)
             self._seen |= first  # the second one may go less deep
         self._hand_on_kept()
 

@@ -2,12 +2,14 @@
 
 import importlib.util
 import logging
+from collections import Counter
 from itertools import product
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dp_clipping import modes, pace
 from dp_clipping.clip import MARGIN
@@ -229,6 +231,38 @@ def check_depth() -> None:
         pace.PENDING_BYTES = before
 
 
+class Towers(nn.Module):
+    """Two checkpointed branches: a second backward has to come to the one with linear layers."""
+
+    def __init__(self, preserve_rng_state: bool):
+        super().__init__()
+        self.options = dict(use_reentrant=False, preserve_rng_state=preserve_rng_state)
+        self.linear = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.8), nn.Linear(16, 16))
+        self.norm = nn.Sequential(nn.LayerNorm(16), nn.Dropout(0.8))
+
+    def forward(self, x):
+        return sum(checkpoint(tower, x, **self.options) for tower in (self.linear, self.norm))
+
+
+def check_random_numbers_of_a_backward() -> None:
+    """A second backward comes to all layers if the first one drew some, else where it must."""
+    arrived = FusedSession.dense
+
+    def dense(self, parameter, *rest):
+        visits[self.capture.names[parameter]] += 1
+        arrived(self, parameter, *rest)
+
+    for preserved in (True, False):
+        model = private(zoo.seeded(lambda: Towers(preserved)), "flash", max_grad_norm=0.1)  # noqa: B023
+        for _ in range(4):
+            visits = Counter()
+            with patch.object(FusedSession, "dense", dense):
+                sums = clipped_sums(model, (3 * torch.randn(1, 16), torch.randn(1, 16)))
+            total = sum(value.double().square().sum() for value in sums.values()).sqrt()
+            assert 0.1 * (1 - ALLOWANCE) <= total <= 0.1 * (1 + 1e-6)
+            assert visits["norm.0.weight"] == (1 if preserved else 2)
+
+
 def check_streaming() -> None:
     """Per-layer clipping with one backward holds what waits for a launch, and no more."""
     before = pace.PENDING_BYTES
@@ -305,7 +339,7 @@ def check_norm_layers() -> None:
 BODIES = [
     check_norm_layers, check_zoo, check_options, check_nonfinite, check_contributions,
     check_overflow, check_many_parameters, check_one_bad_group, check_depth, check_streaming,
-    check_room, check_shared_inputs,
+    check_room, check_shared_inputs, check_random_numbers_of_a_backward,
 ]  # fmt: skip
 
 
