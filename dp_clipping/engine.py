@@ -28,6 +28,8 @@ from dp_clipping.arguments import (
     check_optimizer,
     expected_batch_size_of,
 )
+from dp_clipping.check import Loss, compare
+from dp_clipping.check_report import Check
 from dp_clipping.checkpoint_file import file_name, given_schedulers
 from dp_clipping.clip import GAMMA
 from dp_clipping.criterion import PrivateCriterion
@@ -226,15 +228,14 @@ class PrivacyEngine:
         if adaptive_threshold is not None:
             together["adaptive_threshold"] = adaptive_threshold.state_dict()
         agree_on_settings(settings | together, everyone)
+        private_criterion = PrivateCriterion(model, criterion, loss_reduction)
         self._runs.append(
-            Run(model, private_optimizer, loader, everyone, keys, settings, self._ledger)
-        )
-        return (
-            model,
-            private_optimizer,
-            PrivateCriterion(model, criterion, loss_reduction),
-            loader,
-        )
+            Run(
+                model, private_optimizer, loader, everyone, keys, settings, self._ledger,
+                private_criterion,
+            )
+        )  # fmt: skip
+        return model, private_optimizer, private_criterion, loader
 
     def make_private_with_epsilon(
         self,
@@ -295,6 +296,34 @@ class PrivacyEngine:
         if not self.accountant.history:
             return 0.0
         return max(0.0, float(self.accountant.get_epsilon(delta)))
+
+    def check(self, model: PrivateModel, batch: Any, *, loss: Loss | None = None) -> Check:
+        """A private step on this batch, beside one ordinary backward a sample: `print` it.
+
+        Both sides run the user's own network: the private one in its mode with its thresholds as
+        they are now, the other one sample at a time, uncaptured, with norms and the clipped sum in
+        float64. That takes as long as B + 1 small steps, and 12 bytes a trainable parameter. The
+        network is in evaluation meanwhile and float32 products are full ones, so dropout and
+        TensorFloat-32 are not part of it; what is random even so differs.
+
+        Training does not notice: parameters, `.grad`, norms, step count, account, noise, draws,
+        torch's random states and what ranks exchange stay as they are. Each rank checks a batch of
+        its own. The batch is private data and so is the report: ε covers neither.
+
+        Args:
+            model: as `make_private` returned it, not sharded.
+            batch: as the loader yields it: tensors in tuples, lists and dicts, of which dimension 0
+                counts the samples (of inputs 1, with `batch_first=False`).
+            loss: called as `loss(model, criterion, batch)`, of the batch and of one sample at a
+                time; returns what the criterion returns. Default: `criterion(model(x), y)` of a
+                pair.
+
+        Raises:
+            RuntimeError: with `release=True`, or in the middle of a step.
+            ValueError: for a model of another engine, sharded or of mode `no_dp`, an empty batch,
+                or a loss that is not one a sample.
+        """
+        return compare(self._run_of(model, None, None), batch, loss)
 
     def save_checkpoint(
         self,

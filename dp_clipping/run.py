@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.keys import Keys
 from dp_clipping.ledger import Ledger
 from dp_clipping.loader import PoissonLoader
@@ -31,6 +32,7 @@ class Run:
     keys: Keys = field(repr=False)
     settings: dict[str, Any]
     ledger: Ledger = field(repr=False)
+    criterion: PrivateCriterion
     start: tuple[int, int] = (0, 0)
 
     @property

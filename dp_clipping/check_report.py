@@ -1,0 +1,138 @@
+"""What a check has found: two sides, what rounding may do to them, a verdict, a table."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from measure.table import Column, format_table
+
+SHOWN = 8  # samples, in print
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What rounding may do, relative: to a sample's norm, to a parameter's clipped sum.
+
+    `floor`: of the whole; what is below may be nothing but rounding, and is compared with that.
+    """
+
+    norm: float
+    gradient: float
+    floor: float
+
+
+TOLERANCES = {
+    2: Tolerance(norm=6e-2, gradient=1e-1, floor=1e-2),
+    4: Tolerance(norm=1e-4, gradient=2e-4, floor=1e-3),
+}
+"""By the bytes of the shortest number that the network computes with."""
+
+
+@dataclass(frozen=True, eq=False)
+class Check:
+    """Both sides, of B samples. Not covered by ε.
+
+    Attributes:
+        norms: unclipped, of the private step, [B] float32 (float64).
+        expected_norms: of one backward a sample, [B] float64.
+        norm_errors: relative, the largest over clipping groups, [B] float64. 0 where a norm is
+            finite on neither side, infinite where it is on one.
+        gradient_error: relative, of the clipped sum of `worst_parameter`, a name.
+        clipped, expected_clipped: the part of the samples with finite norms that is clipped.
+        tolerance: what rounding may do.
+        setting: what was run, in words.
+    """
+
+    norms: Tensor
+    expected_norms: Tensor
+    norm_errors: Tensor
+    gradient_error: float
+    worst_parameter: str
+    clipped: float
+    expected_clipped: float
+    tolerance: Tolerance
+    setting: str
+
+    @property
+    def norm_error(self) -> float:
+        """The largest."""
+        return float(self.norm_errors.max())
+
+    @property
+    def ok(self) -> bool:
+        return not self.faults
+
+    @property
+    def faults(self) -> list[str]:
+        """What is off by more than rounding explains; nothing if both sides agree."""
+        tolerance, sample = self.tolerance, int(self.norm_errors.argmax())
+        found = []
+        if not self.norm_error <= tolerance.norm:
+            found.append(
+                f"the norm of sample {sample} is off by {self.norm_error:.1e} "
+                f"(at most {tolerance.norm:.1e})"
+            )
+        if not self.gradient_error <= tolerance.gradient:
+            found.append(
+                f"the clipped sum of {self.worst_parameter} is off by {self.gradient_error:.1e} "
+                f"(at most {tolerance.gradient:.1e})"
+            )
+        return found
+
+    def _praise(self) -> str:
+        norm, gradient = self.tolerance.norm, self.tolerance.gradient
+        return f"ok: norms agree within {norm:.1e}, clipped sums within {gradient:.1e}"
+
+    def __str__(self) -> str:
+        worst = self.norm_errors.argsort(descending=True, stable=True)[:SHOWN].sort().values
+        bad, expected_bad = (int((~n.isfinite()).sum()) for n in (self.norms, self.expected_norms))
+        rows = [
+            *({"what": f"norm of sample {i}", "private": f"{self.norms[i]:.6g}",
+               "expected": f"{self.expected_norms[i]:.6g}", "error": float(self.norm_errors[i])}
+              for i in worst.tolist()),
+            {"what": "samples clipped", "private": f"{self.clipped:.1%}",
+             "expected": f"{self.expected_clipped:.1%}"},
+            {"what": "samples not finite", "private": bad, "expected": expected_bad},
+            {"what": "clipped sum, worst parameter", "private": "", "expected": "",
+             "error": self.gradient_error},
+        ]  # fmt: skip
+        columns = [
+            Column("what", ""), Column("private", right=True),
+            Column("expected", "one by one", right=True), Column("error", format=".1e"),
+        ]  # fmt: skip
+        left_out = len(self.norms) - len(worst)
+        title = self.setting + (f"; {left_out} norms that are closer left out" if left_out else "")
+        return "\n".join([
+            format_table(columns, rows, title=title), "",
+            f"worst parameter: {self.worst_parameter}",
+            *(f"FAIL: {fault}" for fault in self.faults),
+            *([self._praise()] if self.ok else []),
+            "Dropout was off. Not covered by ε: for you to look at, not to publish.",
+        ])  # fmt: skip
+
+
+def norm_errors(found: Tensor, expected: Tensor, limits: Tensor, floor: float) -> Tensor:
+    """[B] from norms [K, B]; the whole is the largest norm, or C_k if that is less."""
+    finite = expected.isfinite().all(0)
+    largest = expected[:, finite].amax() if finite.any() else limits.new_zeros(())
+    smallest = floor * limits.clamp(max=largest)[:, None]
+    errors = (found - expected).abs() / (expected + smallest)
+    errors = errors.where(found != expected, 0).amax(0)
+    agree = found.isfinite().all(0) == finite
+    return errors.where(finite, 0).where(agree, torch.inf)
+
+
+def gradient_errors(
+    found: dict[Parameter, Tensor | None], expected: dict[Parameter, Tensor], floor: float
+) -> dict[Parameter, float]:
+    """‖Σ - Σ'‖ / ‖Σ'‖ of each parameter; the whole is ‖Σ'‖ of all together."""
+    smallest = floor * float(torch.stack([total.norm() for total in expected.values()]).norm())
+    errors = {}
+    for parameter, total in expected.items():
+        own = found[parameter]
+        distance = float((total if own is None else total - own.view_as(total)).norm())
+        error = distance / (float(total.norm()) + smallest) if distance else 0.0
+        errors[parameter] = error if error == error else torch.inf
+    return errors
