@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from dp_clipping.budget import Budget
 from dp_clipping.collate import CollateWithEmpty
-from dp_clipping.sampling import PoissonSampler
+from dp_clipping.sampling import OVER, PoissonSampler
 
 
 class PoissonLoader(DataLoader):
@@ -27,7 +27,8 @@ class PoissonLoader(DataLoader):
 
     Attributes:
         sample_rate: q.
-        position: how many draws the user has been handed, over all epochs.
+        position: how many draws the user has been handed, over all epochs; also by another loader
+            (Opacus's BatchMemoryManager) that takes this one's.
         on_draw: called with a draw's number just before its (first) batch is handed to the user,
             in the main process; what it raises reaches the user instead of the batch.
         budget: how many samples are in the user's hands.
@@ -57,9 +58,8 @@ class PoissonLoader(DataLoader):
         super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **options)
         sampler.why_not_alone = _why_not_alone(self.num_workers, rand_on_empty)
         self.rand_on_empty = rand_on_empty
-        self.position = 0
-        self.on_draw: Callable[[int], object] | None = None
         self.holds_dummy = False
+        self._epoch: range | None = None  # of the last iteration that was begun
         self._epoch_end = 0
         self._resuming = False
 
@@ -106,25 +106,51 @@ class PoissonLoader(DataLoader):
         return self.batch_sampler.sample_rate
 
     @property
+    def position(self) -> int:
+        return self.batch_sampler.position
+
+    @position.setter
+    def position(self, draws: int) -> None:
+        self.batch_sampler.position = draws
+
+    @property
+    def on_draw(self) -> Callable[[int], object] | None:
+        return self.batch_sampler.on_draw
+
+    @on_draw.setter
+    def on_draw(self, call: Callable[[int], object] | None) -> None:
+        self.batch_sampler.on_draw = call
+
+    @property
     def budget(self) -> Budget:
         return self.batch_sampler.budget
 
     def __iter__(self) -> Iterator[Any]:
-        first = self.start_epoch().start
+        epoch = self.start_epoch()
         # Of this iteration alone: one that was left early cannot disturb it.
         sizes = self.batch_sampler.sizes = deque()
-        for draw, batch in enumerate(super().__iter__(), first):
+        for draw, batch in enumerate(super().__iter__(), epoch.start):
             self.hand_over(draw, sizes.popleft())
             yield batch
+            self.check_last(epoch)
+
+    def check_last(self, epoch: range) -> None:
+        """Called before an iteration takes a batch: workers that stay are shared with later ones.
+
+        Raises RuntimeError if it is not the last one that was begun, with `epoch` from
+        `start_epoch`.
+        """
+        if epoch is not self._epoch:
+            raise RuntimeError(OVER)
 
     def coming_epoch(self) -> range:
         """The draws that the next iteration gives: what a loaded state left over, or an epoch."""
-        end = self._epoch_end if self._resuming else self.position + len(self)
-        return range(self.position, end)
+        is_rest = self._resuming and self.position < self._epoch_end
+        return range(self.position, self._epoch_end if is_rest else self.position + len(self))
 
     def start_epoch(self) -> range:
         """Let the batch sampler begin where the user is, whatever was prefetched beyond."""
-        epoch = self.coming_epoch()
+        epoch = self._epoch = self.coming_epoch()
         self._epoch_end, self._resuming = epoch.stop, False
         self.batch_sampler.seek(epoch)
         self.budget.begin_iteration()
@@ -137,11 +163,6 @@ class PoissonLoader(DataLoader):
 
         Without `samples` it is a made-up one, if `rand_on_empty`.
         """
-        if draw != self.position:
-            raise RuntimeError(
-                f"this iteration is at draw {draw} and data_loader at draw {self.position}: "
-                "another iteration or load_state_dict has moved it, use one at a time"
-            )
         if first and self.on_draw is not None:
             self.on_draw(draw)
         if not first and not self.budget.is_unused:
@@ -179,6 +200,8 @@ class PoissonLoader(DataLoader):
         self.position = state["position"]
         self._epoch_end = state["epoch_end"]
         self._resuming = self.position < self._epoch_end
+        self._epoch = None
+        self.batch_sampler.seek(self.coming_epoch())
 
 
 def kept_options(loader: DataLoader) -> dict[str, Any]:

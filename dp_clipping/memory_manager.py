@@ -132,7 +132,7 @@ class MicrobatchLoader(DataLoader):
     def __iter__(self) -> Iterator[Any]:
         self.leave()
         poisson = self._poisson
-        self._epoch = poisson.start_epoch() if poisson else None
+        epoch = self._epoch = poisson.start_epoch() if poisson else None
         place = self._place = Place(self._epoch.start if poisson else 0)
         # Of this iteration alone: one that was left early cannot disturb it.
         sizes = self.batch_sampler.sizes = deque()
@@ -150,6 +150,8 @@ class MicrobatchLoader(DataLoader):
                 yield batch
                 if self._place is not place:
                     raise RuntimeError("this iteration was left: begin another")
+                if poisson:
+                    poisson.check_last(epoch)
                 place.draw += not left
         finally:
             self.leave(place)

@@ -13,7 +13,7 @@ Easy as 1, 2, 3") is counter-based and not cryptographic.
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -23,6 +23,10 @@ from torch.utils.data import Sampler
 from dp_clipping.budget import Budget
 
 KEY_BYTES = 32
+OVER = (
+    "another iteration of this loader, or load_state_dict, has ended this one: use one at a time, "
+    "the last that was begun"
+)
 
 
 def included(key: bytes, step: int, num_samples: int, sample_rate: float) -> Tensor:
@@ -48,8 +52,15 @@ class PoissonSampler(Sampler[list[int]]):
     ranks are disjoint and together make the draw of a single process. Ranks that share samples (one
     tensor-parallel group) pass the same rank. `num_samples` counts the whole data set.
 
-    `step` is the number of the next draw and runs on from epoch to epoch. A prefetching DataLoader
-    moves it ahead of what the user has seen: see `PoissonLoader.position` for what a resume needs.
+    Only the last iteration that was begun gives draws: two that count together would each give
+    what the other one is at.
+
+    Attributes:
+        position: how many draws the user has been handed, over all epochs.
+        step: the number of the next draw. A prefetching DataLoader moves it ahead of `position`.
+        sizes: of this rank's batches, for the loader, if it asks for the next iteration.
+        on_draw: called with a draw's number before it is handed to the user.
+        why_not_alone: a reason not to give draws to another loader.
     """
 
     def __init__(
@@ -74,10 +85,12 @@ class PoissonSampler(Sampler[list[int]]):
         self.steps = steps
         self.rank = rank
         self.world_size = world_size
-        self.step = 0
+        self.position = self.step = 0
+        self.sizes: deque[int] | None = None
+        self.on_draw: Callable[[int], object] | None = None
         self.budget = Budget()
-        self.sizes: deque[int] | None = None  # of this rank's batches; the loader's, if it asks
-        self.why_not_alone: str | None = None  # a reason not to give draws to another loader
+        self.why_not_alone: str | None = None
+        self._iteration: object | None = None  # the last one that was begun
         self._key = key
         self._next_steps = steps
 
@@ -89,18 +102,29 @@ class PoissonSampler(Sampler[list[int]]):
         if sizes is None:
             if self.why_not_alone:
                 raise RuntimeError(self.why_not_alone)
-            self.budget.forget()
+            self.step = self.position
         for shares in self.draws():
-            if sizes is not None:
+            if sizes is None:
+                self.budget.forget()
+                if self.on_draw is not None:
+                    self.on_draw(self.step - 1)
+                self.position = self.step
+            else:
                 sizes.append(len(shares[self.rank]))
             yield shares[self.rank]
 
     def draws(self) -> Iterator[list[list[int]]]:
-        """The next `steps` draws, each as `shares` gives it."""
+        """The next `steps` draws, each as `shares` gives it.
+
+        Raises RuntimeError, and takes none, when another iteration has begun or `seek` was called.
+        """
+        iteration = self._iteration = object()
         steps, self._next_steps = self._next_steps, self.steps
-        for _ in range(steps):
-            self.step += 1
-            yield self.shares(self.step - 1)
+        for step in range(self.step, self.step + steps):
+            if self._iteration is not iteration:
+                raise RuntimeError(OVER)
+            self.step = step + 1
+            yield self.shares(step)
 
     def shares(self, step: int) -> list[list[int]]:
         """Draw `step` as one ascending list of indices for each rank."""
@@ -115,6 +139,7 @@ class PoissonSampler(Sampler[list[int]]):
 
     def seek(self, draws: range) -> None:
         """Let the next iteration give these draws, and the ones after it continue from there."""
+        self._iteration = None
         self.step = draws.start
         self._next_steps = len(draws)
 

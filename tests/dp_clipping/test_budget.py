@@ -162,8 +162,20 @@ def test_draws_that_opacus_takes_are_not_counted():
             step(run, batch)
     _, batch = first_draw(run)
     step(run, batch)
+    assert run.loader.position == run.optimizer.steps, "each step has a draw of its own"
     with pytest.raises(RuntimeError, match=TWICE):
         backward(run, batch)
+
+
+def test_two_draws_that_opacus_takes_are_not_one_step():
+    run = make()
+    with OpacusBatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=100, optimizer=run.optimizer
+    ) as loader:
+        batches = iter(loader)
+        backward(run, next(batches))
+        with pytest.raises(RuntimeError, match=SECOND_DRAW):
+            next(batches)
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,27 @@ class TestPoisson:
         assert pieces == joined(draws_of(poisson(), 4))
         assert optimizer.signals.count(False) == 5
 
+    @pytest.mark.parametrize("workers", [0, 1])
+    @pytest.mark.parametrize("split_first", [False, True])
+    def test_an_older_iteration_takes_nothing_from_a_newer_one_beside_it(
+        self, split_first, workers
+    ):
+        ahead = 99 if workers else None  # the whole epoch
+        loader, announced = poisson(num_workers=workers, prefetch_factor=ahead), []
+        loader.on_draw = announced.append
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=1000, optimizer=Optimizer()
+        ) as whole_draws:
+            both = [iter(whole_draws), iter(loader)]
+            older, newer = both if split_first else both[::-1]
+            seen = [next(older), next(newer)]
+            with pytest.raises(RuntimeError, match="another iteration"):
+                next(older)
+            seen.append(next(newer))
+        assert announced == [0, 1, 2]
+        expected = [loader.batch_sampler.shares(draw)[0] for draw in announced]
+        assert [batch.tolist() for (batch,) in seen] == expected
+
     def test_len(self):
         loader = poisson()
         with BatchMemoryManager(

@@ -281,13 +281,46 @@ class TestLoader:
         loader.on_draw = None
         assert next(iter(loader))[0].tolist() == drawn(poisson())[1]
 
-    def test_two_iterations_at_once_are_refused(self):
-        loader = poisson()
+    @pytest.mark.parametrize("options", [{}, dict(num_workers=1, persistent_workers=True)])
+    def test_an_older_iteration_is_refused_and_takes_nothing_from_the_newer(self, options):
+        loader, announced = poisson(**options), []
+        loader.on_draw = announced.append
         one, other = iter(loader), iter(loader)
-        next(one)
-        next(other)
+        seen = [next(one), next(other)]
         with pytest.raises(RuntimeError, match="another iteration"):
             next(one)
+        seen += [next(other), next(other)]
+        assert announced == [0, 1, 2, 3]
+        assert loader.position == 4
+        expected = [loader.batch_sampler.shares(draw)[0] for draw in announced]
+        assert [batch.tolist() for (batch,) in seen] == expected
+
+    def test_draws_that_another_loader_takes_count(self):
+        loader, announced = poisson(), []
+        loader.on_draw = announced.append
+        sampler = loader.batch_sampler
+        one, other = iter(sampler), iter(sampler)
+        seen = [next(one), next(other)]
+        with pytest.raises(RuntimeError, match="another iteration"):
+            next(one)
+        older = iter(loader)
+        seen += [next(other), next(older)[0].tolist(), next(iter(sampler))]
+        for late in (other, older):
+            with pytest.raises(RuntimeError, match="another iteration"):
+                next(late)
+        assert announced == [0, 1, 2, 3, 4]
+        assert loader.position == 5
+        resumed = poisson()
+        resumed.load_state_dict(loader.state_dict())
+        rest = list(resumed.batch_sampler)
+        assert len(rest) == 13 - 5, "the rest of the epoch that the loader has begun"
+        assert seen + rest == [sampler.shares(draw)[0] for draw in range(len(seen + rest))]
+        assert resumed.position == len(seen + rest)
+        late = iter(sampler)
+        next(late)
+        loader.load_state_dict(loader.state_dict())
+        with pytest.raises(RuntimeError, match="load_state_dict"):
+            next(late)
 
     def test_leaving_early_neither_repeats_nor_skips_draws(self):
         loader = poisson()
@@ -355,12 +388,14 @@ class TestResume:
         with pytest.raises(ValueError, match="in the saved state"):
             poisson(count, batch_size).load_state_dict(poisson().state_dict())
 
-    def test_loading_during_an_iteration_is_refused(self):
-        loader = poisson()
+    @pytest.mark.parametrize("is_the_same", [False, True])
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_loading_during_an_iteration_is_refused(self, workers, is_the_same):
+        loader = poisson(num_workers=workers, prefetch_factor=99 if workers else None)
         state = loader.state_dict()
         batches = iter(loader)
         next(batches)
-        loader.load_state_dict(state)
+        loader.load_state_dict(loader.state_dict() if is_the_same else state)
         with pytest.raises(RuntimeError, match="load_state_dict"):
             next(batches)
 
