@@ -30,7 +30,6 @@ from dp_clipping.plan import WIDTH
 from dp_clipping.run import Run
 from dp_clipping.session import Session
 from dp_clipping.statistics import norm_statistics
-from dp_clipping.validation import same_buffers
 
 Loss = Callable[[nn.Module, PrivateCriterion, Any], PrivateLoss]
 Sums = dict[Parameter, Tensor]
@@ -50,15 +49,13 @@ class Stage(nn.Module):
         super().__init__()
         self.module, self.capture, self.policy = model.network, model.capture, model.policy
         self.batch_first = model.batch_first
-        self.limits = torch.tensor(
-            model.limits(), dtype=torch.float64, device=model.capture.anchor.device
-        )
+        self.limits = self.capture.anchor.new_tensor(model.limits(), dtype=torch.float64)
         self.last_session: Session | None = None
         self.norms: Tensor  # [B]
         self.group_norms: Tensor  # [K, B]
         self.sums: dict[Parameter, Tensor | None] = {}
-        floats = [p.dtype.itemsize for p in model.network.parameters() if p.is_floating_point()]
-        self.shortest = min(floats)  # bytes of a number
+        dtypes = {p.dtype for p in model.network.parameters() if p.is_floating_point()}
+        self.shortest = min(dtype.itemsize for dtype in dtypes)
         self._passes = Passes(model.network, model.capture, model.mode, model.batch_first)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +137,8 @@ def _one_by_one(
     sums = {p: torch.zeros_like(p, dtype=torch.float64) for p in capture.parameters}
     norms = limits.new_zeros(len(limits), size)
     for i in range(size):
-        losses = loss_of(_sample(batch, i, size, stage.batch_first)).loss_per_sample
+        with torch.compiler.set_stance("force_eager"):
+            losses = loss_of(_sample(batch, i, size, stage.batch_first)).loss_per_sample
         if losses.shape != (1,):
             raise ValueError(
                 f"sample {i} alone has losses of shape {tuple(losses.shape)}: dimension 0 (of "
@@ -202,10 +200,7 @@ def _refuse(run: Run) -> None:
     model = run.model
     model.refuse_in_release("engine.check")
     if model.policy is None:
-        raise ValueError(
-            f"mode {model.mode} clips nothing, so there is nothing to check: choose another "
-            "grad_sample_mode"
-        )
+        raise ValueError(f"mode {model.mode} clips nothing: choose another grad_sample_mode")
     if model.sharding is not None:
         raise ValueError(
             "a sharded model has no rank that could run one sample alone: check the network before "
@@ -222,20 +217,20 @@ def _refuse(run: Run) -> None:
 def _without_trace(model: PrivateModel) -> Iterator[None]:
     """Nothing is random inside, and nothing that a step reads has changed afterwards."""
     capture, network = model.capture, model.network
-    modules = [(module, module.training) for module in network.modules()]
+    flags = [(module, module.training) for module in network.modules()]
     layouts = [(h, h.layouts, h.output_layouts, h.always_dense) for h in capture.handles]
     found = {name: getattr(capture, name) for name in ("plans", "plan", "forecast", "profile")}
     devices = [p.device for p in network.parameters() if p.is_cuda]
     try:
-        for module, _ in modules:
+        for module, _ in flags:
             module.training = False
         for handle in capture.handles:
             handle.layouts, handle.output_layouts = {}, {}
         capture.plans, capture.plan, capture.forecast, capture.profile = {}, None, None, None
-        with same_buffers(network), torch.random.fork_rng(set(devices)), torch.enable_grad():
+        with torch.random.fork_rng(set(devices)), torch.enable_grad():
             yield
     finally:
-        for module, training in modules:
+        for module, training in flags:
             module.training = training
         for handle, *known in layouts:
             handle.layouts, handle.output_layouts, handle.always_dense = known

@@ -54,7 +54,7 @@ class PrivacyEngine:
         accountant: `"prv"`, `"rdp"` or `"gdp"`, Opacus's own.
         secure_mode: not supported: the noise is counter-based, not cryptographic.
         release: what ε does not cover raises RuntimeError instead of showing itself: per-sample
-            norms, the count of non-finite samples, the loss in training.
+            norms, the count of non-finite samples, the loss in training, `check`.
     """
 
     def __init__(
@@ -302,9 +302,9 @@ class PrivacyEngine:
 
         Both sides run the user's own network: the private one in its mode with its thresholds as
         they are now, the other one sample at a time, uncaptured, with norms and the clipped sum in
-        float64. That takes as long as B + 1 small steps, and 12 bytes a trainable parameter. The
-        network is in evaluation meanwhile and float32 products are full ones, so dropout and
-        TensorFloat-32 are not part of it; what is random even so differs.
+        float64, which holds 12 bytes a trainable parameter beside what a step does. The network is
+        in evaluation meanwhile and float32 products are full ones, so dropout and TensorFloat-32
+        are not part of it; what is random even so is taken for an error.
 
         Training does not notice: parameters, `.grad`, norms, step count, account, noise, draws,
         torch's random states and what ranks exchange stay as they are. Each rank checks a batch of
