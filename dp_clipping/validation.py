@@ -13,10 +13,25 @@ import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
 
+
+def _composable_replicas() -> tuple[type, ...]:
+    """The class that `torch.distributed._composable.replicate` adds to a module's own.
+
+    PyTorch's DDP as hooks on the module. No public name for it (torch 2.11 to 2.13). What its
+    `replicate_with_fsdp` makes is of another class: FSDP2 exchanges the sums there.
+    """
+    try:
+        from torch.distributed._composable.replicate import DDP
+    except ImportError:
+        return ()
+    return (DDP,)
+
+
 REPLICAS = (
     nn.DataParallel,
     nn.parallel.DistributedDataParallel,
     DifferentiallyPrivateDistributedDataParallel,
+    *_composable_replicas(),
 )
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 MESSAGE = "{name} ({kind}): {why}; {instead}"

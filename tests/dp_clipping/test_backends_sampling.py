@@ -8,14 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as OpacusReplica
 from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddp
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 from dp_clipping.keys import fixed_keys
 from dp_clipping.sampling import included
+from dp_clipping.validation import check_module
 from tests.ddp.conftest import CPU_COPY_ENGINE
 from tests.dp_clipping.replicas import SYNCHRONISING, applied, build, flat, parameters, train
 from tests.ranks import Context
@@ -60,11 +65,32 @@ def with_a_module(context: Context, wrap: Callable[[nn.Module], nn.Module]) -> l
     return [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
 
 
-@pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, OpacusReplica])
-def test_replicas_whose_sums_would_not_leave_are_refused(cpu_ranks, wrap):
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [
+        (nn.parallel.DistributedDataParallel, "DistributedDataParallel"),
+        (OpacusReplica, OpacusReplica.__name__),
+        (replicate, "DDPLinear"),
+    ],
+)
+def test_replicas_whose_sums_would_not_leave_are_refused(cpu_ranks, wrap, name):
     for (said,) in cpu_ranks.run(4, with_a_module, wrap):
-        assert f"{wrap.__name__}): would not exchange clipped sums" in said
+        assert f"{name}): would not exchange clipped sums" in said
         assert 'ddp.wrap("torch_ddp", network)' in said
+
+
+def test_a_replicated_part_of_a_network_is_refused_too():
+    network = nn.Sequential(nn.Linear(3, 3), replicate(nn.Linear(3, 2)))
+    with pytest.raises(ValueError, match=r"1 \(DDPLinear\): would not exchange clipped sums"):
+        check_module(network)
+
+
+def replicated_by_fsdp(network: nn.Module) -> nn.Module:
+    return replicate_with_fsdp(network, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def test_replicas_of_fsdp_are_sharded_ones(cpu_ranks):
+    assert cpu_ranks.run(4, with_a_module, replicated_by_fsdp) == [[]] * 4
 
 
 def alone(network: nn.Module) -> nn.Module:
