@@ -389,8 +389,8 @@ class PrivacyEngine:
         Every rank calls it. Nothing is changed unless everything fits, on every rank. No code from
         the file is executed. The engine's account becomes the saved one, and keeps what this
         engine has counted beyond it (with a warning); steps that the saved key then makes again
-        are not counted twice, and refused (RuntimeError) with another σ or C than before. A folder,
-        and a file, may be of another number of ranks, sharded or not.
+        are not counted twice, and refused (RuntimeError) with another σ or C than before, or of
+        another draw. A folder, and a file, may be of another number of ranks, sharded or not.
 
         Args:
             path: as given to `save_checkpoint`.
@@ -458,6 +458,7 @@ class PrivacyEngine:
             sigma=optimizer.noise_multiplier if is_private else 0.0,
             rate=sample_rate * optimizer.accumulated_iterations,
             limits=tuple(optimizer.model.step_limits) if is_private else (),
+            draw=optimizer.open_draw,
         )
         before = list(self.accountant.history)
         self._ledger.note_others(before)

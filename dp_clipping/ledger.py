@@ -8,8 +8,8 @@ are listed apart, here and in a checkpoint.
 Step n of a key always draws the same noise for the same samples. So two lists of one key agree as
 far as both go, and the longer one has the steps of both; lists of different keys compose. A run
 that was set back makes the steps of its key again: the same releases, which the account has
-already. That holds only if they are made alike. With another C or σ under the same noise, of two
-results their difference could be solved for the clipped sums, so such a step is refused.
+already. That holds only if they are made alike. With another C or σ, or other samples, two results
+under the same noise could be solved for the difference of their sums, so such a step is refused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,6 +40,7 @@ class Step:
         number: under which the key is asked for noise.
         sigma, rate: as they are counted.
         limits: C, or those of the clipping groups.
+        draw: number of the draw that it is made of; None if it is no Poisson draw.
     """
 
     fingerprint: str
@@ -47,6 +48,12 @@ class Step:
     sigma: float
     rate: float
     limits: tuple[float, ...]
+    draw: int | None
+
+    @property
+    def digest(self) -> int:
+        """Of what a history does not say."""
+        return hash((self.limits, self.draw))
 
 
 def count(history: History) -> int:
@@ -99,7 +106,7 @@ class Ledger:
         self._parts: Parts = {}
         self._released: Parts = {}
         self._next: dict[str, int] = {}  # number of the step after the last one of each part
-        self._limits: dict[tuple[str, int], int] = {}  # hashes, of the steps of this process
+        self._made: dict[tuple[str, int], int] = {}  # digests of this process's steps
         self._is_used = False  # a step was made since the last load
         self._end = (0, 0)  # of the history as last seen: entries, steps of the last one
         self._loaded_for: object = None
@@ -110,18 +117,18 @@ class Ledger:
         """Whether the step is one that the account has, made again.
 
         Raises:
-            RuntimeError: if it was made with another σ, sample rate or C.
+            RuntimeError: if it was made with another σ, sample rate or C, or of another draw.
         """
         if step.number >= self._next.get(step.fingerprint, 0):
             return False
         first, history = self._parts[step.fingerprint]
         same = after(history, step.number - first)[0][:2] == (step.sigma, step.rate)
-        limits = self._limits.get((step.fingerprint, step.number))
-        if not same or limits not in (None, hash(step.limits)):
+        made = self._made.get((step.fingerprint, step.number))
+        if not same or made not in (None, step.digest):
             raise RuntimeError(
                 f"step {step.number} was made before, from the same key and with another "
-                "noise_multiplier, max_grad_norm or sample rate: two results under the same noise "
-                "give away the difference of their sums; load the checkpoint with new_keys=True"
+                "noise_multiplier, max_grad_norm, sample rate or draw: two results under the same "
+                "noise give away the difference of their sums; load with new_keys=True"
             )
         self._is_used = True
         return True
@@ -129,7 +136,7 @@ class Ledger:
     def add(self, step: Step, history: History) -> None:
         """The accountant has counted the step, which is a new one; its history as it is now."""
         self._attribute(history, step.fingerprint, step.number)
-        self._limits[step.fingerprint, step.number] = hash(step.limits)
+        self._made[step.fingerprint, step.number] = step.digest
 
     def note_others(self, history: History) -> None:
         """What was added to the accountant's history meanwhile was not added by a run."""

@@ -9,7 +9,9 @@ contribution of C would come out as 1.002 C, or 1.03 C. So the rounded values th
 3. a sample that still exceeds its threshold is divided by the power of two that brings it below,
    which rounds nothing but subnormal float16.
 
-η is far above what rounding adds where tokens do not cancel, so step 3 finds nothing to do there.
+η is a fifth more than rounding to bfloat16 can add to a norm where tokens do not cancel, all
+entries rounded up. So step 3 finds nothing to do there, and at least (1 - η)(1 - 2⁻⁸) = 0.991 is
+left of what the coefficient allows.
 """
 
 from collections.abc import Callable, Container
@@ -23,7 +25,7 @@ from dp_clipping.clip import MARGIN
 from dp_clipping.layers.linear import LinearFactors
 from dp_clipping.norms import Norms
 
-ETA = 2.0**-8
+ETA = 1.2 * 2.0**-8
 
 
 def rescale(

@@ -62,7 +62,7 @@ class Run:
         """Where the loader goes on after a resume.
 
         A draw that was handed out and not used is drawn again. One that was used is not, also if
-        the loader was not told (Opacus's BatchMemoryManager takes draws behind its back).
+        the loader was not told of it.
         """
         if self.poisson is None:
             return None

@@ -127,6 +127,17 @@ def test_other_numbers(dtype):
         assert report.tolerance == check_report.TOLERANCES[2 if dtype.itemsize == 2 else 4]
 
 
+@pytest.mark.parametrize("case", zoo.parameters("group_norm", "llama_lm"))
+def test_rounding_to_16_bit_halves_nobody(case):
+    """Few entries of a sample have most of its norm in a layer, and may all be rounded up."""
+    for limit in (0.3, C, 0.8):
+        report = check_case(
+            case, torch.bfloat16, grad_sample_mode="bookkeeping", clipping="per_layer",
+            max_grad_norm=limit,
+        )  # fmt: skip
+        assert report.ok, report
+
+
 def test_autocast():
     run = private(mlp())
     with torch.autocast("cpu", torch.bfloat16):

@@ -219,3 +219,13 @@ class TestAccount:
         train(same, 2)
         self.load(same, path, 2, new_keys=True)
         assert same.engine.accountant.history == [(0.8, 1 / 6, 3)]
+
+    def test_a_step_again_of_another_draw_is_refused(self, path):
+        """A draw that was looked at and left is the next one after a load, but not before it."""
+        run = build()
+        next(iter(run.loader))
+        save(run, path)
+        train(run, 2)
+        self.load(run, path, 2)
+        with pytest.raises(RuntimeError, match=r"step 0 was made before, .* draw:"):
+            train(run, 1)
