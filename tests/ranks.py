@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import distributed_c10d
 
 TIMEOUT = timedelta(seconds=30)  # of one collective
 START_SECONDS = 180  # importing torch in every rank takes long on a busy machine
@@ -127,6 +128,11 @@ class RankPool:
         return answers
 
 
+def _groups() -> int:
+    """How many process groups this process has made."""
+    return distributed_c10d._world.group_count
+
+
 def _serve(
     rank: int,
     size: int,
@@ -156,7 +162,14 @@ def _serve(
         try:
             torch.manual_seed(0)
             context = Context(rank, world_size, device, groups[world_size])
-            pipe.send((True, function(context, *arguments)))
+            before = _groups()
+            answer = function(context, *arguments)
+            # Groups are named by their number, so that later ones would never meet the others'.
+            assert world_size == size or _groups() == before, (
+                f"made a process group on {world_size} of the pool's {size} ranks: use "
+                "DeviceMesh.from_group(context.group, ..)"
+            )
+            pipe.send((True, answer))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         gc.collect()

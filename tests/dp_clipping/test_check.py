@@ -486,7 +486,7 @@ def sharded(context: Context) -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = DeviceMesh("cpu", [0])
+    mesh = DeviceMesh.from_group(context.group, "cpu")
     run = replicas.build(context, shard=lambda module: fully_shard(module, mesh=mesh))
     refused(run, message="sharded.*before it is sharded.*--use-fsdp / --use-tp")
 
