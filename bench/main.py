@@ -1,6 +1,7 @@
 """From the command line to the workers and back: parse, check, launch, report."""
 
 import argparse
+import gc
 import os
 import shlex
 import sys
@@ -99,6 +100,8 @@ def launch(settings: Settings, hardware: Hardware, options: argparse.Namespace) 
 
 def work(settings: Settings, hardware: Hardware, options: argparse.Namespace) -> int:
     """One rank."""
+    torch._dynamo.reset()  # imports it, as the first optimizer would
+    gc.freeze()  # what is imported stays: collections, in a step too, need not look through it
     with process_group(hardware, settings.timeout_s) as worker:
         task: Benchmark | Profiling
         if options.profile:

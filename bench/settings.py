@@ -9,13 +9,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from bench.options import CLIPPING_MODES, CLIPPING_NAMES, FUSED_MODES, NOT_PRIVATE
 from bench.sharded import SHARDED, SPLIT, Layout, check_ranks, layout_of
 from ddp import IMPLEMENTATIONS, implementation, options_of
 from lm.data import Batches, Corpus, open_data
-from lm.model import PRESETS, ModelConfig, Transformer
+from lm.model import PRESETS, ModelConfig
 from measure.command_line import check_numbers, option
 
 POSITIVE = (
@@ -184,11 +182,9 @@ def settings_from(options: argparse.Namespace, device_type: str, default_folder:
 
 def check_world(settings: Settings, world_size: int) -> None:
     """Raises ValueError, in one line, for implementations that need other numbers of ranks."""
-    with torch.device("meta"):
-        network = Transformer(settings.model)
     for name in settings.implementations:
         try:
-            check_ranks(name, network, world_size)
+            check_ranks(name, settings.model, world_size)
         except ValueError as error:
             names = {field.name for field in fields(ModelConfig)}
             raise ValueError(f"--implementations: {_with_options(str(error), names)}") from error

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lm.model import ModelConfig, Transformer
+
 DATA, TENSOR = "data", "tensor"  # as in `lm.parallel`, which takes a second to import
 
 
@@ -69,7 +71,7 @@ def layout_of(name: str) -> Layout:
     return SHARDED.get(name, REPLICATED)
 
 
-def check_ranks(name: str, network: nn.Module, world_size: int) -> None:
+def check_ranks(name: str, config: ModelConfig, world_size: int) -> None:
     """Raises ValueError if the implementation cannot spread the network over so many ranks."""
     layout = layout_of(name)
     data, tensor = layout.sizes(world_size)
@@ -81,6 +83,8 @@ def check_ranks(name: str, network: nn.Module, world_size: int) -> None:
     if layout.splits_tensors:
         from lm.parallel import plan_of
 
+        with torch.device("meta"):  # seconds of imports, so only here
+            network = Transformer(config)
         try:
             plan_of(network, tensor)
         except ValueError as error:
