@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def cpu_ranks():
     """Four gloo ranks for the whole session."""
-    pool = RankPool(4)
+    pool = RankPool(4, groups_by_all=True)
     yield pool
     pool.close()
 

@@ -45,6 +45,8 @@ class RankPool:
         environment: variables of these processes, beside those of this one.
         prepare: what each calls before anything else, a module-level function.
         seconds: that a function may take.
+        groups_by_all: a function that makes a process group on some of the ranks fails. Groups are
+            named by their number: later ones of all ranks would not meet.
     """
 
     def __init__(
@@ -54,9 +56,11 @@ class RankPool:
         environment: Mapping[str, str] | None = None,
         prepare: Callable[[], None] | None = None,
         seconds: float = 3 * TIMEOUT.total_seconds(),
+        groups_by_all: bool = False,
     ):
         self.size, self.device_type = size, device_type
         self.environment, self.prepare, self.seconds = environment or {}, prepare, seconds
+        self.groups_by_all = groups_by_all
         self._processes: list = []
         self._pipes: Sequence[Connection] = ()
 
@@ -96,7 +100,15 @@ class RankPool:
         self._processes = [
             context.Process(
                 target=_serve,
-                args=(r, self.size, self.device_type, str(store), end, self.prepare),
+                args=(
+                    r,
+                    self.size,
+                    self.device_type,
+                    str(store),
+                    end,
+                    self.prepare,
+                    self.groups_by_all,
+                ),
                 daemon=True,
             )
             for r, end in enumerate(ends)
@@ -140,6 +152,7 @@ def _serve(
     store: str,
     pipe: Connection,
     prepare: Callable[[], None] | None,
+    groups_by_all: bool,
 ) -> None:
     torch.set_num_threads(1)
     if prepare is not None:
@@ -164,8 +177,8 @@ def _serve(
             context = Context(rank, world_size, device, groups[world_size])
             before = _groups()
             answer = function(context, *arguments)
-            # Groups are named by their number, so that later ones would never meet the others'.
-            assert world_size == size or _groups() == before, (
+            by_some = groups_by_all and world_size < size and _groups() != before
+            assert not by_some, (
                 f"made a process group on {world_size} of the pool's {size} ranks: use "
                 "DeviceMesh.from_group(context.group, ..)"
             )
