@@ -229,3 +229,16 @@ class TestAccount:
         self.load(run, path, 2)
         with pytest.raises(RuntimeError, match=r"step 0 was made before, .* draw:"):
             train(run, 1)
+
+    def test_runs_with_one_fixed_seed_are_counted_apart(self):
+        """They are for tests, say of one σ beside another: steps of one number are no replay."""
+
+        def fixed(**more):
+            return build(noise_generator=torch.Generator().manual_seed(1), dataset=dataset, **more)
+
+        dataset = data()
+        one = fixed()
+        other = fixed(engine=one.engine, noise_multiplier=0.9)
+        train(one, 2)
+        train(other, 2)
+        assert one.engine.accountant.history == [(0.8, 1 / 6, 2), (0.9, 1 / 6, 2)]
