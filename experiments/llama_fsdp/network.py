@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from experiments.attention import register_attention
 from lm.parallel import DATA, materialize, shard_fully
 
 if TYPE_CHECKING:
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 LABELS = 3
 PAD = 0  # never drawn: every token of a batch counts
 TOKEN = "HF_TOKEN"  # read here, and written nowhere
-# The library's sdpa under a name for which it makes no masks: batches here are neither packed nor
-# padded, and to find that out it would read from the device, and the host wait, in every forward.
-ATTENTION = "causal_sdpa"
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -107,13 +105,12 @@ def _quiet_hub() -> Iterator[None]:
 
 def on_meta(config: PretrainedConfig, train_embedding: bool) -> nn.Module:
     """Parameters without memory, in float32, the token embedding frozen unless it is trained."""
-    from transformers import AttentionInterface, AutoModelForSequenceClassification
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers import AutoModelForSequenceClassification
 
-    AttentionInterface.register(ATTENTION, sdpa_attention_forward)
+    attention = register_attention() if config.model_type == "llama" else "sdpa"
     with torch.device("meta"):
         network = AutoModelForSequenceClassification.from_config(
-            config, attn_implementation=ATTENTION if config.model_type == "llama" else "sdpa"
+            config, attn_implementation=attention
         ).to(torch.float32)
     network.get_input_embeddings().weight.requires_grad_(train_embedding)
     return network.train()

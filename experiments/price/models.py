@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from experiments.attention import register_attention
+
 VOCABULARY = 128_256
 LABELS = 3
 
@@ -34,7 +36,8 @@ class Model:
             vocab_size=VOCABULARY, hidden_size=self.hidden, intermediate_size=self.intermediate,
             num_hidden_layers=layers, num_attention_heads=self.heads,
             num_key_value_heads=self.key_value_heads, max_position_embeddings=16_384,
-            num_labels=LABELS, pad_token_id=0, use_cache=False, attn_implementation="sdpa",
+            num_labels=LABELS, pad_token_id=0, use_cache=False,
+            attn_implementation=register_attention(),
         )  # fmt: skip
         with torch.device(device):
             network = LlamaForSequenceClassification(config).to(torch.bfloat16)

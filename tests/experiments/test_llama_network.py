@@ -6,7 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, MistralConfig, masking_utils
 
-from experiments.llama_fsdp.network import ATTENTION, _draw, _rebuild_buffers, config_of, on_meta
+from experiments.attention import ATTENTION
+from experiments.llama_fsdp.network import _draw, _rebuild_buffers, config_of, on_meta
+from experiments.price.models import MODELS
 
 
 def network():
@@ -31,6 +33,12 @@ def test_no_forward_looks_for_packed_sequences(monkeypatch):
     made.set_attn_implementation("sdpa")
     torch.testing.assert_close(made(input_ids=tokens).logits, found, rtol=0, atol=0)
     assert looked
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_nor_does_that_of_one_gpu(model):
+    made = model.build(1, torch.device("meta"))
+    assert made.config._attn_implementation == ATTENTION
 
 
 def test_tokens_do_not_see_later_ones():
