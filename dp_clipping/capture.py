@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten
 from dp_clipping.layers import embedding, linear, norm, vectorized
 from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import Handle
+from dp_clipping.modules import every_module
 from dp_clipping.norm_reduce import NormReducer
 from dp_clipping.plan import Plan
 from dp_clipping.profiling import Profile
@@ -221,7 +222,7 @@ class Capture:
         """Whether any part of the network is."""
         return any(
             module._compiled_call_impl is not None or "_torchdynamo_orig_callable" in vars(module)
-            for module in self.network.modules()
+            for module in every_module(self.network)
         ) or hasattr(self.network, "_orig_mod")
 
     def slot_value(self, parameter: Parameter) -> Tensor:

@@ -27,6 +27,7 @@ from dp_clipping.kernels.ascending import Ascending
 from dp_clipping.kernels.coefficients import clip_coefficients
 from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.gradient import stored_dtype
+from dp_clipping.kernels.norm_weights import Normalized
 from dp_clipping.kernels.squares import squares
 from dp_clipping.kernels.tiles import stream_on
 from dp_clipping.kernels.weighted_product import weighted_products
@@ -161,6 +162,20 @@ class FusedSession(Session):
                 sums = TokenSums.of(factors.ids, factors.y)
             self._norms[parameter] = Norm(sums.squares)
             self._kept[parameter] = sums
+            self._wait_for(parameter, 0)
+
+    def normalized(self, weight: Parameter | None, bias: Parameter | None, use: Normalized) -> None:
+        """What a normalisation's only use has left; None: that parameter is frozen."""
+        own = [p for p in (weight, bias) if p is not None]
+        if self._is_second_visit(own[0]):
+            return
+        self._check_stream(use.y)
+        self._waiting.add_normalized(weight, bias, use)
+        for parameter in own:
+            self._arrived(parameter)
+            self._kept[parameter] = use  # until G takes its place
+        self._wait_for(own[0], use.nbytes)
+        for parameter in own[1:]:
             self._wait_for(parameter, 0)
 
     def _check_stream(self, x: Tensor) -> None:

@@ -21,7 +21,10 @@ from torch.nn import Parameter
 
 from dp_clipping.capture import Capture
 from dp_clipping.layers.arithmetic import wide
+from dp_clipping.modules import every_module
 from dp_clipping.sharded import local
+
+NOTHING: frozenset[str] = frozenset()
 
 
 class Gradients:
@@ -45,6 +48,8 @@ class Gradients:
         # Between forward and backward FSDP has other objects in the place of these.
         self._parameters = dict(network.named_parameters())
         self._trainable = {name for name, p in self._parameters.items() if p.requires_grad}
+        self._flags = [(p, p.requires_grad) for p in self._parameters.values()]
+        self._own = {m: _trainable_names(m) for m in every_module(network)}
         if wrapper is not None:
             self._before = wrapper.reduce, wrapper.gradient_dtype
             wrapper.reduce = "sum"
@@ -139,6 +144,11 @@ class Gradients:
 
     def _refuse_thawed(self) -> None:
         """What is clipped and gets noise was settled when the model was made."""
+        own, known = self._own, (p.requires_grad == flag for p, flag in self._flags)
+        if all(known) and all(
+            own.get(m, NOTHING) == _trainable_names(m) for m in every_module(self.network)
+        ):
+            return
         changed = {
             name: "trainable" if p.requires_grad else "frozen"
             for name, p in (dict(self.network.named_parameters()) | self._parameters).items()
@@ -212,6 +222,14 @@ class Gradients:
                 parameter.grad_dtype = wide(parameter.dtype)
         if narrow and self.wrapper is not None:
             self.wrapper.gradient_dtype = torch.float32
+
+
+def _trainable_names(module: nn.Module) -> frozenset[str]:
+    """Of its own parameters."""
+    own = module._parameters
+    if not own:
+        return NOTHING
+    return frozenset(name for name, p in own.items() if p is not None and p.requires_grad)
 
 
 def _sends(wrapper: nn.Module) -> bool:

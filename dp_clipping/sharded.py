@@ -33,17 +33,21 @@ if dist.is_available():
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor, Shard
 
+    DISTRIBUTED: tuple[type, ...] = (DTensor,)
+else:
+    DISTRIBUTED = ()
+
 LOG = logging.getLogger(__name__)
 UNIT = 8  # parameters that are handled together where no FSDP module says so
 
 
 def local(x: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor itself."""
-    return x.to_local() if dist.is_available() and isinstance(x, DTensor) else x
+    return x.to_local() if isinstance(x, DISTRIBUTED) else x
 
 
 def is_sharded(x: Tensor) -> bool:
-    return dist.is_available() and isinstance(x, DTensor)
+    return isinstance(x, DISTRIBUTED)
 
 
 def plain_type(module: nn.Module) -> type:

@@ -1,7 +1,8 @@
 """What layers have left and no norm has been taken of yet: few launches for many layers.
 
-Linear layers wait with the algorithm that a plan has chosen for them (`dp_clipping.plan`), vectors
-(the G of norm weights and biases) because there are many and all are small.
+Linear layers wait with the algorithm that a plan has chosen for them (`dp_clipping.plan`);
+normalisations until their weights' G are formed, and vectors (those G, and biases') until they are
+normed, because there are many and all are small.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -14,6 +15,7 @@ from torch.nn import Parameter
 
 from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
+from dp_clipping.kernels.norm_weights import Normalized, norm_weight_gradients
 from dp_clipping.kernels.squares import squares
 from dp_clipping.kernels.tiles import Tile, tile_of
 from dp_clipping.layers.arithmetic import SUM_ROUNDING
@@ -31,7 +33,7 @@ class Found:
     Attributes:
         norms: by parameter.
         joined: parameters whose norm is part of another one's in `norms`.
-        gradients: G [B, d, p] of those that keep it.
+        gradients: G [B, *parameter] of those that keep it.
     """
 
     norms: dict[Parameter, Norm] = field(default_factory=dict)
@@ -40,7 +42,7 @@ class Found:
 
 
 class Waiting:
-    """Linear factors and vectors without a norm.
+    """Linear factors, normalisations and vectors without a norm.
 
     Args:
         kin: parameter -> those with the same may be normed together, where they read one input.
@@ -51,9 +53,17 @@ class Waiting:
         self._kin, self._tile_size = kin, tile_size
         self.linear: dict[Parameter, tuple[LinearFactors, Choice]] = {}
         self.vectors: dict[Parameter, Tensor] = {}
+        self._normalized: list[tuple[tuple[Parameter | None, Parameter | None], Normalized]] = []
+
+    def add_normalized(
+        self, weight: Parameter | None, bias: Parameter | None, use: Normalized
+    ) -> None:
+        """Of a normalisation of which the weight, the bias, or both are trained."""
+        self._normalized.append(((weight, bias), use))
 
     def take_norms(self, everything: bool, label: Label) -> Found:
-        """Of linear layers whose factors nothing else would hold, or of everything.
+        """Of linear layers whose factors nothing else would hold, or of everything. Normalisations'
+        G are formed in any case.
 
         `label`: the range of a profiler's trace for a kind of norm and the parameters it is of.
         """
@@ -70,6 +80,7 @@ class Waiting:
             mine = {p: factors[p] for p in now if kinds[p] == kind}
             self._accumulate(found, mine, kind, label)
         self._multiply_grams(found, {p: factors[p] for p in now if kinds[p] == WIDTH}, label)
+        self._form_vectors(found, label)
         if everything:
             self._norm_vectors(found, label)
         return found
@@ -111,6 +122,17 @@ class Waiting:
             for row, own, scale in zip(rows, *results, strict=True):
                 found.norms[row[0]] = Norm(own, scale, GRAM_ROUNDING, error)
                 found.joined.update(row[1:])
+
+    def _form_vectors(self, found: Found, label: Label) -> None:
+        waiting, self._normalized = self._normalized, []
+        if not waiting:
+            return
+        with label("norm/normalization", *(p for own, _ in waiting for p in own if p is not None)):
+            results = norm_weight_gradients([use for _, use in waiting])
+        for (own, _), formed in zip(waiting, results, strict=True):
+            mine = {p: g for p, g in zip(own, formed, strict=True) if p is not None}
+            found.gradients.update(mine)
+            self.vectors.update(mine)
 
     def _norm_vectors(self, found: Found, label: Label) -> None:
         vectors, self.vectors = self.vectors, {}

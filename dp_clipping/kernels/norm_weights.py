@@ -5,17 +5,28 @@
 RMSNorm has no mean and no bias. Each program takes a piece of one sample's tokens and a block of
 features; x̂ and the product exist in registers only. A few long samples of few features would leave
 most of the device idle, so their tokens are split over programs, whose sums are added afterwards:
-these are sums, not norms, so that any split will do.
+these are sums, not norms, so that any split will do. A network has two normalisations a block, each
+of little work; one launch serves many.
 
 Traffic: y and x are read once, pieces·B·d float32 values are written (twice that with a bias).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.tiles import ceil_div, readable, triton
+from dp_clipping.kernels.tiles import (
+    ALIGNMENT,
+    TRITON_DTYPES,
+    ceil_div,
+    kept_table_on,
+    readable,
+    triton,
+)
 
 if triton is not None:
     import triton.language as tl
@@ -27,37 +38,90 @@ PROGRAMS = 1024  # fewer leave processors idle: pieces are made until there are 
 LEAST_STEPS = 4  # loads of a piece: shorter ones cost more in sums than they gain
 
 
-def norm_weight_gradients(
-    y: Tensor, x: Tensor, rstd: Tensor, mean: Tensor | None = None, with_bias: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """The weight's G [B, d] float32 and, if asked for, the bias's [B, d] float32.
+@dataclass(frozen=True)
+class Normalized:
+    """What the weights' gradients of one normalisation follow from.
 
-    Args:
+    Attributes:
         y: output gradients [B, T, d], float32, bfloat16 or float16, any strides.
         x: inputs [B, T, d], likewise.
         rstd: [B, T] float32, of each token.
         mean: the same; None for RMSNorm.
+        with_bias: the bias's gradients are asked for too.
     """
-    y, x = readable(y), readable(x)
+
+    y: Tensor
+    x: Tensor
+    rstd: Tensor
+    mean: Tensor | None = None
+    with_bias: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.y.nbytes + self.x.nbytes
+
+    def readable(self) -> Normalized:
+        """As the kernel can read it."""
+        mean = None if self.mean is None else self.mean.contiguous()
+        return Normalized(
+            readable(self.y), readable(self.x), self.rstd.contiguous(), mean, self.with_bias
+        )
+
+    @property
+    def kind(self) -> tuple:
+        """Those of one kind share a launch."""
+        x, y = self.x, self.y
+        tensors = [t for t in (y, x, self.rstd, self.mean) if t is not None]
+        aligned = all(t.data_ptr() % ALIGNMENT == 0 for t in tensors)
+        strides = y.stride(0), y.stride(1), x.stride(0), x.stride(1)
+        dtypes = tuple(t.dtype for t in tensors)
+        return (y.shape, strides, dtypes, self.with_bias, aligned)
+
+
+def norm_weight_gradients(
+    uses: Sequence[Normalized],
+) -> list[tuple[Tensor, Tensor | None]]:
+    """The weight's G [B, d] float32 of each and, if asked for, the bias's [B, d] float32.
+
+    Few launches serve those that are alike, and a result does not depend on what shares its launch.
+    """
+    found: list = [None] * len(uses)
+    alike: dict[tuple, list[int]] = {}
+    uses = [use.readable() for use in uses]
+    for number, use in enumerate(uses):
+        alike.setdefault(use.kind, []).append(number)
+    for (*_, aligned), numbers in alike.items():
+        total = _launch([uses[n] for n in numbers], aligned)
+        for number, result in zip(numbers, total.unbind(0), strict=True):
+            weight, *bias = result.unbind(0)
+            found[number] = weight, bias[0] if bias else None
+    return found
+
+
+def _launch(uses: list[Normalized], aligned: bool) -> Tensor:
+    """[uses, 1 or 2, B, d]."""
+    first = uses[0]
+    y, x = first.y, first.x
     batch_size, tokens, features = y.shape
+    outputs, with_mean = 1 + first.with_bias, first.mean is not None
     if not y.numel():
-        zero = y.new_zeros(batch_size, features, dtype=torch.float32)
-        return zero, zero.clone() if with_bias else None
+        return y.new_zeros(len(uses), outputs, batch_size, features, dtype=torch.float32)
     block = min(BLOCK, triton.next_power_of_2(features))
     rows = ELEMENTS // block
     blocks = ceil_div(features, block)
+    # As if each were alone: the order of its sum must not tell what else was launched.
     piece, pieces = _split(tokens, rows, batch_size * blocks)
-    shape = (1 + with_bias, pieces, batch_size, features)
-    partial = y.new_empty(shape, dtype=torch.float32)
-    rstd = rstd.contiguous()
-    _norm_weights_kernel[(pieces * batch_size * blocks,)](
-        y, x, rstd, rstd if mean is None else mean.contiguous(), partial,
-        batch_size, tokens, features, y.stride(0), y.stride(1), x.stride(0), x.stride(1),
-        piece, partial[0].numel(), MEAN=mean is not None, BIAS=with_bias,
-        BLOCK_T=rows, BLOCK_D=block, num_warps=WARPS,
+    shape = (len(uses), outputs, pieces, batch_size, features)
+    partial = torch.empty(shape, dtype=torch.float32, device=y.device)
+    operands = [(u.y, u.x, u.rstd, u.mean if with_mean else u.rstd) for u in uses]
+    table = kept_table_on(y.device, tuple(t.data_ptr() for row in operands for t in row))
+    _norm_weights_kernel[(len(uses) * pieces * batch_size * blocks,)](
+        table, partial, batch_size, tokens, features, y.stride(0), y.stride(1), x.stride(0),
+        x.stride(1), piece, pieces, Y=TRITON_DTYPES[y.dtype], X=TRITON_DTYPES[x.dtype],
+        STATISTICS=TRITON_DTYPES[first.rstd.dtype], ALIGNED=ALIGNMENT if aligned else 1,
+        MEAN=with_mean, BIAS=first.with_bias, BLOCK_T=rows, BLOCK_D=block, num_warps=WARPS,
     )  # fmt: skip
-    total = partial[:, 0] if pieces == 1 else partial.sum(1)
-    return total[0], total[1] if with_bias else None
+    return partial[:, :, 0] if pieces == 1 else partial.sum(2, dtype=torch.float64).float()
 
 
 def _split(tokens: int, rows: int, programs: int) -> tuple[int, int]:
@@ -67,28 +131,32 @@ def _split(tokens: int, rows: int, programs: int) -> tuple[int, int]:
     return steps * rows, ceil_div(tokens, steps * rows)
 
 
-def norm_weight_gradients_plain(
-    y: Tensor, x: Tensor, rstd: Tensor, mean: Tensor | None = None, with_bias: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """The plain twin, in float64, rounded once."""
-    normalized = x.double()
-    if mean is not None:
-        normalized = normalized - mean.double()[..., None]
-    normalized = normalized * rstd.double()[..., None]
-    weights = (y.double() * normalized).sum(1).float()
-    return weights, y.double().sum(1).float() if with_bias else None
+def norm_weight_gradients_plain(use: Normalized) -> tuple[Tensor, Tensor | None]:
+    """The plain twin for one, in float64, rounded once."""
+    y, normalized = use.y.double(), use.x.double()
+    if use.mean is not None:
+        normalized = normalized - use.mean.double()[..., None]
+    normalized = normalized * use.rstd.double()[..., None]
+    return (y * normalized).sum(1).float(), y.sum(1).float() if use.with_bias else None
 
 
 if triton is not None:
-
-    @triton.jit
+    # Batches and lengths change: no compiled variant may depend on them.
+    @triton.jit(do_not_specialize=["B", "T", "n_piece", "n_pieces"])
     def _norm_weights_kernel(
-        p_y, p_x, p_rstd, p_mean, p_partial, B, T, D, s_yb, s_yt, s_xb, s_xt, n_piece, n_results,
+        p_table, p_partial, B, T, D, s_yb, s_yt, s_xb, s_xt, n_piece, n_pieces,
+        Y: tl.constexpr, X: tl.constexpr, STATISTICS: tl.constexpr, ALIGNED: tl.constexpr,
         MEAN: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     ):  # fmt: skip
         n_blocks = tl.cdiv(D, BLOCK_D)
         i_row, i_block = tl.program_id(0) // n_blocks, tl.program_id(0) % n_blocks
-        i_piece, i_b = i_row // B, (i_row % B).to(tl.int64)
+        i_use, i_part = i_row // (n_pieces * B), i_row % (n_pieces * B)
+        i_piece, i_b = i_part // B, (i_part % B).to(tl.int64)
+        p_use = p_table + 4 * i_use
+        p_y = tl.multiple_of(tl.load(p_use).to(tl.pointer_type(Y)), ALIGNED)
+        p_x = tl.multiple_of(tl.load(p_use + 1).to(tl.pointer_type(X)), ALIGNED)
+        p_rstd = tl.load(p_use + 2).to(tl.pointer_type(STATISTICS))
+        p_mean = tl.load(p_use + 3).to(tl.pointer_type(STATISTICS))
         o_d = i_block * BLOCK_D + tl.arange(0, BLOCK_D)
         b_weight = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         b_bias = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
@@ -106,7 +174,9 @@ if triton is not None:
             b_weight += b_y * (b_x * b_rstd[:, None])
             if BIAS:
                 b_bias += b_y
-        p_own = p_partial + tl.cast(i_row, tl.int64) * D + o_d
+        n_results = tl.cast(n_pieces, tl.int64) * B * D  # of a use's weight, or bias
+        p_own = p_partial + i_use * (2 * n_results if BIAS else n_results)
+        p_own += tl.cast(i_part, tl.int64) * D + o_d
         tl.store(p_own, tl.sum(b_weight, axis=0), mask=o_d < D)
         if BIAS:
             tl.store(p_own + n_results, tl.sum(b_bias, axis=0), mask=o_d < D)

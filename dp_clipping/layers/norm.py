@@ -6,18 +6,21 @@ tokens (Zhang and Sennrich 2019 for RMSNorm, Ba et al. 2016 for LayerNorm).
 """
 
 import inspect
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_clipping.kernels import available
-from dp_clipping.kernels.norm_weights import norm_weight_gradients
+from dp_clipping.kernels.norm_weights import Normalized, norm_weight_gradients
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import Handle, deliver
 from dp_clipping.layout import Layout
 from dp_clipping.sharded import plain_type
+
+NOW, LATER = "now", "later"  # later: the session launches it, for many layers together
 
 
 def forward(self: nn.RMSNorm | nn.LayerNorm, x: Tensor) -> Tensor:
@@ -30,17 +33,31 @@ def forward(self: nn.RMSNorm | nn.LayerNorm, x: Tensor) -> Tensor:
 
 def _run(self: nn.Module, handle: Handle, call: tensor_parallel.Call) -> Tensor:
     layout, x = handle.batched(call.x)
-    place = (layout.kind, layout.dim, handle.session.batch_size)
     shape, weight = list(call.weight.shape), call.weight.detach()
-    fused = handle.session.fused and not torch.compiler.is_compiling()
-    place = (*place, fused and available(x.device, x.dtype))
+    when = _when(handle, x, shape)
+    place = (layout.kind, layout.dim, handle.session.batch_size, when)
     if handle.kind in ("rms_norm", "llama_rms_norm"):
         twice = handle.kind == "llama_rms_norm"
         eps = self.variance_epsilon if twice else self.eps
-        return RMSNorm.apply(x, weight, *handle.receiver("weight"), shape, eps, *place, twice)
+        slot, sink = handle.receiver("weight")
+        if when == LATER and sink is not None:
+            sink = partial(handle.session.normalized, handle.parameter("weight"), None)
+        return RMSNorm.apply(x, weight, slot, sink, shape, eps, *place, twice)
     bias = None if call.bias is None else call.bias.detach()
-    receivers = *handle.receiver("weight"), *handle.receiver("bias")
+    receivers = [*handle.receiver("weight"), *handle.receiver("bias")]
+    if when == LATER:
+        own = handle.parameters()
+        receivers[1] = partial(handle.session.normalized, own.get("weight"), own.get("bias"))
     return LayerNorm.apply(x, weight, bias, *receivers, shape, self.eps, *place)
+
+
+def _when(handle: Handle, x: Tensor, shape: list[int]) -> str | None:
+    """When the kernel is launched for the weights' gradients; None: there is none."""
+    if not handle.session.fused or torch.compiler.is_compiling():
+        return None
+    if not available(x.device, x.dtype):
+        return None
+    return LATER if len(shape) == 1 and not handle.always_dense else NOW
 
 
 def is_llama_rms_norm(module: nn.Module) -> bool:
@@ -80,7 +97,7 @@ class RMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, slot, sink, shape, eps, kind, dim, batch_size, fused, twice):
+    def forward(ctx, x, weight, slot, sink, shape, eps, kind, dim, batch_size, when, twice):
         dims = list(range(-len(shape), 0))
         if twice and x.is_cuda and x.dtype != torch.float64:
             normalized, rstd = torch.ops.aten._fused_rms_norm(x, shape, None, eps)
@@ -97,7 +114,7 @@ class RMSNorm(torch.autograd.Function):
             rstd = (x.to(wide(x.dtype)).square().mean(dims, keepdim=True) + eps).rsqrt()
         ctx.save_for_backward(x, weight, rstd)
         ctx.rest = (shape, dims, Layout(kind, dim), batch_size, x.requires_grad, slot is not None)
-        ctx.sink, ctx.fused = sink, fused
+        ctx.sink, ctx.when = sink, when
         return y
 
     @staticmethod
@@ -107,11 +124,16 @@ class RMSNorm(torch.autograd.Function):
         shape, dims, layout, batch_size, wants_x, wants_weight = ctx.rest
         gx = _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) if wants_x else None
         gradients = None
-        if wants_weight and ctx.fused:
-            operands = [by_token(t, layout, batch_size, len(shape)) for t in (gy, x)]
-            scale = by_token(rstd, layout, batch_size, len(shape)).flatten(1)
-            gradients, _ = norm_weight_gradients(*operands, scale)
-            gradients = deliver(ctx.sink, gradients.view(batch_size, *shape))
+        if wants_weight and ctx.when is not None:
+            place = (layout, batch_size, len(shape))
+            operands = Normalized(
+                by_token(gy, *place), by_token(x, *place), by_token(rstd, *place).flatten(1)
+            )
+            if ctx.when == LATER:
+                ctx.sink(operands)
+            else:
+                gradients, _ = norm_weight_gradients([operands])[0]
+                gradients = deliver(ctx.sink, gradients.view(batch_size, *shape))
         elif wants_weight:
             product = by_token(gy * x, layout, batch_size, len(shape))
             scale = by_token(rstd, layout, batch_size, len(shape))
@@ -138,9 +160,9 @@ class LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x, weight, bias, weight_slot, weight_sink, bias_slot, bias_sink, shape, eps, kind,
-        dim, batch_size, fused,
+        dim, batch_size, when,
     ):  # fmt: skip
-        ctx.sinks, ctx.fused = (weight_sink, bias_sink), fused
+        ctx.sinks, ctx.when = (weight_sink, bias_sink), when
         wants = x.requires_grad, weight_slot is not None, bias_slot is not None
         if x.dtype != weight.dtype:  # under autocast
             x = x.to(torch.promote_types(x.dtype, weight.dtype))
@@ -160,10 +182,14 @@ class LayerNorm(torch.autograd.Function):
             gx = backward(gy, x, shape, mean, rstd, weight, bias, [True, False, False])[0]
         dtype = wide(x.dtype)
         weights = biases = None
-        if ctx.fused and gy.dtype == x.dtype and (wants_weight or wants_bias):
-            operands = [by_token(t, layout, batch_size, len(shape)) for t in (gy, x)]
-            rows = [by_token(t, layout, batch_size, len(shape)).flatten(1) for t in (rstd, mean)]
-            weights, biases = norm_weight_gradients(*operands, *rows, with_bias=wants_bias)
+        if ctx.when is not None and (wants_weight or wants_bias):
+            place = (layout, batch_size, len(shape))
+            rows = [by_token(t, *place).flatten(1) for t in (rstd, mean)]
+            operands = Normalized(by_token(gy, *place), by_token(x, *place), *rows, wants_bias)
+            if ctx.when == LATER:
+                ctx.sinks[0](operands)
+                return gx, *[None] * 12
+            weights, biases = norm_weight_gradients([operands])[0]
             weights = (
                 deliver(ctx.sinks[0], weights.view(batch_size, *shape)) if wants_weight else None
             )

@@ -21,6 +21,7 @@ from dp_clipping.kernels import embedding, gradient, gram, norm_weights, weighte
 from dp_clipping.kernels import weighted_sum as weighted_sum_file
 from dp_clipping.kernels.ascending import Ascending
 from dp_clipping.kernels.embedding import TokenSums
+from dp_clipping.kernels.norm_weights import Normalized
 from dp_clipping.kernels.tiles import Tile, is_described
 from dp_clipping.kernels.weighted_sum import weighted_sum, weighted_sum_plain
 
@@ -216,40 +217,46 @@ def check_gram(place: Place) -> None:
 
 
 def check_norm_weights(place: Place) -> None:
-    """With and without mean and bias, of one program a sample and of several pieces."""
+    """With and without mean and bias, of one program a sample and of several pieces; what shares a
+    launch changes no bit."""
     wide = norm_weights.BLOCK + 5
     pieces = 2 * norm_weights.LEAST_STEPS * norm_weights.ELEMENTS // norm_weights.BLOCK + 7
     shapes = [*place.shapes, (2, pieces, wide, 0), (1, pieces, norm_weights.BLOCK, 0)]
+    uses = []
     for (batch_size, tokens, d, _), layouts in product(shapes, place.layouts):
         x = lay_out(place.normal(batch_size, tokens, d, seed=1, shift=0.5), layouts[0])
         y = lay_out(place.normal(batch_size, tokens, d, seed=2, shift=0.1), layouts[1])
         mean = x.double().mean(2).float()
         variance = (x.double() - mean[..., None]).square().mean(2)
         rstd = (variance + 1e-2).rsqrt().float().t().contiguous().t()
-        for arguments in ((rstd,), (rstd, mean, layouts[0] != "contiguous")):
-            found = norm_weights.norm_weight_gradients(y, x, *arguments)
-            expected = norm_weights.norm_weight_gradients_plain(y, x, *arguments)
-            shift = mean if len(arguments) > 1 else 0 * mean
-            normalized = (x.double().abs() + shift.double().abs()[..., None]) * rstd[..., None]
-            magnitudes = ((y.double().abs() * normalized).sum(1), y.double().abs().sum(1))
-            assert (found[1] is None) == (expected[1] is None)
-            for f, e, magnitude in zip(found, expected, magnitudes, strict=True):
-                if f is not None:
-                    assert f.dtype == torch.float32
-                    assert_within(f, e, SUM_BOUND[torch.float32] * magnitude)
-                    if tokens > 1:
-                        assert_squares(f.square().sum(1), e.double().square().sum(1))
+        uses.append(Normalized(y, x, rstd))
+        uses.append(Normalized(y, x, rstd, mean, layouts[0] != "contiguous"))
+        uses.append(Normalized(2 * y, x, rstd))
+    alone = [norm_weights.norm_weight_gradients([use])[0] for use in uses]
+    for use, found, by_itself in zip(
+        uses, norm_weights.norm_weight_gradients(uses), alone, strict=True
+    ):
+        expected = norm_weights.norm_weight_gradients_plain(use)
+        x, y, rstd = use.x.double(), use.y.double(), use.rstd.double()[..., None]
+        shift = 0 if use.mean is None else use.mean.double().abs()[..., None]
+        magnitudes = ((y.abs() * (x.abs() + shift) * rstd).sum(1), y.abs().sum(1))
+        assert (found[1] is None) == (expected[1] is None) == (not use.with_bias)
+        for f, e, one, magnitude in zip(found, expected, by_itself, magnitudes, strict=True):
+            if f is not None:
+                assert f.dtype == torch.float32
+                assert torch.equal(f, one)
+                assert_within(f, e, SUM_BOUND[torch.float32] * magnitude)
+                if y.shape[1] > 1:
+                    assert_squares(f.square().sum(1), e.double().square().sum(1))
 
 
 def check_norm_weights_of_two_dtypes(place: Place) -> None:
     """Under autocast inputs may be wider than output gradients."""
     y, x = place.normal(2, 20, 24, seed=1), place.normal(2, 20, 24, seed=2).float() / 3
-    rstd = torch.ones(2, 20, device=place.device)
-    found, _ = norm_weights.norm_weight_gradients(y, x, rstd)
-    assert_squares(
-        found.square().sum(1),
-        norm_weights.norm_weight_gradients_plain(y, x, rstd)[0].double().square().sum(1),
-    )
+    use = Normalized(y, x, torch.ones(2, 20, device=place.device))
+    found, _ = norm_weights.norm_weight_gradients([use])[0]
+    expected, _ = norm_weights.norm_weight_gradients_plain(use)
+    assert_squares(found.square().sum(1), expected.double().square().sum(1))
 
 
 def token_cases(place: Place) -> Iterator[tuple[Tensor, Tensor, int]]:
