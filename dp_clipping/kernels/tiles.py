@@ -78,12 +78,14 @@ def tile_of(size: int | None, dtype: torch.dtype) -> Tile | None:
 
 def is_described(x: Tensor) -> bool:
     """Whether the bulk copy engine takes x [B, T, n]."""
-    size = x.element_size()
+    size, (sample, token, feature) = x.element_size(), x.stride()
+    sample, token = sample * size, token * size
     return (
-        x.numel() > 0
-        and x.stride(2) == 1
-        and x.data_ptr() % ALIGNMENT == 0
-        and all(0 < s * size < LARGEST_STRIDE and s * size % ALIGNMENT == 0 for s in x.stride()[:2])
+        feature == 1
+        and x.data_ptr() % ALIGNMENT == sample % ALIGNMENT == token % ALIGNMENT == 0
+        and 0 < sample < LARGEST_STRIDE
+        and 0 < token < LARGEST_STRIDE
+        and x.numel() > 0
     )
 
 

@@ -93,7 +93,10 @@ class Handle:
         output gradient for all of them, in which the samples are added up already. With the input
         expanded to the batch, broadcasting does downstream what it did before.
         """
-        (layout,) = self.layouts_of([x])
+        found = self.layouts.get((x.dim(),))
+        if found is None:
+            raise LayoutUnknown(self.name)
+        (layout,) = found
         check_size(x, layout, self)
         if layout.kind == "shared":
             return Layout("dimension", 0), expand_shared(x, self.session.batch_size)

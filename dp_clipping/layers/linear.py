@@ -33,6 +33,7 @@ from dp_clipping.layers.handle import Handle, autocast_operands, deliver
 from dp_clipping.layout import Layout
 from dp_clipping.norms import Norm
 from dp_clipping.plan import LONGEST_GRAM
+from dp_clipping.sharded import is_sharded
 
 # Relative to S², what the rounding of two 16-bit Gram matrices and of their product may be: chains
 # of GRAM_PIECE products, 16 of them at a time in a matrix unit, which cuts off and does not round.
@@ -45,14 +46,19 @@ def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
     handle: Handle = self._private
     if handle.session is None:
         return type(self).forward(self, x)
-    transposed = handle.kind == "conv1d"
-    call = tensor_parallel.linear(handle, x, self.weight, self.bias, transposed)
-    return call.leave(_run(handle, call, transposed))
+    weight, bias, transposed = self.weight, self.bias, handle.kind == "conv1d"
+    if is_sharded(weight):
+        call = tensor_parallel.linear(handle, x, weight, bias, transposed)
+        return call.leave(_run(handle, call.x, call.weight, call.bias, transposed))
+    return _run(handle, tensor_parallel.plain(handle, x), weight, bias, transposed)
 
 
-def _run(handle: Handle, call: tensor_parallel.Call, transposed: bool) -> Tensor:
-    layout, x = handle.batched(call.x)
-    x, weight, bias = autocast_operands(x, call.weight.detach(), _detached(call.bias))
+def _run(
+    handle: Handle, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
+) -> Tensor:
+    layout, x = handle.batched(x)
+    bias = None if bias is None else bias.detach()
+    x, weight, bias = autocast_operands(x, weight.detach(), bias)
     weight = weight.t() if transposed else weight
     if linear_compiled.serves(handle):
         return linear_compiled.run(handle, x, weight, bias, layout, transposed)
@@ -66,11 +72,9 @@ def _run(handle: Handle, call: tensor_parallel.Call, transposed: bool) -> Tensor
     parameter = handle.parameter("weight")
     session.will_use(parameter, x, weight.shape[0])
     anchor = session.anchor_of(parameter)
-    return Factors.apply(*arguments, anchor, handle, layout, transposed)
-
-
-def _detached(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.detach()
+    return Factors.apply(
+        x, weight, bias, bias_slot, anchor, (handle, layout, transposed, bias_sink)
+    )
 
 
 class Dense(torch.autograd.Function):
@@ -118,18 +122,17 @@ class Factors(torch.autograd.Function):
     """`F.linear`, which in backward hands its factors to the session and computes no G."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, bias_slot, bias_sink, anchor, handle, layout, transposed):
+    def forward(ctx, x, weight, bias, bias_slot, anchor, rest):
         ctx.save_for_backward(x, weight)
-        ctx.rest = (handle, handle.session, layout, transposed)
+        ctx.rest = (rest[0].session, *rest)
         ctx.wants = (x.requires_grad, bias_slot is not None)
-        ctx.bias_sink = bias_sink
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, gy):
         x, weight = ctx.saved_tensors
         gy = tensor_parallel.settled(gy)
-        handle, session, layout, transposed = ctx.rest
+        session, handle, layout, transposed, bias_sink = ctx.rest
         wants_x, wants_bias = ctx.wants
         y = layout.batch_tokens(gy, session.batch_size)
         gx = gy @ weight if wants_x else None
@@ -137,8 +140,8 @@ class Factors(torch.autograd.Function):
         session.factors(handle.parameter("weight"), LinearFactors(a, y, transposed))
         biases = None
         if wants_bias:
-            biases = deliver(ctx.bias_sink, y.sum(1, dtype=wide(y.dtype)))
-        return gx, None, None, biases, None, None, None, None, None
+            biases = deliver(bias_sink, y.sum(1, dtype=wide(y.dtype)))
+        return gx, None, None, biases, None, None
 
 
 class Grams:

@@ -18,7 +18,7 @@ from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import Handle, deliver
 from dp_clipping.layout import Layout
-from dp_clipping.sharded import plain_type
+from dp_clipping.sharded import is_sharded, plain_type
 
 NOW, LATER = "now", "later"  # later: the session launches it, for many layers together
 
@@ -27,13 +27,16 @@ def forward(self: nn.RMSNorm | nn.LayerNorm, x: Tensor) -> Tensor:
     handle: Handle = self._private
     if handle.session is None:
         return type(self).forward(self, x)
-    call = tensor_parallel.norm(handle, x, self.weight, getattr(self, "bias", None))
-    return call.leave(_run(self, handle, call))
+    weight, bias = self.weight, getattr(self, "bias", None)
+    if is_sharded(weight):
+        call = tensor_parallel.norm(handle, x, weight, bias)
+        return call.leave(_run(self, handle, call.x, call.weight, call.bias))
+    return _run(self, handle, tensor_parallel.plain(handle, x), weight, bias)
 
 
-def _run(self: nn.Module, handle: Handle, call: tensor_parallel.Call) -> Tensor:
-    layout, x = handle.batched(call.x)
-    shape, weight = list(call.weight.shape), call.weight.detach()
+def _run(self: nn.Module, handle: Handle, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    layout, x = handle.batched(x)
+    shape, weight = list(weight.shape), weight.detach()
     when = _when(handle, x, shape)
     place = (layout.kind, layout.dim, handle.session.batch_size, when)
     if handle.kind in ("rms_norm", "llama_rms_norm"):
@@ -43,7 +46,7 @@ def _run(self: nn.Module, handle: Handle, call: tensor_parallel.Call) -> Tensor:
         if when == LATER and sink is not None:
             sink = partial(handle.session.normalized, handle.parameter("weight"), None)
         return RMSNorm.apply(x, weight, slot, sink, shape, eps, *place, twice)
-    bias = None if call.bias is None else call.bias.detach()
+    bias = None if bias is None else bias.detach()
     receivers = [*handle.receiver("weight"), *handle.receiver("bias")]
     if when == LATER:
         own = handle.parameters()

@@ -83,9 +83,7 @@ class Call:
 def linear(
     handle: Handle, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
 ) -> Call:
-    """Of y = x Wᵀ + b; `transposed`: W is stored [p, d]."""
-    if not is_sharded(weight):
-        return Call(_plain(handle, x), weight, bias)
+    """Of y = x Wᵀ + b; `transposed`: W, a DTensor, is stored [p, d]."""
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
     mesh, placement = _placement(handle, weight, "weight")
     width = weight.shape[out_dim]
@@ -105,7 +103,7 @@ def embedding(
 ) -> tuple[Call, int | None]:
     """Of y = W[ids], with the padding's id among the rows of this rank (None: it is another's)."""
     if not is_sharded(weight):
-        return Call(_plain(handle, ids), weight), padding_idx
+        return Call(plain(handle, ids), weight), padding_idx
     mesh, placement = _placement(handle, weight, "weight")
     ids = _local(handle, ids, mesh, Replicate(), Replicate())
     vocabulary, width = weight.shape
@@ -124,9 +122,7 @@ def embedding(
 
 
 def norm(handle: Handle, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
-    """Of a normalisation, whose weights are whole on every rank."""
-    if not is_sharded(weight):
-        return Call(_plain(handle, x), weight, bias)
+    """Of a normalisation, whose weights, DTensors, are whole on every rank."""
     mesh, placement = _placement(handle, weight, "weight")
     if not placement.is_replicate():
         _refuse_placement(handle, "weight", placement)
@@ -245,7 +241,7 @@ def _local(
     return settled(x.to_local(grad_placements=(gradient,)))
 
 
-def _plain(handle: Handle, x: Tensor) -> Tensor:
+def plain(handle: Handle, x: Tensor) -> Tensor:
     """The input of a layer whose parameters are plain tensors."""
     if is_sharded(x):
         raise ValueError(
