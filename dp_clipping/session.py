@@ -187,12 +187,19 @@ class Session:
         return self.policy.two_passes
 
     def _run_backward(self, losses: Tensor, anchors: list[Tensor], retain_graph: bool) -> None:
-        """Backward as far as the anchors' uses; parameters must not be reached by another way."""
+        """Backward as far as the anchors' uses; parameters must not be reached by another way.
+
+        It runs in this thread, on a GPU too: layers' backwards are Python, for each of which
+        autograd's own thread for the device would have to take the interpreter.
+        """
         parameters = list(self.capture.parameters)
         leaves = {p: x for p, x in self.leaves.items() if x is not p and x.requires_grad}
         self._in_backward = True
         sharding = self.capture.sharding
-        with NOTHING if sharding is None else sharding.backward():
+        with (
+            NOTHING if sharding is None else sharding.backward(),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
             found = torch.autograd.grad(
                 losses.sum(), [*anchors, *parameters, *leaves.values()], retain_graph=retain_graph,
                 allow_unused=True,

@@ -4,6 +4,7 @@ The bodies run on the CPU too, so that what is sent to a GPU is known to be a ri
 """
 
 import importlib.util
+import threading
 
 import pytest
 import torch
@@ -88,6 +89,27 @@ def test_the_zoo(dtype, mode):
             except (AssertionError, RuntimeError, ValueError) as error:
                 wrong.append(f"{case.name}: {error}")
     assert not wrong
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("mode", ["bookkeeping", *FLASH])
+def test_backward_stays_in_its_thread(mode):
+    """Autograd's own thread of the device would take the interpreter for each layer."""
+    threads = set()
+
+    class Noting(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            y.register_hook(lambda _: threads.add(threading.get_ident()))
+            return y
+
+    network = nn.Sequential(nn.Linear(8, 8), Noting(8, 8).requires_grad_(False), nn.Linear(8, 4))
+    model = private(network.to("cuda"), mode)
+    x = torch.randn(3, 8, device="cuda")
+    private_loss(model, (x, torch.zeros(3, 4, device="cuda")), zoo.product).backward()
+    assert threads == {threading.get_ident()}
+    assert torch.autograd.is_multithreading_enabled()
 
 
 @gpu
