@@ -2,7 +2,7 @@
 
 Calls take turns, round by round, so that a change of the clock meets all of them. A sample is a
 number of calls behind a kernel that only spins: the host runs ahead, and what is timed is the
-device, not Python. Each call is given its number, by which it can choose its operands: those of the
+device, not Python; a sample that a busy host has fallen behind is taken again. Each call is given its number, by which it can choose its operands: those of the
 call before would still be in the second-level cache.
 """
 
@@ -22,6 +22,7 @@ MOST_CALLS = 32  # of a sample: further launches would wait for a place in the q
 WARM_UP = 3  # calls whose times only say how many make a sample
 LEAD = 1.5  # the spinning lasts that many times what the host takes
 SPIN_RATE = 2e9  # cycles a second, no less than any clock
+TRIES = 4  # of a sample that the host was not ahead of; the last one counts
 
 
 def interleaved(
@@ -66,13 +67,19 @@ def _sample(call: Call, count: int, launch: float, device: torch.device) -> floa
         for number in range(count):
             call(number)
         return (time.perf_counter() - started) * 1e3 / count
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(int(LEAD * launch * count * SPIN_RATE))
-    start.record()
-    for number in range(count):
-        call(number)
-    end.record()
-    end.synchronize()
+    lead = LEAD * launch * count
+    for _ in range(TRIES):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(lead * SPIN_RATE))
+        start.record()
+        for number in range(count):
+            call(number)
+        end.record()
+        was_ahead = not start.query()
+        end.synchronize()
+        if was_ahead:
+            break
+        lead *= 2  # other work has held the host up, and the device may have waited for it
     return start.elapsed_time(end) / count
 
 
