@@ -2,8 +2,9 @@
 
 Calls take turns, round by round, so that a change of the clock meets all of them. A sample is a
 number of calls behind a kernel that only spins: the host runs ahead, and what is timed is the
-device, not Python; a sample that a busy host has fallen behind is taken again. Each call is given its number, by which it can choose its operands: those of the
-call before would still be in the second-level cache.
+device, not Python. One that a busy host has fallen behind is taken again. Each call is given its
+number, by which it can choose its operands: those of the call before would still be in the
+second-level cache.
 """
 
 from __future__ import annotations

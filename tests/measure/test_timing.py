@@ -44,7 +44,7 @@ class Event:
 
 
 @pytest.mark.parametrize(
-    "launches, spun, milliseconds",
+    ("launches", "spun", "milliseconds"),
     [([0.01], 1, 1.0), ([0.5, 0.01], 2, 1.0), ([0.5, 0.5, 0.01], 3, 1.0), ([0.5] * 4, 4, 381.0)],
 )
 def test_a_sample_that_the_host_fell_behind_is_taken_again(
