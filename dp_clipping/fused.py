@@ -174,11 +174,11 @@ class FusedSession(Session):
         own = [p for p in (weight, bias) if p is not None]
         if self._is_second_visit(own[0]):
             return
-        self._check_stream(use.y)
-        self._waiting.add_normalized(weight, bias, use)
         for parameter in own:
             self._arrived(parameter)
-            self._kept[parameter] = use  # until G takes its place
+        self._check_stream(use.y)
+        self._waiting.add_normalized(weight, bias, use)
+        self._kept.update(dict.fromkeys(own, use))  # until G takes its place
         self._wait_for(own[0], use.nbytes)
         for parameter in own[1:]:
             self._wait_for(parameter, 0)

@@ -6,7 +6,7 @@ from torch import nn
 
 
 def every_module(network: nn.Module) -> Iterator[nn.Module]:
-    """`network.modules()` in no particular order, in a tenth of the time.
+    """`network.modules()` in no particular order, in half of the time.
 
     PyTorch's own makes all names on the way, through a generator for each level.
     """

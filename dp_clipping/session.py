@@ -189,8 +189,8 @@ class Session:
     def _run_backward(self, losses: Tensor, anchors: list[Tensor], retain_graph: bool) -> None:
         """Backward as far as the anchors' uses; parameters must not be reached by another way.
 
-        It runs in this thread, on a GPU too: layers' backwards are Python, for each of which
-        autograd's own thread for the device would have to take the interpreter.
+        On a GPU too it runs in this thread, not in autograd's own for the device: layers' backwards
+        are Python, which is slower there (docs/sharded.md has by how much).
         """
         parameters = list(self.capture.parameters)
         leaves = {p: x for p, x in self.leaves.items() if x is not p and x.requires_grad}
@@ -200,10 +200,14 @@ class Session:
             NOTHING if sharding is None else sharding.backward(),
             torch.autograd.set_multithreading_enabled(False),
         ):
-            found = torch.autograd.grad(
-                losses.sum(), [*anchors, *parameters, *leaves.values()], retain_graph=retain_graph,
-                allow_unused=True,
-            )  # fmt: skip
+            try:
+                found = torch.autograd.grad(
+                    losses.sum(), [*anchors, *parameters, *leaves.values()],
+                    retain_graph=retain_graph, allow_unused=True,
+                )  # fmt: skip
+            except BaseException:
+                _drop_what_was_ready()
+                raise
         self._in_backward = False
         parameters += leaves
         found = found[len(anchors) :]
@@ -337,6 +341,14 @@ class Session:
         if not profiler._is_profiler_enabled:
             return NOTHING
         return record_function(f"{what}/{'+'.join(self.capture.names[p] for p in parameters)}")
+
+
+def _drop_what_was_ready() -> None:
+    """After a backward that failed in this thread: what was next in it keeps its activations alive
+    until another backward comes by."""
+    with torch.enable_grad():
+        nothing = torch.zeros((), requires_grad=True)
+        torch.autograd.grad(nothing + 0, nothing)
 
 
 class Tap(torch.autograd.Function):

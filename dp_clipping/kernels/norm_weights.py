@@ -45,7 +45,7 @@ class Normalized:
     Attributes:
         y: output gradients [B, T, d], float32, bfloat16 or float16, any strides.
         x: inputs [B, T, d], likewise.
-        rstd: [B, T] float32, of each token.
+        rstd: [B, T] of each token, float32 (any of the dtypes above).
         mean: the same; None for RMSNorm.
         with_bias: the bias's gradients are asked for too.
     """
@@ -68,14 +68,16 @@ class Normalized:
         )
 
     @property
+    def is_aligned(self) -> bool:
+        """Whether rows may be read 16 bytes at a time."""
+        return self.y.data_ptr() % ALIGNMENT == self.x.data_ptr() % ALIGNMENT == 0
+
+    @property
     def kind(self) -> tuple:
         """Those of one kind share a launch."""
         x, y = self.x, self.y
-        tensors = [t for t in (y, x, self.rstd, self.mean) if t is not None]
-        aligned = all(t.data_ptr() % ALIGNMENT == 0 for t in tensors)
-        strides = y.stride(0), y.stride(1), x.stride(0), x.stride(1)
-        dtypes = tuple(t.dtype for t in tensors)
-        return (y.shape, strides, dtypes, self.with_bias, aligned)
+        dtypes = y.dtype, x.dtype, self.rstd.dtype, None if self.mean is None else self.mean.dtype
+        return (y.shape, y.stride(), x.stride(), dtypes, self.with_bias, self.is_aligned)
 
 
 def norm_weight_gradients(
@@ -87,20 +89,19 @@ def norm_weight_gradients(
     """
     found: list = [None] * len(uses)
     alike: dict[tuple, list[int]] = {}
-    uses = [use.readable() for use in uses]
     for number, use in enumerate(uses):
         alike.setdefault(use.kind, []).append(number)
-    for (*_, aligned), numbers in alike.items():
-        total = _launch([uses[n] for n in numbers], aligned)
+    for numbers in alike.values():
+        total = _launch([uses[n].readable() for n in numbers])
         for number, result in zip(numbers, total.unbind(0), strict=True):
             weight, *bias = result.unbind(0)
             found[number] = weight, bias[0] if bias else None
     return found
 
 
-def _launch(uses: list[Normalized], aligned: bool) -> Tensor:
+def _launch(uses: list[Normalized]) -> Tensor:
     """[uses, 1 or 2, B, d]."""
-    first = uses[0]
+    first, aligned = uses[0], all(use.is_aligned for use in uses)
     y, x = first.y, first.x
     batch_size, tokens, features = y.shape
     outputs, with_mean = 1 + first.with_bias, first.mean is not None

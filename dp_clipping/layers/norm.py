@@ -43,7 +43,7 @@ def _run(self: nn.Module, handle: Handle, x: Tensor, weight: Tensor, bias: Tenso
         twice = handle.kind == "llama_rms_norm"
         eps = self.variance_epsilon if twice else self.eps
         slot, sink = handle.receiver("weight")
-        if when == LATER and sink is not None:
+        if when == LATER:
             sink = partial(handle.session.normalized, handle.parameter("weight"), None)
         return RMSNorm.apply(x, weight, slot, sink, shape, eps, *place, twice)
     bias = None if bias is None else bias.detach()
@@ -95,6 +95,8 @@ def by_token(x: Tensor, layout: Layout, batch_size: int, dims: int) -> Tensor:
 
 class RMSNorm(torch.autograd.Function):
     """`F.rms_norm`, which in backward computes its weight's G [B, *shape] and delivers it.
+
+    Or what G follows from, if `when` is LATER.
 
     `twice`: as in Llama, x̂ is rounded to the input's dtype before it is scaled.
     """
@@ -158,7 +160,10 @@ def _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) -> Tensor:
 
 
 class LayerNorm(torch.autograd.Function):
-    """`F.layer_norm`, which in backward computes its two G [B, *shape] and delivers them."""
+    """`F.layer_norm`, which in backward computes its two G [B, *shape] and delivers them.
+
+    Or what they follow from, if `when` is LATER.
+    """
 
     @staticmethod
     def forward(

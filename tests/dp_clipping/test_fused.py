@@ -16,7 +16,14 @@ from dp_clipping.clip import MARGIN
 from dp_clipping.fused import FusedSession
 from dp_clipping.layers.linear import LinearFactors
 from tests.dp_clipping import zoo
-from tests.dp_clipping.conftest import assert_close, clipped_sums, count_calls, private
+from tests.dp_clipping.conftest import (
+    assert_close,
+    clipped_sums,
+    count_calls,
+    criterion_of,
+    gradients_of,
+    private,
+)
 from tests.dp_clipping.test_on_gpu import FLASH, compare_with_oracle, largest_contribution
 
 ROUNDING = 3e-7
@@ -335,10 +342,42 @@ def check_norm_layers() -> None:
         assert counted.count == 1, (name, counted.count)
 
 
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.a(x), self.b(x)
+
+
+def check_a_refused_backward_leaves_nothing() -> None:
+    """What an ordinary backward of private outputs hands over is in no sum of the right one."""
+    before = pace.PENDING_BYTES
+    try:
+        for clipping, pending in product(("flat", "per_layer"), (0, 1 << 28)):
+            pace.PENDING_BYTES = pending
+            sums = []
+            for refused in (False, True):
+                torch.manual_seed(0)
+                x, y = torch.randn(3, 4, 8), torch.randn(3, 8, 8)
+                model = private(Pair(), "flash_bookkeeping", max_grad_norm=1.0, clipping=clipping)
+                outputs = model(x)
+                if refused:
+                    with pytest.raises(RuntimeError, match="private criterion"):
+                        outputs[0].pow(3).sum().backward()
+                criterion_of(model, zoo.product)(torch.cat(outputs, 1), y).backward()
+                sums.append(gradients_of(model))
+            assert_close(sums[1], sums[0], 0.0)
+    finally:
+        pace.PENDING_BYTES = before
+
+
 BODIES = [
     check_norm_layers, check_zoo, check_options, check_nonfinite, check_contributions,
     check_overflow, check_many_parameters, check_one_bad_group, check_depth, check_streaming,
     check_room, check_shared_inputs, check_random_numbers_of_a_backward,
+    check_a_refused_backward_leaves_nothing,
 ]  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """Calls that would step around clipping or noise are refused, saying what to do."""
 
+import gc
 import math
+import weakref
 from functools import partial
 
 import pytest
@@ -11,7 +13,7 @@ from torch.nn import functional as F
 from dp_clipping.criterion import PrivateCriterion
 from tests.dp_clipping import test_engine as engine
 from tests.dp_clipping import zoo
-from tests.dp_clipping.conftest import assert_close, private
+from tests.dp_clipping.conftest import assert_close, private, private_loss
 
 
 @pytest.fixture
@@ -225,6 +227,57 @@ def test_an_empty_batch_with_the_batch_in_dimension_1(tokens):
     model = private(nn.Sequential(nn.Linear(4, 3)), batch_first=False)
     assert model(torch.randn(tokens, 4, 4)).shape == (tokens, 4, 3)
     assert model(torch.randn(tokens, 0, 4)).shape == (tokens, 0, 3)
+
+
+class Held(torch.autograd.Function):
+    """The identity, with something large for its backward."""
+
+    @staticmethod
+    def forward(ctx, x, note):
+        ctx.large = torch.zeros(1000)
+        note.append(weakref.ref(ctx.large))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gy):
+        return gy, None
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gy):
+        raise torch.OutOfMemoryError("as if")
+
+
+class Branches(nn.Module):
+    """When one branch fails in backward, the other one is ready."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.one, self.other = (nn.Linear(4, 4) for _ in range(3))
+        self.held = []
+
+    def forward(self, x):
+        x = Held.apply(self.first(x), self.held)
+        return self.one(x) * Fails.apply(self.other(x))
+
+
+def test_a_backward_that_failed_keeps_no_activations():
+    """A smaller batch after running out of memory must find it free."""
+    network = Branches()
+    model = private(network, "bookkeeping")
+    batch = torch.randn(3, 4), torch.randn(3, 4)
+    private_loss(model, batch, zoo.product)  # finds where the samples are
+    network.held.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        private_loss(model, batch, zoo.product).backward()
+    model._passes.session = None  # as the next forward does
+    gc.collect()
+    assert [held() for held in network.held] == [None]
 
 
 def test_a_function_without_a_reduction_is_called_as_it_is():
