@@ -342,6 +342,66 @@ def check_norm_layers() -> None:
         assert counted.count == 1, (name, counted.count)
 
 
+class Blocks(nn.Module):
+    """A norm and a linear layer, four times."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16, bias=False)) for _ in range(4)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def check_norm_layers_wait() -> None:
+    """For a common launch, as long as there is room for their operands."""
+    arrived, before = FusedSession.normalized, pace.PENDING_BYTES
+    one = 2 * 3 * 8 * 16 * 4  # bytes of a norm's operands
+    most = 0
+
+    def normalized(self, *rest):
+        nonlocal most
+        arrived(self, *rest)
+        most = max(most, len(self._waiting._normalized))
+
+    batch = torch.randn(3, 8, 16), torch.randn(3, 8, 16)
+    try:
+        for pending, expected in ((0, 0), (2 * one, 2), (100 * one, 5)):
+            pace.PENDING_BYTES, most = pending, 0
+            norms = nn.Sequential(*(nn.LayerNorm(16) for _ in range(5)))
+            with patch.object(FusedSession, "normalized", normalized):
+                clipped_sums(private(norms, "flash_bookkeeping"), batch)
+            assert most == expected, (pending, most)
+    finally:
+        pace.PENDING_BYTES = before
+
+
+def check_order_of_sums() -> None:
+    """That in which backward came by, norms among the others: sharded modules leave one by one."""
+    batch = torch.randn(3, 8, 16), torch.randn(3, 8, 16)
+    orders = []
+    for mode in ("bookkeeping", "flash_bookkeeping"):
+        model, order = private(zoo.seeded(Blocks), mode), []
+        received = model._gradients.receive
+        model._gradients.receive = lambda p, total: (order.append(p), received(p, total))  # noqa: B023
+        clipped_sums(model, batch)
+        orders.append([model.capture.names[p].rpartition(".")[0] for p in order])
+    assert list(dict.fromkeys(orders[0])) == list(dict.fromkeys(orders[1]))
+
+
+def check_lengths_that_change() -> None:
+    """Each step is planned for the tokens that it has."""
+    model = private(nn.Linear(16, 16, bias=False), "flash_bookkeeping")
+    for tokens in (8, 24, 8):
+        clipped_sums(model, (torch.randn(3, tokens, 16), torch.randn(3, tokens, 16)))
+        (use,) = model.capture.plan.uses
+        assert (use.tokens, use.element_size) == (tokens, 4)
+
+
 class Pair(nn.Module):
     def __init__(self):
         super().__init__()
@@ -377,7 +437,8 @@ BODIES = [
     check_norm_layers, check_zoo, check_options, check_nonfinite, check_contributions,
     check_overflow, check_many_parameters, check_one_bad_group, check_depth, check_streaming,
     check_room, check_shared_inputs, check_random_numbers_of_a_backward,
-    check_a_refused_backward_leaves_nothing,
+    check_a_refused_backward_leaves_nothing, check_norm_layers_wait, check_order_of_sums,
+    check_lengths_that_change,
 ]  # fmt: skip
 
 

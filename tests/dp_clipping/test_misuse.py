@@ -179,6 +179,28 @@ def test_freezing_after_make_private_is_refused(trainable):
         engine.step(run)
 
 
+def test_a_parameter_that_came_later_is_refused():
+    run = engine.build()
+    engine.step(run)
+    run.model.network[0].late = nn.Parameter(torch.zeros(2))
+    with pytest.raises(
+        RuntimeError, match=r"0\.late \(trainable now\): freeze and"
+    ):
+        engine.step(run)
+
+
+def test_freezing_what_something_else_stands_for_is_refused():
+    """As FSDP has other objects in the place of the parameters between forward and backward."""
+    run = engine.build()
+    engine.step(run)
+    layer = run.model.network[2]
+    own = layer.bias
+    layer._parameters["bias"] = nn.Parameter(own.detach().clone())
+    own.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"2\.bias \(frozen now\): freeze and unfreeze before"):
+        engine.step(run)
+
+
 class WithPositions(nn.Module):
     """Position ids [1, T], to be broadcast, beside ids [B, T]."""
 
