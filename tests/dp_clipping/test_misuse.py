@@ -183,9 +183,7 @@ def test_a_parameter_that_came_later_is_refused():
     run = engine.build()
     engine.step(run)
     run.model.network[0].late = nn.Parameter(torch.zeros(2))
-    with pytest.raises(
-        RuntimeError, match=r"0\.late \(trainable now\): freeze and"
-    ):
+    with pytest.raises(RuntimeError, match=r"0\.late \(trainable now\): freeze and"):
         engine.step(run)
 
 
