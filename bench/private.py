@@ -44,6 +44,8 @@ def private_parts(
     budget = privacy.memory_budget_mb
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="poisson_sampling=False")
+        # The gate's reference is each rank's own, on the whole batch.
+        warnings.filterwarnings("ignore", message=r"\d+ ranks, and module is neither wrapped")
         private, private_optimizer, criterion, _ = PrivacyEngine().make_private(
             module=model,
             optimizer=optimizer,
