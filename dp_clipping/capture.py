@@ -24,7 +24,7 @@ from dp_clipping.layers.arithmetic import wide
 from dp_clipping.layers.handle import Handle
 from dp_clipping.modules import every_module
 from dp_clipping.norm_reduce import NormReducer
-from dp_clipping.plan import Plan, Use
+from dp_clipping.plan import Plan
 from dp_clipping.profiling import Profile
 from dp_clipping.session import Session
 from dp_clipping.sharded import Sharding, owner_of, plain_name, plain_type
@@ -78,7 +78,7 @@ class Capture:
         members: the parameters of each clipping group.
         anchors: parameter -> the leaf that makes autograd visit what uses it; `anchor` is any.
         plans: what linear layers were used for -> the plan for that (see `dp_clipping.plan`);
-            `plan` is the last one that a step ran by, `uses` the last use of each weight.
+            `plan` is the last one that a step ran by.
         forecast: of the coming forward, where compiled code needs one (see `dp_clipping.compiled`).
         sharding: how the network is spread over ranks; None: it is not.
         reducer: adds norms up over ranks (see `dp_clipping.norm_reduce`).
@@ -111,7 +111,6 @@ class Capture:
         self.anchor = next(iter(self.anchors.values()))
         self.plans: dict[tuple, Plan] = {}
         self.plan: Plan | None = None
-        self.uses: dict[Parameter, tuple[tuple, Use]] = {}
         self.profile: Profile | None = None
         self.forecast: Forecast | None = None
         self._copied = {

@@ -106,17 +106,12 @@ class FusedSession(Session):
     def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
         if parameter in self._uses:  # foreseen
             return
-        kind = (self.batch_size, x.shape, x.dtype, outputs)
-        known = self.capture.uses.get(parameter)
-        if known is None or known[0] != kind:
-            inputs = x.shape[-1]
-            tokens = x.numel() // max(1, inputs * self.batch_size)
-            use = Use(
-                self.capture.names[parameter], self.batch_size, tokens, inputs, outputs,
-                x.element_size(), stored_dtype(x.dtype).itemsize,
-            )  # fmt: skip
-            known = self.capture.uses[parameter] = kind, use
-        self._uses[parameter] = known[1]
+        inputs = x.shape[-1]
+        tokens = x.numel() // max(1, inputs * self.batch_size)
+        self._uses[parameter] = Use(
+            self.capture.names[parameter], self.batch_size, tokens, inputs, outputs,
+            x.element_size(), stored_dtype(x.dtype).itemsize,
+        )  # fmt: skip
 
     # ---- what layers hand over in backward ------------------------------------------------------
 

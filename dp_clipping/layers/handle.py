@@ -80,8 +80,10 @@ class Handle:
         return self.session.anchor_of(parameter), partial(self.session.dense, parameter)
 
     def layouts_of(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
-        key = tuple(x.dim() for x in inputs)
-        found = self.layouts.get(key)
+        return self._layouts_at(tuple(x.dim() for x in inputs))
+
+    def _layouts_at(self, dims: tuple[int, ...]) -> tuple[Layout, ...]:
+        found = self.layouts.get(dims)
         if found is None:
             raise LayoutUnknown(self.name)
         return found
@@ -93,10 +95,7 @@ class Handle:
         output gradient for all of them, in which the samples are added up already. With the input
         expanded to the batch, broadcasting does downstream what it did before.
         """
-        found = self.layouts.get((x.dim(),))
-        if found is None:
-            raise LayoutUnknown(self.name)
-        (layout,) = found
+        (layout,) = self._layouts_at((x.dim(),))
         check_size(x, layout, self)
         if layout.kind == "shared":
             return Layout("dimension", 0), expand_shared(x, self.session.batch_size)
