@@ -295,6 +295,7 @@ class TestNoise:
             loss_reduction=reduction,
             noise_multiplier=0.4,
             grad_sample_mode=mode,
+            noise_generator=fixed(),
         )
         backward(run, (x, y))
         run.optimizer.step()
