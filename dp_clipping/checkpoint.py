@@ -32,7 +32,7 @@ size of microbatches and the GPU's model) is the user's: of two different contin
 checkpoint publish one, or give the second `new_keys=True`. Two that are published compose, and the
 account of neither has the steps of the other, unless both were made in one engine: a load keeps
 what its engine has counted beyond the checkpoint, and a step that is made again from the saved key
-with another σ or C, or of another draw, is refused (see ledger.py).
+with another σ or C, or of another draw, is refused (see account.py).
 
 A sharded model is saved as a folder: see checkpoint_sharded.py. A load takes either, whatever the
 model that it is for.

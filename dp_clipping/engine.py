@@ -4,7 +4,6 @@ Code written for Opacus 1.6 with `grad_sample_mode="ghost"` runs with the import
 """
 
 import logging
-import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from opacus.accountants import create_accountant
+from opacus.accountants.accountant import IAccountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dp_clipping import checkpoint
+from dp_clipping.account import Account, Step
 from dp_clipping.adaptive import AdaptiveThreshold
 from dp_clipping.arguments import (
     check_adaptive,
@@ -34,7 +35,6 @@ from dp_clipping.checkpoint_file import file_name, given_schedulers
 from dp_clipping.clip import GAMMA
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.keys import Keys, fixed_keys, fresh_keys
-from dp_clipping.ledger import Ledger, Step
 from dp_clipping.loader import PoissonLoader
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import DEFAULT_MODE, policy_of
@@ -65,12 +65,20 @@ class PrivacyEngine:
                 "secure_mode=True is not supported: noise comes from a counter-based generator, "
                 "and attacks on floating point are out of scope; use Opacus with torchcsprng"
             )
-        self.accountant = create_accountant(mechanism=accountant)
+        self._account = Account(create_accountant(mechanism=accountant))
         self.secure_mode = False
         self.release = release
         self._runs: list[Run] = []
-        self._ledger = Ledger()
         self._dataset: Any = None
+
+    @property
+    def accountant(self) -> IAccountant:
+        """Opacus's; another one may be set, say of an engine that has counted steps already."""
+        return self._account.accountant
+
+    @accountant.setter
+    def accountant(self, accountant: IAccountant) -> None:
+        self._account.accountant = accountant
 
     # ---- what a user calls ----------------------------------------------------------------------
 
@@ -231,7 +239,7 @@ class PrivacyEngine:
         private_criterion = PrivateCriterion(model, criterion, loss_reduction)
         self._runs.append(
             Run(
-                model, private_optimizer, loader, everyone, keys, settings, self._ledger,
+                model, private_optimizer, loader, everyone, keys, settings, self._account,
                 private_criterion,
             )
         )  # fmt: skip
@@ -291,11 +299,7 @@ class PrivacyEngine:
                 "noise, and ε means nothing",
                 stacklevel=2,
             )
-        if any(noise_multiplier == 0 for noise_multiplier, _, _ in self.accountant.history):
-            return math.inf
-        if not self.accountant.history:
-            return 0.0
-        return max(0.0, float(self.accountant.get_epsilon(delta)))
+        return self._account.epsilon(delta)
 
     def check(self, model: PrivateModel, batch: Any, *, loss: Loss | None = None) -> Check:
         """A private step on this batch, beside one ordinary backward a sample: `print` it.
@@ -362,7 +366,6 @@ class PrivacyEngine:
         """
         snapshot = Snapshot(
             run=self._run_of(module, optimizer, data_loader),
-            accountant=self.accountant,
             path=file_name(path),
             with_optimizer=optimizer is not None,
             schedulers=given_schedulers(noise_scheduler, grad_clip_scheduler),
@@ -414,7 +417,6 @@ class PrivacyEngine:
         """
         snapshot = Snapshot(
             run=self._run_of(module, optimizer, data_loader),
-            accountant=self.accountant,
             path=file_name(path),
             with_optimizer=optimizer is not None,
             schedulers=given_schedulers(noise_scheduler, grad_clip_scheduler),
@@ -460,16 +462,7 @@ class PrivacyEngine:
             limits=tuple(optimizer.model.step_limits) if is_private else (),
             draw=optimizer.open_draw,
         )
-        before = list(self.accountant.history)
-        self._ledger.note_others(before)
-        if not run.keys.fixed and self._ledger.holds(step):
-            return
-        try:
-            self.accountant.step(noise_multiplier=step.sigma, sample_rate=step.rate)
-        except BaseException:
-            self.accountant.history = before  # Opacus's gdp forgets it when σ changes
-            raise
-        self._ledger.add(step, self.accountant.history)
+        self._account.count(step, key_is_fixed=run.keys.fixed)
 
     def _run_of(self, module: Any, optimizer: Any, loader: Any) -> Run:
         for run in self._runs:

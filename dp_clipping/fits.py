@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dp_clipping.account import Parts, count, joined
 from dp_clipping.adaptive import AdaptiveThreshold
 from dp_clipping.checkpoint_file import (
     ACCOUNTANT,
@@ -21,7 +22,6 @@ from dp_clipping.checkpoint_file import (
     scheduler_state,
 )
 from dp_clipping.keys import Keys, read_keys
-from dp_clipping.ledger import Parts, count, joined
 from dp_clipping.optimizer import PrivateOptimizer
 from dp_clipping.resume import Snapshot, saved_parts
 
@@ -44,12 +44,12 @@ def check_fits(
 
 def _check_account(snapshot: Snapshot, saved: dict[str, Any]) -> Parts:
     """Steps of this engine that the saved account lacks."""
-    run, accountant = snapshot.run, snapshot.accountant
-    kept = run.ledger.beyond(saved_parts(saved), accountant.history, run)
+    account = snapshot.run.account
+    kept = account.beyond(saved_parts(saved), snapshot.run)
     history = saved[ACCOUNTANT]["history"]
     for _, part in kept.values():
         history = joined(history, part)
-    if accountant.mechanism() == "gdp" and len(history) > 1:
+    if account.accountant.mechanism() == "gdp" and len(history) > 1:
         lacking = sum(count(part) for _, part in kept.values())
         raise ValueError(
             f"{snapshot.path}: accountant gdp cannot hold {lacking} steps that this engine has "
@@ -67,7 +67,7 @@ def _check_run(
     own, here = saved[OWN], run.describe()
     there = own["run"]
     _check_same("mechanism of the accountant", saved[ACCOUNTANT]["mechanism"],
-                snapshot.accountant.mechanism(), path)  # fmt: skip
+                run.account.accountant.mechanism(), path)  # fmt: skip
     _check_adaptive(own.get("adaptive_threshold"), run.optimizer.adaptive_threshold, path)
     for name in ("private", "optimizer"):
         _check_same(name, there[name], here[name], path)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opacus.accountants.accountant import IAccountant
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from dp_clipping.account import Parts, count
 from dp_clipping.checkpoint_file import (
     ACCOUNTANT,
     ALWAYS,
@@ -24,7 +24,6 @@ from dp_clipping.checkpoint_file import (
     scheduler_state,
 )
 from dp_clipping.keys import Keys, fresh_keys
-from dp_clipping.ledger import Parts, count, joined
 from dp_clipping.run import Run, set_random_state
 
 
@@ -41,7 +40,6 @@ class Snapshot:
     """
 
     run: Run
-    accountant: IAccountant
     path: Path
     with_optimizer: bool
     schedulers: Mapping[str, Any]
@@ -58,8 +56,8 @@ class Snapshot:
         contents = {
             **extra,
             MODULE: self.run.model.network.state_dict(**self.module_kwargs),
-            ACCOUNTANT: plain(self.accountant.state_dict()),
-            OWN: _own_entry(self.run, self.accountant, random),
+            ACCOUNTANT: plain(self.run.account.accountant.state_dict()),
+            OWN: _own_entry(self.run, random),
         }
         if self.with_optimizer:
             contents[OPTIMIZER] = optimizer_state()
@@ -124,15 +122,13 @@ def saved_parts(saved: Mapping[str, Any]) -> Parts:
     return own.get("account", {own["key_fingerprint"]: whole})
 
 
-def _own_entry(
-    run: Run, accountant: IAccountant, random: list[dict[str, Tensor]]
-) -> dict[str, Any]:
+def _own_entry(run: Run, random: list[dict[str, Tensor]]) -> dict[str, Any]:
     adaptive = run.optimizer.adaptive_threshold
     return {
         "version": VERSION,
         "run": run.describe(),
         "key_fingerprint": run.keys.fingerprint,
-        "account": plain(run.ledger.parts(accountant.history)),
+        "account": plain(run.account.parts()),
         "steps": run.optimizer.steps,
         "sampler": run.sampler_state(),
         "start": list(run.start),
@@ -166,10 +162,7 @@ def go_on(snapshot: Snapshot, resume: Resume) -> dict[str, Any]:
 def _apply(snapshot: Snapshot, resume: Resume) -> None:
     run, saved, own = snapshot.run, resume.saved, resume.own
     optimizer = run.optimizer
-    snapshot.accountant.load_state_dict(deepcopy(saved[ACCOUNTANT]))
-    for _, part in resume.kept.values():
-        snapshot.accountant.history = joined(snapshot.accountant.history, part)
-    run.ledger.load(saved_parts(saved), resume.kept, snapshot.accountant.history, run)
+    run.account.load(saved[ACCOUNTANT], saved_parts(saved), resume.kept, run)
     run.model.network.load_state_dict(saved[MODULE], **snapshot.module_kwargs)
     if snapshot.with_optimizer and OPTIMIZER in saved:
         optimizer.load_state_dict(saved[OPTIMIZER])

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from dp_clipping.account import Account
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.keys import Keys
-from dp_clipping.ledger import Ledger
 from dp_clipping.loader import PoissonLoader
 from dp_clipping.model import PrivateModel
 from dp_clipping.optimizer import PrivateOptimizer
@@ -21,7 +21,7 @@ from dp_clipping.optimizer import PrivateOptimizer
 class Run:
     """What one `make_private` returned, and its public settings.
 
-    `ledger`: of the engine's account.
+    `account`: of the engine.
     `start`: position of the loader and number of steps at which the key came into use.
     """
 
@@ -31,7 +31,7 @@ class Run:
     group: dist.ProcessGroup | None
     keys: Keys = field(repr=False)
     settings: dict[str, Any]
-    ledger: Ledger = field(repr=False)
+    account: Account = field(repr=False)
     criterion: PrivateCriterion
     start: tuple[int, int] = (0, 0)
 

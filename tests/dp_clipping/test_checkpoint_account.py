@@ -125,9 +125,19 @@ class TestAccount:
         self.load(other, paths[1], 2)
         assert steps_of(one) == 8
 
-    def test_steps_that_the_user_has_counted(self, path):
-        """As with an accountant that was handed on."""
+    def test_an_accountant_that_is_handed_on(self, path):
+        """It counts for the engine that gets it, whose loads keep the steps of the first one."""
+        first, second = build(), build()
+        train(first, 2)
+        second.engine.accountant = first.engine.accountant
+        save(second, path)
+        train(second, 3)
+        assert second.engine.accountant.history == [(0.8, 1 / 6, 5)]
+        assert second.engine.get_epsilon(1e-3) == first.engine.get_epsilon(1e-3) > 0
+        self.load(second, path, 3)
+        assert steps_of(second) == 5
 
+    def test_steps_that_the_user_has_counted(self, path):
         def handed_on():
             run = build()
             for _ in range(4):

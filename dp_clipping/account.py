@@ -1,4 +1,5 @@
-"""Which steps an account holds, by the key that they drew from: no load and no step forgets one.
+"""An engine's account, which counts its steps by the key that they drew from: no load and no step
+forgets one.
 
 A history of Opacus's accountants is a list of (σ, q, number of steps). Whether the steps of one
 history are among those of another cannot be told from it, and a load that takes the saved one for
@@ -12,10 +13,14 @@ already. That holds only if they are made alike. With another C or σ, or other 
 under the same noise could be solved for the difference of their sums, so such a step is refused.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
+
+from opacus.accountants.accountant import IAccountant
 
 History = list[tuple[float, float, int]]
 """(noise multiplier, sample rate, number of steps), in the order in which they were counted."""
@@ -94,15 +99,16 @@ def _single(history: History) -> Iterator[tuple[float, float]]:
             yield sigma, rate
 
 
-class Ledger:
-    """The steps in an engine's account, by key.
+class Account:
+    """Opacus's accountant, and which of its steps are whose.
 
     What a step of this process was made on top of, itself included, counts as released from then
     on, and no load takes it away. An account that was only loaded gives way to the next one: who
     looks at one checkpoint after the other has released nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, accountant: IAccountant) -> None:
+        self.accountant = accountant
         self._parts: Parts = {}
         self._released: Parts = {}
         self._next: dict[str, int] = {}  # number of the step after the last one of each part
@@ -111,14 +117,42 @@ class Ledger:
         self._end = (0, 0)  # of the history as last seen: entries, steps of the last one
         self._loaded_for: object = None
 
+    @property
+    def history(self) -> History:
+        return self.accountant.history
+
+    def epsilon(self, delta: float) -> float:
+        """ε at this δ; infinite if a step had no noise."""
+        if any(sigma == 0 for sigma, _, _ in self.history):
+            return math.inf
+        if not self.history:
+            return 0.0
+        return max(0.0, float(self.accountant.get_epsilon(delta)))
+
     # ---- steps ----------------------------------------------------------------------------------
 
-    def holds(self, step: Step) -> bool:
-        """Whether the step is one that the account has, made again.
+    def count(self, step: Step, *, key_is_fixed: bool) -> None:
+        """One step more, unless the account has it and it is made again.
+
+        Args:
+            key_is_fixed: of a test, where runs with one key are not the same run: each step counts.
 
         Raises:
             RuntimeError: if it was made with another σ, sample rate or C, or of another draw.
         """
+        self._note_others()
+        if not key_is_fixed and self._holds(step):
+            return
+        before = list(self.history)
+        try:
+            self.accountant.step(noise_multiplier=step.sigma, sample_rate=step.rate)
+        except BaseException:
+            self.accountant.history = before  # Opacus's gdp forgets it when σ changes
+            raise
+        self._attribute(step.fingerprint, step.number)
+        self._made[step.fingerprint, step.number] = step.digest
+
+    def _holds(self, step: Step) -> bool:
         if step.number >= self._next.get(step.fingerprint, 0):
             return False
         first, history = self._parts[step.fingerprint]
@@ -133,16 +167,12 @@ class Ledger:
         self._is_used = True
         return True
 
-    def add(self, step: Step, history: History) -> None:
-        """The accountant has counted the step, which is a new one; its history as it is now."""
-        self._attribute(history, step.fingerprint, step.number)
-        self._made[step.fingerprint, step.number] = step.digest
-
-    def note_others(self, history: History) -> None:
+    def _note_others(self) -> None:
         """What was added to the accountant's history meanwhile was not added by a run."""
-        self._attribute(history, OTHERS, 0)
+        self._attribute(OTHERS, 0)
 
-    def _attribute(self, history: History, key: str, number: int) -> None:
+    def _attribute(self, key: str, number: int) -> None:
+        history = self.history
         entries, steps = self._end
         new = after(history[max(entries - 1, 0) :], steps)
         if new and len(history) >= entries:
@@ -154,17 +184,14 @@ class Ledger:
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
-    def parts(self, history: History) -> Parts:
-        """Of the accountant's present history; for a checkpoint."""
-        self.note_others(history)
+    def parts(self) -> Parts:
+        """For a checkpoint."""
+        self._note_others()
         return deepcopy(self._parts)
 
-    def beyond(self, saved: Mapping[str, Part], history: History, run: object) -> Parts:
-        """Released steps that a load of `saved` for this run would forget.
-
-        `history`: the accountant's, before the load.
-        """
-        self.note_others(history)
+    def beyond(self, saved: Mapping[str, Part], run: object) -> Parts:
+        """Released steps that a load of `saved` for this run would forget."""
+        self._note_others()
         is_anothers = self._loaded_for is not None and self._loaded_for is not run
         if self._is_used or is_anothers:
             for key, (first, part) in self._parts.items():
@@ -177,17 +204,23 @@ class Ledger:
             lost[key] = first, after(part, shared(part, there))
         return {key: (first, part) for key, (first, part) in lost.items() if part}
 
-    def load(self, saved: Mapping[str, Part], kept: Parts, history: History, run: object) -> None:
-        """After a load for this run: the account is the saved one and what `beyond` has found.
+    def load(
+        self, state: Mapping[str, Any], saved: Mapping[str, Part], kept: Parts, run: object
+    ) -> None:
+        """Become, for this run, a saved account and what `beyond` has found.
 
-        `history`: the accountant's, as it is now.
+        Args:
+            state: the saved accountant's `state_dict`.
+            saved: its steps by key.
         """
+        self.accountant.load_state_dict(deepcopy(state))
         self._parts = {key: (first, list(part)) for key, (first, part) in saved.items()}
         for key, (first, part) in kept.items():
+            self.accountant.history = joined(self.history, part)
             first, there = self._parts.get(key, (first, []))
             self._parts[key] = first, joined(there, part)
         self._next = {key: first + count(part) for key, (first, part) in self._parts.items()}
-        self._end, self._loaded_for = _end(history), run
+        self._end, self._loaded_for = _end(self.history), run
 
 
 def _end(history: History) -> tuple[int, int]:
