@@ -12,7 +12,6 @@ the output have left by then, each with at most its threshold.
 """
 
 from collections import Counter
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -23,15 +22,13 @@ from torch.nn import Parameter
 
 from dp_clipping.clip import MARGIN, coefficients, finite_samples
 from dp_clipping.compiled import refuse_repeated
-from dp_clipping.kernels.ascending import Ascending
+from dp_clipping.fused_sums import Coefficients, clipped_sums
 from dp_clipping.kernels.coefficients import clip_coefficients
 from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.gradient import stored_dtype
 from dp_clipping.kernels.norm_weights import Normalized
 from dp_clipping.kernels.squares import squares
 from dp_clipping.kernels.tiles import stream_on
-from dp_clipping.kernels.weighted_product import weighted_products
-from dp_clipping.kernels.weighted_sum import weighted_sums
 from dp_clipping.layers.handle import Handle
 from dp_clipping.layers.linear import LinearFactors
 from dp_clipping.norms import Norm, on_device
@@ -42,23 +39,6 @@ from dp_clipping.sharded import local
 from dp_clipping.waiting import Waiting
 
 SHARE = 0.93  # of an ordinary step's memory: the rest is for what backward holds in passing
-
-
-@dataclass(frozen=True)
-class Coefficients:
-    """Of some clipping groups, on the device.
-
-    Attributes:
-        values: c [rows, B] float32.
-        rows: clipping group -> its row.
-    """
-
-    values: Tensor
-    rows: dict[int, int]
-
-    @cached_property
-    def ascending(self) -> Ascending:
-        return Ascending.of(self.values)
 
 
 class FusedSession(Session):
@@ -404,26 +384,9 @@ class FusedSession(Session):
     @torch.no_grad()
     def _sum_all(self, remains: dict[Parameter, Any], scale: Coefficients) -> None:
         """Σ_i c_i G_i of several parameters."""
-        row_of = {p: scale.rows[self.capture.groups[p]] for p in remains}
-        dense = [p for p, one in remains.items() if isinstance(one, Tensor)]
-        linear = [p for p, one in remains.items() if isinstance(one, LinearFactors)]
-        totals: dict[Parameter, Tensor] = {}
-        if dense:
-            with self._range("sum", *dense):
-                groups = [row_of[p] for p in dense]
-                found = weighted_sums([remains[p] for p in dense], scale.values, groups)
-            totals.update(zip(dense, found, strict=True))
-        if linear:
-            with self._range("sum", *linear):
-                pairs, groups = [remains[p].operands for p in linear], [row_of[p] for p in linear]
-                tile = self._waiting.tile(left.dtype for left, _ in pairs)
-                found = weighted_products(pairs, scale.ascending, groups, tile)
-            totals.update(zip(linear, found, strict=True))
-        for parameter, one in remains.items():
-            if parameter not in totals:
-                with self._range("sum", parameter):
-                    own = scale.values[row_of[parameter]]
-                    totals[parameter] = one.weighted_sum(own, self.capture.shapes[parameter][0])
-        remains.clear()
-        for parameter in row_of:
+        capture = self.capture
+        totals = clipped_sums(
+            remains, scale, capture.groups, capture.shapes, self.policy.tile_size, self._range
+        )
+        for parameter in list(totals):
             self._receive(parameter, totals.pop(parameter))

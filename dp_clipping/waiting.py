@@ -5,7 +5,7 @@ normalisations until their weights' G are formed, and vectors (those G, and bias
 normed, because there are many and all are small.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
 from dp_clipping.kernels.norm_weights import Normalized, norm_weight_gradients
 from dp_clipping.kernels.squares import squares
-from dp_clipping.kernels.tiles import Tile, tile_of
+from dp_clipping.kernels.tiles import tile_of
 from dp_clipping.layers.arithmetic import SUM_ROUNDING
 from dp_clipping.layers.linear import GRAM_ROUNDING, LinearFactors
 from dp_clipping.norms import Norm
@@ -92,7 +92,7 @@ class Waiting:
             return
         pairs = [factors.operands for factors in mine.values()]
         with label(f"norm/{kind}", *mine):
-            tile = self.tile(left.dtype for left, _ in pairs)
+            tile = tile_of(self._tile_size, *(left.dtype for left, _ in pairs))
             results = gradients_and_squares(pairs, tile, store=kind == GRADIENT)
         for parameter, (gradients, own) in zip(mine, results, strict=True):
             found.norms[parameter] = Norm(own)
@@ -117,7 +117,7 @@ class Waiting:
         for (tokens, dtype), rows in launches.items():
             uses = [(mine[row[0]].a, [mine[p].y for p in row]) for row in rows]
             with label("norm/width", *(p for row in rows for p in row)):
-                results = gram_squares(uses, self.tile([dtype]))
+                results = gram_squares(uses, tile_of(self._tile_size, dtype))
             error = tokens * SUM_ROUNDING[torch.float32]
             for row, own, scale in zip(rows, *results, strict=True):
                 found.norms[row[0]] = Norm(own, scale, GRAM_ROUNDING, error)
@@ -144,10 +144,6 @@ class Waiting:
                 rows = torch.stack([vectors[p] for p in mine]).view(-1, shape[1])
                 results = squares(rows).view(len(mine), -1)
             found.norms.update({p: Norm(own) for p, own in zip(mine, results, strict=True)})
-
-    def tile(self, dtypes: Iterable[torch.dtype]) -> Tile | None:
-        """For operands of these dtypes; the widest needs most memory."""
-        return tile_of(self._tile_size, max(dtypes, key=lambda dtype: dtype.itemsize))
 
 
 def _kind(choice: Choice) -> str:

@@ -71,9 +71,12 @@ def stream_on(device: torch.device) -> int:
     return triton.runtime.driver.active.get_current_stream(device.index)
 
 
-def tile_of(size: int | None, dtype: torch.dtype) -> Tile | None:
-    """A square one for operands of that dtype; None: what the kernels choose."""
-    return None if size is None else Tile(size, size, min(size, 128 // dtype.itemsize), 4, 3)
+def tile_of(size: int | None, *dtypes: torch.dtype) -> Tile | None:
+    """A square one for operands of these dtypes, of which the widest needs most memory; None: what
+    the kernels choose."""
+    if size is None:
+        return None
+    return Tile(size, size, min(size, 128 // max(dtype.itemsize for dtype in dtypes)), 4, 3)
 
 
 def is_described(x: Tensor) -> bool:
