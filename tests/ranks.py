@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 
-TIMEOUT = timedelta(seconds=30)  # of one collective
+TIMEOUT = timedelta(seconds=90)  # of one collective: a busy machine may stand still for long
 START_SECONDS = 180  # importing torch in every rank takes long on a busy machine
 GRACE_SECONDS = 2
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "benchmark_ddp.py")
 PLUGINS = "tests/bench/plugins.py"
 TINY = [
-    *("--device", "cpu", "--timeout", "60"),
+    *("--device", "cpu", "--timeout", "120"),
     *("--d-model", "16", "--num-layers", "2", "--num-heads", "2", "--d-ff", "32"),
     *("--context-length", "16", "--batch-size", "2"),
     *("--steps-per-epoch", "2", "--rounds", "2"),
@@ -75,7 +75,7 @@ def wait_until_gone(process: subprocess.Popen, limit_s: float = 10) -> list[int]
 
 def wait_for_rows(folder: Path, count: int) -> None:
     """Until the run has recorded so many rows: it is in the middle of its work."""
-    path, deadline = folder / "results.jsonl", time.monotonic() + 60
+    path, deadline = folder / "results.jsonl", time.monotonic() + LIMIT_S
     while not path.exists() or path.read_bytes().count(b"\n") < count:
         assert time.monotonic() < deadline, f"no {count} rows in {path}"
         time.sleep(0.02)

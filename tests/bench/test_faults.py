@@ -19,10 +19,10 @@ ROWS = {
 }
 
 
-def run_with(folder, *classes, **options):
+def run_with(folder, *classes, timeout=8, **options):
     plugins = [f"{PLUGINS}:{name}" for name in classes]
     names = ["--implementations", "none", *plugins]
-    return benchmark(*names, "--timeout", 8, "--output-dir", folder, **options)
+    return benchmark(*names, "--timeout", timeout, "--output-dir", folder, **options)
 
 
 def causes(run) -> list[str]:
@@ -48,7 +48,7 @@ def check(run, folder, names) -> None:
 
 def test_wrong_ones_and_a_raising_one(tmp_path):
     """With a right one beside them: all are measured, and the exit status says it."""
-    run = run_with(tmp_path, "Forgetful", "Raising", "Poisonous", "Minimal")
+    run = run_with(tmp_path, "Forgetful", "Raising", "Poisonous", "Minimal", timeout=120)
     check(run, tmp_path, ["Raising"])
     table = table_of(run.stdout)
     assert "1.0e+00 WRONG" in table["Forgetful"]

@@ -223,7 +223,7 @@ def run_tests(changes: tuple[tuple[str, str, str], ...], tests: tuple[str, ...])
             source, target = ROOT / name, copy / name
             target.parent.mkdir(parents=True, exist_ok=True)
             (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
-        change(copy / "tests/ranks.py", "timedelta(seconds=30)", "timedelta(seconds=15)")
+        change(copy / "tests/ranks.py", "timedelta(seconds=90)", "timedelta(seconds=15)")
         for file, text, replacement in changes:
             change(copy / "ddp" / file, text, replacement)
         keyword = ["-k", f"({tests[1]}) and not cuda"] if tests[1:] else ["-k", "not cuda"]

@@ -160,7 +160,7 @@ class TestStops:
         process = start(*arguments(letters, tmp_path / "run", "--epsilon", "1"))
         self.wait_for_step(tmp_path / "run", 2)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
         assert process.returncode == 130, err
         assert "Traceback" not in err
         assert f"python -m examples.private_text {TINY[0]}" in out

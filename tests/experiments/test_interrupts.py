@@ -34,5 +34,5 @@ def test_an_import_that_is_interrupted(name):
         assert process.stdout.readline() == "importing\n"
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=30)
+        _, error = process.communicate(timeout=120)
     assert (process.returncode, error) == (130, "interrupted\n")

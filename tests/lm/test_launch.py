@@ -39,7 +39,7 @@ def test_the_first_failing_status_is_returned_and_the_rest_are_ended(monkeypatch
     start = time.monotonic()
     outcome = run_ranks(script(code), 3)
     assert (outcome.status, outcome.cause) == (3, None)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50
 
 
 def test_a_killed_rank_is_named_once(capfd, monkeypatch):
@@ -60,7 +60,7 @@ def test_ranks_that_ignore_everything_are_ended_after_an_interrupt(monkeypatch):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     start = time.monotonic()
     assert run_ranks(script(code), 2).status == INTERRUPTED
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
@@ -71,8 +71,8 @@ def test_ranks_die_with_a_killed_parent():
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
     ranks = [int(process.stdout.readline()) for _ in range(2)]
     process.kill()
-    process.communicate(timeout=10)
-    deadline = time.monotonic() + 5
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 60
     while any(is_running(rank) for rank in ranks):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -114,7 +114,7 @@ def watches(monkeypatch):
         one.close()
 
 
-def wait_for_end(watches, count=1, limit_s=5.0):
+def wait_for_end(watches, count=1, limit_s=60.0):
     deadline = time.monotonic() + limit_s
     while len(watches.ended) < count:
         assert time.monotonic() < deadline, watches.ended

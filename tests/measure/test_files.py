@@ -105,7 +105,7 @@ def test_corrupt_line_elsewhere_names_file_and_line(tmp_path, broken):
 def _kill_while_running(code: str, folder, seconds: float) -> None:
     """Start `code` with `folder` as argument, wait until it has begun, SIGKILL it a bit later."""
     process = subprocess.Popen([sys.executable, "-c", code, str(folder)])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (folder / "begun").exists():
         assert process.poll() is None, "the writing process ended by itself"
         assert time.monotonic() < deadline
