@@ -3,23 +3,27 @@
 As in test_kernels.py: in the interpreter, and compiled on a GPU.
 """
 
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
 import torch
 
+from dp_clipping.fused_sums import Coefficients, clipped_sums
 from dp_clipping.kernels import rows
 from dp_clipping.kernels.ascending import MOST, Ascending
 from dp_clipping.kernels.coefficients import clip_coefficients, clip_coefficients_plain
+from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.gradient import gradient_and_squares, gradients_and_squares
 from dp_clipping.kernels.squares import BLOCK, squares, squares_plain
-from dp_clipping.kernels.tiles import Tile
+from dp_clipping.kernels.tiles import Tile, tile_of
 from dp_clipping.kernels.weighted_product import (
     weighted_product,
     weighted_product_plain,
     weighted_products,
 )
 from dp_clipping.kernels.weighted_sum import weighted_sum_plain, weighted_sums
+from dp_clipping.layers.linear import LinearFactors
 
 SHAPES = [(16, 24), (33, 7), (40, 16), (1, 1), (64, 48), (24, 16)]  # d, p; more than one table's
 
@@ -69,6 +73,40 @@ def check_sums(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
     one = memory[1:].view(1, 96)
     (total,) = weighted_sums([one], torch.ones(1, 1, device=device), [0])
     assert torch.equal(total, one[0].float())
+
+
+def check_clipped_sums(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
+    """Of every kind, in the order of arrival; what they were formed of is let go."""
+    torch.manual_seed(0)
+    c = torch.tensor([[0.5, 0.0, 2.0], [1.0, 0.25, 1e-6]], device=device)
+    ids = torch.tensor([[0, 1, 1], [2, 2, 2], [3, 0, 3]], device=device)
+    draw = lambda *shape: torch.randn(3, *shape).to(device, dtype)  # noqa: E731
+    y, tokens, arrived = draw(20, 16), draw(3, 8), [draw(5, 6), draw(20, 24), draw(7)]
+    one_hot = torch.nn.functional.one_hot(ids, 4).to(dtype)
+    parts = {  # arrival -> what it leaves, its clipping group, and the same as a product y aᵀ
+        "linear": (LinearFactors(arrived[1], y, False), 4, (y, arrived[1])),
+        "dense": (arrived[0], 9, None),
+        "embedding": (TokenSums.of(ids, tokens), 4, (one_hot, tokens)),
+        "transposed": (LinearFactors(arrived[1], y, True), 9, (arrived[1], y)),
+        "bias": (arrived[2], 4, None),
+    }
+    names = {torch.nn.Parameter(torch.empty(0)): name for name in parts}
+    remains = {p: parts[name][0] for p, name in names.items()}
+    groups = {p: parts[name][1] for p, name in names.items()}
+    shapes = {p: torch.Size([4, 8]) for p in names}  # only an embedding's is asked for
+    size = None if tile is None else tile.rows
+    label = lambda *_: nullcontext()  # noqa: E731
+    totals = clipped_sums(remains, Coefficients(c, {9: 0, 4: 1}), groups, shapes, size, label)
+    assert [names[p] for p in totals] == list(parts)
+    assert remains == {}
+    for parameter, total in totals.items():
+        one, group, product = parts[names[parameter]]
+        own = c[{9: 0, 4: 1}[group]]
+        expected = (
+            weighted_sum_plain(one, own) if product is None
+            else weighted_product_plain(*product, own)
+        )  # fmt: skip
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
 
 
 def check_squares(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
@@ -136,7 +174,7 @@ def check_ascending(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
 
 def cases(*dtypes: torch.dtype) -> list:
     """Bodies with the dtypes of operands; tables are float32."""
-    of_operands = [check_products, check_sums, check_squares]
+    of_operands = [check_products, check_sums, check_clipped_sums, check_squares]
     of_tables = [check_coefficients, check_ascending]
     return [*product(of_operands, dtypes), *product(of_tables, [torch.float32])]
 
@@ -157,3 +195,9 @@ def test_in_the_interpreter(interpreter, body, dtype):
 )
 def test_compiled(body, dtype):
     body("cuda", dtype, None)
+
+
+def test_the_widest_operands_of_a_launch_bound_its_tile():
+    assert tile_of(None, torch.float16) is None
+    for dtypes in ([torch.float32, torch.float16], [torch.float16, torch.float32]):
+        assert tile_of(64, *dtypes) == tile_of(64, torch.float32) != tile_of(64, torch.float16)
