@@ -34,7 +34,6 @@ class Coefficients:
         return Ascending.of(self.values)
 
 
-@torch.no_grad()
 def clipped_sums(
     remains: dict[Parameter, Any],
     scale: Coefficients,

@@ -17,7 +17,7 @@ class Slow:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
             print("importing", flush=True)
-            time.sleep(60)
+            time.sleep(600)
 sys.meta_path.insert(0, Slow())
 sys.argv = sys.argv[1:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -66,7 +66,7 @@ def test_ranks_that_ignore_everything_are_ended_after_an_interrupt(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")
 def test_ranks_die_with_a_killed_parent():
-    child = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(60)"
+    child = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)"
     parent = f"import sys; from lm.launch import run_ranks; run_ranks({script(child)!r}, 2)"
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
     ranks = [int(process.stdout.readline()) for _ in range(2)]
@@ -183,7 +183,7 @@ def test_two_failures_at_once_have_one_first_cause(watches, capfd):
 def test_a_lost_connection_waits_for_the_word_of_the_peer(watches):
     """The rank that only *sees* a failure does not put itself in the place of its cause."""
     first, second = watches(0, 2), watches(1, 2)
-    first._timeout_s = 100  # its silence alone would take 50 s to tell
+    first._timeout_s = 1000  # its silence alone would take 500 s to tell
     second.close()  # dead
     first.fail(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234"))
     assert wait_for_end(watches)[0].rank == 1
