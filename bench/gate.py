@@ -11,13 +11,15 @@ about half of the windows are clipped, whatever threshold the user has chosen.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.settings import Settings, Subject, batches_for, mode_and_algorithm
 from bench.sharded import whole
-from bench.training import Batch, assemble, build_network, max_over_ranks, release_memory
+from bench.training import Batch, assemble, build_network, release_memory
 from lm.model import forward_loss
 from lm.runtime import Worker
 
@@ -54,6 +56,25 @@ class Reference:
     limits: list[float] | None = None
 
 
+class Worst(NamedTuple):
+    """The gradient that is furthest from right: ranks compare them, so the error comes first.
+
+    ratio  its norm over that of the right one
+    """
+
+    error: float
+    rank: int
+    step: int
+    parameter: str
+    ratio: float
+
+    def describe(self) -> str:
+        return (
+            f"gradient of {self.parameter} on rank {self.rank} in step {self.step}: relative error "
+            f"{self.error:.1e}, its norm is {self.ratio:.3g} x the right one"
+        )
+
+
 class Gate:
     """Compares with gradients that this process computes alone, in float32.
 
@@ -65,15 +86,17 @@ class Gate:
         self._reference: Reference | None = None  # one at a time: it is large
         self._kind: tuple[bool, int] | None = None  # private? how many batches?
 
-    def error(self, subject: Subject) -> float:
-        """The largest relative error of any parameter's gradient, step and rank."""
+    def error(self, subject: Subject) -> Worst:
+        """The gradient with the largest relative error of all parameters, steps and ranks."""
         reference = self._reference_for(subject)
         expected = reference.own if subject.implementation == FLOOR else reference.whole
         network = build_network(self._settings, self._worker.device, "float32", subject.layout)
         world_size = self._worker.world_size
         place = subject.layout.data_place(self._worker.rank, world_size)
+        names = [name for name, _ in network.named_parameters()]
+        self._note(f"{subject.label} (gate), construction")
         parts = assemble(subject, network, self._settings, world_size, noise_multiplier=0.0)
-        errors = []
+        found = []
         for step in range(STEPS):
             self._note(f"{subject.label} (gate), step {step}")
             if reference.limits is not None:
@@ -82,11 +105,15 @@ class Gate:
             parts.finish()
             for work in parts.more_phases.values():
                 work()
-            errors.append(relative_error(gradients_of(network), expected[step]))
+            error, number, ratio = relative_error(gradients_of(network), expected[step])
+            found.append(Worst(error, self._worker.rank, step, names[number], ratio))
             parts.optimizer.zero_grad(set_to_none=True)
         del parts, network
         release_memory(self._worker.device)
-        return max(max_over_ranks(errors, self._worker.device))
+        self._note(f"{subject.label} (gate), comparison")
+        everyone: list[list[Worst]] = [[] for _ in range(world_size)]
+        dist.all_gather_object(everyone, found)
+        return max((one for own in everyone for one in own), key=lambda one: one.error)
 
     def _reference_for(self, subject: Subject) -> Reference:
         data_rank, data_ranks = subject.layout.data_place(
@@ -162,12 +189,15 @@ def gradients_of(network: nn.Module) -> list[Tensor]:
     ]
 
 
-def relative_error(gradients: list[Tensor], expected: list[Tensor]) -> float:
-    """max over parameters of ‖g − r‖ / (‖r‖ + 1e-3 · ‖all r‖); infinite for NaN.
+def relative_error(gradients: list[Tensor], expected: list[Tensor]) -> tuple[float, int, float]:
+    """Returns max over parameters of ‖g − r‖ / (‖r‖ + 1e-3 · ‖all r‖), its number, and ‖g‖ / ‖r‖.
 
-    The second term keeps a parameter whose gradient is nearly zero from being judged by rounding.
+    The error is infinite for NaN. The second term keeps a parameter whose gradient is nearly zero
+    from being judged by rounding.
     """
     norms = torch.stack([r.norm() for r in expected])
     differences = torch.stack([(g - r).norm() for g, r in zip(gradients, expected, strict=True)])
-    worst = (differences / (norms + 1e-3 * norms.norm())).max().item()
-    return worst if worst == worst else float("inf")
+    errors = (differences / (norms + 1e-3 * norms.norm())).nan_to_num(nan=torch.inf)
+    number = int(errors.argmax())
+    ratio = gradients[number].norm() / norms[number]
+    return errors[number].item(), number, ratio.item()

@@ -1,12 +1,15 @@
 """From the command line to the workers and back: parse, check, launch, report."""
 
 import argparse
+import faulthandler
 import gc
+import json
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +20,7 @@ from bench.profiling import Profiling
 from bench.report import describe_privacy, report
 from bench.settings import Settings, check_world, settings_from
 from bench.sharded import layout_of
-from bench.worker import Benchmark, device_name, plan, record_failure
+from bench.worker import Benchmark, device_name, failure_row, plan, record_failure
 from lm.launch import INTERRUPTED, run_ranks
 from lm.model import Transformer
 from lm.runtime import (
@@ -35,7 +38,8 @@ from lm.runtime import (
 from lm.watch import Watch
 from measure import Results
 from measure.command_line import check_folder, refuse
-from measure.report import say_report
+from measure.files import say_unwritten
+from measure.report import write_report
 
 DEFAULT_FOLDER = Path("results_ddp")
 
@@ -85,21 +89,31 @@ def launch(settings: Settings, hardware: Hardware, options: argparse.Namespace) 
     """Start the ranks; when a cell ends them, record it and start again for the rest."""
     print(hardware.sentence, flush=True)
     command = [sys.executable, *sys.orig_argv[1:]]
+    unwritten: list[dict] = []  # rows that results.jsonl did not take
     while True:
         outcome = run_ranks(command, hardware.num_processes)
         if outcome.status == INTERRUPTED:
             raise KeyboardInterrupt
+        unwritten += json.loads(outcome.handed_over or "[]")
         if outcome.status == 0 or options.profile or not (outcome.cause and outcome.doing):
             break
-        record_failure(settings, outcome.doing, outcome.cause)
-    if options.profile or outcome.status:
+        failed = failure_row(outcome.doing, outcome.cause)
+        try:
+            record_failure(settings, failed)
+        except OSError as error:  # another start would fail in the same cell
+            say_unwritten(Results(settings.output_dir).path, error, "the rest is not measured")
+            unwritten.append(failed)
+            break
+    if options.profile or (outcome.status and not outcome.cause):
         return int(outcome.status != 0)
     device = "cpu" if hardware.device_type == "cpu" else torch.cuda.get_device_name(0)
-    return print_report(settings, hardware.num_processes, device)
+    status = print_report(settings, hardware.num_processes, device, unwritten)
+    return max(status, int(outcome.status != 0))
 
 
 def work(settings: Settings, hardware: Hardware, options: argparse.Namespace) -> int:
     """One rank."""
+    faulthandler.enable()  # a crash below Python shows where in Python it was
     torch._dynamo.reset()  # imports it, as the first optimizer would
     gc.freeze()  # what is imported stays: collections, in a step too, need not look through it
     with process_group(hardware, settings.timeout_s) as worker:
@@ -112,25 +126,48 @@ def work(settings: Settings, hardware: Hardware, options: argparse.Namespace) ->
             task = Benchmark(settings, worker)
         store = connect_store(timedelta(seconds=settings.timeout_s))
         task.watch = Watch(
-            store, worker.rank, worker.world_size, settings.timeout_s, task.on_failure
+            store,
+            worker.rank,
+            worker.world_size,
+            settings.timeout_s,
+            task.on_failure,
+            own=settings.plugin_files,
         )
         try:
             task.run()
             dist.barrier()  # nobody leaves, and falls silent, while others work
         except KeyboardInterrupt:
             os._exit(INTERRUPTED)  # the others may be gone: an orderly end is not possible
-        except Exception as error:
+        except BaseException as error:  # SystemExit of a plug-in too
             task.watch.fail(error)
         task.watch.close()
         dist.barrier()  # the first rank may host the store, which the other watches use
-    if worker.is_first and not has_parent() and not options.profile:
-        return print_report(settings, worker.world_size, device_name(worker.device))
-    return 0
+    if worker.is_first and isinstance(task, Benchmark) and not has_parent():
+        device = device_name(worker.device)
+        return print_report(settings, worker.world_size, device, task.unwritten)
+    return int(isinstance(task, Profiling) and task.is_incomplete)
 
 
-def print_report(settings: Settings, world_size: int, device: str) -> int:
-    text, status = report(settings, world_size, device)
-    print(text, say_report(settings.output_dir), sep="\n", flush=True)
+def print_report(
+    settings: Settings, world_size: int, device: str, unwritten: Sequence[dict] = ()
+) -> int:
+    """Print the table, then draw; the exit status.
+
+    `unwritten`: rows that the results' file did not take.
+    """
+    found = report(settings, world_size, device, unwritten)
+    print(found.text, flush=True)
+    status = 1 if unwritten else found.status
+    writers = {"picture": found.draw, "report": partial(write_report, settings.output_dir)}
+    for kind, write in writers.items():
+        try:
+            print(f"{kind}: {write()}", flush=True)
+        except OSError as error:
+            say_unwritten(error.filename or settings.output_dir, error)
+            status = 1
+        except ValueError as error:  # no row could be written: see `unwritten`
+            print(f"no {kind}: {' '.join(str(error).split())}", file=sys.stderr)
+            status = 1
     return status
 
 

@@ -1,5 +1,6 @@
 """Profile mode: each rank records its trace, the first one draws and sums up what they show."""
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ddp import Unavailable
 from lm.runtime import StepClock, Worker
 from lm.watch import Cause, Watch
 from measure import Progress, write_atomically
+from measure.files import say_unwritten
 from tracing import Trace, draw_timeline, load_trace, overlap, phase, profile, slowest_operators
 from tracing import write_summary as write_summary_file
 
@@ -26,6 +28,7 @@ class Profiling:
         self.settings, self.worker, self.folder = settings, worker, folder
         self.watch: Watch | None = None
         self.unavailable: dict[Subject, str] = {}
+        self.is_incomplete = False  # a file could not be written
 
     def on_failure(self, cause: Cause) -> None:
         """What has been written is whole; nothing is recorded of what was under way."""
@@ -36,11 +39,11 @@ class Profiling:
         with Progress(len(subjects), None if self.worker.is_first else False) as progress:
             for subject in subjects:
                 progress.update(subject.label)
-                self._profile(subject)
+                self._profile(subject, progress)
         if self.worker.is_first:
             self._report([subject for subject in subjects if subject not in self.unavailable])
 
-    def _profile(self, subject: Subject) -> None:
+    def _profile(self, subject: Subject, progress: Progress) -> None:
         self.watch.at(f"{subject.label} (profile)")
         try:
             self._record(subject)
@@ -49,6 +52,7 @@ class Profiling:
             return
         dist.barrier()  # every trace is written
         if self.worker.is_first:
+            progress.close()  # what is printed starts on a clean line
             self._summarize(subject)
 
     def _record(self, subject: Subject) -> None:
@@ -98,8 +102,10 @@ class Profiling:
         return noted
 
     def _summarize(self, subject: Subject) -> None:
+        """Print the figures, then write: what cannot be written has been seen at least."""
         files = self._trace_files(subject)
         traces = [load_trace(path) for path in files]
+        self._print_figures(subject, traces)
         settings = self.settings
         configuration = {
             "implementation": subject.implementation,
@@ -117,20 +123,36 @@ class Profiling:
             "torch": torch.__version__,
         }
         stem = subject.file_stem
-        write_summary_file(
+        self._write(
             self.folder / f"{stem}_summary.txt",
-            configuration,
-            traces,
-            self._operators,
-            [str(path) for path in files],
-            self._memory,
-            self._launches,
-            self._describe_plan(traces[0]),
+            lambda path: write_summary_file(
+                path,
+                configuration,
+                traces,
+                self._operators,
+                [str(file) for file in files],
+                self._memory,
+                self._launches,
+                self._describe_plan(traces[0]),
+            ),
         )
         if self._phases:
-            write_atomically(self.folder / f"{stem}_phases.txt", self._phases + "\n")
-        picture = self.folder / f"{stem}_timeline.png"
-        draw_timeline({subject.label: traces}, picture, title=self._title())
+            text = self._phases + "\n"
+            self._write(
+                self.folder / f"{stem}_phases.txt", lambda path: write_atomically(path, text)
+            )
+        self._draw({subject.label: traces}, self.folder / f"{stem}_timeline.png")
+
+    def _draw(self, traces: dict[str, list[Trace]], picture: Path) -> None:
+        self._write(picture, lambda path: draw_timeline(traces, path, title=self._title()))
+
+    def _write(self, path: Path, write: Callable[[Path], None]) -> None:
+        """A file that cannot be written is said, and the exit status tells; the rest goes on."""
+        try:
+            write(path)
+        except OSError as error:
+            self.is_incomplete = True
+            say_unwritten(path, error)
 
     def _describe_plan(self, trace: Trace) -> list[str]:
         """What each linear layer did and how long it took; empty without a plan."""
@@ -164,28 +186,29 @@ class Profiling:
             "batches": "of fixed size: no ε is stated",
         }
 
+    def _print_figures(self, subject: Subject, traces: list[Trace]) -> None:
+        whole = overlap(traces[0])
+        measured = whole.per_step() or whole
+        share = measured.overlap_fraction
+        print(
+            f"{subject.label}: step {measured.span / 1e3:.2f} ms, communication "
+            f"{measured.communication / 1e3:.2f} ms, exposed {measured.exposed / 1e3:.2f} ms"
+            + ("" if share is None else f", overlap {share:.0%}")
+            + f" (rank 0, mean of {whole.steps} steps, {measured.basis})",
+            flush=True,
+        )
+
     def _report(self, subjects: list[Subject]) -> None:
-        traces = {
-            subject.label: [load_trace(path) for path in self._trace_files(subject)]
-            for subject in subjects
-        }
-        for name in traces:
-            whole = overlap(traces[name][0])
-            measured = whole.per_step() or whole
-            share = measured.overlap_fraction
-            print(
-                f"{name}: step {measured.span / 1e3:.2f} ms, communication "
-                f"{measured.communication / 1e3:.2f} ms, exposed {measured.exposed / 1e3:.2f} ms"
-                + ("" if share is None else f", overlap {share:.0%}")
-                + f" (rank 0, mean of {whole.steps} steps, {measured.basis})"
-            )
         for subject, reason in self.unavailable.items():
             print(f"{subject.label}: unavailable: {reason}")
         if len(subjects) > 1:
             picture = self.folder / "all_timeline.png"
-            draw_timeline(traces, picture, title=self._title())
-            print(f"picture of all: {picture}")
-        print(f"traces, summaries and timelines: {self.folder}")
+            paths = {subject.label: self._trace_files(subject) for subject in subjects}
+            traces = {name: [load_trace(path) for path in own] for name, own in paths.items()}
+            self._draw(traces, picture)
+            if picture.exists():
+                print(f"picture of all: {picture}")
+        print(f"traces, summaries and timelines: {self.folder}", flush=True)
 
     def _title(self) -> str:
         settings = self.settings

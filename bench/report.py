@@ -1,10 +1,15 @@
 """Rows of results to the comparison table and picture, and to the exit status."""
 
 import math
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from bench.gate import FLOOR, TOLERANCE, tolerance
 from bench.options import NOT_PRIVATE
-from bench.settings import Settings, Subject, label
+from bench.settings import Settings, Subject
 from bench.sharded import SPLIT
 from bench.worker import GATE, TIMING, plan
 from lm.model import flops_per_token
@@ -26,15 +31,39 @@ WITHOUT_PRIVACY = "not private"  # what the price of privacy is relative to, in 
 MIB = 1 << 20
 
 
-def report(settings: Settings, world_size: int, device: str) -> tuple[str, int]:
-    """The text to print, and the exit status: 1 if a gradient was wrong or a cell failed."""
-    rows = comparison(settings, world_size, device)
+@dataclass(frozen=True)
+class Report:
+    """What is printed, the exit status, and what writes the picture and returns its path."""
+
+    text: str
+    status: int
+    draw: Callable[[], Path]
+
+
+def report(
+    settings: Settings, world_size: int, device: str, unwritten: Sequence[dict] = ()
+) -> Report:
+    """The exit status is 1 if a gradient was wrong or a cell failed.
+
+    `unwritten`: rows that are measured and not in the results' file.
+    """
+    rows = comparison(settings, world_size, device, unwritten)
     title = (
         f"{world_size} ranks on {device}, {settings.batch_size} sequences of "
         f"{settings.model.context_length} tokens a rank and step, {settings.dtype}"
     )
     if settings.has_private:
         title += f", {describe_privacy(settings)}"
+    table = format_table(columns(rows), rows, title=title)
+    parts = [table, _legend(rows, device, settings)]
+    parts += [_plans(rows)] if settings.show_plan else []
+    parts += [f"{row['name']}: {row['detail']}" for row in rows if row.get("detail")]
+    text = "\n\n".join([*parts, f"results: {Results(settings.output_dir).path}"])
+    status = int(any(_is_bad(row) for row in rows))
+    return Report(text, status, partial(_draw, settings, rows, title))
+
+
+def _draw(settings: Settings, rows: list[dict], subtitle: str) -> Path:
     picture = settings.output_dir / "comparison.png"
     has_price = any(row.get("ratio_to_ordinary") for row in rows)
     labels = {row["label"] for row in rows}
@@ -46,15 +75,11 @@ def report(settings: Settings, world_size: int, device: str) -> tuple[str, int]:
         [_for_picture(row, has_price) for row in rows],
         picture,
         title=heading,
-        subtitle=title,
+        subtitle=subtitle,
         baseline=FLOOR if FLOOR in labels else None,
         reference=reference,
     )
-    table = format_table(columns(rows), rows, title=title)
-    legend = _legend(rows, device, settings)
-    plans = f"\n\n{_plans(rows)}" if settings.show_plan else ""
-    text = f"{table}\n\n{legend}{plans}\n\nresults: {Results(settings.output_dir).path}\n"
-    return text + f"picture: {picture}", int(any(_is_bad(row) for row in rows))
+    return picture
 
 
 def columns(rows: list[dict]) -> list[Column]:
@@ -84,9 +109,12 @@ def columns(rows: list[dict]) -> list[Column]:
     ]
 
 
-def comparison(settings: Settings, world_size: int, device: str) -> list[dict]:
+def comparison(
+    settings: Settings, world_size: int, device: str, unwritten: Sequence[dict] = ()
+) -> list[dict]:
     """One row a subject, in table order, from whatever has been measured so far."""
-    measured = {row["key"]: row for row in Results(settings.output_dir).rows()}
+    rows = [*Results(settings.output_dir).rows(), *unwritten]
+    measured = {row["key"]: row for row in rows}
     cells: dict[Subject, list[dict]] = {subject: [] for subject in settings.subjects}
     for cell in plan(settings):
         if row := measured.get(cell.row(settings, world_size, device)["key"]):
@@ -113,7 +141,7 @@ def _row(
     """Floor and reference are those of the same clipping: what communication costs beside it."""
     failed = [row for row in cells if row["status"] != OK]
     row: dict = {
-        "label": label(subject.implementation),
+        "label": subject.name,
         "clipping": subject.clipping,
         "name": subject.label,
         "status": OK,
@@ -125,8 +153,11 @@ def _row(
         error = math.inf if error is None else error  # JSON knows no infinity
         row["is_wrong"] = not error <= tolerance(subject, settings)
         row["error"] = f"{error:.1e}" + (" WRONG" if row["is_wrong"] else "")
+        row["detail"] = gate.get("worst_gradient")
     if failed or not rounds[subject]:
         reason = failed[0].get("reason") if failed else "not measured yet"
+        if failed and failed[0].get("traceback"):
+            row["detail"] = f"{reason}\n{textwrap.indent(failed[0]['traceback'], '    ')}"
         return {**row, "status": failed[0]["status"] if failed else "missing", "reason": reason}
     samples = [ms for steps in rounds[subject].values() for ms in steps]
     times = summarize(samples)
@@ -136,7 +167,7 @@ def _row(
     memory = [r["peak_memory_bytes"] for r in cells if r.get("peak_memory_bytes")]
     to_floor = _ratio_to_implementation(rounds, subject, FLOOR)
     to_reference = _ratio_to_implementation(rounds, subject, REFERENCE)
-    to_ordinary = _ratio(rounds, subject, subject._replace(clipping=NOT_PRIVATE))
+    to_ordinary = _ratio(rounds, subject, replace(subject, clipping=NOT_PRIVATE))
     return {
         **row,
         "samples_ms": samples,
@@ -161,7 +192,7 @@ def _row(
 
 
 def _exposed(subject: Subject, median: float, rounds: dict[Subject, dict]) -> float | None:
-    floor = subject._replace(implementation=FLOOR)
+    floor = replace(subject, implementation=FLOOR)
     if subject == floor or subject.layout.splits_tensors or not rounds.get(floor):
         return None
     return median - summarize([ms for steps in rounds[floor].values() for ms in steps]).median
@@ -173,7 +204,7 @@ def _ratio_to_implementation(
     """None where ranks share a batch: a step of the other is not the same work."""
     if subject.layout.splits_tensors:
         return None
-    return _ratio(rounds, subject, subject._replace(implementation=name))
+    return _ratio(rounds, subject, replace(subject, implementation=name))
 
 
 def _ratio(

@@ -2,17 +2,17 @@
 
 import argparse
 import functools
-import hashlib
 import math
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import NamedTuple
 
+from bench.names import class_of, file_stem, is_plugin, numbered, plain, plugin_file, titles
 from bench.options import CLIPPING_MODES, CLIPPING_NAMES, FUSED_MODES, NOT_PRIVATE
 from bench.sharded import SHARDED, SPLIT, Layout, check_ranks, layout_of
 from ddp import IMPLEMENTATIONS, implementation, options_of
 from lm.data import Batches, Corpus, open_data
+from lm.failures import locate
 from lm.model import PRESETS, ModelConfig
 from measure.command_line import check_numbers, option
 
@@ -37,14 +37,17 @@ class Privacy:
     norm_reduction: str = "async"
 
 
-class Subject(NamedTuple):
+@dataclass(frozen=True)
+class Subject:
     """What has a row in the table, and files of its own: an implementation in a clipping mode.
 
-    A fused mode's name may be followed by a norm algorithm: `flash:width`.
+    A fused mode's name may be followed by a norm algorithm: `flash:width`. `title` is what the
+    implementation is called beside the others of a run; see `bench.names`.
     """
 
     implementation: str
     clipping: str = NOT_PRIVATE
+    title: str = field(default="", compare=False)
 
     @property
     def is_private(self) -> bool:
@@ -62,12 +65,17 @@ class Subject(NamedTuple):
     @property
     def label(self) -> str:
         """What it is called where there is one name for it: `ddp`, or `ddp:bookkeeping`."""
-        return label(self.implementation) + (f":{self.clipping}" if self.is_private else "")
+        return self.name + (f":{self.clipping}" if self.is_private else "")
+
+    @property
+    def name(self) -> str:
+        """What the implementation is called."""
+        return self.title or class_of(self.implementation)
 
     @property
     def file_stem(self) -> str:
         """`ddp`, or `ddp_bookkeeping`; a plug-in's class name, without its path."""
-        return re.sub(r"[^\w.-]", "_", self.label)
+        return file_stem(self.label)
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,16 @@ class Settings:
     @property
     def subjects(self) -> list[Subject]:
         """In table order."""
-        return [Subject(name, mode) for name in self.implementations for mode in self.clippings]
+        title = titles(self.implementations)
+        return [
+            Subject(name, mode, title[name])
+            for name in self.implementations
+            for mode in self.clippings
+        ]
+
+    @property
+    def plugin_files(self) -> list[str]:
+        return [str(file) for file in map(plugin_file, self.implementations) if file]
 
     @property
     def has_private(self) -> bool:
@@ -196,18 +213,6 @@ def mode_and_algorithm(clipping: str) -> tuple[str, str]:
     return mode, algorithm or "auto"
 
 
-def label(name: str) -> str:
-    """What an implementation is called in tables and files: a plug-in by its class."""
-    return name.rpartition(":")[2]
-
-
-@functools.cache
-def source_digest(name: str) -> str | None:
-    """Of a plug-in's file: an edited one is another implementation, and is measured anew."""
-    path = name.rpartition(":")[0]
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] if path else None
-
-
 def batches_for(settings: Settings, rank: int, world_size: int) -> Batches:
     return Batches(
         _corpus(settings.data, settings.model.vocab_size),
@@ -243,12 +248,22 @@ def _names(options: argparse.Namespace) -> list[str]:
         try:
             implementation(name)
         except ValueError as error:
-            raise ValueError(f"{option}: {error}") from error
-    labels = [label(name) for name in names]
-    twice = next((one for one in labels if labels.count(one) > 1), None)
+            raise ValueError(f"{option}: {error}{_import_place(name, error)}") from error
+    twice = next((one for one in names if names.count(one) > 1 and not is_plugin(one)), None)
     if twice:
         raise ValueError(f"{option}: {twice} appears twice, give each name once")
-    return names
+    return numbered(names)
+
+
+def _import_place(name: str, error: ValueError) -> str:
+    """Where a plug-in's file failed, if that is what was wrong."""
+    if error.__cause__ is None:
+        return ""
+    file = str(plugin_file(name))
+    places = [locate(error.__cause__, [file])]
+    if not isinstance(error.__cause__, SyntaxError) and not places[0]:
+        return ""
+    return f", at {places[0]}"
 
 
 def _clippings(options: argparse.Namespace) -> list[str]:
@@ -329,7 +344,7 @@ def _check_can_clip(name: str, clippings: list[str]) -> None:
     private = [mode for mode in clippings if mode != NOT_PRIVATE]
     if not private or name in SHARDED:
         return
-    cls = implementation(name)
+    cls = implementation(plain(name))
     lacking = [f"method {m}" for m in SEAM if not hasattr(cls, m)]
     lacking += [f"option {o}" for o in ("reduce", "process_group") if o not in options_of(cls)]
     if lacking:

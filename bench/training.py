@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bench.names import plain
 from bench.settings import Settings, Subject, batches_for
 from bench.sharded import REPLICATED, Layout, by_mesh, clip_gradients, fill, shard
 from ddp import implementation, options_of, wrap
@@ -126,6 +127,7 @@ def assemble(
 
 
 def wrap_network(name: str, network: nn.Module, bucket_size_mb: float | None) -> nn.Module:
+    name = plain(name)
     takes_size = "bucket_size_mb" in options_of(implementation(name))
     given = bucket_size_mb is not None and takes_size
     return wrap(name, network, **({"bucket_size_mb": bucket_size_mb} if given else {}))

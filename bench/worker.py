@@ -3,14 +3,16 @@
 import json
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from bench.gate import Gate, tolerance
+from bench.names import source_digest
 from bench.options import NOT_PRIVATE
-from bench.settings import Settings, Subject, source_digest
+from bench.settings import Settings, Subject
 from bench.training import building, max_over_ranks, train
 from ddp import Unavailable
 from lm.runtime import PeakMemory, StepClock, Worker, invocation, typed_command
@@ -25,6 +27,7 @@ from measure import (
     environment,
     plan_rounds,
 )
+from measure.files import say_unwritten
 from tracing import phase
 
 GATE, TIMING = "gate", "timing"
@@ -38,10 +41,11 @@ class Cell:
     kind: str
     round: int
     clipping: str = NOT_PRIVATE
+    title: str = field(default="", compare=False)
 
     @property
     def subject(self) -> Subject:
-        return Subject(self.implementation, self.clipping)
+        return Subject(self.implementation, self.clipping, self.title)
 
     def row(self, settings: Settings, world_size: int, device: str) -> dict:
         """What its line in the results starts with, and what it is recognised by."""
@@ -75,26 +79,44 @@ def plan(settings: Settings) -> list[Cell]:
     def reference(subject: Subject) -> tuple[bool, int]:
         return subject.is_private, subject.layout.tensor_ranks or 0
 
+    def cell(subject: Subject, kind: str, number: int) -> Cell:
+        return Cell(subject.implementation, kind, number, subject.clipping, subject.title)
+
     by_reference = sorted(settings.subjects, key=reference)
-    gates = [Cell(name, GATE, -1, mode) for name, mode in by_reference]
     rounds = plan_rounds(settings.subjects, settings.rounds, settings.seed)
-    return gates + [Cell(name, TIMING, number, mode) for number, (name, mode) in rounds]
+    return [
+        *(cell(subject, GATE, -1) for subject in by_reference),
+        *(cell(subject, TIMING, number) for number, subject in rounds),
+    ]
 
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def record_failure(settings: Settings, row_text: str, cause: Cause) -> None:
-    """The cell that was under way becomes a row, whoever is left to write it."""
-    if not row_text:
-        return
-    row = json.loads(row_text)
+def failure_row(row_text: str, cause: Cause) -> dict:
+    """The row of the cell that was under way."""
+    who = f"rank {cause.rank}: " if cause.rank >= 0 else ""
+    told = {"traceback": cause.traceback} if cause.traceback else {}
+    return {**json.loads(row_text), "status": cause.status, "reason": who + cause.message, **told}
+
+
+def record_failure(settings: Settings, failed: dict) -> None:
+    """Record it, unless the cell has a row of this call: several may come to write it."""
     results = Results(settings.output_dir)
-    newest = next((r for r in results.rows() if r["key"] == row["key"]), {})
-    if newest.get("invocation") != row["invocation"]:
-        who = f"rank {cause.rank}: " if cause.rank >= 0 else ""
-        results.record({**row, "status": cause.status, "reason": who + cause.message})
+    newest = next((r for r in results.rows() if r["key"] == failed["key"]), {})
+    if newest.get("invocation") != failed["invocation"]:
+        results.record(failed)
+
+
+def describe_row(row: dict) -> str:
+    """Of a finished cell, for a line of progress."""
+    if row["status"] != OK:
+        return f"{row['status']}: {row['reason']}"
+    if row["kind"] == GATE:
+        wrong = f", wrong: {row['worst_gradient']}" if "worst_gradient" in row else ""
+        return f"gradient error {row['gradient_error']:.1e}{wrong}"
+    return f"median step {median(row['step_ms']):.2f} ms"
 
 
 class Benchmark:
@@ -103,24 +125,28 @@ class Benchmark:
     def __init__(self, settings: Settings, worker: Worker):
         self.settings, self.worker = settings, worker
         self.watch: Watch | None = None
+        self.unwritten: list[dict] = []  # rows that the results' file did not take
         self._doing = ""
         self._gate: Gate | None = None
 
     def on_failure(self, cause: Cause) -> None:
-        if self.worker.is_first:
-            record_failure(self.settings, self._doing, cause)
+        if self.worker.is_first and self._doing:
+            record_failure(self.settings, failure_row(self._doing, cause))
 
     def run(self) -> None:
         cells = self._agree_on(self._unfinished())
         enabled = None if self.worker.is_first else False
-        with Progress(len(cells), enabled) as progress:
+        total = len(plan(self.settings))
+        with Progress(total, enabled, done=total - len(cells)) as progress:
             unavailable = set()
             for cell in cells:
                 progress.update(cell.label)
                 if cell.subject in unavailable:
                     continue
-                if self._measure(cell) == UNAVAILABLE:
+                row = self._measure(cell)
+                if row["status"] == UNAVAILABLE:
                     unavailable.add(cell.subject)
+                progress.finished(f"{cell.label}: {describe_row(row)}")
 
     def _unfinished(self) -> list[Cell]:
         """Finished cells are skipped; so is the rest of a subject that failed just now."""
@@ -153,27 +179,49 @@ class Benchmark:
         command = typed_command(sys.argv[:1], sys.argv[1:])
         return {**row, "invocation": invocation(), "command": command}
 
-    def _measure(self, cell: Cell) -> str:
-        """Record the cell's row; its status."""
+    def _measure(self, cell: Cell) -> dict:
+        """Returns the cell's row, which the first rank has recorded.
+
+        All ranks are in the same cell, so that what fails is that cell's: none begins before the
+        first has said which it is, and it is recorded when all have come to its end. A collective
+        that an implementation has left behind is found there and not in the next cell.
+        """
         self._doing = json.dumps(self._row(cell))
         if self.worker.is_first:
             self.watch.say(self._doing)
         self.watch.at(cell.label)
+        self.watch.speak()
+        dist.barrier()
         try:
             measured = self._prove(cell) if cell.kind == GATE else self._time(cell)
             status = OK
         except Unavailable as reason:
             measured, status = {"reason": str(reason)}, UNAVAILABLE
+        self.watch.at(f"{cell.label}, end")
+        dist.barrier()
+        row = {**self._row(cell), "status": status, **measured}
         if self.worker.is_first:
-            row = {**self._row(cell), "status": status, **measured, "environment": environment()}
-            Results(self.settings.output_dir).record(row)
+            self._record({**row, "environment": environment()})
         self._doing = ""
-        return status
+        return row
+
+    def _record(self, row: dict) -> None:
+        """A disk that is full costs the file and not the measurement: the table has the row."""
+        try:
+            Results(self.settings.output_dir).record(row)
+        except OSError as error:
+            if not self.unwritten:
+                path = Results(self.settings.output_dir).path
+                say_unwritten(path, error, "the table will have what was measured, no file has it")
+            self.unwritten.append(row)
+            self.watch.hand_over(json.dumps(self.unwritten))
 
     def _prove(self, cell: Cell) -> dict:
         self._gate = self._gate or Gate(self.settings, self.worker, self.watch.at)
-        error = self._gate.error(cell.subject)
-        return {"gradient_error": error, "tolerance": tolerance(cell.subject, self.settings)}
+        worst = self._gate.error(cell.subject)
+        limit = tolerance(cell.subject, self.settings)
+        wrong = {} if worst.error <= limit else {"worst_gradient": worst.describe()}
+        return {"gradient_error": worst.error, "tolerance": limit, **wrong}
 
     def _time(self, cell: Cell) -> dict:
         self._gate = None  # its reference gradients would count as memory

@@ -93,7 +93,7 @@ def _load_class(path: Path, class_name: str) -> type[nn.Module]:
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"implementation {path}:{class_name}: {path} fails: {error!r}") from error
     cls = getattr(module, class_name, None)
     if not (inspect.isclass(cls) and issubclass(cls, nn.Module)):

@@ -17,7 +17,17 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from lm.runtime import LAUNCHED_HERE
-from lm.watch import EXIT_FAILED, Cause, print_cause, publish_cause, read_cause, read_doing
+from lm.watch import (
+    DOING,
+    EXIT_FAILED,
+    HANDED_OVER,
+    Cause,
+    left_early,
+    print_cause,
+    publish_cause,
+    read_cause,
+    read_text,
+)
 
 INTERRUPTED = 130  # as a shell reports Ctrl-C
 GRACE_S = 5.0  # how long the others may take to leave by themselves
@@ -36,11 +46,13 @@ class Outcome:
         status: 0, the first failing rank's exit status, or `INTERRUPTED`.
         cause: what failed first, where it is known.
         doing: what rank 0 had said that it was doing (`Watch.say`), empty if nothing.
+        handed_over: what rank 0 has left for the launcher (`Watch.hand_over`), empty if nothing.
     """
 
     status: int
     cause: Cause | None = None
     doing: str = ""
+    handed_over: str = ""
 
 
 def run_ranks(command: Sequence[str], num_processes: int) -> Outcome:
@@ -61,7 +73,8 @@ def run_ranks(command: Sequence[str], num_processes: int) -> Outcome:
         status = _wait(children, board, interrupted)
         if interrupted.is_set():
             return Outcome(INTERRUPTED)
-        return Outcome(status, read_cause(board), read_doing(board))
+        said, left = read_text(board, DOING), read_text(board, HANDED_OVER)
+        return Outcome(status, read_cause(board), said, left)
     finally:
         _stop(children, grace_s=0.0)
         for number, handler in previous.items():
@@ -121,13 +134,23 @@ def _wait(children: list[subprocess.Popen], store: dist.Store, interrupted: thre
     while not interrupted.is_set():
         statuses = [child.poll() for child in children]
         failed = [rank for rank, status in enumerate(statuses) if status]
-        if failed:
+        named = (EXIT_FAILED, INTERRUPTED)  # these have said why
+        left = [
+            rank
+            for rank, status in enumerate(statuses)
+            if status is not None and status >= 0 and status not in named
+            if left_early(store, rank)
+        ]
+        if failed or left:
             # One that was killed could not name a cause itself; consequences exit later than it.
             killed = [rank for rank in failed if statuses[rank] < 0]
             if killed:
                 _name_signal(store, killed[0], -statuses[killed[0]])
+            elif left:
+                _name(store, left[0], f"ended the process with exit status {statuses[left[0]]}")
             _stop(children, GRACE_S)
-            return EXIT_FAILED if statuses[failed[0]] < 0 else statuses[failed[0]]
+            first = statuses[failed[0]] if failed else EXIT_FAILED
+            return EXIT_FAILED if first < 0 else first
         if all(status == 0 for status in statuses):
             return 0
         time.sleep(0.05)
@@ -135,11 +158,16 @@ def _wait(children: list[subprocess.Popen], store: dist.Store, interrupted: thre
 
 
 def _name_signal(store: dist.Store, rank: int, number: int) -> None:
-    key = f"rank_{rank}"
-    place = store.get(key).decode().split(" ", 2)[2] if store.check([key]) else "start"
     name = signal.Signals(number).name
     hint = " (by the system, if memory ran out)" if number == signal.SIGKILL else ""
-    cause = Cause(rank, "error", f"killed by {name}{hint}, last seen at {place}")
+    _name(store, rank, f"killed by {name}{hint}")
+
+
+def _name(store: dist.Store, rank: int, what: str) -> None:
+    """Name a cause for a rank that did not, with the place where it was last seen."""
+    key = f"rank_{rank}"
+    place = store.get(key).decode().split(" ", 2)[2] if store.check([key]) else "start"
+    cause = Cause(rank, "error", f"{what}, last seen at {place}")
     if publish_cause(store, cause):
         print_cause(cause)
 

@@ -16,16 +16,19 @@ import textwrap
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from lm.failures import concerns_user, describe_traceback, locate, locate_threads
+
 EXIT_FAILED = 70  # a run failed, and the cause is in the store
 CAUSE = "first_cause"
 DOING = "doing"
+HANDED_OVER = "handed_over"
 NOBODY = -1
 RECORDED = "recorded"  # the first rank has done what it does about the cause
 MESSAGE_LENGTH = 200  # characters
@@ -33,11 +36,19 @@ MESSAGE_LENGTH = 200  # characters
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a run stops: `status` is `oom`, `error` or `timeout`, `rank` whose fault, or `NOBODY`."""
+    """Why a run stops.
+
+    Attributes:
+        rank: whose fault it is, or `NOBODY`.
+        status: `oom`, `error` or `timeout`.
+        message: one line.
+        traceback: several lines, from the user's own code downwards; empty where it is not known.
+    """
 
     rank: int
     status: str
     message: str
+    traceback: str = ""
 
     @property
     def blame(self) -> str:
@@ -56,8 +67,19 @@ def read_cause(store: dist.Store) -> Cause | None:
     return Cause(**json.loads(store.get(CAUSE).decode().partition(" ")[2]))
 
 
-def read_doing(store: dist.Store) -> str:
-    return store.get(DOING).decode() if store.check([DOING]) else ""
+def left_early(store: dist.Store, rank: int) -> bool:
+    """Whether a rank that has ended had a watch and did not close it."""
+    return store.check([f"rank_{rank}"]) and not store.check([_left(rank)])
+
+
+def _left(rank: int) -> str:
+    """The key that says that a rank has closed its watch."""
+    return f"left_{rank}"
+
+
+def read_text(store: dist.Store, key: str) -> str:
+    """What was said (`DOING`) or handed over (`HANDED_OVER`); empty if nothing."""
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 class Watch:
@@ -68,6 +90,8 @@ class Watch:
         timeout_s: seconds without any progress until the run ends; half of them without a word
             from a rank.
         on_failure: called once with the cause before this process exits.
+        own: files of the user's code. If given, a cause says where in it the run failed or
+            stands still, with the traceback.
     """
 
     def __init__(
@@ -77,16 +101,19 @@ class Watch:
         world_size: int,
         timeout_s: float,
         on_failure: Callable[[Cause], None],
+        own: Collection[str] | None = None,
     ):
+        self._own, self._located = own, 0
         self._store, self._rank, self._world_size = store, rank, world_size
         self._timeout_s, self._on_failure = timeout_s, on_failure
         self._interval_s = min(1.0, timeout_s / 8)
-        self._place, self._count = "start", 0
+        self._beat, self._progress = 0, (0, "start")  # places passed, and the last of them
         now = time.monotonic()  # a rank that never says a word is missed from here on
         everyone = range(world_size)
         self._heard = dict.fromkeys(everyone, (0, now))  # rank -> (beat, when it changed)
         self._moved = dict.fromkeys(everyone, (0, now, "start"))  # rank -> (count, when, place)
         self._peer_is_gone = False
+        self.speak()
         self._stop = threading.Event()
         self._naming, self._leaving = threading.Lock(), threading.Lock()
         self._thread = threading.Thread(target=self._run, daemon=True, name="watch")
@@ -94,34 +121,57 @@ class Watch:
 
     def at(self, place: str) -> None:
         """This rank has come to `place`. Every rank passes the same places in the same order."""
-        self._place = place
-        self._count += 1
+        self._progress = (self._progress[0] + 1, place)
+
+    def speak(self) -> None:
+        """Publish now how far this rank has come; its thread does so once in each interval."""
+        self._beat += 1
+        count, place = self._progress
+        self._store.set(f"rank_{self._rank}", f"{self._beat} {count} {place}")
 
     def say(self, what: str) -> None:
         """Tell the launcher what this run is doing, in case that it has to tell how it ended."""
         self._store.set(DOING, what)
 
+    def hand_over(self, what: str) -> None:
+        """Leave something for the launcher, who has it with the outcome; a later one replaces it.
+
+        What rank 0 hands over counts.
+        """
+        self._store.set(HANDED_OVER, what)
+
     def close(self) -> None:
         """Only when all ranks have finished: silence of one that left looks like its death."""
         self._stop.set()
         self._thread.join()
+        with contextlib.suppress(RuntimeError):  # the process that hosts the store has gone
+            self._store.set(_left(self._rank), "")
 
     def fail(self, error: BaseException) -> None:
         """End this process because of `error`, once the first cause is known."""
         status = status_of(error)
+        cause = Cause(self._rank, status, *self._locate(error))
         if status == "oom" or not is_consequence(error):
-            self._end(Cause(self._rank, status, describe(error)))
+            self._end(cause)
         # A peer is gone: its own word, its launcher's or its silence will tell which.
         self._peer_is_gone = True
         self._stop.wait(self._interval_s * 6)
-        self._end(Cause(self._rank, status, describe(error)))
+        self._end(cause)
+
+    def _locate(self, error: BaseException) -> tuple[str, str]:
+        """Message and traceback of a cause."""
+        if self._own is None or error.__traceback__ is None:
+            return describe(error), ""
+        if isinstance(error, OSError) and not concerns_user(error, self._own):
+            return describe(error), ""  # a file that cannot be read or written: it is named
+        place = locate(error, self._own)
+        return f"{describe(error)}, at {place}", describe_traceback(error, self._own)
 
     def _run(self) -> None:
-        beat = 0
         while not self._stop.wait(self._interval_s):
-            beat += 1
             try:
-                self._store.set(f"rank_{self._rank}", f"{beat} {self._count} {self._place}")
+                self.speak()
+                self._tell_where_it_stands()
                 cause, suspicion = read_cause(self._store), self._look_around()
             except RuntimeError:  # DistError: the process that hosts the store has gone
                 if self._stop.is_set():
@@ -133,6 +183,14 @@ class Watch:
                     self._leave(cause)
             elif suspicion:
                 self._end(suspicion)
+
+    def _tell_where_it_stands(self) -> None:
+        """Publish this rank's stack when it has not moved for half of the timeout."""
+        count, seen, _ = self._moved[self._rank]
+        is_stuck = time.monotonic() - seen > self._timeout_s / 2
+        if self._own is not None and is_stuck and self._located != count + 1:
+            self._located = count + 1  # once for each place
+            self._store.set(f"stack_{self._rank}", json.dumps(locate_threads(self._own)))
 
     def _look_around(self) -> Cause | None:
         now = time.monotonic()
@@ -163,7 +221,11 @@ class Watch:
         together = count == max(c for c, _, _ in self._moved.values())
         who = "all ranks stand still" if together else "stalled"
         message = f"{who} at {place}: no progress for {self._timeout_s:g} s"
-        return Cause(NOBODY if together else rank, "timeout", message)
+        key, stack = f"stack_{rank}", ""
+        if self._store.check([key]):
+            line, stack = json.loads(self._store.get(key))
+            message += f", at {line}"
+        return Cause(NOBODY if together else rank, "timeout", message, stack)
 
     def _end(self, cause: Cause) -> None:
         """Name the cause if nobody has, and leave."""
@@ -197,7 +259,8 @@ class Watch:
 
 
 def print_cause(cause: Cause) -> None:
-    print(f"{cause.blame}{cause.message}", file=sys.stderr, flush=True)
+    lines = f"{cause.blame}{cause.message}\n" + textwrap.indent(cause.traceback, "    ")
+    print(lines.rstrip(), file=sys.stderr, flush=True)
 
 
 def status_of(error: BaseException) -> str:
@@ -209,7 +272,8 @@ def status_of(error: BaseException) -> str:
 def describe(error: BaseException) -> str:
     """One line: the type and the beginning of what it says."""
     text = " ".join(str(error).split("\n\n")[0].split())
-    return textwrap.shorten(f"{type(error).__name__}: {text}", MESSAGE_LENGTH, placeholder=" ...")
+    named = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return textwrap.shorten(named, MESSAGE_LENGTH, placeholder=" ...")
 
 
 def is_consequence(error: BaseException) -> bool:

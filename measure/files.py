@@ -9,10 +9,12 @@ Two ways of writing, for two kinds of file:
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -46,10 +48,17 @@ def replacing(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename == str(temporary):
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     _sync_folder(path.parent)
+
+
+def say_unwritten(path: str | Path, error: OSError, consequence: str = "") -> None:
+    """Print on stderr, in one line, that a file could not be written, and what follows."""
+    reason = error.strerror or str(error)
+    rest = f"; {consequence}" if consequence else ""
+    print(f"{path}: cannot be written ({reason}){rest}", file=sys.stderr, flush=True)
 
 
 def append_line(path: str | Path, text: str) -> None:
@@ -65,9 +74,12 @@ def append_line(path: str | Path, text: str) -> None:
     data = text.encode() + b"\n"
     with _locked(Path(path)) as descriptor:
         _repair_tail(descriptor)
+        size = os.fstat(descriptor).st_size
         written = os.write(descriptor, data)
         if written != len(data):
-            raise OSError(f"{path}: only {written} of {len(data)} bytes were written: disk full?")
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, size)
+            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes fit", str(path))
         os.fsync(descriptor)
 
 

@@ -9,11 +9,12 @@ _CLEAR_LINE = "\r\x1b[K"
 
 
 class Progress:
-    """A line on stderr, rewritten for each step; silent unless stderr is a terminal.
+    """A line on stderr, rewritten for each step, on a terminal only.
 
-    Call `update(label)` as each of `total` steps *starts*, and `close()` at the end; as a context
+    Call `update(label)` as each of `total` steps *starts*, and `close()` at the end. Elsewhere
+    (in the log of a job) `finished(text)` prints a line for each step that has ended. As a context
     manager it closes itself, also when an exception passes through, so that a traceback or a
-    table starts on a clean line.
+    table starts on a clean line. `done` of the steps were over before.
 
         with Progress(total=len(cells)) as progress:
             for cell in cells:
@@ -21,11 +22,18 @@ class Progress:
                 measure(cell)
     """
 
-    def __init__(self, total: int, enabled: bool | None = None, stream: TextIO | None = None):
-        self.total = total
+    def __init__(
+        self,
+        total: int,
+        enabled: bool | None = None,
+        stream: TextIO | None = None,
+        done: int = 0,
+    ):
+        self.total, self.done_before = total, done
         self.stream = sys.stderr if stream is None else stream
         self.enabled = self.stream.isatty() if enabled is None else enabled
-        self.started = 0
+        self.prints_lines = enabled is None and not self.enabled
+        self.started = done
         self.began = time.monotonic()
         self._dirty = False
 
@@ -45,6 +53,14 @@ class Progress:
         self.stream.flush()
         self._dirty = True
 
+    def finished(self, text: str) -> None:
+        """Print a line that says how the step ended that started last, without a terminal."""
+        if self.prints_lines:
+            seconds = duration(time.monotonic() - self.began)
+            line = f"{self.started} of {self.total}, after {seconds}: {' '.join(text.split())}\n"
+            self.stream.write(line)
+            self.stream.flush()
+
     def close(self) -> None:
         """Erase the line and leave the cursor at its start. A second call does nothing."""
         if self._dirty:
@@ -61,9 +77,10 @@ class Progress:
     def _remaining(self) -> str:
         """Estimate the remaining time from the mean duration of the steps that are done."""
         done = self.started - 1
-        if done < 1:
+        if done <= self.done_before:
             return ""
-        seconds = (time.monotonic() - self.began) / done * max(0, self.total - done)
+        each = (time.monotonic() - self.began) / (done - self.done_before)
+        seconds = each * max(0, self.total - done)
         return f", about {duration(seconds)} left"
 
 

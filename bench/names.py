@@ -1,0 +1,101 @@
+"""What implementations are called: in the table, in files, in the results.
+
+A plug-in, `path/to/file.py:ClassName`, is called by its class where that is enough to tell it from
+every other implementation; else by file and class, then with as many folders as it takes. A
+plug-in that is given twice has a number behind its name from the second time on.
+"""
+
+import functools
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.sharded import SHARDED
+from ddp import IMPLEMENTATIONS
+
+_NUMBER = "#"
+_RESERVED = frozenset({*IMPLEMENTATIONS, *SHARDED})
+
+
+def is_plugin(name: str) -> bool:
+    return ":" in name
+
+
+def plain(name: str) -> str:
+    """Returns what `ddp.wrap` knows the implementation as: without a number."""
+    path, separator, class_name = name.rpartition(":")
+    return path + separator + class_name.partition(_NUMBER)[0]
+
+
+def plugin_file(name: str) -> Path | None:
+    """Returns the absolute path of a plug-in's file; None for what is built in."""
+    return Path(plain(name).rpartition(":")[0]).absolute() if is_plugin(name) else None
+
+
+def class_of(name: str) -> str:
+    """Returns the name itself, or that of a plug-in's class, with its number."""
+    return name.rpartition(":")[2]
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """Returns `names` with `#2` behind a plug-in that is given for the second time, and so on."""
+    seen: Counter = Counter()
+    found = []
+    for name in names:
+        seen[_identity(name)] += 1
+        number = seen[_identity(name)]
+        found.append(f"{name}{_NUMBER}{number}" if is_plugin(name) and number > 1 else name)
+    return found
+
+
+@functools.cache
+def titles(names: tuple[str, ...]) -> dict[str, str]:
+    """Returns what each implementation is called in table, pictures and files of traces.
+
+    Titles differ, also as names of files (`file_stem`), whatever the case of their letters.
+    """
+    spellings = {_identity(name): _spellings(name) for name in names if is_plugin(name)}
+    found = {}
+    for name in names:
+        found[name] = name
+        if is_plugin(name):
+            own = spellings[_identity(name)]
+            others = {_bare(title) for title in _RESERVED}
+            others |= {_bare(t) for more in spellings.values() if more is not own for t in more}
+            title = next((title for title in own if _bare(title) not in others), own[-1])
+            found[name] = title + name[len(plain(name)) :]
+    return found
+
+
+def file_stem(title: str) -> str:
+    return re.sub(r"[^\w.-]", "_", title)
+
+
+@functools.cache
+def source_digest(name: str) -> str | None:
+    """Of a plug-in's file: an edited one is another implementation, and is measured anew."""
+    file = plugin_file(name)
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file else None
+
+
+def _identity(name: str) -> tuple[Path | None, str]:
+    """The same for all ways of naming one class of one file."""
+    file = plugin_file(name)
+    return file and file.resolve(), class_of(plain(name))
+
+
+def _spellings(name: str) -> list[str]:
+    """`Mine`, `file.Mine`, `folder/file.Mine` and so on, the shortest first."""
+    file, class_name = _identity(name)
+    folders = file.parts[1:-1]
+    long = [
+        f"{'/'.join((*folders[len(folders) - depth :], file.stem))}.{class_name}"
+        for depth in range(len(folders) + 1)
+    ]
+    return [class_name, *long]
+
+
+def _bare(title: str) -> str:
+    return file_stem(title).casefold()
