@@ -9,6 +9,8 @@ python benchmark_ddp.py --help                  everything else
 import sys
 
 from bench.main import main
+from lm.runtime import is_first_of_host
+from measure.command_line import ending_quietly
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main, speaks=is_first_of_host)())

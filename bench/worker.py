@@ -15,7 +15,7 @@ from bench.options import NOT_PRIVATE
 from bench.settings import Settings, Subject
 from bench.training import building, max_over_ranks, train
 from ddp import Unavailable
-from lm.runtime import PeakMemory, StepClock, Worker, invocation, typed_command
+from lm.runtime import PeakMemory, StepClock, Worker, has_parent, invocation, typed_command
 from lm.watch import Cause, Watch
 from measure import (
     FINISHED,
@@ -131,7 +131,11 @@ class Benchmark:
 
     def on_failure(self, cause: Cause) -> None:
         if self.worker.is_first and self._doing:
-            record_failure(self.settings, failure_row(self._doing, cause))
+            try:
+                record_failure(self.settings, failure_row(self._doing, cause))
+            except OSError as error:
+                if not has_parent():  # which tries it again, and says it
+                    say_unwritten(Results(self.settings.output_dir).path, error)
 
     def run(self) -> None:
         cells = self._agree_on(self._unfinished())

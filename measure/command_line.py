@@ -1,6 +1,7 @@
 """What command lines have in common: a wrong option is answered by one line and exit status 2."""
 
 import argparse
+import errno
 import functools
 import math
 import os
@@ -9,10 +10,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # what shells report for Ctrl-C, 128 + SIGINT
+UNWRITABLE = 1
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 NOBODY_READS = 141  # and for `| head`, 128 + SIGPIPE
 
 
@@ -33,8 +36,9 @@ class Parser(argparse.ArgumentParser):
 def ending_quietly(
     main: Callable[..., int] | None = None, *, speaks: Callable[[], bool] = lambda: True
 ) -> Callable[..., Any]:
-    """Decorate a program's `main`: Ctrl-C is the line `interrupted` and status 130, and output that
-    nobody reads any more (`| head`) ends it without a word, with status 141.
+    """Decorate a program's `main`: Ctrl-C is the line `interrupted` and status 130, output that
+    nobody reads any more (`| head`) ends it without a word, with status 141, and output that cannot
+    be written (to a full disk) ends it with one line and status 1.
 
     `speaks`: see `Parser`.
     """
@@ -56,6 +60,13 @@ def ending_quietly(
             if not _close_unread():
                 raise  # another pipe than the output
             return NOBODY_READS
+        except OSError as error:
+            if error.filename is not None or error.errno not in _FULL:
+                raise  # another file than the output
+            _discard(sys.stdout)
+            if speaks():
+                print(f"the output cannot be written: {error.strerror}", file=sys.stderr)
+            return UNWRITABLE
 
     return run
 
@@ -76,9 +87,13 @@ def _close_unread() -> bool:
         poll.register(stream.fileno(), 0)  # errors are reported unasked
         if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
             found = True
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), stream.fileno())
+            _discard(stream)
     return found
+
+
+def _discard(stream: TextIO) -> None:
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def refuse(program: str, error: Exception | str, speaks: bool = True) -> int:

@@ -1,5 +1,6 @@
 """Record a trace: torch.profiler with the options that the rest of this room reads."""
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,4 +34,14 @@ def profile(
         if device_type == "cuda":
             torch.cuda.synchronize()  # kernels still in flight belong to the trace
     with written_whole(trace_path) as temporary:
+        _export(profiler, temporary, Path(trace_path))
+
+
+def _export(profiler: torch.profiler.profile, temporary: Path, path: Path) -> None:
+    """Raises OSError if the trace is not there afterwards: the profiler says nothing of that."""
+    try:
         profiler.export_chrome_trace(str(temporary))
+        if not temporary.exists():
+            raise OSError(errno.EIO, "the trace could not be written; is the disk full?", str(path))
+    finally:
+        temporary.with_name(f"{temporary.name}.tmp").unlink(missing_ok=True)  # the profiler's own
