@@ -15,7 +15,7 @@ from lm.runtime import StepClock, Worker
 from lm.watch import Cause, Watch
 from measure import Progress, write_atomically
 from measure.files import say_unwritten
-from tracing import Trace, draw_timeline, load_trace, overlap, phase, profile, slowest_operators
+from tracing import Trace, draw_timeline, load_traces, overlap, phase, profile, slowest_operators
 from tracing import write_summary as write_summary_file
 
 MIB = 1 << 20
@@ -104,7 +104,7 @@ class Profiling:
     def _summarize(self, subject: Subject) -> None:
         """Print the figures, then write: what cannot be written has been seen at least."""
         files = self._trace_files(subject)
-        traces = [load_trace(path) for path in files]
+        traces = load_traces(files)
         self._print_figures(subject, traces)
         settings = self.settings
         configuration = {
@@ -192,7 +192,8 @@ class Profiling:
         share = measured.overlap_fraction
         print(
             f"{subject.label}: step {measured.span / 1e3:.2f} ms, communication "
-            f"{measured.communication / 1e3:.2f} ms, exposed {measured.exposed / 1e3:.2f} ms"
+            f"{measured.communication / 1e3:.2f} ms, exposed {measured.exposed / 1e3:.2f} ms, "
+            f"waiting {measured.waiting / 1e3:.2f} ms"
             + ("" if share is None else f", overlap {share:.0%}")
             + f" (rank 0, mean of {whole.steps} steps, {measured.basis})",
             flush=True,
@@ -204,7 +205,7 @@ class Profiling:
         if len(subjects) > 1:
             picture = self.folder / "all_timeline.png"
             paths = {subject.label: self._trace_files(subject) for subject in subjects}
-            traces = {name: [load_trace(path) for path in own] for name, own in paths.items()}
+            traces = {name: load_traces(own) for name, own in paths.items()}
             self._draw(traces, picture)
             if picture.exists():
                 print(f"picture of all: {picture}")

@@ -68,9 +68,9 @@ def _draw(settings: Settings, rows: list[dict], subtitle: str) -> Path:
     has_price = any(row.get("ratio_to_ordinary") for row in rows)
     labels = {row["label"] for row in rows}
     reference = WITHOUT_PRIVACY if has_price else REFERENCE if REFERENCE in labels else None
-    heading = "Step time, and what communication adds to it"
+    heading = "Step time, and the exposed communication in it"
     if settings.has_private:
-        heading = "Step time with privacy and without, and what communication adds"
+        heading = "Step time with privacy and without, and the exposed communication in it"
     draw_comparison(
         [_for_picture(row, has_price) for row in rows],
         picture,
@@ -284,7 +284,8 @@ def _legend(rows: list[dict], device: str, settings: Settings) -> str:
         f"whole batch ({FLOOR}: on its own shard); wrong above {TOLERANCE:g}",
         "step          of the slowest rank: median over all timed steps, with its spread; "
         "warmup is not timed",
-        f"exposed       what communication adds, by waiting and by contention: step minus {FLOOR}",
+        f"exposed       communication that computation does not hide, as step minus {FLOOR} (see "
+        "PROFILING.md, Exposed communication)",
         "×             ratio of step times, below 1 is faster; [95 %]: confidence interval over "
         "the rounds",
         "calls, sent   collectives that a step starts, and bytes of gradients handed to them; –: "

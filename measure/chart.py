@@ -1,7 +1,7 @@
 """The comparison picture: one horizontal bar of step time per row, with its spread and doubt.
 
 How to read it, and how it is drawn: a bar ends at the median step time. Its first part is what the
-baseline row needs too, the second, in the warning colour, is what communication adds. Small dots
+baseline row needs too, the second, in the warning colour, is exposed communication. Small dots
 are the raw steps, the line across them is the spread. Behind the bar stand the ratios; on the
 right, where it is known, peak memory. A row that has no time says why, in words.
 """
@@ -219,8 +219,8 @@ def _write_head(
     handles = []
     if exposed:
         handles += [
-            Patch(color=_FLOOR, label="computation (what remains without it)"),
-            Patch(color=_EXPOSED, label="added by communication"),
+            Patch(color=_FLOOR, label="computation"),
+            Patch(color=_EXPOSED, label=f"exposed communication{_minus(baseline)}"),
         ]
     if baseline is not None:
         name = f"{_shorten(_name(baseline), 14)}: the floor"
@@ -238,11 +238,16 @@ def _write_head(
         )
 
 
+def _minus(baseline: str | None) -> str:
+    """How exposed communication was measured, for the legend."""
+    return "" if baseline is None else f": step minus {_shorten(_name(baseline), 14)}"
+
+
 def _sentence(floor: str | None, exposed: bool, reference: str | None) -> str:
     """What to read off, for those who show the picture."""
     parts = ["Shorter bars are faster, and dots far from a bar's end are steps that were disturbed"]
     if exposed:
-        parts.append("the orange end of a bar is time that communication adds")
+        parts.append("the orange end of a bar is exposed communication, what communication adds")
     if floor is not None:
         parts.append(f"no bar can be expected to end left of the dashed line ({_name(floor)})")
     if reference is not None:

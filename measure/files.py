@@ -48,7 +48,8 @@ def replacing(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
+        unnamed = isinstance(error, OSError) and error.errno is not None
+        if unnamed and error.filename in (None, str(temporary)):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     _sync_folder(path.parent)

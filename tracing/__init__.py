@@ -1,8 +1,9 @@
 """From a profiler's trace to the picture: trace → intervals → overlap → timeline.
 
 Read in this order: `intervals` (time as sets), `trace` with `cpu_rules` and `gpu_rules` (what is
-computation, what is communication), `overlap` (the numbers), `timeline` (the picture). `phases`
-and `profiler` are for the code that is being measured. This package knows no other room.
+computation, what is communication), `waiting` (for a slower rank), `overlap` (the numbers),
+`timeline` (the picture). `phases` and `profiler` are for the code that is being measured. This
+package knows no other room.
 """
 
 from .overlap import Overlap, overlap, steps
@@ -11,6 +12,7 @@ from .profiler import profile
 from .summary import OperatorRow, slowest_operators, write_summary
 from .timeline import draw_timeline
 from .trace import Trace, load_trace
+from .waiting import load_traces
 
 __all__ = [
     "PHASES",
@@ -19,6 +21,7 @@ __all__ = [
     "Trace",
     "draw_timeline",
     "load_trace",
+    "load_traces",
     "overlap",
     "phase",
     "profile",

@@ -32,6 +32,15 @@ CALLER_SIDE = ("c10d::", "_c10d_functional::")
 WRAPPERS = ("autograd::", "torch::autograd::")
 
 
+def collectives(events: list[dict]) -> dict[str, list[Interval]]:
+    """Name → intervals, in order."""
+    found: dict[str, list[Interval]] = {}
+    for event in events:
+        if event["name"].startswith(COLLECTIVES):
+            found.setdefault(event["name"], []).append((event["start"], event["end"]))
+    return {name: sorted(calls) for name, calls in found.items()}
+
+
 def classify(events: list[dict]) -> tuple[list[Interval], list[Interval]]:
     """(computation, communication), each sorted; computation is merged per thread."""
     collectives = [e for e in events if e["name"].startswith(COLLECTIVES)]

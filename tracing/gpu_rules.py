@@ -32,6 +32,16 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 
+def collectives(events: list[dict]) -> dict[str, list[Interval]]:
+    """Name → intervals, in order: projected ranges, and NCCL's kernels."""
+    ranges = _side_ranges(events)
+    kernels = [e for e in _split(events, ranges)[1] if "nccl" in e["name"].lower()]
+    found: dict[str, list[Interval]] = {}
+    for event in ranges + kernels:
+        found.setdefault(event["name"], []).append((event["start"], event["end"]))
+    return {name: sorted(calls) for name, calls in found.items()}
+
+
 def classify(events: list[dict]) -> tuple[list[Interval], list[Interval]]:
     """(computation, communication), each sorted and not merged."""
     side_ranges = _side_ranges(events)

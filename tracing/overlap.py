@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from .intervals import Interval, difference, intersection, total, union
 from .trace import Trace
 
+TIMES = ("span", "computation", "communication", "overlapped", "exposed", "waiting", "idle")
+
 
 @dataclass(frozen=True)
 class Overlap:
@@ -15,7 +17,12 @@ class Overlap:
         communication            ░░░░░░░░░░░░
         overlapped               ████████           communication ∩ computation
         exposed                          ░░░░       communication − computation
-        idle            ─                    ───    ──── neither
+        waiting                              ww     a collective that a slower rank has not begun
+        idle            ─                      ─    ──── none of these
+
+    computation + exposed + waiting + idle = span. Exposed communication, here and wherever the word
+    is used, is what PROFILING.md defines under that heading. waiting is 0 unless the trace was read
+    together with those of the other ranks (`load_traces`): it is part of communication then.
 
     overlap_fraction is overlapped / communication, None if nothing was communicated.
     phases has the total time of each phase; steps counts the steps in the span, 0 if unknown.
@@ -26,6 +33,7 @@ class Overlap:
     communication: float
     overlapped: float
     exposed: float
+    waiting: float
     idle: float
     phases: dict[str, float]
     steps: int
@@ -39,8 +47,7 @@ class Overlap:
         """The same as averages over the steps; None if the trace does not tell its steps."""
         if not self.steps:
             return None
-        times = ("span", "computation", "communication", "overlapped", "exposed", "idle")
-        averages = {name: getattr(self, name) / self.steps for name in times}
+        averages = {name: getattr(self, name) / self.steps for name in TIMES}
         phases = {name: time / self.steps for name, time in self.phases.items()}
         return Overlap(**averages, phases=phases, steps=1, basis=self.basis)
 
@@ -50,6 +57,7 @@ def overlap(trace: Trace, window: Interval | None = None) -> Overlap:
     inside = [window or trace.span]
     computation = intersection(trace.computation, inside)
     communication = intersection(trace.communication, inside)
+    waiting = intersection(trace.waiting, inside)
     overlapped = intersection(communication, computation)
     return Overlap(
         span=total(inside),
@@ -57,7 +65,8 @@ def overlap(trace: Trace, window: Interval | None = None) -> Overlap:
         communication=total(communication),
         overlapped=total(overlapped),
         exposed=total(difference(communication, computation)),
-        idle=total(difference(inside, union(computation + communication))),
+        waiting=total(difference(waiting, computation)),
+        idle=total(difference(inside, union(computation + communication + waiting))),
         phases={name: total(intersection(p, inside)) for name, p in trace.phases.items()},
         steps=sum(inside[0][0] <= start < inside[0][1] for start, _ in steps(trace)),
         basis=trace.basis,

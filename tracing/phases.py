@@ -18,6 +18,7 @@ PHASES = (
 EPOCH_PREFIX = "epoch_"
 LAYER_PREFIXES = ("norm/", "sum/")  # of one layer's part of a private backward
 COMMUNICATION_PREFIX = "communication:"
+BOOT = "boot_id"  # a trace's entry that says on which host's clock it was recorded
 
 
 def phase(name: str) -> torch.profiler.record_function:

@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from .files import written_whole
+from .phases import BOOT
 
 # The profiler's own log goes to stderr, from 2.13 on with a line at each start and stop.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -30,11 +31,21 @@ def profile(
     with torch.profiler.profile(
         activities=activities, profile_memory=memory, record_shapes=False, acc_events=True
     ) as profiler:
+        if boot := _boot():
+            profiler.add_metadata(BOOT, boot)
         yield profiler
         if device_type == "cuda":
             torch.cuda.synchronize()  # kernels still in flight belong to the trace
     with written_whole(trace_path) as temporary:
         _export(profiler, temporary, Path(trace_path))
+
+
+def _boot() -> str | None:
+    """Tells a host, between two starts of it, from all others; None where it is not known."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
 
 
 def _export(profiler: torch.profiler.profile, temporary: Path, path: Path) -> None:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .files import written_whole
-from .overlap import Overlap, overlap
+from .overlap import TIMES, Overlap, overlap
 from .phases import EPOCH_PREFIX, LAYER_PREFIXES, PARTS_OF_BACKWARD, PARTS_OF_SHARDED, PHASES
 from .trace import Trace
+from .waiting import share_clock
 
 RANGES = (EPOCH_PREFIX, *LAYER_PREFIXES, "norm_reduce/", "FSDP::")
 
@@ -59,7 +60,7 @@ def write_summary(
     sections = [
         [title, "=" * len(title)],
         _section("Configuration", [f"{name:<28} {value}" for name, value in configuration.items()]),
-        _section("Computation and communication, ms per step", _overlap_table(measured)),
+        _section("Computation and communication, ms per step", _overlap_table(measured, traces)),
         _section("Time per phase, ms per step", _phase_table(measured, traces)),
         *([_section("Launches of one step, rank 0", list(launches))] if launches else []),
         *([_section("Plan of a private step, rank 0", list(plan))] if plan else []),
@@ -77,14 +78,15 @@ def _section(title: str, lines: list[str]) -> list[str]:
     return [title, "-" * len(title), *lines]
 
 
-def _overlap_table(measured: dict[int, Overlap]) -> list[str]:
-    columns = ("span", "computation", "communication", "overlapped", "exposed", "idle")
-    lines = [
-        f"{'rank':<6}" + "".join(f"{c:>15}" for c in ("step", *columns[1:])) + f"{'overlap':>10}"
-    ]
+def _overlap_table(measured: dict[int, Overlap], traces: list[Trace]) -> list[str]:
+    titles = ("step", *TIMES[1:])
+    widths = [max(len(title) + 2, 11) for title in titles]
+    heading = "".join(f"{title:>{width}}" for title, width in zip(titles, widths, strict=True))
+    lines = [f"{'rank':<6}{heading}{'overlap':>10}"]
     for rank, whole in measured.items():
         step = whole.per_step() or whole
-        times = "".join(f"{getattr(step, column) / 1000:>15.3f}" for column in columns)
+        columns = zip(TIMES, widths, strict=True)
+        times = "".join(f"{getattr(step, name) / 1000:>{width}.3f}" for name, width in columns)
         fraction = step.overlap_fraction
         share = "none" if fraction is None else f"{fraction:.1%}"
         lines.append(f"{rank:<6}{times}{share:>10}")
@@ -97,7 +99,14 @@ def _overlap_table(measured: dict[int, Overlap]) -> list[str]:
         f"Basis: {', '.join(bases)}. Averages over {steps} step(s)."
         if counts != [0]
         else f"Basis: {', '.join(bases)}. The trace does not tell its steps: whole span.",
-        "exposed = communication while nothing computes; overlap = overlapped / communication.",
+        "step = computation + exposed + waiting + idle; overlap = overlapped / communication.",
+        "exposed: communication while this rank computes nothing (PROFILING.md, Exposed "
+        "communication).",
+        "waiting: in a collective that a slower rank has not begun, while this rank computes "
+        "nothing."
+        if share_clock(traces)
+        else "waiting: not known; it takes the traces of all ranks, on one host's clock. It is in "
+        "communication.",
     ]
 
 
@@ -128,7 +137,7 @@ def _how_to_open(trace_files: list[str]) -> list[str]:
         *[f"  {file}" for file in trace_files],
         "In Chrome open chrome://tracing and press Load, or drop a file on https://ui.perfetto.dev",
         "(it stays on your machine). Keys W, S zoom, A, D move. Look for the range backward_pass:",
-        "communication that goes on after its end is what the step waits for.",
+        "communication that goes on after its end is not hidden by it.",
     ]
 
 

@@ -1,9 +1,10 @@
 """The picture: one training step of each implementation, under each other on one time axis.
 
 One panel per implementation, one lane per rank; in each lane computation above, communication
-below it. Communication that computation hides is pale, communication that the step waits for is
-strong and hatched. So a synchronous variant is seen, without reading, as a strong block after the
-end of backward, and an overlapped one as a pale block under it.
+below it. Communication that computation hides is pale, exposed communication is strong and hatched.
+So a synchronous variant is seen, without reading, as a strong block after the end of backward, and
+an overlapped one as a pale block under it. A rank that waits for a slower one has a grey, dotted
+block, which ends where the slower rank begins the same collective: all lanes have one clock.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .intervals import Interval, difference, intersection, union
 from .overlap import Overlap, overlap, steps
 from .phases import PARTS_OF_BACKWARD
 from .trace import Trace
+from .waiting import share_clock
 
 if TYPE_CHECKING:  # ranks that draw nothing start half a second earlier
     from matplotlib.axes import Axes
@@ -29,6 +31,8 @@ MAX_LANES = 4
 COMPUTATION = "#0072B2"
 HIDDEN = "#F3C7A4"
 EXPOSED = "#D55E00"
+WAITING = "#BDBDBD"
+QUIET = "#6B6B6B"
 INK = "#222222"
 TINTS = {  # phase: (label, background, label's colour)
     "forward_pass": ("forward", "#E4EEF8", "#35608A"),
@@ -51,13 +55,18 @@ ROWS = {"computation": (0.52, 0.40), "communication": (0.08, 0.40)}  # (bottom, 
 
 @dataclass(frozen=True)
 class Lane:
-    """One step of one rank, in milliseconds from the step's start."""
+    """One step of one rank, in milliseconds from the start of the first rank's step.
+
+    Without a common clock, from this rank's own start. `waiting` that computation hides is left
+    out: nothing is lost by it.
+    """
 
     rank: int
-    length: float
+    end: float
     computation: list[Interval]
     hidden: list[Interval]
     exposed: list[Interval]
+    waiting: list[Interval]
     phases: dict[str, list[Interval]]
 
 
@@ -76,17 +85,14 @@ def timeline_figure(traces: dict[str, list[Trace]], title: str) -> Figure:
     if empty or not traces:
         raise ValueError(f"draw_timeline: no trace of {', '.join(empty) or 'any implementation'}")
     windows = {name: representative_step(ranks) for name, ranks in traces.items()}
-    panels = {
-        name: [_lane(t, w) for t, w in zip(ranks, windows[name], strict=True)]
-        for name, ranks in traces.items()
-    }
+    panels = {name: _lanes(ranks, windows[name]) for name, ranks in traces.items()}
     figure, all_axes = _empty_figure([len(lanes[:MAX_LANES]) for lanes in panels.values()])
-    axis_end = max(lane.length for lanes in panels.values() for lane in lanes[:MAX_LANES])
+    axis_end = max(lane.end for lanes in panels.values() for lane in lanes[:MAX_LANES])
     for axes, (name, lanes) in zip(all_axes, panels.items(), strict=True):
         measured = [overlap(t, w) for t, w in zip(traces[name], windows[name], strict=True)]
         _draw_panel(axes, lanes[:MAX_LANES], axis_end)
         _write_figures(axes, name, measured, len(lanes[:MAX_LANES]))
-    all_axes[-1].set_xlabel("milliseconds since the step's forward pass began", fontsize=9)
+    all_axes[-1].set_xlabel("milliseconds since the step's first forward pass began", fontsize=9)
     all_axes[-1].tick_params(labelbottom=True)
     _draw_frame(figure, title, traces)
     return figure
@@ -106,18 +112,24 @@ def representative_step(traces: list[Trace]) -> list[Interval]:
     return [windows[median] for windows in per_rank]
 
 
-def _lane(trace: Trace, window: Interval) -> Lane:
+def _lanes(traces: list[Trace], windows: list[Interval]) -> list[Lane]:
+    first = min(start for start, _ in windows)
+    together = share_clock(traces)
+    return [_lane(t, w, first if together else w[0]) for t, w in zip(traces, windows, strict=True)]
+
+
+def _lane(trace: Trace, window: Interval, start: float) -> Lane:
     def in_window(intervals: list[Interval]) -> list[Interval]:
-        start = window[0]
         inside = intersection(intervals, [window])
         return [((a - start) / 1000, (b - start) / 1000) for a, b in inside]
 
     return Lane(
         rank=trace.rank,
-        length=(window[1] - window[0]) / 1000,
+        end=(window[1] - start) / 1000,
         computation=in_window(union(trace.computation)),
         hidden=in_window(intersection(trace.communication, trace.computation)),
         exposed=in_window(difference(trace.communication, trace.computation)),
+        waiting=in_window(difference(trace.waiting, trace.computation)),
         phases={name: in_window(found) for name, found in trace.phases.items()},
     )
 
@@ -127,7 +139,7 @@ def _empty_figure(lane_counts: list[int]) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure
 
     heights = [HEADER + LANE * max(count, 2) for count in lane_counts]
-    top, bottom, gap = 0.78, 0.72, 0.12
+    top, bottom, gap = 0.78, 0.86, 0.12
     height = top + bottom + sum(heights) + gap * (len(heights) - 1)
     figure = Figure(figsize=(WIDTH, height))
     all_axes, y = [], height - top
@@ -161,6 +173,8 @@ def _draw_lane(axes: Axes, lane: Lane, bottom: float, height: float) -> None:
         bars(lane.phases.get(phase, []), (0, 0.98), facecolor=tint, linewidth=0)
     bars(lane.computation, ROWS["computation"], facecolor=COMPUTATION, linewidth=0)
     bars(lane.hidden, ROWS["communication"], facecolor=HIDDEN, linewidth=0)
+    style = {"facecolor": WAITING, "edgecolor": "white", "hatch": "....", "linewidth": 0}
+    bars(lane.waiting, ROWS["communication"], **style)
     style = {"facecolor": EXPOSED, "edgecolor": "white", "hatch": "/////", "linewidth": 0}
     bars(lane.exposed, ROWS["communication"], **style)
     for _, end in lane.phases.get("backward_pass", []):
@@ -191,8 +205,11 @@ def _write_figures(axes: Axes, name: str, measured: list[Overlap], drawn: int) -
     lines = [
         (f"step {fmean(m.span for m in measured) / 1000:.1f} ms", INK, "bold"),
         (f"exposed {fmean(m.exposed for m in measured) / 1000:.1f} ms", EXPOSED, "bold"),
+        (f"waiting {fmean(m.waiting for m in measured) / 1000:.1f} ms", QUIET, "bold"),
         (f"{fmean(fractions):.0%} hidden" if fractions else "no communication", INK, "normal"),
     ]
+    if not any(m.waiting for m in measured):
+        del lines[2]
     for row, (text, colour, weight) in enumerate(lines):
         axes.annotate(
             text,
@@ -216,12 +233,18 @@ def _draw_frame(figure: Figure, title: str, traces: dict[str, list[Trace]]) -> N
     figure.text(0.012, 1 - 0.08 / inches, title, fontsize=13, weight="bold", va="top", color=INK)
     handles = [
         Patch(facecolor=COMPUTATION, label="computation"),
-        Patch(facecolor=HIDDEN, label="communication, hidden behind it"),
+        Patch(facecolor=HIDDEN, label="hidden communication"),
         Patch(
             facecolor=EXPOSED,
             edgecolor="white",
             hatch="/////",
-            label="communication, exposed: the step waits",
+            label="exposed communication",
+        ),
+        Patch(
+            facecolor=WAITING,
+            edgecolor="white",
+            hatch="....",
+            label="waiting for a slower rank",
         ),
         Line2D([], [], color=INK, linewidth=1.6, label="end of backward"),
     ]
@@ -229,15 +252,18 @@ def _draw_frame(figure: Figure, title: str, traces: dict[str, list[Trace]]) -> N
         handles=handles,
         loc="upper left",
         bbox_to_anchor=(0.004, 1 - 0.32 / inches),
-        ncols=4,
+        ncols=5,
         fontsize=9,
         frameon=False,
         handlelength=1.4,
         columnspacing=1.4,
     )
     bases = sorted({trace.basis for ranks in traces.values() for trace in ranks})
+    one_clock = all(share_clock(ranks) for ranks in traces.values())
+    clock = "all ranks on one clock" if one_clock else "each rank from its own start"
     note = (
-        f"Measured from {', '.join(bases)}. The step of median length, each rank from its own "
-        "start; numbers are means over ranks."
+        f"Measured from {', '.join(bases)}. The step of median length, {clock}; numbers are means "
+        "over ranks.\nHidden: the rank computes at the same time. Exposed: it computes nothing. "
+        "Waiting: nothing, and a slower rank has not begun the collective."
     )
     figure.text(0.012, 0.06 / inches, note, fontsize=8, va="bottom", color="#555555")

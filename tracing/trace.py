@@ -3,12 +3,12 @@
 import gzip
 import json
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import cpu_rules, gpu_rules
 from .intervals import Interval
-from .phases import EPOCH_PREFIX, LAYER_PREFIXES, PHASES
+from .phases import BOOT, EPOCH_PREFIX, LAYER_PREFIXES, PHASES
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,10 @@ class Trace:
     epochs         name of the epoch's range → its intervals, always on the CPU thread
     span           first forward pass to the end of the last optimizer step
     layers         name of a layer's range → time of what was launched in it, all steps together
+    collectives    name of a collective → its intervals, in order
+    clock          equal for traces whose times can be compared; None if it is not known
+    group_sizes    numbers of ranks of the process groups that there were
+    waiting        parts of collectives before the last rank began them: see `waiting`
     """
 
     rank: int
@@ -35,6 +39,10 @@ class Trace:
     epochs: dict[str, list[Interval]]
     span: Interval
     layers: dict[str, float]
+    collectives: dict[str, list[Interval]] = field(default_factory=dict)
+    clock: tuple | None = None
+    group_sizes: frozenset[int] = frozenset()
+    waiting: list[Interval] = field(default_factory=list)
 
 
 def load_trace(path: str | Path) -> Trace:
@@ -55,8 +63,9 @@ def load_trace(path: str | Path) -> Trace:
         raise ValueError(f"{path}: the trace holds no operator and no kernel; profile again")
     epochs = _ranges(events, lambda name: name.startswith(EPOCH_PREFIX))
     phases, phase_basis = rules.place_phases(events, _ranges(events, PHASES.__contains__))
+    ranks = document.get("distributedInfo") or {}
     return Trace(
-        rank=(document.get("distributedInfo") or {}).get("rank", 0),
+        rank=ranks.get("rank", 0),
         basis=rules.BASIS,
         computation=computation,
         communication=communication,
@@ -65,7 +74,16 @@ def load_trace(path: str | Path) -> Trace:
         epochs=epochs,
         span=_span(phases, epochs, computation + communication),
         layers=rules.time_in(events, _ranges(events, lambda name: name.startswith(LAYER_PREFIXES))),
+        collectives=rules.collectives(events),
+        clock=_clock(document),
+        group_sizes=frozenset(len(g.get("ranks") or ()) for g in ranks.get("pg_config") or ()),
     )
+
+
+def _clock(document: dict) -> tuple | None:
+    """The host since it was started, and the time that is called 0 in the trace."""
+    found = document.get(BOOT), document.get("baseTimeNanoseconds", 0)
+    return None if found[0] is None else found
 
 
 def _read_json(path: Path) -> dict:

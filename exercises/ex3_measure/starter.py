@@ -13,8 +13,9 @@ What
         idle                                ▁▁▁    ▁▁▁▁▁   neither
 
 Why it matters
-    "Exposed" is the price of data parallelism, and the number that every later step tries to
-    lower. Two kernels may run at once on two streams. Who adds up the lengths of all intervals
+    Exposed communication is the price of data parallelism, and the number that every later step
+    tries to lower. PROFILING.md defines it, under that heading, and says how the benchmark measures
+    it. Two kernels may run at once on two streams. Who adds up the lengths of all intervals
     counts such a moment twice and finds more computation than there was time.
 
 Rules
