@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -151,23 +150,19 @@ def work(settings: Settings, hardware: Hardware, options: argparse.Namespace) ->
 def print_report(
     settings: Settings, world_size: int, device: str, unwritten: Sequence[dict] = ()
 ) -> int:
-    """Print the table, then draw; the exit status.
+    """Print the table, then write picture and page; the exit status.
 
     `unwritten`: rows that the results' file did not take.
     """
-    found = report(settings, world_size, device, unwritten)
-    print(found.text, flush=True)
-    status = 1 if unwritten else found.status
-    writers = {"picture": found.draw, "report": partial(write_report, settings.output_dir)}
-    for kind, write in writers.items():
-        try:
-            print(f"{kind}: {write()}", flush=True)
-        except OSError as error:
-            say_unwritten(error.filename or settings.output_dir, error)
-            status = 1
-        except ValueError as error:  # no row could be written: see `unwritten`
-            print(f"no {kind}: {' '.join(str(error).split())}", file=sys.stderr)
-            status = 1
+    _, status = report(settings, world_size, device, unwritten)
+    try:
+        print(f"report: {write_report(settings.output_dir)}", flush=True)
+    except OSError as error:
+        say_unwritten(error.filename or settings.output_dir, error)
+        return 1
+    except ValueError as error:  # of results that could not be written: see `unwritten`
+        print(f"no report: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
     return status
 
 

@@ -6,7 +6,6 @@ plug-in that is given twice has a number behind its name from the second time on
 """
 
 import functools
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -71,13 +70,6 @@ def titles(names: tuple[str, ...]) -> dict[str, str]:
 
 def file_stem(title: str) -> str:
     return re.sub(r"[^\w.-]", "_", title)
-
-
-@functools.cache
-def source_digest(name: str) -> str | None:
-    """Of a plug-in's file: an edited one is another implementation, and is measured anew."""
-    file = plugin_file(name)
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file else None
 
 
 def _identity(name: str) -> tuple[Path | None, str]:

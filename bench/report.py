@@ -2,9 +2,8 @@
 
 import math
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bench.gate import FLOOR, TOLERANCE, tolerance
@@ -24,6 +23,7 @@ from measure import (
     ratio,
     summarize,
 )
+from measure.files import say_unwritten
 from measure.statistics import NOISY
 
 REFERENCE = "torch_ddp"
@@ -31,21 +31,16 @@ WITHOUT_PRIVACY = "not private"  # what the price of privacy is relative to, in 
 MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class Report:
-    """What is printed, the exit status, and what writes the picture and returns its path."""
-
-    text: str
-    status: int
-    draw: Callable[[], Path]
-
-
 def report(
     settings: Settings, world_size: int, device: str, unwritten: Sequence[dict] = ()
-) -> Report:
-    """The exit status is 1 if a gradient was wrong or a cell failed.
+) -> tuple[str, int]:
+    """Print the comparison, then draw it: a picture that cannot be written costs no table.
 
-    `unwritten`: rows that are measured and not in the results' file.
+    Returns what was printed, and the exit status: 1 if a gradient was wrong, a cell failed, or
+    something could not be written.
+
+    Args:
+        unwritten: rows that are measured and not in the results' file.
     """
     rows = comparison(settings, world_size, device, unwritten)
     title = (
@@ -59,12 +54,19 @@ def report(
     parts += [_plans(rows)] if settings.show_plan else []
     parts += [f"{row['name']}: {row['detail']}" for row in rows if row.get("detail")]
     text = "\n\n".join([*parts, f"results: {Results(settings.output_dir).path}"])
-    status = int(any(_is_bad(row) for row in rows))
-    return Report(text, status, partial(_draw, settings, rows, title))
-
-
-def _draw(settings: Settings, rows: list[dict], subtitle: str) -> Path:
+    print(text, flush=True)
+    status = int(any(_is_bad(row) for row in rows) or bool(unwritten))
     picture = settings.output_dir / "comparison.png"
+    try:
+        _draw(settings, rows, title, picture)
+        print(f"picture: {picture}", flush=True)
+    except OSError as error:
+        say_unwritten(picture, error)
+        status = 1
+    return text, status
+
+
+def _draw(settings: Settings, rows: list[dict], subtitle: str, picture: Path) -> None:
     has_price = any(row.get("ratio_to_ordinary") for row in rows)
     labels = {row["label"] for row in rows}
     reference = WITHOUT_PRIVACY if has_price else REFERENCE if REFERENCE in labels else None
@@ -79,7 +81,6 @@ def _draw(settings: Settings, rows: list[dict], subtitle: str) -> Path:
         baseline=FLOOR if FLOOR in labels else None,
         reference=reference,
     )
-    return picture
 
 
 def columns(rows: list[dict]) -> list[Column]:

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import hashlib
 import math
 import re
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -211,6 +212,13 @@ def mode_and_algorithm(clipping: str) -> tuple[str, str]:
     """Of `flash:width` it is ("flash", "width"), of `flash` ("flash", "auto")."""
     mode, _, algorithm = clipping.partition(":")
     return mode, algorithm or "auto"
+
+
+@functools.cache
+def source_digest(name: str) -> str | None:
+    """Of a plug-in's file: an edited one is another implementation, and is measured anew."""
+    file = plugin_file(name)
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file else None
 
 
 def batches_for(settings: Settings, rank: int, world_size: int) -> Batches:

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from bench.gate import Gate, tolerance
-from bench.names import source_digest
 from bench.options import NOT_PRIVATE
-from bench.settings import Settings, Subject
+from bench.settings import Settings, Subject, source_digest
 from bench.training import building, max_over_ranks, train
 from ddp import Unavailable
 from lm.runtime import PeakMemory, StepClock, Worker, has_parent, invocation, typed_command

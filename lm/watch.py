@@ -200,7 +200,9 @@ class Watch:
         patience = 3 * self._interval_s if self._peer_is_gone else self._timeout_s / 2
         if now - self._heard[silent][1] > patience:
             message = f"stopped responding, last seen at {self._moved[silent][2]}"
-            return Cause(silent, "error", f"{message}; rank {self._rank} waits at {self._place}")
+            return Cause(
+                silent, "error", f"{message}; rank {self._rank} waits at {self._progress[1]}"
+            )
         if now - max(when for _, when, _ in self._moved.values()) > self._timeout_s:
             return self._name_the_last()
         return None

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from bench import main as command
+from bench.names import plain
 from bench.options import EXAMPLES, Parser, parse
 from bench.settings import settings_from, source_digest
+from bench.worker import plan
 from measure import SCHEMA_VERSION
 from tests.bench.command import PLUGINS, ROOT, benchmark
 
@@ -219,7 +221,55 @@ def test_a_folder_of_this_schema_is_resumed(no_workers, tmp_path):
     assert command.main([*CPU, "--output-dir", "old", "--dry-run"]) == 0
 
 
-def test_two_plugins_that_would_write_the_same_files_are_refused(no_workers, capfd):
-    names = [f"{ROOT}/{PLUGINS}:Minimal", f"{ROOT}/tests/bench/../bench/plugins.py:Minimal"]
-    assert command.main([*CPU, "--implementations", *names]) == 2
-    assert "--implementations: Minimal appears twice" in capfd.readouterr().err
+CLASS = "class {}(__import__('torch').nn.Module):\n    finish_gradient_synchronization = 1\n"
+
+
+def test_plugins_of_one_name_have_titles_files_and_keys_of_their_own(tmp_path, monkeypatch):
+    for file in ("a/mine.py", "b/mine.py", "a/other.py"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(CLASS.format("Mine") + CLASS.format("ddp"))
+    monkeypatch.chdir(tmp_path)
+    given = {
+        "none": "none",
+        "a/mine.py:Mine": "a/mine.Mine",
+        "b/mine.py:Mine": "b/mine.Mine",
+        "a/other.py:Mine": "other.Mine",
+        "./b/mine.py:Mine": "b/mine.Mine#2",
+        "b/mine.py:ddp": "mine.ddp",  # a built-in one has that name
+    }
+    names = [*given, "a/mine.py:Mine", "a/mine.py:Mine"]
+    settings = settings_from(parse(["--implementations", *names]), "cpu", tmp_path)
+    titles = [subject.label for subject in settings.subjects]
+    assert titles == [*given.values(), "a/mine.Mine#2", "a/mine.Mine#3"]
+    assert len({subject.file_stem for subject in settings.subjects}) == len(names)
+    cells = plan(settings)
+    assert len({cell.row(settings, 2, "cpu")["key"] for cell in cells}) == len(cells)
+    assert {cell.label.partition(" ")[0] for cell in cells} == set(titles)
+    assert {plain(name) for name in settings.implementations} == set(given)
+
+
+def test_a_plugin_alone_is_called_by_its_class(tmp_path):
+    (tmp_path / "mine.py").write_text(CLASS.format("Mine"))
+    settings = settings_from(
+        parse(["--implementations", "ddp", f"{tmp_path}/mine.py:Mine", "--clipping", "none"]),
+        "cpu", tmp_path,
+    )  # fmt: skip
+    assert [subject.file_stem for subject in settings.subjects] == ["ddp", "Mine"]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import torch\nx = {}\ny = x['no']\n", "KeyError('no'), at .*:3: y = x\\['no'\\]"),
+        ("a = 1\ndef f(:\n", "SyntaxError.*, at .*:2: def f\\(:"),
+        ("import sys\nsys.exit(0)\n", "SystemExit\\(0\\), at .*:2: sys.exit\\(0\\)"),
+    ],
+)
+def test_a_plugin_that_cannot_be_imported_is_refused_with_its_line(
+    no_workers, tmp_path, capfd, source, said
+):
+    (tmp_path / "mine.py").write_text(source)
+    assert command.main([*CPU, "--implementations", f"{tmp_path}/mine.py:Mine"]) == 2
+    error = capfd.readouterr().err
+    assert re.search(said, error), error
+    assert error.count("\n") == 1

@@ -1,5 +1,8 @@
 """From rows of results to table, picture and exit status, without a run."""
 
+import errno
+import json
+
 import pytest
 
 from bench.options import parse
@@ -97,3 +100,36 @@ def test_a_busy_machine_is_said(settings, pictures):
     record(settings, none={TIMING: {"step_ms": [100.0, 100.0, 100.0, 300.0, 300.0, 300.0]}})
     text, _ = report(settings, 2, "cpu")
     assert "The machine was busy: steps of none took 100 to 300 ms" in text
+
+
+def test_a_wrong_gradient_and_a_traceback_are_told_below_the_table(settings, pictures):
+    gate = {"gradient_error": 1.0, "worst_gradient": "gradient of head.weight on rank 1"}
+    failed = {"status": "error", "reason": "rank 1: why", "traceback": "Traceback\n  mine.py"}
+    record(settings, ddp={GATE: gate}, torch_ddp={TIMING: failed})
+    text, _ = report(settings, 2, "cpu")
+    assert "ddp: gradient of head.weight on rank 1" in text.splitlines()
+    assert "torch_ddp: rank 1: why\n    Traceback\n      mine.py" in text
+
+
+def test_the_table_is_printed_before_a_picture_that_cannot_be_written(
+    settings, monkeypatch, capsys
+):
+    def full(*_, **__):
+        assert "150.0 [150.0, 150.0]" in capsys.readouterr().out
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("bench.report.draw_comparison", full)
+    record(settings)
+    assert report(settings, 2, "cpu")[1] == 1
+    path = settings.output_dir / "comparison.png"
+    assert capsys.readouterr() == ("", f"{path}: cannot be written (No space left on device)\n")
+
+
+def test_rows_that_no_file_has_are_in_the_table_and_in_the_exit_status(settings, pictures):
+    record(settings)
+    path = settings.output_dir / "results.jsonl"
+    rows = [json.loads(row) for row in path.read_text().splitlines()]
+    path.write_text("")
+    text, status = report(settings, 2, "cpu", rows)
+    assert (status, text.count("missing")) == (1, 0)
+    assert "150.0 [150.0, 150.0]" in text
