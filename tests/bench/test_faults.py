@@ -55,6 +55,48 @@ def test_wrong_ones_and_a_raising_one(tmp_path):
     assert "inf WRONG" in table["Poisonous"]
     assert re.search(r"^Minimal +0.0e\+00 +\d", table["Minimal"])
     assert (tmp_path / "comparison.png").exists()
+    said = rows_of(tmp_path)
+    for text in (table["Raising"], run.stderr, said["Raising"]["reason"]):
+        assert re.search(r"at tests/bench/plugins.py:\d+ in misbehave: raise KeyError\(", text)
+    for text in (run.stdout, run.stderr, said["Raising"]["traceback"]):
+        assert 'plugins.py", line' in text
+        assert "in _in_backward" in text
+    assert "Forgetful: gradient of token_embedding.weight on rank " in run.stdout
+    assert "its norm is 2 x the right one" in run.stdout
+    lines = re.findall(r"^\d+ of 15, after .*: (\w+) \(.*\): \S", run.stderr, re.MULTILINE)
+    assert lines.count("Minimal") == 3  # one gate, two rounds
+
+
+BLAMELESS = """
+import time
+import torch.distributed as dist
+import bench.worker
+from tests.bench.plugins import Minimal as Right
+
+if not hasattr(bench.worker, "true"):  # the first rank takes a while to record a row
+    bench.worker.true = bench.worker.environment
+    bench.worker.environment = lambda: (time.sleep(1), bench.worker.true())[1]
+
+
+class Minimal(Right):
+    def __init__(self, module):
+        if dist.get_rank() == 1:
+            raise ValueError("at once")
+        super().__init__(module)
+"""
+
+
+def test_a_failure_is_not_blamed_on_the_one_before(tmp_path):
+    """Rank 1 fails in the second's constructor, the first rank has yet to record the first's."""
+    (tmp_path / "other.py").write_text(BLAMELESS)
+    names = ["--implementations", "none", f"{PLUGINS}:Minimal", f"{tmp_path}/other.py:Minimal"]
+    run = benchmark(*names, "--rounds", 1, "--output-dir", tmp_path / "o")
+    assert run.returncode == 1
+    table = table_of(run.stdout)
+    assert re.search(r"^plugins.Minimal +0.0e\+00 +\d", table["plugins.Minimal"])
+    where = r"other.py:\d+ in __init__: raise ValueError\(\"at once\"\)"
+    found = re.search(rf"error: rank 1: ValueError: at once, at .*{where}", table["other.Minimal"])
+    assert found, table
 
 
 @pytest.mark.slow

@@ -85,6 +85,7 @@ def test_without_a_terminal_it_prints_a_line_each(run):
     for number, name in enumerate(NAMES, start=1):
         assert lines[number].startswith(f"{name}: step ")
         assert "exposed" in lines[number]
+        assert "waiting" in lines[number]
     assert "ddp_copy_engine" in lines[3]
     assert "unavailable: ddp_copy_engine needs" in lines[3]
     assert lines[-1] == "traces, summaries and timelines: profiler_output"

@@ -1,6 +1,7 @@
 """Starting ranks, and the watch that names the first cause; the ranks here are tiny scripts."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -254,3 +255,53 @@ def test_a_description_is_one_short_line():
     assert text.startswith("RuntimeError: first line second long")
     assert "\n" not in text
     assert len(text) <= watch.MESSAGE_LENGTH
+
+
+WATCHED = """
+import os, sys, time
+from datetime import timedelta
+from lm.runtime import connect_store
+from lm.watch import Watch
+rank = int(os.environ["RANK"])
+watch = Watch(connect_store(timedelta(seconds=60)), rank, 2, 60, lambda cause: None)
+watch.at("step 3")
+watch.speak()
+if rank == 1:
+    os._exit(STATUS)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_rank_that_leaves_without_a_word_is_named(monkeypatch, capfd, status):
+    monkeypatch.setattr(launch, "GRACE_S", 0.2)
+    code = WATCHED.replace("STATUS", str(status))
+    outcome = run_ranks([sys.executable, "-c", code], 2)
+    message = f"ended the process with exit status {status}, last seen at step 3"
+    assert outcome.cause == Cause(1, "error", message)
+    assert outcome.status == (status or watch.EXIT_FAILED)
+    assert f"rank 1 failed first: {message}\n" in capfd.readouterr().err
+
+
+def test_a_cause_says_where_in_the_users_code(watches, capfd):
+    first = watches(0, 1)
+    first._own = [__file__]
+    try:
+        {}["key"]
+    except KeyError as error:
+        first.fail(error)
+    cause = wait_for_end(watches)[0]
+    assert cause.message.startswith("KeyError: 'key', at ")
+    assert cause.message.endswith('{}["key"]')
+    assert cause.traceback.splitlines()[-1] == "KeyError: 'key'"
+    assert "    KeyError: 'key'" in capfd.readouterr().err.splitlines()
+
+
+def test_a_standstill_says_on_which_line(watches):
+    """The main thread of this process is in `wait_for_end` while the watch looks."""
+    for rank in range(2):
+        watches(rank, 2)._own = [__file__]
+    cause = wait_for_end(watches)[0]
+    assert cause.status == "timeout"
+    assert re.search(r"test_launch.py:\d+ in \w+: ", cause.message), cause.message
+    assert "in wait_for_end" in cause.traceback

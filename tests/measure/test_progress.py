@@ -81,3 +81,24 @@ def test_duration():
         "1 min 05 s",
         "2 h 07 min",
     ]
+
+
+def test_without_a_terminal_each_finished_step_is_a_line(monkeypatch):
+    stream, clock = io.StringIO(), [100.0]
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(room.time, "monotonic", lambda: clock[0])
+    with Progress(5, done=2) as progress:
+        progress.update("a")
+        clock[0] += 65
+        progress.finished("a: 3 ms\n")
+        progress.update("b")
+        progress.finished("b: 4 ms")
+    assert stream.getvalue() == (
+        "3 of 5, after 1 min 05 s: a: 3 ms\n4 of 5, after 1 min 05 s: b: 4 ms\n"
+    )
+
+
+def test_on_a_terminal_and_for_other_ranks_there_are_no_lines():
+    for progress in (Progress(1, stream=Terminal()), Progress(1, False, io.StringIO())):
+        progress.finished("a")
+        assert progress.stream.getvalue() == ""
