@@ -3,7 +3,6 @@
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from bench.gate import FLOOR, TOLERANCE, tolerance
@@ -168,7 +167,7 @@ def _row(
     memory = [r["peak_memory_bytes"] for r in cells if r.get("peak_memory_bytes")]
     to_floor = _ratio_to_implementation(rounds, subject, FLOOR)
     to_reference = _ratio_to_implementation(rounds, subject, REFERENCE)
-    to_ordinary = _ratio(rounds, subject, replace(subject, clipping=NOT_PRIVATE))
+    to_ordinary = _ratio(rounds, subject, subject._replace(clipping=NOT_PRIVATE))
     return {
         **row,
         "samples_ms": samples,
@@ -193,7 +192,7 @@ def _row(
 
 
 def _exposed(subject: Subject, median: float, rounds: dict[Subject, dict]) -> float | None:
-    floor = replace(subject, implementation=FLOOR)
+    floor = subject._replace(implementation=FLOOR)
     if subject == floor or subject.layout.splits_tensors or not rounds.get(floor):
         return None
     return median - summarize([ms for steps in rounds[floor].values() for ms in steps]).median
@@ -205,7 +204,7 @@ def _ratio_to_implementation(
     """None where ranks share a batch: a step of the other is not the same work."""
     if subject.layout.splits_tensors:
         return None
-    return _ratio(rounds, subject, replace(subject, implementation=name))
+    return _ratio(rounds, subject, subject._replace(implementation=name))
 
 
 def _ratio(

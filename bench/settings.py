@@ -5,8 +5,9 @@ import functools
 import hashlib
 import math
 import re
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from bench.names import class_of, file_stem, is_plugin, numbered, plain, plugin_file, titles
 from bench.options import CLIPPING_MODES, CLIPPING_NAMES, FUSED_MODES, NOT_PRIVATE
@@ -38,17 +39,26 @@ class Privacy:
     norm_reduction: str = "async"
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What has a row in the table, and files of its own: an implementation in a clipping mode.
-
-    A fused mode's name may be followed by a norm algorithm: `flash:width`. `title` is what the
-    implementation is called beside the others of a run; see `bench.names`.
-    """
-
+class _Pair(NamedTuple):
     implementation: str
     clipping: str = NOT_PRIVATE
-    title: str = field(default="", compare=False)
+
+
+class Subject(_Pair):
+    """What has a row in the table, and files of its own: an implementation in a clipping mode.
+
+    A fused mode's name may be followed by a norm algorithm: `flash:width`.
+    """
+
+    title = ""
+    """What the implementation is called beside the others of a run, see `bench.names`. It does not
+    count when subjects are compared."""
+
+    def called(self, title: str) -> "Subject":
+        """Returns the same subject with that title."""
+        same = Subject(*self)
+        same.title = title
+        return same
 
     @property
     def is_private(self) -> bool:
@@ -114,7 +124,7 @@ class Settings:
         """In table order."""
         title = titles(self.implementations)
         return [
-            Subject(name, mode, title[name])
+            Subject(name, mode).called(title[name])
             for name in self.implementations
             for mode in self.clippings
         ]

@@ -44,7 +44,7 @@ class Cell:
 
     @property
     def subject(self) -> Subject:
-        return Subject(self.implementation, self.clipping, self.title)
+        return Subject(self.implementation, self.clipping).called(self.title)
 
     def row(self, settings: Settings, world_size: int, device: str) -> dict:
         """What its line in the results starts with, and what it is recognised by."""
