@@ -192,17 +192,21 @@ class Account:
     def beyond(self, saved: Mapping[str, Part], run: object) -> Parts:
         """Released steps that a load of `saved` for this run would forget."""
         self._note_others()
-        is_anothers = self._loaded_for is not None and self._loaded_for is not run
-        if self._is_used or is_anothers:
-            for key, (first, part) in self._parts.items():
-                if count(part) > count(self._released.get(key, (first, []))[1]):
-                    self._released[key] = first, list(part)
-            self._is_used = False
         lost = {}
-        for key, (first, part) in self._released.items():
+        for key, (first, part) in self._released_until(run).items():
             there = saved.get(key, (first, []))[1]
             lost[key] = first, after(part, shared(part, there))
         return {key: (first, part) for key, (first, part) in lost.items() if part}
+
+    def _released_until(self, run: object) -> Parts:
+        """The steps that were released before a load for this run."""
+        released = dict(self._released)
+        is_anothers = self._loaded_for is not None and self._loaded_for is not run
+        if self._is_used or is_anothers:
+            for key, (first, part) in self._parts.items():
+                if count(part) > count(released.get(key, (first, []))[1]):
+                    released[key] = first, list(part)
+        return released
 
     def load(
         self, state: Mapping[str, Any], saved: Mapping[str, Part], kept: Parts, run: object
@@ -213,6 +217,7 @@ class Account:
             state: the saved accountant's `state_dict`.
             saved: its steps by key.
         """
+        self._released, self._is_used = self._released_until(run), False
         self.accountant.load_state_dict(deepcopy(state))
         self._parts = {key: (first, list(part)) for key, (first, part) in saved.items()}
         for key, (first, part) in kept.items():

@@ -34,6 +34,12 @@ account of neither has the steps of the other, unless both were made in one engi
 what its engine has counted beyond the checkpoint, and a step that is made again from the saved key
 with another σ or C, or of another draw, is refused (see account.py).
 
+Both are tied together and verified as a whole: `PATH` ends with the SHA-256 of its content and an
+HMAC of that digest under a key derived from the run's (checkpoint_file.py). What does not agree is
+refused, on every rank, before anything is changed, and a load that fails later is undone
+(resume.py). With `new_keys=True` the key file may be missing: then the digest alone is verified. A
+checkpoint of version 1, which has no digest, loads with a warning.
+
 A sharded model is saved as a folder: see checkpoint_sharded.py. A load takes either, whatever the
 model that it is for.
 """
@@ -47,7 +53,7 @@ from dp_clipping import checkpoint_sharded
 from dp_clipping.checkpoint_file import check_contents, read, write
 from dp_clipping.checkpoint_tensors import is_sharded, lay_out
 from dp_clipping.fits import check_fits
-from dp_clipping.resume import Resume, Snapshot, check_load, check_save, go_on
+from dp_clipping.resume import Resume, Snapshot, as_refusal, check_load, check_save, go_on
 from dp_clipping.run import agree_on_content, agree_on_success, random_states
 
 
@@ -101,9 +107,9 @@ def load(snapshot: Snapshot, new_keys: bool) -> dict[str, Any]:
         keys, kept, notes = check_fits(snapshot, saved, new_keys)
         resume = Resume(lay_out(run, saved), keys, kept, notes)
     except Exception as error:
+        problem = as_refusal(path, error)
         if run.group is None:
-            raise
-        problem = error
+            raise problem from problem.__cause__
     agree_on_content(run, path, resume and resume.digest(), problem)
     assert resume is not None
     return go_on(snapshot, resume)

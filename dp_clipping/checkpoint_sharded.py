@@ -5,9 +5,11 @@
     PATH/run.pt           what rank 0 writes: everything but the tensors of model and optimizer
     PATH/tensors-HEX/     those, in the format of torch.distributed.checkpoint, one file a rank
 
-`run.pt` names the folder of its tensors, so that a save is whole from one moment to the next:
+`run.pt` names the folder of its tensors and the SHA-256 of each file in it, and ends with its own
+digest and HMAC (see checkpoint_file.py). Of the files a rank hashes those that it has written; at a
+load the ranks share them out. A save is whole from one moment to the next:
 
-    1  every rank writes its part into a new folder
+    1  every rank writes its part into a new folder and hashes it
     2  the key file gets this run's key beside the ones it has
     3  run.pt takes the place of the old one
     4  keys and folders that no longer belong to it are removed
@@ -35,7 +37,18 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from dp_clipping.checkpoint_file import OPTIMIZER, OWN, UNREADABLE, check_contents, key_path, read
+from dp_clipping.checkpoint_file import (
+    OPTIMIZER,
+    OWN,
+    UNREADABLE,
+    UNSEALED,
+    check_contents,
+    damaged,
+    digest_of,
+    key_path,
+    read,
+    write_sealed,
+)
 from dp_clipping.checkpoint_tensors import (
     State,
     by_name,
@@ -48,12 +61,13 @@ from dp_clipping.checkpoint_tensors import (
 )  # fmt: skip
 from dp_clipping.fits import check_fits
 from dp_clipping.keys import read_keys, write_keys
-from dp_clipping.resume import Resume, Snapshot, check_load, go_on
+from dp_clipping.resume import Resume, Snapshot, agree, as_refusal, check_load, go_on
 from dp_clipping.run import Run, agree_on_content, agree_on_success, random_states
-from measure.files import replacing
 
 RUN_FILE = "run.pt"
 TENSORS = "tensors"  # in the run's own entry: the name of their folder
+FILES = "files"  # there too: name of each file in it -> SHA-256
+DESCRIPTION = ".metadata"
 FOLDER = re.compile(r"tensors-[0-9a-f]{16}")
 SAFE = {
     ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("torch", "Size"),
@@ -96,13 +110,16 @@ def save(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
         (path / name).mkdir(parents=True, exist_ok=True)
     except Exception as error:
         problem = error
-    _agree(run, f"save {path}", problem)
+    agree(run, f"save {path}", problem)
+    digests: dict[str, str] = {}
     try:
         _write_tensors(run, path / name, tensors)
+        digests = _digests_of_own(run, path / name)
     except (Exception, dcp.CheckpointException) as error:
         problem = RuntimeError(f"{path} could not be written: {_reason(error)}")
         problem.__cause__ = error
-    _agree(run, f"write its part of {path}", problem)
+    agree(run, f"write its part of {path}", problem)
+    contents[OWN][FILES] = _of_all_ranks(run, digests)
     if run.group is None or dist.get_rank(run.group) == 0:
         try:
             _write_run(path, contents, run, snapshot.torch_kwargs)
@@ -131,13 +148,29 @@ def _write_tensors(run: Run, folder: Path, tensors: dict[str, Tensor]) -> None:
         )
 
 
+def _digests_of_own(run: Run, folder: Path) -> dict[str, str]:
+    """Of the files that this rank has written; torch names them by its number in the group."""
+    rank = 0 if run.group is None else dist.get_rank(run.group)
+    files = sorted(folder.glob(f"__{rank}_*"))
+    if rank == 0:
+        files.append(folder / DESCRIPTION)
+    return {file.name: digest_of(file) for file in files}
+
+
+def _of_all_ranks(run: Run, digests: dict[str, str]) -> dict[str, str]:
+    if run.group is None:
+        return digests
+    of_ranks: list[dict[str, str]] = [{}] * dist.get_world_size(run.group)
+    dist.all_gather_object(of_ranks, digests, group=run.group)
+    return {name: digest for of_rank in of_ranks for name, digest in of_rank.items()}
+
+
 def _write_run(path: Path, contents: State, run: Run, torch_kwargs: Mapping[str, Any]) -> None:
     beside = key_path(path)
     old = read_keys(beside)
     write_keys(beside, old if run.keys in old else [*old, run.keys])
     _sync_folder(path / contents[OWN][TENSORS])
-    with replacing(path / RUN_FILE) as file:
-        torch.save(contents, file, **torch_kwargs)
+    write_sealed(path / RUN_FILE, contents, run.keys, torch_kwargs)
     write_keys(beside, [run.keys])
     for other in path.iterdir():
         if FOLDER.fullmatch(other.name) and other.name != contents[OWN][TENSORS]:
@@ -164,6 +197,7 @@ def load(snapshot: Snapshot, new_keys: bool) -> State:
     try:
         check_load(snapshot)
         saved = read(path / RUN_FILE, snapshot.torch_kwargs)
+        _verify(run, path, saved)
         reader, known = _read_shapes(path, saved)
         keys, kept, notes = check_fits(snapshot, with_tensors(saved, known), new_keys)
         check_groups(run, saved, path)
@@ -172,9 +206,9 @@ def load(snapshot: Snapshot, new_keys: bool) -> State:
         tensors = room_for(run, saved, known)
         resume = Resume(saved, keys, kept, notes)
     except Exception as error:
+        problem = as_refusal(path, error)
         if run.group is None:
-            raise
-        problem = error
+            raise problem from problem.__cause__
     agree_on_content(run, path, resume and resume.digest(), problem)
     assert resume is not None
     assert reader is not None
@@ -186,16 +220,43 @@ def load(snapshot: Snapshot, new_keys: bool) -> State:
                 process_group=run.group,
                 no_dist=run.group is None,
             )
+        resume.saved.update(with_tensors(resume.saved, tensors))
+        if OPTIMIZER in resume.saved:
+            resume.saved[OPTIMIZER] = by_number(run, resume.saved[OPTIMIZER])
     except (Exception, dcp.CheckpointException) as error:
-        problem = ValueError(
-            f"{path} is not a whole checkpoint: its tensors cannot be read: {_reason(error)}"
-        )
+        problem = damaged(path, f"its tensors cannot be read: {_reason(error)}")
         problem.__cause__ = error
-    _agree(run, f"load {path}", problem)
-    resume.saved.update(with_tensors(resume.saved, tensors))
-    if OPTIMIZER in resume.saved:
-        resume.saved[OPTIMIZER] = by_number(run, resume.saved[OPTIMIZER])
+    agree(run, f"load {path}", problem)
     return go_on(snapshot, resume)
+
+
+def _verify(run: Run, path: Path, saved: State) -> None:
+    """Raises ValueError if a file of this rank's share, or their description, was changed.
+
+    A checkpoint of the version that saves no digest has none of them.
+    """
+    own = saved[OWN]
+    if own["version"] == UNSEALED:
+        return
+    folder, files = _folder_of(path, saved), own.get(FILES)
+    if not isinstance(files, dict) or DESCRIPTION not in files:
+        raise damaged(path, "it does not name the files of its tensors")
+    alone = run.group is None
+    rank, ranks = (0, 1) if alone else (dist.get_rank(run.group), dist.get_world_size(run.group))
+    for number, (name, digest) in enumerate(sorted(files.items())):
+        file = folder / str(name)
+        if not file.is_file():
+            raise damaged(path, f"{folder.name}/{name} is missing")
+        is_own = number % ranks == rank or name == DESCRIPTION  # every rank reads the description
+        if is_own and digest_of(file) != digest:
+            raise damaged(path, f"{folder.name}/{name} does not agree with its digest")
+
+
+def _folder_of(path: Path, saved: State) -> Path:
+    name = saved[OWN].get(TENSORS)
+    if not (isinstance(name, str) and FOLDER.fullmatch(name)):
+        raise damaged(path, "it does not name the folder of its tensors")
+    return path / name
 
 
 class SafeReader(dcp.FileSystemReader):
@@ -226,18 +287,20 @@ class _Unpickler(pickle.Unpickler):
 
 def _read_shapes(path: Path, saved: State) -> tuple[SafeReader, dict[str, Tensor]]:
     """The reader, and shapes and dtypes of the tensors that it finds, as tensors without memory."""
-    name = saved[OWN].get(TENSORS)
-    if not (isinstance(name, str) and FOLDER.fullmatch(name)):
-        raise ValueError(f"{path} does not name the folder of its tensors: it was changed")
-    reader = SafeReader(path / name)
+    folder = _folder_of(path, saved)
+    reader = SafeReader(folder)
     try:
-        entries = reader.read_metadata().state_dict_metadata
+        metadata = reader.read_metadata()
+        entries = metadata.state_dict_metadata
+        files = {info.relative_path for info in metadata.storage_data.values()}
     except PermissionError:
         raise
     except (*UNREADABLE, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is not a whole checkpoint: {name} is cut short") from error
+        raise damaged(path, f"{folder.name} is cut short") from error
     if not all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()):
-        raise ValueError(f"{path} holds something else than tensors in {name}: it was changed")
+        raise damaged(path, f"{folder.name} holds something else than tensors")
+    if saved[OWN]["version"] != UNSEALED and not files <= saved[OWN][FILES].keys():
+        raise damaged(path, f"{folder.name} has files without a digest")
     return reader, {
         name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         for name, entry in entries.items()
@@ -253,22 +316,6 @@ def _reason(error: BaseException) -> str:
         return f"{error!r}"
     failures = {rank: failure[0] for rank, failure in error.failures.items()}
     return ", ".join(f"{failure!r} on rank {rank}" for rank, failure in sorted(failures.items()))
-
-
-def _agree(run: Run, what: str, problem: BaseException | None) -> None:
-    """All ranks go on, or all raise: their own problem, or the number of a rank that has one."""
-    if run.group is None:
-        if problem is not None:
-            raise problem
-        return
-    mine = torch.tensor([problem is None], dtype=torch.uint8, device=run.device)
-    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(run.group))]
-    dist.all_gather(of_ranks, mine, group=run.group)
-    if problem is not None:
-        raise problem
-    failed = [rank for rank, success in enumerate(of_ranks) if not success.item()]
-    if failed:
-        raise RuntimeError(f"rank {failed[0]} could not {what}: its own error says why")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from dp_clipping.checkpoint_file import (
     OPTIMIZER,
     OWN,
     SCHEDULERS,
+    check_mac,
     key_path,
     scheduler_state,
 )
@@ -65,6 +66,7 @@ def _check_run(
     """The key to go on with (None: a new one) and notes."""
     run, path, with_optimizer = snapshot.run, snapshot.path, snapshot.with_optimizer
     own, here = saved[OWN], run.describe()
+    check_mac(path, own, key_path(path))
     there = own["run"]
     _check_same("mechanism of the accountant", saved[ACCOUNTANT]["mechanism"],
                 run.account.accountant.mechanism(), path)  # fmt: skip
@@ -75,6 +77,8 @@ def _check_run(
     if snapshot.module_kwargs.get("strict", True):
         of_network = run.model.network.state_dict()
         _check_tensors("entry", *map(_shapes, (saved[MODULE], of_network)), path)
+    else:
+        _check_shapes(saved[MODULE], run.model.network.state_dict(), path)
     if OPTIMIZER in saved:
         _check_optimizer(saved[OPTIMIZER], run.optimizer, path)
     notes = _check_schedulers(saved, snapshot.schedulers, path)
@@ -121,6 +125,13 @@ def _check_tensors(kind: str, there: Mapping, here: Mapping, path: Path) -> None
                 f"{path} is of another model: {kind} {name} is {is_there} in the checkpoint and "
                 f"{is_here} in this model"
             )
+
+
+def _check_shapes(there: Mapping[str, Any], here: Mapping[str, Any], path: Path) -> None:
+    """Of the entries that both have: torch copies some of them before it refuses one."""
+    for name in there.keys() & here.keys():
+        shapes = (getattr(there[name], "shape", None), getattr(here[name], "shape", None))
+        _check_same(f"the shape of {name}", *(shape and list(shape) for shape in shapes), path)
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:

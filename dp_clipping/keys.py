@@ -7,6 +7,7 @@ knows which samples the others draw.
 """
 
 import hashlib
+import hmac
 import os
 import re
 import secrets
@@ -48,6 +49,10 @@ class Keys:
         """Public: tells whether a key is the right one, and nothing about it."""
         return self._derive(b"fingerprint").hex()
 
+    def mac(self, digest: str) -> str:
+        """Authenticates a checkpoint's digest: who lacks the key cannot compute it."""
+        return hmac.digest(self._derive(b"checkpoint key"), digest.encode(), "sha256").hex()
+
     def _derive(self, purpose: bytes) -> bytes:
         return hashlib.blake2b(purpose, key=self.master, digest_size=KEY_BYTES).digest()
 
@@ -85,11 +90,11 @@ def read_keys(path: Path) -> list[Keys]:
         ValueError: for anything else than keys. What the file holds is in no message.
     """
     try:
-        lines = path.read_bytes().decode("ascii", "replace").splitlines()
+        *lines, rest = path.read_bytes().decode("ascii", "replace").split("\n")
     except FileNotFoundError:
         return []
     found = [LINE.fullmatch(line) for line in lines]
-    if not lines or not all(found):
+    if rest or not lines or not all(found):
         raise ValueError(f"{path} is not a key file, or is cut short: move it away or restore it")
     return [Keys(bytes.fromhex(match[2]), fixed=match[1] == "fixed") for match in found]
 

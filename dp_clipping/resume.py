@@ -1,13 +1,22 @@
-"""What a checkpoint says about a run, and a run that goes on from it: for one file or a folder."""
+"""What a checkpoint says about a run, and a run that goes on from it: for one file or a folder.
+
+A load changes everything or nothing. What a checkpoint holds is compared with the run before
+anything is assigned (fits.py). What can fail even so (memory, hooks of the user's modules, another
+rank) is undone: until all ranks have succeeded each keeps what it had, parameters and buffers as a
+copy on the CPU, the rest by reference.
+"""
 
 import hashlib
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -25,6 +34,7 @@ from dp_clipping.checkpoint_file import (
 )
 from dp_clipping.keys import Keys, fresh_keys
 from dp_clipping.run import Run, set_random_state
+from dp_clipping.sharded import local
 
 
 @dataclass(frozen=True)
@@ -141,12 +151,31 @@ def _own_entry(run: Run, random: list[dict[str, Tensor]]) -> dict[str, Any]:
 
 
 def go_on(snapshot: Snapshot, resume: Resume) -> dict[str, Any]:
-    """Change the run to the saved one, with a warning for each note.
+    """Change the run to the saved one, with a warning for each note; every rank calls it.
 
     Returns:
         The entries that are not read here, and those of module and accountant, as in Opacus.
+
+    Raises:
+        ValueError: if it failed on this rank; RuntimeError: on another one. Nothing is changed.
     """
-    _apply(snapshot, resume)
+    run = snapshot.run
+    keys = resume.keys or run.keys
+    if resume.keys is None and not run.keys.fixed:
+        keys = fresh_keys(run.group, run.device)  # also if this run has made steps already
+    before, problem = Before(snapshot), None
+    try:
+        try:
+            _apply(snapshot, resume, keys)
+        except Exception as error:
+            problem = refusal(snapshot.path, error)
+        agree(run, f"load {snapshot.path}", problem)
+    except BaseException:
+        before.restore()
+        raise
+    if run.model.policy is not None:
+        run.model.clear_gradients()
+    set_random_state(run, resume.own["random"])
     kept = sum(count(part) for _, part in resume.kept.values())
     if kept:
         warnings.warn(
@@ -159,7 +188,82 @@ def go_on(snapshot: Snapshot, resume: Resume) -> dict[str, Any]:
     return {n: entry for n, entry in resume.saved.items() if n not in RESERVED or n in ALWAYS}
 
 
-def _apply(snapshot: Snapshot, resume: Resume) -> None:
+def as_refusal(path: Path, error: Exception) -> Exception:
+    """The error that a load raises: our own as it is, any other one on one line with the path."""
+    if isinstance(error, ValueError | RuntimeError | OSError):
+        return error
+    return refusal(path, error)
+
+
+def refusal(path: Path, error: Exception) -> ValueError:
+    """The error of a load that failed, on one line."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    refused = ValueError(
+        f"{path} cannot be loaded into this run ({type(error).__name__}: {reason}); nothing was "
+        "changed: resume with the settings of the saved run, or load another checkpoint"
+    )
+    refused.__cause__ = error
+    return refused
+
+
+def agree(run: Run, what: str, problem: BaseException | None) -> None:
+    """All ranks go on, or all raise: their own problem, or the number of a rank that has one."""
+    if run.group is None:
+        if problem is not None:
+            raise problem
+        return
+    mine = torch.tensor([problem is None], dtype=torch.uint8, device=run.device)
+    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(run.group))]
+    dist.all_gather(of_ranks, mine, group=run.group)
+    if problem is not None:
+        raise problem
+    failed = [rank for rank, success in enumerate(of_ranks) if not success.item()]
+    if failed:
+        raise RuntimeError(f"rank {failed[0]} could not {what}: its own error says why")
+
+
+class Before:
+    """What a load changes, as it was: attributes, what lists and dicts hold, and tensors' values.
+
+    An optimizer's tensors are not copied: a load puts others in their place.
+    """
+
+    def __init__(self, snapshot: Snapshot):
+        run = snapshot.run
+        optimizer, loader = run.optimizer, run.poisson
+        objects = [
+            run, run.account, run.account.accountant, run.model, run.model.budget, optimizer,
+            optimizer.original_optimizer, optimizer.adaptive_threshold, loader,
+            loader and loader.batch_sampler, *snapshot.schedulers.values(),
+        ]  # fmt: skip
+        self._containers: dict[int, tuple[Any, Any]] = {}
+        for one in objects:
+            if one is not None:
+                self._keep(vars(one))
+        self._network = run.model.network
+        state = self._network.state_dict()
+        tensors = [local(x) for x in state.values() if isinstance(x, Tensor)]
+        self._tensors = [(x, x.to("cpu", copy=True)) for x in tensors]
+        self._rest = {n: deepcopy(x) for n, x in state.items() if not isinstance(x, Tensor)}
+
+    def _keep(self, container: Any) -> None:
+        self._containers[id(container)] = container, container.copy()
+        for value in container.values() if isinstance(container, dict) else container:
+            if isinstance(value, dict | list | set | deque) and id(value) not in self._containers:
+                self._keep(value)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for container, content in self._containers.values():
+            container.clear()
+            (container.extend if isinstance(container, list | deque) else container.update)(content)
+        for x, value in self._tensors:
+            x.copy_(value)
+        if self._rest:
+            self._network.load_state_dict(self._rest, strict=False)
+
+
+def _apply(snapshot: Snapshot, resume: Resume, keys: Keys) -> None:
     run, saved, own = snapshot.run, resume.saved, resume.own
     optimizer = run.optimizer
     run.account.load(saved[ACCOUNTANT], saved_parts(saved), resume.kept, run)
@@ -175,15 +279,9 @@ def _apply(snapshot: Snapshot, resume: Resume) -> None:
     if optimizer.adaptive_threshold is not None:
         optimizer.adaptive_threshold.load_state_dict(own["adaptive_threshold"])
         optimizer.max_grad_norm = optimizer.adaptive_threshold.max_grad_norm
-    if resume.keys is not None:
-        run.keys = resume.keys
-    elif not run.keys.fixed:
-        run.keys = fresh_keys(run.group, run.device)  # also if this run has made steps already
+    run.keys = keys
     optimizer.resume(own["steps"], run.keys.noise)
     _seek(run, own, same_keys=resume.keys is not None)
-    if run.model.policy is not None:
-        run.model.clear_gradients()
-    set_random_state(run, own["random"])
 
 
 def _seek(run: Run, own: dict[str, Any], same_keys: bool) -> None:

@@ -8,6 +8,7 @@ import torch
 from tests.dp_clipping.saved_runs import (
     build,
     data,
+    edit,
     load,
     save,
     state,
@@ -207,9 +208,7 @@ class TestAccount:
         run = build()
         train(run, 2)
         save(run, path)
-        saved = torch.load(path)
-        del saved["dp_clipping"]["account"]
-        torch.save(saved, path)
+        edit(run, path, lambda saved: saved["dp_clipping"].pop("account"))
         train(run, 1)
         self.load(run, path, 1, new_keys=True)
         assert steps_of(run) == 3

@@ -23,6 +23,7 @@ from tests.dp_clipping.saved_runs import (
     adamw,
     build,
     data,
+    edit,
     keys_of,
     load,
     save,
@@ -126,11 +127,10 @@ class TestRefused:
         torch.save({"module_state_dict": {}}, path)
         self.refused(run, path, "was not written by dp_clipping")
         save(run, path)
-        saved = torch.load(path)
-        torch.save({**saved, "dp_clipping": {**saved["dp_clipping"], "version": 2}}, path)
-        self.refused(run, path, "has version 2, this program reads 1")
-        del saved["dp_clipping"]["steps"]
-        torch.save(saved, path)
+        edit(run, path, lambda saved: saved["dp_clipping"].update(version=3))
+        self.refused(run, path, "has version 3, this program reads 2")
+        save(run, path)
+        edit(run, path, lambda saved: saved["dp_clipping"].pop("steps"))
         self.refused(run, path, "lacks steps")
 
     def test_no_file(self, path):

@@ -14,6 +14,7 @@ from dp_clipping.keys import KEY_BYTES, Keys, fresh_keys, write_keys
 from tests.dp_clipping.saved_runs import (
     BATCH,
     build,
+    edit,
     keys_of,
     load,
     save,
@@ -167,9 +168,7 @@ class TestKeys:
         one = build()
         train(one, 2)
         save(one, path)
-        saved = torch.load(path)
-        saved["dp_clipping"]["run"][name] = "other"
-        torch.save(saved, path)
+        edit(one, path, lambda saved: saved["dp_clipping"]["run"].update({name: "other"}))
         resumed = build()
         with pytest.warns(UserWarning, match=f"{name} was other and is .* a new key"):
             load(resumed, path)
