@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dp_clipping.clip import HIGHEST, LOWEST
 from dp_clipping.noise import NoiseStream, standard_normal
 
 STREAM = ".clipping_threshold"
@@ -150,7 +151,8 @@ class AdaptiveThreshold:
             exponent = -self.learning_rate * (share - self.quantile)
             moved = self.limits[k] * math.exp(min(exponent, MOST))
             first = self._first[k]
-            self.limits[k] = min(max(moved, self.lowest * first), self.highest * first)
+            lowest, highest = self.lowest * first, self.highest * first
+            self.limits[k] = min(max(moved, lowest, LOWEST), highest, HIGHEST)
 
     def state_dict(self) -> dict[str, Any]:
         """Public: it is a function of what the steps have released."""

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from dp_clipping.adaptive import AdaptiveThreshold
-from dp_clipping.clip import CLIPPING_FUNCTIONS
+from dp_clipping.clip import CLIPPING_FUNCTIONS, check_range
 from dp_clipping.plan import NORM_ALGORITHMS
 
 CLIPPINGS = ("flat", "per_layer")
@@ -56,8 +56,7 @@ def check_arguments(
         raise ValueError(
             f"clipping_function {clipping_function!r} is unknown: choose one of {known}"
         )
-    if not 0 < gamma < math.inf:
-        raise ValueError(f"gamma is {gamma}: give a finite number above 0")
+    check_range("gamma", gamma)
 
 
 def check_kernel_options(

@@ -8,6 +8,17 @@
 Both bound a contribution c(n)·n by C, whatever n is: that bound is the sensitivity to which noise
 is calibrated. So n is never the norm as computed but an upper bound of the norm of what is summed,
 with a margin for its own rounding, and a sample whose norm is not finite contributes nothing.
+
+**Which C.** Squared norms are float32 (float64 for a model in float64), and a square below 2⁻¹²⁶
+may be computed as zero. Of a gradient of N numbers that takes at most √N·2⁻⁶³ from n: 1e-13 for
+10¹² numbers. Under a threshold C_k ≥ `LOWEST` that is far less than the margin, and with γ ≥
+`LOWEST` n + γ is not below the true norm. A square above 3.4e38 is infinite: a sample of n > 1.8e19
+contributes nothing. Up to `HIGHEST` every C and every coefficient is a float32 number. So
+
+    LOWEST ≤ C_k ≤ HIGHEST   and, for `automatic`,   LOWEST ≤ γ ≤ HIGHEST
+
+and what is outside is refused. A norm that is formed as a product of two needs more, since a square
+that is lost in one factor may be multiplied with a large one: see norms.py.
 """
 
 from collections.abc import Sequence
@@ -17,6 +28,7 @@ from torch import Tensor
 
 CLIPPING_FUNCTIONS = ("abadi", "automatic")
 GAMMA = 0.01
+LOWEST, HIGHEST = 1e-10, 1e30
 MARGIN = {torch.float64: 2.0**-40, torch.float32: 2e-5}
 
 
@@ -24,12 +36,29 @@ def thresholds(max_grad_norm: float | Sequence[float], groups: int, clipping: st
     """C_k of each group: C itself for one, C/√K for K groups, or the list that was given.
 
     Σ C_k² = C² in each case: the sum over groups has sensitivity C.
+
+    Raises:
+        ValueError: for a threshold that float32 norms cannot be compared with.
     """
     if isinstance(max_grad_norm, Sequence):
-        return [float(c) for c in max_grad_norm]
-    if clipping == "flat":
-        return [float(max_grad_norm)]
-    return [float(max_grad_norm) / groups**0.5] * groups
+        limits = [float(c) for c in max_grad_norm]
+    elif clipping == "flat":
+        limits = [float(max_grad_norm)]
+    else:
+        limits = [float(max_grad_norm) / groups**0.5] * groups
+    for limit in limits:
+        check_range("max_grad_norm", limit, "" if len(limits) == 1 else " a clipping group")
+    return limits
+
+
+def check_range(name: str, value: float, of: str = "") -> None:
+    """Raises ValueError for a C_k or γ with which a contribution could not be kept below C."""
+    if not LOWEST <= value <= HIGHEST:
+        raise ValueError(
+            f"{name} is {value:g}{of}, and squares of float32 norms hold numbers from {LOWEST:g} "
+            f"to {HIGHEST:g}: give one of those, say {name}=1.0, and scale the loss if gradients "
+            "are that small or large"
+        )
 
 
 def coefficients(
@@ -42,7 +71,10 @@ def coefficients(
     margin = 1 + MARGIN[squared_bounds.dtype]
     norms = squared_bounds.sqrt() * margin
     limits = limits.to(norms)[:, None]
-    scale = (limits / norms).clamp(max=1.0) if function == "abadi" else limits / (norms + gamma)
+    if function == "abadi":
+        scale = (limits / norms).clamp(max=1.0)
+    else:  # finite: an infinite one times zero would be NaN
+        scale = (limits / (norms + gamma)).clamp(max=torch.finfo(norms.dtype).max)
     return torch.where(finite_samples(squared_bounds), scale, 0.0)
 
 

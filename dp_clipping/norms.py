@@ -2,6 +2,29 @@
 
 A network has hundreds of parameters, and arithmetic on [B] numbers costs a launch each. So backward
 notes two numbers a sample and parameter, and what follows from them is computed on [P, B] tables.
+
+**Underflow.** A float32 square or product below τ = 2⁻¹²⁶ may be computed as zero (some devices
+keep numbers down to 2⁻¹⁴⁹). What it does depends on how a squared norm is formed:
+
+- From G itself (`per_sample`, accumulated, embeddings, norm layers, biases, vmap): N squares lose
+  at most N·τ of n². Beside any C that `clip.py` admits this is nothing. What G itself has lost was
+  not summed either: what is normed is what is summed.
+- As ‖a‖²‖y‖², of one token: a lost ‖y‖² of 1e-45 times ‖a‖² of 1e38 is 1e-7. So both norms are
+  taken in float64, and multiplied before they are squared (`arithmetic.product_squares`).
+- From Gram matrices: an entry y_t·y_s of d features loses at most d·τ, and is multiplied with an
+  entry of the other matrix, at most ‖a_t‖‖a_s‖. Over all t and s n² loses at most (Σ_t ‖a_t‖)²·d·τ,
+  and (Σ_t ‖y_t‖)²·p·τ by the other matrix. An error that is allowed for already is ε·S², ε = 2⁻¹⁶,
+  so it is S that is made larger:
+
+      S = Σ_t (‖a_t‖ + u√(pτ)) (‖y_t‖ + u√(dτ)),   u = 2⁹ ≥ 2/√ε
+
+  whose square has (Σ_t ‖a_t‖)²·u²·d·τ in it, and the norms of tokens that have themselves vanished.
+  Of tokens of norm 1e-8 and more this changes no digit of S.
+
+Overflow is harmless: it gives an infinity or NaN, and that sample contributes nothing. Between, a
+product of a lost and an infinite factor is NaN, which is not finite either. Coefficients are
+float32 numbers from 1e-30 on, and c·y that is rounded coarsely because it is below τ moves a
+product with ‖a‖ < 1.8e19 by less than 1e-25.
 """
 
 from copy import copy
@@ -11,6 +34,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+UNDERFLOW = 2.0**9  # u above
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ contribution of C would come out as 1.002 C, or 1.03 C. So the rounded values th
 1. y' = round(c_i (1 - η) y_it) in place, exactly y_it where c_i = 1;
 2. the norm of what will be summed, from the Gram matrix of y' and that of the activations;
 3. a sample that still exceeds its threshold is divided by the power of two that brings it below,
-   which rounds nothing but subnormal float16.
+   which rounds nothing but subnormal float16: so it is normed again, until none exceeds.
 
 η is a fifth more than rounding to bfloat16 can add to a norm where tokens do not cancel, all
 entries rounded up. So step 3 finds nothing to do there, and at least (1 - η)(1 - 2⁻⁸) = 0.991 is
@@ -61,14 +61,16 @@ def rescale(
     for parameter, one in mine.items():
         if one.y.data_ptr() not in done:
             done.add(one.y.data_ptr())
-            torch._foreach_mul_(list(one.y.unbind(0)), by_host[groups[parameter]])
-    scaled = others.only(set())
-    for parameter, one in mine.items():
-        if parameter in counted:
-            scaled.add(parameter, one.norm())
-    bounds = over_parts(scale.square() * others.bounds() + scaled.bounds())
-    excess = bounds.sqrt() * (1 + MARGIN[torch.float32]) / limits.to(bounds)[:, None]
-    if bool((excess > 1).any()):
+            _scale_rows(one.y, by_host[groups[parameter]])
+    while True:
+        scaled = others.only(set())
+        for parameter, one in mine.items():
+            if parameter in counted:
+                scaled.add(parameter, one.norm())
+        bounds = over_parts(scale.square() * others.bounds() + scaled.bounds())
+        excess = bounds.sqrt() * (1 + MARGIN[torch.float32]) / limits.to(bounds)[:, None]
+        if not bool((excess > 1).any()):
+            break
         halved = torch.exp2(-excess.clamp_min(1).log2().ceil())
         for parameter, one in mine.items():
             one.y = one.y * halved[groups[parameter], :, None, None].to(one.y.dtype)
@@ -76,6 +78,15 @@ def rescale(
     for one in mine.values():
         one.is_scaled = True
     return scale
+
+
+def _scale_rows(y: Tensor, coefficients: list[float]) -> None:
+    """c_i y_i in place, rounded once: on CPUs torch would round c_i to the dtype of y before."""
+    if y.is_cuda:
+        torch._foreach_mul_(list(y.unbind(0)), coefficients)
+        return
+    for row, c in zip(y.unbind(0), coefficients, strict=True):
+        row.copy_(row.float() * c)
 
 
 def is_rescaled(remains: Any) -> bool:

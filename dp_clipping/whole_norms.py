@@ -19,6 +19,7 @@ from dp_clipping.norms import Norms
 from dp_clipping.sharded import Sharding
 
 DIFFERS = 1e-3  # relative; replicas of one norm differ by rounding, far less
+NONE = 1e-32  # squared norms that are nothing beside any C: float32 rounds the smallest coarsely
 
 
 class WholeNorms:
@@ -60,7 +61,7 @@ class WholeNorms:
     def judge(self, total: Tensor) -> tuple[Tensor, Tensor]:
         """Squared norms and upper bounds [K, B] from the sum of all ranks' tables [6, K, B]."""
         squares, bounds, shared, across, along, self._rescaled = total
-        differs = across.abs() + along.abs() > DIFFERS * shared
+        differs = across.abs() + along.abs() > DIFFERS * shared + NONE
         self.differ = differs.any() if self.differ is None else self.differ | differs.any()
         return squares, torch.where(differs, torch.inf, bounds)
 

@@ -61,7 +61,10 @@ def clip_coefficients_plain(
     pieces = zip(starts.tolist(), starts.tolist()[1:], strict=False)
     bounds = torch.stack([terms[first:last].sum(0) for first, last in pieces])
     norms, limits = bounds.sqrt() * margin, limits.double()[:, None]
-    c = (limits / norms).clamp_max(1) if gamma is None else limits / (norms + gamma)
+    if gamma is None:
+        c = (limits / norms).clamp_max(1)
+    else:
+        c = (limits / (norms + gamma)).clamp_max(torch.finfo(torch.float32).max)
     bad |= ~(bounds.float() < torch.inf).all(0)
     return torch.where(bad, 0, c).float()
 
@@ -96,7 +99,7 @@ if triton is not None:
             b_norm = tl.sqrt_rn(b_bound) * margin
             limit = tl.load(p_limits + i_group).to(tl.float32)
             if AUTOMATIC:
-                b_c = tl.div_rn(limit, b_norm + gamma)
+                b_c = tl.minimum(tl.div_rn(limit, b_norm + gamma), 3.4e38)  # an inf times 0 is NaN
             else:
                 b_c = tl.where(b_norm > limit, tl.div_rn(limit, b_norm), 1.0)
             tl.store(p_found + i_group * B + o_b, tl.where(b_bad == 0, b_c, 0.0), mask=m_b)

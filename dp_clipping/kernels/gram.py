@@ -35,6 +35,7 @@ from dp_clipping.kernels.tiles import (
     triton,
 )
 from dp_clipping.kernels.tuning import best, name_of
+from dp_clipping.norms import UNDERFLOW
 
 if triton is not None:
     import triton.language as tl
@@ -42,6 +43,7 @@ if triton is not None:
     from dp_clipping.kernels.tiles import _load_tile
 
 CHUNK = 512  # features that are summed in one chain
+LOST = UNDERFLOW * torch.finfo(torch.float32).tiny ** 0.5
 TILES = {
     2: (Tile(128, 128, 128, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 64, 128, 4, 3)),
     4: (Tile(64, 64, 32, 4, 2), Tile(32, 32, 32, 4, 2)),
@@ -54,6 +56,8 @@ Use = tuple[Tensor, Sequence[Tensor]]
 
 def gram_squares(uses: Sequence[Use], tile: Tile | None = None) -> tuple[Tensor, Tensor]:
     """Squared norms [L, B] and their scales S = Σ_t ‖a_t‖‖y_t‖ [L, B], float32.
+
+    S has in it what underflow may have taken from the squared norms: see norms.py.
 
     Args:
         uses: for each of L results an input a [B, T, p] and up to MOST_SHARED output gradients
@@ -83,7 +87,7 @@ def gram_squares(uses: Sequence[Use], tile: Tile | None = None) -> tuple[Tensor,
         rows, pairs, partial, batch_size, tokens, len(pairs), partial[0].numel(),
         DTYPE=TRITON_DTYPES[a.dtype], DESCRIBED=described, EXACT=a.element_size() == 4,
         OPERANDS=1 + MOST_SHARED, WORDS=OPERAND_WORDS,
-        BLOCK=tile.rows, BLOCK_X=tile.depth, CHUNK=CHUNK,
+        BLOCK=tile.rows, BLOCK_X=tile.depth, CHUNK=CHUNK, LOST=LOST,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     squares, scale = partial.sum(3).unbind(0)
@@ -97,7 +101,8 @@ def gram_squares_plain(uses: Sequence[Use]) -> tuple[Tensor, Tensor]:
         a, y = a.double(), torch.cat([y.double() for y in ys], dim=2)
         gram_a, gram_y = torch.bmm(a, a.mT), torch.bmm(y, y.mT)
         squares.append((gram_a * gram_y).sum((1, 2)))
-        scales.append((a.norm(dim=2) * y.norm(dim=2)).sum(1))
+        tokens = [x.norm(dim=2) + x.shape[2] ** 0.5 * LOST for x in (a, y)]
+        scales.append((tokens[0] * tokens[1]).sum(1))
     return torch.stack(squares).float(), torch.stack(scales).float()
 
 
@@ -124,6 +129,7 @@ if triton is not None:
         p_rows, p_pairs, p_partial, B, T, n_pairs, n_results,
         DTYPE: tl.constexpr, DESCRIBED: tl.constexpr, EXACT: tl.constexpr, OPERANDS: tl.constexpr,
         WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr, CHUNK: tl.constexpr,
+        LOST: tl.constexpr,
     ):  # fmt: skip
         i_pair, i_rest = tl.program_id(0) % n_pairs, tl.program_id(0) // n_pairs
         i_b, i_row = i_rest % B, i_rest // B
@@ -140,17 +146,27 @@ if triton is not None:
                 b_y, p_row + i * WORDS, i_b, o_i, o_j, T, DTYPE, DESCRIBED, EXACT, BLOCK, BLOCK_X,
                 CHUNK,
             )  # fmt: skip
-        b_product = b_a * b_y
-        total = tl.sum(b_product)
+        total = tl.sum(b_a * b_y)
         p_own = p_partial + tl.program_id(0)
         if o_i == o_j:
+            inputs, outputs = tl.load(p_row + 1), tl.load(p_row + WORDS + 1)
+            for i in range(2, OPERANDS):
+                outputs += tl.load(p_row + i * WORDS + 1)
             o_t = tl.arange(0, BLOCK)
-            b_diagonal = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_product, 0.0), axis=1)
-            tl.store(p_own + n_results, tl.sum(tl.sqrt(tl.maximum(b_diagonal, 0.0))))
+            m_own = o_t[:, None] == o_t[None, :]
+            b_norms = _token_norms(b_a, m_own, inputs, LOST)
+            b_norms *= _token_norms(b_y, m_own, outputs, LOST)
+            tl.store(p_own + n_results, tl.sum(tl.where(o_i + o_t < T, b_norms, 0.0)))
         else:
             tl.store(p_own + n_results, 0.0)
             total *= 2
         tl.store(p_own, total)
+
+    @triton.jit
+    def _token_norms(b_gram, m_own, features, LOST: tl.constexpr):
+        """Norms of tokens from the diagonal of their Gram tile, with what may be lost of it."""
+        b_squares = tl.sum(tl.where(m_own, b_gram, 0.0), axis=1)
+        return tl.sqrt(tl.maximum(b_squares, 0.0)) + tl.sqrt(features.to(tl.float32)) * LOST
 
     @triton.jit
     def _add_gram(

@@ -64,6 +64,8 @@ def squared_norms(gradients: Tensor) -> Tensor:
 
     A float32 sum over millions of squares loses up to some percent where it is made in one chain,
     as on CPUs. So norms of short pieces are taken first, and their squares added in float64.
+    Squares of numbers below 1e-19 are lost, which is nothing beside any C (clip.py); where the
+    result is multiplied with another one take `norms`.
     """
     rows = gradients.reshape(len(gradients), gradients.shape[1:].numel())
     dtype = wide(rows.dtype)
@@ -76,6 +78,27 @@ def squared_norms(gradients: Tensor) -> Tensor:
     ]
     total = sum(squares) if squares else rows.new_zeros(len(rows), dtype=torch.float64)
     return total.to(dtype)
+
+
+def norms(rows: Tensor) -> Tensor:
+    """‖x_i‖ of x [B, n]: [B] float64, right for every finite x, however small or large."""
+    if rows.dtype != torch.float64:
+        return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    largest = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
+    power = torch.exp2(torch.frexp(largest).exponent.double().clamp(-1000, 1000))
+    return torch.linalg.vector_norm(rows / power[:, None], dim=1) * power
+
+
+def product_squares(left: Tensor, right: Tensor) -> Tensor:
+    """‖y_i a_iᵀ‖² = (‖y_i‖‖a_i‖)² of y [B, d] and a [B, p]: [B] in `wide(dtype)`.
+
+    Infinite where a square of one factor is: scaled by a coefficient the other factor may then be
+    so small that its rounding makes the product larger.
+    """
+    dtype = wide(left.dtype)
+    factors = torch.stack([norms(left), norms(right)])
+    is_large = (factors.square().to(dtype) == torch.inf).any(0)
+    return torch.where(is_large, torch.inf, factors.prod(0).square()).to(dtype)
 
 
 def round_down(coefficients: Tensor, dtype: torch.dtype) -> Tensor:

@@ -24,6 +24,7 @@ from dp_clipping.layers.arithmetic import (
     SUM_ROUNDING,
     Weights,
     full_float32,
+    product_squares,
     squared_norms,
     wide,
     wide_bmm,
@@ -31,7 +32,7 @@ from dp_clipping.layers.arithmetic import (
 )
 from dp_clipping.layers.handle import Handle, autocast_operands, deliver
 from dp_clipping.layout import Layout
-from dp_clipping.norms import Norm
+from dp_clipping.norms import UNDERFLOW, Norm
 from dp_clipping.plan import LONGEST_GRAM
 from dp_clipping.sharded import is_sharded
 
@@ -178,6 +179,12 @@ def gram(x: Tensor) -> Tensor:
     return total
 
 
+def _token_norms(gram: Tensor, x: Tensor) -> Tensor:
+    """‖x_it‖ [B, T] from Gram matrices, plus what they may have lost of it: see norms.py."""
+    lost = (x.shape[2] * torch.finfo(gram.dtype).tiny) ** 0.5 * UNDERFLOW
+    return gram.diagonal(dim1=1, dim2=2).sqrt() + lost
+
+
 class LinearFactors:
     """What one use left: a [B, T, p], y [B, T, d]; the parameter is [d, p], transposed [p, d]."""
 
@@ -216,13 +223,16 @@ class LinearFactors:
         if self.accumulates:  # what is summed is what is normed, to the last bit
             return Norm(torch.cat([squared_norms(gradient) for gradient in self._samples()]))
         if self.a.shape[1] == 1:  # one token cannot cancel
-            return Norm(squared_norms(self.a) * squared_norms(self.y))
+            return Norm(product_squares(self.y[:, 0], self.a[:, 0]))
         if self._gram_a is None:
             self._gram_a = (grams or Grams()).of(self.a)
         gram_a, gram_y = self._gram_a, gram(self.y)
         squared = (gram_a * gram_y).sum((1, 2), dtype=torch.float64)
-        diagonals = gram_a.diagonal(dim1=1, dim2=2) * gram_y.diagonal(dim1=1, dim2=2)
-        scale, dtype = diagonals.sqrt().sum(1), wide(self.y.dtype)
+        for each in (gram_a, gram_y):  # a factor whose square is infinite: see `product_squares`
+            is_large = each.diagonal(dim1=1, dim2=2).amax(1) > torch.finfo(torch.float32).max
+            squared = torch.where(is_large, torch.inf, squared)
+        scale = (_token_norms(gram_a, self.a) * _token_norms(gram_y, self.y)).sum(1)
+        dtype = wide(self.y.dtype)
         sum_error = self.a.shape[1] * SUM_ROUNDING[dtype]
         return Norm(squared.to(dtype), scale.to(dtype), GRAM_ROUNDING, sum_error)
 

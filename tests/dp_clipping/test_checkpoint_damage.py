@@ -240,7 +240,7 @@ class TestUndone:
         train(run, 2, after=scheduler.step)
         save(run, path, noise_scheduler=scheduler)
         train(run, 2, after=scheduler.step)
-        x, _ = next(iter(run.loader))
+        next(iter(run.loader))  # a draw in the hand
         objects = {
             "accountant": run.engine.accountant, "module": run.model.network,
             "optimizer": run.optimizer.original_optimizer, "scheduler": scheduler,
