@@ -24,6 +24,7 @@ from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.norm_weights import Normalized
 from dp_clipping.kernels.tiles import Tile, is_described
 from dp_clipping.kernels.weighted_sum import weighted_sum, weighted_sum_plain
+from dp_clipping.layers.linear import GRAM_ROUNDING
 
 NORM_BOUND = 2e-5  # of squared norms, relative
 STORED_BOUND = 2e-6  # the same, against the values that were stored
@@ -214,6 +215,22 @@ def check_gram(place: Place) -> None:
         assert found.shape == (len(uses), batch_size)
         assert_squares(found, expected)
         assert_squares(scale, expected_scale)
+
+
+def check_gram_that_underflows(place: Place) -> None:
+    """What squares below float32's numbers take from a norm is allowed for by its scale."""
+    if place.dtype == torch.float16:
+        return  # its squares are float32 numbers, all of them
+    exponents = [(17, -23), (-23, 17), (18.5, -20), (-30, 12), (5, -30), (0, 0)]
+    factors = torch.tensor([[10.0**a, 10.0**y] for a, y in exponents], device=place.device)
+    shape = (len(exponents), 5)
+    a = (place.normal(*shape, 40).float() * factors[:, :1, None]).to(place.dtype)
+    y = (place.normal(*shape, 24, seed=1).float() * factors[:, 1:, None]).to(place.dtype)
+    squares, scale = (x[0].double() for x in gram.gram_squares([(a, [y])], place.tile))
+    true = torch.bmm(y.double().mT, a.double()).square().sum((1, 2))
+    assert (squares.clamp_min(0) + GRAM_ROUNDING * scale.square() >= true * (1 - 1e-5)).all()
+    ordinary = (a[-1].double().norm(dim=1) * y[-1].double().norm(dim=1)).sum()
+    torch.testing.assert_close(scale[-1], ordinary, rtol=1e-5, atol=0)
 
 
 def check_norm_weights(place: Place) -> None:

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 
+from dp_clipping.clip import HIGHEST, LOWEST
 from dp_clipping.fused_sums import Coefficients, clipped_sums
 from dp_clipping.kernels import rows
 from dp_clipping.kernels.ascending import MOST, Ascending
@@ -150,6 +151,18 @@ def check_coefficients(device: str, dtype: torch.dtype, tile: Tile | None) -> No
     bad = torch.zeros(1, dtype=torch.bool, device=device)
     c = clip_coefficients(many, many, nothing, starts, limits, 1.0, None, bad)
     assert (c.double() * many.double().sum().sqrt() / 0.5 - 1).abs().item() < 1e-6
+    squares = torch.tensor([[0.0, 1e-38, 1.0, 3e38]], device=device)
+    starts, bad = starts.clone().fill_(1), torch.zeros(4, dtype=torch.bool, device=device)
+    starts[0] = 0
+    for limit in (LOWEST, HIGHEST):
+        limits = torch.tensor([limit], dtype=torch.float64, device=device)
+        for gamma in (None, LOWEST):
+            arguments = (squares, squares, nothing[:1], starts, limits, 1.0, gamma)
+            c = clip_coefficients(*arguments, bad.clone())
+            assert c.isfinite().all(), "an infinite one times zero would be NaN"
+            assert (c.double() * squares.double().sqrt() <= limit * (1 + 1e-6)).all()
+            expected = clip_coefficients_plain(*arguments, bad.clone())
+            torch.testing.assert_close(c, expected, rtol=1e-3, atol=0)
 
 
 def check_ascending(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
