@@ -55,7 +55,7 @@ def check_range(name: str, value: float, of: str = "") -> None:
     """Raises ValueError for a C_k or γ with which a contribution could not be kept below C."""
     if not LOWEST <= value <= HIGHEST:
         raise ValueError(
-            f"{name} is {value:g}{of}, and squares of float32 norms hold numbers from {LOWEST:g} "
+            f"{name} is {value}{of}, and squares of float32 norms hold numbers from {LOWEST:g} "
             f"to {HIGHEST:g}: give one of those, say {name}=1.0, and scale the loss if gradients "
             "are that small or large"
         )

@@ -159,3 +159,18 @@ def test_a_second_backward_does_not_repeat_numbers_of_the_next_forward():
     torch.manual_seed(1)
     contribution(model, torch.randn(1, 6), torch.randn(1, 3))
     assert torch.equal(torch.rand(4), after)
+
+
+SUBNORMAL_SEEDS = range(300)
+
+
+@pytest.mark.parametrize("seed", SUBNORMAL_SEEDS)
+def test_tokens_that_cancel_below_the_normal_numbers_of_float16(seed):
+    """Dividing a sample by two to bring it below C rounds it again there: it is normed again."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(1, 1, 40, generator=draw).expand(1, 2, 40).half()
+    half = torch.randn(1, 1, 40, generator=draw)
+    y = torch.cat([half, -half * (1 + 2.0**-8)], dim=1).half()
+    limit = 2e-4 * float((y[0].double().T @ x[0].double()).norm())
+    model = private(nn.Linear(40, 40, bias=False).half(), "bookkeeping", limit)
+    assert contribution(model, x, y) <= limit * LIMIT
