@@ -56,7 +56,10 @@ def check_arguments(
         raise ValueError(
             f"clipping_function {clipping_function!r} is unknown: choose one of {known}"
         )
-    check_range("gamma", gamma)
+    if not 0 < gamma < math.inf:
+        raise ValueError(f"gamma is {gamma}: give a finite number above 0")
+    if clipping_function == "automatic":
+        check_range("gamma", gamma)
 
 
 def check_kernel_options(
