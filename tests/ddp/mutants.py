@@ -43,7 +43,7 @@ LAUNCH_AS_READY = """            rest = self._buckets[self._launched :]
             self._bucket_of = {i: n for n, b in enumerate(self._buckets) for i in b.members}
 """
 BY_DTYPE = "for dtype in dict.fromkeys(gradients[i].dtype for i in order)"
-BUFFERS = "broadcast_from_rank_0(list(self.module.buffers()), self.process_group)"
+BUFFERS = "self._buffers_of_module.broadcast()"
 
 MUTANTS = [
     Mutant(
@@ -58,7 +58,7 @@ MUTANTS = [
     ),
     Mutant(
         "buffers broadcast in eval too",
-        (("base.py", "(self.training and torch.is_grad_enabled()", "(torch.is_grad_enabled()"),),
+        (("base.py", "self.training and torch.is_grad_enabled()", "torch.is_grad_enabled()"),),
         ("tests/ddp/test_buffers.py",),
     ),
     Mutant(
@@ -96,7 +96,7 @@ MUTANTS = [
     ),
     Mutant(
         "hooks outlive the wrapper",
-        (("hooks.py", "weakref.finalize(wrapper, remove_all, handles)", "pass"),),
+        (("ownership.py", "        handle.remove()", "        pass"),),
         ("tests/ddp/test_failures.py", "trace"),
     ),
     Mutant(
@@ -146,7 +146,7 @@ MUTANTS = [
     ),
     Mutant(
         "unused everywhere becomes zero",
-        (("base.py", "            if i in used:\n", "            if True:\n"),),
+        (("rounds.py", "            if i in used:\n", "            if True:\n"),),
         ("tests/ddp/test_unused.py",),
     ),
     Mutant(
@@ -174,10 +174,10 @@ MUTANTS = [
     ),
     Mutant(
         "the optimizer's 16-bit gradients stay in the next step",
-        (("arithmetic.py", "        if self._gradient_dtype is not None:\n            give_dtype",
-          "        if False:\n            give_dtype"),
-         ("arithmetic.py", "        if self._gradient_dtype is not None:\n            self._give",
-          "        if False:\n            self._give")),
+        (("arithmetic.py", "_dtype is not None:\n            self._give_dtype(",
+          "_dtype is None:\n            self._give_dtype("),
+         ("arithmetic.py", "_dtype is not None:\n            self._give_dtypes",
+          "_dtype is None:\n            self._give_dtypes")),
         ("tests/ddp/test_gradient_dtype.py", "sums"),
     ),
     Mutant(
