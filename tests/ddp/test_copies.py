@@ -41,7 +41,7 @@ def deep_copies(context: Context, name: str) -> None:
             assert p.grad is None
             p.mul_(0.5)
     goes_on(context, name, copy.deepcopy(twin.eval()).train(), twin.module)
-    goes_on(context, name, twin, twin.module)
+    goes_on(context, name, twin.train(), twin.module)
     pair.zero_grad(set_to_none=False)
     pair.step(chain_loss(1))
 
@@ -50,10 +50,10 @@ def averaged(context: Context, name: str) -> None:
     """An average of the weights, as `torch.optim.swa_utils` keeps it; copied when it is frozen."""
     model = wrap(name, Chain().to(context.device), process_group=context.group)
     average = AveragedModel(model)
+    average.update_parameters(model)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(2)
-    average.update_parameters(model)
     average.update_parameters(model)
     for p, q in zip(average.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(p, q - 1)

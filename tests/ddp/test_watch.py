@@ -1,6 +1,7 @@
 """Parameters that change under a wrapper: what is right, what is said, and what is no fault."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,13 @@ from tests.ddp.beside import Beside, Chain, chain_loss, numbers, small_buckets
 from tests.ranks import Context
 
 FORGOTTEN = r"weight|bias.* changed after its backward .* call finish_gradient_synchronization\(\)"
+
+
+def says(model: nn.Module, case: str, rank: int) -> None:
+    if case == "finish":
+        model.finish_gradient_synchronization()
+    else:
+        chain_loss(1)(model, rank)
 
 
 def forgotten_finish(context: Context, name: str) -> None:
@@ -29,14 +37,9 @@ def forgotten_finish(context: Context, name: str) -> None:
         else:
             optimizer.step()
         optimizer.zero_grad()
-        with pytest.raises(RuntimeError, match=FORGOTTEN):
-            if case == "finish":
-                model.finish_gradient_synchronization()
-            elif case == "under no_sync":
-                with model.no_sync():
-                    chain_loss(1)(model, context.rank)
-            else:
-                chain_loss(1)(model, context.rank)
+        context_of_forward = model.no_sync() if case == "under no_sync" else nullcontext()
+        with context_of_forward, pytest.raises(RuntimeError, match=FORGOTTEN):
+            says(model, case, context.rank)
         wrap(name, model.module, process_group=context.group)  # the remedy: rank 0's values
         chain_loss(1)(model, context.rank).backward()
         model.finish_gradient_synchronization()
@@ -67,7 +70,7 @@ def no_fault(context: Context, name: str) -> None:
     other(torch.ones(1, 2, device=context.device)).sum().backward()
     chain_loss(0)(pair.model, context.rank).backward()
     torch.optim.SGD(other.parameters(), lr=0.1).step()
-    pair.zero_grad(set_to_none=False)
+    pair.zero_grad(set_to_none=True)
     pair.step(chain_loss(2))
 
     pair = Beside(context, name, Renormalised(), **small_buckets(name))
