@@ -15,6 +15,7 @@ One step of a rank, in the words used by code, documents, traces and pictures:
 The agreed order is the reverse of registration in the first step and then, once, the order that
 rank 0 has observed. rounds.py keeps the books of what is ready, launched and reduced, hooks.py
 says how autograd reaches this class, unused.py what happens to a parameter without a gradient,
+buffers.py how buffers follow rank 0, watch.py what is said when parameters change under it,
 buckets.py how a plan is made, arithmetic.py whether means or sums travel and in which type.
 """
 
