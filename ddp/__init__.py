@@ -1,7 +1,8 @@
 """Distributed data parallel, built by hand, from the obvious to the fast.
 
 Read in this order: base.py (the seam), synchronous.py, individual.py, individual_v2.py, buckets.py,
-bucketed.py, copy_engine.py; none.py is the floor and torch_ddp.py the oracle.
+bucketed.py, copy_engine.py; none.py is the floor and torch_ddp.py the oracle. What a course can do
+without: ownership.py (several wrappers), watch.py (changed parameters), copies.py (deepcopy).
 """
 
 import importlib.util
@@ -42,11 +43,13 @@ def wrap(name: str, module: nn.Module, **options: Any) -> nn.Module:
         name: a key of `IMPLEMENTATIONS`, or `path/to/file.py:ClassName`.
         module: the network, on its device already.
         options: `reduce`, `process_group`, `find_unused_parameters`; `bucket_size_mb` where
-            gradients are batched.
+            gradients are batched, None for one bucket per dtype.
 
     Raises:
         ValueError: for an unknown name, or ranks with different models.
         TypeError: for an option that this variant does not have.
+        RuntimeError: for a network with nothing to train or with lazy parameters, and one that
+            shares a trainable parameter with another wrapped network.
         Unavailable: where the variant cannot work on this machine; the message says why.
     """
     cls = implementation(name)

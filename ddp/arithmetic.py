@@ -21,6 +21,8 @@ class Arithmetic:
     """The two settings of `ddp.base.DataParallel` that say how gradients are added up."""
 
     _parameters_by_index: list[Parameter]
+    _own_dtypes: list[torch.dtype | None]  # `grad_dtype` of each parameter when it was wrapped
+    _given_dtypes: dict[Parameter, torch.dtype | None]  # that of those which now have another
     _gradient_dtype: torch.dtype | None = None
 
     @property
@@ -41,7 +43,7 @@ class Arithmetic:
 
     @property
     def gradient_dtype(self) -> torch.dtype | None:
-        """The least type of a `.grad` and of its collective; None: that of the parameter.
+        """The least type of a `.grad` and of its collective; None: the parameter's `grad_dtype`.
 
         With `torch.float32`, gradients of 16-bit parameters are float32, others stay as they are.
         Set it between steps, on all ranks; gradients that exist are converted. Whoever replaces a
@@ -72,21 +74,30 @@ class Arithmetic:
             self._adopt_order(self._order)
 
     def dtype_of(self, i: int) -> torch.dtype:
-        """Of the gradient of parameter `i`."""
-        own = self._parameters_by_index[i].dtype
+        """Of the gradient of parameter `i`: the user's `grad_dtype`, or a wider one."""
+        own = self._own_dtypes[i] or self._parameters_by_index[i].dtype
         return own if self._gradient_dtype is None else promote_types(own, self._gradient_dtype)
 
     def _dtypes(self) -> list[torch.dtype]:
         return [self.dtype_of(i) for i in range(len(self._parameters_by_index))]
 
     def _give_dtypes(self) -> None:
-        for parameter, dtype in zip(self._parameters_by_index, self._dtypes(), strict=True):
-            give_dtype(parameter, dtype)
+        for i in range(len(self._parameters_by_index)):
+            self._give_dtype(i)
+
+    def _give_dtype(self, i: int) -> None:
+        parameter, own = self._parameters_by_index[i], self._own_dtypes[i]
+        dtype = own if self._gradient_dtype is None else self.dtype_of(i)
+        if dtype == own:
+            self._given_dtypes.pop(parameter, None)
+        else:
+            self._given_dtypes[parameter] = own
+        give_dtype(parameter, dtype)
 
     def _conform(self, i: int) -> None:
         """After someone has replaced `.grad` by one of the parameter's own type."""
         if self._gradient_dtype is not None:
-            give_dtype(self._parameters_by_index[i], self.dtype_of(i))
+            self._give_dtype(i)
 
     def _conform_all(self) -> None:
         if self._gradient_dtype is not None:
@@ -95,15 +106,18 @@ class Arithmetic:
     def _raise_if_rounded(self, i: int) -> None:
         """What has been rounded already must not pass for a sum in the wider type."""
         gradient = self._parameters_by_index[i].grad
-        if self._gradient_dtype is not None and gradient.dtype != self.dtype_of(i):
+        if gradient.dtype == self.dtype_of(i):
+            return
+        what = f"{self._name(i)} has a gradient of {gradient.dtype} in place of {self.dtype_of(i)}"
+        if self._gradient_dtype is not None:
             raise RuntimeError(
-                f"gradient_ready: {self._name(i)} has a gradient of {gradient.dtype} in place of "
-                f"{self.dtype_of(i)}: call before_gradient, then assign one of that type"
+                f"gradient_ready: {what}: call before_gradient, then assign one of that type"
             )
+        raise RuntimeError(f"{what}: set the parameter's grad_dtype before it is wrapped")
 
 
-def give_dtype(parameter: Parameter, dtype: torch.dtype) -> None:
-    """Let `parameter.grad` be of `dtype`, and make it so if there is one."""
+def give_dtype(parameter: Parameter, dtype: torch.dtype | None) -> None:
+    """Let `parameter.grad` be of `dtype` (None: any), and make it so if there is one."""
     if parameter.grad_dtype != dtype:
         gradient, parameter.grad = parameter.grad, None
         parameter.grad_dtype = dtype

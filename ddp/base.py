@@ -15,6 +15,7 @@ One step of a rank, in the words used by code, documents, traces and pictures:
 The agreed order is the reverse of registration in the first step and then, once, the order that
 rank 0 has observed. rounds.py keeps the books of what is ready, launched and reduced, hooks.py
 says how autograd reaches this class, unused.py what happens to a parameter without a gradient,
+buffers.py how buffers follow rank 0, watch.py what is said when parameters change under it,
 buckets.py how a plan is made, arithmetic.py whether means or sums travel and in which type.
 """
 
@@ -28,15 +29,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ddp.arithmetic import Arithmetic
+from ddp.arithmetic import Arithmetic, give_dtype
 from ddp.buckets import Bucket, Gradient, one_bucket_each
+from ddp.buffers import Buffers
 from ddp.checks import broadcast_from_rank_0, check_same_model, full_names
+from ddp.copies import Copyable
 from ddp.hooks import register_hooks
+from ddp.ownership import activate, enter, shared_with_another
 from ddp.rounds import Launch, Rounds
 from ddp.unused import agree_on_use, parameters_reached_by
+from ddp.watch import Watch
 
 
-class DataParallel(Rounds, Arithmetic, nn.Module):
+class DataParallel(Rounds, Arithmetic, Copyable, nn.Module):
     """A network whose gradients are the mean (or the sum) of those of all ranks.
 
     Args:
@@ -49,7 +54,8 @@ class DataParallel(Rounds, Arithmetic, nn.Module):
             keeps its `.grad`.
 
     Raises:
-        RuntimeError: if no process group is initialised, or the module has nothing to train.
+        RuntimeError: if no process group is initialised, the module has nothing to train or a
+            parameter without a shape, or a wrapper of another network reduces one of them.
         ValueError: if the ranks hold different models (on every rank), or an unknown reduction.
     """
 
@@ -61,6 +67,9 @@ class DataParallel(Rounds, Arithmetic, nn.Module):
 
     gradients_come_by_hand: bool = False
     """Set by a private engine: autograd accumulates nothing, all comes through `gradient_ready`."""
+
+    _is_active: bool = True
+    """False while another wrapper of the same network is in use: see ownership.py."""
 
     def __init__(
         self,
@@ -79,15 +88,20 @@ class DataParallel(Rounds, Arithmetic, nn.Module):
         self.world_size = dist.get_world_size(self.process_group)
         self.find_unused_parameters = find_unused_parameters
 
-        check_same_model(module, self.process_group)
-        broadcast_from_rank_0([*module.parameters(), *module.buffers()], self.process_group)
+        if not self._is_copy:
+            check_same_model(module, self.process_group, shared_with_another(module))
+            broadcast_from_rank_0([*module.parameters(), *module.buffers()], self.process_group)
+        activate(self, abandon=True)
 
         self._parameters_by_index = [p for p in module.parameters() if p.requires_grad]
-        if not self._parameters_by_index:
+        if not self._parameters_by_index and not self._is_copy:
             raise RuntimeError("no parameter requires a gradient: there is nothing to synchronise")
-        self._give_dtypes()
+        self._own_dtypes = [p.grad_dtype for p in self._parameters_by_index]
+        self._given_dtypes = {}
         self._index = {p: i for i, p in enumerate(self._parameters_by_index)}
         self._names = full_names(module)
+        self._watch = Watch(self._parameters_by_index, self._names)
+        self._buffers_of_module = Buffers(module, self.process_group)
         self._synchronizing = True
         self._order_is_observed = False
         self._reduced: set[int] = set()  # `.grad` holds the same reduced value on all ranks
@@ -120,16 +134,11 @@ class DataParallel(Rounds, Arithmetic, nn.Module):
     # ---- what a user calls ---------------------------------------------------------------------
 
     def forward(self, *args, **kwargs):
-        if not (self.training and torch.is_grad_enabled()):
-            return self.module(*args, **kwargs)
-        self._conform_all()
-        if self._in_backward:  # the last one failed
-            self._discard_step()
-        if not self._synchronizing:
-            return self.module(*args, **kwargs)
-        self._prepare_step()
-        output = self.module(*args, **kwargs)
-        if self.find_unused_parameters:
+        trains = self.training and torch.is_grad_enabled()
+        if trains:
+            self._prepare_forward()
+        output = self._watch.call(self.module, args, kwargs)
+        if trains and self.find_unused_parameters and self._awaits_backward:
             self._reached |= {
                 self._index[p] for p in parameters_reached_by(output) if p in self._index
             }
@@ -137,7 +146,12 @@ class DataParallel(Rounds, Arithmetic, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside accumulate locally; the next one outside reduces the whole sum."""
+        """Forwards inside have local backwards; the next one outside reduces the whole sum.
+
+        As in PyTorch's DDP, the forward decides, wherever the backward is called. A backward that
+        belongs to a forward inside and to another outside reduces. Without a forward, as for
+        `gradient_ready` by hand, the call itself decides.
+        """
         before, self._synchronizing = self._synchronizing, False
         try:
             yield
@@ -157,6 +171,8 @@ class DataParallel(Rounds, Arithmetic, nn.Module):
             ValueError: if the parameter is not one of the module's trainable ones.
         """
         i = self._index_of(parameter, "before_gradient")
+        if not self._is_active:
+            activate(self)
         if self._bucket_of[i] in self._in_flight:
             self._wait_for(self._bucket_of[i])
         self._conform(i)
@@ -175,6 +191,8 @@ class DataParallel(Rounds, Arithmetic, nn.Module):
             RuntimeError: for a gradient that is missing, sparse or not of `gradient_dtype`.
         """
         i = self._index_of(parameter, "gradient_ready")
+        if not self._is_active:
+            activate(self)
         if parameter.grad is None:
             raise RuntimeError(f"gradient_ready: {self._names[parameter]} has no gradient")
         if parameter.grad.layout != torch.strided:
@@ -186,8 +204,23 @@ class DataParallel(Rounds, Arithmetic, nn.Module):
         self._settle(i)
         self._reduced.discard(i)
         self._used.add(i)
-        if not self._synchronizing:
-            return
+        if self._this_backward_reduces():
+            self._arrive(i)
+
+    @torch.no_grad()
+    def gradient_absent(self, parameter: Parameter) -> None:
+        """Autograd's node of `parameter` has run, and there is no gradient: it counts as zero.
+
+        With `find_unused_parameters` it counts as unused on this rank.
+        """
+        i = self._index[parameter]
+        if self._this_backward_reduces():
+            if not self.find_unused_parameters:
+                self._used.add(i)
+            self._arrive(i)
+
+    def _arrive(self, i: int) -> None:
+        self._watch.gradient_arrived(self._parameters_by_index[i])
         self._unfinished = True
         self._by_hand |= not self._in_backward
         everything_is_sent = self._launched == len(self._buckets)
@@ -207,17 +240,22 @@ class DataParallel(Rounds, Arithmetic, nn.Module):
 
         Raises:
             RuntimeError: naming the parameters, if some got no gradient and
-                `find_unused_parameters` is off. The step is then discarded.
+                `find_unused_parameters` is off, or naming a parameter that was changed before its
+                gradient was reduced. The step is then discarded.
         """
         if not self._unfinished:
             return
+        self._raise_if_changed()
         if not self.find_unused_parameters:
+            if self._is_frozen():
+                self._begin_step()
+                return
             self._raise_if_incomplete()
         self._finish_round()
         used, anything_late = self._used, bool(self._used - self._reduced)
         if self.find_unused_parameters:
             used, anything_late = agree_on_use(self, used, anything_late)
-            self._adopt_stand_ins(used)
+        self._adopt_stand_ins(used)
         if anything_late:  # a gradient has grown since it was sent
             self._begin_round()
             self._finish_round()
@@ -273,6 +311,44 @@ class DataParallel(Rounds, Arithmetic, nn.Module):
 
     # ---- between steps --------------------------------------------------------------------------
 
+    def load_state_dict(self, *args, **kwargs):
+        result = super().load_state_dict(*args, **kwargs)
+        self._watch.accept_changes()
+        return result
+
+    def deactivate(self) -> None:
+        """Another wrapper of this network takes over: forget an unfinished step."""
+        self._wait_for_all()
+        self._begin_step()
+        while self._given_dtypes:
+            give_dtype(*self._given_dtypes.popitem())
+        self._is_active = False
+
+    def _prepare_forward(self) -> None:
+        self._watch.raise_if_replaced(self.module)
+        if not self._is_active:
+            activate(self)
+        self._raise_if_changed()
+        self._conform_all()
+        if self._in_backward:  # the last one failed
+            self._discard_step()
+        if self._synchronizing:
+            self._prepare_step()
+            self._awaits_backward = True
+        self._backward_reduces = self._awaits_backward
+
+    def _this_backward_reduces(self) -> bool:
+        if not self._in_backward or self._backward_reduces is None:
+            return self._synchronizing
+        self._awaits_backward = False
+        return self._backward_reduces
+
+    def _raise_if_changed(self) -> None:
+        """An optimizer has stepped with gradients that were not reduced."""
+        if not self._in_backward and (complaint := self._watch.complaint()):
+            self._discard_step()
+            raise RuntimeError(complaint)
+
     def _prepare_step(self) -> None:
         """All ranks must have issued the same collectives before the buffers' broadcast."""
         if self.find_unused_parameters and not self._by_hand:
@@ -283,7 +359,7 @@ class DataParallel(Rounds, Arithmetic, nn.Module):
             self._discard_partial_step()
         self._wait_for_all()
         self.before_forward()
-        broadcast_from_rank_0(list(self.module.buffers()), self.process_group)
+        self._buffers_of_module.broadcast()
         self._unfinished = True
 
     def _discard_partial_step(self) -> None:
@@ -304,38 +380,11 @@ class DataParallel(Rounds, Arithmetic, nn.Module):
         self._absent = torch.nan
         for parameter in self._parameters_by_index:
             parameter.grad = None
+        self._stand_ins.clear()
         if self._arrivals and self.launches_in_backward:
             self._launch_complete_buckets(everything=True)
         self._wait_for_all()
         self._begin_step()
-
-    # ---- parameters without a gradient ---------------------------------------------------------
-
-    def _raise_if_incomplete(self) -> None:
-        missing = self._missing()
-        if not missing:
-            return
-        message = (
-            f"unfinished reduction: {self._show_names(missing)} got no gradient in a backward of "
-            "this step; if that is meant, pass find_unused_parameters=True"
-        )
-        try:
-            self._discard_step()
-        except RuntimeError as error:  # the other ranks never launched what this one waits for
-            raise RuntimeError(message) from error
-        raise RuntimeError(message)
-
-    def _mark_unreached_ready(self) -> None:
-        """What no forward of this step leads to need not hold up the buckets behind it."""
-        if self.find_unused_parameters and self._reached and len(self._arrivals) == 1:
-            self._ready.update(set(range(len(self._parameters_by_index))) - self._reached)
-
-    def _adopt_stand_ins(self, used: set[int]) -> None:
-        for i, reduced in self._stand_ins.items():
-            parameter = self._parameters_by_index[i]
-            if i in used:
-                parameter.grad = reduced.view_as(parameter)
-        self._stand_ins.clear()
 
     # ---- the agreed order ----------------------------------------------------------------------
 
@@ -364,4 +413,4 @@ class DataParallel(Rounds, Arithmetic, nn.Module):
         return self._index[parameter]
 
     def _register_hooks(self) -> None:
-        register_hooks(self, self._parameters_by_index)
+        enter(self, register_hooks(self, self._parameters_by_index))

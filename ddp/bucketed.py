@@ -39,12 +39,13 @@ class BucketedDDP(DataParallel):
     """Flat buckets, one all-reduce each.
 
     Args:
-        bucket_size_mb: a bucket's capacity in MiB; a larger gradient has its own.
+        bucket_size_mb: a bucket's capacity in MiB, a larger gradient has its own; None for one
+            bucket per dtype.
     """
 
     options = (*DataParallel.options, "bucket_size_mb")
 
-    def __init__(self, module: nn.Module, *, bucket_size_mb: float = 200, **options):
+    def __init__(self, module: nn.Module, *, bucket_size_mb: float | None = 200, **options):
         self._bucket_bytes = mebibytes(bucket_size_mb)
         self._flats: dict[Bucket, Flat] = {}
         super().__init__(module, **options)
@@ -101,6 +102,7 @@ class BucketedDDP(DataParallel):
         """Make the gradient of parameter `i` the given slice of a flat buffer."""
         parameter = self._parameters_by_index[i]
         if parameter.grad is None:
-            self.stand_in(i, view.fill_(self._absent))
+            absent = self._stand_ins.get(i)  # reduced already, if an earlier backward had none
+            self.stand_in(i, view.fill_(self._absent) if absent is None else view.copy_(absent))
         elif parameter.grad.data_ptr() != view.data_ptr():
             parameter.grad = view.copy_(parameter.grad)

@@ -52,14 +52,21 @@ class Bucket:
     nbytes: int
 
 
-def mebibytes(bucket_size_mb: float) -> int:
+def mebibytes(bucket_size_mb: float | None) -> int | None:
     """Bytes of the option `bucket_size_mb`, which counts in MiB as PyTorch's DDP does.
+
+    None, for one bucket, stays None.
 
     Raises:
         ValueError: if it is not a positive finite number.
     """
+    if bucket_size_mb is None:
+        return None
     if not 0 < bucket_size_mb < inf:
-        raise ValueError(f"bucket_size_mb: {bucket_size_mb} is not a positive number of MiB")
+        raise ValueError(
+            f"bucket_size_mb: {bucket_size_mb} is not a positive number of MiB, nor None for one "
+            "bucket"
+        )
     return int(bucket_size_mb * (1 << 20))
 
 
@@ -69,7 +76,7 @@ def one_bucket_each(gradients: Sequence[Gradient], order: Sequence[int]) -> list
 
 
 def plan_buckets(
-    gradients: Sequence[Gradient], order: Sequence[int], bucket_bytes: float = inf
+    gradients: Sequence[Gradient], order: Sequence[int], bucket_bytes: float | None = inf
 ) -> list[Bucket]:
     """Cut `order` into buckets of at most `bucket_bytes`, small ones last.
 
@@ -80,7 +87,8 @@ def plan_buckets(
     Args:
         gradients: all gradients, by index.
         order: a permutation of their indices, first ready first.
-        bucket_bytes: the capacity; 0 puts every gradient in a bucket of its own.
+        bucket_bytes: the capacity; 0 puts every gradient in a bucket of its own, None all of a
+            dtype in one.
 
     Raises:
         ValueError: if `order` is not a permutation of the indices.
@@ -100,8 +108,10 @@ def plan_buckets(
 
 
 def _cut(
-    indices: list[int], gradients: Sequence[Gradient], bucket_bytes: float
+    indices: list[int], gradients: Sequence[Gradient], bucket_bytes: float | None
 ) -> list[tuple[int, ...]]:
+    if bucket_bytes is None:
+        return [tuple(indices)]
     remaining = sum(gradients[i].nbytes for i in indices if gradients[i].nbytes <= bucket_bytes)
     groups: list[tuple[int, ...]] = []
     group: list[int] = []

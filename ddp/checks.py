@@ -8,26 +8,44 @@ therefore describes its model to all others once, and every rank raises the same
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 MESSAGE_BYTES = 32 << 20  # tensors are flattened into messages of at most this size
 
 Description = list[tuple[str, tuple[int, ...], str, bool]]
 
 
-def check_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
+def check_same_model(module: nn.Module, group: dist.ProcessGroup, obstacle: str | None) -> None:
     """Compare names, shapes, dtypes and `requires_grad` of all parameters and buffers.
 
+    Args:
+        obstacle: why this rank cannot wrap the module, if it cannot.
+
     Raises:
+        RuntimeError: on every rank of `group`, with the first rank's obstacle.
         ValueError: on every rank of `group`, naming the first tensor that differs from rank 0's
             and both shapes or dtypes.
     """
-    mine = describe(module)
-    everyone: list[Description] = [mine] * dist.get_world_size(group)
+    obstacle = lazy_parameters(module) or obstacle
+    mine = obstacle or describe(module)
+    everyone: list[str | Description] = [mine] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
+    if obstacles := [theirs for theirs in everyone if isinstance(theirs, str)]:
+        raise RuntimeError(obstacles[0])
     for rank, theirs in enumerate(everyone):
         difference = first_difference(everyone[0], theirs, rank)
         if difference:
             raise ValueError(f"the ranks hold different models: {difference}")
+
+
+def lazy_parameters(module: nn.Module) -> str | None:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            return (
+                f"{name} has no shape yet, as in a lazy module before its first forward: run one "
+                "batch through the network before it is wrapped"
+            )
+    return None
 
 
 def describe(module: nn.Module) -> Description:
@@ -67,7 +85,7 @@ def broadcast_from_rank_0(tensors: list[torch.Tensor], group: dist.ProcessGroup)
 
     Neighbours of one dtype share a message, so that many small buffers cost few launches.
     """
-    for batch in _batches([t.detach() for t in tensors]):
+    for batch in in_messages([t.detach() for t in tensors]):
         if len(batch) == 1 and batch[0].is_contiguous():
             dist.broadcast(batch[0], group=group, group_src=0)
             continue
@@ -77,7 +95,8 @@ def broadcast_from_rank_0(tensors: list[torch.Tensor], group: dist.ProcessGroup)
             tensor.copy_(values.view(tensor.shape))
 
 
-def _batches(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+def in_messages(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Cut `tensors` into lists of one dtype, each of at most `MESSAGE_BYTES` or of one tensor."""
     batches: list[list[torch.Tensor]] = []
     filled = 0
     for tensor in tensors:

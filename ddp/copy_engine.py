@@ -45,29 +45,34 @@ class CopyEngineDDP(BucketedDDP):
     It keeps the bytes of all gradients allocated, and at most `PIECE_BYTES` more for what it pulls.
 
     Args:
-        bucket_size_mb: a bucket's capacity in MiB; a larger gradient has its own.
+        bucket_size_mb: a bucket's capacity in MiB, a larger gradient has its own; None for one
+            bucket per dtype.
 
     Raises:
         Unavailable: on every rank, without GPUs of one host that can read each other's memory.
     """
 
-    def __init__(self, module: nn.Module, *, bucket_size_mb: float = 100, **options):
+    def __init__(self, module: nn.Module, *, bucket_size_mb: float | None = 100, **options):
         self._memory: PeerMemory | None = None
         super().__init__(module, bucket_size_mb=bucket_size_mb, **options)
 
     @property
     def bytes_outside_allocator(self) -> int:
         """Memory of this rank's GPU that `torch.cuda.max_memory_allocated` does not count."""
-        return self._memory.nbytes
+        return 0 if self._memory is None else self._memory.nbytes
 
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
         buckets = super().plan(gradients, order)
         self._unbind_gradients()
-        ends = list(accumulate(_aligned(self._bytes_of(bucket)) for bucket in buckets))
-        if self._memory is None or ends[-1] > self._capacity:  # the first plan, or a wider type
-            self._open(ends[-1] + ALIGNMENT_BYTES * len(gradients))
-        self._start_of = dict(zip(buckets, [0, *ends[:-1]], strict=True))
-        self._exchange_of = {bucket: self._prepare(bucket) for bucket in buckets}
+        sizes = [_aligned(self._bytes_of(bucket)) for bucket in buckets]
+        *starts, end = accumulate(sizes, initial=0)
+        self._start_of = dict(zip(buckets, starts, strict=True))
+        self._exchange_of: dict[Bucket, Exchange] = {}
+        if self._memory is None or end > self._capacity:  # the first plan, or a wider type
+            self._close()
+            self._capacity = end + ALIGNMENT_BYTES * len(gradients)
+            if not self._is_copy:  # all ranks open it together, and one may copy alone
+                self._open()
         return buckets
 
     def before_forward(self) -> None:
@@ -77,8 +82,9 @@ class CopyEngineDDP(BucketedDDP):
         self.fill(bucket)
         self.count(collectives=1, nbytes=bucket.nbytes)
         scale = 1 / self.world_size if self.reduce == "mean" else 1.0
+        exchange = self._exchange_of.get(bucket) or self._prepare(bucket)
         with self.side_stream(), record_function("communication: copy engines"):
-            self._exchange_of[bucket].run(scale)
+            exchange.run(scale)
             return self.record_event()
 
     def wait(self, bucket: Bucket, handle: torch.cuda.Event | None) -> None:
@@ -87,21 +93,24 @@ class CopyEngineDDP(BucketedDDP):
 
     def allocate(self, bucket: Bucket) -> Tensor:
         dtype = self.dtype_of(bucket.members[0])
+        if self._memory is None:
+            self._open()
         memory = self._memory
         return memory.view(memory.rank, self._start_of[bucket], bucket.numel, dtype)
 
     def _prepare(self, bucket: Bucket) -> "Exchange":
         dtype = self.dtype_of(bucket.members[0])
-        return Exchange(self._memory, self._start_of[bucket], bucket.numel, dtype, self._pulled)
+        exchange = Exchange(self._memory, self._start_of[bucket], bucket.numel, dtype, self._pulled)
+        self._exchange_of[bucket] = exchange
+        return exchange
 
     # ---- memory and streams --------------------------------------------------------------------
 
-    def _open(self, nbytes: int) -> None:
+    def _open(self) -> None:
         device = self._parameters_by_index[0].device
         self._check_available(device)
-        self._close()
-        self._memory, self._capacity = self.open_memory(nbytes, device), nbytes
-        largest = max(128 * 8 * self.world_size, min(PIECE_BYTES, nbytes))
+        self._memory = self.open_memory(self._capacity, device)
+        largest = max(128 * 8 * self.world_size, min(PIECE_BYTES, self._capacity))
         self._pulled = torch.empty(largest, dtype=torch.uint8, device=device)
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)

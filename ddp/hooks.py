@@ -9,46 +9,72 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
+Gradients = tuple[Tensor | None, ...]
 
-def register_hooks(wrapper: Any, parameters: Sequence[Parameter]) -> None:
+
+def register_hooks(wrapper: Any, parameters: Sequence[Parameter]) -> list:
     """Call `wrapper.before_gradient(parameter)` and, after it, `wrapper.gradient_ready(parameter)`.
 
-    A tied parameter's hooks run once a backward, with the sum of its uses. They run in autograd's
-    thread, on the stream on which the gradient is accumulated, so that a collective started there
-    is queued behind the accumulation. `torch.autograd.grad` accumulates nothing and runs neither:
-    the first hook sits on the node that accumulates, not on the parameter.
+    Both hooks sit on the node that accumulates a parameter's gradient. The second one runs when
+    all `register_post_accumulate_grad_hook` hooks of the parameter have run, those that a user adds
+    after wrapping too, so that what they make of `.grad` is what is reduced. A tied parameter's
+    hooks run once a backward, with the sum of its uses. They run in autograd's thread, on the
+    stream on which the gradient is accumulated, so that a collective started there is queued
+    behind the accumulation. `torch.autograd.grad` accumulates nothing and runs neither.
+
+    A node also runs when its gradient is None, as a custom `autograd.Function` may return it.
+    If there is then nothing in `.grad`, `wrapper.gradient_absent(parameter)` is called instead.
 
     `wrapper._in_backward` is True from a backward's first hook to its end, which a failed backward
-    never reaches. Hooks hold the wrapper weakly, and leave the parameters when it goes.
+    never reaches. Hooks hold the wrapper weakly. They do nothing while `wrapper._is_active` is
+    False.
+
+    Returns:
+        handles, whose `remove()` takes the hooks away.
     """
     me = weakref.ref(wrapper)
 
-    def before(parameter: Parameter):
-        def hook(_gradients: tuple[Tensor | None, ...]) -> None:
-            if (wrapper := me()) is None:
+    def active() -> Any:
+        wrapper = me()
+        return wrapper if wrapper is not None and wrapper._is_active else None
+
+    def hooks_of(parameter: Parameter):
+        version = None  # of the parameter, when its gradient was about to change
+
+        def before(_gradients: Gradients) -> None:
+            nonlocal version
+            if (wrapper := active()) is None:
                 return
             if not wrapper._in_backward:
                 wrapper._in_backward = True
                 Variable._execution_engine.queue_callback(end_of_backward)
+            version = parameter._version
             wrapper.before_gradient(parameter)
 
-        return hook
+        def after(_inputs: Gradients, _gradients: Gradients) -> None:
+            if (wrapper := active()) is None:
+                return
+            if parameter._version != version:
+                raise RuntimeError(
+                    f"{wrapper._names[parameter]} was changed by a hook before its gradient was "
+                    "reduced, so the ranks now differ: an optimizer that steps in backward cannot "
+                    "be used here; call optimizer.step() after finish_gradient_synchronization()"
+                )
+            if parameter.grad is None:
+                wrapper.gradient_absent(parameter)
+            else:
+                wrapper.gradient_ready(parameter)
+
+        return before, after
 
     def end_of_backward() -> None:
         if (wrapper := me()) is not None:
             wrapper._in_backward = False
 
-    def after(parameter: Parameter) -> None:
-        if (wrapper := me()) is not None:
-            wrapper.gradient_ready(parameter)
-
     nodes = [get_gradient_edge(parameter).node for parameter in parameters]
     wrapper._accumulation_nodes = nodes  # parameters hold them weakly, and graphs come and go
-    handles = [n.register_prehook(before(p)) for n, p in zip(nodes, parameters, strict=True)]
-    handles += [p.register_post_accumulate_grad_hook(after) for p in parameters]
-    weakref.finalize(wrapper, remove_all, handles)
-
-
-def remove_all(handles: list) -> None:
-    for handle in handles:
-        handle.remove()
+    handles = []
+    for node, parameter in zip(nodes, parameters, strict=True):
+        before, after = hooks_of(parameter)
+        handles += [node.register_prehook(before), node.register_hook(after)]
+    return handles

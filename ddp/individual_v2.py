@@ -22,12 +22,13 @@ class IndividualV2DDP(DataParallel):
     """Coalesced groups of gradients, reduced in place.
 
     Args:
-        bucket_size_mb: a group is sent when its next gradient would exceed this many MiB.
+        bucket_size_mb: a group is sent when its next gradient would exceed this many MiB; None for
+            one group per dtype.
     """
 
     options = (*DataParallel.options, "bucket_size_mb")
 
-    def __init__(self, module: nn.Module, *, bucket_size_mb: float = 200, **options):
+    def __init__(self, module: nn.Module, *, bucket_size_mb: float | None = 200, **options):
         self._bucket_bytes = mebibytes(bucket_size_mb)
         super().__init__(module, **options)
 

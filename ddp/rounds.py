@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp.buckets import Bucket
+from ddp.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Rounds:
     _bucket_of: dict[int, int]
     _reduced: set[int]
     _names: dict[Parameter, str]
+    _watch: Watch
 
     def _begin_step(self) -> None:
         self._unfinished = False
@@ -51,6 +53,9 @@ class Rounds:
         self._stand_ins: dict[int, Tensor] = {}
         self._in_backward = False  # stays True if that backward has failed
         self._by_hand = False  # some gradients of this step did not come from autograd's hook
+        self._backward_reduces: bool | None = None  # as the last forward decided
+        self._awaits_backward = False  # a synchronising forward has had no backward yet
+        self._watch.end_step()
         self._begin_round()
 
     def _begin_round(self) -> None:
@@ -88,15 +93,14 @@ class Rounds:
         if self._bucket_of[i] in self._in_flight:
             self._wait_for(self._bucket_of[i])
         if i in self._stand_ins:  # unused here in an earlier backward, used elsewhere perhaps
-            theirs = self._stand_ins.pop(i)
-            share = 1 if self.reduce == "mean" else 1 / self.world_size
-            self._parameters_by_index[i].grad.add_(theirs, alpha=share)
+            self._take_back_share(i)
+            self._parameters_by_index[i].grad.add_(self._stand_ins.pop(i))
 
     def _take_back_share(self, i: int) -> None:
         """Turn a reduced gradient into this rank's part of it, to be reduced again."""
         if i in self._reduced:
             self._reduced.discard(i)
-            gradient = self._parameters_by_index[i].grad
+            gradient = self._stand_ins.get(i, self._parameters_by_index[i].grad)
             if gradient is not None and self.reduce == "sum":
                 gradient.div_(self.world_size)
 
@@ -109,6 +113,40 @@ class Rounds:
         expected = max(self._arrivals.values(), default=1)
         count = len(self._parameters_by_index)
         return [i for i in range(count) if self._arrivals.get(i, 0) < expected]
+
+    # ---- parameters without a gradient ---------------------------------------------------------
+
+    def _raise_if_incomplete(self) -> None:
+        missing = self._missing()
+        if not missing:
+            return
+        message = (
+            f"unfinished reduction: {self._show_names(missing)} got no gradient in a backward of "
+            "this step; if that is meant, pass find_unused_parameters=True"
+        )
+        try:
+            self._discard_step()
+        except RuntimeError as error:  # the other ranks never launched what this one waits for
+            raise RuntimeError(message) from error
+        raise RuntimeError(message)
+
+    def _mark_unreached_ready(self) -> None:
+        """What no forward of this step leads to need not hold up the buckets behind it."""
+        if self.find_unused_parameters and self._reached and len(self._arrivals) == 1:
+            self._ready.update(set(range(len(self._parameters_by_index))) - self._reached)
+
+    def _adopt_stand_ins(self, used: set[int]) -> None:
+        for i, reduced in self._stand_ins.items():
+            parameter = self._parameters_by_index[i]
+            if i in used:
+                parameter.grad = reduced.view_as(parameter)
+        self._stand_ins.clear()
+
+    def _is_frozen(self) -> bool:
+        """All parameters are frozen for a while: there is nothing to reduce."""
+        return not self._arrivals and not any(p.requires_grad for p in self._parameters_by_index)
+
+    # ---- gradients as optimizers and messages want them ------------------------------------------
 
     def _restore_strides(self) -> None:
         """Collectives want contiguous gradients, optimizers those of the parameter's strides."""

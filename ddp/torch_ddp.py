@@ -15,26 +15,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch import nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp.base import DataParallel
 from ddp.buckets import mebibytes
-from ddp.hooks import remove_all
+from ddp.copies import Copyable
+from ddp.hooks import register_hooks
+from ddp.ownership import activate, enter
 from ddp.synchronous import SynchronousDDP
 
 
-class TorchDDP(DistributedDataParallel):
+class TorchDDP(Copyable, DistributedDataParallel):
     """PyTorch's DDP, with the methods of `ddp.base.DataParallel`.
 
     Args:
-        bucket_size_mb: PyTorch's `bucket_cap_mb`; default PyTorch's own, 25.
-        settings: further arguments of DistributedDataParallel (not through `wrap`).
+        settings: `bucket_size_mb`, which is PyTorch's `bucket_cap_mb` (default PyTorch's own, 25;
+            None for one bucket), and, not through `wrap`, further arguments of
+            DistributedDataParallel.
     """
 
     options = (*DataParallel.options, "bucket_size_mb")
+
+    _is_active: bool = True
+    _in_backward: bool = False
 
     gradients_come_by_hand: bool = False
     """As for the other variants; PyTorch's own forward is then left out too.
@@ -50,13 +55,15 @@ class TorchDDP(DistributedDataParallel):
         reduce: str = "mean",
         process_group: dist.ProcessGroup | None = None,
         find_unused_parameters: bool = False,
-        bucket_size_mb: float | None = None,
         **settings: Any,
     ):
-        if bucket_size_mb is not None:
-            settings["bucket_cap_mb"] = mebibytes(bucket_size_mb) / (1 << 20)
+        if "bucket_size_mb" in settings:
+            nbytes = mebibytes(settings.pop("bucket_size_mb"))
+            everything = max(1, sum(p.nbytes for p in module.parameters()))
+            settings["bucket_cap_mb"] = (everything if nbytes is None else nbytes) / (1 << 20)
         by_hand = _WithoutHooks(
             module,
+            self._is_copy,
             reduce=reduce,
             process_group=process_group,
             find_unused_parameters=find_unused_parameters,
@@ -65,36 +72,52 @@ class TorchDDP(DistributedDataParallel):
             module,
             process_group=process_group,
             find_unused_parameters=find_unused_parameters,
+            init_sync=not self._is_copy,
             **settings,
         )
         self._by_hand = (by_hand,)  # in a tuple, so that it is not a submodule
         self._arrived: set[Parameter] = set()
-        self._unfinished = False
         self._holds_sums = False
-        self._watch_arrivals()
+        self._forget_step()
+        self._listener = _Listener(self, by_hand._names)
+        handles = register_hooks(self._listener, by_hand._parameters_by_index)
+        self._given_dtypes = by_hand._given_dtypes
+        enter(self, handles)
 
     def forward(self, *args, **kwargs):
-        if not (self.training and torch.is_grad_enabled()):
-            return self.module(*args, **kwargs)
         by_hand = self._by_hand[0]
+        if not (self.training and torch.is_grad_enabled()):
+            return by_hand._watch.call(self.module, args, kwargs)
+        by_hand._watch.raise_if_replaced(self.module)
+        self._activate()
         if self.gradients_come_by_hand:
             by_hand._synchronizing = self.require_backward_grad_sync
             return by_hand(*args, **kwargs)
+        self._raise_if_changed()
         by_hand._stats["collectives"] = 0
         by_hand._conform_all()
         by_hand._discard_partial_step()
         by_hand._unfinished = by_hand._is_in_mid_step()  # a forward without a gradient is forgotten
         # PyTorch decides at the end of a forward whether the next one broadcasts buffers.
         self.require_forward_param_sync = self.require_backward_grad_sync
-        self._unfinished = self._unfinished or self.require_backward_grad_sync
-        return super().forward(*args, **kwargs)
+        if self.require_backward_grad_sync:
+            self._unfinished = self._awaits_backward = True
+        self._backward_reduces = self._awaits_backward  # PyTorch decides here too
+        return by_hand._watch.call(super().forward, args, kwargs)
+
+    def load_state_dict(self, *args, **kwargs):
+        result = super().load_state_dict(*args, **kwargs)
+        self._by_hand[0]._watch.accept_changes()
+        return result
 
     def before_gradient(self, parameter: Parameter) -> None:
         """Before a gradient is added to without autograd; afterwards `gradient_ready`."""
+        self._activate()
         self._by_hand[0].before_gradient(parameter)
 
     def gradient_ready(self, parameter: Parameter) -> None:
         """Reduce a gradient that autograd did not accumulate, by our own call at finish."""
+        self._activate()
         by_hand = self._by_hand[0]
         by_hand._synchronizing = self.require_backward_grad_sync
         by_hand.gradient_ready(parameter)
@@ -105,12 +128,12 @@ class TorchDDP(DistributedDataParallel):
             by_hand.finish_gradient_synchronization()
             self._holds_sums = self.reduce == "sum"
         elif self._unfinished:
+            self._raise_if_changed()
             self._check_that_all_arrived()
-            if self.reduce == "sum":
+            if self.reduce == "sum" and not self._is_frozen():
                 self._scale(self.world_size)
             by_hand._reduced.update(by_hand._index.values())
-        self._unfinished = False
-        self._arrived.clear()
+        self._forget_step()
 
     def stats(self) -> dict[str, int]:
         """Of a step: PyTorch's own record of its buckets, or ours after `gradient_ready`."""
@@ -157,47 +180,64 @@ class TorchDDP(DistributedDataParallel):
         by_hand = self._by_hand[0]
         trainable = by_hand._parameters_by_index  # as at construction, when the reducer was built
         missing = [by_hand._names[p] for p in trainable if p not in self._arrived]
-        if missing and not self.find_unused_parameters:
-            self._arrived.clear()
-            self._unfinished = False
+        if missing and not self.find_unused_parameters and not self._is_frozen():
+            self._forget_step()
             raise RuntimeError(
                 f"unfinished reduction: {', '.join(missing)} got no gradient in the last "
                 "backward; if that is meant, pass find_unused_parameters=True"
             )
 
+    def _is_frozen(self) -> bool:
+        trainable = self._by_hand[0]._parameters_by_index
+        return not self._arrived and not any(p.requires_grad for p in trainable)
+
+    def _raise_if_changed(self) -> None:
+        """An optimizer has stepped before the end of the step."""
+        if complaint := self._by_hand[0]._watch.complaint():
+            self._forget_step()
+            raise RuntimeError(complaint)
+
+    def _forget_step(self) -> None:
+        self._unfinished = self._awaits_backward = self._backward_reduces = False
+        self._arrived.clear()
+        self._by_hand[0]._watch.end_step()
+
+    def _is_in_mid_step(self) -> bool:
+        return bool(self._arrived) or self._by_hand[0]._is_in_mid_step()
+
+    def deactivate(self) -> None:
+        """Another wrapper of this network takes over: forget an unfinished step."""
+        self._forget_step()
+        self._by_hand[0].deactivate()
+        self._by_hand[0]._is_active = True  # whenever this one is
+        self._is_active = False
+
+    def _activate(self) -> None:
+        if not self._is_active:
+            activate(self)
+
     def _arrive(self, parameter: Parameter) -> None:
+        """Autograd is about to accumulate a gradient."""
         by_hand = self._by_hand[0]
-        if self.gradients_come_by_hand:
+        if self.gradients_come_by_hand and self.require_backward_grad_sync:
             raise RuntimeError(
                 "gradients_come_by_hand is set, so PyTorch's reducer does not see this backward: "
                 "unset it before an ordinary forward"
             )
+        if self._holds_sums:  # PyTorch's reducer averages: gradients of before must be means
+            self._scale(1 / self.world_size)
+        if not self._backward_reduces:
+            return
         if by_hand.dtype_of(by_hand._index[parameter]) != parameter.dtype:
             raise RuntimeError(
-                "PyTorch's reducer works in the parameters' own type: gradient_dtype is for "
-                "gradients that are handed to gradient_ready"
+                f"{by_hand._names[parameter]} has a gradient of another type, and PyTorch's "
+                "reducer works in the parameters' own type: gradient_dtype is for gradients that "
+                "are handed to gradient_ready; set no grad_dtype, or use another variant"
             )
+        self._awaits_backward = False
         self._arrived.add(parameter)
         self._unfinished = True
-
-    def _watch_arrivals(self) -> None:
-        me = weakref.ref(self)
-
-        def hook(parameter: Parameter) -> None:
-            if (wrapper := me()) is not None and wrapper.require_backward_grad_sync:
-                wrapper._arrive(parameter)
-
-        def before(_gradients: tuple[Tensor | None, ...]) -> None:
-            wrapper = me()
-            if wrapper is not None and wrapper._holds_sums:
-                # PyTorch's reducer averages: gradients kept from before must be means.
-                wrapper._scale(1 / wrapper.world_size)
-
-        trainable = [p for p in self.module.parameters() if p.requires_grad]
-        self._accumulation_nodes = [get_gradient_edge(p).node for p in trainable]
-        handles = [node.register_prehook(before) for node in self._accumulation_nodes]
-        handles += [p.register_post_accumulate_grad_hook(hook) for p in trainable]
-        weakref.finalize(self, remove_all, handles)
+        by_hand._watch.gradient_arrived(parameter)
 
 
 class TunedTorchDDP(TorchDDP):
@@ -247,5 +287,30 @@ class TunedTorchDDP(TorchDDP):
 
 
 class _WithoutHooks(SynchronousDDP):
+    def __init__(self, module: nn.Module, is_copy: bool, **options):
+        self._is_copy = is_copy
+        super().__init__(module, **options)
+
     def _register_hooks(self) -> None:
         """Only `gradient_ready` speaks to this one."""
+
+
+class _Listener:
+    """Hears autograd's hooks for a wrapper whose own `gradient_ready` is for other gradients."""
+
+    def __init__(self, wrapper: TorchDDP, names: dict[Parameter, str]):
+        self._wrapper, self._names = weakref.ref(wrapper), names
+        self._in_backward = False
+
+    @property
+    def _is_active(self) -> bool:
+        return (wrapper := self._wrapper()) is not None and wrapper._is_active
+
+    def before_gradient(self, parameter: Parameter) -> None:
+        self._wrapper()._arrive(parameter)
+
+    def gradient_ready(self, parameter: Parameter) -> None:
+        """PyTorch's own hook sees it."""
+
+    def gradient_absent(self, parameter: Parameter) -> None:
+        """PyTorch's own hook counts zero."""

@@ -43,7 +43,7 @@ LAUNCH_AS_READY = """            rest = self._buckets[self._launched :]
             self._bucket_of = {i: n for n, b in enumerate(self._buckets) for i in b.members}
 """
 BY_DTYPE = "for dtype in dict.fromkeys(gradients[i].dtype for i in order)"
-BUFFERS = "broadcast_from_rank_0(list(self.module.buffers()), self.process_group)"
+BUFFERS = "self._buffers_of_module.broadcast()"
 
 MUTANTS = [
     Mutant(
@@ -58,7 +58,7 @@ MUTANTS = [
     ),
     Mutant(
         "buffers broadcast in eval too",
-        (("base.py", "(self.training and torch.is_grad_enabled()", "(torch.is_grad_enabled()"),),
+        (("base.py", "self.training and torch.is_grad_enabled()", "torch.is_grad_enabled()"),),
         ("tests/ddp/test_buffers.py",),
     ),
     Mutant(
@@ -96,7 +96,7 @@ MUTANTS = [
     ),
     Mutant(
         "hooks outlive the wrapper",
-        (("hooks.py", "weakref.finalize(wrapper, remove_all, handles)", "pass"),),
+        (("ownership.py", "        handle.remove()", "        pass"),),
         ("tests/ddp/test_failures.py", "trace"),
     ),
     Mutant(
@@ -146,7 +146,7 @@ MUTANTS = [
     ),
     Mutant(
         "unused everywhere becomes zero",
-        (("base.py", "            if i in used:\n", "            if True:\n"),),
+        (("rounds.py", "            if i in used:\n", "            if True:\n"),),
         ("tests/ddp/test_unused.py",),
     ),
     Mutant(
@@ -174,10 +174,10 @@ MUTANTS = [
     ),
     Mutant(
         "the optimizer's 16-bit gradients stay in the next step",
-        (("arithmetic.py", "        if self._gradient_dtype is not None:\n            give_dtype",
-          "        if False:\n            give_dtype"),
-         ("arithmetic.py", "        if self._gradient_dtype is not None:\n            self._give",
-          "        if False:\n            self._give")),
+        (("arithmetic.py", "_dtype is not None:\n            self._give_dtype(",
+          "_dtype is None:\n            self._give_dtype("),
+         ("arithmetic.py", "_dtype is not None:\n            self._give_dtypes",
+          "_dtype is None:\n            self._give_dtypes")),
         ("tests/ddp/test_gradient_dtype.py", "sums"),
     ),
     Mutant(
@@ -206,6 +206,73 @@ MUTANTS = [
         "a discarded step passes for zeros",
         (("base.py", "self._absent = torch.nan", "self._absent = 0.0"),),
         ("tests/ddp/test_disagreement.py", "discards"),
+    ),
+    Mutant(
+        "a user's later hooks run behind the reduction",
+        (("hooks.py", "node.register_hook(after)",
+          "parameter.register_post_accumulate_grad_hook(lambda p, after=after: after((), ()))"),),
+        ("tests/ddp/test_hooks.py", "hooks_of"),
+    ),
+    Mutant(
+        "a gradient of None is missing",
+        (("hooks.py", "wrapper.gradient_absent(parameter)", "pass"),),
+        ("tests/ddp/test_hooks.py", "none"),
+    ),
+    Mutant(
+        "zeros that stand for None are reduced anew in a second backward",
+        (("bucketed.py", "if absent is None", "if True"),),
+        ("tests/ddp/test_hooks.py", "none and Bucketed or none and bucketed"),
+    ),
+    Mutant(
+        "two wrappers of one network reduce at once",
+        (("hooks.py", "wrapper is not None and wrapper._is_active", "wrapper is not None"),),
+        ("tests/ddp/test_ownership.py",),
+    ),
+    Mutant(
+        "networks that share parameters are wrapped both",
+        (("ownership.py", "if parameter in names:", "if False:"),),
+        ("tests/ddp/test_ownership.py",),
+    ),
+    Mutant(
+        "a broadcast of buffers counts as a change",
+        (("buffers.py", "buffer.data.copy_(values)", "buffer.copy_(values)"),),
+        ("tests/ddp/test_buffers.py", "two_forwards"),
+    ),
+    Mutant(
+        "a broadcast overwrites the buffers that autograd has saved",
+        (("buffers.py", "if id(buffer) not in self._last:", "if False:"),
+         ("buffers.py", "self._last[id(buffer)][1] == buffer._version", "True")),
+        ("tests/ddp/test_buffers.py", "replaces"),
+    ),
+    Mutant(
+        "a forgotten finish is not said",
+        (("watch.py", "if parameter._version != version:", "if False:"),),
+        ("tests/ddp/test_watch.py", "change"),
+    ),
+    Mutant(
+        "evaluation hides a forgotten finish",
+        (("watch.py", "if unchanged:", "if True:"),),
+        ("tests/ddp/test_watch.py", "change"),
+    ),
+    Mutant(
+        "replaced parameters are not said",
+        (("watch.py", "if self._wrapped.get(id(p)) != (p, p.dtype, p.device):", "if False:"),),
+        ("tests/ddp/test_watch.py", "change"),
+    ),
+    Mutant(
+        "the backward decides about no_sync",
+        (("base.py", "if not self._in_backward or self._backward_reduces is None:", "if True:"),),
+        ("tests/ddp/test_watch.py", "no_sync"),
+    ),
+    Mutant(
+        "a copy speaks to the other ranks",
+        (("base.py", "if not self._is_copy:\n", "if True:\n"),),
+        ("tests/ddp/test_copies.py",),
+    ),
+    Mutant(
+        "the user's grad_dtype is not given back",
+        (("ownership.py", "        give_dtype(parameter, dtype)", "        pass"),),
+        ("tests/ddp/test_gradient_dtype.py", "types_of"),
     ),
     Mutant(
         "gradients keep the strides of the collective",

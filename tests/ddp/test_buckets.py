@@ -65,6 +65,17 @@ def check_layout(bucket: Bucket, gradients: list[Gradient]) -> None:
     assert end <= bucket.numel < end + ALIGNMENT_BYTES
 
 
+def test_no_capacity_is_one_bucket_per_dtype():
+    assert mebibytes(None) is None
+    for seed in range(20):
+        gradients, order, _ = random_case(seed)
+        buckets = plan_buckets(gradients, order, None)
+        assert len(buckets) == len({g.dtype for g in gradients})
+        assert sorted(i for b in buckets for i in b.members) == sorted(order)
+        for bucket in buckets:
+            check_layout(bucket, gradients)
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_no_bucket_takes_more_than_half_of_the_rest(seed):
     """Of its dtype and of what can share a bucket; single gradients and buckets below the smallest

@@ -1,5 +1,7 @@
 """Buffers follow rank 0 before each synchronising training forward, and only then."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -118,6 +120,62 @@ def broadcast_between_two_backwards(context: Context, name: str) -> None:
         torch.testing.assert_close(gradient, of_rank_0(context, gradient))
         torch.testing.assert_close(gradient, torch.full_like(gradient, 12.0))
         model.zero_grad()
+
+
+class Siamese(nn.Module):
+    """Batch norm and two tables; autograd saves all of them, and a centre where it is asked for.
+
+    Args:
+        centre: the name of a buffer that each forward replaces by a new tensor, and uses.
+    """
+
+    def __init__(self, centre: bool):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("table", torch.rand(3))
+        self.register_buffer("other_table", torch.rand(3))
+        self.register_buffer("centre", torch.ones(3) if centre else None)
+
+    def forward(self, x):
+        x = self.layer(x) * self.table * self.other_table
+        if self.centre is not None:
+            self.centre = self.centre + x.detach().mean(0)
+            x = x * self.centre
+        return self.norm(x).square() + x
+
+
+def two_forwards_and_one_backward(context: Context, name: str, centre: bool) -> None:
+    """Gradients are those of a network that is alone, whose buffers start at rank 0's."""
+    model = wrap(name, Siamese(centre).to(context.device), process_group=context.group)
+    for _ in range(3):
+        start = [of_rank_0(context, b) for b in model.module.buffers()]
+        own = copy.deepcopy(model.module)
+        x, y = data(context), data(context)
+        (model(x).square().mean() + model(y).mean()).backward()
+        model.finish_gradient_synchronization()
+        for buffer, value in zip(own.buffers(), start, strict=True):
+            buffer.copy_(value)
+        first = own(x).square().mean()
+        kept = [of_rank_0(context, b) for b in own.buffers()]
+        if centre:
+            own.centre = own.centre.clone()
+        for buffer, value in zip(own.buffers(), kept, strict=True):
+            buffer.data.copy_(value)
+        gradients = torch.autograd.grad(first + own(y).mean(), list(own.parameters()))
+        for p, gradient in zip(model.parameters(), gradients, strict=True):
+            dist.all_reduce(gradient, group=context.group)
+            torch.testing.assert_close(p.grad, gradient / context.world_size)
+        model.zero_grad()
+
+
+def test_two_forwards_and_one_backward(ranks, implementation):
+    ranks.run(2, two_forwards_and_one_backward, implementation, False)
+
+
+def test_a_buffer_that_each_forward_replaces(ranks, hand_built):
+    """PyTorch's DDP overwrites what autograd has saved of it: its gradients are wrong, silently."""
+    ranks.run(2, two_forwards_and_one_backward, hand_built, True)
 
 
 @pytest.mark.parametrize(

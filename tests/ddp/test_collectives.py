@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from ddp import wrap
 from tests.ddp.beside import Branches, branches_loss, small_buckets
@@ -22,8 +23,8 @@ class Steps:
         module = Branches(count=6, width=WIDTH).to(context.device)
         self.model = wrap(name, module, process_group=group, **options)
         for parameter_name, p in module.named_parameters():  # behind the wrapper's own hooks
-            p.register_post_accumulate_grad_hook(
-                lambda _p, n=parameter_name: group.mark("ready", n)
+            get_gradient_edge(p).node.register_hook(
+                lambda *_gradients, n=parameter_name: group.mark("ready", n)
             )
 
     def run(self, order: list[int] | None = None) -> list[Event]:

@@ -128,7 +128,33 @@ def initial_values(context: Context, name: str) -> None:
         torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, msg=f"{key} is not rank 0's")
 
 
-@pytest.mark.parametrize("body", [refusals, different_models, initial_values])
+def one_bucket(context: Context, name: str) -> None:
+    """Two tensors of 3 MiB and a small one, which any other size would send apart."""
+    if "bucket_size_mb" not in options_of(implementation(name)):
+        return
+    network = nn.Sequential(nn.Linear(886, 886), nn.Linear(886, 886)).to(context.device)
+    model = wrap(name, network, process_group=context.group, bucket_size_mb=None)
+    for _ in range(2):  # PyTorch rebuilds its buckets after the first
+        model(torch.ones(1, 886, device=context.device)).sum().backward()
+        model.finish_gradient_synchronization()
+        assert model.stats()["buckets"] == 1
+
+
+def lazy(context: Context, name: str) -> None:
+    """On one rank only, and still refused on all."""
+    network = nn.Sequential(nn.LazyLinear(2), nn.BatchNorm1d(2)).to(context.device)
+    x = torch.ones(3, 4, device=context.device)
+    if context.rank == 0:
+        network(x)
+    with pytest.raises(RuntimeError, match=r"0\.weight has no shape yet.*run one batch"):
+        wrap(name, network, process_group=context.group)
+    network(x)
+    model = wrap(name, network, process_group=context.group)
+    model(x).sum().backward()
+    model.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize("body", [refusals, different_models, initial_values, one_bucket, lazy])
 def test_construction(ranks, implementation, body):
     ranks.run(min(3, ranks.size), body, implementation)
 

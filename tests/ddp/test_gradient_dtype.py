@@ -1,5 +1,7 @@
 """`gradient_dtype`: float32 sums for 16-bit parameters, handed over by hand or by autograd."""
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -200,7 +202,53 @@ def unchanged(context: Context, name: str) -> None:
         assert p.grad.data_ptr() == address
 
 
-@pytest.mark.parametrize("body", [float32_sums, unused, refusals, unchanged])
+def types_of_the_user(context: Context, name: str) -> None:
+    """A `grad_dtype` that was set before `wrap` is kept, used, and given back."""
+    network = nn.Linear(6, 6, dtype=torch.bfloat16).to(context.device)
+    network.weight.grad_dtype, network.bias.grad_dtype = torch.float32, None
+    model = wrap(name, network, process_group=context.group, **small_buckets(name))
+
+    def loss(rank: int) -> Tensor:
+        return network(numbers(4, 6, seed=1, rank=rank, like=model).bfloat16()).float().sum()
+
+    def check_types(weight: torch.dtype, bias: torch.dtype | None) -> None:
+        assert (network.weight.grad_dtype, network.bias.grad_dtype) == (weight, bias)
+
+    check_types(torch.float32, None)
+    if is_torch(name):
+        with pytest.raises(RuntimeError, match="weight has a gradient of another type"):
+            model(torch.ones(1, 6, device=context.device).bfloat16()).sum().backward()
+    else:
+        for _ in range(2):
+            network.weight.grad = torch.full_like(network.weight, ODD, dtype=torch.float32)
+            with model.no_sync():
+                model.gradient_ready(network.weight)
+            loss(context.rank).backward()
+            model.finish_gradient_synchronization()
+            gradients = [
+                torch.autograd.grad(loss(r), network.weight)[0] for r in range(context.world_size)
+            ]
+            mean = sum(g.float() for g in gradients) / context.world_size + ODD
+            torch.testing.assert_close(network.weight.grad, mean, rtol=1e-6, atol=1e-5)
+            model.zero_grad()
+        network.bias.grad = torch.ones_like(network.bias, dtype=torch.float32)
+        with pytest.raises(RuntimeError, match=r"bias has a gradient of torch\.float32 in place"):
+            model.gradient_ready(network.bias)
+        network.zero_grad()
+    for leave in ("undone", "wrapped again", "gone"):
+        model.gradient_dtype = torch.float32
+        check_types(torch.float32, torch.float32)
+        if leave == "undone":
+            model.gradient_dtype = None
+        elif leave == "wrapped again":
+            model = wrap(name, network, process_group=context.group)
+        else:
+            del model
+            gc.collect()
+        check_types(torch.float32, None)
+
+
+@pytest.mark.parametrize("body", [float32_sums, unused, refusals, unchanged, types_of_the_user])
 def test_gradient_dtype(ranks, implementation, body):
     ranks.run(2, body, implementation)
 

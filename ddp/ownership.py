@@ -1,0 +1,83 @@
+"""One wrapper at a time reduces a parameter's gradient.
+
+Two wrappers over one parameter would both reduce its `.grad` in place, and the result would be
+wrong. Two cases are told apart:
+
+- The same network is wrapped again, as in a notebook, while the first wrapper is alive: both can
+  be used, in turn. The one that runs a training forward is active, the hooks of the other sleep.
+- Two networks share some parameters, as an actor and a critic on one trunk: refused when the
+  second one is wrapped, since their gradients could only be told apart by backwards.
+"""
+
+import gc
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.nn import Parameter
+
+from ddp.arithmetic import give_dtype
+from ddp.checks import full_names
+
+_wrappers: weakref.WeakSet = weakref.WeakSet()  # all that are alive
+
+
+def shared_with_another(module: nn.Module) -> str | None:
+    """Says which trainable parameter of `module` a wrapper of another network reduces, if any."""
+    if (complaint := _shared(module)) is not None:
+        gc.collect()  # a wrapper that nothing refers to any more does not count
+        complaint = _shared(module)
+    return complaint
+
+
+def _shared(module: nn.Module) -> str | None:
+    names = _trainable(module)
+    for other in list(_wrappers):
+        if other.module is module:
+            continue
+        for parameter, theirs in _trainable(other.module).items():
+            if parameter in names:
+                return (
+                    f"{names[parameter]} is a parameter of another wrapped network too, as "
+                    f"{theirs}, and each wrapper would reduce its gradient: wrap one nn.Module "
+                    "that holds both networks, or delete the other wrapper first"
+                )
+    return None
+
+
+def _trainable(module: nn.Module) -> dict[Parameter, str]:
+    return {p: name for p, name in full_names(module).items() if p.requires_grad}
+
+
+def enter(wrapper: Any, handles: list) -> None:
+    """Makes `wrapper` known; its `handles` are removed, and types undone, when it goes."""
+    _wrappers.add(wrapper)
+    weakref.finalize(wrapper, _leave, handles, wrapper._given_dtypes).atexit = False
+
+
+def _leave(handles: list, given_dtypes: dict) -> None:
+    for handle in handles:
+        handle.remove()
+    for parameter, dtype in given_dtypes.items():
+        give_dtype(parameter, dtype)
+
+
+def activate(wrapper: Any, abandon: bool = False) -> None:
+    """Makes `wrapper` the one whose hooks work, among those of its network.
+
+    Args:
+        abandon: forget a step that the other has not finished, as for a new wrapper.
+
+    Raises:
+        RuntimeError: if the other has not finished its step, unless `abandon`.
+    """
+    for other in list(_wrappers):
+        if other is wrapper or other.module is not wrapper.module or not other._is_active:
+            continue
+        if other._is_in_mid_step() and not abandon:
+            raise RuntimeError(
+                f"this network has another wrapper ({type(other).__name__}), which has not "
+                "finished its step: call finish_gradient_synchronization() on that one first"
+            )
+        other.deactivate()
+    wrapper._is_active = True

@@ -1,0 +1,78 @@
+"""What a step assumes of its parameters, and what is said when it does not hold.
+
+They are those that were wrapped: an optimizer's step on a replaced or thawed parameter would use a
+gradient that nobody reduces. And they do not change between their gradient's arrival and the end of
+`finish_gradient_synchronization`: an optimizer that steps there uses this rank's gradient alone.
+A tensor counts the writes to it (`_version`), so neither check reads a value.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn import Parameter
+
+STEPPED = (
+    "{name} was changed after its backward and before its gradient was reduced, so the ranks may "
+    "now differ: call finish_gradient_synchronization() between backward() and optimizer.step(), "
+    "and wrap the network again, which gives every rank the values of rank 0"
+)
+REPLACED = (
+    "{name} is trainable, but not one of the parameters that were wrapped (replaced, as by "
+    "load_state_dict(assign=True), added, converted, or frozen when the network was wrapped): no "
+    "gradient of it would be reduced. Wrap the network again: model = wrap(..., model.module)"
+)
+
+
+class Watch:
+    """Looks after the parameters of one wrapper.
+
+    Args:
+        parameters: those whose gradients it reduces.
+        names: of these.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], names: dict[Parameter, str]):
+        self._names = names
+        self._wrapped = {id(p): (p, p.dtype, p.device) for p in parameters}
+        self._versions: dict[Parameter, int] = {}
+
+    def gradient_arrived(self, parameter: Parameter) -> None:
+        self._versions[parameter] = parameter._version
+
+    def call(self, module: Callable, args: tuple, kwargs: dict) -> Any:
+        """`module(*args, **kwargs)`, which may write to parameters, as Embedding(max_norm=1)."""
+        unchanged = self.complaint() is None
+        output = module(*args, **kwargs)
+        if unchanged:
+            self.accept_changes()
+        return output
+
+    def accept_changes(self) -> None:
+        """What has changed so far was meant: a forward's own doing, or a loaded checkpoint."""
+        for parameter in self._versions:
+            self._versions[parameter] = parameter._version
+
+    def end_step(self) -> None:
+        self._versions.clear()
+
+    def complaint(self) -> str | None:
+        """Names a parameter that was changed after its gradient's arrival, if there is one."""
+        for parameter, version in self._versions.items():
+            if parameter._version != version:
+                return STEPPED.format(name=self._names[parameter])
+        return None
+
+    def raise_if_replaced(self, module: nn.Module) -> None:
+        """Plain tensors pass: `torch.func.functional_call` puts them in for the call."""
+        for owner in module.modules():
+            for name, p in owner._parameters.items():
+                if p is None or not p.requires_grad or not isinstance(p, Parameter):
+                    continue
+                if self._wrapped.get(id(p)) != (p, p.dtype, p.device):
+                    raise RuntimeError(REPLACED.format(name=_full_name(module, owner, name)))
+
+
+def _full_name(module: nn.Module, owner: nn.Module, name: str) -> str:
+    prefix = next(path for path, part in module.named_modules() if part is owner)
+    return f"{prefix}.{name}" if prefix else name

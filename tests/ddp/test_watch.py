@@ -1,0 +1,190 @@
+"""Parameters that change under a wrapper: what is right, what is said, and what is no fault."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from ddp import wrap
+from tests.ddp.beside import Beside, Chain, chain_loss, numbers, small_buckets
+from tests.ranks import Context
+
+FORGOTTEN = r"weight|bias.* changed after its backward .* call finish_gradient_synchronization\(\)"
+
+
+def says(model: nn.Module, case: str, rank: int) -> None:
+    if case == "finish":
+        model.finish_gradient_synchronization()
+    else:
+        chain_loss(1)(model, rank)
+
+
+def forgotten_finish(context: Context, name: str) -> None:
+    """The next forward says so, or a late finish; in between, evaluation hides nothing."""
+    for case in ("forward", "finish", "evaluation", "under no_sync", "unused"):
+        options = dict(small_buckets(name), find_unused_parameters=case == "unused")
+        model = wrap(name, Chain().to(context.device), process_group=context.group, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        chain_loss(0)(model, context.rank).backward()
+        if case == "evaluation":
+            model.eval()
+            chain_loss(5)(model, context.rank)
+            optimizer.step()
+            chain_loss(5)(model, context.rank)
+            model.train()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+        context_of_forward = model.no_sync() if case == "under no_sync" else nullcontext()
+        with context_of_forward, pytest.raises(RuntimeError, match=FORGOTTEN):
+            says(model, case, context.rank)
+        wrap(name, model.module, process_group=context.group)  # the remedy: rank 0's values
+        chain_loss(1)(model, context.rank).backward()
+        model.finish_gradient_synchronization()
+
+
+class Renormalised(nn.Module):
+    """Each forward writes to its table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 6, max_norm=0.5)
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x):
+        tokens = (x[:, 0].abs() * 10).long() % 7
+        return self.last(self.table(tokens))
+
+
+def no_fault(context: Context, name: str) -> None:
+    """Abandoned gradients, a loaded checkpoint, another network's step, a forward that writes."""
+    pair = Beside(context, name, Chain(), **small_buckets(name))
+    saved = copy.deepcopy(pair.model.state_dict())
+    chain_loss(0)(pair.model, context.rank).backward()
+    pair.model.load_state_dict(saved)
+    pair.zero_grad(set_to_none=True)
+    pair.step(chain_loss(1))
+    other = nn.Linear(2, 2).to(context.device)
+    other(torch.ones(1, 2, device=context.device)).sum().backward()
+    chain_loss(0)(pair.model, context.rank).backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    pair.zero_grad(set_to_none=True)
+    pair.step(chain_loss(2))
+
+    pair = Beside(context, name, Renormalised(), **small_buckets(name))
+    for _ in range(2):
+        pair.backward(chain_loss(1))
+        for module in (pair.model, pair.reference):
+            module.eval()
+            chain_loss(3)(module, context.rank)
+            module.train()
+        pair.backward(chain_loss(2))
+        pair.finish()
+        pair.zero_grad(set_to_none=True)
+
+
+def replaced(context: Context, name: str) -> None:
+    """Each is named at the next training forward, with or without unused parameters."""
+
+    def assign(model: nn.Module) -> None:
+        state = {key: value.clone() for key, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+
+    def new_layer(model: nn.Module) -> None:
+        model.module.layers[1] = nn.Linear(6, 6).to(context.device)
+
+    def convert(model: nn.Module) -> None:
+        model.module.layers[1].double()
+
+    def thaw(model: nn.Module) -> None:
+        model.module.layers[1].requires_grad_(True)
+
+    for change, which in ((assign, 0), (new_layer, 1), (convert, 1), (thaw, 1)):
+        for unused in (False, True):
+            network = Chain().to(context.device)
+            network.layers[1].requires_grad_(change is not thaw)
+            options = dict(process_group=context.group, find_unused_parameters=unused)
+            model = wrap(name, network, **options)
+            change(model)
+            with pytest.raises(RuntimeError, match=rf"layers\.{which}\.weight is trainable, but"):
+                chain_loss(0)(model, context.rank)
+            network.float()
+            Beside(context, name, network).step(chain_loss(1))  # the remedy
+
+
+def functional_call(context: Context, name: str) -> None:
+    """Other tensors in place of the parameters, for one call, as in meta-learning."""
+    pair = Beside(context, name, Chain(), **small_buckets(name))
+    x = numbers(4, 6, seed=1, rank=context.rank, like=pair.model)
+    halves = {n: p * 0.5 for n, p in pair.model.named_parameters()}
+    torch.func.functional_call(pair.model, halves, (x,)).square().sum().backward()
+    for rank in range(context.world_size):
+        x = numbers(4, 6, seed=1, rank=rank, like=pair.model)
+        halves = {n: p * 0.5 for n, p in pair.reference.named_parameters()}
+        loss = torch.func.functional_call(pair.reference, halves, (x,)).square().sum()
+        (loss * pair.scale).backward()
+    pair.finish()
+
+
+def frozen_phase(context: Context, name: str) -> None:
+    """Nothing of it is trained for a while, and gradients pass through it."""
+    for unused in (False, True):
+        for reduce in ("mean", "sum"):
+            options = dict(small_buckets(name), find_unused_parameters=unused, reduce=reduce)
+            pair = Beside(context, name, Chain(), **options)
+            for step in range(4):
+                frozen = step % 2 == 1
+                pair.model.requires_grad_(not frozen)
+                if frozen:
+                    x = numbers(4, 6, seed=step, rank=context.rank, like=pair.model)
+                    pair.model(x.requires_grad_()).sum().backward()
+                    assert x.grad is not None
+                    pair.finish()
+                else:
+                    pair.step(chain_loss(step))
+
+
+@pytest.mark.parametrize(
+    "body", [forgotten_finish, no_fault, replaced, functional_call, frozen_phase]
+)
+def test_parameters_that_change(ranks, implementation, body):
+    ranks.run(2, body, implementation)
+
+
+def forward_decides(context: Context, name: str) -> None:
+    """`no_sync` around a forward alone, a backward alone, or one of two forwards."""
+    for reduce in ("mean", "sum"):
+        pair = Beside(context, name, Chain(), reduce=reduce, **small_buckets(name))
+        model, own = pair.model, copy.deepcopy(pair.reference)
+        for step in range(2):
+            with model.no_sync():
+                loss = chain_loss(step)(model, context.rank)
+            loss.backward()
+            model.finish_gradient_synchronization()
+            chain_loss(step)(own, context.rank).backward()
+            for p, q in zip(model.parameters(), own.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
+            own.zero_grad()
+            pair.zero_grad(set_to_none=step == 0)
+
+            loss = chain_loss(step)(model, context.rank)
+            with model.no_sync():
+                loss.backward()
+            pair.reference_backward(chain_loss(step))
+            pair.finish()
+            pair.zero_grad(set_to_none=step == 0)
+
+            loss = chain_loss(step)(model, context.rank)
+            with model.no_sync():
+                loss = loss + chain_loss(step + 5)(model, context.rank)
+                loss.backward()
+            for seed in (step, step + 5):
+                pair.reference_backward(chain_loss(seed))
+            pair.finish()
+            pair.zero_grad(set_to_none=step == 0)
+
+
+def test_no_sync_is_decided_by_the_forward(ranks, implementation):
+    ranks.run(2, forward_decides, implementation)
