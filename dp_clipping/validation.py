@@ -5,13 +5,11 @@ mix samples, or carry what they saw from one batch into the next, have none.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
-import torch
 import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from torch import Tensor, nn
+from torch import nn
 
 
 def _composable_replicas() -> tuple[type, ...]:
@@ -105,37 +103,3 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
     if hasattr(module, "_forward_hooks") and "weight_u" in module._buffers:
         return "updates the power iteration of spectral_norm in training", "remove_spectral_norm"
     return None
-
-
-@contextmanager
-def same_buffers(network: nn.Module) -> Iterator[None]:
-    """Buffers that a forward updates are put back, and refused by name."""
-    before = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in network.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    changed: list[str] = []
-    try:
-        yield
-        for module, name, _, value in before:
-            if not _equal(getattr(module, name), value):
-                changed.append(name)
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, value in before:
-                buffer.copy_(value)
-                setattr(module, name, buffer)
-    if changed:
-        names = [n for n, _ in network.named_buffers() if n.rpartition(".")[2] in changed]
-        raise ValueError(
-            f"a forward in training changes {', '.join(names[:5])}: a buffer carries what it saw "
-            "of one batch into the next, and out of training, without noise; keep its module in "
-            "evaluation, or let the buffer be constant"
-        )
-
-
-def _equal(now: Tensor | None, value: Tensor) -> bool:
-    if now is None or now.shape != value.shape or now.dtype != value.dtype:
-        return False
-    return bool(((now == value) | ((now != now) & (value != value))).all())
