@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dp_clipping.batch import Batch
 from dp_clipping.capture import tensors_in
-from dp_clipping.state import DEPTH, PLAIN, Change, State, Writes, equal, has_attributes
+from dp_clipping.layout import FEW
+from dp_clipping.state import DEPTH, PLAIN, Change, Mark, State, Writes, equal, has_attributes
 
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 1e-2}
 OUTPUT = "output "
@@ -90,6 +92,52 @@ def kept(state: State, carries: Callable[[], Any] | None = None) -> Iterator[Kep
         carries()
     if error is not None:
         raise error
+
+
+class Carried:
+    """What the calls of a network, or of a criterion, carry from one batch to the next.
+
+    Args:
+        root: the network or criterion.
+        run: called with args and kwargs; gives its outputs.
+        batch_first: the first dimension of tensors counts the samples, else the second.
+        is_sharded: see `State`; `check` then looks at parameters and buffers only, since other
+            ranks cannot be asked to run another forward then.
+    """
+
+    def __init__(
+        self, root: Any, run: Callable[..., Any], batch_first: bool, is_sharded: bool = False
+    ):
+        self.state = State(root, is_sharded)
+        self._run, self._batch_first = run, batch_first
+
+    def check(self, mark: Mark, batch: Batch, when: str) -> None:
+        """Raises ValueError naming what a step has changed since the mark, and must not."""
+        changes = mark.changes()
+        if not changes:
+            return
+        refuse_changes(changes, when)
+        if self.state.is_sharded or batch.size < FEW:
+            return
+        now = self.state.mark()
+        mark.put_back()
+        try:
+            self.refuse(batch.with_samples(FEW))
+        finally:
+            now.put_back()
+
+    def refuse(self, few: tuple[tuple, dict]) -> None:
+        """`refuse_carried`, from the arguments of a call with `FEW` samples."""
+        batch = Batch(*few, self._batch_first)
+        first, second = (batch.with_rows([n] * FEW) for n in range(FEW))
+        refuse_carried(self.state, lambda x: self._run(*x[0], **x[1]), first, second, few)
+
+    @contextmanager
+    def checked(self, args: tuple, kwargs: dict, when: str) -> Iterator[None]:
+        """Inside is one call."""
+        mark = self.state.mark()
+        yield
+        self.check(mark, Batch(args, kwargs, self._batch_first), when)
 
 
 def refuse_carried(

@@ -13,14 +13,13 @@ from torch.utils._pytree import tree_map
 
 from dp_clipping.batch import Batch
 from dp_clipping.capture import Capture, tensors_in
-from dp_clipping.carried import kept, refuse_carried
+from dp_clipping.carried import Carried, kept
 from dp_clipping.compiled import Forecast, Forecaster
 from dp_clipping.independence import check_network
 from dp_clipping.layout import FEW, MORE
 from dp_clipping.search import Search, without_dropout
 from dp_clipping.session import drop_what_was_ready
 from dp_clipping.sharded import Sharding
-from dp_clipping.state import Mark, State
 
 
 class Establishment:
@@ -34,7 +33,9 @@ class Establishment:
         self, network: nn.Module, capture: Capture, sharding: Sharding | None, batch_first: bool
     ):
         self._network, self._capture, self._sharding = network, capture, sharding
-        self.state, self._batch_first = State(network, sharding is not None), batch_first
+        self.carried = Carried(
+            network, self._forward_and_backward, batch_first, is_sharded=sharding is not None
+        )
         self._search = Search(capture)
         self._forecaster = Forecaster(self._search)
         self._is_known = self._is_provisional = False
@@ -70,7 +71,7 @@ class Establishment:
         if self._is_provisional or size < FEW:
             self._search.forget()
             self._forecaster.forget()
-        with kept(self.state, lambda: self._refuse_carried(few)):
+        with kept(self.carried.state, lambda: self.carried.refuse(few)):
             self._search.establish(few, more)
             if size >= FEW:
                 check_network(self._capture, few, more)
@@ -78,33 +79,12 @@ class Establishment:
 
     # ---- what is carried from batch to batch ----------------------------------------------------
 
-    def judge(self, mark: Mark, batch: Batch) -> None:
-        """Of working state that a step has changed since the mark; see `carried`.
-
-        Raises ValueError naming what carries data. A sharded network is looked at by all ranks
-        together only, in `ensure`.
-        """
-        if self._sharding is not None or batch.size < FEW:
-            return
-        now = self.state.mark()
-        mark.put_back()
-        try:
-            self._refuse_carried(batch.with_samples(FEW))
-        finally:
-            now.put_back()
-
-    def _refuse_carried(self, few: tuple) -> None:
-        batch = Batch(*few, self._batch_first)
-        first, second = (batch.with_rows([n] * FEW) for n in range(FEW))
-        refuse_carried(self.state, self._forward_and_backward, first, second, few)
-
-    def _forward_and_backward(self, arguments: tuple) -> Any:
-        args, kwargs = arguments
-        is_whole = self._sharding is None
+    def _forward_and_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Outputs, and where it is one rank's affair gradients, of a plain step."""
         with (
             self._capture.looked_at(lambda *_: None),
             without_dropout(self._network),
-            torch.set_grad_enabled(is_whole),
+            torch.set_grad_enabled(self._sharding is None),
         ):
             outputs = self._network(*args, **kwargs)
             ends = [y.float().square().sum() for y in tensors_in(outputs) if y.requires_grad]

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from dp_clipping.batch import Batch
 from dp_clipping.capture import Capture
-from dp_clipping.carried import refuse_changes
 from dp_clipping.compiled import Forecast
 from dp_clipping.establish import Establishment
 from dp_clipping.fused import FusedSession
@@ -44,6 +43,7 @@ class Passes:
         self.mode, self.batch_first = mode, batch_first
         self.session: Session | None = None
         self._establishment = Establishment(network, capture, capture.sharding, batch_first)
+        self._carried = self._establishment.carried
         self._normalizations = normalizations(network)
         self._samples_are_checked = False
         self._batch: Batch | None = None  # of that session
@@ -122,9 +122,9 @@ class Passes:
         is_first = self.capture.reducer.splits_parameters and not self._samples_are_checked
         if is_first:
             self.capture.reducer.check_same_samples(losses)
-        mark = self._establishment.state.mark()
+        mark = Mark(self._carried.state)
         norms = session.backward(losses, limits, gradients.receive)
-        self._check_state(mark, self._batch, "a backward")
+        self._carried.check(mark, self._batch, "a backward")
         self._batch = None
         if is_first:
             differ = session.whole_norms.differ
@@ -170,7 +170,7 @@ class Passes:
 
         The host compares references and version counters, and reads no value.
         """
-        mark = self._establishment.state.mark()
+        mark = self._carried.state.mark()
         hook = None
         if module is not self.network:  # a wrapper, which writes to buffers before the network runs
             mark.forget_buffers()
@@ -181,13 +181,7 @@ class Passes:
         finally:
             if hook is not None:
                 hook.remove()
-        self._check_state(mark, batch, "a forward in training")
-
-    def _check_state(self, mark: Mark, batch: Batch, when: str) -> None:
-        changes = mark.changes()
-        if changes:
-            refuse_changes(changes, when)
-            self._establishment.judge(mark, batch)
+        self._carried.check(mark, batch, "a forward in training")
 
     def _session_class(self, policy: Policy) -> type[Session]:
         """On fused kernels, if the mode asks for them and all parameters are where they run."""

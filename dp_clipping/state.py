@@ -7,6 +7,7 @@ before the first operator that writes to it. `carried` says what may change.
 """
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
@@ -75,10 +76,8 @@ class Holder:
             (values.update if isinstance(values, set) else values.extend)(copy)
 
     def is_as(self, copy: Any) -> bool:
-        """Whether it holds the same objects; fast."""
+        """Whether it holds the same objects; of what is no dict."""
         values = self.values
-        if isinstance(values, dict):
-            return len(values) == len(copy) and all(map(is_, values.values(), copy.values()))
         if type(values) is CellType:
             return values.cell_contents is copy
         if isinstance(values, set):
@@ -104,12 +103,12 @@ class Holder:
 
     def value(self, key: Any) -> Any:
         if key is None:
-            return list(self._all())
+            return self.copy()
         return self.values.get(key, MISSING)
 
     def change(self, key: Any) -> Change:
         name = self.name.rstrip(".") if key is None else f"{self.name}{key}"
-        return Change(name, self.is_model(key), self, key)
+        return Change(name.lstrip("."), self.is_model(key), self, key)
 
     def is_model(self, key: Any) -> bool:
         """See `Change`."""
@@ -137,13 +136,6 @@ class Named:
         owner = self.holder.owner
         return owner is not None and self.holder.values is owner._buffers
 
-    def version(self) -> tuple[int, int]:
-        """Another one after each write, by the host's own knowledge."""
-        x = self.tensor
-        if x.is_inference() or type(x) not in (Tensor, nn.Parameter) or x.device.type == "meta":
-            return 0, 0
-        return x._version, x.data_ptr() if x.layout is torch.strided else 0
-
 
 class State:
     """Where a network, or another callable object, holds values.
@@ -158,14 +150,14 @@ class State:
     def __init__(self, root: Any, is_sharded: bool = False):
         self.root, self.is_sharded = root, is_sharded
         self.harmless: set[tuple[int, Any]] = set()  # changes, and does not carry data
-        self._seen: dict[int, Any] = {}
         self.walk()
 
     def walk(self) -> None:
         """Look for the places again."""
-        self._seen.clear()
-        self.holders: list[Holder] = []
+        self.dicts: list[Holder] = []  # those of dicts
+        self.others: list[Holder] = []
         self.tensors: list[Named] = []
+        self._seen: dict[int, Any] = {}
         self._is_covered = self._in_hook = False
         if self.is_sharded and dist.is_available():
             from torch.distributed.fsdp import FullyShardedDataParallel
@@ -177,15 +169,18 @@ class State:
         self._in_hook = True  # what only hooks know
         for name, hook in self._hooks:
             self._visit(hook, name, None, None, 1)
-        self._size = len(self.holders)
+        self._seen.clear()
+        self._ids = self._all_ids()
 
     def _visit(self, value: Any, name: str, holder: Holder | None, key: Any, depth: int) -> None:
         if isinstance(value, PLAIN) or depth > DEPTH:
             return
         if isinstance(value, Tensor):
-            if holder is not None and id(value) not in self._seen:
+            is_kept = value.grad_fn is None  # others live for one step
+            if is_kept and holder is not None and id(value) not in self._seen:
                 self._seen[id(value)] = value
-                self.tensors.append(Named(value, holder, key))
+                if _has_memory(value) and not value.is_inference():
+                    self.tensors.append(Named(value, holder, key))
             return
         if id(value) in self._seen:
             return
@@ -231,7 +226,7 @@ class State:
                 return
         if len(values) > LENGTH:
             return
-        self.holders.append(holder)
+        (self.dicts if isinstance(values, dict) else self.others).append(holder)
         self._visit_held(holder, depth)
 
     def _visit_held(self, holder: Holder, depth: int = 0) -> None:
@@ -244,49 +239,97 @@ class State:
                 self._visit(value, holder.name.rstrip("."), holder, None, depth + 1)
 
     def mark(self) -> "Mark":
-        """What is held now."""
+        """What is held now, also in what is held since the last one."""
+        before, self._ids = self._ids, self._all_ids()
+        if before != self._ids and self._has_new(set(before)):
+            self.walk()
         return Mark(self)
+
+    def _all_ids(self) -> list[int]:
+        dicts = [holder.values for holder in self.dicts]
+        return list(map(id, chain.from_iterable(map(dict.values, dicts))))
+
+    def _has_new(self, known: set[int]) -> bool:
+        """Whether a dict holds another object than before that may be a place itself."""
+        return any(
+            id(value) not in known
+            and not isinstance(value, PLAIN)
+            and key not in SKIPPED
+            and (id(holder.values), key) not in self.harmless
+            for holder in self.dicts
+            for key, value in holder.values.items()
+        )
+
+    def is_harmless(self, change: Change) -> bool:
+        return (id(change.holder.values), change.key) in self.harmless
 
 
 class Mark:
-    """What a `State` held at one moment."""
+    """What a `State` held at one moment.
+
+    The values of all dicts are one list, made and compared without a loop in Python: a step
+    makes several marks of thousands of dicts.
+    """
 
     def __init__(self, state: State):
-        if len(state.holders) > 2 * state._size:
-            state.walk()
-        self.state = state
+        self.state, self._dicts = state, state.dicts
         self.renew()
 
     def renew(self) -> None:
         """Be of now."""
-        self.copies = [(holder, holder.copy()) for holder in self.state.holders]
-        self.versions = [(named, named.version()) for named in self.state.tensors]
+        dicts = [holder.values for holder in self._dicts]
+        self._sizes = list(map(len, dicts))
+        self._keys = list(chain.from_iterable(map(dict.keys, dicts)))
+        self._values = list(chain.from_iterable(map(dict.values, dicts)))
+        self._others = [(holder, holder.copy()) for holder in self.state.others]
+        self.tensors = self.state.tensors
+        self._versions = _versions(self.tensors)
 
     def forget_buffers(self) -> None:
         """Take no notice of what is written to them."""
-        self.versions = [(n, v) for n, v in self.versions if not n.is_buffer]
+        self.tensors = [named for named in self.tensors if not named.is_buffer]
+        self._versions = _versions(self.tensors)
+
+    def _differing(self) -> Iterator[tuple[Holder, Any]]:
+        """Holders of other objects now, and copies of what they held."""
+        dicts = [holder.values for holder in self._dicts]
+        now = chain.from_iterable(map(dict.values, dicts))
+        if list(map(len, dicts)) != self._sizes or not all(map(is_, self._values, now)):
+            start = 0
+            for holder, size in zip(self._dicts, self._sizes, strict=True):
+                values = self._values[start : start + size]
+                if len(holder.values) != size or not all(map(is_, values, holder.values.values())):
+                    yield holder, dict(zip(self._keys[start : start + size], values, strict=True))
+                start += size
+        yield from ((holder, copy) for holder, copy in self._others if not holder.is_as(copy))
 
     def replaced(self) -> list[Change]:
         """What is another object now, or gone, or new."""
-        return [
-            holder.change(key)
-            for holder, copy in self.copies
-            if not holder.is_as(copy)
-            for key in holder.changed(copy)
-        ]
+        return [h.change(key) for h, copy in self._differing() for key in h.changed(copy)]
 
     def changes(self) -> list[Change]:
         """That, and tensors that were written to; without what is known to be harmless."""
         found = self.replaced()
-        found += [n.holder.change(n.key) for n, version in self.versions if n.version() != version]
-        known = self.state.harmless
-        return [c for c in dict.fromkeys(found) if (id(c.holder.values), c.key) not in known]
+        now = _versions(self.tensors)
+        if now != self._versions:
+            moved = zip(self.tensors, now, self._versions, strict=True)
+            found += [x.holder.change(x.key) for x, new, old in moved if new != old]
+        return [change for change in dict.fromkeys(found) if not self.state.is_harmless(change)]
 
     def put_back(self) -> None:
         """Let everything be held again that was."""
-        for holder, copy in self.copies:
-            if not holder.is_as(copy):
-                holder.put_back(copy)
+        for holder, copy in list(self._differing()):
+            holder.put_back(copy)
+
+
+def _has_memory(x: Tensor) -> bool:
+    plain = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided
+    return plain and x.device.type != "meta"
+
+
+def _versions(tensors: list[Named]) -> list[tuple[int, int]]:
+    """Other numbers after each write and each `x.data = ...`, by the host's own knowledge."""
+    return [(named.tensor._version, named.tensor.data_ptr()) for named in tensors]
 
 
 class Writes(TorchDispatchMode):
@@ -296,10 +339,9 @@ class Writes(TorchDispatchMode):
         super().__init__()
         self.copies: dict[int, tuple[Named, Tensor, Tensor]] = {}
         self._places: dict[int, list[tuple[Named, Tensor]]] = {}
-        for named, version in mark.versions:
-            if version[1]:
-                alias = named.tensor.detach()
-                place = alias.untyped_storage().data_ptr()
+        for named in mark.tensors:
+            alias = named.tensor.detach()
+            if place := alias.untyped_storage().data_ptr():
                 self._places.setdefault(place, []).append((named, alias))
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -307,7 +349,7 @@ class Writes(TorchDispatchMode):
         for place, name in _written(function):
             value = args[place] if place < len(args) else kwargs.get(name)
             for x in value if isinstance(value, list | tuple) else (value,):
-                if type(x) in (Tensor, nn.Parameter) and x.device.type != "meta":
+                if isinstance(x, Tensor) and _has_memory(x):
                     self._keep(x)
         return function(*args, **kwargs)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dp_clipping.criterion import PrivateCriterion
 from tests.dp_clipping import zoo
 from tests.dp_clipping.conftest import private, private_loss
 
@@ -521,3 +522,60 @@ def test_a_forward_that_fails_in_the_search_leaves_no_trace():
         steps(network, 1)
     assert torch.equal(network.scale, torch.ones(4))
     assert network.calls == 0
+
+
+class Centred(nn.Module):
+    """A loss that keeps a centre of what it has seen."""
+
+    reduction = "sum"
+
+    def __init__(self, keep: str):
+        super().__init__()
+        self.keep, self.calls = keep, 0
+        self.mean = torch.zeros(3)
+        if keep == "buffer":
+            del self.mean
+            self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = outputs.detach().mean(0)
+        losses = (outputs - targets - self.mean).square().sum(1)
+        if self.keep == "in place":
+            self.mean.mul_(0.9).add_(self.last, alpha=0.1)
+        elif self.keep != "nothing":
+            self.mean = 0.9 * self.mean + 0.1 * self.last
+        return losses
+
+
+@pytest.mark.parametrize("keep", ["buffer", "attribute", "in place", "nothing"])
+def test_a_criterion_that_carries_data_is_refused(keep):
+    network = Network()
+    model = private(network)
+    criterion = PrivateCriterion(model, Centred(keep), "sum")
+
+    def step() -> None:
+        criterion(model(torch.randn(4, 4)), torch.randn(4, 3)).backward()
+        model.zero_grad()
+
+    if keep == "nothing":
+        for _ in range(3):
+            step()
+        return
+    with pytest.raises(ValueError, match=r"mean[,:]"):
+        step()
+
+
+def test_a_function_that_remembers_is_refused():
+    mean = torch.zeros(3)
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal mean
+        losses = (outputs - targets - mean).square().sum(1)
+        mean = 0.9 * mean + 0.1 * outputs.detach().mean(0)
+        return losses
+
+    model = private(Network())
+    criterion = PrivateCriterion(model, loss, "sum")
+    with pytest.raises(ValueError, match=r"mean[,:]"):
+        criterion(model(torch.randn(4, 4)), torch.randn(4, 3))
