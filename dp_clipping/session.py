@@ -128,7 +128,8 @@ class Session:
             raise RuntimeError(
                 f"{name}: backward of something else than the private criterion's loss for the "
                 "last forward: call backward() on what the criterion from make_private returns, "
-                "once for each forward (samples of one batch may be concatenated)"
+                "once for each forward (samples of one batch may be concatenated); in place of "
+                "loss = model(**batch).loss, loss = criterion(model(**batch).logits, labels)"
             )
         if parameter in self._seen:
             raise RuntimeError(

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 
 def _composable_replicas() -> tuple[type, ...]:
@@ -100,6 +101,19 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
             return "scales by frequencies in the batch, which mixes samples", (
                 "set scale_grad_by_freq=False"
             )
+    own = list(module.parameters(recurse=False))
+    if any(isinstance(p, UninitializedTensorMixin) for p in own):
+        return "has parameters without a shape yet", (
+            "run the network once on made-up inputs, and build the optimizer after that"
+        )
+    if any(p.is_complex() and p.requires_grad for p in own):
+        return "has complex parameters, whose gradients are not clipped here", (
+            "keep real and imaginary parts as two parameters, and use torch.complex in forward"
+        )
+    if isinstance(module, nn.RNNBase) and any(p.requires_grad for p in own):
+        return "has no per-sample gradients, as its kernels have no rule for torch.vmap", (
+            f"use opacus.layers.DP{type(module).__name__}, or freeze it"
+        )
     if hasattr(module, "_forward_hooks") and "weight_u" in module._buffers:
         return "updates the power iteration of spectral_norm in training", "remove_spectral_norm"
     return None
