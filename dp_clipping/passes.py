@@ -22,7 +22,7 @@ from dp_clipping.modes import Policy, say_plain
 from dp_clipping.profiled import PROFILED
 from dp_clipping.session import Session
 from dp_clipping.state import Mark
-from dp_clipping.validation import check_still_fixed, normalizations
+from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
 
 
 class Passes:
@@ -76,6 +76,7 @@ class Passes:
                 "last checkpoint in a new process"
             )
         check_still_fixed(self._normalizations)
+        refuse_packed(args, kwargs)
         given = batch = Batch(args, kwargs, self.batch_first)
         if not given.size:
             args, kwargs = given.with_a_row_of_zeros()

@@ -9,8 +9,11 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.weight_norm import WeightNorm
 
 
 def _composable_replicas() -> tuple[type, ...]:
@@ -110,10 +113,41 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
         return "has complex parameters, whose gradients are not clipped here", (
             "keep real and imaginary parts as two parameters, and use torch.complex in forward"
         )
-    if isinstance(module, nn.RNNBase) and any(p.requires_grad for p in own):
+    if isinstance(module, nn.RNNBase | nn.LSTMCell) and any(p.requires_grad for p in own):
         return "has no per-sample gradients, as its kernels have no rule for torch.vmap", (
-            f"use opacus.layers.DP{type(module).__name__}, or freeze it"
+            "use opacus.layers.DPLSTM, DPGRU, DPRNN or DPLSTMCell in its place, or freeze it"
         )
-    if hasattr(module, "_forward_hooks") and "weight_u" in module._buffers:
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm):
+            return "computes its weight before its forward, where no sample is seen", (
+                "use nn.utils.parametrizations.weight_norm"
+            )
+        if isinstance(hook, BasePruningMethod):
+            return "is pruned, with a mask that is multiplied in before its forward", (
+                f'make it permanent: nn.utils.prune.remove(module, "{hook._tensor_name}")'
+            )
+    if hasattr(module, "_forward_hooks") and (
+        "weight_u" in module._buffers or {"_u", "_v"} <= module._buffers.keys()
+    ):
         return "updates the power iteration of spectral_norm in training", "remove_spectral_norm"
     return None
+
+
+def refuse_offsets(module: nn.EmbeddingBag, args: tuple, kwargs: dict) -> None:
+    """A hook before a forward: raises ValueError for bags that lie one after another."""
+    ids = args[0] if args else kwargs.get("input")
+    if isinstance(ids, Tensor) and ids.dim() == 1:
+        raise ValueError(
+            "EmbeddingBag is called with offsets: where each sample's ids lie cannot be told; give "
+            "it ids [batch, tokens], padded with padding_idx, which no bag counts"
+        )
+
+
+def refuse_packed(args: tuple, kwargs: dict) -> None:
+    """Raises ValueError if an argument of the network is a PackedSequence."""
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        if isinstance(value, PackedSequence):
+            raise ValueError(
+                f"argument {name} of the model is a PackedSequence, in which a sample has no rows "
+                "of its own: give the padded tensor and the lengths, from pad_packed_sequence"
+            )
