@@ -281,6 +281,10 @@ def _owned(module: nn.Module) -> Iterator[Parameter]:
     yield from module.parameters(recurse=False)
     if nn.utils.parametrize.is_parametrized(module):
         yield from module.parametrizations.parameters()
+    # PEFT's DoRA multiplies weights of child layers, so they are captured together.
+    magnitudes = getattr(module, "lora_magnitude_vector", None)
+    if isinstance(magnitudes, nn.Module):
+        yield from magnitudes.parameters()
     for child in module.children():
         if isinstance(child, nn.ParameterList | nn.ParameterDict):
             yield from child.parameters()
