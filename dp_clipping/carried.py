@@ -111,8 +111,11 @@ class Carried:
         self.state = State(root, is_sharded)
         self._run, self._batch_first = run, batch_first
 
-    def check(self, mark: Mark, batch: Batch, when: str) -> None:
-        """Raises ValueError naming what a step has changed since the mark, and must not."""
+    def check(self, mark: Mark, batch: Batch, when: str, samples: int = FEW) -> None:
+        """Raises ValueError naming what a step has changed since the mark, and must not.
+
+        Where working state has changed, calls are repeated with `samples` samples of the batch.
+        """
         changes = mark.changes()
         if not changes:
             return
@@ -122,22 +125,24 @@ class Carried:
         now = self.state.mark()
         mark.put_back()
         try:
-            self.refuse(batch.with_samples(FEW))
+            self.refuse(batch.with_samples(samples))
         finally:
             now.put_back()
 
     def refuse(self, few: tuple[tuple, dict]) -> None:
-        """`refuse_carried`, from the arguments of a call with `FEW` samples."""
+        """`refuse_carried`, from a call's arguments: its first sample alone, and its second."""
         batch = Batch(*few, self._batch_first)
-        first, second = (batch.with_rows([n] * FEW) for n in range(FEW))
+        first, second = (batch.with_rows([n] * batch.size) for n in range(2))
         refuse_carried(self.state, lambda x: self._run(*x[0], **x[1]), first, second, few)
 
     @contextmanager
     def checked(self, args: tuple, kwargs: dict, when: str) -> Iterator[None]:
-        """Inside is one call."""
+        """Inside is one call; it is repeated with all samples, as other sizes may not fit."""
         mark = self.state.mark()
         yield
-        self.check(mark, Batch(args, kwargs, self._batch_first), when)
+        if mark.changes() and tensors_in((args, kwargs)):
+            batch = Batch(args, kwargs, self._batch_first)
+            self.check(mark, batch, when, samples=batch.size)
 
 
 def refuse_carried(

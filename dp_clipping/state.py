@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MODULE = frozenset(vars(nn.Module()))
-SKIPPED = MODULE | {"_private", "forward"}  # also what captures a module, see `capture`
+# Also what captures a module, and what a private criterion sets for a call.
+SKIPPED = MODULE | {"_private", "forward", "reduction"}
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 OTHERS = {"torch", "dp_clipping", "ddp", "opacus", "builtins", "collections", "logging", "enum"}
 """Packages whose objects are not looked into."""
