@@ -5,8 +5,8 @@
               gives or leaves depends on it
 
 A cache of positions, a counter and a tensor kept for a look at it are working state. So is a moving
-average in an attribute, which is refused: two batches are run, each followed by the same third one,
-and what is there afterwards must be the same.
+average in an attribute, which is refused: one batch is run after each of two others, and what is
+there afterwards must be the same.
 """
 
 from collections import deque
@@ -133,7 +133,7 @@ class Carried:
         """`refuse_carried`, from a call's arguments: its first sample alone, and its second."""
         batch = Batch(*few, self._batch_first)
         first, second = (batch.with_rows([n] * batch.size) for n in range(2))
-        refuse_carried(self.state, lambda x: self._run(*x[0], **x[1]), first, second, few)
+        refuse_carried(self.state, lambda x: self._run(*x[0], **x[1]), first, second)
 
     @contextmanager
     def checked(self, args: tuple, kwargs: dict, when: str) -> Iterator[None]:
@@ -145,10 +145,10 @@ class Carried:
             self.check(mark, batch, when, samples=batch.size)
 
 
-def refuse_carried(
-    state: State, run: Callable[[Any], Any], first: Any, second: Any, third: Any
-) -> bool:
-    """Runs the first batch and then the third, the second and then the third.
+def refuse_carried(state: State, run: Callable[[Any], Any], first: Any, second: Any) -> bool:
+    """Runs a batch after the first and after the second, which are that batch in turn.
+
+    In turn, since an extreme that the last batch reaches itself forgets the one before.
 
     Args:
         run: called with one of them, of equal shapes; gives outputs, with the same random numbers
@@ -164,28 +164,28 @@ def refuse_carried(
         return False
     found: list[Change] = []
 
-    def after(start: Any) -> Left:
+    def after(start: Any, last: Any) -> Left:
         with kept(state) as own:
             run(start)
-            outputs = run(third)
+            outputs = run(last)
             left = own.left()
             left |= {f"{OUTPUT}{n}": y.detach() for n, y in enumerate(tensors_in(outputs))}
         found.extend(own.changes)
         return left
 
-    left = after(first)
-    differ = _different(left, after(second))
-    if differ:
-        differ -= _different(left, after(first))  # random by other generators than torch's
-    if differ:
-        names = sorted(name for name in differ if not name.startswith(OUTPUT))
-        names = names or sorted({change.name for change in found})
-        where = ", ".join(names[:5])
-        raise ValueError(
-            f"what was seen of one batch is carried into the next, in {where}: gradients then "
-            "depend on samples of earlier steps; let a batch depend on itself alone, or set "
-            "the value before make_private from public data"
-        )
+    for last in (first, second):
+        left = after(first, last)
+        differ = _different(left, after(second, last))
+        if differ:
+            differ -= _different(left, after(first, last))  # random by generators of its own
+        if differ:
+            names = sorted(name for name in differ if not name.startswith(OUTPUT))
+            names = names or sorted({change.name for change in found})
+            raise ValueError(
+                f"what was seen of one batch is carried into the next, in {', '.join(names[:5])}: "
+                "gradients then depend on samples of earlier steps; let a batch depend on itself "
+                "alone, or set the value before make_private from public data"
+            )
     state.harmless |= {(id(c.holder.values), c.key) for c in found}
     return True
 

@@ -68,6 +68,8 @@ class Holder:
         values = self.values
         if type(values) is CellType:
             values.cell_contents = copy
+        elif is_array(values):
+            values[...] = copy
         elif isinstance(values, dict):
             for key in [k for k in values if k not in copy and k not in SKIPPED]:
                 del values[key]
@@ -83,12 +85,16 @@ class Holder:
             return values.cell_contents is copy
         if isinstance(values, set):
             return values == copy
+        if is_array(values):
+            return bool((values == copy).all())
         return len(values) == len(copy) and all(map(is_, values, copy))
 
     def changed(self, copy: Any) -> list[Any]:
         """Keys of what is another object, and no equal number or string; None: all of it."""
         if isinstance(self.values, set) and self.owner is not None:
             return []  # names of non-persistent buffers
+        if is_array(self.values):
+            return [None]
         if not isinstance(self.values, dict):
             return [] if _same_plain(list(self._all()), list(self._all(copy))) else [None]
         now = self.values
@@ -191,6 +197,9 @@ class State:
         elif isinstance(value, dict | list | deque | set | CellType):
             is_log = self._in_hook and isinstance(value, list | deque)
             self._hold(Holder(f"{name}.", value, is_log=is_log), depth)
+        elif is_array(value):
+            if 0 < value.size <= LENGTH and value.ndim:
+                self.others.append(Holder(f"{name}.", value))
         elif isinstance(value, tuple):
             for n, part in enumerate(value):
                 self._visit(part, f"{name}[{n}]", holder, key, depth + 1)
@@ -386,6 +395,11 @@ def _written(function: Any) -> tuple[tuple[int, str], ...]:
         for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is one of NumPy's."""
+    return type(value).__name__ == "ndarray"
 
 
 def has_attributes(value: Any) -> bool:
