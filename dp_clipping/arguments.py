@@ -1,5 +1,6 @@
 """What the arguments of `make_private` may be; σ and C also whenever they are set anew."""
 
+import inspect
 import math
 from collections.abc import Sequence
 
@@ -80,6 +81,13 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
         raise ValueError(
             f"optimizer is of type {type(optimizer).__name__}: give a torch.optim.Optimizer over "
             "module.parameters()"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer {type(optimizer).__name__} calls its closure, and so the gradient, several "
+            "times a step, and each would need noise and a step of the account: give "
+            "torch.optim.SGD or AdamW"
         )
     own = set(module.parameters())
     held = {p for group in optimizer.param_groups for p in group["params"]}

@@ -52,6 +52,10 @@ class Batch:
         index = torch.arange(count) % self.size
         return self._map(lambda x, dim: x.index_select(dim, index.to(x.device)))
 
+    def with_rows(self, rows: list[int]) -> tuple[tuple, dict]:
+        """Arguments with these samples."""
+        return self._map(lambda x, d: x.index_select(d, torch.tensor(rows, device=x.device)))
+
     def first_sample(self) -> tuple[tuple, dict]:
         """A view of the first sample."""
         return self._map(lambda x, dim: x.narrow(dim, 0, 1))

@@ -28,6 +28,7 @@ from dp_clipping.plan import Plan
 from dp_clipping.profiling import Profile
 from dp_clipping.session import Session
 from dp_clipping.sharded import Sharding, owner_of, plain_name, plain_type
+from dp_clipping.validation import refuse_offsets
 
 if TYPE_CHECKING:
     from dp_clipping.compiled import Forecast
@@ -259,6 +260,9 @@ class Capture:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_fork_randomness(self.anchor.device))
             for module in self.network.modules():
+                if isinstance(module, nn.EmbeddingBag):
+                    hook = module.register_forward_pre_hook(refuse_offsets, with_kwargs=True)
+                    stack.callback(hook.remove)
                 if "_private" in module.__dict__:
                     hook = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
                     stack.callback(hook.remove)
@@ -273,8 +277,14 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def _owned(module: nn.Module) -> Iterator[Parameter]:
-    """The module's own parameters, those in its parameter lists included."""
+    """The module's own parameters, those in its parameter lists and parametrizations included."""
     yield from module.parameters(recurse=False)
+    if nn.utils.parametrize.is_parametrized(module):
+        yield from module.parametrizations.parameters()
+    # PEFT's DoRA multiplies weights of child layers, so they are captured together.
+    magnitudes = getattr(module, "lora_magnitude_vector", None)
+    if isinstance(magnitudes, nn.Module):
+        yield from magnitudes.parameters()
     for child in module.children():
         if isinstance(child, nn.ParameterList | nn.ParameterDict):
             yield from child.parameters()

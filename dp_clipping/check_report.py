@@ -133,6 +133,7 @@ def gradient_errors(
     for parameter, total in expected.items():
         own = found[parameter]
         distance = float((total if own is None else total - own.view_as(total)).norm())
-        error = distance / (float(total.norm()) + smallest) if distance else 0.0
+        whole = float(total.norm()) + smallest
+        error = (distance / whole if whole else torch.inf) if distance else 0.0
         errors[parameter] = error if error == error else torch.inf
     return errors

@@ -166,8 +166,8 @@ class Forecaster:
             parameter = handle.parameter("weight")
             inputs, shape = x.shape[-1], self._capture.shapes[parameter]
             use = Use(
-                self._capture.names[parameter], 1, x.numel() // (inputs * FEW), inputs,
-                shape.numel() // inputs, dtype.itemsize, stored_dtype(dtype).itemsize,
+                self._capture.names[parameter], 1, x.shape[:-1].numel() // FEW, inputs,
+                shape.numel() // max(1, inputs), dtype.itemsize, stored_dtype(dtype).itemsize,
             )  # fmt: skip
             yield parameter, use, dtype
 

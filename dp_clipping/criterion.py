@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dp_clipping.carried import Carried
 from dp_clipping.independence import check_losses
 from dp_clipping.model import PrivateModel
 
@@ -143,19 +144,23 @@ class PrivateCriterion:
                 "'mean' or both 'sum'"
             )
         self.model, self.criterion, self.loss_reduction = model, criterion, reduction
+        self._carried = Carried(criterion, self._again, batch_first=True)
         self._is_checked = False
 
     def __call__(
         self, *args: Any, shape: tuple[int, ...] | None = None, **kwargs: Any
     ) -> PrivateLoss | Tensor:
-        losses = self._per_sample(*args, shape=shape, **kwargs)
         if self.model.policy is None:
+            losses = self._per_sample(*args, shape=shape, **kwargs)
             return losses.mean() if self.loss_reduction == "mean" else losses.sum()
         if not torch.is_grad_enabled() or not self.model.training:
+            losses = self._per_sample(*args, shape=shape, **kwargs)
             return PrivateLoss(self.model, None, losses, self.loss_reduction)
         session = self.model.last_session
         if session is None:
             raise RuntimeError("the criterion was called before the private model's forward")
+        with self._carried.checked(args, kwargs, "the criterion"):
+            losses = self._per_sample(*args, shape=shape, **kwargs)
         expected = 0 if session.is_empty else session.batch_size
         if losses.dim() != 1 or len(losses) != expected:
             raise ValueError(
@@ -190,6 +195,11 @@ class PrivateCriterion:
         counted = self._counted(losses, args, kwargs)
         total = losses.flatten(1).sum(1)
         return total if self.loss_reduction == "sum" else total / counted
+
+    @torch.no_grad()
+    def _again(self, *args: Any, **kwargs: Any) -> Tensor:
+        with torch.random.fork_rng():
+            return self._unreduced(*args, **kwargs)
 
     def _unreduced(self, *args: Any, **kwargs: Any) -> Tensor:
         """What the criterion gives with reduction "none"; a function without one, as it is."""

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from dp_clipping.batch import Batch
-from dp_clipping.capture import Capture
+from dp_clipping.capture import Capture, tensors_in
+from dp_clipping.carried import Carried, kept
 from dp_clipping.compiled import Forecast, Forecaster
 from dp_clipping.independence import check_network
 from dp_clipping.layout import FEW, MORE
-from dp_clipping.search import Search
+from dp_clipping.search import Search, without_dropout
+from dp_clipping.session import drop_what_was_ready
 from dp_clipping.sharded import Sharding
-from dp_clipping.validation import same_buffers
 
 
 class Establishment:
@@ -28,8 +29,13 @@ class Establishment:
     What it gave is provisional until a larger batch comes.
     """
 
-    def __init__(self, network: nn.Module, capture: Capture, sharding: Sharding | None):
+    def __init__(
+        self, network: nn.Module, capture: Capture, sharding: Sharding | None, batch_first: bool
+    ):
         self._network, self._capture, self._sharding = network, capture, sharding
+        self.carried = Carried(
+            network, self._forward_and_backward, batch_first, is_sharded=sharding is not None
+        )
         self._search = Search(capture)
         self._forecaster = Forecaster(self._search)
         self._is_known = self._is_provisional = False
@@ -65,11 +71,31 @@ class Establishment:
         if self._is_provisional or size < FEW:
             self._search.forget()
             self._forecaster.forget()
-        with same_buffers(self._network):
+        with kept(self.carried.state, lambda: self.carried.refuse(few)):
             self._search.establish(few, more)
             if size >= FEW:
                 check_network(self._capture, few, more)
         self._is_known, self._is_provisional = True, size < FEW
+
+    # ---- what is carried from batch to batch ----------------------------------------------------
+
+    def _forward_and_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Outputs, and where it is one rank's affair gradients, of a plain step."""
+        with (
+            self._capture.looked_at(lambda *_: None),
+            without_dropout(self._network),
+            torch.set_grad_enabled(self._sharding is None),
+        ):
+            outputs = self._network(*args, **kwargs)
+            ends = [y.float().square().sum() for y in tensors_in(outputs) if y.requires_grad]
+            return outputs, self._gradients(sum(ends)) if ends else ()
+
+    def _gradients(self, total: Tensor) -> tuple[Tensor | None, ...]:
+        try:
+            return torch.autograd.grad(total, self._capture.parameters, allow_unused=True)
+        except Exception:  # the step's own backward will say so
+            drop_what_was_ready()
+            return ()
 
     def _ensure_together(self, batch: Batch) -> None:
         """With the samples of one rank, which has most.

@@ -93,7 +93,7 @@ def find_layout(few: Tensor, more: Tensor, what: str) -> Layout:
         raise ValueError(
             f"{what} has {few.shape[dim]} rows for {FEW} samples and {more.shape[dim]} for {MORE}: "
             "rows that do not belong to a sample each (a capacity- or balance-limited expert, "
-            "a batch statistic) have no per-sample gradient"
+            "a batch statistic, a PackedSequence: pad it) have no per-sample gradient"
         )
     if length == 1:
         return Layout("dimension", dim)

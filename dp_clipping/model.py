@@ -181,6 +181,8 @@ class PrivateModel(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             with self.capture.attached(None):
                 return self.module(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            _refuse_to_be_compiled()
         sync = self._sync_context()
         return self._passes.forward(self.module, args, kwargs, self.policy, sync)
 
@@ -214,6 +216,13 @@ class PrivateModel(nn.Module):
             self._capture.remove()
             self._gradients.remove()
         return self.network
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a private model belongs to one engine, and is neither copied nor pickled: use "
+            "copy.deepcopy(model.network), AveragedModel(model.network), "
+            "torch.save(model.network.state_dict(), path), or engine.save_checkpoint to go on later"
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -373,3 +382,12 @@ class PrivateModel(nn.Module):
 def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Float64, kept: a copy to a GPU would make the host wait for what runs there."""
     return torch.tensor(values, dtype=torch.float64, device=device)
+
+
+@torch.compiler.disable
+def _refuse_to_be_compiled() -> None:
+    """Not traced: it raises where the private model is called."""
+    raise RuntimeError(
+        "torch.compile of a private model: compile the network or its blocks, and before "
+        "make_private, as network.compile() or block.compile()"
+    )

@@ -4,7 +4,8 @@ Before the first forward it is found out where the samples are (`establish`). Wh
 half-way, a sharded network is put back into a state from which the next one can be right.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,8 @@ from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.modes import Policy, say_plain
 from dp_clipping.profiled import PROFILED
 from dp_clipping.session import Session
-from dp_clipping.validation import check_still_fixed, normalizations
+from dp_clipping.state import Mark
+from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
 
 
 class Passes:
@@ -40,9 +42,11 @@ class Passes:
         self.network, self.capture = network, capture
         self.mode, self.batch_first = mode, batch_first
         self.session: Session | None = None
-        self._establishment = Establishment(network, capture, capture.sharding)
+        self._establishment = Establishment(network, capture, capture.sharding, batch_first)
+        self._carried = self._establishment.carried
         self._normalizations = normalizations(network)
         self._samples_are_checked = False
+        self._batch: Batch | None = None  # of that session
         self._is_broken = False  # a sharded step failed, and nothing can be computed any more
 
     def forget_layouts(self) -> None:
@@ -72,6 +76,7 @@ class Passes:
                 "last checkpoint in a new process"
             )
         check_still_fixed(self._normalizations)
+        refuse_packed(args, kwargs)
         given = batch = Batch(args, kwargs, self.batch_first)
         if not given.size:
             args, kwargs = given.with_a_row_of_zeros()
@@ -86,7 +91,8 @@ class Passes:
         kind = kind if self.capture.profile is None else PROFILED[kind]
         session = kind(self.capture, batch.size, policy)
         session.is_empty = not given.size
-        with self.capture.attached(session), sync:
+        self.session = self._batch = None
+        with self.capture.attached(session), sync, self._state_is_checked(module, batch):
             try:
                 output = module(*args, **kwargs)
             except LayoutUnknown as error:
@@ -102,7 +108,7 @@ class Passes:
             except BaseException:
                 self.recover()
                 raise
-        self.session = session
+        self.session, self._batch = session, batch
         return given.without_rows(output) if session.is_empty else output
 
     def backward(
@@ -117,7 +123,10 @@ class Passes:
         is_first = self.capture.reducer.splits_parameters and not self._samples_are_checked
         if is_first:
             self.capture.reducer.check_same_samples(losses)
+        mark = Mark(self._carried.state)
         norms = session.backward(losses, limits, gradients.receive)
+        self._carried.check(mark, self._batch, "a backward")
+        self._batch = None
         if is_first:
             differ = session.whole_norms.differ
             if differ is not None and bool(differ):
@@ -155,6 +164,25 @@ class Passes:
                 f"{error} is called in a way that depends on more than the batch: where its "
                 "samples are cannot be established"
             ) from error
+
+    @contextmanager
+    def _state_is_checked(self, module: nn.Module, batch: Batch) -> Iterator[None]:
+        """Inside is one forward, which may carry nothing on; see `carried`.
+
+        The host compares references and version counters, and reads no value.
+        """
+        mark = self._carried.state.mark()
+        hook = None
+        if module is not self.network:  # a wrapper, which writes to buffers before the network runs
+            mark.forget_buffers()
+            if self.network._compiled_call_impl is None:
+                hook = self.network.register_forward_pre_hook(lambda *_: mark.renew(), prepend=True)
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
+        self._carried.check(mark, batch, "a forward in training")
 
     def _session_class(self, policy: Policy) -> type[Session]:
         """On fused kernels, if the mode asks for them and all parameters are where they run."""

@@ -48,7 +48,8 @@ class Search:
         """
         known = -1
         while known != (known := self._count_layouts()):
-            first, second = self.observe(*few, FEW), self.observe(*more, MORE)
+            with self._shared_are_named():
+                first, second = self.observe(*few, FEW), self.observe(*more, MORE)
             uses: dict[Parameter, int] = {}
             for handle in self.capture.handles:
                 calls = list(zip(first[handle.name], second[handle.name], strict=True))
@@ -60,6 +61,27 @@ class Search:
             self._uses[parameter] = max(count, self._uses.get(parameter, 0))
         for handle in self.capture.handles:
             handle.always_dense = any(self._uses[p] > 1 for p in handle.parameters().values())
+
+    @contextmanager
+    def _shared_are_named(self) -> Iterator[None]:
+        """An error of a network that has run before comes of an input that has become a batch."""
+        shared = [
+            handle.name
+            for handle in self.capture.handles
+            if any(x.kind == "shared" for found in handle.layouts.values() for x in found)
+        ]
+        try:
+            yield
+        except RuntimeError as error:
+            if not shared:
+                raise
+            raise ValueError(
+                f"{', '.join(shared[:5])}: called once for all samples, and what it gives is not "
+                "broadcast to them but repeated or used as a matrix, so that no sample has a "
+                "gradient of its own there; give it an input with a row for each sample "
+                "(ids.expand(batch_size, -1)), or freeze it; in place of PEFT's prompt tuning use "
+                "PrefixTuningConfig"
+            ) from error
 
     def _count_layouts(self) -> int:
         return sum(len(handle.layouts) for handle in self.capture.handles)

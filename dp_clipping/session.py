@@ -128,7 +128,8 @@ class Session:
             raise RuntimeError(
                 f"{name}: backward of something else than the private criterion's loss for the "
                 "last forward: call backward() on what the criterion from make_private returns, "
-                "once for each forward (samples of one batch may be concatenated)"
+                "once for each forward (samples of one batch may be concatenated); in place of "
+                "loss = model(**batch).loss, loss = criterion(model(**batch).logits, labels)"
             )
         if parameter in self._seen:
             raise RuntimeError(
@@ -206,7 +207,7 @@ class Session:
                     retain_graph=retain_graph, allow_unused=True,
                 )  # fmt: skip
             except BaseException:
-                _drop_what_was_ready()
+                drop_what_was_ready()
                 raise
         self._in_backward = False
         parameters += leaves
@@ -343,7 +344,7 @@ class Session:
         return record_function(f"{what}/{'+'.join(self.capture.names[p] for p in parameters)}")
 
 
-def _drop_what_was_ready() -> None:
+def drop_what_was_ready() -> None:
     """After a backward that failed in this thread: what was next in it keeps its activations alive
     until another backward comes by."""
     with torch.enable_grad():

@@ -5,13 +5,15 @@ mix samples, or carry what they saw from one batch into the next, have none.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
-import torch
 import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.weight_norm import WeightNorm
 
 
 def _composable_replicas() -> tuple[type, ...]:
@@ -102,40 +104,50 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
             return "scales by frequencies in the batch, which mixes samples", (
                 "set scale_grad_by_freq=False"
             )
-    if hasattr(module, "_forward_hooks") and "weight_u" in module._buffers:
+    own = list(module.parameters(recurse=False))
+    if any(isinstance(p, UninitializedTensorMixin) for p in own):
+        return "has parameters without a shape yet", (
+            "run the network once on made-up inputs, and build the optimizer after that"
+        )
+    if any(p.is_complex() and p.requires_grad for p in own):
+        return "has complex parameters, whose gradients are not clipped here", (
+            "keep real and imaginary parts as two parameters, and use torch.complex in forward"
+        )
+    if isinstance(module, nn.RNNBase | nn.LSTMCell) and any(p.requires_grad for p in own):
+        return "has no per-sample gradients, as its kernels have no rule for torch.vmap", (
+            "use opacus.layers.DPLSTM, DPGRU, DPRNN or DPLSTMCell in its place, or freeze it"
+        )
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm):
+            return "computes its weight before its forward, where no sample is seen", (
+                "use nn.utils.parametrizations.weight_norm"
+            )
+        if isinstance(hook, BasePruningMethod):
+            return "is pruned, with a mask that is multiplied in before its forward", (
+                f'make it permanent: nn.utils.prune.remove(module, "{hook._tensor_name}")'
+            )
+    if hasattr(module, "_forward_hooks") and (
+        "weight_u" in module._buffers or {"_u", "_v"} <= module._buffers.keys()
+    ):
         return "updates the power iteration of spectral_norm in training", "remove_spectral_norm"
     return None
 
 
-@contextmanager
-def same_buffers(network: nn.Module) -> Iterator[None]:
-    """Buffers that a forward updates are put back, and refused by name."""
-    before = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in network.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    changed: list[str] = []
-    try:
-        yield
-        for module, name, _, value in before:
-            if not _equal(getattr(module, name), value):
-                changed.append(name)
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, value in before:
-                buffer.copy_(value)
-                setattr(module, name, buffer)
-    if changed:
-        names = [n for n, _ in network.named_buffers() if n.rpartition(".")[2] in changed]
+def refuse_offsets(module: nn.EmbeddingBag, args: tuple, kwargs: dict) -> None:
+    """A hook before a forward: raises ValueError for bags that lie one after another."""
+    ids = args[0] if args else kwargs.get("input")
+    if isinstance(ids, Tensor) and ids.dim() == 1:
         raise ValueError(
-            f"a forward in training changes {', '.join(names[:5])}: a buffer carries what it saw "
-            "of one batch into the next, and out of training, without noise; keep its module in "
-            "evaluation, or let the buffer be constant"
+            "EmbeddingBag is called with offsets: where each sample's ids lie cannot be told; give "
+            "it ids [batch, tokens], padded with padding_idx, which no bag counts"
         )
 
 
-def _equal(now: Tensor | None, value: Tensor) -> bool:
-    if now is None or now.shape != value.shape or now.dtype != value.dtype:
-        return False
-    return bool(((now == value) | ((now != now) & (value != value))).all())
+def refuse_packed(args: tuple, kwargs: dict) -> None:
+    """Raises ValueError if an argument of the network is a PackedSequence."""
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        if isinstance(value, PackedSequence):
+            raise ValueError(
+                f"argument {name} of the model is a PackedSequence, in which a sample has no rows "
+                "of its own: give the padded tensor and the lengths, from pad_packed_sequence"
+            )

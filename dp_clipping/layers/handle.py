@@ -107,7 +107,7 @@ class Handle:
             return True
         if x is None:
             return self.session.dense_always
-        tokens = x.numel() // x.shape[-1] // self.session.batch_size
+        tokens = x.shape[:-1].numel() // self.session.batch_size
         return self.session.prefers_dense(tokens, *weight.shape)
 
 

@@ -80,6 +80,38 @@ def test_networks(case):
         assert report.ok, report
 
 
+class Cancelling(nn.Module):
+    """What is left of numbers that cancel, multiplied by 10,000: a float32 backward of one
+    sample is off by more than 1e-4."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(2048, 8), nn.Linear(8, 3)
+        with torch.no_grad():
+            self.first.weight[:, 1024:] = -self.first.weight[:, :1024]
+
+    def forward(self, x):
+        return self.head(torch.sin(1e4 * self.first(torch.cat([x, x], 1))))
+
+
+def test_float32_rounding_of_a_sample_s_own_backward_is_no_fault(monkeypatch):
+    batch = torch.randn(8, 1024), torch.randint(0, 3, (8,))
+    run = private(Cancelling(), nn.CrossEntropyLoss(), grad_sample_mode="bookkeeping")
+    before = {name: value.clone() for name, value in run.model.network.state_dict().items()}
+    report = run.engine.check(run.model, batch)
+    assert report.ok, report
+    after = run.model.network.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    break_sums(monkeypatch, 1.2, "head.bias")
+    report = run.engine.check(run.model, batch)
+    assert report.worst_parameter == "head.bias"
+    assert not report.ok
+    monkeypatch.undo()
+    monkeypatch.setattr("dp_clipping.check._in_float64", lambda *_: None)
+    assert not run.engine.check(run.model, batch).ok  # so the case is one
+
+
 @pytest.mark.slow
 @zoo.every_case
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
