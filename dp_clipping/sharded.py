@@ -34,8 +34,9 @@ if dist.is_available():
     from torch.distributed.tensor import DTensor, Shard
 
     DISTRIBUTED: tuple[type, ...] = (DTensor,)
+    FSDP_MODULES: tuple[type, ...] = (FSDPModule, FullyShardedDataParallel)
 else:
-    DISTRIBUTED = ()
+    DISTRIBUTED = FSDP_MODULES = ()
 
 LOG = logging.getLogger(__name__)
 UNIT = 8  # parameters that are handled together where no FSDP module says so

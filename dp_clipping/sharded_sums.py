@@ -48,7 +48,7 @@ class ShardedSums:
         self._waiting: dict[int, dict[Parameter, Tensor]] = {}
         self._next = 0
         self._flying: list[list[Transfer]] = []
-        self._left: dict[Parameter, tuple[int, int]] = {}  # address and version of `.grad`
+        self._left: dict[Parameter, tuple[Tensor, int]] = {}  # `.grad` and its version
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""
@@ -62,10 +62,12 @@ class ShardedSums:
     @torch.no_grad()
     def changed(self) -> list[Parameter]:
         """Parameters whose `.grad` is not as it was left."""
+        left = self._left
         return [
             p
             for p in self.sharding.parts
-            if p.grad is not None and self._left.get(p) != _state(p.grad)
+            if (p in left and (p.grad is not left[p][0] or local(p.grad)._version != left[p][1]))
+            or (p not in left and p.grad is not None)
         ]
 
     def receive(self, parameter: Parameter, total: Tensor) -> None:
@@ -198,7 +200,7 @@ class ShardedSums:
     def _note(self, parameters: Iterable[Parameter]) -> None:
         """Their `.grad` is final, as far as it has come."""
         for parameter in parameters:
-            self._left[parameter] = _state(parameter.grad)
+            self._left[parameter] = parameter.grad, local(parameter.grad)._version
 
     def _add(self, parameter: Parameter, shard: Tensor) -> None:
         if parameter.grad is not None:
@@ -221,11 +223,6 @@ class Done:
 
     def wait(self) -> None:
         """At once."""
-
-
-def _state(gradient: Tensor) -> tuple[int, int]:
-    part = local(gradient)
-    return part.data_ptr(), part._version
 
 
 def _pieces(x: Tensor, count: int, dim: int) -> list[Tensor]:
