@@ -42,7 +42,7 @@ from dp_clipping.checkpoint_file import file_name, given_schedulers
 from dp_clipping.clip import GAMMA
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.keys import Keys, fixed_keys, fresh_keys
-from dp_clipping.kinds import check_type
+from dp_clipping.kinds import check_type, plain
 from dp_clipping.loader import PoissonLoader
 from dp_clipping.memory_manager import MicrobatchLoader
 from dp_clipping.model import PrivateModel
@@ -76,7 +76,10 @@ class PrivacyEngine:
             )
         check_type("accountant", accountant, str, '"prv", "rdp" or "gdp"')
         check_type("release", release, bool, "True or False")
-        self._account = Account(create_accountant(mechanism=accountant))
+        try:
+            self._account = Account(create_accountant(mechanism=accountant))
+        except ValueError as error:
+            raise ValueError(f'accountant: {error}; give "prv", "rdp" or "gdp"') from error
         self.secure_mode = False
         self.release = release
         self._runs: list[Run] = []
@@ -176,6 +179,7 @@ class PrivacyEngine:
         )  # fmt: skip
         _refuse_private(module, optimizer, criterion, data_loader)
         check_arguments(noise_multiplier, max_grad_norm, clipping, clipping_function, gamma)
+        noise_multiplier, max_grad_norm, gamma = map(plain, (noise_multiplier, max_grad_norm, gamma))
         if not wrap_model:
             raise ValueError("wrap_model=False is not supported: use the returned model")
         check_kernel_options(norm_algorithm, memory_budget, tile_size)
@@ -212,6 +216,7 @@ class PrivacyEngine:
         if expected_batch_size is None:
             expected_batch_size = expected_batch_size_of(data_loader, world_size)
         check_expected_batch_size(expected_batch_size)
+        expected_batch_size = plain(expected_batch_size)
         settings = {
             "mode": grad_sample_mode,
             "noise_multiplier": noise_multiplier,

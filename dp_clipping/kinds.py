@@ -36,6 +36,13 @@ def check_count(name: str, value: Any, wanted: str) -> None:
         raise WrongType(f"{name} is {shown(value)}: give {wanted}")
 
 
+def plain(value: Any) -> Any:
+    """A number as Python's own, of numpy's or a fraction too, which a checkpoint can hold."""
+    if isinstance(value, list | tuple):
+        return [plain(x) for x in value]
+    return value if type(value) in (int, float) else float(value)
+
+
 def shown(value: Any) -> str:
     """A value of the wrong type, briefly."""
     if isinstance(value, str | int | float | bool | None):

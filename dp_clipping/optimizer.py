@@ -91,7 +91,7 @@ class PrivateOptimizer(Optimizer):
         self._places: list[Place | None] | None = None  # of this rank's parts, if it has parts
         if model.sharding is not None:
             self._places = [model.sharding.place_of(p) for p in model.capture.parameters]
-        self._settings = StepSettings(noise_multiplier, expected_batch_size, loss_reduction)
+        self._settings = self._current()
         model.on_step_open = self._open
         self._refuse()
         self._guard(optimizer)
@@ -310,7 +310,8 @@ class PrivateOptimizer(Optimizer):
             self._agreement.begin(self._public())
 
     def _current(self) -> StepSettings:
-        return StepSettings(self.noise_multiplier, self.expected_batch_size, self.loss_reduction)
+        numbers = float(self.noise_multiplier), float(self.expected_batch_size)
+        return StepSettings(*numbers, self.loss_reduction)
 
     def _std_multiplier(self) -> float:
         """z of the gradient: σ, or what an adaptive threshold's counts leave of it."""
