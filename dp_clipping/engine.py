@@ -179,7 +179,9 @@ class PrivacyEngine:
         )  # fmt: skip
         _refuse_private(module, optimizer, criterion, data_loader)
         check_arguments(noise_multiplier, max_grad_norm, clipping, clipping_function, gamma)
-        noise_multiplier, max_grad_norm, gamma = map(plain, (noise_multiplier, max_grad_norm, gamma))
+        noise_multiplier, max_grad_norm, gamma = map(
+            plain, (noise_multiplier, max_grad_norm, gamma)
+        )
         if not wrap_model:
             raise ValueError("wrap_model=False is not supported: use the returned model")
         check_kernel_options(norm_algorithm, memory_budget, tile_size)

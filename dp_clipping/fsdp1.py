@@ -90,6 +90,10 @@ class FlatSharding(Sharding):
                 hooks.append(handle.flat_param.register_post_accumulate_grad_hook(hook))
         return hooks
 
+    def stands_for(self, now: Tensor | None, before: Parameter) -> bool:
+        """FSDP1 makes views of what it has gathered, at any time."""
+        return now is not None
+
     def recover(self) -> bool:
         """By FSDP1's own end of a backward: for a pass that was cut off it has no public name."""
         _check_torch()

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from dp_clipping.capture import Capture
 from dp_clipping.layers.arithmetic import wide
 from dp_clipping.modules import every_module
-from dp_clipping.sharded import is_sharded, local
+from dp_clipping.sharded import local
 
 Own = dict[str, Parameter]
 NOTHING: Own = {}
@@ -205,7 +205,7 @@ class Gradients:
             )
         replaced = [
             name for name in sorted(self._trainable)
-            if not _stands_for(named.get(name), self._parameters[name])
+            if not self._stands_for(named.get(name), self._parameters[name])
         ]  # fmt: skip
         if replaced:
             raise RuntimeError(
@@ -214,11 +214,17 @@ class Gradients:
                 "load without assign=True, or change the network before make_private"
             )
 
-    @staticmethod
-    def _same(before: Own, now: Own) -> bool:
+    def _same(self, before: Own, now: Own) -> bool:
         if before.keys() != now.keys():
             return False
-        return all(p is before[name] or _stands_for(p, before[name]) for name, p in now.items())
+        return all(
+            p is before[name] or self._stands_for(p, before[name]) for name, p in now.items()
+        )
+
+    def _stands_for(self, now: Tensor | None, before: Parameter) -> bool:
+        """Whether what is in a parameter's place is it, or what FSDP has put there meanwhile."""
+        sharding = self.capture.sharding
+        return now is before or (sharding is not None and sharding.stands_for(now, before))
 
     # ---- the step -------------------------------------------------------------------------------
 
@@ -296,18 +302,6 @@ def _trainable(module: nn.Module) -> Own:
     if not own:
         return NOTHING
     return {name: p for name, p in own.items() if p is not None and p.requires_grad}
-
-
-def _stands_for(now: Tensor | None, before: Parameter) -> bool:
-    """Whether what stands in a parameter's place is it, or what FSDP has put there meanwhile.
-
-    FSDP2 puts a whole tensor in the place of its shards: a plain one, or one on another mesh.
-    """
-    if now is None or now is before:
-        return now is before
-    if not is_sharded(before):
-        return False
-    return not is_sharded(now) or now.device_mesh != before.device_mesh
 
 
 def _sends(wrapper: nn.Module) -> bool:

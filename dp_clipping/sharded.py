@@ -214,6 +214,13 @@ class Sharding:
         """
         return []
 
+    def stands_for(self, now: Tensor | None, before: Parameter) -> bool:
+        """Whether FSDP has put `now` in the place of a parameter: a gathered one, which is no
+        DTensor, or one on the tensor-parallel mesh."""
+        if now is None or self.managed is None:
+            return False
+        return not is_sharded(now) or now.device_mesh != before.device_mesh
+
     def recover(self) -> bool:
         """After a forward or backward that failed: whether the next one can be right.
 
