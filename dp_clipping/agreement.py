@@ -86,5 +86,8 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A gloo group of the same ranks, one for each group: it holds sockets and threads."""
     if group not in _host_groups:
         ranks = dist.get_process_group_ranks(group)
-        _host_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        is_part = len(ranks) < dist.get_world_size()
+        _host_groups[group] = dist.new_group(
+            ranks, backend="gloo", use_local_synchronization=is_part
+        )
     return _host_groups[group]

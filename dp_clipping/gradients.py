@@ -142,10 +142,9 @@ class Gradients:
 
     def _changed(self) -> list[Parameter]:
         """Parameters whose `.grad` is not the tensor, or not of the version, that was left."""
-        if not self.step_is_open:
-            return []
         if self.capture.sums is not None:
-            return self.capture.sums.changed()
+            changed = self.capture.sums.changed()
+            return [p for p in changed if self.step_is_open or p.grad is not None]
         return [p for p, (g, version) in self._left.items()
                 if p.grad is not g or g._version != version]  # fmt: skip
 
@@ -167,9 +166,9 @@ class Gradients:
             raise RuntimeError(
                 f"the gradient of {self._show(changed)} was changed between backward() and "
                 "optimizer.step(), and the noise is scaled to the sum as it was: to clip or scale "
-                "the noisy gradient call optimizer.pre_step() first, as in optimizer.pre_step(); "
-                "clip_grad_norm_(..); optimizer.step(); if it was zeroed, or an ordinary backward "
-                "has added to it, drop the step with optimizer.zero_grad()"
+                "it, call optimizer.pre_step() first, then clip_grad_norm_(..) and "
+                "optimizer.step(); if it was zeroed, or an ordinary backward has added to it, call "
+                "optimizer.zero_grad() to drop the step"
             )
 
     def _show(self, parameters: Iterable[Parameter]) -> str:
