@@ -50,6 +50,7 @@ class Gradients:
         self._parameters = dict(network.named_parameters())
         self._trainable = {name for name, p in self._parameters.items() if p.requires_grad}
         self._flags = [(p, p.requires_grad) for p in self._parameters.values()]
+        self._dtypes = {p: p.dtype for p in capture.parameters}
         self._own = {m: _trainable(m) for m in every_module(network)}
         self._left: dict[Parameter, tuple[Tensor, int]] = {}  # `.grad` and its version
         if wrapper is not None:
@@ -180,6 +181,12 @@ class Gradients:
         Which are trainable, and which tensors they are: what is clipped and gets noise, and what
         the optimizer moves, was settled then.
         """
+        for parameter, dtype in self._dtypes.items():
+            if parameter.dtype != dtype:
+                raise RuntimeError(
+                    f"{self.capture.names[parameter]} was {dtype} at make_private and is "
+                    f"{parameter.dtype} now: convert the network before make_private"
+                )
         own = self._own
         flags_hold = all(p.requires_grad == flag for p, flag in self._flags)
         now = {m: _trainable(m) for m in every_module(self.network)}

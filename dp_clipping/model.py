@@ -320,9 +320,13 @@ class PrivateModel(nn.Module):
         self.budget.use(samples, self._is_so_on_any_rank)
         opens = not self.step_is_open
         self._gradients.begin_backward(self.limits)
-        try:
-            if opens:
+        if opens:
+            try:
                 self.on_step_open()
+            except BaseException:
+                self.clear_gradients()
+                raise
+        try:
             with self._sync_context():
                 self._add_sums(session, losses, samples)
                 self._gradients.end_backward()

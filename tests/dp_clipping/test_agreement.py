@@ -131,7 +131,9 @@ def tensor(context: Context, network: nn.Module) -> nn.Module:
 
 
 def hybrid(_: Context, network: nn.Module) -> nn.Module:
-    return shard_fsdp2(network, "block", init_device_mesh("cpu", (2, 2)))
+    return shard_fsdp2(
+        network, "block", init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
+    )
 
 
 def data_and_tensor(_: Context, network: nn.Module) -> nn.Module:
@@ -179,6 +181,7 @@ def early(context: Context) -> None:
     run.optimizer._agreement = Agreement(context.group, early=True)
     train(run, 2, microbatch=2)
     assert Agreement(context.group, early=True)._group is run.optimizer._agreement._group
+    run.optimizer.zero_grad()
     for _ in range(2):  # a step that is dropped and begun again exchanges once
         *batch, _ = next(iter(run.loader))
         run.criterion(run.model(batch[0]), batch[1]).backward()

@@ -131,6 +131,19 @@ def test_a_state_that_is_copied_is_trained_on(run):
     assert run.model.network[0].weight.any()
 
 
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double])
+def test_a_network_that_is_converted_is_refused(run, convert, stepped):
+    if stepped:
+        engine.step(run)
+    convert(run.model)
+    x = BATCH[0].to(next(run.model.parameters()).dtype)
+    with pytest.raises(RuntimeError, match=r"was torch\.float32 at make_private and is"):
+        engine.step(run, (x, BATCH[1]))
+    run.model.float().to("cpu")
+    engine.step(run)
+
+
 def test_an_optimizer_that_let_parameters_go_is_refused(run):
     engine.step(run)
     groups = run.optimizer.param_groups
