@@ -27,6 +27,7 @@ class Budget:
         self.handed: int | None = None
         self.left = 0
         self._in_step = 0
+        self._more_to_come = False
         self.uses = 0
         self.steps = 0
         self.is_unused = False
@@ -40,14 +41,18 @@ class Budget:
         self.uses = 0
         self.is_unused = True
 
-    def use(self, samples: int, on_any_rank: Callable[[bool], bool] = bool) -> None:
+    def use(
+        self, samples: int, on_any_rank: Callable[[bool], bool] = bool, *, part: bool = False
+    ) -> None:
         """A backward is about to add these samples. Raises RuntimeError if they are too many.
+
+        `part`: of a batch of which more is to come, as `signal_skip_step` has said.
 
         `on_any_rank` asks the others, from the second backward of a batch on: one that has no
         samples would go on, and wait for those that raise.
         """
         if self.handed is None:
-            self._use_of_batch(samples)
+            self._use_of_batch(samples, part)
             return
         too_many = samples > self.left
         elsewhere = bool(self.uses) and on_any_rank(too_many)
@@ -64,11 +69,12 @@ class Budget:
         self.uses += 1
         self.left -= samples
 
-    def _use_of_batch(self, samples: int) -> None:
-        before, self._in_step = self._in_step, self._in_step + samples
-        if self.batch_size is None or not before or self._in_step <= self.batch_size:
+    def _use_of_batch(self, samples: int, part: bool) -> None:
+        before, declared = self._in_step, self._more_to_come
+        fits = self.batch_size is None or before + samples <= self.batch_size
+        if fits or declared or not before:
+            self._in_step, self._more_to_come = before + samples, part
             return
-        self._in_step = before
         raise RuntimeError(
             f"backward of {samples} samples in a step that has {before} already, and the loader's "
             f"batch has {self.batch_size}: the gradient would be divided, and the step counted, as "

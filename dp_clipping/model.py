@@ -317,7 +317,7 @@ class PrivateModel(nn.Module):
         if session is not self._passes.session:
             raise RuntimeError("backward of an earlier forward: run one forward, then its backward")
         samples = 0 if session.is_empty or self.holds_dummy() else session.batch_size
-        self.budget.use(samples, self._is_so_on_any_rank)
+        self.budget.use(samples, self._is_so_on_any_rank, part=self.accumulating)
         opens = not self.step_is_open
         self._gradients.begin_backward(self.limits)
         if opens:
