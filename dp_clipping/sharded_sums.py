@@ -48,7 +48,7 @@ class ShardedSums:
         self._waiting: dict[int, dict[Parameter, Tensor]] = {}
         self._next = 0
         self._flying: list[list[Transfer]] = []
-        self._left: dict[Parameter, tuple[Tensor, int]] = {}  # `.grad` and its version
+        self._left: dict[Parameter, tuple[Tensor, tuple[int, int]]] = {}  # `.grad`, its versions
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""
@@ -62,13 +62,13 @@ class ShardedSums:
     @torch.no_grad()
     def changed(self) -> list[Parameter]:
         """Parameters whose `.grad` is not as it was left."""
-        left = self._left
-        return [
-            p
-            for p in self.sharding.parts
-            if (p in left and (p.grad is not left[p][0] or local(p.grad)._version != left[p][1]))
-            or (p not in left and p.grad is not None)
-        ]
+        found = []
+        for parameter in self.sharding.parts:
+            gradient, left = parameter.grad, self._left.get(parameter)
+            is_same = gradient is None if left is None else gradient is left[0]
+            if not is_same or (left is not None and _versions(gradient) != left[1]):
+                found.append(parameter)
+        return found
 
     def receive(self, parameter: Parameter, total: Tensor) -> None:
         """Of all samples of this rank, in the shape that layers compute with."""
@@ -200,7 +200,7 @@ class ShardedSums:
     def _note(self, parameters: Iterable[Parameter]) -> None:
         """Their `.grad` is final, as far as it has come."""
         for parameter in parameters:
-            self._left[parameter] = parameter.grad, local(parameter.grad)._version
+            self._left[parameter] = parameter.grad, _versions(parameter.grad)
 
     def _add(self, parameter: Parameter, shard: Tensor) -> None:
         if parameter.grad is not None:
@@ -223,6 +223,11 @@ class Done:
 
     def wait(self) -> None:
         """At once."""
+
+
+def _versions(gradient: Tensor) -> tuple[int, int]:
+    """Of a DTensor, which counts changes made through it, and of this rank's part of it."""
+    return gradient._version, local(gradient)._version
 
 
 def _pieces(x: Tensor, count: int, dim: int) -> list[Tensor]:

@@ -8,10 +8,12 @@ import pytest
 import torch
 from opacus.accountants import create_accountant
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import ddp
 from dp_clipping import BatchMemoryManager, PrivacyEngine
+from tests.dp_clipping import replicas, sharded
 from tests.dp_clipping import test_engine as engine
 
 BATCH = engine.data()[:5]
@@ -86,6 +88,57 @@ def test_the_wrapped_optimizer_applies_no_sums_without_noise(run):
     assert all(map(torch.equal, before, engine.parameters(run)))
     run.optimizer.step()
     run.optimizer.original_optimizer.step()  # the noisy gradient again, which gives nothing away
+
+
+def clipped_too_early(context, variant):
+    """On ranks: right after backward, and after the exchange was finished by hand."""
+    run = replicas.build(context, variant)
+    replicas.train(run, 1)
+    for finish in (False, True):
+        run.optimizer.zero_grad()
+        *batch, _ = next(iter(run.loader))
+        run.criterion(run.model(batch[0]), batch[1]).backward()
+        if finish:
+            run.model.finish_gradient_synchronization()
+        for parameter in run.model.network.parameters():
+            parameter.grad.mul_(0.5)
+        with pytest.raises(RuntimeError, match=CHANGED):
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+        replicas.train(run, 1)
+        run.optimizer.zero_grad()
+        *batch, _ = next(iter(run.loader))
+        run.criterion(run.model(batch[0]), batch[1]).backward()
+        run.model.module.finish_gradient_synchronization()
+        run.optimizer.step()
+    assert run.optimizer.steps == 5
+
+
+@pytest.mark.parametrize("variant", ["ddp", "ddp_bucketed", "ddp_individual_v2", "torch_ddp"])
+def test_a_gradient_changed_on_ranks(cpu_ranks, variant):
+    cpu_ranks.run(2, clipped_too_early, variant)
+
+
+def clipped_too_early_under_fsdp2(context):
+    run = replicas.build(context, shard=lambda net: sharded.shard_fsdp2(
+        net, "block", DeviceMesh.from_group(context.group, "cpu")), name="transformer")  # fmt: skip
+    replicas.train(run, 1)
+    run.optimizer.zero_grad()
+    *batch, _ = next(iter(run.loader))
+    run.criterion(run.model(batch[0]), batch[1]).backward()
+    run.model.finish_synchronization()
+    nn.utils.clip_grad_norm_(run.model.network.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    replicas.train(run, 1)
+    assign(run.model.network)
+    with pytest.raises(RuntimeError, match="is another tensor than at make_private"):
+        replicas.train(run, 1)
+
+
+def test_a_gradient_and_a_parameter_changed_under_fsdp2(cpu_ranks):
+    cpu_ranks.run(2, clipped_too_early_under_fsdp2)
 
 
 # ---- parameters ----------------------------------------------------------------------------------
