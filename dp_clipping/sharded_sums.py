@@ -49,6 +49,9 @@ class ShardedSums:
         self._next = 0
         self._flying: list[list[Transfer]] = []
         self._left: dict[Parameter, tuple[Tensor, tuple[int, int]]] = {}  # `.grad`, its versions
+        # Not in `.grad` before all are there: what changes a DTensor's parts (the foreach functions
+        # of clip_grad_norm_) moves no version, and FSDP1 resets `.grad` in each forward.
+        self._sums: dict[Parameter, Tensor] = {}
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""
@@ -57,6 +60,7 @@ class ShardedSums:
                 transfer.work.wait()
         self._waiting, self._next, self._flying = {}, 0, []
         self._left.clear()
+        self._sums.clear()
         self.is_held = False
 
     @torch.no_grad()
@@ -89,6 +93,7 @@ class ShardedSums:
         if self._next == len(self._order):  # the next microbatch begins anew
             self._next = 0
 
+    @torch.no_grad()
     def finish(self) -> None:
         """All sums of the step are in `.grad` (for what the current stream does next).
 
@@ -100,6 +105,14 @@ class ShardedSums:
                 self._land(self._flying.pop(0))
         if self._next or self._waiting:
             raise RuntimeError("sums of some parameters have not arrived: was a backward cut off?")
+        for parameter, total in self._sums.items():
+            if parameter.grad is not None:
+                local(parameter.grad).add_(total)
+            else:
+                parameter.grad = self.sharding.like(parameter, total.view(local(parameter).shape))
+        for parameter in self._sums:  # packed ones share a version: when all are done
+            self._left[parameter] = parameter.grad, _versions(parameter.grad)
+        self._sums.clear()
 
     def _range(self) -> AbstractContextManager:
         """What a trace calls it, where sums travel."""
@@ -194,19 +207,12 @@ class ShardedSums:
                 all_reduce_together(shards, replicas).wait()
             for parameter, shard in transfer.shards:
                 self._add(parameter, shard)
-            # Packed ones share a version: when all are done.
-            self._note(parameter for parameter, _ in transfer.shards)
-
-    def _note(self, parameters: Iterable[Parameter]) -> None:
-        """Their `.grad` is final, as far as it has come."""
-        for parameter in parameters:
-            self._left[parameter] = parameter.grad, _versions(parameter.grad)
 
     def _add(self, parameter: Parameter, shard: Tensor) -> None:
-        if parameter.grad is not None:
-            local(parameter.grad).add_(shard)
+        if parameter in self._sums:
+            self._sums[parameter].add_(shard.view_as(self._sums[parameter]))
         else:
-            parameter.grad = self.sharding.like(parameter, shard.view(local(parameter).shape))
+            self._sums[parameter] = shard
 
 
 @dataclass

@@ -120,16 +120,29 @@ def test_a_gradient_changed_on_ranks(cpu_ranks, variant):
 
 
 def clipped_too_early_under_fsdp2(context):
-    run = replicas.build(context, shard=lambda net: sharded.shard_fsdp2(
-        net, "block", DeviceMesh.from_group(context.group, "cpu")), name="transformer")  # fmt: skip
-    replicas.train(run, 1)
-    run.optimizer.zero_grad()
-    *batch, _ = next(iter(run.loader))
-    run.criterion(run.model(batch[0]), batch[1]).backward()
-    run.model.finish_synchronization()
-    nn.utils.clip_grad_norm_(run.model.network.parameters(), 1e-3)
-    with pytest.raises(RuntimeError, match=CHANGED):
+    """The sums of sharded parameters are out of reach until the step: clipping changes nothing."""
+    runs = [
+        replicas.build(context, shard=lambda net: sharded.shard_fsdp2(
+            net, "block", DeviceMesh.from_group(context.group, "cpu")), name="transformer")
+        for _ in range(2)
+    ]  # fmt: skip
+    for run, clips in zip(runs, (True, False), strict=True):
+        *batch, _ = next(iter(run.loader))
+        run.criterion(run.model(batch[0]), batch[1]).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(run.model.network.parameters(), 1e-3)
         run.optimizer.step()
+    for one, other in zip(*(run.model.network.parameters() for run in runs), strict=True):
+        assert torch.equal(one.grad.to_local(), other.grad.to_local())
+    run = runs[0]
+    for change in (lambda p: p.grad.mul_(0.5), lambda p: setattr(p, "grad", 0.5 * p.grad)):
+        run.optimizer.zero_grad()
+        *batch, _ = next(iter(run.loader))
+        run.criterion(run.model(batch[0]), batch[1]).backward()
+        run.model.finish_synchronization()
+        change(next(run.model.network.parameters()))
+        with pytest.raises(RuntimeError, match=CHANGED):
+            run.optimizer.step()
     run.optimizer.zero_grad()
     replicas.train(run, 1)
     assign(run.model.network)
