@@ -36,7 +36,8 @@ class IndividualV2DDP(DataParallel):
         return plan_buckets(gradients, order, self._bucket_bytes)
 
     def launch(self, bucket: Bucket) -> dist.Work:
-        gradients = [self.gradient(i) for i in bucket.members]
+        # gloo writes from a thread of its own: versions of `.grad` shall tell of users alone.
+        gradients = [self.gradient(i).data for i in bucket.members]
         self.count(collectives=1, nbytes=bucket.nbytes)
         return coalesced_all_reduce(gradients, self.reduce_op, self.process_group)
 

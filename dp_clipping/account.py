@@ -14,13 +14,17 @@ under the same noise could be solved for the difference of their sums, so such a
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 from opacus.accountants.accountant import IAccountant
+
+from dp_clipping.kinds import check_type
 
 History = list[tuple[float, float, int]]
 """(noise multiplier, sample rate, number of steps), in the order in which they were counted."""
@@ -129,6 +133,39 @@ class Account:
             return 0.0
         return max(0.0, float(self.accountant.get_epsilon(delta)))
 
+    def replace(self, accountant: IAccountant) -> None:
+        """Let another accountant count from here on.
+
+        Raises:
+            ValueError: if it lacks steps that this one has counted.
+        """
+        check_type("accountant", accountant, IAccountant, "one of opacus.accountants")
+        lacking = _totals(self.history) - _totals(accountant.history)
+        if lacking:
+            raise ValueError(
+                f"accountant lacks {lacking.total()} steps that this engine has counted, and ε "
+                "would forget them: set an accountant before the first step, or one that has "
+                "counted them too"
+            )
+        self.accountant = accountant
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Around the user's hooks: raises RuntimeError, and takes back, what they count here."""
+        before = list(self.history)
+        try:
+            yield
+        finally:
+            changed = list(self.history) != before
+            if changed:
+                self.accountant.history = before
+        if changed:
+            raise RuntimeError(
+                "a step hook has counted the step in engine.accountant, where the engine counts "
+                "every step by itself: remove the hook (accountant.get_optimizer_hook_fn(..)), or "
+                "let it count in an accountant of its own"
+            )
+
     # ---- steps ----------------------------------------------------------------------------------
 
     def count(self, step: Step, *, key_is_fixed: bool) -> None:
@@ -226,6 +263,14 @@ class Account:
             self._parts[key] = first, joined(there, part)
         self._next = {key: first + count(part) for key, (first, part) in self._parts.items()}
         self._end, self._loaded_for = _end(self.history), run
+
+
+def _totals(history: History) -> Counter[tuple[float, float]]:
+    """Steps by noise multiplier and sample rate."""
+    totals: Counter[tuple[float, float]] = Counter()
+    for sigma, rate, steps in history:
+        totals[sigma, rate] += steps
+    return totals
 
 
 def _end(history: History) -> tuple[int, int]:

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clip import HIGHEST, LOWEST
+from dp_clipping.kinds import check_number
 from dp_clipping.noise import NoiseStream, standard_normal
 
 STREAM = ".clipping_threshold"
@@ -96,8 +97,17 @@ class AdaptiveThreshold:
         lowest: float = 1e-6,
         highest: float = 1e6,
     ):
-        self._is_list = isinstance(max_grad_norm, Sequence)
-        self._first = [float(c) for c in (max_grad_norm if self._is_list else [max_grad_norm])]
+        self._is_list = isinstance(max_grad_norm, list | tuple)
+        given = list(max_grad_norm) if self._is_list else [max_grad_norm]
+        for limit in given:
+            check_number("max_grad_norm", limit, "a finite number above 0, or a list of them")
+        for name, value in (
+            ("expected_batch_size", expected_batch_size), ("quantile", quantile),
+            ("learning_rate", learning_rate), ("lowest", lowest), ("highest", highest),
+            ("count_std", 0 if count_std is None else count_std),
+        ):  # fmt: skip
+            check_number(name, value, "a number")
+        self._first = [float(c) for c in given]
         self.expected_batch_size = float(expected_batch_size)
         self.quantile, self.learning_rate = quantile, learning_rate
         self.count_std = self.expected_batch_size * DEFAULT_STD if count_std is None else count_std

@@ -1,9 +1,12 @@
-"""What the arguments of `make_private` may be; σ and C also whenever they are set anew."""
+"""What the arguments of `make_private` may be; σ, C and the divisor also in each step."""
 
 import inspect
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -11,30 +14,67 @@ from torch.utils.data.distributed import DistributedSampler
 
 from dp_clipping.adaptive import AdaptiveThreshold
 from dp_clipping.clip import CLIPPING_FUNCTIONS, check_range
+from dp_clipping.kinds import WrongType, check_count, check_number, check_type, is_count, shown
 from dp_clipping.plan import NORM_ALGORITHMS
 
 CLIPPINGS = ("flat", "per_layer")
+LOSS_REDUCTIONS = ("mean", "sum")
 TILE_SIZES = (16, 32, 64, 128, 256)
+LARGEST = 2.0**100
+"""Of what is computed with in float32, which ends at 2¹²⁸: leaves room for what it multiplies."""
 
 
 def check_noise_multiplier(noise_multiplier: float) -> None:
+    wanted = "a finite number of 0 or more"
+    check_number("noise_multiplier", noise_multiplier, wanted)
     if not 0 <= noise_multiplier < math.inf:
+        raise ValueError(f"noise_multiplier is {noise_multiplier}: give {wanted}")
+
+
+def check_noise(noise_multiplier: float, sensitivity: float) -> None:
+    """Raises ValueError if noise of σC, drawn in float32, would overflow or come out as zero."""
+    std = noise_multiplier * sensitivity
+    if std and not 1 / LARGEST <= std <= LARGEST:
         raise ValueError(
-            f"noise_multiplier is {noise_multiplier}: give a finite number of 0 or more"
+            f"noise_multiplier is {noise_multiplier} and max_grad_norm {sensitivity:g}: noise of "
+            f"standard deviation {std:g} is beyond float32; give numbers whose product is from "
+            f"{1 / LARGEST:.0e} to {LARGEST:.0e}"
         )
 
 
+def check_expected_batch_size(expected_batch_size: float) -> None:
+    wanted = "a finite number above 0: the samples that all ranks together expect in a step"
+    check_number("expected_batch_size", expected_batch_size, wanted)
+    if not 1 / LARGEST <= expected_batch_size <= LARGEST:
+        raise ValueError(f"expected_batch_size is {expected_batch_size}: give {wanted}")
+
+
+def check_loss_reduction(loss_reduction: str) -> None:
+    if loss_reduction not in LOSS_REDUCTIONS:
+        known = ", ".join(LOSS_REDUCTIONS)
+        raise ValueError(f"loss_reduction {loss_reduction!r} is unknown: choose one of {known}")
+
+
 def check_max_grad_norm(max_grad_norm: float | Sequence[float], clipping: str) -> None:
-    limits = max_grad_norm if isinstance(max_grad_norm, Sequence) else [max_grad_norm]
+    is_list = isinstance(max_grad_norm, list | tuple)
+    limits = max_grad_norm if is_list else [max_grad_norm]
+    for limit in limits:
+        check_number("max_grad_norm", limit, "a finite number above 0, or a list of such numbers")
     if not limits or not all(0 < limit < math.inf for limit in limits):
         raise ValueError(f"max_grad_norm is {max_grad_norm}: give a finite number above 0")
-    if clipping == "flat" and isinstance(max_grad_norm, Sequence):
+    if clipping == "flat" and is_list:
         raise ValueError("max_grad_norm is a list, which goes with clipping='per_layer'")
+
+
+def batch_size_of(loader: DataLoader) -> int | None:
+    """Samples in a batch of the loader; None: its batch sampler does not say."""
+    size = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
+    return size if is_count(size) else None
 
 
 def expected_batch_size_of(loader: DataLoader, world_size: int) -> float:
     """The loader's batch size, times the ranks if each has its own part of the data."""
-    batch_size = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
+    batch_size = batch_size_of(loader)
     if batch_size is None:
         raise ValueError("the loader has no batch_size: give expected_batch_size=")
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -57,10 +97,68 @@ def check_arguments(
         raise ValueError(
             f"clipping_function {clipping_function!r} is unknown: choose one of {known}"
         )
+    check_number("gamma", gamma, "a finite number above 0")
     if not 0 < gamma < math.inf:
         raise ValueError(f"gamma is {gamma}: give a finite number above 0")
     if clipping_function == "automatic":
         check_range("gamma", gamma)
+
+
+def check_kinds(
+    *,
+    module: Any,
+    data_loader: Any,
+    criterion: Any,
+    noise_generator: Any,
+    adaptive_threshold: Any,
+    data_group: Any,
+    **flags: Any,
+) -> None:
+    """Raises WrongType for an argument of `make_private` of the wrong type; `flags` are bool."""
+    none = type(None)
+    for name, value, kind, wanted in (
+        ("module", module, nn.Module, "the network, a torch.nn.Module"),
+        ("data_loader", data_loader, DataLoader, "a torch.utils.data.DataLoader"),
+        ("noise_generator", noise_generator, (torch.Generator, none),
+         "torch.Generator().manual_seed(..), for tests only, or None"),
+        ("adaptive_threshold", adaptive_threshold, (AdaptiveThreshold, none),
+         "a dp_clipping.adaptive.AdaptiveThreshold, or None"),
+    ):  # fmt: skip
+        check_type(name, value, kind, wanted)
+    if isinstance(module, torch.jit.ScriptModule):
+        raise WrongType("module is a ScriptModule, whose layers are hidden: give the network")
+    if not callable(criterion) or isinstance(criterion, type):
+        raise WrongType(
+            f"criterion is {shown(criterion)}: give a callable that has a reduction, such as "
+            "nn.CrossEntropyLoss()"
+        )
+    if data_group is not None:
+        kind = dist.ProcessGroup if dist.is_available() else ()
+        check_type("data_group", data_group, kind, "a torch.distributed.ProcessGroup or None")
+    for name, flag in flags.items():
+        check_type(name, flag, bool, "True or False")
+    try:
+        len(data_loader)
+    except TypeError:
+        raise ValueError(
+            f"data_loader has no length, as its {type(data_loader.dataset).__name__} has none, and "
+            "the sample rate is 1 / len(data_loader): give a dataset with __len__"
+        ) from None
+
+
+def check_target(target_epsilon: float, target_delta: float, epochs: int) -> None:
+    """Raises WrongType or ValueError for an argument of `make_private_with_epsilon`."""
+    check_number("target_epsilon", target_epsilon, "a finite number above 0")
+    if not 0 < target_epsilon < math.inf:
+        raise ValueError(f"target_epsilon is {target_epsilon}: give a finite number above 0")
+    check_number("target_delta", target_delta, "a number above 0, far below 1 / samples")
+    if not 0 < target_delta < 1:
+        raise ValueError(
+            f"target_delta is {target_delta}: give a number above 0, far below 1 / samples"
+        )
+    check_count("epochs", epochs, "a whole number of 1 or more")
+    if epochs < 1:
+        raise ValueError(f"epochs is {epochs}: give a whole number of 1 or more")
 
 
 def check_kernel_options(
@@ -69,25 +167,28 @@ def check_kernel_options(
     if norm_algorithm not in NORM_ALGORITHMS:
         known = ", ".join(NORM_ALGORITHMS)
         raise ValueError(f"norm_algorithm {norm_algorithm!r} is unknown: choose one of {known}")
+    if memory_budget is not None:
+        check_count("memory_budget", memory_budget, "bytes, a whole number, or None")
     if memory_budget is not None and memory_budget < 0:
         raise ValueError(f"memory_budget is {memory_budget}: give bytes, 0 or more, or None")
-    if tile_size is not None and tile_size not in TILE_SIZES:
+    if tile_size is not None and not (is_count(tile_size) and tile_size in TILE_SIZES):
         known = ", ".join(map(str, TILE_SIZES))
         raise ValueError(f"tile_size is {tile_size}: choose one of {known}, or None")
 
 
 def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
-    if not hasattr(optimizer, "param_groups"):
-        raise ValueError(
-            f"optimizer is of type {type(optimizer).__name__}: give a torch.optim.Optimizer over "
-            "module.parameters()"
+    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+        kind = "the class " if isinstance(optimizer, type) else "of type "
+        kind += getattr(optimizer, "__name__", type(optimizer).__name__)
+        raise WrongType(
+            f"optimizer is {kind}: give a torch.optim.Optimizer over module.parameters()"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"optimizer {type(optimizer).__name__} calls its closure, and so the gradient, several "
-            "times a step, and each would need noise and a step of the account: give "
-            "torch.optim.SGD or AdamW"
+            f"{type(optimizer).__name__} computes the loss several times in a step, and each time "
+            "would need noise and ε of its own: give an optimizer whose step() takes no closure, "
+            "such as torch.optim.SGD or AdamW"
         )
     own = set(module.parameters())
     held = {p for group in optimizer.param_groups for p in group["params"]}

@@ -9,7 +9,11 @@ class Budget:
     A batch whose backward ran three times would move a sum by 3C, and two draws in one step would
     be counted as one. A batch may be used in parts. What is handed out replaces what was before.
 
+    Without a Poisson loader only the samples of a step are counted: `batch_size` of them are a
+    batch, and those of several batches would be divided by the size of one.
+
     Attributes:
+        batch_size: of a loader that makes no Poisson draws; None: not known.
         handed: samples of the (micro)batch in the user's hands; None without a Poisson loader, and
             where its draws are taken behind its back: then nothing is counted.
         left: those of them that no backward has used.
@@ -19,8 +23,11 @@ class Budget:
     """
 
     def __init__(self) -> None:
+        self.batch_size: int | None = None
         self.handed: int | None = None
         self.left = 0
+        self._in_step = 0
+        self._more_to_come = False
         self.uses = 0
         self.steps = 0
         self.is_unused = False
@@ -34,13 +41,18 @@ class Budget:
         self.uses = 0
         self.is_unused = True
 
-    def use(self, samples: int, on_any_rank: Callable[[bool], bool] = bool) -> None:
+    def use(
+        self, samples: int, on_any_rank: Callable[[bool], bool] = bool, *, part: bool = False
+    ) -> None:
         """A backward is about to add these samples. Raises RuntimeError if they are too many.
+
+        `part`: of a batch of which more is to come, as `signal_skip_step` has said.
 
         `on_any_rank` asks the others, from the second backward of a batch on: one that has no
         samples would go on, and wait for those that raise.
         """
         if self.handed is None:
+            self._use_of_batch(samples, part)
             return
         too_many = samples > self.left
         elsewhere = bool(self.uses) and on_any_rank(too_many)
@@ -57,8 +69,22 @@ class Budget:
         self.uses += 1
         self.left -= samples
 
+    def _use_of_batch(self, samples: int, part: bool) -> None:
+        before, declared = self._in_step, self._more_to_come
+        fits = self.batch_size is None or before + samples <= self.batch_size
+        if fits or declared or not before:
+            self._in_step, self._more_to_come = before + samples, part
+            return
+        raise RuntimeError(
+            f"backward of {samples} samples in a step that has {before} already, and the loader's "
+            f"batch has {self.batch_size}: the gradient would be divided, and the step counted, as "
+            "if it were one batch; let the loader's batch_size be that of a step and split it with "
+            "BatchMemoryManager(data_loader=.., max_physical_batch_size=.., optimizer=..)"
+        )
+
     def give_back(self) -> None:
         """The sums of this step were dropped: its batch may be used again."""
+        self._in_step = 0
         self.left = self.handed or 0
 
     def close(self) -> None:
@@ -68,6 +94,7 @@ class Budget:
 
     def take_back(self) -> None:
         """What is in the user's hands can no longer be used."""
+        self._in_step = 0
         if self.handed is not None:
             self.handed = self.left = 0
         self.is_unused = False

@@ -7,6 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +23,17 @@ from torch.utils.data import DataLoader
 from dp_clipping import checkpoint
 from dp_clipping.account import Account, Step
 from dp_clipping.adaptive import AdaptiveThreshold
+from dp_clipping.agreement import Agreement
 from dp_clipping.arguments import (
+    batch_size_of,
     check_adaptive,
     check_arguments,
+    check_expected_batch_size,
     check_kernel_options,
+    check_kinds,
+    check_noise,
     check_optimizer,
+    check_target,
     expected_batch_size_of,
 )
 from dp_clipping.check import Loss, compare
@@ -35,7 +42,9 @@ from dp_clipping.checkpoint_file import file_name, given_schedulers
 from dp_clipping.clip import GAMMA
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.keys import Keys, fixed_keys, fresh_keys
+from dp_clipping.kinds import check_type, plain
 from dp_clipping.loader import PoissonLoader
+from dp_clipping.memory_manager import MicrobatchLoader
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import DEFAULT_MODE, policy_of
 from dp_clipping.optimizer import PrivateOptimizer
@@ -65,7 +74,12 @@ class PrivacyEngine:
                 "secure_mode=True is not supported: noise comes from a counter-based generator, "
                 "and attacks on floating point are out of scope; use Opacus with torchcsprng"
             )
-        self._account = Account(create_accountant(mechanism=accountant))
+        check_type("accountant", accountant, str, '"prv", "rdp" or "gdp"')
+        check_type("release", release, bool, "True or False")
+        try:
+            self._account = Account(create_accountant(mechanism=accountant))
+        except ValueError as error:
+            raise ValueError(f'accountant: {error}; give "prv", "rdp" or "gdp"') from error
         self.secure_mode = False
         self.release = release
         self._runs: list[Run] = []
@@ -73,12 +87,15 @@ class PrivacyEngine:
 
     @property
     def accountant(self) -> IAccountant:
-        """Opacus's; another one may be set, say of an engine that has counted steps already."""
+        """Opacus's; another one may be set that has counted all that this one has.
+
+        Raises ValueError for one that lacks steps of this engine.
+        """
         return self._account.accountant
 
     @accountant.setter
     def accountant(self, accountant: IAccountant) -> None:
-        self._account.accountant = accountant
+        self._account.replace(accountant)
 
     # ---- what a user calls ----------------------------------------------------------------------
 
@@ -154,7 +171,17 @@ class PrivacyEngine:
                 other parameters, or a module that mixes samples, by name, with what to use instead.
         """
         criterion = nn.CrossEntropyLoss() if criterion is None else criterion
+        check_kinds(
+            module=module, data_loader=data_loader, criterion=criterion,
+            noise_generator=noise_generator, adaptive_threshold=adaptive_threshold,
+            data_group=data_group, batch_first=batch_first, poisson_sampling=poisson_sampling,
+            wrap_model=wrap_model, rand_on_empty=rand_on_empty,
+        )  # fmt: skip
+        _refuse_private(module, optimizer, criterion, data_loader)
         check_arguments(noise_multiplier, max_grad_norm, clipping, clipping_function, gamma)
+        noise_multiplier, max_grad_norm, gamma = map(
+            plain, (noise_multiplier, max_grad_norm, gamma)
+        )
         if not wrap_model:
             raise ValueError("wrap_model=False is not supported: use the returned model")
         check_kernel_options(norm_algorithm, memory_budget, tile_size)
@@ -169,7 +196,7 @@ class PrivacyEngine:
             check_module(module)
         device = next(module.parameters()).device
         sharding = None if policy is None else Sharding.of(module, data_group)
-        data_group = everyone = getattr(module, "process_group", None)
+        data_group = everyone = _group_of(module)
         if sharding is not None:
             if memory_budget is not None:
                 raise ValueError(
@@ -190,35 +217,8 @@ class PrivacyEngine:
         world_size = 1 if data_group is None else dist.get_world_size(data_group)
         if expected_batch_size is None:
             expected_batch_size = expected_batch_size_of(data_loader, world_size)
-        model = PrivateModel(
-            module,
-            mode=grad_sample_mode,
-            policy=policy,
-            max_grad_norm=max_grad_norm,
-            clipping=clipping,
-            batch_first=batch_first,
-            release=self.release,
-            sharding=sharding,
-            norm_reduction=norm_reduction,
-        )
-        if adaptive_threshold is not None:
-            check_adaptive(adaptive_threshold, model.limits(), noise_multiplier,
-                           expected_batch_size, policy is not None)  # fmt: skip
-        private_optimizer = PrivateOptimizer(
-            optimizer,
-            model=model,
-            noise_multiplier=noise_multiplier,
-            expected_batch_size=expected_batch_size,
-            loss_reduction=loss_reduction,
-            noise_key=keys.noise,
-            adaptive_threshold=adaptive_threshold,
-        )
-        sample_rate = 1 / len(data_loader)
-        private_optimizer.attach_step_hook(lambda stepping: self._count(stepping, sample_rate))
-        if isinstance(loader, PoissonLoader):
-            loader.on_draw = private_optimizer.begin_draw
-            model.budget = loader.budget
-            model.holds_dummy = lambda: loader.holds_dummy
+        check_expected_batch_size(expected_batch_size)
+        expected_batch_size = plain(expected_batch_size)
         settings = {
             "mode": grad_sample_mode,
             "noise_multiplier": noise_multiplier,
@@ -230,13 +230,61 @@ class PrivacyEngine:
             "expected_batch_size": expected_batch_size,
             "poisson_sampling": poisson_sampling,
             "num_samples": len(data_loader.dataset),
-            "sample_rate": sample_rate,
+            "sample_rate": 1 / len(data_loader),
         }
-        together = {"len(data_loader)": len(data_loader), "norm_reduction": norm_reduction}
-        if adaptive_threshold is not None:
-            together["adaptive_threshold"] = adaptive_threshold.state_dict()
+        together = {
+            "accountant": self.accountant.mechanism(),
+            "release": self.release,
+            "batch_first": batch_first,
+            "rand_on_empty": rand_on_empty,
+            "norm_algorithm": norm_algorithm,
+            "norm_reduction": norm_reduction,
+            "len(data_loader)": len(data_loader),
+            "noise_generator is given": noise_generator is not None,
+            "adaptive_threshold": adaptive_threshold and adaptive_threshold.state_dict(),
+        }
         agree_on_settings(settings | together, everyone)
-        private_criterion = PrivateCriterion(model, criterion, loss_reduction)
+        model = PrivateModel(
+            module,
+            mode=grad_sample_mode,
+            policy=policy,
+            max_grad_norm=max_grad_norm,
+            clipping=clipping,
+            batch_first=batch_first,
+            release=self.release,
+            sharding=sharding,
+            norm_reduction=norm_reduction,
+        )
+        try:
+            if policy is not None:
+                check_noise(noise_multiplier, sum(c * c for c in model.limits()) ** 0.5)
+            if adaptive_threshold is not None:
+                check_adaptive(adaptive_threshold, model.limits(), noise_multiplier,
+                               expected_batch_size, policy is not None)  # fmt: skip
+            private_criterion = PrivateCriterion(model, criterion, loss_reduction)
+        except BaseException:
+            model.to_standard_module()
+            raise
+        agreement = None
+        if policy is not None and everyone is not None and dist.get_world_size(everyone) > 1:
+            agreement = Agreement(everyone, early=device.type != "cpu")
+        private_optimizer = PrivateOptimizer(
+            optimizer,
+            model=model,
+            noise_multiplier=noise_multiplier,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            noise_key=keys.noise,
+            adaptive_threshold=adaptive_threshold,
+            count=partial(self._count, sample_rate=settings["sample_rate"]),
+            agreement=agreement,
+        )
+        if isinstance(loader, PoissonLoader):
+            loader.on_draw = private_optimizer.begin_draw
+            model.budget = loader.budget
+            model.holds_dummy = lambda: loader.holds_dummy
+        else:
+            model.budget.batch_size = batch_size_of(data_loader)
         self._runs.append(
             Run(
                 model, private_optimizer, loader, everyone, keys, settings, self._account,
@@ -263,6 +311,13 @@ class PrivacyEngine:
         Further arguments are those of `make_private`. Warns if the accountant has counted steps
         already, since the budget is taken to start at zero.
         """
+        if "noise_multiplier" in arguments:
+            raise ValueError(
+                "noise_multiplier is what target_epsilon determines: leave it out, or call "
+                "make_private(noise_multiplier=..)"
+            )
+        check_type("data_loader", data_loader, DataLoader, "a torch.utils.data.DataLoader")
+        check_target(target_epsilon, target_delta, epochs)
         if len(self.accountant) > 0:
             warnings.warn(
                 "make_private_with_epsilon takes the whole budget to be unspent, but this engine's "
@@ -452,12 +507,14 @@ class PrivacyEngine:
 
     def _count(self, optimizer: PrivateOptimizer, sample_rate: float) -> None:
         """One step, counted before it changes a parameter; once, also if it is made again."""
+        with self._account.unchanged():
+            optimizer.run_hooks()
         (run,) = (run for run in self._runs if run.optimizer is optimizer)
         is_private = optimizer.model.policy is not None
         step = Step(
             run.keys.fingerprint,
             optimizer.steps,
-            sigma=optimizer.noise_multiplier if is_private else 0.0,
+            sigma=optimizer.step_noise_multiplier if is_private else 0.0,
             rate=sample_rate * optimizer.accumulated_iterations,
             limits=tuple(optimizer.model.step_limits) if is_private else (),
             draw=optimizer.open_draw,
@@ -510,4 +567,29 @@ class PrivacyEngine:
             world_size=1 if group is None else dist.get_world_size(group),
             batch_first=batch_first,
             rand_on_empty=rand_on_empty,
+        )
+
+
+def _group_of(module: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks among which a data-parallel wrapper exchanges sums; None: it is no wrapper."""
+    group = getattr(module, "process_group", None)
+    if group is None and hasattr(module, "gradient_ready") and dist.is_initialized():
+        return dist.group.WORLD
+    return group
+
+
+def _refuse_private(module: nn.Module, optimizer: Any, criterion: Any, loader: DataLoader) -> None:
+    """Raises ValueError for what an earlier `make_private` has returned, or a network it has."""
+    if any(isinstance(m, PrivateModel) or "_private" in vars(m) for m in module.modules()):
+        raise ValueError(
+            "module is private already: give the network that model.to_standard_module() returns, "
+            "called on the model of the earlier make_private, or a new network"
+        )
+    if isinstance(optimizer, PrivateOptimizer):
+        raise ValueError("optimizer is private already: give optimizer.original_optimizer")
+    if isinstance(criterion, PrivateCriterion):
+        raise ValueError("criterion is private already: give criterion.criterion")
+    if isinstance(loader, PoissonLoader | MicrobatchLoader):
+        raise ValueError(
+            "data_loader does Poisson sampling or is split already: give the one it was made from"
         )

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -90,6 +90,10 @@ class FlatSharding(Sharding):
                 hooks.append(handle.flat_param.register_post_accumulate_grad_hook(hook))
         return hooks
 
+    def stands_for(self, now: Tensor | None, before: Parameter) -> bool:
+        """FSDP1 makes views of what it has gathered, at any time."""
+        return now is not None
+
     def recover(self) -> bool:
         """By FSDP1's own end of a backward: for a pass that was cut off it has no public name."""
         _check_torch()
@@ -140,31 +144,9 @@ class Leaving:
 
 
 class FlatSums(ShardedSums):
-    """One reduce-scatter a unit. Sums wait here for the end of the step: in each forward FSDP1 sets
-    `.grad` to what it believes that it has reduced itself, which is nothing."""
+    """One reduce-scatter a unit."""
 
     sharding: FlatSharding
-
-    def __init__(self, sharding: FlatSharding):
-        super().__init__(sharding)
-        self._sums: dict[Parameter, Tensor] = {}
-
-    def forget(self) -> None:
-        super().forget()
-        self._sums.clear()
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        super().finish()
-        for parameter, total in self._sums.items():
-            if parameter.grad is not None:
-                total = total.add_(parameter.grad)
-            parameter.grad = total
-        super()._note(self._sums)
-        self._sums.clear()
-
-    def _note(self, parameters: Iterable[Parameter]) -> None:
-        """No `.grad` is there yet."""
 
     def _launch(self, parameters: list[Parameter], totals: dict[Parameter, Tensor]) -> None:
         split = [p for p in parameters if p in self.sharding.slices]
@@ -195,13 +177,6 @@ class FlatSums(ShardedSums):
         lengths = [slices[p][rank][1] for p in parameters]
         pieces = received[: sum(lengths)].split(lengths)
         return Transfer(work, list(zip(parameters, pieces, strict=True)), [send])
-
-    def _add(self, parameter: Parameter, shard: Tensor) -> None:
-        shard = shard.view(parameter.shape)
-        if parameter in self._sums:
-            self._sums[parameter].add_(shard)
-        else:
-            self._sums[parameter] = shard
 
 
 # ---- where shards lie ----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ backwards. Under the wrapper's `no_sync` sums stay on their rank, until a backwa
 `finish` lets them leave.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,8 @@ from dp_clipping.layers.arithmetic import wide
 from dp_clipping.modules import every_module
 from dp_clipping.sharded import local
 
-NOTHING: frozenset[str] = frozenset()
+Own = dict[str, Parameter]
+NOTHING: Own = {}
 
 
 class Gradients:
@@ -49,11 +50,16 @@ class Gradients:
         self._parameters = dict(network.named_parameters())
         self._trainable = {name for name, p in self._parameters.items() if p.requires_grad}
         self._flags = [(p, p.requires_grad) for p in self._parameters.values()]
-        self._own = {m: _trainable_names(m) for m in every_module(network)}
+        self._dtypes = {p: p.dtype for p in capture.parameters}
+        self._own = {m: _trainable(m) for m in every_module(network)}
+        self._left: dict[Parameter, tuple[Tensor, int]] = {}  # `.grad` and its version
         if wrapper is not None:
             self._before = wrapper.reduce, wrapper.gradient_dtype
             wrapper.reduce = "sum"
             wrapper.gradients_come_by_hand = True
+            # A user may call it before optimizer.step(), and it changes `.grad` as it should.
+            self._finish_wrapper = wrapper.finish_gradient_synchronization
+            wrapper.finish_gradient_synchronization = self._finish_by_wrapper
         self._widen()
         self._unclipped: set[Parameter] = set()  # what autograd has added an ordinary one to
         note = self._unclipped.add
@@ -72,6 +78,7 @@ class Gradients:
         if self.wrapper is not None:
             self.wrapper.reduce, self.wrapper.gradient_dtype = self._before
             self.wrapper.gradients_come_by_hand = False
+            vars(self.wrapper).pop("finish_gradient_synchronization", None)
 
     # ---- a backward -----------------------------------------------------------------------------
 
@@ -83,6 +90,7 @@ class Gradients:
                 unfrozen.
             ValueError: the last step's gradients are still there.
         """
+        self._refuse_replaced()
         self.refuse_unclipped()
         self._unclipped.clear()
         if self.step_is_open:
@@ -92,7 +100,6 @@ class Gradients:
                 "gradients of the last step are still there: call optimizer.zero_grad() after "
                 "optimizer.step(), or they would be used twice"
             )
-        self._refuse_thawed()
         self.limits = limits()
         self.step_is_open = True
 
@@ -123,35 +130,76 @@ class Gradients:
     def end_backward(self) -> None:
         """Called where `no_sync` still holds, if it does."""
         self._is_held_back = self.wrapper is not None and not _sends(self.wrapper)
+        self.note()
+
+    def note(self) -> None:
+        """`.grad` is as it shall be until the next backward, or the step.
+
+        Sums of a sharded network note themselves, each when it arrives.
+        """
+        if self.capture.sums is None and self.step_is_open:
+            held = [(p, p.grad) for p in self.capture.parameters]
+            self._left = {p: (g, g._version) for p, g in held if g is not None}
+
+    def _changed(self) -> list[Parameter]:
+        """Parameters whose `.grad` is not the tensor, or not of the version, that was left."""
+        if self.capture.sums is not None:
+            changed = self.capture.sums.changed()
+            return [p for p in changed if self.step_is_open or p.grad is not None]
+        return [p for p, (g, version) in self._left.items()
+                if p.grad is not g or g._version != version]  # fmt: skip
 
     def refuse_unclipped(self, is_noisy: bool = False) -> None:
-        """Raises RuntimeError if an ordinary backward has added to what a step will apply.
+        """Raises RuntimeError if `.grad` is not as private backwards have left it.
 
-        In private training autograd accumulates nothing into a trainable parameter. Of sharded
-        ones sums are also compared with what was left there, until they are noisy: then they may
-        be changed.
+        In private training autograd accumulates nothing into a trainable parameter. Until they are
+        noisy, sums may not be changed at all: noise is scaled to what was clipped.
         """
         unclipped = [p for p in self._unclipped if p.grad is not None]
-        if self.capture.sums is not None and not is_noisy:
-            unclipped += self.capture.sums.changed()
-        names = [self.capture.names[p] for p in unclipped]
-        if names:
+        if unclipped:
             raise RuntimeError(
-                f"an ordinary backward (a loss that is not the private criterion's) has added to "
-                f"the gradient of {', '.join(sorted(names)[:5])}, unclipped: call "
-                "optimizer.zero_grad() after it, and before the private forward"
+                f"an ordinary backward (a loss that is not the private criterion's, or a forward "
+                f"after model.eval()) has added to the gradient of {self._show(unclipped)}, "
+                "unclipped: call optimizer.zero_grad() after it, and model.train() before the "
+                "private forward"
+            )
+        if not is_noisy and (changed := self._changed()):
+            raise RuntimeError(
+                f"the gradient of {self._show(changed)} was changed between backward() and "
+                "optimizer.step(), and the noise is scaled to the sum as it was: to clip or scale "
+                "it, call optimizer.pre_step() first, then clip_grad_norm_(..) and "
+                "optimizer.step(); if it was zeroed, or an ordinary backward has added to it, call "
+                "optimizer.zero_grad() to drop the step"
             )
 
-    def _refuse_thawed(self) -> None:
-        """What is clipped and gets noise was settled when the model was made."""
-        own, known = self._own, (p.requires_grad == flag for p, flag in self._flags)
-        if all(known) and all(
-            own.get(m, NOTHING) == _trainable_names(m) for m in every_module(self.network)
+    def _show(self, parameters: Iterable[Parameter]) -> str:
+        return ", ".join(sorted(self.capture.names[p] for p in parameters)[:5])
+
+    def _refuse_replaced(self) -> None:
+        """Raises RuntimeError if trainable parameters are others than when the model was made.
+
+        Which are trainable, and which tensors they are: what is clipped and gets noise, and what
+        the optimizer moves, was settled then.
+        """
+        for parameter, dtype in self._dtypes.items():
+            if parameter.dtype != dtype:
+                raise RuntimeError(
+                    f"{self.capture.names[parameter]} was {dtype} at make_private and is "
+                    f"{parameter.dtype} now: convert the network before make_private"
+                )
+        own = self._own
+        flags_hold = all(p.requires_grad == flag for p, flag in self._flags)
+        now = {m: _trainable(m) for m in every_module(self.network)}
+        if (
+            flags_hold
+            and all(self._same(own.get(m, NOTHING), now[m]) for m in now)
+            and all(m in now for m, names in own.items() if names)
         ):
             return
+        named = dict(self.network.named_parameters())
         changed = {
             name: "trainable" if p.requires_grad else "frozen"
-            for name, p in (dict(self.network.named_parameters()) | self._parameters).items()
+            for name, p in (named | self._parameters).items()
             if p.requires_grad != (name in self._trainable)
         }
         if changed:
@@ -161,6 +209,28 @@ class Gradients:
                 "rate of a parameter group to 0, or use to_standard_module() and make it private "
                 "again"
             )
+        replaced = [
+            name for name in sorted(self._trainable)
+            if not self._stands_for(named.get(name), self._parameters[name])
+        ]  # fmt: skip
+        if replaced:
+            raise RuntimeError(
+                f"{', '.join(replaced[:5])} of the network is another tensor than at make_private "
+                "(load_state_dict(assign=True)? a new module?), which the optimizer does not move: "
+                "load without assign=True, or change the network before make_private"
+            )
+
+    def _same(self, before: Own, now: Own) -> bool:
+        if before.keys() != now.keys():
+            return False
+        return all(
+            p is before[name] or self._stands_for(p, before[name]) for name, p in now.items()
+        )
+
+    def _stands_for(self, now: Tensor | None, before: Parameter) -> bool:
+        """Whether what is in a parameter's place is it, or what FSDP has put there meanwhile."""
+        sharding = self.capture.sharding
+        return now is before or (sharding is not None and sharding.stands_for(now, before))
 
     # ---- the step -------------------------------------------------------------------------------
 
@@ -175,8 +245,14 @@ class Gradients:
             self._send()
         if self.capture.sums is not None:
             self.capture.sums.finish()
-        elif hasattr(self.wrapper, "finish_gradient_synchronization"):
-            self.wrapper.finish_gradient_synchronization()
+        elif self.wrapper is not None:
+            self._finish_wrapper()
+
+    def _finish_by_wrapper(self) -> None:
+        """The wrapper's own, called by a user."""
+        self.refuse_unclipped(is_noisy=not self.step_is_open)
+        self._finish_wrapper()
+        self.note()
 
     def _send(self) -> None:
         if not _sends(self.wrapper):
@@ -203,11 +279,13 @@ class Gradients:
 
     def close_step(self) -> None:
         self.step_is_open = False
+        self._left = {}
 
     def clear(self) -> None:
         """Drop what there is; sums may come in float32 again."""
         self.step_is_open = self._is_held_back = False
         self._unclipped.clear()
+        self._left = {}
         if self.capture.sums is not None:
             self.capture.sums.forget()
         for parameter in self.capture.parameters:
@@ -224,12 +302,12 @@ class Gradients:
             self.wrapper.gradient_dtype = torch.float32
 
 
-def _trainable_names(module: nn.Module) -> frozenset[str]:
-    """Of its own parameters."""
+def _trainable(module: nn.Module) -> Own:
+    """Its own parameters that are trainable, by name."""
     own = module._parameters
     if not own:
         return NOTHING
-    return frozenset(name for name, p in own.items() if p is not None and p.requires_grad)
+    return {name: p for name, p in own.items() if p is not None and p.requires_grad}
 
 
 def _sends(wrapper: nn.Module) -> bool:

@@ -6,17 +6,22 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any, Self
 
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
+    SequentialSampler,
     WeightedRandomSampler,
 )
 
+from dp_clipping.arguments import batch_size_of
 from dp_clipping.budget import Budget
 from dp_clipping.collate import CollateWithEmpty
 from dp_clipping.sampling import OVER, PoissonSampler
@@ -232,11 +237,6 @@ def _why_not_alone(num_workers: int, rand_on_empty: bool) -> str | None:
     )
 
 
-def _index_sampler(loader: DataLoader) -> Any:
-    """What gives single indices, below the batch sampler."""
-    return getattr(loader.batch_sampler, "sampler", loader.sampler)
-
-
 def _check_loader(loader: DataLoader, world_size: int) -> None:
     if isinstance(loader, PoissonLoader):
         raise ValueError("data_loader does Poisson sampling already: give the one it was made from")
@@ -253,8 +253,23 @@ def _check_loader(loader: DataLoader, world_size: int) -> None:
             f"data_loader has no batches of its {len(dataset)} samples: give more data, a "
             "smaller batch_size or drop_last=False"
         )
-    sampler = _index_sampler(loader)
-    visited = len(dataset)
+    batches = loader.batch_sampler
+    sampler = batches.sampler if type(batches) is BatchSampler else batches
+    if not _visits_all(sampler, loader, world_size):
+        raise ValueError(
+            f"data_loader's {type(sampler).__name__} does not visit each of the {len(dataset)} "
+            "samples alike, once an epoch, as Poisson sampling does: for a part of the data give "
+            "torch.utils.data.Subset(dataset, indices) and no sampler, for all of it shuffle=True"
+        )
+
+
+def _visits_all(sampler: Any, loader: DataLoader, world_size: int) -> bool:
+    """Whether one epoch of all data-parallel ranks has each index of the dataset once.
+
+    Told from what torch's own samplers are. Any other is asked for an epoch, whose order nothing
+    uses; it may leave out less than a batch with `drop_last`.
+    """
+    size = len(loader.dataset)
     if isinstance(sampler, DistributedSampler):
         if sampler.num_replicas != world_size:
             raise ValueError(
@@ -262,10 +277,16 @@ def _check_loader(loader: DataLoader, world_size: int) -> None:
                 f"there are {world_size} data-parallel ranks: give num_replicas={world_size}"
             )
         rounded = math.floor if sampler.drop_last else math.ceil
-        visited = rounded(visited / world_size)
-    if isinstance(sampler, WeightedRandomSampler) or len(sampler) != visited:
-        raise ValueError(
-            f"data_loader's {type(sampler).__name__} does not visit each of the "
-            f"{len(dataset)} samples alike, as Poisson sampling does: for a part of the "
-            "data give torch.utils.data.Subset(dataset, indices) and no sampler"
-        )
+        return len(sampler.dataset) == size and len(sampler) == rounded(size / world_size)
+    if isinstance(sampler, WeightedRandomSampler) or getattr(sampler, "replacement", False):
+        return False
+    if type(sampler) in (SequentialSampler, RandomSampler):
+        return len(sampler) == len(sampler.data_source) == size
+    with torch.random.fork_rng(devices=[]):
+        visited = list(islice(sampler, len(sampler)))
+    spare = 0
+    if sampler is loader.batch_sampler:
+        spare = (batch_size_of(loader) or 1) - 1 if getattr(sampler, "drop_last", False) else 0
+        visited = [index for batch in visited for index in batch]
+    found = {int(index) for index in visited}
+    return len(found) == len(visited) >= size - spare and found <= set(range(size))

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
+from dp_clipping.kinds import check_count, check_type
 from dp_clipping.loader import PoissonLoader, kept_options
 from dp_clipping.sampling import PoissonSampler
 
@@ -35,6 +36,8 @@ class BatchMemoryManager:
     def __init__(
         self, *, data_loader: DataLoader, max_physical_batch_size: int, optimizer: Any
     ) -> None:
+        check_type("data_loader", data_loader, DataLoader, "the one that make_private returned")
+        check_count("max_physical_batch_size", max_physical_batch_size, "a whole number, 1 or more")
         if max_physical_batch_size < 1:
             raise ValueError(
                 f"max_physical_batch_size is {max_physical_batch_size}: give 1 or more"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from dp_clipping.arguments import check_max_grad_norm
 from dp_clipping.budget import Budget
@@ -24,8 +25,27 @@ from dp_clipping.norm_reduce import NormReducer
 from dp_clipping.passes import Passes
 from dp_clipping.profiling import SWITCH, Profile, profile_of, ranged
 from dp_clipping.session import Session
-from dp_clipping.sharded import Sharding
+from dp_clipping.sharded import FSDP_MODULES, Sharding
 from dp_clipping.statistics import NormStatistics, norm_statistics
+from dp_clipping.validation import REPLICAS
+
+WRAPPERS = (*REPLICAS, *FSDP_MODULES)
+
+
+def _refuse_to_be_wrapped(parent: nn.Module, _: str, child: nn.Module | None) -> None:
+    """Called for each submodule that a module gets: of a data-parallel wrapper, none is private."""
+    wraps = isinstance(parent, WRAPPERS) or hasattr(type(parent), "gradient_ready")
+    if wraps and child is not None and any(isinstance(m, PrivateModel) for m in child.modules()):
+        raise RuntimeError(WRAPPED.format(kind=type(parent).__name__))
+
+
+WRAPPED = (
+    "{kind} would wrap a private model, whose clipped sums it does not exchange: wrap or shard the "
+    "network first and make that private: "
+    'engine.make_private(module=ddp.wrap("ddp_bucketed", network), ..), or of '
+    "fully_shard(network); what make_private returns needs no accelerator.prepare()"
+)
+register_module_module_registration_hook(_refuse_to_be_wrapped)
 
 
 class PrivateModel(nn.Module):
@@ -76,7 +96,13 @@ class PrivateModel(nn.Module):
         self._capture: Capture | None = None
         self.sharding = sharding
         self.profile: Profile | None = None  # None: the switch is off, see `profiling`
+        self.on_step_open: Callable[[], None] = lambda: None  # called when a step's limits are set
         if policy is not None:
+            if not self.network.training:
+                raise ValueError(
+                    "the network is in evaluation, as from_pretrained() and eval() leave it: call "
+                    "network.train() before make_private (single modules may stay in evaluation)"
+                )
             self._capture = Capture(self.network, clipping, sharding)
             self._capture.reducer = self._make_reducer(norm_reduction)
             alone = self._capture.reducer.data.size == 1
@@ -85,7 +111,11 @@ class PrivateModel(nn.Module):
             if sharding is not None:
                 self._capture.sums = sharding.make_sums()
                 self._capture.sums.profile = self.profile
-            self.limits()
+            try:
+                self.limits()
+            except ValueError:
+                self._capture.remove()
+                raise
             self._passes = Passes(self.network, self.capture, mode, batch_first)
             self._gradients = Gradients(
                 self.network, self.capture, module if self._is_wrapped else None
@@ -183,8 +213,24 @@ class PrivateModel(nn.Module):
                 return self.module(*args, **kwargs)
         if torch.compiler.is_compiling():
             _refuse_to_be_compiled()
+        if not self.network.training:
+            raise RuntimeError(
+                "a private training step of a network in evaluation: call model.train(); single "
+                "modules may stay in evaluation"
+            )
         sync = self._sync_context()
-        return self._passes.forward(self.module, args, kwargs, self.policy, sync)
+        if not self.step_is_open:
+            return self._passes.forward(self.module, args, kwargs, self.policy, sync)
+        self._gradients.refuse_unclipped()
+        outputs = self._passes.forward(self.module, args, kwargs, self.policy, sync)
+        self._gradients.note()  # a data-parallel wrapper may have waited for sums under way
+        return outputs
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Of what `fully_shard` and `replicate` make of a module's class."""
+        super().__init_subclass__(**options)
+        if issubclass(cls, WRAPPERS):
+            raise RuntimeError(WRAPPED.format(kind=cls.__mro__[1].__name__))
 
     def no_sync(self) -> AbstractContextManager:
         """Backwards inside accumulate locally; the next one outside sends the whole sum."""
@@ -280,8 +326,15 @@ class PrivateModel(nn.Module):
         if session is not self._passes.session:
             raise RuntimeError("backward of an earlier forward: run one forward, then its backward")
         samples = 0 if session.is_empty or self.holds_dummy() else session.batch_size
-        self.budget.use(samples, self._is_so_on_any_rank)
+        self.budget.use(samples, self._is_so_on_any_rank, part=self.accumulating)
+        opens = not self.step_is_open
         self._gradients.begin_backward(self.limits)
+        if opens:
+            try:
+                self.on_step_open()
+            except BaseException:
+                self.clear_gradients()
+                raise
         try:
             with self._sync_context():
                 self._add_sums(session, losses, samples)

@@ -1,6 +1,10 @@
 """The optimizer of private training: finish the exchange, add noise once, divide, step."""
 
+import hashlib
+import os
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,12 +12,30 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from dp_clipping.adaptive import AdaptiveThreshold
-from dp_clipping.arguments import check_noise_multiplier
+from dp_clipping.agreement import Agreement, Settings
+from dp_clipping.arguments import (
+    check_expected_batch_size,
+    check_loss_reduction,
+    check_noise,
+    check_noise_multiplier,
+)
+from dp_clipping.kinds import WrongType, shown
 from dp_clipping.model import PrivateModel
 from dp_clipping.noise import NoiseStream, add_noise_to_all
 from dp_clipping.profiling import ranged
 from dp_clipping.sharded import local
 from dp_clipping.shards import Place
+
+Hook = Callable[["PrivateOptimizer"], None]
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step's noise and divisor are made of, as they were at its first backward."""
+
+    noise_multiplier: float
+    expected_batch_size: float
+    loss_reduction: str
 
 
 class PrivateOptimizer(Optimizer):
@@ -22,9 +44,16 @@ class PrivateOptimizer(Optimizer):
     It sees nothing else: a `.grad` of another parameter that it holds (frozen at `make_private`,
     with a gradient from before) is set to None.
 
+    The settings of a step are those at its first backward: what is changed later applies from the
+    next step on. Ranks compare them in each step (`agreement`).
+
+    Args:
+        count: counts a step in an account, before its noise is drawn. No hook takes its place.
+        agreement: compares settings with other ranks; None: there are none.
+
     Attributes:
         noise_multiplier: σ; the noise on the sum has standard deviation σC. Schedulers change it.
-        max_grad_norm: C, which schedulers change too; it applies from the next step on.
+        max_grad_norm: C, which schedulers change too.
         expected_batch_size: the public constant that a mean is divided by.
         adaptive_threshold: lets C follow a quantile of the norms, or None.
         steps: steps so far; part of the key of each step's noise.
@@ -41,6 +70,8 @@ class PrivateOptimizer(Optimizer):
         loss_reduction: str = "mean",
         noise_key: bytes,
         adaptive_threshold: AdaptiveThreshold | None = None,
+        count: Hook | None = None,
+        agreement: Agreement | None = None,
     ):
         self.original_optimizer = optimizer
         self.model, self.profile = model, model.profile
@@ -50,14 +81,20 @@ class PrivateOptimizer(Optimizer):
         self.adaptive_threshold = adaptive_threshold
         self.steps = 0
         self.open_draw: int | None = None
-        self.step_hook: Callable[[PrivateOptimizer], None] | None = None
+        self._hooks: list[Hook] = []
+        self._count, self._agreement = count, agreement
         self._noise_key = noise_key
+        self._process = os.getpid()
+        self._is_stepping = False
         self._skip_next = False
         self._is_prepared = False  # `.grad` holds what the optimizer applies
         self._places: list[Place | None] | None = None  # of this rank's parts, if it has parts
         if model.sharding is not None:
             self._places = [model.sharding.place_of(p) for p in model.capture.parameters]
+        self._settings = self._current()
+        model.on_step_open = self._open
         self._refuse()
+        self._guard(optimizer)
 
     # ---- an optimizer for schedulers and users --------------------------------------------------
 
@@ -117,9 +154,38 @@ class PrivateOptimizer(Optimizer):
         """Draws that a step consists of: always one. Accountants multiply the sample rate by it."""
         return 1
 
-    def attach_step_hook(self, hook: Callable[["PrivateOptimizer"], None]) -> None:
-        """`hook(self)` runs in each real step before parameters change: accountants count there."""
-        self.step_hook = hook
+    @property
+    def step_noise_multiplier(self) -> float:
+        """σ of the step that is open, or was last."""
+        return self._settings.noise_multiplier
+
+    @property
+    def step_hook(self) -> Hook | None:
+        """The hook that was attached last; setting it replaces all that were attached.
+
+        The engine's account is not among them: it counts each step whatever is attached here.
+        """
+        return self._hooks[-1] if self._hooks else None
+
+    @step_hook.setter
+    def step_hook(self, hook: Hook | None) -> None:
+        self._hooks = [] if hook is None else [hook]
+
+    def attach_step_hook(self, hook: Hook) -> None:
+        """Adds a hook: `hook(self)` runs in each real step, before it is counted and gets noise.
+
+        If a hook raises, the step is not taken and not counted. The engine counts by itself, so an
+        accountant of your own is attached beside it, and a hook that counts in the engine's
+        accountant is refused in the step, which would be counted twice.
+        """
+        if not callable(hook):
+            raise WrongType(f"hook is {shown(hook)}: give a function of the optimizer")
+        self._hooks.append(hook)
+
+    def run_hooks(self) -> None:
+        """What the account calls before it counts a step."""
+        for hook in self._hooks:
+            hook(self)
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """The next `step()` belongs to a microbatch that is not the last one of its draw."""
@@ -164,7 +230,11 @@ class PrivateOptimizer(Optimizer):
             with record_function("noise"):
                 self._prepare()
         self._is_prepared = False
-        self.original_optimizer.step()
+        self._is_stepping = True
+        try:
+            self.original_optimizer.step()
+        finally:
+            self._is_stepping = False
         self.open_draw = None
         return loss
 
@@ -200,10 +270,76 @@ class PrivateOptimizer(Optimizer):
             return
         check_noise_multiplier(self.noise_multiplier)
         self.model.refuse_unclipped(is_noisy=self._is_ready())
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter not in self.model.capture.groups:
-                    parameter.grad = None
+        capture = self.model.capture
+        held = {parameter for group in self.param_groups for parameter in group["params"]}
+        missing = [capture.names[p] for p in capture.parameters if p not in held]
+        if missing:
+            raise RuntimeError(
+                f"the optimizer no longer holds {', '.join(missing[:5])}, which would get noise "
+                "and never move: keep the parameters in optimizer.param_groups, or make the "
+                "network private again with a new optimizer"
+            )
+        for parameter in held:
+            if parameter not in capture.groups:
+                parameter.grad = None
+
+    def _guard(self, optimizer: Optimizer) -> None:
+        """A step of the wrapped optimizer itself would apply sums that have no noise yet."""
+        me = weakref.ref(self)
+
+        def refuse(*_: Any) -> None:
+            owner = me()
+            if owner is not None and owner.model.step_is_open and not owner._is_stepping:
+                raise RuntimeError(
+                    "step() of the optimizer that make_private was given would apply clipped sums "
+                    "without noise: call step() of the one that make_private returned"
+                )
+
+        if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # built by Optimizer.__init__
+            handle = optimizer.register_step_pre_hook(refuse)
+            weakref.finalize(self, handle.remove)
+
+    def _open(self) -> None:
+        """A step's first backward begins: from here on its settings are fixed."""
+        check_noise_multiplier(self.noise_multiplier)
+        check_expected_batch_size(self.expected_batch_size)
+        check_loss_reduction(self.loss_reduction)
+        self._settings = self._current()
+        check_noise(self._std_multiplier(), self.model.sensitivity())
+        if self._agreement is not None:
+            self._agreement.begin(self._public())
+
+    def _current(self) -> StepSettings:
+        numbers = float(self.noise_multiplier), float(self.expected_batch_size)
+        return StepSettings(*numbers, self.loss_reduction)
+
+    def _std_multiplier(self) -> float:
+        """z of the gradient: σ, or what an adaptive threshold's counts leave of it."""
+        multiplier, adaptive = self._settings.noise_multiplier, self.adaptive_threshold
+        return multiplier if adaptive is None else adaptive.gradient_noise_multiplier(multiplier)
+
+    def _public(self) -> Settings:
+        """What all ranks must have alike in a step, of which nothing is secret.
+
+        A value that was changed since the first backward is shown with the one that comes.
+        """
+        model, adaptive = self.model, self.adaptive_threshold
+        own, coming = vars(self._settings), vars(self._current())
+        found: Settings = {
+            name: value if value == coming[name] else f"{value}, then {coming[name]}"
+            for name, value in own.items()
+        }
+        groups = model.capture.group_names
+        for name, limit, later in zip(groups, model.step_limits, model.limits(), strict=True):
+            of_group = f"max_grad_norm of {name}" if len(groups) > 1 else "max_grad_norm"
+            found[of_group] = limit if limit == later else f"{limit}, then {later}"
+        found |= {"grad_sample_mode": model.mode, "clipping": model.clipping}
+        found |= {"clipping_function": model.policy.clipping_function, "gamma": model.policy.gamma}
+        if adaptive is not None:
+            state = adaptive.state_dict()
+            found |= {f"adaptive_threshold's {name}": value for name, value in state.items()}
+        key = hashlib.blake2b(b"shown", key=self._noise_key, digest_size=4).hexdigest()
+        return found | {"steps": self.steps, "key fingerprint": key}
 
     @ranged("noise")
     def _prepare(self) -> None:
@@ -212,8 +348,13 @@ class PrivateOptimizer(Optimizer):
                 "optimizer.step() without a backward since the last one: also an empty batch runs "
                 "forward and backward, so that noise is added on every rank"
             )
-        if self.step_hook is not None:
-            self.step_hook(self)
+        if self.model.policy is not None:
+            self._check_process()
+            self._agree()
+        if self._count is None:
+            self.run_hooks()
+        else:
+            self._count(self)
         # Counted before noise is drawn: what fails from here on never draws the same noise again.
         number, self.steps = self.steps, self.steps + 1
         self.model.budget.close()
@@ -225,6 +366,24 @@ class PrivateOptimizer(Optimizer):
                 raise
         self._is_prepared = True
 
+    def _agree(self) -> None:
+        """Raises RuntimeError, after dropping the sums, if ranks have other settings."""
+        if self._agreement is None:
+            return
+        try:
+            self._agreement.check(self.steps, self._public())
+        except BaseException:
+            self.model.clear_gradients()
+            raise
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "this process was forked from the one that called make_private, and would draw the "
+                "same noise, which two different sums must not share: call make_private in the "
+                "process that trains"
+            )
+
     def resume(self, steps: int, noise_key: bytes) -> None:
         """Go on at a step boundary: the noise of step number `steps` is the next to be drawn."""
         self.steps, self._noise_key = steps, noise_key
@@ -235,13 +394,11 @@ class PrivateOptimizer(Optimizer):
 
     @torch.no_grad()
     def _apply_noise(self, number: int) -> None:
-        model, adaptive = self.model, self.adaptive_threshold
-        multiplier = self.noise_multiplier
+        model, adaptive, settings = self.model, self.adaptive_threshold, self._settings
         if adaptive is not None:
-            multiplier = adaptive.gradient_noise_multiplier(multiplier)
             norms = model.gather_norms()
-        std = multiplier * model.sensitivity()
-        divisor = self.expected_batch_size if self.loss_reduction == "mean" else 1.0
+        std = self._std_multiplier() * model.sensitivity()
+        divisor = settings.expected_batch_size if settings.loss_reduction == "mean" else 1.0
         parameters = model.capture.parameters
         streams = [
             NoiseStream.derive(
@@ -260,7 +417,7 @@ class PrivateOptimizer(Optimizer):
         for parameter, gradient in zip(parameters, noisy, strict=True):
             model.apply_gradient(parameter, gradient)
         if adaptive is not None:
-            noisy = self.noise_multiplier > 0
+            noisy = settings.noise_multiplier > 0
             adaptive.update(norms.wait(), step=number, noise_key=self._noise_key, noisy=noisy)
             model.set_max_grad_norm(adaptive.max_grad_norm)
         model.close_step()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dp_clipping.account import Account
+from dp_clipping.agreement import differences
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.keys import Keys
 from dp_clipping.loader import PoissonLoader
@@ -109,15 +110,8 @@ def agree_on_settings(settings: dict[str, Any], group: dist.ProcessGroup | None)
 
     Each would add another noise or draw other samples, and no replica would be what ε is about.
     """
-    if group is None:
-        return
-    of_ranks: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, settings, group=group)
-    for name in settings:
-        values = [of_rank[name] for of_rank in of_ranks]
-        if any(value != values[0] for value in values):
-            shown = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise ValueError(f"ranks differ in {name} ({shown}): give the same on all")
+    if group is not None and (found := differences(settings, group)):
+        raise ValueError(f"{found}: give the same on all")
 
 
 def agree_on_success(run: Run, path: Path, problem: Exception | None) -> None:

@@ -34,8 +34,9 @@ if dist.is_available():
     from torch.distributed.tensor import DTensor, Shard
 
     DISTRIBUTED: tuple[type, ...] = (DTensor,)
+    FSDP_MODULES: tuple[type, ...] = (FSDPModule, FullyShardedDataParallel)
 else:
-    DISTRIBUTED = ()
+    DISTRIBUTED = FSDP_MODULES = ()
 
 LOG = logging.getLogger(__name__)
 UNIT = 8  # parameters that are handled together where no FSDP module says so
@@ -212,6 +213,13 @@ class Sharding:
         Where that is to something else than the parameter: FSDP2 runs the parameter's own hooks.
         """
         return []
+
+    def stands_for(self, now: Tensor | None, before: Parameter) -> bool:
+        """Whether FSDP has put `now` in the place of a parameter: a gathered one, which is no
+        DTensor, or one on the tensor-parallel mesh."""
+        if now is None or self.managed is None:
+            return False
+        return not is_sharded(now) or now.device_mesh != before.device_mesh
 
     def recover(self) -> bool:
         """After a forward or backward that failed: whether the next one can be right.

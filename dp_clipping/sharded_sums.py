@@ -48,7 +48,10 @@ class ShardedSums:
         self._waiting: dict[int, dict[Parameter, Tensor]] = {}
         self._next = 0
         self._flying: list[list[Transfer]] = []
-        self._left: dict[Parameter, tuple[int, int]] = {}  # address and version of `.grad`
+        self._left: dict[Parameter, tuple[Tensor, tuple[int, int]]] = {}  # `.grad`, its versions
+        # Not in `.grad` before all are there: what changes a DTensor's parts (the foreach functions
+        # of clip_grad_norm_) moves no version, and FSDP1 resets `.grad` in each forward.
+        self._sums: dict[Parameter, Tensor] = {}
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""
@@ -57,16 +60,19 @@ class ShardedSums:
                 transfer.work.wait()
         self._waiting, self._next, self._flying = {}, 0, []
         self._left.clear()
+        self._sums.clear()
         self.is_held = False
 
     @torch.no_grad()
     def changed(self) -> list[Parameter]:
         """Parameters whose `.grad` is not as it was left."""
-        return [
-            p
-            for p in self.sharding.parts
-            if p.grad is not None and self._left.get(p) != _state(p.grad)
-        ]
+        found = []
+        for parameter in self.sharding.parts:
+            gradient, left = parameter.grad, self._left.get(parameter)
+            is_same = gradient is None if left is None else gradient is left[0]
+            if not is_same or (left is not None and _versions(gradient) != left[1]):
+                found.append(parameter)
+        return found
 
     def receive(self, parameter: Parameter, total: Tensor) -> None:
         """Of all samples of this rank, in the shape that layers compute with."""
@@ -87,6 +93,7 @@ class ShardedSums:
         if self._next == len(self._order):  # the next microbatch begins anew
             self._next = 0
 
+    @torch.no_grad()
     def finish(self) -> None:
         """All sums of the step are in `.grad` (for what the current stream does next).
 
@@ -98,6 +105,14 @@ class ShardedSums:
                 self._land(self._flying.pop(0))
         if self._next or self._waiting:
             raise RuntimeError("sums of some parameters have not arrived: was a backward cut off?")
+        for parameter, total in self._sums.items():
+            if parameter.grad is not None:
+                local(parameter.grad).add_(total)
+            else:
+                parameter.grad = self.sharding.like(parameter, total.view(local(parameter).shape))
+        for parameter in self._sums:  # packed ones share a version: when all are done
+            self._left[parameter] = parameter.grad, _versions(parameter.grad)
+        self._sums.clear()
 
     def _range(self) -> AbstractContextManager:
         """What a trace calls it, where sums travel."""
@@ -192,19 +207,12 @@ class ShardedSums:
                 all_reduce_together(shards, replicas).wait()
             for parameter, shard in transfer.shards:
                 self._add(parameter, shard)
-            # Packed ones share a version: when all are done.
-            self._note(parameter for parameter, _ in transfer.shards)
-
-    def _note(self, parameters: Iterable[Parameter]) -> None:
-        """Their `.grad` is final, as far as it has come."""
-        for parameter in parameters:
-            self._left[parameter] = _state(parameter.grad)
 
     def _add(self, parameter: Parameter, shard: Tensor) -> None:
-        if parameter.grad is not None:
-            local(parameter.grad).add_(shard)
+        if parameter in self._sums:
+            self._sums[parameter].add_(shard.view_as(self._sums[parameter]))
         else:
-            parameter.grad = self.sharding.like(parameter, shard.view(local(parameter).shape))
+            self._sums[parameter] = shard
 
 
 @dataclass
@@ -223,9 +231,9 @@ class Done:
         """At once."""
 
 
-def _state(gradient: Tensor) -> tuple[int, int]:
-    part = local(gradient)
-    return part.data_ptr(), part._version
+def _versions(gradient: Tensor) -> tuple[int, int]:
+    """Of a DTensor, which counts changes made through it, and of this rank's part of it."""
+    return gradient._version, local(gradient)._version
 
 
 def _pieces(x: Tensor, count: int, dim: int) -> list[Tensor]:

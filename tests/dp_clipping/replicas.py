@@ -125,6 +125,7 @@ def build(
     seed: int | None = 5,
     distributed_sampler: bool = False,
     shard: Callable[[nn.Module], nn.Module] | None = None,
+    accountant: str = "rdp",
     **changes: Any,
 ) -> SimpleNamespace:
     """What `make_private` returns on this rank, or in a process without ranks.
@@ -148,7 +149,7 @@ def build(
     arguments = {"noise_multiplier": 0.8, "max_grad_norm": 0.7} | changes
     if seed is not None:
         arguments |= {"noise_generator": torch.Generator().manual_seed(seed)}
-    engine = PrivacyEngine(accountant="rdp")
+    engine = PrivacyEngine(accountant=accountant)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "poisson_sampling=False")
         model, private_optimizer, criterion, loader = engine.make_private(

@@ -201,12 +201,6 @@ def make_private(optimizer: type) -> None:
     )
 
 
-def test_an_optimizer_that_needs_its_closure_is_refused():
-    with pytest.raises(ValueError, match=r"LBFGS calls its closure.*torch\.optim\.SGD"):
-        make_private(torch.optim.LBFGS)
-    make_private(torch.optim.AdamW)
-
-
 def test_a_loss_of_the_network_s_own_names_the_criterion(model):
     with pytest.raises(RuntimeError, match=r"criterion\(model\(\*\*batch\).logits, labels\)"):
         model(rows(4)).square().mean().backward()

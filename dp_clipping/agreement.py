@@ -1,0 +1,93 @@
+"""Ranks compare the settings of each step before any noise is drawn.
+
+Two replicas that add different multiples of one noise give away the noiseless sum, and a shard with
+less noise than the account says voids ε. So no rank takes a step on which ranks disagree.
+
+What is compared is a hash of the settings, in one all-reduce of two numbers: MAX of [h, -h] is the
+same on all ranks, and its entries are opposite where the hashes are equal. Only where they are not
+do ranks exchange the settings themselves, for the message.
+
+With parameters on the CPU, `optimizer.step()` exchanges over the ranks' own group: it waits for the
+other ranks there anyway. With parameters on GPUs the exchange begins with the step's first
+backward, over a gloo group of its own, and `optimizer.step()` reads its result: the host waits for
+no GPU, and for another host only if that has not begun its backward.
+"""
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Settings = dict[str, Any]
+
+
+class Agreement:
+    """Compares a step's settings over the ranks of a group.
+
+    Every rank calls `check` once for each step that it takes. The settings of a step are those at
+    its first backward; `begin` is called with them there.
+
+    Args:
+        group: the ranks.
+        early: begin the exchange with the step's first backward and over a gloo group, as for
+            parameters on GPUs. Every rank of `group` makes that group here.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, early: bool):
+        self.early = early
+        self._group = _host_group(group) if early else group
+        self._under_way: tuple[Settings, torch.Tensor, Any] | None = None
+
+    def begin(self, settings: Settings) -> None:
+        """Called when a step opens. A step that was dropped and begun again exchanges once."""
+        if self.early and (self._under_way is None or self._under_way[0] != settings):
+            self._under_way = settings, *self._launch(settings)
+
+    def check(self, step: int, settings: Settings) -> None:
+        """Raises RuntimeError on every rank, with the values by rank, if settings differ."""
+        if not self.early:
+            self._under_way = settings, *self._launch(settings)
+        assert self._under_way is not None, "a step is begun before it is checked"
+        (settings, extremes, work), self._under_way = self._under_way, None
+        work.wait()
+        highest, negated_lowest = extremes.tolist()
+        if highest != -negated_lowest:
+            raise RuntimeError(
+                f"step {step} is not taken: {differences(settings, self._group)}: change settings "
+                "on every rank alike, such as by scheduler.step() on all ranks"
+            )
+
+    def _launch(self, settings: Settings) -> tuple[torch.Tensor, Any]:
+        digest = hashlib.blake2b(repr(settings).encode(), digest_size=8).digest()
+        number = int.from_bytes(digest, "little") >> 1  # of 63 bits, so that it can be negated
+        extremes = torch.tensor([number, -number])
+        work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return extremes, work
+
+
+def differences(settings: Settings, group: dist.ProcessGroup) -> str:
+    """In which settings ranks differ, with the values by rank; empty where they agree."""
+    of_ranks: list[Settings] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, settings, group=group)
+    found = []
+    for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
+        values = [of_rank.get(name) for of_rank in of_ranks]
+        if any(value != values[0] for value in values):
+            shown = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            found.append(f"{name} ({shown})")
+    return "ranks differ in " + ", ".join(found) if found else ""
+
+
+_host_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group of the same ranks, one for each group: it holds sockets and threads."""
+    if group not in _host_groups:
+        ranks = dist.get_process_group_ranks(group)
+        is_part = len(ranks) < dist.get_world_size()
+        _host_groups[group] = dist.new_group(
+            ranks, backend="gloo", use_local_synchronization=is_part
+        )
+    return _host_groups[group]

@@ -1,0 +1,504 @@
+"""Between `make_private` and `step()`: gradients, parameters, hooks and processes that change."""
+
+import copy
+import os
+import warnings
+
+import pytest
+import torch
+from opacus.accountants import create_accountant
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+
+import ddp
+from dp_clipping import BatchMemoryManager, PrivacyEngine
+from tests.dp_clipping import replicas, sharded
+from tests.dp_clipping import test_engine as engine
+
+BATCH = engine.data()[:5]
+
+
+@pytest.fixture
+def run():
+    return engine.build()
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+def replace_gradient(net):
+    net[0].weight.grad = net[0].weight.grad * 0.5
+
+
+CHANGES = {
+    "clip_grad_norm_": lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1e-3),
+    "clip_grad_value_": lambda net: nn.utils.clip_grad_value_(net.parameters(), 1e-3),
+    "mul_": lambda net: net[2].bias.grad.mul_(0.5),
+    "of a detached one": lambda net: net[2].bias.grad.detach().mul_(0.5),
+    "zero_": lambda net: net[2].bias.grad.zero_(),
+    "replaced": replace_gradient,
+    "set to None": lambda net: setattr(net[0].weight, "grad", None),
+    "zero_grad": lambda net: net.zero_grad(),
+    "zeros": lambda net: net.zero_grad(set_to_none=False),
+}
+CHANGED = r"was changed between backward\(\) and optimizer\.step\(\).*call optimizer\.pre_step\(\)"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_gradient_changed_before_the_noise_is_refused(run, change):
+    engine.backward(run, BATCH)
+    before = engine.parameters(run)
+    CHANGES[change](run.model.network)
+    for apply in (run.optimizer.step, run.optimizer.pre_step):
+        with pytest.raises(RuntimeError, match=CHANGED):
+            apply()
+    with pytest.raises(RuntimeError, match=CHANGED):
+        run.model(BATCH[0])
+    assert all(map(torch.equal, before, engine.parameters(run)))
+    assert run.engine.accountant.history == []
+    run.optimizer.zero_grad()
+    engine.step(run)
+
+
+@pytest.mark.parametrize("change", ["clip_grad_norm_", "mul_", "replaced", "zeros"])
+def test_a_noisy_gradient_may_be_changed(run, change):
+    for _ in range(2):
+        engine.backward(run, BATCH)
+        run.optimizer.pre_step()
+        CHANGES[change](run.model.network)
+        run.optimizer.step()
+        run.model.network.zero_grad()  # as loops do that zero the network that they know
+    assert run.optimizer.steps == 2
+
+
+def test_several_backwards_of_a_step_change_no_gradient_of_their_own(run):
+    for rows in (BATCH[0][:2], BATCH[0][2:]):
+        engine.backward(run, (rows, BATCH[1][: len(rows)]))
+    run.optimizer.step()
+
+
+def test_the_wrapped_optimizer_applies_no_sums_without_noise(run):
+    engine.backward(run, BATCH)
+    before = engine.parameters(run)
+    with pytest.raises(
+        RuntimeError, match=r"without noise: call step\(\) of the one that make_pri"
+    ):
+        run.optimizer.original_optimizer.step()
+    assert all(map(torch.equal, before, engine.parameters(run)))
+    run.optimizer.step()
+    run.optimizer.original_optimizer.step()  # the noisy gradient again, which gives nothing away
+
+
+def clipped_too_early(context, variant):
+    """On ranks: right after backward, and after the exchange was finished by hand."""
+    run = replicas.build(context, variant)
+    replicas.train(run, 1)
+    for finish in (False, True):
+        run.optimizer.zero_grad()
+        *batch, _ = next(iter(run.loader))
+        run.criterion(run.model(batch[0]), batch[1]).backward()
+        if finish:
+            run.model.finish_gradient_synchronization()
+        for parameter in run.model.network.parameters():
+            parameter.grad.mul_(0.5)
+        with pytest.raises(RuntimeError, match=CHANGED):
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+        replicas.train(run, 1)
+        run.optimizer.zero_grad()
+        *batch, _ = next(iter(run.loader))
+        run.criterion(run.model(batch[0]), batch[1]).backward()
+        run.model.module.finish_gradient_synchronization()
+        run.optimizer.step()
+    assert run.optimizer.steps == 5
+
+
+@pytest.mark.parametrize("variant", ["ddp", "ddp_bucketed", "ddp_individual_v2", "torch_ddp"])
+def test_a_gradient_changed_on_ranks(cpu_ranks, variant):
+    cpu_ranks.run(2, clipped_too_early, variant)
+
+
+def clipped_too_early_under_fsdp2(context):
+    """The sums of sharded parameters are out of reach until the step: clipping changes nothing."""
+    runs = [
+        replicas.build(context, shard=lambda net: sharded.shard_fsdp2(
+            net, "block", DeviceMesh.from_group(context.group, "cpu")), name="transformer")
+        for _ in range(2)
+    ]  # fmt: skip
+    for run, clips in zip(runs, (True, False), strict=True):
+        *batch, _ = next(iter(run.loader))
+        run.criterion(run.model(batch[0]), batch[1]).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(run.model.network.parameters(), 1e-3)
+        run.optimizer.step()
+    for one, other in zip(*(run.model.network.parameters() for run in runs), strict=True):
+        assert torch.equal(one.grad.to_local(), other.grad.to_local())
+    run = runs[0]
+    for change in (lambda p: p.grad.mul_(0.5), lambda p: setattr(p, "grad", 0.5 * p.grad)):
+        run.optimizer.zero_grad()
+        *batch, _ = next(iter(run.loader))
+        run.criterion(run.model(batch[0]), batch[1]).backward()
+        run.model.finish_synchronization()
+        change(next(run.model.network.parameters()))
+        with pytest.raises(RuntimeError, match=CHANGED):
+            run.optimizer.step()
+    run.optimizer.zero_grad()
+    replicas.train(run, 1)
+    assign(run.model.network)
+    with pytest.raises(RuntimeError, match="is another tensor than at make_private"):
+        replicas.train(run, 1)
+
+
+def test_a_gradient_and_a_parameter_changed_under_fsdp2(cpu_ranks):
+    cpu_ranks.run(2, clipped_too_early_under_fsdp2)
+
+
+# ---- parameters ----------------------------------------------------------------------------------
+
+
+def assign(net):
+    net.load_state_dict({n: t.clone() for n, t in net.state_dict().items()}, assign=True)
+
+
+def assign_to_a_child(net):
+    net[0].load_state_dict({n: t.clone() for n, t in net[0].state_dict().items()}, assign=True)
+
+
+def new_layer(net):
+    net[2] = nn.Linear(5, 3)
+
+
+def new_parameter(net):
+    net[2].weight = nn.Parameter(net[2].weight.detach().clone())
+
+
+def new_list(net):
+    net[2]._parameters["weight"] = nn.Parameter(torch.zeros(3, 5))
+
+
+@pytest.mark.parametrize("replace", [assign, assign_to_a_child, new_layer, new_parameter, new_list])
+def test_a_parameter_that_the_optimizer_does_not_move_is_refused(run, replace):
+    engine.step(run)
+    replace(run.model.network)
+    with pytest.raises(
+        RuntimeError, match=r"of the network is another tensor than at make_private"
+    ):
+        engine.step(run)
+    assert run.optimizer.steps == 1
+
+
+def test_a_state_that_is_copied_is_trained_on(run):
+    engine.step(run)
+    state = {name: 2 * value for name, value in run.model.network.state_dict().items()}
+    run.model.network.load_state_dict(state)
+    run.model.network[0].weight.data = torch.zeros(5, 4)
+    engine.step(run)
+    assert run.model.network[0].weight.any()
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double])
+def test_a_network_that_is_converted_is_refused(run, convert, stepped):
+    if stepped:
+        engine.step(run)
+    convert(run.model)
+    x = BATCH[0].to(next(run.model.parameters()).dtype)
+    with pytest.raises(RuntimeError, match=r"was torch\.float32 at make_private and is"):
+        engine.step(run, (x, BATCH[1]))
+    run.model.float().to("cpu")
+    engine.step(run)
+
+
+def test_an_optimizer_that_let_parameters_go_is_refused(run):
+    engine.step(run)
+    groups = run.optimizer.param_groups
+    groups[0]["params"] = groups[0]["params"][1:]
+    with pytest.raises(RuntimeError, match=r"no longer holds 0\.weight"):
+        engine.step(run)
+
+
+# ---- hooks and the count -------------------------------------------------------------------------
+
+
+def test_hooks_are_added_and_the_step_is_counted(run):
+    seen = []
+    run.optimizer.attach_step_hook(lambda optimizer: seen.append(optimizer.steps))
+    run.optimizer.attach_step_hook(lambda _: seen.append("second"))
+    engine.step(run)
+    assert seen == [0, "second"]
+    run.optimizer.step_hook = None
+    engine.step(run)
+    assert seen == [0, "second"]
+    assert [n for _, _, n in run.engine.accountant.history] == [2]
+
+
+def test_a_second_accountant_counts_beside(run):
+    other = create_accountant("rdp")
+    run.optimizer.attach_step_hook(other.get_optimizer_hook_fn(sample_rate=0.25))
+    engine.step(run)
+    assert other.history == run.engine.accountant.history == [(1.0, 0.25, 1)]
+
+
+def test_a_hook_that_counts_the_step_again_is_refused(run):
+    hook = run.engine.accountant.get_optimizer_hook_fn(sample_rate=0.25)
+    run.optimizer.attach_step_hook(hook)
+    with pytest.raises(RuntimeError, match="counts every step by itself: remove the hook"):
+        engine.step(run)
+    assert run.engine.accountant.history == []
+
+
+def test_a_step_whose_hook_failed_is_not_counted_and_may_be_made():
+    run = engine.build(noise_generator=None)
+
+    def fail(_):
+        raise ZeroDivisionError
+
+    run.optimizer.attach_step_hook(fail)
+    engine.backward(run, BATCH)
+    before = engine.parameters(run)
+    with pytest.raises(ZeroDivisionError):
+        run.optimizer.step()
+    assert all(map(torch.equal, before, engine.parameters(run)))
+    assert (run.optimizer.steps, run.engine.accountant.history) == (0, [])
+    run.optimizer.step_hook = None
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    engine.step(run)
+    assert [n for _, _, n in run.engine.accountant.history] == [2]
+
+
+def test_an_accountant_that_forgets_steps_is_refused(run):
+    engine.step(run)
+    with pytest.raises(ValueError, match="lacks 1 steps that this engine has counted"):
+        run.engine.accountant = create_accountant("rdp")
+    longer = create_accountant("prv")
+    longer.history = [(2.0, 0.1, 3), *run.engine.accountant.history]
+    run.engine.accountant = longer
+    engine.step(run)
+    assert sum(n for _, _, n in run.engine.accountant.history) == 5
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_an_optimizer_is_not_copied(run, duplicate):
+    with pytest.raises(TypeError, match="holds the noise key"):
+        duplicate(run.optimizer)
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+def in_a_fork(function):
+    """What the function returns in a forked process, as text."""
+    receiver, sender = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, from Python 3.12 on
+        child = os.fork()
+    if not child:
+        try:
+            answer = str(function())
+        except BaseException as error:
+            answer = repr(error)
+        os.write(sender, answer.encode())
+        os._exit(0)
+    os.close(sender)
+    with open(receiver, encoding="utf-8") as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    return answer
+
+
+def test_a_fork_draws_no_noise(run):
+    engine.step(run)
+    assert "was forked from the one that called make_private" in in_a_fork(lambda: engine.step(run))
+    engine.step(run)
+
+    def afresh():
+        other = engine.build()
+        engine.step(other)
+        return other.optimizer.steps
+
+    assert in_a_fork(afresh) == "1"
+
+
+# ---- evaluation ----------------------------------------------------------------------------------
+
+
+def test_a_network_in_evaluation_is_refused():
+    net = engine.network().eval()
+    with pytest.raises(ValueError, match=r"in evaluation.*call network\.train\(\) before"):
+        engine.build(module=net)
+    run = engine.build(module=net.train())
+    net.eval()
+    with pytest.raises(RuntimeError, match=r"in evaluation: call model\.train\(\)"):
+        engine.step(run)
+    run.model.eval()
+    run.model(BATCH[0])
+    run.model.train()
+    net[1].eval()
+    engine.step(run)
+
+
+def test_a_step_after_evaluation_says_what_is_missing(run):
+    run.model.eval()
+    nn.functional.cross_entropy(run.model(BATCH[0]), BATCH[1]).backward()
+    with pytest.raises(RuntimeError, match=r"model\.train\(\) before the private forward"):
+        run.optimizer.step()
+
+
+# ---- wrappers ------------------------------------------------------------------------------------
+
+
+class WithGradientReady(nn.Module):
+    """A data-parallel wrapper as ddp's, without its process group."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def gradient_ready(self, parameter):
+        raise AssertionError
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+WRAPPERS = {
+    "DataParallel": nn.DataParallel,
+    "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+    "ddp.wrap": lambda model: ddp.wrap("ddp_bucketed", model),
+    "torch_ddp": lambda model: ddp.wrap("torch_ddp", model),
+    "fully_shard": lambda model: torch.distributed.fsdp.fully_shard(
+        model, mesh=torch.distributed.init_device_mesh("cpu", (1,))
+    ),
+    "FSDP1": lambda model: torch.distributed.fsdp.FullyShardedDataParallel(
+        model, device_id=torch.device("cpu")
+    ),
+    "a container in DDP": lambda model: nn.parallel.DistributedDataParallel(nn.Sequential(model)),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_private_model_is_not_wrapped_again(run, one_rank, name):
+    with pytest.raises(RuntimeError, match=r"wrap or shard the network first and make that priv"):
+        WRAPPERS[name](run.model)
+
+
+def test_a_plugin_does_not_wrap_a_private_model_and_a_container_may_hold_it(run):
+    with pytest.raises(RuntimeError, match="WithGradientReady would wrap a private model"):
+        WithGradientReady(run.model)
+    assert nn.Sequential(run.model)[0] is run.model
+
+
+# ---- made private twice --------------------------------------------------------------------------
+
+
+def test_nothing_is_made_private_twice(run):
+    net = run.model.network
+    for module in (run.model, net, nn.Sequential(net)):
+        with pytest.raises(ValueError, match=r"module is private already.*to_standard_module\(\)"):
+            engine.build(module=module)
+    for name, thing, match in (
+        ("optimizer", run.optimizer, "give optimizer.original_optimizer"),
+        ("criterion", run.criterion, "give criterion.criterion"),
+        ("data_loader", run.loader, "does Poisson sampling"),
+    ):
+        changes = {name: thing, "poisson_sampling": name != "data_loader"}
+        with pytest.raises(ValueError, match=match):
+            PrivacyEngine().make_private(**engine.arguments() | changes)
+    again = engine.build(module=run.model.to_standard_module())
+    engine.step(again)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"noise_multiplier": 1e39}, {"max_grad_norm": [1.0], "clipping": "per_layer"},
+     {"loss_reduction": "sum"}],
+)  # fmt: skip
+def test_a_refused_network_may_be_made_private_afterwards(wrong):
+    net = engine.network()
+    with pytest.raises(ValueError):
+        engine.build(module=net, **wrong)
+    engine.step(engine.build(module=net, criterion=nn.CrossEntropyLoss()))
+
+
+# ---- data ----------------------------------------------------------------------------------------
+
+
+class Half:
+    """Batches of the first half."""
+
+    drop_last = True
+    batch_size = 6
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        return iter([list(range(6)), list(range(6, 12))])
+
+
+class Own(torch.utils.data.Sampler):
+    def __init__(self, order):
+        self.order = order
+
+    def __len__(self):
+        return len(self.order)
+
+    def __iter__(self):
+        return iter(self.order)
+
+
+def test_a_sampler_that_leaves_samples_out_is_refused():
+    data = engine.data()
+    for options in (
+        {"batch_sampler": Half()},
+        {"sampler": SubsetRandomSampler([0, 0, *range(22)])},
+        {"sampler": SubsetRandomSampler(range(12))},
+        {"sampler": torch.utils.data.RandomSampler(data, replacement=True)},
+        {"sampler": torch.utils.data.RandomSampler(data, num_samples=12)},
+        {"sampler": Own([0] * 24)},
+        {"sampler": torch.utils.data.SequentialSampler(range(12))},
+    ):
+        if "sampler" in options:
+            options["batch_size"] = 6
+        with pytest.raises(ValueError, match="does not visit each of the 24 samples alike"):
+            engine.build(data_loader=DataLoader(data, **options))
+
+
+def test_a_sampler_over_all_of_the_data_is_accepted():
+    data = engine.data()
+    state = torch.get_rng_state()
+    for sampler in (Own(range(24)), SubsetRandomSampler(range(24)),
+                    torch.utils.data.RandomSampler(data)):  # fmt: skip
+        engine.build(data_loader=DataLoader(data, batch_size=6, sampler=sampler))
+        torch.set_rng_state(state)
+    half = TensorDataset(*data[:12])
+    engine.build(data_loader=DataLoader(half, batch_sampler=Half()))
+
+
+@pytest.mark.filterwarnings("ignore:poisson_sampling=False")
+def test_several_batches_are_not_accumulated_by_hand():
+    run = engine.build(poisson_sampling=False)
+    batches = iter(run.loader)
+    engine.backward(run, next(batches))
+    with pytest.raises(RuntimeError, match=r"6 samples in a step that has 6 already.*BatchMem"):
+        engine.backward(run, next(batches))
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    x, y = next(batches)
+    for part in (slice(0, 2), slice(2, 6)):  # one batch in parts
+        engine.backward(run, (x[part], y[part]))
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer
+    ) as loader:
+        for batch in loader:
+            engine.step(run, batch)
+    assert run.optimizer.steps == 2 + len(run.loader)
