@@ -241,12 +241,14 @@ class Gradients:
             RuntimeError: under `no_sync`, or a parameter has no sum, as after a backward that was
                 cut off.
         """
+        self.refuse_unclipped(is_noisy=not self.step_is_open)
         if self._is_held_back:
             self._send()
         if self.capture.sums is not None:
             self.capture.sums.finish()
         elif self.wrapper is not None:
             self._finish_wrapper()
+        self.note()
 
     def _finish_by_wrapper(self) -> None:
         """The wrapper's own, called by a user."""

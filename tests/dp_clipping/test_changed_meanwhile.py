@@ -109,7 +109,8 @@ def clipped_too_early(context, variant):
         run.optimizer.zero_grad()
         *batch, _ = next(iter(run.loader))
         run.criterion(run.model(batch[0]), batch[1]).backward()
-        run.model.module.finish_gradient_synchronization()
+        (run.model.finish_synchronization if finish else
+         run.model.module.finish_gradient_synchronization)()  # fmt: skip
         run.optimizer.step()
     assert run.optimizer.steps == 5
 
