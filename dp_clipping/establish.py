@@ -1,7 +1,8 @@
 """Before a step: where the samples are is known, on one rank or, of a sharded model, on all.
 
-`search` finds it with two forwards; this decides when to look, and with whose samples. All ranks of
-a sharded model run the same forwards, whatever their own batches: they gather parameters together.
+`search` finds it with three forwards and `independence` looks whether samples see each other; this
+decides when to look, and with whose samples. All ranks of a sharded model run the same forwards,
+whatever their own batches: they gather parameters together.
 """
 
 from typing import Any
@@ -11,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from dp_clipping.batch import Batch
+from dp_clipping.batch import Batch, tensors_of
 from dp_clipping.capture import Capture
 from dp_clipping.compiled import Forecast, Forecaster
-from dp_clipping.independence import check_network
-from dp_clipping.layout import FEW, MORE
+from dp_clipping.independence import PLACES, Company, Schedule
+from dp_clipping.layout import FEW, Layout
 from dp_clipping.search import Search
 from dp_clipping.sharded import Sharding
 from dp_clipping.validation import same_buffers
@@ -31,27 +32,40 @@ class Establishment:
     def __init__(self, network: nn.Module, capture: Capture, sharding: Sharding | None):
         self._network, self._capture, self._sharding = network, capture, sharding
         self._search = Search(capture)
+        self._company = Company(capture)
+        self._schedule = Schedule()
         self._forecaster = Forecaster(self._search)
         self._is_known = self._is_provisional = False
 
-    def ensure(self, batch: Batch) -> None:
+    def ensure(self, batch: Batch) -> int | None:
         """Look, unless it is known. With a sharding all ranks call it together.
 
+        Returns:
+            The number of the check, if this batch has been looked at for samples that see each
+            other: its losses are to be looked at too.
+
         Raises:
-            ValueError: naming the layer whose samples cannot be found, or a module that mixes them.
+            ValueError: naming the layer whose samples cannot be found, or that sees one differently
+                beside other samples.
         """
-        if self._sharding is not None:
+        alone = self._sharding is None
+        is_due = self._schedule.next_is_due(batch.size, alone)
+        if not alone:
             self._ensure_together(batch)
         elif not self._is_known or (batch.size >= FEW and self._is_provisional):
             self.look(batch)
+        if is_due or (alone and not self._schedule.settled and batch.size >= PLACES):
+            return self._check(batch)
+        return None
 
     def look(self, batch: Batch) -> None:
-        """Look, on this rank."""
-        self._look(batch.with_samples(FEW), batch.with_samples(MORE), batch.size)
+        """Look where the samples are, on this rank."""
+        self._look(self._arguments(batch), batch.size)
 
     def forget(self) -> None:
         """The way in which layers are called has changed: look at the next batch."""
         self._is_known = False
+        self._schedule = Schedule()
         self._search.forget()
         self._forecaster.forget()
         self._capture.plans.clear()
@@ -60,16 +74,50 @@ class Establishment:
         """What linear layers will be given, where compiled code must know it beforehand."""
         return self._forecaster.of(batch.first_sample(), batch.with_samples)
 
-    def _look(self, few: tuple, more: tuple, size: int) -> None:
-        """From the arguments of two forwards, made of a batch of so many samples."""
+    def layouts_of(self, outputs: Any) -> list[Layout | None]:
+        """Of the tensors in what the network has returned; None: it has no samples."""
+        found = tensors_of(outputs)
+        unknown: list[Layout | None] = [None] * len(found)
+        return self._search.output_layouts.get(tuple(y.dim() for y in found), unknown)
+
+    def _arguments(self, batch: Batch) -> list[tuple]:
+        """Of three forwards: see `Search.establish`."""
+        rows = batch.distinct(PLACES)
+        rows = rows + [i % batch.size for i in range(PLACES) if i % batch.size not in rows]
+        rows = (rows * PLACES)[:PLACES]
+        return [batch.with_rows(r) for r in (rows[:FEW], rows, [rows[0], rows[-1]])]
+
+    def _look(self, arguments: list[tuple], size: int) -> None:
+        """From the arguments of forwards, made of a batch of so many samples."""
         if self._is_provisional or size < FEW:
             self._search.forget()
             self._forecaster.forget()
         with same_buffers(self._network):
-            self._search.establish(few, more)
-            if size >= FEW:
-                check_network(self._capture, few, more)
+            self._search.establish(*arguments)
         self._is_known, self._is_provisional = True, size < FEW
+
+    def _check(self, batch: Batch) -> int | None:
+        """The number of the check; None: there was nothing to see, a sample alone has no company.
+        """
+        if self._sharding is None and batch.size < FEW:
+            return None
+        layouts = self._search.last_output_layouts
+        with same_buffers(self._network):
+            if not self._schedule.settled:
+                distinct = batch.distinct(PLACES)
+                self._company.check_places(batch, layouts, distinct)
+                self._schedule.settled = self._most(len(distinct)) == PLACES
+            number = self._schedule.done(batch.size)
+            self._company.check_batch(batch, layouts, number)
+        return number if batch.size >= FEW else None
+
+    def _most(self, count: int) -> int:
+        """Over all ranks that run the same forwards."""
+        if self._sharding is None:
+            return count
+        counts = [count] * dist.get_world_size(self._sharding.everyone)
+        dist.all_gather_object(counts, count, group=self._sharding.everyone)
+        return max(counts)
 
     def _ensure_together(self, batch: Batch) -> None:
         """With the samples of one rank, which has most.
@@ -85,15 +133,14 @@ class Establishment:
         if self._is_known and largest < FEW:
             return
         source = sizes.index(largest)
-        given = [None, None]
+        given = [None]
         if dist.get_rank(everyone) == source:
-            given = [_moved(batch.with_samples(n), torch.device("cpu")) for n in (FEW, MORE)]
+            given = [_moved(self._arguments(batch), torch.device("cpu"))]
         dist.broadcast_object_list(given, group=everyone, group_src=source)
         device = self._capture.anchor.device
-        few, more = (_moved(one, device) for one in given)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(0)  # what is random in the network must not part the ranks
-            self._look(few, more, largest)
+            self._look(_moved(given[0], device), largest)
 
 
 def _moved(tree: Any, device: torch.device) -> Any:

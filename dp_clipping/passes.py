@@ -17,6 +17,7 @@ from dp_clipping.fused import FusedSession
 from dp_clipping.gradients import Gradients
 from dp_clipping.kernels import available
 from dp_clipping.layers.handle import LayoutUnknown
+from dp_clipping.losses import Watched
 from dp_clipping.modes import Policy, say_plain
 from dp_clipping.profiled import PROFILED
 from dp_clipping.session import Session
@@ -77,7 +78,7 @@ class Passes:
             args, kwargs = given.with_a_row_of_zeros()
             batch = Batch(args, kwargs, self.batch_first)
         try:
-            self._establishment.ensure(batch)
+            check = self._establishment.ensure(batch)
         except BaseException:
             self.recover()
             raise
@@ -103,6 +104,10 @@ class Passes:
                 self.recover()
                 raise
         self.session = session
+        if check is not None and not session.is_empty:
+            layouts = self._establishment.layouts_of(output)
+            session.watched = Watched(output, layouts, check)
+            output = session.watched.outputs
         return given.without_rows(output) if session.is_empty else output
 
     def backward(

@@ -27,7 +27,7 @@ MIXING = {
     "a softmax over the batch": (lambda net, x: net.second(net.first(x).softmax(0)), "second"),
     "the batch's largest": (lambda net, x: net.second(net.first(x) / x.amax()), "second"),
     "the last line": (lambda net, x: net.second(net.first(x)).cumsum(0).flip(0), "end of"),
-    "partly hidden by a norm": (lambda net, x: net.second(net.norm(x - x.mean(0))), "second"),
+    "before a norm": (lambda net, x: net.second(net.norm(x - x.mean(0))), "norm"),
 }
 
 
