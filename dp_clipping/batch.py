@@ -93,6 +93,18 @@ class Batch:
         index = torch.tensor(rows, dtype=torch.long)
         return self._map(lambda x, dim: x.index_select(dim, index.to(x.device)))
 
+    def with_factor(self, row: int, factor: float) -> "Batch":
+        """A batch in which one sample's floating-point numbers are larger."""
+
+        def larger(x: Tensor, dim: int) -> Tensor:
+            if not x.is_floating_point():
+                return x
+            factors = torch.ones(self.size, dtype=x.dtype, device=x.device)
+            factors[row] = factor
+            return x * factors.view(-1, *[1] * (x.dim() - 1 - dim))
+
+        return Batch(*self._map(larger), self._batch_first)
+
     def distinct(self, count: int) -> list[int]:
         """The first so many samples that differ from each other, or as many as there are.
 

@@ -16,6 +16,7 @@ from dp_clipping.batch import Batch, tensors_of
 from dp_clipping.capture import Capture
 from dp_clipping.compiled import Forecast, Forecaster
 from dp_clipping.independence import PLACES, Company, Schedule
+from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.layout import FEW, Layout
 from dp_clipping.search import Search
 from dp_clipping.sharded import Sharding
@@ -32,7 +33,7 @@ class Establishment:
     def __init__(self, network: nn.Module, capture: Capture, sharding: Sharding | None):
         self._network, self._capture, self._sharding = network, capture, sharding
         self._search = Search(capture)
-        self._company = Company(capture)
+        self._company = Company(capture, self._search.layouts_of)
         self._schedule = Schedule()
         self._forecaster = Forecaster(self._search)
         self._is_known = self._is_provisional = False
@@ -55,7 +56,7 @@ class Establishment:
         elif not self._is_known or (batch.size >= FEW and self._is_provisional):
             self.look(batch)
         if is_due or (alone and not self._schedule.settled and batch.size >= PLACES):
-            return self._check(batch)
+            return self._check_again_if_unknown(batch)
         return None
 
     def look(self, batch: Batch) -> None:
@@ -76,9 +77,7 @@ class Establishment:
 
     def layouts_of(self, outputs: Any) -> list[Layout | None]:
         """Of the tensors in what the network has returned; None: it has no samples."""
-        found = tensors_of(outputs)
-        unknown: list[Layout | None] = [None] * len(found)
-        return self._search.output_layouts.get(tuple(y.dim() for y in found), unknown)
+        return self._search.layouts_of(tensors_of(outputs))
 
     def _arguments(self, batch: Batch) -> list[tuple]:
         """Of three forwards: see `Search.establish`."""
@@ -96,20 +95,44 @@ class Establishment:
             self._search.establish(*arguments)
         self._is_known, self._is_provisional = True, size < FEW
 
+    def _check_again_if_unknown(self, batch: Batch) -> int | None:
+        try:
+            return self._check(batch)
+        except LayoutUnknown as error:
+            if self._sharding is not None:
+                raise ValueError(
+                    "the network returns other tensors than in the first batch, and other ranks "
+                    "cannot be asked to look again now: call model.forget_layouts() on every rank "
+                    "before a forward that differs"
+                ) from error
+            self.look(batch)
+            return self._check(batch)
+
     def _check(self, batch: Batch) -> int | None:
         """The number of the check; None: there was nothing to see, a sample alone has no company.
         """
         if self._sharding is None and batch.size < FEW:
             return None
-        layouts = self._search.last_output_layouts
         with same_buffers(self._network):
             if not self._schedule.settled:
-                distinct = batch.distinct(PLACES)
-                self._company.check_places(batch, layouts, distinct)
-                self._schedule.settled = self._most(len(distinct)) == PLACES
-            number = self._schedule.done(batch.size)
-            self._company.check_batch(batch, layouts, number)
+                self._check_places(batch)
+            number, is_whole = self._schedule.next_check(batch.size)
+            self._company.check_batch(batch, number, is_whole)
         return number if batch.size >= FEW else None
+
+    def _check_places(self, batch: Batch) -> None:
+        distinct = batch.distinct(PLACES)
+        extremes = self._sharding is None and not self._search.checks_values
+        failure: ValueError | None = None
+        for _ in self._search.guesses():
+            try:
+                self._company.check_places(batch, distinct, extremes)
+                break
+            except ValueError as error:
+                failure = failure or error
+        else:
+            raise failure
+        self._schedule.settled = self._most(len(distinct)) == PLACES
 
     def _most(self, count: int) -> int:
         """Over all ranks that run the same forwards."""

@@ -9,7 +9,8 @@ the same in both runs, so nothing else changes it.
 For a criterion see `losses`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from dp_clipping.observation import SIGNS, Observer, Seen
 
 PLACES = 3  # samples of the first batch, each exchanged in turn
 PART = 8  # samples of a check in between
+LARGE = 1024.0
+REPEATS, ROUNDINGS = 3, 4.0  # of a run with errors; a change is one if it is so many times larger
 CAUSES = {
     "input": "what {layer} sees of a sample depends on the other samples of the batch (a mean over "
     "the batch, for example), so the sample has no gradient of its own; use statistics of the "
@@ -36,6 +39,7 @@ CAUSES = {
 }
 
 Layouts = Sequence[Layout | None]
+Key = tuple[str, str, int]
 
 
 class Schedule:
@@ -55,45 +59,63 @@ class Schedule:
         is_power = self.batches & (self.batches - 1) == 0
         return is_power or (alone and size >= 2 * self._largest > 0)
 
-    def done(self, size: int) -> int:
-        """A batch has been checked; the number of the check, from 0."""
-        self._largest = max(self._largest, size)
+    def next_check(self, size: int) -> tuple[int, bool]:
+        """Number of the check, from 0, and whether all samples of the batch take part in it.
+
+        They do in every third, and if no batch as large has been checked.
+        """
+        number, is_whole = self.checks, self.checks % 3 == 0 or size > self._largest
         self.checks += 1
-        return self.checks - 1
+        if is_whole:
+            self._largest = max(self._largest, size)
+        return number, is_whole
 
 
 class Company:
-    """Runs batches of a captured network beside batches with exchanged samples."""
+    """Runs batches of a captured network beside batches with exchanged samples.
 
-    def __init__(self, capture: Capture):
+    Args:
+        layouts_of: output tensors of the network -> where the samples are in each.
+    """
+
+    def __init__(self, capture: Capture, layouts_of: Callable[[list[Tensor]], Layouts]):
         self._capture, self._observer = capture, Observer(capture)
+        self._layouts_of = layouts_of
 
-    def check_places(self, batch: Batch, layouts: Layouts, distinct: list[int]) -> None:
+    def check_places(self, batch: Batch, distinct: list[int], extremes: bool) -> None:
         """Each of a few different samples is exchanged in turn, for another one of them.
+
+        With `extremes`, one is then made `LARGE` times larger, which not every network takes.
 
         Raises:
             ValueError: naming the first layer that sees a sample differently.
         """
         rows = (distinct * PLACES)[: max(2, len(distinct))]
         size = len(rows)
-        base = self._run(batch, rows, layouts)
+        base = self._run(batch, rows)
         for place in range(PLACES if self._capture.sharding is not None else size):
             place %= size
             company = list(rows)
             company[place] = rows[(place + 1) % size]
             stays = [i != place for i in range(size)]
-            self._compare(batch, rows, company, stays, layouts, base)
+            self._compare(batch, rows, stays, base, self._run(batch, company, stays))
+        if extremes:
+            place = size // 2
+            stays = [i != place for i in range(size)]
+            with suppress(ArithmeticError, LookupError, AssertionError, RuntimeError):
+                larger = self._run(batch.with_factor(rows[place], LARGE), rows, stays)
+                self._compare(batch, rows, stays, base, larger)
 
-    def check_batch(self, batch: Batch, layouts: Layouts, number: int) -> None:
+    def check_batch(self, batch: Batch, number: int, whole: bool) -> None:
         """About half of the samples are exchanged: which ones differs from check to check.
 
-        All samples take part in checks 0, 3, 6, ..., at most `PART` in the others.
+        All samples take part in a whole check, at most `PART` in others.
 
         Raises:
             ValueError: naming the first layer that sees a sample differently.
         """
         size = batch.size
-        if number % 3:
+        if not whole:
             size = min(size, max(2, min(PART, size // 2)))
         start = (number * PART) % (batch.size - size + 1)
         rows = list(range(start, start + size))
@@ -103,27 +125,32 @@ class Company:
         company = [
             r if stay else (r + step) % batch.size for r, stay in zip(rows, stays, strict=True)
         ]
-        self._compare(batch, rows, company, stays, layouts, self._run(batch, rows, layouts))
+        base = self._run(batch, rows)
+        self._compare(batch, rows, stays, base, self._run(batch, company, stays))
 
     def _run(
-        self, batch: Batch, rows: list[int], layouts: Layouts, stays: list[bool] | None = None
+        self, batch: Batch, rows: list[int], stays: list[bool] | None = None, seed: int | None = None
     ) -> Seen:
         scale = torch.ones(len(rows))
         if stays is not None:
             others = torch.tensor([4.0, -2.0, 0.25, -1.0]).repeat(len(rows) // 4 + 1)[: len(rows)]
             scale = torch.where(torch.tensor(stays), scale, others)
         scale = scale.to(self._capture.anchor.device)
-        return self._observer.run(batch.with_rows(rows), len(rows), layouts, scale)
+        return self._observer.run(batch.with_rows(rows), len(rows), self._layouts_of, scale, seed)
 
     def _compare(
-        self, batch: Batch, rows: list[int], company: list[int], stays: list[bool],
-        layouts: Layouts, base: Seen,
-    ) -> None:  # fmt: skip
+        self, batch: Batch, rows: list[int], stays: list[bool], base: Seen, beside: Seen
+    ) -> None:
+        """`base` is of these rows of the batch, `beside` of a run with others where none stays.
+
+        Where the two differ, the first run is repeated with errors of the size of rounding. What
+        changes as much by them, or by numbers that the network draws of its own, tells nothing.
+        """
         kept = torch.tensor(stays, device=self._capture.anchor.device)
-        differ = _different(base, self._run(batch, company, layouts, stays), kept)
+        differ = _different(base, beside, kept)
         if self._on_any_rank(bool(differ)):
-            again = _different(base, self._run(batch, rows, layouts), kept, 16)
-            differ = [key for key in differ if key not in again]  # random, or carried on
+            again = [self._run(batch, rows, seed=seed) for seed in range(REPEATS)]
+            differ = [key for key in differ if _is_larger(key, base, beside, again, kept)]
         self._refuse(differ[0] if differ else None)
 
     def _on_any_rank(self, flag: bool) -> bool:
@@ -134,7 +161,7 @@ class Company:
         dist.all_gather_object(flags, flag, group=sharding.everyone)
         return any(flags)
 
-    def _refuse(self, found: tuple[str, str, int] | None) -> None:
+    def _refuse(self, found: Key | None) -> None:
         """Raises ValueError on all ranks if one of them has found something."""
         sharding = self._capture.sharding
         everything = [found]
@@ -147,17 +174,26 @@ class Company:
                 raise ValueError(CAUSES[what].format(layer=layer or "the network"))
 
 
-def _different(
-    first: Seen, second: Seen, kept: Tensor, factor: float = 1
-) -> list[tuple[str, str, int]]:
-    """What differs for a sample that stayed, by more than a tolerance over a factor; in order."""
+def _different(first: Seen, second: Seen, kept: Tensor) -> list[Key]:
+    """What differs for a sample that stayed, by more than a tolerance; in order."""
     keys = [key for key in first.summaries if key in second.summaries]
-    keys = [k for k in keys if first.summaries[k].shape == second.summaries[k].shape]
     if not keys:
         return []
     flags = []
     for key in keys:
         one, other = first.summaries[key][kept], second.summaries[key][kept]
-        room = first.tolerances[key] / factor * torch.maximum(one[:, SIGNS:], other[:, SIGNS:])
+        room = first.tolerances[key] * torch.maximum(one[:, SIGNS:], other[:, SIGNS:])
         flags.append(((one - other).abs() > room).any())
     return [key for key, flag in zip(keys, torch.stack(flags).tolist(), strict=True) if flag]
+
+
+def _is_larger(key: Key, base: Seen, beside: Seen, again: list[Seen], kept: Tensor) -> bool:
+    """Whether some sample that stayed has changed more than in any of the repeated runs."""
+    one, other = base.summaries[key][kept], beside.summaries[key][kept]
+    room = base.tolerances[key] * torch.maximum(one[:, SIGNS:], other[:, SIGNS:])
+    for run in again:
+        if key not in run.summaries:
+            return False
+        change = (run.summaries[key][kept] - one).abs().amax(1, keepdim=True)
+        room = torch.maximum(room, ROUNDINGS * change)
+    return bool(((one - other).abs() > room).any())

@@ -77,7 +77,7 @@ def find_layout(
     Args:
         other: seen with `FEW` samples, of which the last is another one: where noise is added, two
             tensors of one shape have the same, and tell apart what two shapes cannot.
-        unsure: the kind of a flattened tensor in which nothing tells the samples apart.
+        unsure: the kind of a flattened tensor whose values do not tell; "": refuse it.
 
     Raises:
         ValueError: naming `what`, where two dimensions grew, one grew by something else than whole
@@ -124,7 +124,7 @@ def _flattened_order(
             sample_major = not changed[:length].any()
             time_major = not changed.unflatten(0, (length, FEW))[:, 0].any()
     if sample_major == time_major:
-        if sample_major and unsure:
+        if unsure:
             return Layout(unsure)
         why = "fits both orders" if sample_major else "fits neither order (samples are mixed)"
         raise ValueError(

@@ -6,7 +6,7 @@ signs, and its norm. Two samples of different values have different sums but for
 
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -41,12 +41,10 @@ class Seen:
         summaries: (layer, what, number of its call) -> [B, SIGNS + 1], in the order of the run;
             `what` is `"input"`, `"output"` (of the network) or `"gradient"`.
         tolerances: of the same.
-        outputs: of the network, the tensors in them.
     """
 
     summaries: dict[tuple[str, str, int], Tensor] = field(default_factory=dict)
     tolerances: dict[tuple[str, str, int], float] = field(default_factory=dict)
-    outputs: list[Tensor] = field(default_factory=list)
 
     def add(self, name: str, what: str, summary: Tensor, dtype: torch.dtype) -> None:
         number = 0
@@ -68,35 +66,38 @@ class Observer:
         self,
         arguments: Arguments,
         batch_size: int,
-        layouts: Sequence[Layout | None],
+        layouts_of: Callable[[list[Tensor]], Sequence[Layout | None]],
         scale: Tensor,
-        where: Sequence[Tensor] | None = None,
+        seed: int | None = None,
     ) -> Seen:
         """What is seen in a forward, and in a backward from random gradients of the outputs.
 
         Args:
-            layouts: of the network's output tensors; None: it has no samples, and no gradient.
+            layouts_of: the network's output tensors -> their layouts; None: it has no samples, and
+                is given no gradient.
             scale: [B], what each sample's gradients are multiplied by.
-            where: masks of the outputs; elsewhere gradients are zero.
+            seed: of errors that are put on the layers' outputs and their gradients, of the size of
+                rounding; None: none are.
         """
         seen = Seen()
+        rounding = None
+        if seed is not None:
+            rounding = torch.Generator(self._capture.anchor.device).manual_seed(seed)
         modules = self._capture.network.modules() if self._capture.sharding is None else ()
         with untouched(modules), torch.enable_grad():
             args, kwargs = arguments
             device = self._capture.anchor.device.type
-            with self._watched(seen, batch_size) as anchors:
-                outputs = seen.outputs = tensors_of(self._capture.network(*args, **kwargs))
+            with self._watched(seen, batch_size, rounding) as anchors:
+                outputs = tensors_of(self._capture.network(*args, **kwargs))
                 starts = []
-                for n, (y, layout) in enumerate(zip(outputs, layouts, strict=False)):
+                for output, layout in zip(outputs, layouts_of(outputs), strict=True):
                     if layout is None or layout.kind == "shared":
                         continue
-                    y = local(y)
+                    y = local(output)
                     seen.add("", "output", summary(y, layout, batch_size), y.dtype)
-                    if outputs[n].requires_grad and y.is_floating_point():
-                        gradient = self._gradient(outputs[n], y, layout, batch_size, scale)
-                        if where is not None:
-                            gradient = gradient * where[n]
-                        starts.append((outputs[n], gradient))
+                    if output.requires_grad and y.is_floating_point():
+                        gradient = self._gradient(output, y, layout, batch_size, scale)
+                        starts.append((output, gradient))
                 anchors.append(self._anchor(torch.float32, self._capture.anchor.device))
                 if starts:
                     sharding = self._capture.sharding
@@ -109,11 +110,12 @@ class Observer:
                         ys, gradients = zip(*starts, strict=True)
                         inputs = list({id(a): a for a in anchors}.values())
                         torch.autograd.grad(ys, inputs, gradients, allow_unused=True)
-        seen.outputs = [y.detach() for y in seen.outputs]
         return seen
 
     @contextmanager
-    def _watched(self, seen: Seen, batch_size: int) -> Iterator[list[Tensor]]:
+    def _watched(
+        self, seen: Seen, batch_size: int, rounding: torch.Generator | None
+    ) -> Iterator[list[Tensor]]:
         """Inside, every call of a captured layer is noted; what is yielded, all of them lead to.
 
         A zero that requires a gradient is added to each output, so that autograd comes to all
@@ -156,12 +158,14 @@ class Observer:
                     layout = Layout("dimension", 0)
                 anchor = self._anchor(y.dtype, y.device)
                 anchors.append(anchor)
-                y = y + anchor
+                y = _rounded(y, rounding) + anchor
                 if y.requires_grad:
 
-                    def arrived(gradient: Tensor) -> None:
+                    def arrived(gradient: Tensor) -> Tensor:
+                        gradient = _rounded(gradient, rounding)
                         values = summary(local(gradient), layout, batch_size)
                         seen.add(handle.name, "gradient", values, gradient.dtype)
+                        return gradient
 
                     y.register_hook(arrived)
                 return y
@@ -190,6 +194,15 @@ class Observer:
         if is_sharded(output):
             gradient = type(output).from_local(gradient, output.device_mesh, output.placements)
         return gradient
+
+
+def _rounded(x: Tensor, draw: torch.Generator | None) -> Tensor:
+    """x with errors of the size of its dtype's rounding."""
+    if draw is None or is_sharded(x):
+        return x
+    errors = torch.randn(x.shape, generator=draw, device=x.device, dtype=torch.float32)
+    errors *= torch.finfo(x.dtype).eps / 4
+    return (x * (1 + errors.to(torch.promote_types(x.dtype, torch.float32)))).to(x.dtype)
 
 
 @torch.no_grad()

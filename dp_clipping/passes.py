@@ -104,9 +104,8 @@ class Passes:
                 self.recover()
                 raise
         self.session = session
-        if check is not None and not session.is_empty:
-            layouts = self._establishment.layouts_of(output)
-            session.watched = Watched(output, layouts, check)
+        if check is not None:
+            session.watched = Watched(output, self._establishment.layouts_of(output), check)
             output = session.watched.outputs
         return given.without_rows(output) if session.is_empty else output
 

@@ -17,12 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dp_clipping.batch import tensors_of
 from dp_clipping.capture import Capture, tensors_in
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.handle import Handle, product_dtype
+from dp_clipping.layers.handle import Handle, LayoutUnknown, product_dtype
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layout import FEW, MORE, Layout, find_layout
 from dp_clipping.observation import expanded_input, expanded_output, untouched
 
+UNSURE = "unsure"
 NETWORK = "\0"  # no module has this name: the network's outputs
+
+OF_SOME_NUMBERS = ("bernoulli", "bernoulli_", "multinomial", "binary_cross_entropy", "poisson",
+                   "binomial")  # fmt: skip
 
 
 class Search:
@@ -32,8 +36,9 @@ class Search:
         self.capture = capture
         self._uses: dict[Parameter, int] = {}
         self._routing: set[str] = set()
+        self.checks_values = False  # a GPU may stop at numbers that are out of range
         self.output_layouts: dict[tuple[int, ...], list[Layout | None]] = {}
-        self.last_output_layouts: list[Layout | None] = []
+        self.last_outputs: tuple[int, ...] = ()
 
     def forget(self) -> None:
         """Forget where the samples are and how often parameters are used."""
@@ -81,10 +86,34 @@ class Search:
         layouts: list[Layout | None] = []
         for y in zip(few, more, other, strict=False):
             try:
-                layouts.append(find_layout(*y[:2], "an output", y[2], unsure="sample_major"))
+                layouts.append(find_layout(*y[:2], "an output", y[2], unsure=UNSURE))
             except ValueError:  # of the whole batch: nothing private may come of it
                 layouts.append(None)
-        self.output_layouts[tuple(y.dim() for y in few)] = self.last_output_layouts = layouts
+        self.output_layouts[tuple(y.dim() for y in few)] = layouts
+        self.last_outputs = tuple(y.dim() for y in few)
+
+    def layouts_of(self, outputs: list[Tensor]) -> list[Layout | None]:
+        """Of what the network has returned.
+
+        Raises:
+            LayoutUnknown: it has not returned such tensors in the search.
+        """
+        found = self.output_layouts.get(tuple(y.dim() for y in outputs))
+        if found is None:
+            raise LayoutUnknown("the end of the network")
+        return found
+
+    def guesses(self) -> Iterator[None]:
+        """Where the values of the last flattened outputs do not tell, the orders to be tried.
+
+        The one at which an iteration is left is the one that is known from then on.
+        """
+        layouts = self.output_layouts[self.last_outputs]
+        kinds = ("sample_major", "time_major")
+        for kind in kinds if Layout(UNSURE) in layouts else kinds[:1]:
+            guess = [Layout(kind) if y == Layout(UNSURE) else y for y in layouts]
+            self.output_layouts[self.last_outputs] = guess
+            yield
 
     def _learn(self, handle: Handle, few: "Call", more: "Call", other: "Call") -> None:
         name = handle.name or type(self.capture.network).__name__
@@ -155,16 +184,21 @@ class Search:
         ):  # fmt: skip
             outputs = tensors_of(self.capture.network(*args, **kwargs))
         self._routing = routing.operators
+        self.checks_values |= routing.checks_values
         calls[NETWORK] = [Call([], [_if_flattened(local(y), batch_size) for y in outputs], None)]
         return calls | {h.name: [] for h in self.capture.handles if h.name not in calls}
 
 
 class Routing(TorchDispatchMode):
-    """Notes operators whose output's shape or order depends on values, as a mixture's routing."""
+    """Notes operators whose output's shape or order depends on values, as a mixture's routing.
+
+    Also whether there are operators that make indices of numbers, or take some numbers only.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.operators: set[str] = set()
+        self.checks_values = False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         aten = torch.ops.aten
@@ -175,7 +209,11 @@ class Routing(TorchDispatchMode):
             found = by_shape or function.overloadpacket is aten.sort
         if found:
             self.operators.add(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket is aten._to_copy and args[0].is_floating_point():
+            self.checks_values |= not (result.is_floating_point() or result.is_complex())
+        self.checks_values |= function.overloadpacket.__name__ in OF_SOME_NUMBERS
+        return result
 
 
 @contextmanager
