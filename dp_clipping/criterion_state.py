@@ -84,11 +84,11 @@ def _content(value: Any) -> Callable[[], None]:
     if isinstance(value, nn.Parameter):
         return lambda: None
     if isinstance(value, Tensor):
-        kept = value.detach().clone()
+        kept, version = value.detach().clone(), value._version
 
-        def copy_back() -> None:
+        def copy_back() -> None:  # a step's backward may need it as it is
             with torch.no_grad():
-                if value.shape == kept.shape:
+                if value._version != version and value.shape == kept.shape:
                     value.copy_(kept)
 
         return copy_back

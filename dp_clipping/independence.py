@@ -121,15 +121,20 @@ class Company:
         rows = list(range(start, start + size))
         bit = (number // 2) % max(1, (size - 1).bit_length())
         stays = [(i >> bit) % 2 == number % 2 for i in range(size)]
-        step = 1 + number % max(1, batch.size - 1)
+        kept = [r for r, stay in zip(rows, stays, strict=True) if stay] or rows
         company = [
-            r if stay else (r + step) % batch.size for r, stay in zip(rows, stays, strict=True)
+            r if stay else kept[(i + number) // 2 % len(kept)]
+            for i, (r, stay) in enumerate(zip(rows, stays, strict=True))
         ]
         base = self._run(batch, rows)
         self._compare(batch, rows, stays, base, self._run(batch, company, stays))
 
     def _run(
-        self, batch: Batch, rows: list[int], stays: list[bool] | None = None, seed: int | None = None
+        self,
+        batch: Batch,
+        rows: list[int],
+        stays: list[bool] | None = None,
+        seed: int | None = None,
     ) -> Seen:
         scale = torch.ones(len(rows))
         if stays is not None:

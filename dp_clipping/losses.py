@@ -7,6 +7,7 @@ those that stayed, and their gradients, must be the same.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ OF_OUTPUTS = (
     "the loss of a sample depends on the outputs of other samples (a contrastive loss, a "
     f"normalisation over the batch): {REMEDY}"
 )
+REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError)
 
 
 class Watched:
@@ -56,7 +58,7 @@ class Watched:
         size = len(losses)
         base = self._gradients(losses, torch.ones_like(losses))
         for (y, layout), gradient in zip(self._pairs, base, strict=True):
-            if layout is None and gradient is not None:
+            if _is_of_all(layout) and gradient is not None:
                 raise ValueError(
                     f"the loss uses an output of the network of shape {tuple(y.shape)} in which no "
                     f"dimension counts the samples (a term of the whole batch): {REMEDY}; return "
@@ -76,18 +78,32 @@ class Watched:
         )
         summaries = []
         for gradient, (_, layout) in zip(found, self._pairs, strict=True):
-            if layout is None or layout.kind == "shared":
+            if _is_of_all(layout):
                 summaries.append((gradient, 1.0) if bool((gradient != 0).any()) else None)
             else:
                 summaries.append(summarised(gradient, layout, len(losses)))
         return summaries
 
 
+def _is_of_all(layout: Layout | None) -> bool:
+    return layout is None or layout.kind == "shared"
+
+
 def halves(size: int, number: int) -> list[list[bool]]:
-    """Which samples stay: in the first check so that each two are parted, then one half."""
+    """Which samples stay: in the first check so that each two are parted, then a half or the other."""
     bits = range(max(1, (size - 1).bit_length()))
-    every = [[(i >> bit) % 2 == side for i in range(size)] for bit in bits for side in (0, 1)]
-    return every if number == 0 else [every[number % len(every)]]
+    every = [[[(i >> bit) % 2 == side for i in range(size)] for side in (0, 1)] for bit in bits]
+    return sum(every, []) if number == 0 else every[number % len(every)]
+
+
+def company(stays: list[bool], number: int) -> list[int]:
+    """Which sample stands in each place: those that stay, and copies of one of them.
+
+    What was extreme in the batch is gone in one of two halves.
+    """
+    kept = [i for i, stay in enumerate(stays) if stay]
+    source = kept[-1 - number % len(kept)]
+    return [i if stay else source for i, stay in enumerate(stays)]
 
 
 def summarised(x: Tensor, layout: Layout, size: int) -> tuple[Tensor, float]:
@@ -101,8 +117,6 @@ def same(first: Sequence[Any], second: Sequence[Any], kept: Tensor) -> bool:
         if one is None or other is None:
             continue
         (a, tolerance), (b, _) = one, other
-        if len(a) != len(kept):
-            continue
         room = tolerance * torch.maximum(a[kept, SIGNS:], b[kept, SIGNS:])
         flags.append(((a[kept] - b[kept]).abs() > room).any())
     return not flags or not bool(torch.stack(flags).any())
@@ -135,8 +149,9 @@ class Exchange:
         self._flat = None if shape is None else shape[0] * shape[1]
         self._batch_first = batch_first
         if shape is None:
-            flat = [x.shape[0] for x in self._tensors if x.requires_grad and x.dim()]
-            self._flat = next((n for n in flat if n != size and n % size == 0), None)
+            graded = [x for x in self._tensors if x.requires_grad and size not in x.shape]
+            flat = [x.shape[0] for x in graded if x.dim() and x.shape[0] % size == 0]
+            self._flat = next(iter(flat), None)
         places = {n: self._candidates(x) for n, x in enumerate(self._tensors)}
         ragged = any(
             x.dim() and not places[n] and not x.is_floating_point()
@@ -153,10 +168,9 @@ class Exchange:
         with self._state.kept():
             base = self._run({})
         first = {n: found[0] for n, found in self._places.items()}
-        for stays in halves(self._size, number)[:2]:
-            step = 1 + number % max(1, self._size - 1)
-            rows = [i if stay else (i + step) % self._size for i, stay in enumerate(stays)]
-            if not self._agrees(base, first, rows):
+        for which, stays in enumerate(halves(self._size, number)):
+            rows = company(stays, number + which)
+            if self._agrees(base, first, rows) is not True:
                 self._find(base, first, rows)
         self._check_carried(first)
 
@@ -166,13 +180,12 @@ class Exchange:
             return  # it draws numbers of its own: nothing can be told
         chosen = {}
         for n, layouts in self._places.items():
-            for layout in layouts:
-                if self._agrees(base, {n: layout}, rows):
-                    chosen[n] = layout
-                    break
-            else:
+            found = {layout: self._agrees(base, {n: layout}, rows) for layout in layouts}
+            fits = [layout for layout, agrees in found.items() if agrees]
+            if not fits and False in found.values():
                 self._refuse(n)
-        if chosen == first or not self._agrees(base, chosen, rows):
+            chosen.update((n, layout) for layout in fits[:1])
+        if chosen and self._agrees(base, chosen, rows) is False:
             self._refuse(min(chosen))
 
     def _refuse(self, n: int) -> None:
@@ -192,7 +205,8 @@ class Exchange:
         runs = []
         for before in ({}, places, {}):
             with self._state.kept():
-                self._run(before, half)
+                with suppress(*REFUSALS):
+                    self._run(before, half)
                 runs.append(self._run({}))
         everyone = torch.ones(self._size, dtype=torch.bool, device=self._tensors[0].device)
         carries = not _agree(runs[0], runs[1], {}, everyone)
@@ -203,10 +217,14 @@ class Exchange:
                 "use a criterion without such a state"
             )
 
-    def _agrees(self, base: dict, places: dict[int, Layout], rows: list[int]) -> bool:
+    def _agrees(self, base: dict, places: dict[int, Layout], rows: list[int]) -> bool | None:
+        """None: the criterion does not take such samples together, so it tells nothing."""
         kept = torch.tensor([i == row for i, row in enumerate(rows)])
         with self._state.kept():
-            found = self._run(places, rows)
+            try:
+                found = self._run(places, rows)
+            except REFUSALS:
+                return None
         return _agree(base, found, places, kept.to(self._tensors[0].device))
 
     def _candidates(self, x: Tensor) -> list[Layout]:

@@ -236,15 +236,11 @@ def expanded_input(
     return None
 
 
-def expanded_output(
-    handle: Handle, layouts: Sequence[Layout], output: Any, batch_size: int
-) -> Any:
+def expanded_output(handle: Handle, layouts: Sequence[Layout], output: Any, batch_size: int) -> Any:
     """As what a module under vmap returns: shared outputs get the batch's dimension."""
     if handle.kind != "vectorized" or not any(x.kind == "shared" for x in layouts):
         return output
-    return tree_map(
-        lambda y: expand_shared(y, batch_size) if isinstance(y, Tensor) else y, output
-    )
+    return tree_map(lambda y: expand_shared(y, batch_size) if isinstance(y, Tensor) else y, output)
 
 
 @contextmanager
