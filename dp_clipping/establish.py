@@ -109,7 +109,7 @@ class Establishment:
             return self._check(batch)
 
     def _check(self, batch: Batch) -> int | None:
-        """The number of the check; None: there was nothing to see, a sample alone has no company."""
+        """The number of the check; None: a sample alone has no company."""
         if self._sharding is None and batch.size < FEW:
             return None
         with same_buffers(self._network):

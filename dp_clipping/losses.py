@@ -1,9 +1,9 @@
 """Losses that depend on other samples than their own, found by exchanging those.
 
 Two looks at one batch. In the graph of the step, from the losses to the network's outputs: the
-derivative of other samples' losses for a sample's outputs is zero, whatever the code in between. And
-the criterion is called again with other samples in some places of all its arguments: the losses of
-those that stayed, and their gradients, must be the same.
+derivative of other samples' losses for a sample's outputs is zero, whatever the code in between.
+And the criterion is called again with other samples in some places of all its arguments: the losses
+of those that stayed, and their gradients, must be the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -90,10 +90,10 @@ def _is_of_all(layout: Layout | None) -> bool:
 
 
 def halves(size: int, number: int) -> list[list[bool]]:
-    """Which samples stay: in the first check so that each two are parted, then a half or the other."""
+    """Which samples stay: in the first check so that each two are parted, later in one way."""
     bits = range(max(1, (size - 1).bit_length()))
-    every = [[[(i >> bit) % 2 == side for i in range(size)] for side in (0, 1)] for bit in bits]
-    return sum(every, []) if number == 0 else every[number % len(every)]
+    pairs = [[[(i >> bit) % 2 == side for i in range(size)] for side in (0, 1)] for bit in bits]
+    return [half for pair in pairs for half in pair] if number == 0 else pairs[number % len(pairs)]
 
 
 def company(stays: list[bool], number: int) -> list[int]:
@@ -194,9 +194,9 @@ class Exchange:
         name = self._names[n]
         argument = f"argument {name}" if isinstance(name, int) else f"argument {name!r}"
         raise ValueError(
-            f"the loss of a sample depends on what {argument} of the criterion has of other samples "
-            f"(class weights or a count of the whole batch, for example): {REMEDY}; compute such "
-            "numbers from public data, once"
+            f"the loss of a sample depends on what {argument} of the criterion has of other "
+            f"samples (class weights or a count of the whole batch, for example): {REMEDY}; compute "
+            "such numbers from public data, once"
         )
 
     def _check_carried(self, places: dict[int, Layout]) -> None:

@@ -21,11 +21,12 @@ from dp_clipping.capture import Capture, tensors_in
 from dp_clipping.layers.handle import Handle, expand_shared
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layout import Layout
+from dp_clipping.session import drop_what_was_ready
 from dp_clipping.sharded import is_sharded
 
 SIGNS = 4
-# Relative to the norm of what a sample has in the tensor. Two runs have the same shapes, so the same
-# kernels; what remains is the order in which a GPU's atomic operations add.
+# Relative to the norm of what a sample has in the tensor. Two runs have the same shapes, so mostly
+# the same kernels; what remains is the order in which a GPU's atomic operations add.
 TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 1e-2}
 TOLERANCE = 1e-4
 SIMPLE = (bool, int, float, str, type(None), torch.Generator)
@@ -109,7 +110,11 @@ class Observer:
                         self._is_backward = True
                         ys, gradients = zip(*starts, strict=True)
                         inputs = list({id(a): a for a in anchors}.values())
-                        torch.autograd.grad(ys, inputs, gradients, allow_unused=True)
+                        try:
+                            torch.autograd.grad(ys, inputs, gradients, allow_unused=True)
+                        except BaseException:
+                            drop_what_was_ready()
+                            raise
         return seen
 
     @contextmanager

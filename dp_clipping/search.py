@@ -52,7 +52,7 @@ class Search:
     def establish(
         self, few: tuple[tuple, dict], more: tuple[tuple, dict], other: tuple[tuple, dict]
     ) -> None:
-        """Find every layer's layouts, and the outputs', from the arguments of batches: see `layout`.
+        """Find the layouts of layers and outputs from the arguments of three batches: see `layout`.
 
         `more` has one sample more than `few`, and `other` has it in the place of the last one.
 

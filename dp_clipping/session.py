@@ -210,7 +210,7 @@ class Session:
                     retain_graph=retain_graph, allow_unused=True,
                 )  # fmt: skip
             except BaseException:
-                _drop_what_was_ready()
+                drop_what_was_ready()
                 raise
         self._in_backward = False
         parameters += leaves
@@ -347,7 +347,7 @@ class Session:
         return record_function(f"{what}/{'+'.join(self.capture.names[p] for p in parameters)}")
 
 
-def _drop_what_was_ready() -> None:
+def drop_what_was_ready() -> None:
     """After a backward that failed in this thread: what was next in it keeps its activations alive
     until another backward comes by."""
     with torch.enable_grad():
