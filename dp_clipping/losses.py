@@ -195,8 +195,8 @@ class Exchange:
         argument = f"argument {name}" if isinstance(name, int) else f"argument {name!r}"
         raise ValueError(
             f"the loss of a sample depends on what {argument} of the criterion has of other "
-            f"samples (class weights or a count of the whole batch, for example): {REMEDY}; compute "
-            "such numbers from public data, once"
+            f"samples (class weights or a count of the whole batch, for example): {REMEDY}; "
+            "compute such numbers from public data, once"
         )
 
     def _check_carried(self, places: dict[int, Layout]) -> None:
