@@ -21,14 +21,15 @@ class State:
         self._holders = list(_holders(criterion))
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Afterwards all of it is as before."""
-        undo = [_restoring(holder) for holder in self._holders]
+    def kept(self) -> Iterator[Callable[[], bool]]:
+        """Afterwards all of it is as before. Yields what tells whether it has changed inside."""
+        records = [record for holder in self._holders for record in _records(holder)]
         try:
-            yield
+            yield lambda: any(record.has_changed() for record in records)
         finally:
-            for put_back in reversed(undo):
-                put_back()
+            for record in reversed(records):
+                if record.has_changed():
+                    record.put_back()
 
 
 def _holders(found: Any) -> Iterator[dict | CellType]:
@@ -45,7 +46,6 @@ def _holders(found: Any) -> Iterator[dict | CellType]:
     elif isinstance(found, nn.Module):
         for module in found.modules():
             yield vars(module)
-            yield module._buffers
     elif not isinstance(found, Tensor | type) and hasattr(found, "__dict__"):
         yield vars(found)
         for value in vars(found).values():
@@ -53,54 +53,87 @@ def _holders(found: Any) -> Iterator[dict | CellType]:
                 yield from _holders(value)
 
 
-def _restoring(holder: dict | CellType) -> Callable[[], None]:
+class Attributes:
+    """A dictionary of attributes: what its keys stand for."""
+
+    def __init__(self, attributes: dict):
+        self._attributes, self._before = attributes, dict(attributes)
+
+    def has_changed(self) -> bool:
+        now, before = self._attributes, self._before
+        return now.keys() != before.keys() or any(now[k] is not before[k] for k in before)
+
+    def put_back(self) -> None:
+        self._attributes.clear()
+        self._attributes.update(self._before)
+
+
+class Cell:
+    """What a variable of an enclosing function stands for."""
+
+    def __init__(self, cell: CellType):
+        self._cell, self._before = cell, cell.cell_contents
+
+    def has_changed(self) -> bool:
+        return self._cell.cell_contents is not self._before
+
+    def put_back(self) -> None:
+        self._cell.cell_contents = self._before
+
+
+class Values:
+    """A tensor's. They are written only if they have changed: a backward may need them as saved."""
+
+    def __init__(self, tensor: Tensor):
+        self._tensor, self._version = tensor, tensor._version
+        self._before = tensor.detach().clone()
+
+    def has_changed(self) -> bool:
+        return self._tensor._version != self._version
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            if self._tensor.shape == self._before.shape:
+                self._tensor.copy_(self._before)
+
+
+class Content:
+    """What a list, dictionary, set or queue contains."""
+
+    def __init__(self, container: Any):
+        self._container, self._before = container, copy.copy(container)
+
+    def _identities(self, container: Any) -> list[int]:
+        values = [*container, *container.values()] if isinstance(container, dict) else container
+        return [id(x) for x in values]
+
+    def has_changed(self) -> bool:
+        return self._identities(self._container) != self._identities(self._before)
+
+    def put_back(self) -> None:
+        self._container.clear()
+        keyed = isinstance(self._container, dict | set)
+        (self._container.update if keyed else self._container.extend)(self._before)
+
+
+def _records(holder: dict | CellType) -> Iterator[Any]:
     if isinstance(holder, CellType):
         try:
-            value = holder.cell_contents
+            values = [holder.cell_contents]
         except ValueError:  # empty
-            return lambda: None
-        inner = _content(value)
-
-        def put_back() -> None:
-            holder.cell_contents = value
-            inner()
-
-        return put_back
-    before = dict(holder)
-    contents = [_content(value) for value in before.values()]
-
-    def put_all_back() -> None:
-        if isinstance(holder, dict):
-            holder.clear()
-            holder.update(before)
-        for one in contents:
-            one()
-
-    return put_all_back
+            return
+        yield Cell(holder)
+    else:
+        values = list(holder.values())
+        yield Attributes(holder)
+    for value in values:
+        yield from _contents(value)
 
 
-def _content(value: Any) -> Callable[[], None]:
-    """What puts back the content of a value that may change in place."""
-    if isinstance(value, nn.Parameter):
-        return lambda: None
-    if isinstance(value, Tensor):
-        kept, version = value.detach().clone(), value._version
-
-        def copy_back() -> None:  # a step's backward may need it as it is
-            with torch.no_grad():
-                if value._version != version and value.shape == kept.shape:
-                    value.copy_(kept)
-
-        return copy_back
-    if isinstance(value, CONTAINERS):
-        kept = copy.copy(value)
-        inner = [_content(x) for x in (kept.values() if isinstance(kept, dict) else kept)]
-
-        def fill() -> None:
-            value.clear()
-            (value.update if isinstance(value, dict | set) else value.extend)(kept)
-            for one in inner:
-                one()
-
-        return fill
-    return lambda: None
+def _contents(value: Any) -> Iterator[Any]:
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        yield Values(value)
+    elif isinstance(value, CONTAINERS):
+        yield Content(value)
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _contents(inner)

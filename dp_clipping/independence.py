@@ -62,9 +62,9 @@ class Schedule:
     def next_check(self, size: int) -> tuple[int, bool]:
         """Number of the check, from 0, and whether all samples of the batch take part in it.
 
-        They do in every third, and if no batch as large has been checked.
+        They do in every fourth, and if no batch as large has been checked.
         """
-        number, is_whole = self.checks, self.checks % 3 == 0 or size > self._largest
+        number, is_whole = self.checks, self.checks % 4 == 0 or size > self._largest
         self.checks += 1
         if is_whole:
             self._largest = max(self._largest, size)

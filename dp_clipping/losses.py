@@ -64,7 +64,8 @@ class Watched:
                     f"dimension counts the samples (a term of the whole batch): {REMEDY}; return "
                     "one value a sample"
                 )
-        for stays in halves(size, self.number):
+        patterns = halves(size, self.number)
+        for stays in patterns if self.number == 0 else patterns[:1]:
             kept = torch.tensor(stays, device=losses.device)
             weights = torch.where(kept, 1.0, -3.0).to(losses.dtype)
             if not same(base, self._gradients(losses, weights), kept):
@@ -165,14 +166,16 @@ class Exchange:
 
     def check(self, number: int) -> None:
         """Raises ValueError if a sample's loss depends on others, or on batches before this one."""
-        with self._state.kept():
+        with self._state.kept() as changes:
             base = self._run({})
+            is_stateful = changes()
         first = {n: found[0] for n, found in self._places.items()}
         for which, stays in enumerate(halves(self._size, number)):
             rows = company(stays, number + which)
             if self._agrees(base, first, rows) is not True:
                 self._find(base, first, rows)
-        self._check_carried(first)
+        if is_stateful:
+            self._check_carried(first)
 
     def _find(self, base: dict, first: dict[int, Layout], rows: list[int]) -> None:
         """Which argument it is; its samples may also lie otherwise than was tried first."""

@@ -323,7 +323,7 @@ ACROSS = {
     "others' targets": (lambda c, o, t: (o - t.roll(1, 0)).square().sum(1), OF_OTHERS),
     "class weights": (class_weights, OF_OTHERS),
     "a count": (lambda c, o, t: plain(c, o, t) / (1 + (t > 0).sum()), OF_OTHERS),
-    "the largest, detached": (lambda c, o, t: plain(c, o, t) / plain(c, o, t).max().detach(), ""),
+    "the largest": (lambda c, o, t: plain(c, o, t) / plain(c, o, t).detach().max(), OF_OTHERS),
     "a running mean": (running_mean, "carries something of one batch"),
     "a queue": (queue, "carries something of one batch"),
     "its own": (plain, None),
