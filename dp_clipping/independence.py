@@ -116,7 +116,7 @@ class Company:
         """
         size = batch.size
         if not whole:
-            size = min(size, max(2, min(PART, size // 2)))
+            size = min(size, max(2, min(PART, size // 4)))
         start = (number * PART) % (batch.size - size + 1)
         rows = list(range(start, start + size))
         bit = (number // 2) % max(1, (size - 1).bit_length())

@@ -29,7 +29,7 @@ SIGNS = 4
 # the same kernels; what remains is the order in which a GPU's atomic operations add.
 TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 1e-2}
 TOLERANCE = 1e-4
-SIMPLE = (bool, int, float, str, type(None), torch.Generator)
+SIMPLE = {bool, int, float, str, type(None), torch.Generator}
 
 Arguments = tuple[tuple, dict]
 
@@ -212,17 +212,17 @@ def _rounded(x: Tensor, draw: torch.Generator | None) -> Tensor:
 
 @torch.no_grad()
 def summary(x: Tensor, layout: Layout, batch_size: int) -> Tensor:
-    """[B, SIGNS + 1]; NaN and infinite values are zeros: a bad sample is not a mixing network."""
+    """[B, SIGNS + 1]; what is not finite is zero: a bad sample is not a mixing network."""
     x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
     rows = layout.batch_first(x, batch_size)
     rows = rows.reshape(batch_size, -1, rows.shape[-1] if rows.dim() > 1 else 1)
-    rows = rows.to(torch.promote_types(rows.dtype, torch.float32)).nan_to_num(0, 0, 0)
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     if not rows.numel():
         return rows.new_zeros(batch_size, SIGNS + 1, dtype=torch.float64)
     sums = rows @ _signs(rows.shape[2], 0, rows.dtype, rows.device)
     sums = (sums * _signs(rows.shape[1], 1, rows.dtype, rows.device)).sum(1)
     norms = torch.linalg.vector_norm(rows.flatten(1), dim=1, keepdim=True)
-    return torch.cat((sums, norms), 1).double()
+    return torch.cat((sums, norms), 1).double().nan_to_num(0, 0, 0)
 
 
 @lru_cache(maxsize=256)
@@ -282,4 +282,4 @@ def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _simple(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in attributes.items() if isinstance(value, SIMPLE)}
+    return {key: value for key, value in attributes.items() if type(value) in SIMPLE}
