@@ -113,10 +113,12 @@ class Establishment:
         if self._sharding is None and batch.size < FEW:
             return None
         with same_buffers(self._network):
-            if not self._schedule.settled:
+            places = not self._schedule.settled
+            if places:
                 self._check_places(batch)
             number, is_whole = self._schedule.next_check(batch.size)
-            self._company.check_batch(batch, number, is_whole)
+            if self._sharding is not None or not places or batch.size > PLACES:
+                self._company.check_batch(batch, number, is_whole)
         return number if batch.size >= FEW else None
 
     def _check_places(self, batch: Batch) -> None:

@@ -21,10 +21,11 @@ from dp_clipping.capture import Capture
 from dp_clipping.layout import Layout
 from dp_clipping.observation import SIGNS, Observer, Seen
 
+RANDOM = 100  # tolerances: what changes more in a repeated run is no rounding
 PLACES = 3  # samples of the first batch, each exchanged in turn
 PART = 8  # samples of a check in between
 LARGE = 1024.0
-REPEATS, ROUNDINGS = 3, 4.0  # of a run with errors; a change is one if it is so many times larger
+REPEATS, ROUNDINGS = 5, 4.0  # of a run with errors; a change is one if it is so many times larger
 CAUSES = {
     "input": "what {layer} sees of a sample depends on the other samples of the batch (a mean over "
     "the batch, for example), so the sample has no gradient of its own; use statistics of the "
@@ -62,9 +63,9 @@ class Schedule:
     def next_check(self, size: int) -> tuple[int, bool]:
         """Number of the check, from 0, and whether all samples of the batch take part in it.
 
-        They do in every fourth, and if no batch as large has been checked.
+        They do if no batch as large has been checked.
         """
-        number, is_whole = self.checks, self.checks % 4 == 0 or size > self._largest
+        number, is_whole = self.checks, size > self._largest
         self.checks += 1
         if is_whole:
             self._largest = max(self._largest, size)
@@ -195,10 +196,12 @@ def _different(first: Seen, second: Seen, kept: Tensor) -> list[Key]:
 def _is_larger(key: Key, base: Seen, beside: Seen, again: list[Seen], kept: Tensor) -> bool:
     """Whether some sample that stayed has changed more than in any of the repeated runs."""
     one, other = base.summaries[key][kept], beside.summaries[key][kept]
-    room = base.tolerances[key] * torch.maximum(one[:, SIGNS:], other[:, SIGNS:])
+    tolerance = base.tolerances[key]
+    room = tolerance * torch.maximum(one[:, SIGNS:], other[:, SIGNS:])
     for run in again:
         if key not in run.summaries:
             return False
         change = (run.summaries[key][kept] - one).abs().amax(1, keepdim=True)
-        room = torch.maximum(room, ROUNDINGS * change)
+        is_random = change > RANDOM * tolerance * one[:, SIGNS:]
+        room = torch.maximum(room, ROUNDINGS * change).where(~is_random, torch.inf)
     return bool(((one - other).abs() > room).any())
