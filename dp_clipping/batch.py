@@ -1,11 +1,48 @@
 """The samples in a forward's arguments: how many there are, and arguments with others of them."""
 
-from collections.abc import Callable
+import copy
+import dataclasses
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
+
+LOOKED_AT = 32
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """A copy of the tree with every tensor changed; also in dataclasses and unknown mappings."""
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return change(x)
+        if isinstance(x, MutableMapping):
+            made = copy.copy(x)
+            for key, value in x.items():
+                made[key] = map_tensors(change, value)
+            return made
+        if dataclasses.is_dataclass(x) and not isinstance(x, type):
+            made = copy.copy(x)
+            for name, value in vars(x).items():
+                object.__setattr__(made, name, map_tensors(change, value))
+            return made
+        return x
+
+    return tree_map(leaf, tree)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Every tensor in the tree, in the order of `map_tensors`."""
+    found: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    map_tensors(note, tree)
+    return found
 
 
 class Batch:
@@ -49,12 +86,45 @@ class Batch:
 
     def with_samples(self, count: int) -> tuple[tuple, dict]:
         """Arguments with that many samples, the first ones, repeated where there are fewer."""
-        index = torch.arange(count) % self.size
+        return self.with_rows([i % self.size for i in range(count)])
+
+    def with_rows(self, rows: Sequence[int]) -> tuple[tuple, dict]:
+        """Arguments whose sample i is this batch's sample rows[i]."""
+        index = torch.tensor(rows, dtype=torch.long)
         return self._map(lambda x, dim: x.index_select(dim, index.to(x.device)))
 
-    def with_rows(self, rows: list[int]) -> tuple[tuple, dict]:
-        """Arguments with these samples."""
-        return self._map(lambda x, d: x.index_select(d, torch.tensor(rows, device=x.device)))
+    def with_factor(self, row: int, factor: float) -> "Batch":
+        """A batch in which one sample's floating-point numbers are larger."""
+
+        def larger(x: Tensor, dim: int) -> Tensor:
+            if not x.is_floating_point():
+                return x
+            factors = torch.ones(self.size, dtype=x.dtype, device=x.device)
+            factors[row] = factor
+            return x * factors.view(-1, *[1] * (x.dim() - 1 - dim))
+
+        return Batch(*self._map(larger), self._batch_first)
+
+    def distinct(self, count: int) -> list[int]:
+        """The first so many samples that differ from each other, or as many as there are.
+
+        Looks at the first `LOOKED_AT` samples only; on a GPU the host waits.
+        """
+        rows: list[list[Tensor]] = []
+
+        def note(x: Tensor, dim: int) -> Tensor:
+            first = x.detach().movedim(dim, 0)[:LOOKED_AT]
+            rows.append([row.nan_to_num() if row.is_floating_point() else row for row in first])
+            return x
+
+        self._map(note)
+        found: list[int] = []
+        for i in range(min(self.size, LOOKED_AT)):
+            if len(found) < count and not any(
+                all(torch.equal(x[i], x[j]) for x in rows) for j in found
+            ):
+                found.append(i)
+        return found
 
     def first_sample(self) -> tuple[tuple, dict]:
         """A view of the first sample."""

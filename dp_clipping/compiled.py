@@ -157,8 +157,8 @@ class Forecaster:
         self, calls: dict[str, list[Call]]
     ) -> Iterator[tuple[Parameter, Use, torch.dtype]]:
         handles = {handle.name: handle for handle in self._capture.handles}
-        for name, own in calls.items():
-            handle = handles[name]
+        for name, handle in handles.items():
+            own = calls[name]
             is_linear = handle.kind in ("linear", "conv1d") and "weight" in handle.trainable
             if not is_linear or handle.always_dense or len(own) != 1:
                 continue

@@ -1,13 +1,14 @@
 """The loss of a batch as one loss a sample, and a `backward` that clips."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dp_clipping.carried import Carried
-from dp_clipping.independence import check_losses
+from dp_clipping.losses import Exchange
 from dp_clipping.model import PrivateModel
 
 REDUCTIONS = ("mean", "sum")
@@ -133,7 +134,8 @@ class PrivateCriterion:
     the sum.
 
     Raises:
-        ValueError: if the losses are not one a sample: already reduced, or of another batch.
+        ValueError: if the losses are not one a sample: already reduced, or of another batch; or if
+            one depends on other samples (see `losses`), in batches 1, 2, 4, 8, ...
     """
 
     def __init__(self, model: PrivateModel, criterion: Callable[..., Tensor], reduction: str):
@@ -145,7 +147,6 @@ class PrivateCriterion:
             )
         self.model, self.criterion, self.loss_reduction = model, criterion, reduction
         self._carried = Carried(criterion, self._again, batch_first=True)
-        self._is_checked = False
 
     def __call__(
         self, *args: Any, shape: tuple[int, ...] | None = None, **kwargs: Any
@@ -169,22 +170,14 @@ class PrivateCriterion:
                 "nn.CrossEntropyLoss() or partial(F.cross_entropy, reduction='none'), and for "
                 "flattened targets pass shape=outputs.shape, as it is before flattening"
             )
-        if not self._is_checked and expected > 1:
-            self._check(*args, shape=shape, **kwargs)
+        if session.watched is not None:
+            session.watched.check_graph(losses)
+            call = partial(self._per_sample, shape=shape)
+            exchange = Exchange(
+                call, self._carried.state, args, kwargs, expected, shape, self.model.batch_first
+            )
+            exchange.check(session.watched.number)
         return PrivateLoss(self.model, session, losses, self.loss_reduction)
-
-    def _check(self, *args: Any, **kwargs: Any) -> None:
-        """On outputs cut off from the network: FSDP would take a look at them for a backward."""
-        outputs = args[0] if args else kwargs.get("input")
-        if isinstance(outputs, Tensor) and outputs.requires_grad:
-            outputs = outputs.detach().requires_grad_()
-            if args:
-                args = (outputs, *args[1:])
-            else:
-                kwargs["input"] = outputs
-            losses = self._per_sample(*args, **kwargs)
-            check_losses(losses, outputs, self.model.batch_first)
-        self._is_checked = True
 
     def _per_sample(self, *args: Any, shape: tuple[int, ...] | None, **kwargs: Any) -> Tensor:
         losses = self._unreduced(*args, **kwargs)

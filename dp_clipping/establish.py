@@ -1,9 +1,11 @@
 """Before a step: where the samples are is known, on one rank or, of a sharded model, on all.
 
-`search` finds it with two forwards; this decides when to look, and with whose samples. All ranks of
-a sharded model run the same forwards, whatever their own batches: they gather parameters together.
+`search` finds it with three forwards and `independence` looks whether samples see each other; this
+decides when to look, and with whose samples. All ranks of a sharded model run the same forwards,
+whatever their own batches: they gather parameters together.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from dp_clipping.batch import Batch
+from dp_clipping.batch import Batch, tensors_of
 from dp_clipping.capture import Capture, tensors_in
 from dp_clipping.carried import Carried, kept
 from dp_clipping.compiled import Forecast, Forecaster
-from dp_clipping.independence import check_network
-from dp_clipping.layout import FEW, MORE
+from dp_clipping.independence import PLACES, Company, Schedule
+from dp_clipping.layers.handle import LayoutUnknown
+from dp_clipping.layout import FEW, Layout
 from dp_clipping.search import Search, without_dropout
 from dp_clipping.session import drop_what_was_ready
 from dp_clipping.sharded import Sharding
@@ -37,27 +40,40 @@ class Establishment:
             network, self._forward_and_backward, batch_first, is_sharded=sharding is not None
         )
         self._search = Search(capture)
+        self._company = Company(capture, self._search.layouts_of)
+        self._schedule = Schedule()
         self._forecaster = Forecaster(self._search)
         self._is_known = self._is_provisional = False
 
-    def ensure(self, batch: Batch) -> None:
+    def ensure(self, batch: Batch) -> int | None:
         """Look, unless it is known. With a sharding all ranks call it together.
 
+        Returns:
+            The number of the check, if this batch has been looked at for samples that see each
+            other: its losses are to be looked at too.
+
         Raises:
-            ValueError: naming the layer whose samples cannot be found, or a module that mixes them.
+            ValueError: naming the layer whose samples cannot be found, or that sees one differently
+                beside other samples.
         """
-        if self._sharding is not None:
+        alone = self._sharding is None
+        is_due = self._schedule.next_is_due(batch.size, alone)
+        if not alone:
             self._ensure_together(batch)
         elif not self._is_known or (batch.size >= FEW and self._is_provisional):
             self.look(batch)
+        if is_due or (alone and not self._schedule.settled and batch.size >= PLACES):
+            return self._check_again_if_unknown(batch)
+        return None
 
     def look(self, batch: Batch) -> None:
-        """Look, on this rank."""
-        self._look(batch.with_samples(FEW), batch.with_samples(MORE), batch.size)
+        """Look where the samples are, on this rank."""
+        self._look(self._arguments(batch), batch.size)
 
     def forget(self) -> None:
         """The way in which layers are called has changed: look at the next batch."""
         self._is_known = False
+        self._schedule = Schedule()
         self._search.forget()
         self._forecaster.forget()
         self._capture.plans.clear()
@@ -66,16 +82,78 @@ class Establishment:
         """What linear layers will be given, where compiled code must know it beforehand."""
         return self._forecaster.of(batch.first_sample(), batch.with_samples)
 
-    def _look(self, few: tuple, more: tuple, size: int) -> None:
-        """From the arguments of two forwards, made of a batch of so many samples."""
+    def layouts_of(self, outputs: Any) -> list[Layout | None]:
+        """Of the tensors in what the network has returned; None: it has no samples."""
+        return self._search.layouts_of(tensors_of(outputs))
+
+    def _arguments(self, batch: Batch) -> list[tuple]:
+        """Of three forwards: see `Search.establish`."""
+        rows = batch.distinct(PLACES)
+        rows = rows + [i % batch.size for i in range(PLACES) if i % batch.size not in rows]
+        rows = (rows * PLACES)[:PLACES]
+        return [batch.with_rows(r) for r in (rows[:FEW], rows, [rows[0], rows[-1]])]
+
+    def _look(self, arguments: list[tuple], size: int) -> None:
+        """From the arguments of forwards, made of a batch of so many samples."""
         if self._is_provisional or size < FEW:
             self._search.forget()
             self._forecaster.forget()
-        with kept(self.carried.state, lambda: self.carried.refuse(few)):
-            self._search.establish(few, more)
-            if size >= FEW:
-                check_network(self._capture, few, more)
+        with kept(self.carried.state, lambda: self.carried.refuse(arguments[0])):
+            self._search.establish(*arguments)
         self._is_known, self._is_provisional = True, size < FEW
+
+    def _check_again_if_unknown(self, batch: Batch) -> int | None:
+        try:
+            return self._check(batch)
+        except LayoutUnknown as error:
+            if self._sharding is not None:
+                raise ValueError(
+                    "the network returns other tensors than in the first batch, and other ranks "
+                    "cannot be asked to look again now: call model.forget_layouts() on every rank "
+                    "before a forward that differs"
+                ) from error
+            self.look(batch)
+            return self._check(batch)
+
+    def _check(self, batch: Batch) -> int | None:
+        """The number of the check; None: a sample alone has no company."""
+        if self._sharding is None and batch.size < FEW:
+            return None
+        with kept(self.carried.state, partial(self._refuse_carried, batch)):
+            places = not self._schedule.settled
+            if places:
+                self._check_places(batch)
+            number, is_whole = self._schedule.next_check(batch.size)
+            if self._sharding is not None or not places or batch.size > PLACES:
+                self._company.check_batch(batch, number, is_whole)
+        return number if batch.size >= FEW else None
+
+    def _refuse_carried(self, batch: Batch) -> None:
+        """Not on ranks that run forwards together: another one could have nothing to look at."""
+        if self._sharding is None:
+            self.carried.refuse(batch.with_samples(FEW))
+
+    def _check_places(self, batch: Batch) -> None:
+        distinct = batch.distinct(PLACES)
+        extremes = self._sharding is None and not self._search.checks_values
+        failure: ValueError | None = None
+        for _ in self._search.guesses():
+            try:
+                self._company.check_places(batch, distinct, extremes)
+                break
+            except ValueError as error:
+                failure = failure or error
+        else:
+            raise failure
+        self._schedule.settled = self._most(len(distinct)) == PLACES
+
+    def _most(self, count: int) -> int:
+        """Over all ranks that run the same forwards."""
+        if self._sharding is None:
+            return count
+        counts = [count] * dist.get_world_size(self._sharding.everyone)
+        dist.all_gather_object(counts, count, group=self._sharding.everyone)
+        return max(counts)
 
     # ---- what is carried from batch to batch ----------------------------------------------------
 
@@ -111,15 +189,14 @@ class Establishment:
         if self._is_known and largest < FEW:
             return
         source = sizes.index(largest)
-        given = [None, None]
+        given = [None]
         if dist.get_rank(everyone) == source:
-            given = [_moved(batch.with_samples(n), torch.device("cpu")) for n in (FEW, MORE)]
+            given = [_moved(self._arguments(batch), torch.device("cpu"))]
         dist.broadcast_object_list(given, group=everyone, group_src=source)
         device = self._capture.anchor.device
-        few, more = (_moved(one, device) for one in given)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(0)  # what is random in the network must not part the ranks
-            self._look(few, more, largest)
+            self._look(_moved(given[0], device), largest)
 
 
 def _moved(tree: Any, device: torch.device) -> Any:

@@ -18,6 +18,7 @@ from dp_clipping.fused import FusedSession
 from dp_clipping.gradients import Gradients
 from dp_clipping.kernels import available
 from dp_clipping.layers.handle import LayoutUnknown
+from dp_clipping.losses import Watched
 from dp_clipping.modes import Policy, say_plain
 from dp_clipping.profiled import PROFILED
 from dp_clipping.session import Session
@@ -82,7 +83,7 @@ class Passes:
             args, kwargs = given.with_a_row_of_zeros()
             batch = Batch(args, kwargs, self.batch_first)
         try:
-            self._establishment.ensure(batch)
+            check = self._establishment.ensure(batch)
         except BaseException:
             self.recover()
             raise
@@ -109,6 +110,9 @@ class Passes:
                 self.recover()
                 raise
         self.session, self._batch = session, batch
+        if check is not None:
+            session.watched = Watched(output, self._establishment.layouts_of(output), check)
+            output = session.watched.outputs
         return given.without_rows(output) if session.is_empty else output
 
     def backward(

@@ -13,12 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
+from dp_clipping.batch import tensors_of
 from dp_clipping.capture import Capture, tensors_in
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.handle import Handle, expand_shared, product_dtype
+from dp_clipping.layers.handle import Handle, LayoutUnknown, product_dtype
+from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layout import FEW, MORE, Layout, find_layout
+from dp_clipping.observation import expanded_input, expanded_output, untouched
+
+UNSURE = "unsure"
+NETWORK = "\0"  # no module has this name: the network's outputs
+
+OF_SOME_NUMBERS = ("bernoulli", "bernoulli_", "multinomial", "binary_cross_entropy", "poisson",
+                   "binomial")  # fmt: skip
 
 
 class Search:
@@ -28,17 +36,25 @@ class Search:
         self.capture = capture
         self._uses: dict[Parameter, int] = {}
         self._routing: set[str] = set()
+        self.checks_values = False  # a GPU may stop at numbers that are out of range
+        self.output_layouts: dict[tuple[int, ...], list[Layout | None]] = {}
+        self.last_outputs: tuple[int, ...] = ()
 
     def forget(self) -> None:
         """Forget where the samples are and how often parameters are used."""
         self._uses.clear()
+        self.output_layouts.clear()
         for handle in self.capture.handles:
             handle.layouts.clear()
             handle.output_layouts.clear()
 
     @torch.no_grad()
-    def establish(self, few: tuple[tuple, dict], more: tuple[tuple, dict]) -> None:
-        """Find every layer's layouts from the arguments of two batches; see `layout`.
+    def establish(
+        self, few: tuple[tuple, dict], more: tuple[tuple, dict], other: tuple[tuple, dict]
+    ) -> None:
+        """Find the layouts of layers and outputs from the arguments of three batches: see `layout`.
+
+        `more` has one sample more than `few`, and `other` has it in the place of the last one.
 
         A layer whose input is shared by all samples gets it expanded to the batch, which changes
         the shapes that later layers see: the search is repeated until nothing new is found.
@@ -48,15 +64,15 @@ class Search:
         """
         known = -1
         while known != (known := self._count_layouts()):
-            with self._shared_are_named():
-                first, second = self.observe(*few, FEW), self.observe(*more, MORE)
+            runs = self.observe(*few, FEW), self.observe(*more, MORE), self.observe(*other, FEW)
             uses: dict[Parameter, int] = {}
             for handle in self.capture.handles:
-                calls = list(zip(first[handle.name], second[handle.name], strict=True))
-                for call_few, call_more in calls:
-                    self._learn(handle, call_few, call_more)
+                calls = list(zip(*(run[handle.name] for run in runs), strict=True))
+                for call in calls:
+                    self._learn(handle, *call)
                 for parameter in handle.parameters().values():
                     uses[parameter] = uses.get(parameter, 0) + len(calls)
+        self.learn_outputs(*(run[NETWORK][0].outputs for run in runs))
         for parameter, count in uses.items():
             self._uses[parameter] = max(count, self._uses.get(parameter, 0))
         for handle in self.capture.handles:
@@ -86,16 +102,52 @@ class Search:
     def _count_layouts(self) -> int:
         return sum(len(handle.layouts) for handle in self.capture.handles)
 
-    def _learn(self, handle: Handle, few: "Call", more: "Call") -> None:
+    def learn_outputs(self, few: list[Tensor], more: list[Tensor], other: list[Tensor]) -> None:
+        """Where the samples are in the network's outputs."""
+        layouts: list[Layout | None] = []
+        for y in zip(few, more, other, strict=False):
+            try:
+                layouts.append(find_layout(*y[:2], "an output", y[2], unsure=UNSURE))
+            except ValueError:  # of the whole batch: nothing private may come of it
+                layouts.append(None)
+        self.output_layouts[tuple(y.dim() for y in few)] = layouts
+        self.last_outputs = tuple(y.dim() for y in few)
+
+    def layouts_of(self, outputs: list[Tensor]) -> list[Layout | None]:
+        """Of what the network has returned.
+
+        Raises:
+            LayoutUnknown: it has not returned such tensors in the search.
+        """
+        found = self.output_layouts.get(tuple(y.dim() for y in outputs))
+        if found is None:
+            raise LayoutUnknown("the end of the network")
+        return found
+
+    def guesses(self) -> Iterator[None]:
+        """Where the values of the last flattened outputs do not tell, the orders to be tried.
+
+        The one at which an iteration is left is the one that is known from then on.
+        """
+        layouts = self.output_layouts[self.last_outputs]
+        kinds = ("sample_major", "time_major")
+        for kind in kinds if Layout(UNSURE) in layouts else kinds[:1]:
+            guess = [Layout(kind) if y == Layout(UNSURE) else y for y in layouts]
+            self.output_layouts[self.last_outputs] = guess
+            yield
+
+    def _learn(self, handle: Handle, few: "Call", more: "Call", other: "Call") -> None:
         name = handle.name or type(self.capture.network).__name__
         dims = tuple(x.dim() for x in few.inputs)
-        sides = [("input", handle.layouts, few.inputs, more.inputs)]
+        sides = [("input", handle.layouts, few.inputs, more.inputs, other.inputs)]
         if handle.kind == "vectorized":
-            sides.append(("output", handle.output_layouts, few.outputs, more.outputs))
-        for side, known, some, others in sides:
+            sides.append(
+                ("output", handle.output_layouts, few.outputs, more.outputs, other.outputs)
+            )
+        for side, known, *tensors in sides:
             layouts = tuple(
-                find_layout(a, b, f"{side} {n} of {name}")
-                for n, (a, b) in enumerate(zip(some, others, strict=True))
+                find_layout(a, b, f"{side} {n} of {name}", c)
+                for n, (a, b, c) in enumerate(zip(*tensors, strict=True))
             )
             self._refuse_routed(name, layouts)
             if known.setdefault(dims, layouts) != layouts:
@@ -118,6 +170,7 @@ class Search:
         """handle -> its calls in one plain forward of `batch_size` samples, in their order."""
         calls: dict[str, list[Call]] = {}
         routing = Routing()
+        shared: list[str] = []
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             handle: Handle = module._private
@@ -126,9 +179,10 @@ class Search:
             shapes = [_if_flattened(x, batch_size) for x in inputs]
             calls.setdefault(handle.name, []).append(Call(shapes, [], dtype))
             layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
-            if handle.kind != "vectorized" and layouts and layouts[0].kind == "shared":
-                return (expand_shared(inputs[0], batch_size),), {}
-            return None
+            expanded = expanded_input(handle, layouts, inputs, batch_size)
+            if expanded is not None:
+                shared.append(handle.name)
+            return expanded
 
         def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             handle: Handle = module._private
@@ -139,24 +193,33 @@ class Search:
             if dims not in handle.layouts:
                 tensor_parallel.refuse_split_rows(handle, call.inputs, outputs)
             layouts = handle.output_layouts.get(dims, ())
-            if handle.kind == "vectorized" and any(x.kind == "shared" for x in layouts):
-                return tree_map(
-                    lambda y: expand_shared(y, batch_size) if isinstance(y, Tensor) else y, output
-                )
-            return None
+            expanded = expanded_output(handle, layouts, output, batch_size)
+            if expanded is not output:
+                shared.append(handle.name)
+            return expanded
 
-        with self.capture.looked_at(before, after), without_dropout(self.capture.network), routing:
-            self.capture.network(*args, **kwargs)
+        modules = self.capture.network.modules() if self.capture.sharding is None else ()
+        with (
+            self.capture.looked_at(before, after), without_dropout(self.capture.network), routing,
+            untouched(modules), _naming(shared),
+        ):  # fmt: skip
+            outputs = tensors_of(self.capture.network(*args, **kwargs))
         self._routing = routing.operators
+        self.checks_values |= routing.checks_values
+        calls[NETWORK] = [Call([], [_if_flattened(local(y), batch_size) for y in outputs], None)]
         return calls | {h.name: [] for h in self.capture.handles if h.name not in calls}
 
 
 class Routing(TorchDispatchMode):
-    """Notes operators whose output's shape or order depends on values, as a mixture's routing."""
+    """Notes operators whose output's shape or order depends on values, as a mixture's routing.
+
+    Also whether there are operators that make indices of numbers, or take some numbers only.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.operators: set[str] = set()
+        self.checks_values = False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         aten = torch.ops.aten
@@ -167,7 +230,34 @@ class Routing(TorchDispatchMode):
             found = by_shape or function.overloadpacket is aten.sort
         if found:
             self.operators.add(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket is aten._to_copy and args[0].is_floating_point():
+            self.checks_values |= not (result.is_floating_point() or result.is_complex())
+        self.checks_values |= function.overloadpacket.__name__ in OF_SOME_NUMBERS
+        return result
+
+
+@contextmanager
+def _naming(shared: list[str]) -> Iterator[None]:
+    """Names the layers that got an input expanded to the batch, where the network cannot run so."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError) as error:
+        if not shared:
+            raise
+        raise ValueError(
+            f"{', '.join(dict.fromkeys(shared))}: given the same values for every sample (a "
+            "relative position bias or an embedded prompt, for example), so its output got a "
+            "dimension for the samples, and the code that uses it cannot run with that "
+            f"({_first_line(error)}): freeze it, as "
+            f'network.get_submodule("{shared[0]}").requires_grad_(False), before make_private, or '
+            "give it an input with a row for each sample, as ids.expand(batch_size, -1); in place "
+            "of PEFT's prompt tuning use PrefixTuningConfig"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 @dataclass(frozen=True)

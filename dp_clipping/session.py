@@ -15,7 +15,7 @@ nothing and run backward a second time. Neither computes an ordinary weight grad
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from dp_clipping.randomness import Randomness
 from dp_clipping.rescale import is_rescaled, rescale
 from dp_clipping.whole_norms import WholeNorms
 
+if TYPE_CHECKING:
+    from dp_clipping.losses import Watched
+
 NOTHING = nullcontext()
 
 
@@ -48,6 +51,7 @@ class Session:
         self.reducer: NormReducer = capture.reducer
         self._taps: dict[Parameter, Tensor] = {}
         self.leaves: dict[Parameter, Tensor] = {}  # what stands for sharded ones now
+        self.watched: Watched | None = None  # outputs, if the losses are to be looked at
         self._running = False
         self.whole_norms = WholeNorms(self.reducer, capture.sharding)
         self.is_compiled: bool = capture.is_compiled  # asked once: it looks at every module
