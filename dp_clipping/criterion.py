@@ -10,6 +10,7 @@ from torch import Tensor
 from dp_clipping.carried import Carried
 from dp_clipping.losses import Exchange
 from dp_clipping.model import PrivateModel
+from dp_clipping.observation import same_generators
 
 REDUCTIONS = ("mean", "sum")
 
@@ -191,7 +192,7 @@ class PrivateCriterion:
 
     @torch.no_grad()
     def _again(self, *args: Any, **kwargs: Any) -> Tensor:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), same_generators(()):
             return self._unreduced(*args, **kwargs)
 
     def _unreduced(self, *args: Any, **kwargs: Any) -> Tensor:

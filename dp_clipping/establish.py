@@ -20,6 +20,7 @@ from dp_clipping.compiled import Forecast, Forecaster
 from dp_clipping.independence import PLACES, Company, Schedule
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.layout import FEW, Layout
+from dp_clipping.observation import same_generators
 from dp_clipping.search import Search, without_dropout
 from dp_clipping.session import drop_what_was_ready
 from dp_clipping.sharded import Sharding
@@ -162,6 +163,7 @@ class Establishment:
         with (
             self._capture.looked_at(lambda *_: None),
             without_dropout(self._network),
+            same_generators(self._network.modules()),
             torch.set_grad_enabled(self._sharding is None),
         ):
             outputs = self._network(*args, **kwargs)

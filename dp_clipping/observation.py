@@ -214,11 +214,11 @@ def _rounded(x: Tensor, draw: torch.Generator | None) -> Tensor:
 def summary(x: Tensor, layout: Layout, batch_size: int) -> Tensor:
     """[B, SIGNS + 1]; what is not finite is zero: a bad sample is not a mixing network."""
     x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
+    if not x.numel():
+        return x.new_zeros(batch_size, SIGNS + 1, dtype=torch.float64)
     rows = layout.batch_first(x, batch_size)
     rows = rows.reshape(batch_size, -1, rows.shape[-1] if rows.dim() > 1 else 1)
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    if not rows.numel():
-        return rows.new_zeros(batch_size, SIGNS + 1, dtype=torch.float64)
     sums = rows @ _signs(rows.shape[2], 0, rows.dtype, rows.device)
     sums = (sums * _signs(rows.shape[1], 1, rows.dtype, rows.device)).sum(1)
     norms = torch.linalg.vector_norm(rows.flatten(1), dim=1, keepdim=True)
@@ -250,16 +250,32 @@ def expanded_output(handle: Handle, layouts: Sequence[Layout], output: Any, batc
 
 @contextmanager
 def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Afterwards the generators of Python and NumPy, and numbers, strings and generators that are
-    attributes of modules, are what they were: a counter of forwards has not moved.
+    """Afterwards generators, and numbers and strings that are attributes of modules, are what they
+    were: a counter of forwards has not moved.
 
     Attributes that are objects, as lists and caches, keep what a forward put into them.
     """
+    modules = list(modules)
     before = [(vars(module), set(vars(module)), _simple(vars(module))) for module in modules]
+    try:
+        with same_generators(modules):
+            yield
+    finally:
+        for attributes, keys, found in before:
+            for key, value in _simple(attributes).items():
+                if key not in keys:
+                    del attributes[key]
+                elif key in found and found[key] is not value:
+                    attributes[key] = found[key]
+
+
+@contextmanager
+def same_generators(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Puts back the generators of Python and NumPy, and those that are attributes of modules."""
     generators = [
         (value, value.get_state())
-        for _, _, found in before
-        for value in found.values()
+        for module in modules
+        for value in vars(module).values()
         if isinstance(value, torch.Generator)
     ]
     python = random.getstate()
@@ -273,12 +289,6 @@ def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
             numpy.set_state(legacy)
         for generator, state in generators:
             generator.set_state(state)
-        for attributes, keys, found in before:
-            for key, value in _simple(attributes).items():
-                if key not in keys:
-                    del attributes[key]
-                elif key in found and found[key] is not value:
-                    attributes[key] = found[key]
 
 
 def _simple(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.handle import Handle, LayoutUnknown, product_dtype
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layout import FEW, MORE, Layout, find_layout
-from dp_clipping.observation import expanded_input, expanded_output, untouched
+from dp_clipping.observation import expanded_input, expanded_output, same_generators
 
 UNSURE = "unsure"
 NETWORK = "\0"  # no module has this name: the network's outputs
@@ -201,7 +201,7 @@ class Search:
         modules = self.capture.network.modules() if self.capture.sharding is None else ()
         with (
             self.capture.looked_at(before, after), without_dropout(self.capture.network), routing,
-            untouched(modules), _naming(shared),
+            same_generators(modules), _naming(shared),
         ):  # fmt: skip
             outputs = tensors_of(self.capture.network(*args, **kwargs))
         self._routing = routing.operators

@@ -53,7 +53,7 @@ class Holder:
         name: prefix of the names of what it holds.
         values: the container.
         owner: the module whose parameters, buffers or modules these are; else None.
-        is_log: a list of a hook's, which may be there for the user to read.
+        is_log: a list of a hook's or of a criterion's, which may be there for the user to read.
     """
 
     name: str
@@ -165,7 +165,8 @@ class State:
         self.others: list[Holder] = []
         self.tensors: list[Named] = []
         self._seen: dict[int, Any] = {}
-        self._is_covered = self._in_hook = False
+        self._is_covered = False
+        self._is_for_the_user = not isinstance(self.root, nn.Module)
         if self.is_sharded and dist.is_available():
             from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -173,7 +174,7 @@ class State:
             self._is_covered = any(isinstance(m, FullyShardedDataParallel) for m in modules)
         self._hooks: list[tuple[str, Any]] = []
         self._visit(self.root, "", None, None, 0)
-        self._in_hook = True  # what only hooks know
+        self._is_for_the_user = True  # what only hooks know
         for name, hook in self._hooks:
             self._visit(hook, name, None, None, 1)
         self._seen.clear()
@@ -195,7 +196,7 @@ class State:
         if isinstance(value, nn.Module):
             self._visit_module(value, name)
         elif isinstance(value, dict | list | deque | set | CellType):
-            is_log = self._in_hook and isinstance(value, list | deque)
+            is_log = self._is_for_the_user and isinstance(value, list | deque)
             self._hold(Holder(f"{name}.", value, is_log=is_log), depth)
         elif is_array(value):
             if 0 < value.size <= LENGTH and value.ndim:

@@ -148,7 +148,7 @@ CALLS = {
     "repeated": (
         lambda: Through(nn.Embedding(9, 5), 5, repeated),
         lambda: (rows(7, 5),),
-        r"layer: called once for all samples.*expand\(batch_size, -1\)",
+        r"layer: given the same values for every sample.*expand\(batch_size, -1\)",
     ),
 }
 
