@@ -299,6 +299,8 @@ def test_compiled_on_gpu(mode, algorithm, clipping, whole):
     assert error.sqrt() <= 6e-2 * sum(g.square().sum() for g in expected.values()).sqrt()
     assert algorithm == "auto" or algorithms(model) == {algorithm}
     model.clear_gradients()
+    criterion(oracle.forward(model, batch[0]), batch[1]).backward()  # mixing is looked for again
+    model.clear_gradients()
     with torch.compiler.set_stance("fail_on_recompile"):
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine
+from dp_clipping.clip import LOWEST
 from tests.dp_clipping import oracle, zoo
 from tests.dp_clipping.conftest import (
     MODES,
@@ -50,7 +51,8 @@ def limits_of(gradients: oracle.Gradients, clipping: str) -> float | list[float]
     if clipping == "flat":
         return middle(oracle.norms(gradients))
     groups = oracle.module_groups(list(gradients))
-    return [middle(oracle.norms({n: gradients[n] for n in group})) for group in groups]
+    norms = (oracle.norms({n: gradients[n] for n in group}) for group in groups)
+    return [max(middle(n), LOWEST) for n in norms]
 
 
 @contextmanager
