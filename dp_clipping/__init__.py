@@ -1,13 +1,26 @@
 """Differentially private training: DP-SGD (Abadi et al. 2016) at nearly the price of training.
 
-Read in this order: engine.py (the front door), model.py and criterion.py and optimizer.py (what it
-returns), passes.py and gradients.py (forward and backward, and what they leave in `.grad`),
-session.py (a step), capture.py and layers/ (per-sample gradients), clip.py, noise.py,
-sampling.py, loader.py, keys.py, checkpoint.py (with checkpoint_file.py, fits.py and run.py).
+A private step calls, from the top down:
+
+    engine        `PrivacyEngine.make_private` builds everything below
+    model, criterion, optimizer     what it returns
+    arguments, kinds, validation, modes     what it accepts
+    step/         forward, backward, norms, clipped sums, the gradient buffer
+    capture/      which layers a network has, where the samples are in them, and that none mix
+    layers/       per kind of layer: what a use leaves, its norm, its clipped sum
+    planning/     which algorithm a linear layer takes, by predicted cost
+    clipping/     norms, coefficients and their statistics: the definition of clipping
+    kernels/      Triton kernels, one idea a file, each beside its reference implementation
+    noise/        Gaussian noise from addressed streams, keys, the adaptive threshold
+    sampling/     Poisson batches, physical microbatches, and what a step may use of them
+    distributed/  sharded models: placement, norms and clipped sums over ranks
+    checkpoint/   saving, loading, and the account of every step
+    profiling/    the profiling switch
+    verification/ `PrivacyEngine.check`, and the reference that every mode is compared with
 """
 
 from dp_clipping.engine import PrivacyEngine
-from dp_clipping.memory_manager import BatchMemoryManager
 from dp_clipping.modes import MODES
+from dp_clipping.sampling.memory_manager import BatchMemoryManager
 
 __all__ = ["MODES", "BatchMemoryManager", "PrivacyEngine"]

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from dp_clipping.adaptive import AdaptiveThreshold
-from dp_clipping.clip import CLIPPING_FUNCTIONS, check_range
+from dp_clipping.clipping.coefficients import CLIPPING_FUNCTIONS, check_range
 from dp_clipping.kinds import WrongType, check_count, check_number, check_type, is_count, shown
-from dp_clipping.plan import NORM_ALGORITHMS
+from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from dp_clipping.planning.plan import NORM_ALGORITHMS
 
 CLIPPINGS = ("flat", "per_layer")
 LOSS_REDUCTIONS = ("mean", "sum")
@@ -122,7 +122,7 @@ def check_kinds(
         ("noise_generator", noise_generator, (torch.Generator, none),
          "torch.Generator().manual_seed(..), for tests only, or None"),
         ("adaptive_threshold", adaptive_threshold, (AdaptiveThreshold, none),
-         "a dp_clipping.adaptive.AdaptiveThreshold, or None"),
+         "a dp_clipping.noise.adaptive_threshold.AdaptiveThreshold, or None"),
     ):  # fmt: skip
         check_type(name, value, kind, wanted)
     if isinstance(module, torch.jit.ScriptModule):

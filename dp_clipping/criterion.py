@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dp_clipping.carried import Carried
-from dp_clipping.losses import Exchange
+from dp_clipping.capture.carried import Carried
+from dp_clipping.capture.losses import Exchange
+from dp_clipping.capture.observation import same_generators
 from dp_clipping.model import PrivateModel
-from dp_clipping.observation import same_generators
 
 REDUCTIONS = ("mean", "sum")
 

@@ -20,10 +20,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dp_clipping import checkpoint
-from dp_clipping.account import Account, Step
-from dp_clipping.adaptive import AdaptiveThreshold
-from dp_clipping.agreement import Agreement
 from dp_clipping.arguments import (
     batch_size_of,
     check_adaptive,
@@ -36,22 +32,26 @@ from dp_clipping.arguments import (
     check_target,
     expected_batch_size_of,
 )
-from dp_clipping.check import Loss, compare
-from dp_clipping.check_report import Check
-from dp_clipping.checkpoint_file import file_name, given_schedulers
-from dp_clipping.clip import GAMMA
+from dp_clipping.checkpoint import save_load as checkpoint
+from dp_clipping.checkpoint.file_format import file_name, given_schedulers
+from dp_clipping.checkpoint.ledger import Account, Step
+from dp_clipping.checkpoint.restore import Snapshot
+from dp_clipping.checkpoint.run import Run, agree_on_settings
+from dp_clipping.clipping.coefficients import GAMMA
 from dp_clipping.criterion import PrivateCriterion
-from dp_clipping.keys import Keys, fixed_keys, fresh_keys
+from dp_clipping.distributed.agreement import Agreement
+from dp_clipping.distributed.sharding import Sharding, shard_again
 from dp_clipping.kinds import check_type, plain
-from dp_clipping.loader import PoissonLoader
-from dp_clipping.memory_manager import MicrobatchLoader
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import DEFAULT_MODE, policy_of
+from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from dp_clipping.noise.keys import Keys, fixed_keys, fresh_keys
 from dp_clipping.optimizer import PrivateOptimizer
-from dp_clipping.resume import Snapshot
-from dp_clipping.run import Run, agree_on_settings
-from dp_clipping.sharded import Sharding, shard_again
+from dp_clipping.sampling.loader import PoissonLoader
+from dp_clipping.sampling.memory_manager import MicrobatchLoader
 from dp_clipping.validation import check_module, warn_of_other_ranks
+from dp_clipping.verification.check import Loss, compare
+from dp_clipping.verification.report import Check
 
 LOG = logging.getLogger(__name__)
 

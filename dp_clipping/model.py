@@ -1,6 +1,6 @@
 """The network in private training: what the user, the criterion and the optimizer call.
 
-passes.py runs forward and backward; what they leave in `.grad` lives in gradients.py.
+`step.forward_backward` runs the passes; `step.gradient_buffer` holds what they leave in `.grad`.
 """
 
 from collections.abc import Callable
@@ -14,19 +14,19 @@ from torch.nn import Parameter
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from dp_clipping.arguments import check_max_grad_norm
-from dp_clipping.budget import Budget
-from dp_clipping.capture import Capture
-from dp_clipping.clip import thresholds
-from dp_clipping.global_norms import GlobalNorms
-from dp_clipping.gradients import Gradients
-from dp_clipping.layers.arithmetic import wide
+from dp_clipping.capture.capture import Capture
+from dp_clipping.clipping.coefficients import thresholds
+from dp_clipping.clipping.statistics import NormStatistics, norm_statistics
+from dp_clipping.distributed.global_norms import GlobalNorms
+from dp_clipping.distributed.norm_reduce import NormReducer
+from dp_clipping.distributed.sharding import FSDP_MODULES, Sharding
+from dp_clipping.layers.accumulation import wide
 from dp_clipping.modes import PLAIN_TWIN, Policy
-from dp_clipping.norm_reduce import NormReducer
-from dp_clipping.passes import Passes
-from dp_clipping.profiling import SWITCH, Profile, profile_of, ranged
-from dp_clipping.session import Session
-from dp_clipping.sharded import FSDP_MODULES, Sharding
-from dp_clipping.statistics import NormStatistics, norm_statistics
+from dp_clipping.profiling.profile import SWITCH, Profile, profile_of, ranged
+from dp_clipping.sampling.usage import Budget
+from dp_clipping.step.forward_backward import Passes
+from dp_clipping.step.gradient_buffer import Gradients
+from dp_clipping.step.private_step import Session
 from dp_clipping.validation import REPLICAS
 
 WRAPPERS = (*REPLICAS, *FSDP_MODULES)
@@ -187,7 +187,7 @@ class PrivateModel(nn.Module):
         return self.profile.report()
 
     def plan_table(self) -> str:
-        """What the last step on fused kernels did with each linear layer; see `dp_clipping.plan`.
+        """What the last step on fused kernels did with each linear layer; see `planning.plan`.
 
         It shows the size of that batch: refused with `release=True`. Raises RuntimeError if there
         was none.

@@ -11,20 +11,20 @@ import torch
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from dp_clipping.adaptive import AdaptiveThreshold
-from dp_clipping.agreement import Agreement, Settings
 from dp_clipping.arguments import (
     check_expected_batch_size,
     check_loss_reduction,
     check_noise,
     check_noise_multiplier,
 )
+from dp_clipping.distributed.agreement import Agreement, Settings
+from dp_clipping.distributed.placement import Place
+from dp_clipping.distributed.sharding import local
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.model import PrivateModel
-from dp_clipping.noise import NoiseStream, add_noise_to_all
-from dp_clipping.profiling import ranged
-from dp_clipping.sharded import local
-from dp_clipping.shards import Place
+from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from dp_clipping.noise.gaussian import NoiseStream, add_noise_to_all
+from dp_clipping.profiling.profile import ranged
 
 Hook = Callable[["PrivateOptimizer"], None]
 

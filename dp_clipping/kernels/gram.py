@@ -24,7 +24,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.rows import allocate
+from dp_clipping.clipping.norms import UNDERFLOW
+from dp_clipping.kernels.grouped_launch import allocate
 from dp_clipping.kernels.tiles import (
     TRITON_DTYPES,
     Tile,
@@ -35,7 +36,6 @@ from dp_clipping.kernels.tiles import (
     triton,
 )
 from dp_clipping.kernels.tuning import best, name_of
-from dp_clipping.norms import UNDERFLOW
 
 if triton is not None:
     import triton.language as tl

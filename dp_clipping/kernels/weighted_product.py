@@ -22,8 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.ascending import Ascending
-from dp_clipping.kernels.rows import (
+from dp_clipping.kernels.grouped_launch import (
     MOST_ROWS,
     WORDS,
     Pair,
@@ -33,13 +32,14 @@ from dp_clipping.kernels.rows import (
     readable_pair,
     table,
 )
+from dp_clipping.kernels.sorted_coefficients import Ascending
 from dp_clipping.kernels.tiles import TRITON_DTYPES, Tile, ceil_div, triton
 from dp_clipping.kernels.tuning import best_for_pairs
 
 if triton is not None:
     import triton.language as tl
 
-    from dp_clipping.kernels.rows import _open, _row_of
+    from dp_clipping.kernels.grouped_launch import _open, _row_of
     from dp_clipping.kernels.tiles import _load_tile, _tile_of
 
 GROUP = 8

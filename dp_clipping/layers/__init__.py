@@ -1,8 +1,13 @@
-"""One file per kind of layer: how its per-sample gradients are captured, normed and summed.
+"""Layers by kind: what a use leaves for its per-sample gradient, its norm and its clipped sum.
 
-Each file says what a *use* of the layer leaves behind in backward. Two kinds of remains exist:
+Files:
 
-- *dense*: the per-sample gradients G [B, *parameter] themselves;
-- *factors*: activations A [B, T, p] and output gradients Y [B, T, d] with G_i = Σ_t y_it a_itᵀ,
-  which are smaller than G while T < p·d / (p + d).
+    handle                what a captured layer carries
+    batch_layout          where the samples are in a tensor
+    linear, embedding, norm     layers with arithmetic of their own
+    linear_compiled       linear layers in a region that `torch.compile` traces
+    vmap                  any other module
+    tensor_parallel       layers whose parameters are DTensors
+    accumulation          products and sums whose rounding is part of the guarantee
+    low_precision_sums    weighted sums of 16-bit factors in one product
 """

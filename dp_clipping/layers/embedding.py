@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dp_clipping.clipping.norms import Norm
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.arithmetic import Weights, squared_norms, wide
+from dp_clipping.layers.accumulation import Weights, squared_norms, wide
+from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import Handle
-from dp_clipping.layout import Layout
-from dp_clipping.norms import Norm
 
 
 def forward(self: nn.Embedding, ids: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dp_clipping.layout import Layout
+from dp_clipping.layers.batch_layout import Layout
 
 if TYPE_CHECKING:
-    from dp_clipping.session import Session
+    from dp_clipping.step.private_step import Session
 
 
 Sink = Callable[[Tensor], None]

@@ -19,8 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dp_clipping.clipping.norms import UNDERFLOW, Norm
+from dp_clipping.distributed.sharding import is_sharded
 from dp_clipping.layers import linear_compiled, tensor_parallel
-from dp_clipping.layers.arithmetic import (
+from dp_clipping.layers.accumulation import (
     SUM_ROUNDING,
     Weights,
     full_float32,
@@ -30,11 +32,9 @@ from dp_clipping.layers.arithmetic import (
     wide_bmm,
     wide_mm,
 )
+from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import Handle, autocast_operands, deliver
-from dp_clipping.layout import Layout
-from dp_clipping.norms import UNDERFLOW, Norm
-from dp_clipping.plan import LONGEST_GRAM
-from dp_clipping.sharded import is_sharded
+from dp_clipping.planning.plan import LONGEST_GRAM
 
 # Relative to S², what the rounding of two 16-bit Gram matrices and of their product may be: chains
 # of GRAM_PIECE products, 16 of them at a time in a matrix unit, which cuts off and does not round.

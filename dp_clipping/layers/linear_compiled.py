@@ -21,9 +21,9 @@ from torch import Tensor
 
 from dp_clipping.kernels.gradient import gradient_and_squares, stored_dtype
 from dp_clipping.kernels.tiles import tile_of
-from dp_clipping.layers.arithmetic import wide
+from dp_clipping.layers.accumulation import wide
+from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import Handle
-from dp_clipping.layout import Layout
 
 CHANGED = (
     "than in the plain forward that was made for network inputs of these shapes: a compiled layer "

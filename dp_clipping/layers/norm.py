@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dp_clipping.distributed.sharding import is_sharded, plain_type
 from dp_clipping.kernels import available
-from dp_clipping.kernels.norm_weights import Normalized, norm_weight_gradients
+from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_weight_gradients
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.arithmetic import wide
+from dp_clipping.layers.accumulation import wide
+from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import Handle, deliver
-from dp_clipping.layout import Layout
-from dp_clipping.sharded import is_sharded, plain_type
 
 NOW, LATER = "now", "later"  # later: the session launches it, for many layers together
 

@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dp_clipping import sharded
+from dp_clipping.distributed import sharding as sharded
+from dp_clipping.distributed.norm_reduce import refuse_split_samples
+from dp_clipping.distributed.sharding import is_sharded
 from dp_clipping.layers.handle import Handle
-from dp_clipping.norm_reduce import refuse_split_samples
-from dp_clipping.sharded import is_sharded
 
 if dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from dp_clipping.plan import Rates, rates_of
+from dp_clipping.planning.plan import Rates, rates_of
 from experiments.kernels import crossing
 from experiments.kernels.one_layer import (
     OneLayer,

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.ascending import Ascending
 from dp_clipping.kernels.gradient import gradient_and_squares, stored_dtype
 from dp_clipping.kernels.gram import gram_squares
+from dp_clipping.kernels.sorted_coefficients import Ascending
 from dp_clipping.kernels.weighted_product import weighted_product
 from dp_clipping.kernels.weighted_sum import weighted_sum
-from dp_clipping.plan import (
+from dp_clipping.planning.plan import (
     ALGORITHMS,
     GRADIENT,
     INPUT_LENGTH,

@@ -55,7 +55,7 @@ class Run:
 
     def _make_private(self, cell: Cell, settings: Settings, worker: Worker) -> None:
         from dp_clipping import PrivacyEngine  # here: it takes seconds that no_dp can spare
-        from dp_clipping.profiling import switch_on
+        from dp_clipping.profiling.profile import switch_on
 
         # What a flash mode runs as is said once a run, by the program, and is in its results.
         logging.getLogger("dp_clipping.modes").setLevel(logging.ERROR)

@@ -1,6 +1,6 @@
 """What `experiments.verify_correctness` compares: networks, data, ranks, cases and what is right.
 
-The reference (`experiments.oracle`) takes one sample after the other through an ordinary backward
+The reference (`reference.py`) takes one sample after the other through an ordinary backward
 in float64, on an unsharded copy of the same weights: norms n_i, coefficients min(1, C / n_i), sum.
 A case is one way to compute the same; `step` runs it.
 """
@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp import wrap
 from dp_clipping import MODES
+from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from dp_clipping.kernels import available
 from dp_clipping.modes import PLAIN_TWIN
-from dp_clipping.norm_reduce import NORM_REDUCTIONS
-from dp_clipping.plan import NORM_ALGORITHMS
-from experiments import oracle
+from dp_clipping.planning.plan import NORM_ALGORITHMS
+from dp_clipping.verification import reference as oracle
 from lm.model import ModelConfig, Transformer
 from lm.parallel import DATA, TENSOR, parallelize
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dp_clipping.profiling import RANGES, Profile
+from dp_clipping.profiling.profile import RANGES, Profile
 from experiments.verify_correctness.findings import Finding
 from measure import Column, format_table
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from dp_clipping.modes import PLAIN_TWIN
-from dp_clipping.profiling import switch_on
+from dp_clipping.profiling.profile import switch_on
 from experiments.verify_correctness.cases import (
     DTYPES,
     NETWORKS,

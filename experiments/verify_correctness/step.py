@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dp_clipping import PrivacyEngine
-from dp_clipping.norm_reduce import NormReducer
-from experiments import oracle
+from dp_clipping.distributed.norm_reduce import NormReducer
+from dp_clipping.verification import reference as oracle
 from experiments.verify_correctness.cases import (
     IGNORED,
     Case,

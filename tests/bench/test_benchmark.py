@@ -14,7 +14,7 @@ import pytest
 from ddp import IMPLEMENTATIONS
 from measure import SCHEMA_VERSION
 from measure.report_tables import milliseconds
-from tests.bench.command import (
+from tests.support.benchmark_command import (
     PLUGINS,
     benchmark,
     finish,
@@ -22,7 +22,7 @@ from tests.bench.command import (
     table_of,
     wait_for_rows,
 )
-from tests.measure.page import Page
+from tests.support.page import Page
 
 NAMES = [*IMPLEMENTATIONS, "Minimal"]
 MEASURED = [name for name in NAMES if name != "ddp_copy_engine"]

@@ -22,13 +22,13 @@ from bench.settings import Privacy, Subject, settings_from
 from bench.worker import GATE, TIMING, plan
 from dp_clipping import MODES
 from dp_clipping import arguments as dp_arguments
-from dp_clipping import clip as dp_clip
 from dp_clipping import modes as dp_modes
-from dp_clipping import plan as dp_plan
+from dp_clipping.clipping import coefficients as dp_clip
 from dp_clipping.layers import linear as dp_linear
+from dp_clipping.planning import plan as dp_plan
 from measure import Results
-from tests.bench.command import PLUGINS, benchmark
 from tests.bench.test_profile import ranges
+from tests.support.benchmark_command import PLUGINS, benchmark
 
 NAMES = ["none", "ddp", "torch_ddp"]
 BOTH = ["--clipping", "none", "bookkeeping"]

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.bench.command import PLUGINS, benchmark, table_of
+from tests.support.benchmark_command import PLUGINS, benchmark, table_of
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")
 SILENCE = "rank 1: stopped responding, last seen at .*; rank 0 waits at Stopped .*step 2"
@@ -57,7 +57,7 @@ def test_wrong_ones_and_a_raising_one(tmp_path):
     assert (tmp_path / "comparison.png").exists()
     said = rows_of(tmp_path)
     for text in (table["Raising"], run.stderr, said["Raising"]["reason"]):
-        assert re.search(r"at tests/bench/plugins.py:\d+ in misbehave: raise KeyError\(", text)
+        assert re.search(r"at tests/support/plugins.py:\d+ in misbehave: raise KeyError\(", text)
     for text in (run.stdout, run.stderr, said["Raising"]["traceback"]):
         assert 'plugins.py", line' in text
         assert "in _in_backward" in text
@@ -71,7 +71,7 @@ BLAMELESS = """
 import time
 import torch.distributed as dist
 import bench.worker
-from tests.bench.plugins import Minimal as Right
+from tests.support.plugins import Minimal as Right
 
 if not hasattr(bench.worker, "true"):  # the first rank takes a while to record a row
     bench.worker.true = bench.worker.environment

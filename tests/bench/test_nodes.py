@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.bench.command import PLUGINS, benchmark, finish, launch, table_of
+from tests.support.benchmark_command import PLUGINS, benchmark, finish, launch, table_of
 
 TORCHRUN = ("-m", "torch.distributed.run")
 NAMES = ["--implementations", "none", "ddp", "ddp_bucketed", "torch_ddp"]

@@ -15,7 +15,7 @@ from bench.options import EXAMPLES, Parser, parse
 from bench.settings import settings_from, source_digest
 from bench.worker import plan
 from measure import SCHEMA_VERSION
-from tests.bench.command import PLUGINS, ROOT, benchmark
+from tests.support.benchmark_command import PLUGINS, ROOT, benchmark
 
 CPU = ["--device", "cpu"]
 FILES = {  # in the folder in which each case runs

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from tests.bench.command import benchmark, table_of
 from tests.bench.test_profile import ranges
+from tests.support.benchmark_command import benchmark, table_of
 
 MODES = ["flash_bookkeeping:width", "flash:input_length"]
 LAYERS = [

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.bench.command import PLUGINS, ROOT, benchmark
+from tests.support.benchmark_command import PLUGINS, ROOT, benchmark
 
 NAMES = ["ddp", "Minimal"]
 ALWAYS = ["forward_pass", "backward_pass", "gradient_sync", "optimizer_step", "lr_scheduling"]

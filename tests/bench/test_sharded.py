@@ -12,12 +12,12 @@ from bench.report import report
 from bench.settings import Subject, check_world, settings_from
 from bench.sharded import DATA, REPLICATED, SHARDED, TENSOR, layout_of
 from bench.worker import GATE, TIMING, plan
-from dp_clipping import norm_reduce
+from dp_clipping.distributed import norm_reduce
 from lm import parallel
 from measure import Results
-from tests.bench.command import benchmark
 from tests.bench.test_clipping import lines_of
 from tests.bench.test_profile import ranges
+from tests.support.benchmark_command import benchmark
 
 BOTH = ["--clipping", "none", "bookkeeping"]
 

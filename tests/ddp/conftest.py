@@ -7,7 +7,7 @@ from ddp import IMPLEMENTATIONS
 
 HAND_BUILT = ["ddp", "ddp_individual", "ddp_individual_v2", "ddp_bucketed"]
 COPY_ENGINE = "ddp_copy_engine"
-CPU_COPY_ENGINE = "tests/ddp/cpu_copy_engine.py:CpuCopyEngineDDP"
+CPU_COPY_ENGINE = "tests/support/cpu_copy_engine.py:CpuCopyEngineDDP"
 BUILT_IN = [*HAND_BUILT, CPU_COPY_ENGINE, "torch_ddp"]
 
 

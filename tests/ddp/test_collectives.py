@@ -6,9 +6,9 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ddp import wrap
-from tests.ddp.beside import Branches, branches_loss, small_buckets
-from tests.ddp.recorder import Event, RecordingGroup, recording
-from tests.ranks import Context
+from tests.support.beside import Branches, branches_loss, small_buckets
+from tests.support.ranks import Context
+from tests.support.recorder import Event, RecordingGroup, recording
 
 WIDTH = 16
 PLANNED = ["ddp_individual_v2", "ddp_bucketed"]

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from ddp import implementation, wrap
-from tests.ddp.beside import (
+from tests.ddp.test_failures import FailingChain
+from tests.support.beside import (
     Beside,
     Branches,
     branches_loss,
@@ -16,8 +17,7 @@ from tests.ddp.beside import (
     numbers,
     small_buckets,
 )
-from tests.ddp.test_failures import FailingChain
-from tests.ranks import Context
+from tests.support.ranks import Context
 
 
 def strides_of_the_parameter(context: Context, name: str) -> None:

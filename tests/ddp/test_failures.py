@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp import wrap
-from tests.ddp.beside import (
+from tests.support.beside import (
     Beside,
     Branches,
     Chain,
@@ -18,7 +18,7 @@ from tests.ddp.beside import (
     numbers,
     small_buckets,
 )
-from tests.ranks import Context
+from tests.support.ranks import Context
 
 
 class Failing(torch.autograd.Function):

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from ddp import wrap
-from tests.ddp.beside import Chain, chain_loss, is_torch, numbers, small_buckets
-from tests.ddp.recorder import RecordingGroup, recording
-from tests.ranks import Context
+from tests.support.beside import Chain, chain_loss, is_torch, numbers, small_buckets
+from tests.support.ranks import Context
+from tests.support.recorder import RecordingGroup, recording
 
 ODD = 1 + 2**-12  # rounded away in 16 bits
 TUNED = "torch_ddp_tuned"

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ddp import wrap
-from tests.ddp.beside import Chain, chain_loss, small_buckets
 from tests.ddp.test_failures import FailingChain
-from tests.ranks import Context
+from tests.support.beside import Chain, chain_loss, small_buckets
+from tests.support.ranks import Context
 
 
 def clipped_sum(rank: int, step: int, index: int, like: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ddp import wrap
-from tests.ranks import Context
+from tests.support.ranks import Context
 
 
 class OddModel(nn.Module):

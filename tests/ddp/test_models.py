@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ddp import wrap
-from tests.ddp.beside import (
+from tests.support.beside import (
     Beside,
     Branches,
     Chain,
@@ -14,7 +14,7 @@ from tests.ddp.beside import (
     numbers,
     small_buckets,
 )
-from tests.ranks import Context
+from tests.support.ranks import Context
 
 
 class MixedTypes(nn.Module):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ddp.mutants import MUTANTS, Mutant, caught_by, run_tests
+from tests.support.mutants import MUTANTS, Mutant, caught_by, run_tests
 
 FAST = "buckets launched in forward order"
 

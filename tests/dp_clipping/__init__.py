@@ -1,5 +1,1 @@
-"""Tests of private training. Their reference is that of `experiments.verify_correctness`."""
-
-from experiments import oracle
-
-__all__ = ["oracle"]
+"""Tests of private training, in the rooms of `dp_clipping`."""

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from dp_clipping.clip import GAMMA
+from dp_clipping.clipping.coefficients import GAMMA
 from dp_clipping.criterion import PrivateCriterion, PrivateLoss
+from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import policy_of
-from dp_clipping.sharded import Sharding
-from tests.dp_clipping import oracle, zoo
+from dp_clipping.verification import reference as oracle
+from tests.support import zoo
 
 MODES = ("per_sample", "ghost", "bookkeeping")
 

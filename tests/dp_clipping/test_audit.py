@@ -11,8 +11,10 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from dp_clipping import sampling, session
-from tests.dp_clipping.audit import (
+from dp_clipping.sampling import poisson as sampling
+from dp_clipping.step import private_step as session
+from tests.dp_clipping.conftest import MODES
+from tests.support.audit import (
     DELTA,
     EXPERIMENTS,
     Setting,
@@ -20,7 +22,6 @@ from tests.dp_clipping.audit import (
     clopper_pearson,
     epsilon_bound,
 )
-from tests.dp_clipping.conftest import MODES
 
 CERTAIN = 1 - 1e-5
 RUNS = 20  # 5000 experiments on each side

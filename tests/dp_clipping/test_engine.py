@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import MODES, BatchMemoryManager, PrivacyEngine
 from dp_clipping.criterion import PrivateCriterion, PrivateLoss
-from dp_clipping.loader import PoissonLoader
 from dp_clipping.model import PrivateModel
 from dp_clipping.optimizer import PrivateOptimizer
-from tests.dp_clipping import oracle
+from dp_clipping.sampling.loader import PoissonLoader
+from dp_clipping.verification import reference as oracle
 
 PRIVATE = [mode for mode in MODES if mode != "no_dp"]
 SAMPLES, BATCH, CLASSES = 24, 6, 3

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import MODES, BatchMemoryManager, PrivacyEngine
 from dp_clipping.optimizer import PrivateOptimizer
-from tests.dp_clipping import zoo
+from tests.support import zoo
 
 PRIVATE_MODES = [mode for mode in MODES if mode != "no_dp"]
 SAMPLES, INPUTS, HIDDEN, OUTPUTS = 24, 40, 60, 20

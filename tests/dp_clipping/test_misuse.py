@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from dp_clipping.criterion import PrivateCriterion
 from tests.dp_clipping import test_engine as engine
-from tests.dp_clipping import zoo
 from tests.dp_clipping.conftest import assert_close, private, private_loss
+from tests.support import zoo
 
 
 @pytest.fixture

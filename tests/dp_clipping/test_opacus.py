@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.dp_clipping import zoo
+from tests.support import zoo
 
 opacus = pytest.importorskip("opacus")
 

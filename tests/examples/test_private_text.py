@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dp_clipping.checkpoint_file import key_path
-from dp_clipping.keys import read_keys
+from dp_clipping.checkpoint.file_format import key_path
+from dp_clipping.noise.keys import read_keys
 from examples import private_text
 from examples.private_text_picture import draw_training
 

@@ -37,7 +37,7 @@ from lm.launch import Outcome
 from lm.runtime import Hardware
 from lm.watch import Cause
 from measure.runs import ORDER
-from tests.measure.page import Page
+from tests.support.page import Page
 
 ROOT = Path(__file__).parents[2]
 PICTURES = (

@@ -11,8 +11,8 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from dp_clipping import sharded_sums
-from dp_clipping.profiling import SWITCH
+from dp_clipping.distributed import gradient_reduce as sharded_sums
+from dp_clipping.profiling.profile import SWITCH
 from experiments.llama_fsdp.results import Cell, Settings, recorded
 from experiments.profile_bottlenecks import plot
 from experiments.profile_bottlenecks.__main__ import main
@@ -33,9 +33,9 @@ from lm.runtime import Hardware
 from lm.watch import Cause
 from measure import Results
 from measure.growth import fit_growth
-from tests.experiments.alone import Watching, worker_of
-from tests.measure.page import Page
-from tests.ranks import Context
+from tests.support.alone import Watching, worker_of
+from tests.support.page import Page
+from tests.support.ranks import Context
 
 CPU = Hardware("gloo", "cpu", 2, "gloo, 2 processes")
 SETTINGS = Settings(

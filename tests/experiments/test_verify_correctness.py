@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dp_clipping import optimizer, session
-from dp_clipping.global_norms import GlobalNorms
-from dp_clipping.norm_reduce import NORM_REDUCTIONS, NormReducer
-from dp_clipping.norms import Norms
-from dp_clipping.profiling import SWITCH
-from dp_clipping.sharded_sums import ShardedSums
+from dp_clipping import optimizer
+from dp_clipping.clipping.norms import Norms
+from dp_clipping.distributed.global_norms import GlobalNorms
+from dp_clipping.distributed.gradient_reduce import ShardedSums
+from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS, NormReducer
+from dp_clipping.profiling.profile import SWITCH
+from dp_clipping.step import private_step as session
 from experiments.verify_correctness import __main__ as command
 from experiments.verify_correctness import cases as cases_module
 from experiments.verify_correctness import findings as findings_module
@@ -37,7 +38,7 @@ from experiments.verify_correctness.step import (
     verify,
 )
 from lm.runtime import Hardware
-from tests.ranks import Context
+from tests.support.ranks import Context
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "experiments.verify_correctness"]
@@ -332,7 +333,7 @@ def test_under_torchrun():
 
 BROKEN = """
 import sys
-import dp_clipping.session as session
+import dp_clipping.step.private_step as session
 from experiments.verify_correctness.__main__ import main
 from experiments.verify_correctness import run as run_module
 import lm.launch

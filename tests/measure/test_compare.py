@@ -12,7 +12,7 @@ import pytest
 
 from measure.compare import FASTER, SAME, SLOWER, UNCLEAR, main, verdict
 from measure.statistics import Ratio
-from tests.measure.rows import record_benchmark, steps, write_llama
+from tests.support.rows import record_benchmark, steps, write_llama
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from measure import Results
 from measure.picture import save_picture
 from measure.report import main, render, say_report, write_report
-from tests.measure.page import Page
-from tests.measure.rows import record_benchmark, steps, write_llama
+from tests.support.page import Page
+from tests.support.rows import record_benchmark, steps, write_llama
 
 ROOT = Path(__file__).parents[2]
 MARKUP = "<script>alert(1)</script>&amp;\"'><img src=x onerror=y>"

@@ -7,7 +7,7 @@ import pytest
 
 from measure import Results
 from measure.runs import beside, differing, ratio_beside, read_cells, varying
-from tests.measure.rows import llama_row, record_benchmark, steps, write_llama
+from tests.support.rows import llama_row, record_benchmark, steps, write_llama
 
 
 def by_label(cells):

@@ -1,0 +1,15 @@
+"""The layers of a network, captured so that they deliver per-sample gradients.
+
+Files:
+
+    capture               replaces the layers' forwards; the parameters, their groups and slots
+    modules               every module of a network, compiled ones too
+    batch                 the samples in a forward's arguments
+    layout_search         where the samples are in each layer's tensors
+    sample_independence   refuses networks and losses that mix samples
+    discovery             when these are looked for, and with whose samples
+    observation           what each layer sees of each sample, forward and backward
+    losses                refuses losses that depend on other samples
+    state, carried        where a network holds values, and refuses those that carry data
+    compile_forecast      what a compiled region must be told beforehand
+"""

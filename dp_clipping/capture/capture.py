@@ -1,0 +1,324 @@
+"""Functional capture: a network whose layers deliver per-sample gradients and no ordinary ones.
+
+Each layer that owns trainable parameters gets a forward that runs its arithmetic as one autograd
+function, with detached parameters. What it hands over in backward goes to a `Session`. Outside of a
+session (evaluation, inference, the user's own calls) the layers are what they were.
+
+No hooks on layers are involved, so `torch.compile`, non-reentrant activation checkpointing and
+autocast meet plain autograd functions.
+"""
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils._pytree import tree_flatten
+
+from dp_clipping.capture.modules import every_module
+from dp_clipping.distributed.norm_reduce import NormReducer
+from dp_clipping.distributed.sharding import Sharding, owner_of, plain_name, plain_type
+from dp_clipping.layers import embedding, linear, norm
+from dp_clipping.layers import vmap as vectorized
+from dp_clipping.layers.accumulation import wide
+from dp_clipping.layers.handle import Handle
+from dp_clipping.planning.plan import Plan
+from dp_clipping.profiling.profile import Profile
+from dp_clipping.step.private_step import Session
+from dp_clipping.validation import refuse_offsets
+
+if TYPE_CHECKING:
+    from dp_clipping.capture.compile_forecast import Forecast
+    from dp_clipping.distributed.gradient_reduce import ShardedSums
+
+FORWARDS = {
+    "linear": linear.forward,
+    "conv1d": linear.forward,
+    "embedding": embedding.forward,
+    "rms_norm": norm.forward,
+    "llama_rms_norm": norm.forward,
+    "layer_norm": norm.forward,
+    "vectorized": vectorized.forward,
+}
+CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
+
+
+def kind_of(module: nn.Module) -> str:
+    """Which of `FORWARDS` computes what this module does; `vectorized` is right for any."""
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    if not own <= {"weight", "bias"} or nn.utils.parametrize.is_parametrized(module):
+        return "vectorized"
+    plain = plain_type(module)
+    method = plain.forward
+    if method is nn.Linear.forward:
+        return "linear"
+    if method is nn.Embedding.forward:
+        return "embedding"
+    if method is nn.RMSNorm.forward:
+        return "rms_norm"
+    if method is nn.LayerNorm.forward and module.weight is not None:
+        return "layer_norm"
+    if norm.is_llama_rms_norm(module):
+        return "llama_rms_norm"
+    if plain.__name__ == "Conv1D" and plain.__module__ == "transformers.pytorch_utils":
+        return "conv1d"
+    return "vectorized"
+
+
+class Capture:
+    """The layers of one network, captured.
+
+    Attributes:
+        handles: of every captured module.
+        parameters: trainable ones in order of registration, tied ones once.
+        names: parameter -> its full name.
+        groups: parameter -> clipping group; `group_names` has one line a group.
+        members: the parameters of each clipping group.
+        anchors: parameter -> the leaf that makes autograd visit what uses it; `anchor` is any.
+        plans: what linear layers were used for -> the plan for that (see `planning.plan`);
+            `plan` is the last one that a step ran by.
+        forecast: of the coming forward, where compiled code needs one (see `compile_forecast`).
+        sharding: how the network is spread over ranks; None: it is not.
+        reducer: adds norms up over ranks (see `dp_clipping.distributed.norm_reduce`).
+        sums: takes clipped sums to the shards of a sharded network; None: it is not.
+        kin: parameter -> what it shares with those whose norms may be taken together: the clipping
+            group, and whether other ranks of a tensor axis have other parts of it.
+        profile: of the model's steps; None: the switch is off (see `profiling.profile`).
+        shapes: parameter -> shape of what its layer computes with, a part under tensor parallelism.
+    """
+
+    def __init__(
+        self, network: nn.Module, clipping: str = "flat", sharding: Sharding | None = None
+    ):
+        self.network, self.sharding = network, sharding
+        self.reducer = NormReducer()
+        self.sums: ShardedSums | None = None
+        self.handles = self._install()
+        self.parameters = [p for p in network.parameters() if p.requires_grad]
+        self.names = {p: plain_name(n) for n, p in reversed(list(network.named_parameters()))}
+        parts = {} if sharding is None else sharding.parts
+        self.shapes = {p: parts[p].shape if p in parts else p.shape for p in self.parameters}
+        self.groups, self.group_names = self._make_groups(clipping)
+        self.kin = {p: (k, p in parts and parts[p].split) for p, k in self.groups.items()}
+        self.members = [[] for _ in self.group_names]
+        for parameter, group in self.groups.items():
+            self.members[group].append(parameter)
+        self.anchors = {
+            p: torch.zeros((), device=p.device, requires_grad=True) for p in self.parameters
+        }
+        self.anchor = next(iter(self.anchors.values()))
+        self.plans: dict[tuple, Plan] = {}
+        self.plan: Plan | None = None
+        self.profile: Profile | None = None
+        self.forecast: Forecast | None = None
+        self._copied = {
+            parameter: owner_of(module, name)
+            for module in network.modules()
+            if "_private" in vars(module) and module._private.kind == "vectorized"
+            for name, parameter in module._private.parameters().items()
+        }
+        self._zeros: dict[torch.dtype, Tensor] = {}
+        self._session: Session | None = None
+        self._hooks = []
+        for module, names in () if sharding is None else sharding.gathering:
+            owners = {p: owner_of(module, name) for p, name in names.items()}
+            note = partial(self._note_leaves, owners)
+            self._hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+
+    # ---- which layers ---------------------------------------------------------------------------
+
+    def _install(self) -> list[Handle]:
+        handles = []
+        covered: set[nn.Module] = set()
+        for name, module in self.network.named_modules():
+            if module in covered or isinstance(module, CONTAINERS):
+                continue
+            if not any(p.requires_grad for p in _owned(module)):
+                continue
+            kind = kind_of(module)
+            recurse = kind == "vectorized"
+            trainable = tuple(
+                n for n, p in module.named_parameters(recurse=recurse) if p.requires_grad
+            )
+            if recurse:
+                covered.update(module.modules())
+            handle = Handle(plain_name(name), kind, module, trainable)
+            module._private = handle
+            module.forward = types.MethodType(FORWARDS[kind], module)
+            handles.append(handle)
+        return handles
+
+    def remove(self) -> None:
+        """Give the modules their own forwards back, and 16-bit parameters 16-bit gradients."""
+        for module in self.network.modules():
+            if "_private" in module.__dict__:
+                del module._private, module.forward
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad_dtype = parameter.dtype
+
+    def _note_leaves(
+        self,
+        owners: dict[Parameter, tuple[nn.Module, str]],
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict,
+    ) -> None:
+        """What stands for sharded parameters now: a use of it elsewhere would give it a gradient.
+
+        Before the forward of what gathers them, since nothing of theirs may be called at all.
+        """
+        if self._session is not None:
+            leaves = {p: getattr(owner, name) for p, (owner, name) in owners.items()}
+            self._session.leaves.update(leaves)
+            self.sharding.entered(module, lambda: tensors_in((args, kwargs)))
+
+    def _make_groups(self, clipping: str) -> tuple[dict[Parameter, int], list[str]]:
+        """One group over all parameters, or one a module; a tied weight is its first owner's."""
+        if clipping == "flat":
+            return dict.fromkeys(self.parameters, 0), ["all parameters"]
+        owners = {p: self.names[p].rpartition(".")[0] for p in self.parameters}
+        names = list(dict.fromkeys(owners.values()))
+        return {p: names.index(owner) for p, owner in owners.items()}, names
+
+    # ---- sessions -------------------------------------------------------------------------------
+
+    @contextmanager
+    def attached(self, session: Session | None) -> Iterator[None]:
+        """Inside, calls of the layers belong to the session (None: to nobody)."""
+        before = [(handle, handle.session, handle.slots) for handle in self.handles]
+        outer, self._session = self._session, session
+        for handle in self.handles:
+            handle.session = session
+            handle.slots = {} if session is None else session.slots[handle.name]
+        try:
+            with ExitStack() as stack:
+                if session is not None and session.is_compiled:
+                    stack.enter_context(_any_size())
+                    if session.policy.may_run_twice:
+                        stack.enter_context(_reusable())
+                yield
+        finally:
+            self._session = outer
+            for handle, old_session, old_slots in before:
+                handle.session, handle.slots = old_session, old_slots
+
+    def make_slots(self, session: Session) -> dict[str, dict[str, Tensor]]:
+        """handle -> parameter's name -> slot.
+
+        Slots are made where a layer asks for one; inside a compiled region none can be made, so a
+        network with one gets them all beforehand.
+        """
+        if not session.is_compiled:
+            return {handle.name: {} for handle in self.handles}
+        return {handle.name: session.slots_of(handle) for handle in self.handles}
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether any part of the network is."""
+        return any(
+            module._compiled_call_impl is not None or "_torchdynamo_orig_callable" in vars(module)
+            for module in every_module(self.network)
+        ) or hasattr(self.network, "_orig_mod")
+
+    def slot_value(self, parameter: Parameter) -> Tensor:
+        """What a slot expands: the parameter where a module computes with it, else a zero.
+
+        Its dtype is that of the G it receives: float16's largest number is too small for a sum
+        over tokens, so there G is float32.
+        """
+        if parameter in self._copied:
+            return getattr(*self._copied[parameter]).detach()
+        dtype = parameter.dtype
+        if len(self.shapes[parameter]) < 2:
+            dtype = wide(dtype)
+        elif torch.is_autocast_enabled(parameter.device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(parameter.device.type)
+        if dtype == torch.float16:
+            dtype = wide(dtype)
+        return self.zero(dtype)
+
+    def zero(self, dtype: torch.dtype) -> Tensor:
+        """One number, kept."""
+        if dtype not in self._zeros:
+            self._zeros[dtype] = torch.zeros((), dtype=dtype, device=self.anchor.device)
+        return self._zeros[dtype]
+
+    @contextmanager
+    def looked_at(self, before: Callable, after: Callable | None = None) -> Iterator[None]:
+        """Inside, forwards are plain ones, and hooks run around each captured module.
+
+        The user's random streams, and what is compiled, do not notice.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(self.attached(None))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(_fork_randomness(self.anchor.device))
+            for module in self.network.modules():
+                if isinstance(module, nn.EmbeddingBag):
+                    hook = module.register_forward_pre_hook(refuse_offsets, with_kwargs=True)
+                    stack.callback(hook.remove)
+                if "_private" in module.__dict__:
+                    hook = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+                    stack.callback(hook.remove)
+                    if after is not None:
+                        hook = module.register_forward_hook(after, with_kwargs=True)
+                        stack.callback(hook.remove)
+            yield
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _owned(module: nn.Module) -> Iterator[Parameter]:
+    """The module's own parameters, those in its parameter lists and parametrizations included."""
+    yield from module.parameters(recurse=False)
+    if nn.utils.parametrize.is_parametrized(module):
+        yield from module.parametrizations.parameters()
+    # PEFT's DoRA multiplies weights of child layers, so they are captured together.
+    magnitudes = getattr(module, "lora_magnitude_vector", None)
+    if isinstance(magnitudes, nn.Module):
+        yield from magnitudes.parameters()
+    for child in module.children():
+        if isinstance(child, nn.ParameterList | nn.ParameterDict):
+            yield from child.parameters()
+
+
+def _any_size() -> AbstractContextManager:
+    """Graphs compiled in here for a second batch size, or number of tokens, serve all others.
+
+    Private settings of torch: without them it takes numbers and tensors that it finds at a module,
+    as a session's slots, to be constants, and a Poisson draw is seldom as large as the last one.
+    """
+    return torch._dynamo.config.patch(
+        force_nn_module_property_static_shapes=False, allow_unspec_int_on_nn_module=True
+    )
+
+
+@contextmanager
+def _reusable() -> Iterator[None]:
+    """Backwards of graphs compiled in here may run twice: they do not write over their inputs.
+
+    Private settings of torch. Its cache on disk does not know the first one: it would hand out a
+    backward that was compiled for one use, silently wrong in the second.
+    """
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+
+    with functorch.patch(donated_buffer=False), inductor.patch(fx_graph_cache=False):
+        yield
+
+
+@contextmanager
+def _fork_randomness(device: torch.device) -> Iterator[None]:
+    """The user's random streams do not notice the search."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield

@@ -1,0 +1,237 @@
+"""State that a network carries from one batch to the next is refused by name, and put back.
+
+    model     parameters, persistent buffers and the set of both: a forward may change none of them
+    working   other buffers, attributes, what hooks keep: may change, unless what the next batch
+              gives or leaves depends on it
+
+A cache of positions, a counter and a tensor kept for a look at it are working state. So is a moving
+average in an attribute, which is refused: one batch is run after each of two others, and what is
+there afterwards must be the same.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dp_clipping.capture.batch import Batch
+from dp_clipping.capture.capture import tensors_in
+from dp_clipping.capture.state import (
+    DEPTH,
+    PLAIN,
+    Change,
+    Mark,
+    State,
+    Writes,
+    equal,
+    has_attributes,
+)
+from dp_clipping.layers.batch_layout import FEW
+
+TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 1e-2}
+OUTPUT = "output "
+
+Left = dict[str, Any]
+
+
+def refuse_changes(changes: list[Change], when: str = "a forward in training") -> None:
+    """Raises ValueError naming parameters and persistent buffers among them."""
+    names = list(dict.fromkeys(c.name for c in changes if c.is_model))
+    if names:
+        raise ValueError(
+            f"{when} changes {', '.join(names[:5])}: a parameter or a buffer that changes outside "
+            "of the optimizer carries what it saw of one batch into the next, and out of training, "
+            "without noise; set it before make_private from public data, keep its module in "
+            "evaluation, or let it be constant"
+        )
+
+
+class Kept:
+    """What a body in `kept` does to a state.
+
+    Attributes:
+        changes: what it has changed; known once it is done.
+    """
+
+    def __init__(self, state: State):
+        state.walk()
+        self.mark = state.mark()
+        self.writes = Writes(self.mark)
+        self.changes: list[Change] = []
+
+    def left(self) -> Left:
+        """Name -> what has changed so far, values of tensors copied."""
+        found: Left = {}
+        for change in self.mark.replaced():
+            if not change.holder.is_log:
+                _collect(found, change.name, change.holder.value(change.key), 0)
+        for named, *_ in self.writes.copies.values():
+            _collect(found, named.holder.change(named.key).name, named.tensor, 0)
+        return found
+
+    def put_back(self) -> None:
+        self.changes += self.mark.replaced()
+        self.mark.put_back()
+        self.changes += [named.holder.change(named.key) for named in self.writes.put_back()]
+
+
+@contextmanager
+def kept(state: State, carries: Callable[[], Any] | None = None) -> Iterator[Kept]:
+    """Puts back what the body changes, also if it raises.
+
+    `carries` is called afterwards where working state has changed, and raises if that carries data.
+    What is found here is raised in place of the body's own error, which may come of it.
+
+    Raises:
+        ValueError: naming parameters and persistent buffers that the body has changed.
+    """
+    own, error = Kept(state), None
+    try:
+        with own.writes:
+            yield own
+    except Exception as raised:
+        error = raised
+    finally:
+        own.put_back()
+    refuse_changes(own.changes)
+    if own.changes and carries is not None:
+        carries()
+    if error is not None:
+        raise error
+
+
+class Carried:
+    """What the calls of a network, or of a criterion, carry from one batch to the next.
+
+    Args:
+        root: the network or criterion.
+        run: called with args and kwargs; gives its outputs.
+        batch_first: the first dimension of tensors counts the samples, else the second.
+        is_sharded: see `State`; `check` then looks at parameters and buffers only, since other
+            ranks cannot be asked to run another forward then.
+    """
+
+    def __init__(
+        self, root: Any, run: Callable[..., Any], batch_first: bool, is_sharded: bool = False
+    ):
+        self.state = State(root, is_sharded)
+        self._run, self._batch_first = run, batch_first
+
+    def check(self, mark: Mark, batch: Batch, when: str, samples: int = FEW) -> None:
+        """Raises ValueError naming what a step has changed since the mark, and must not.
+
+        Where working state has changed, calls are repeated with `samples` samples of the batch.
+        """
+        changes = mark.changes()
+        if not changes:
+            return
+        refuse_changes(changes, when)
+        if self.state.is_sharded or batch.size < FEW:
+            return
+        now = self.state.mark()
+        mark.put_back()
+        try:
+            self.refuse(batch.with_samples(samples))
+        finally:
+            now.put_back()
+
+    def refuse(self, few: tuple[tuple, dict]) -> None:
+        """`refuse_carried`, from a call's arguments: its first sample alone, and its second."""
+        batch = Batch(*few, self._batch_first)
+        first, second = (batch.with_rows([n] * batch.size) for n in range(2))
+        refuse_carried(self.state, lambda x: self._run(*x[0], **x[1]), first, second)
+
+    @contextmanager
+    def checked(self, args: tuple, kwargs: dict, when: str) -> Iterator[None]:
+        """Inside is one call; it is repeated with all samples, as other sizes may not fit."""
+        mark = self.state.mark()
+        yield
+        if mark.changes() and tensors_in((args, kwargs)):
+            batch = Batch(args, kwargs, self._batch_first)
+            self.check(mark, batch, when, samples=batch.size)
+
+
+def refuse_carried(state: State, run: Callable[[Any], Any], first: Any, second: Any) -> bool:
+    """Runs a batch after the first and after the second, which are that batch in turn.
+
+    In turn, since an extreme that the last batch reaches itself forgets the one before.
+
+    Args:
+        run: called with one of them, of equal shapes; gives outputs, with the same random numbers
+            each time.
+
+    Returns:
+        Whether the first two are distinct, so that this tells. What has changed is then harmless.
+
+    Raises:
+        ValueError: naming what is other after the third, or that its outputs are.
+    """
+    if all(map(equal, tensors_in(first), tensors_in(second))):
+        return False
+    found: list[Change] = []
+
+    def after(start: Any, last: Any) -> Left:
+        with kept(state) as own:
+            run(start)
+            outputs = run(last)
+            left = own.left()
+            left |= {f"{OUTPUT}{n}": y.detach() for n, y in enumerate(tensors_in(outputs))}
+        found.extend(own.changes)
+        return left
+
+    for last in (first, second):
+        left = after(first, last)
+        differ = _different(left, after(second, last))
+        if differ:
+            differ -= _different(left, after(first, last))  # random by generators of its own
+        if differ:
+            names = sorted(name for name in differ if not name.startswith(OUTPUT))
+            names = names or sorted({change.name for change in found})
+            raise ValueError(
+                f"what was seen of one batch is carried into the next, in {', '.join(names[:5])}: "
+                "gradients then depend on samples of earlier steps; let a batch depend on itself "
+                "alone, or set the value before make_private from public data"
+            )
+    state.harmless |= {(id(c.holder.values), c.key) for c in found}
+    return True
+
+
+def _collect(found: Left, name: str, value: Any, depth: int) -> None:
+    if isinstance(value, Tensor):
+        found[name] = value.detach().clone()
+    elif isinstance(value, PLAIN):
+        found[name] = value
+    elif depth > DEPTH or isinstance(value, nn.Module):
+        return
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            _collect(found, f"{name}.{key}", part, depth + 1)
+    elif isinstance(value, list | tuple | deque):
+        found[f"len({name})"] = len(value)
+        for n, part in enumerate(value):
+            _collect(found, f"{name}[{n}]", part, depth + 1)
+    elif isinstance(value, set | frozenset):
+        found[name] = value
+    elif hasattr(value, "__array__"):
+        found[name] = torch.as_tensor(value).clone()
+    elif has_attributes(value):
+        _collect(found, name, vars(value), depth + 1)
+
+
+def _different(one: Left, other: Left) -> set[str]:
+    return {name for name in one | other if not _is_close(one.get(name), other.get(name), name)}
+
+
+def _is_close(a: Any, b: Any, name: str) -> bool:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return type(a) is type(b) and a == b
+    if not name.startswith(OUTPUT) or not a.is_floating_point():
+        return equal(a, b)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    tolerance = TOLERANCE.get(a.dtype, 1e-5)
+    a, b = a.double().nan_to_num(0, 0, 0), b.double().nan_to_num(0, 0, 0)
+    return bool((a - b).norm() <= tolerance * a.norm())

@@ -1,0 +1,179 @@
+"""What a private step on fused kernels must know before it enters a compiled region.
+
+In there a layer can make no slots and ask no plan, and a slot has a shape. So the shapes that
+linear layers are given are looked for beforehand, in plain forwards of a few samples, once for each
+set of input shapes; the plan is made from them, and with it the slots. `layers.linear_compiled` is
+what the compiler then sees.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
+from torch.utils._pytree import tree_flatten
+
+from dp_clipping.capture.layout_search import Call, Search
+from dp_clipping.clipping.norms import Norm
+from dp_clipping.kernels.gradient import stored_dtype
+from dp_clipping.layers.batch_layout import FEW, MORE
+from dp_clipping.layers.handle import Handle
+from dp_clipping.layers.linear import LinearFactors
+from dp_clipping.layers.linear_compiled import FACTOR_SLOTS, GRADIENT_SLOTS
+from dp_clipping.planning.plan import GRADIENT, Use
+
+Arguments = tuple[tuple, dict]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of a forward whose inputs have certain shapes.
+
+    Attributes:
+        uses: parameter -> the use of a linear layer by one sample, in the order of the forward;
+            without weights that are used more than once.
+        dtypes: of those layers' products.
+        held: bytes that an ordinary forward keeps for its backward, a sample.
+    """
+
+    uses: dict[Parameter, Use]
+    dtypes: dict[Parameter, torch.dtype]
+    held: int
+
+    @staticmethod
+    def planned(batch_size: int) -> int:
+        """The batch size that plans are made for: the next power of two.
+
+        Draws vary in size. With a plan of its own each of them would ask for other slots, which
+        is another function to compile.
+        """
+        return 1 << max(0, batch_size - 1).bit_length()
+
+    def of_batch(self, batch_size: int) -> dict[Parameter, Use]:
+        planned = self.planned(batch_size)
+        return {p: replace(use, batch_size=planned) for p, use in self.uses.items()}
+
+    def slots(self, session: Any, handle: Handle, algorithm: str) -> dict[str, Tensor]:
+        """Those of a layer's weight."""
+        parameter, batch_size = handle.parameter("weight"), session.batch_size
+        use, dtype = self.uses[parameter], self.dtypes[parameter]
+        transposed = handle.kind == "conv1d"
+        if algorithm == GRADIENT:
+            names = GRADIENT_SLOTS
+            shape = session.capture.shapes[parameter]
+            kinds = (((batch_size, *shape), stored_dtype(dtype)), ((batch_size,), NORM))
+        else:
+            names = FACTOR_SLOTS
+            rows = (batch_size, use.tokens)
+            kinds = (((*rows, use.outputs), dtype), ((*rows, use.inputs), dtype))
+        rest = (parameter, algorithm == GRADIENT, transposed, (*kinds, ((1,), NORM)))
+        tensors = LinearTap.apply(session.anchor_of(parameter), session, *rest)
+        return dict(zip(names, tensors, strict=True))
+
+
+NORM = torch.float32
+
+
+class LinearTap(torch.autograd.Function):
+    """Slots [..] without memory between the anchor and the only use of a weight."""
+
+    @staticmethod
+    def forward(ctx, anchor, session, parameter, is_gradient, transposed, kinds):
+        ctx.rest = (session, parameter, is_gradient, transposed)
+        return tuple(session.capture.zero(dtype).expand(shape) for shape, dtype in kinds)
+
+    @staticmethod
+    def backward(ctx, first, second, count):
+        session, parameter, is_gradient, transposed = ctx.rest
+        if is_gradient:
+            session.counted(parameter, count)
+            session.dense(parameter, first, second)
+        else:
+            session.counted(parameter, count)
+            session.factors(parameter, LinearFactors(second, first, transposed))
+        return None, None, None, None, None, None
+
+
+def refuse_repeated(
+    norms: dict[Parameter, Norm], counts: dict[Parameter, Tensor], parameters: list[Parameter]
+) -> None:
+    """Make a norm infinite, and so leave all samples out, if a weight was used more than once.
+
+    Its norm would miss the cross terms; looking at a count would make the host wait.
+    """
+    counted = [p for p in parameters if p in counts]
+    if counted:
+        once = (torch.stack([counts[p] for p in counted]) == 1).all()
+        first = next(p for p in parameters if p in norms)  # some share the norm of another
+        norms[first] = replace(norms[first], squared=norms[first].squared.where(once, torch.inf))
+
+
+class Forecaster:
+    """Looks where a search has found the samples; remembers by shapes."""
+
+    def __init__(self, search: Search):
+        self._search, self._capture = search, search.capture
+        self._known: dict[tuple, Forecast] = {}
+
+    def forget(self) -> None:
+        self._known.clear()
+
+    def of(self, one: Arguments, rows: Callable[[int], Arguments]) -> Forecast:
+        """From the arguments of one sample and what makes those of several."""
+        key = self._key(one)
+        if key not in self._known:
+            calls, few = self._observe(rows(FEW), FEW)
+            _, more = self._observe(rows(MORE), MORE)
+            held = max(0, more - few) // (MORE - FEW)
+            found = list(self._once_used(calls))
+            uses = {parameter: use for parameter, use, _ in found}
+            dtypes = {parameter: dtype for parameter, _, dtype in found}
+            self._known[key] = Forecast(uses, dtypes, held)
+        return self._known[key]
+
+    def _key(self, one: Arguments) -> tuple:
+        device = self._capture.anchor.device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        leaves, structure = tree_flatten(one)
+        return (structure, autocast, *map(_kind, leaves))
+
+    def _observe(self, batch: Arguments, size: int) -> tuple[dict[str, list[Call]], int]:
+        """Calls of the layers in a plain forward, and the bytes it keeps for a backward."""
+        held: dict[int, int] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            storage = x.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+            return x
+
+        with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
+            calls = self._search.observe(*batch, size)
+        return calls, sum(held.values())
+
+    def _once_used(
+        self, calls: dict[str, list[Call]]
+    ) -> Iterator[tuple[Parameter, Use, torch.dtype]]:
+        handles = {handle.name: handle for handle in self._capture.handles}
+        for name, handle in handles.items():
+            own = calls[name]
+            is_linear = handle.kind in ("linear", "conv1d") and "weight" in handle.trainable
+            if not is_linear or handle.always_dense or len(own) != 1:
+                continue
+            x, dtype = own[0].inputs[0], own[0].product_dtype
+            parameter = handle.parameter("weight")
+            inputs, shape = x.shape[-1], self._capture.shapes[parameter]
+            use = Use(
+                self._capture.names[parameter], 1, x.shape[:-1].numel() // FEW, inputs,
+                shape.numel() // max(1, inputs), dtype.itemsize, stored_dtype(dtype).itemsize,
+            )  # fmt: skip
+            yield parameter, use, dtype
+
+
+def _kind(leaf: Any) -> Any:
+    """What of an argument may decide about shapes inside the network."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype
+    return type(leaf), leaf if isinstance(leaf, int | float | str) else None

@@ -1,0 +1,205 @@
+"""Before a step: where the samples are is known, on one rank or, of a sharded model, on all.
+
+`search` finds it with three forwards and `independence` looks whether samples see each other; this
+decides when to look, and with whose samples. All ranks of a sharded model run the same forwards,
+whatever their own batches: they gather parameters together.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from dp_clipping.capture.batch import Batch, tensors_of
+from dp_clipping.capture.capture import Capture, tensors_in
+from dp_clipping.capture.carried import Carried, kept
+from dp_clipping.capture.compile_forecast import Forecast, Forecaster
+from dp_clipping.capture.layout_search import Search, without_dropout
+from dp_clipping.capture.observation import same_generators
+from dp_clipping.capture.sample_independence import PLACES, Company, Schedule
+from dp_clipping.distributed.sharding import Sharding
+from dp_clipping.layers.batch_layout import FEW, Layout
+from dp_clipping.layers.handle import LayoutUnknown
+from dp_clipping.step.private_step import drop_what_was_ready
+
+
+class Establishment:
+    """What has been found out about a captured network, and from how many samples.
+
+    A batch of one sample tells little: beside one, every dimension of size one may count samples.
+    What it gave is provisional until a larger batch comes.
+    """
+
+    def __init__(
+        self, network: nn.Module, capture: Capture, sharding: Sharding | None, batch_first: bool
+    ):
+        self._network, self._capture, self._sharding = network, capture, sharding
+        self.carried = Carried(
+            network, self._forward_and_backward, batch_first, is_sharded=sharding is not None
+        )
+        self._search = Search(capture)
+        self._company = Company(capture, self._search.layouts_of)
+        self._schedule = Schedule()
+        self._forecaster = Forecaster(self._search)
+        self._is_known = self._is_provisional = False
+
+    def ensure(self, batch: Batch) -> int | None:
+        """Look, unless it is known. With a sharding all ranks call it together.
+
+        Returns:
+            The number of the check, if this batch has been looked at for samples that see each
+            other: its losses are to be looked at too.
+
+        Raises:
+            ValueError: naming the layer whose samples cannot be found, or that sees one differently
+                beside other samples.
+        """
+        alone = self._sharding is None
+        is_due = self._schedule.next_is_due(batch.size, alone)
+        if not alone:
+            self._ensure_together(batch)
+        elif not self._is_known or (batch.size >= FEW and self._is_provisional):
+            self.look(batch)
+        if is_due or (alone and not self._schedule.settled and batch.size >= PLACES):
+            return self._check_again_if_unknown(batch)
+        return None
+
+    def look(self, batch: Batch) -> None:
+        """Look where the samples are, on this rank."""
+        self._look(self._arguments(batch), batch.size)
+
+    def forget(self) -> None:
+        """The way in which layers are called has changed: look at the next batch."""
+        self._is_known = False
+        self._schedule = Schedule()
+        self._search.forget()
+        self._forecaster.forget()
+        self._capture.plans.clear()
+
+    def forecast(self, batch: Batch) -> Forecast:
+        """What linear layers will be given, where compiled code must know it beforehand."""
+        return self._forecaster.of(batch.first_sample(), batch.with_samples)
+
+    def layouts_of(self, outputs: Any) -> list[Layout | None]:
+        """Of the tensors in what the network has returned; None: it has no samples."""
+        return self._search.layouts_of(tensors_of(outputs))
+
+    def _arguments(self, batch: Batch) -> list[tuple]:
+        """Of three forwards: see `Search.establish`."""
+        rows = batch.distinct(PLACES)
+        rows = rows + [i % batch.size for i in range(PLACES) if i % batch.size not in rows]
+        rows = (rows * PLACES)[:PLACES]
+        return [batch.with_rows(r) for r in (rows[:FEW], rows, [rows[0], rows[-1]])]
+
+    def _look(self, arguments: list[tuple], size: int) -> None:
+        """From the arguments of forwards, made of a batch of so many samples."""
+        if self._is_provisional or size < FEW:
+            self._search.forget()
+            self._forecaster.forget()
+        with kept(self.carried.state, lambda: self.carried.refuse(arguments[0])):
+            self._search.establish(*arguments)
+        self._is_known, self._is_provisional = True, size < FEW
+
+    def _check_again_if_unknown(self, batch: Batch) -> int | None:
+        try:
+            return self._check(batch)
+        except LayoutUnknown as error:
+            if self._sharding is not None:
+                raise ValueError(
+                    "the network returns other tensors than in the first batch, and other ranks "
+                    "cannot be asked to look again now: call model.forget_layouts() on every rank "
+                    "before a forward that differs"
+                ) from error
+            self.look(batch)
+            return self._check(batch)
+
+    def _check(self, batch: Batch) -> int | None:
+        """The number of the check; None: a sample alone has no company."""
+        if self._sharding is None and batch.size < FEW:
+            return None
+        with kept(self.carried.state, partial(self._refuse_carried, batch)):
+            places = not self._schedule.settled
+            if places:
+                self._check_places(batch)
+            number, is_whole = self._schedule.next_check(batch.size)
+            if self._sharding is not None or not places or batch.size > PLACES:
+                self._company.check_batch(batch, number, is_whole)
+        return number if batch.size >= FEW else None
+
+    def _refuse_carried(self, batch: Batch) -> None:
+        """Not on ranks that run forwards together: another one could have nothing to look at."""
+        if self._sharding is None:
+            self.carried.refuse(batch.with_samples(FEW))
+
+    def _check_places(self, batch: Batch) -> None:
+        distinct = batch.distinct(PLACES)
+        extremes = self._sharding is None and not self._search.checks_values
+        failure: ValueError | None = None
+        for _ in self._search.guesses():
+            try:
+                self._company.check_places(batch, distinct, extremes)
+                break
+            except ValueError as error:
+                failure = failure or error
+        else:
+            raise failure
+        self._schedule.settled = self._most(len(distinct)) == PLACES
+
+    def _most(self, count: int) -> int:
+        """Over all ranks that run the same forwards."""
+        if self._sharding is None:
+            return count
+        counts = [count] * dist.get_world_size(self._sharding.everyone)
+        dist.all_gather_object(counts, count, group=self._sharding.everyone)
+        return max(counts)
+
+    # ---- what is carried from batch to batch ----------------------------------------------------
+
+    def _forward_and_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Outputs, and where it is one rank's affair gradients, of a plain step."""
+        with (
+            self._capture.looked_at(lambda *_: None),
+            without_dropout(self._network),
+            same_generators(self._network.modules()),
+            torch.set_grad_enabled(self._sharding is None),
+        ):
+            outputs = self._network(*args, **kwargs)
+            ends = [y.float().square().sum() for y in tensors_in(outputs) if y.requires_grad]
+            return outputs, self._gradients(sum(ends)) if ends else ()
+
+    def _gradients(self, total: Tensor) -> tuple[Tensor | None, ...]:
+        try:
+            return torch.autograd.grad(total, self._capture.parameters, allow_unused=True)
+        except Exception:  # the step's own backward will say so
+            drop_what_was_ready()
+            return ()
+
+    def _ensure_together(self, batch: Batch) -> None:
+        """With the samples of one rank, which has most.
+
+        Once all have done so with a batch of some samples no rank asks the others again.
+        """
+        if self._is_known and not self._is_provisional:
+            return
+        everyone = self._sharding.everyone
+        sizes: list[int] = [0] * dist.get_world_size(everyone)
+        dist.all_gather_object(sizes, batch.size, group=everyone)
+        largest = max(sizes)
+        if self._is_known and largest < FEW:
+            return
+        source = sizes.index(largest)
+        given = [None]
+        if dist.get_rank(everyone) == source:
+            given = [_moved(self._arguments(batch), torch.device("cpu"))]
+        dist.broadcast_object_list(given, group=everyone, group_src=source)
+        device = self._capture.anchor.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(0)  # what is random in the network must not part the ranks
+            self._look(_moved(given[0], device), largest)
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)

@@ -1,0 +1,292 @@
+"""Where the samples are in every layer of a captured network: looked for with two batch sizes.
+
+`layout` says what is looked for in one tensor; this runs the network and remembers. It also counts
+how often a parameter is used, since the cross terms of several uses belong to its norm.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dp_clipping.capture.batch import tensors_of
+from dp_clipping.capture.capture import Capture, tensors_in
+from dp_clipping.capture.observation import expanded_input, expanded_output, same_generators
+from dp_clipping.layers import tensor_parallel
+from dp_clipping.layers.batch_layout import FEW, MORE, Layout, find_layout
+from dp_clipping.layers.handle import Handle, LayoutUnknown, product_dtype
+from dp_clipping.layers.tensor_parallel import local
+
+UNSURE = "unsure"
+NETWORK = "\0"  # no module has this name: the network's outputs
+
+OF_SOME_NUMBERS = ("bernoulli", "bernoulli_", "multinomial", "binary_cross_entropy", "poisson",
+                   "binomial")  # fmt: skip
+
+
+class Search:
+    """Finds, and keeps in their handles, the layouts of a network's layers."""
+
+    def __init__(self, capture: Capture):
+        self.capture = capture
+        self._uses: dict[Parameter, int] = {}
+        self._routing: set[str] = set()
+        self.checks_values = False  # a GPU may stop at numbers that are out of range
+        self.output_layouts: dict[tuple[int, ...], list[Layout | None]] = {}
+        self.last_outputs: tuple[int, ...] = ()
+
+    def forget(self) -> None:
+        """Forget where the samples are and how often parameters are used."""
+        self._uses.clear()
+        self.output_layouts.clear()
+        for handle in self.capture.handles:
+            handle.layouts.clear()
+            handle.output_layouts.clear()
+
+    @torch.no_grad()
+    def establish(
+        self, few: tuple[tuple, dict], more: tuple[tuple, dict], other: tuple[tuple, dict]
+    ) -> None:
+        """Find the layouts of layers and outputs from the arguments of three batches: see `layout`.
+
+        `more` has one sample more than `few`, and `other` has it in the place of the last one.
+
+        A layer whose input is shared by all samples gets it expanded to the batch, which changes
+        the shapes that later layers see: the search is repeated until nothing new is found.
+
+        Raises:
+            ValueError: naming the layer whose input or output has no layout.
+        """
+        known = -1
+        while known != (known := self._count_layouts()):
+            runs = self.observe(*few, FEW), self.observe(*more, MORE), self.observe(*other, FEW)
+            uses: dict[Parameter, int] = {}
+            for handle in self.capture.handles:
+                calls = list(zip(*(run[handle.name] for run in runs), strict=True))
+                for call in calls:
+                    self._learn(handle, *call)
+                for parameter in handle.parameters().values():
+                    uses[parameter] = uses.get(parameter, 0) + len(calls)
+        self.learn_outputs(*(run[NETWORK][0].outputs for run in runs))
+        for parameter, count in uses.items():
+            self._uses[parameter] = max(count, self._uses.get(parameter, 0))
+        for handle in self.capture.handles:
+            handle.always_dense = any(self._uses[p] > 1 for p in handle.parameters().values())
+
+    @contextmanager
+    def _shared_are_named(self) -> Iterator[None]:
+        """An error of a network that has run before comes of an input that has become a batch."""
+        shared = [
+            handle.name
+            for handle in self.capture.handles
+            if any(x.kind == "shared" for found in handle.layouts.values() for x in found)
+        ]
+        try:
+            yield
+        except RuntimeError as error:
+            if not shared:
+                raise
+            raise ValueError(
+                f"{', '.join(shared[:5])}: called once for all samples, and what it gives is not "
+                "broadcast to them but repeated or used as a matrix, so that no sample has a "
+                "gradient of its own there; give it an input with a row for each sample "
+                "(ids.expand(batch_size, -1)), or freeze it; in place of PEFT's prompt tuning use "
+                "PrefixTuningConfig"
+            ) from error
+
+    def _count_layouts(self) -> int:
+        return sum(len(handle.layouts) for handle in self.capture.handles)
+
+    def learn_outputs(self, few: list[Tensor], more: list[Tensor], other: list[Tensor]) -> None:
+        """Where the samples are in the network's outputs."""
+        layouts: list[Layout | None] = []
+        for y in zip(few, more, other, strict=False):
+            try:
+                layouts.append(find_layout(*y[:2], "an output", y[2], unsure=UNSURE))
+            except ValueError:  # of the whole batch: nothing private may come of it
+                layouts.append(None)
+        self.output_layouts[tuple(y.dim() for y in few)] = layouts
+        self.last_outputs = tuple(y.dim() for y in few)
+
+    def layouts_of(self, outputs: list[Tensor]) -> list[Layout | None]:
+        """Of what the network has returned.
+
+        Raises:
+            LayoutUnknown: it has not returned such tensors in the search.
+        """
+        found = self.output_layouts.get(tuple(y.dim() for y in outputs))
+        if found is None:
+            raise LayoutUnknown("the end of the network")
+        return found
+
+    def guesses(self) -> Iterator[None]:
+        """Where the values of the last flattened outputs do not tell, the orders to be tried.
+
+        The one at which an iteration is left is the one that is known from then on.
+        """
+        layouts = self.output_layouts[self.last_outputs]
+        kinds = ("sample_major", "time_major")
+        for kind in kinds if Layout(UNSURE) in layouts else kinds[:1]:
+            guess = [Layout(kind) if y == Layout(UNSURE) else y for y in layouts]
+            self.output_layouts[self.last_outputs] = guess
+            yield
+
+    def _learn(self, handle: Handle, few: "Call", more: "Call", other: "Call") -> None:
+        name = handle.name or type(self.capture.network).__name__
+        dims = tuple(x.dim() for x in few.inputs)
+        sides = [("input", handle.layouts, few.inputs, more.inputs, other.inputs)]
+        if handle.kind == "vectorized":
+            sides.append(
+                ("output", handle.output_layouts, few.outputs, more.outputs, other.outputs)
+            )
+        for side, known, *tensors in sides:
+            layouts = tuple(
+                find_layout(a, b, f"{side} {n} of {name}", c)
+                for n, (a, b, c) in enumerate(zip(*tensors, strict=True))
+            )
+            self._refuse_routed(name, layouts)
+            if known.setdefault(dims, layouts) != layouts:
+                raise ValueError(
+                    f"{name} is called with its samples in different places "
+                    f"({known[dims]}, {layouts}): use two modules, or one layout"
+                )
+
+    def _refuse_routed(self, name: str, layouts: tuple[Layout, ...]) -> None:
+        """Rows picked or sorted by their values may look like whole samples by chance, once."""
+        if self._routing and any(x.kind in ("sample_major", "time_major") for x in layouts):
+            raise ValueError(
+                f"{name} gets its samples flattened, in a network that picks or sorts rows by "
+                f"their values ({', '.join(sorted(self._routing))}): how many rows each sample has "
+                "there differs from batch to batch; give the layer [batch, tokens, features] and "
+                "mask its output"
+            )
+
+    def observe(self, args: tuple, kwargs: dict, batch_size: int) -> dict[str, list["Call"]]:
+        """handle -> its calls in one plain forward of `batch_size` samples, in their order."""
+        calls: dict[str, list[Call]] = {}
+        routing = Routing()
+        shared: list[str] = []
+
+        def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
+            handle: Handle = module._private
+            inputs = [tensor_parallel.local(x) for x in tensors_in((args, kwargs))]
+            dtype = product_dtype(inputs[0]) if inputs else None
+            shapes = [_if_flattened(x, batch_size) for x in inputs]
+            calls.setdefault(handle.name, []).append(Call(shapes, [], dtype))
+            layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
+            expanded = expanded_input(handle, layouts, inputs, batch_size)
+            if expanded is not None:
+                shared.append(handle.name)
+            return expanded
+
+        def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+            handle: Handle = module._private
+            call = calls[handle.name][-1]
+            outputs = [tensor_parallel.local(y) for y in tensors_in(output)]
+            call.outputs[:] = [_if_flattened(y, batch_size) for y in outputs]
+            dims = tuple(x.dim() for x in call.inputs)
+            if dims not in handle.layouts:
+                tensor_parallel.refuse_split_rows(handle, call.inputs, outputs)
+            layouts = handle.output_layouts.get(dims, ())
+            expanded = expanded_output(handle, layouts, output, batch_size)
+            if expanded is not output:
+                shared.append(handle.name)
+            return expanded
+
+        modules = self.capture.network.modules() if self.capture.sharding is None else ()
+        with (
+            self.capture.looked_at(before, after), without_dropout(self.capture.network), routing,
+            same_generators(modules), _naming(shared),
+        ):  # fmt: skip
+            outputs = tensors_of(self.capture.network(*args, **kwargs))
+        self._routing = routing.operators
+        self.checks_values |= routing.checks_values
+        calls[NETWORK] = [Call([], [_if_flattened(local(y), batch_size) for y in outputs], None)]
+        return calls | {h.name: [] for h in self.capture.handles if h.name not in calls}
+
+
+class Routing(TorchDispatchMode):
+    """Notes operators whose output's shape or order depends on values, as a mixture's routing.
+
+    Also whether there are operators that make indices of numbers, or take some numbers only.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: set[str] = set()
+        self.checks_values = False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        if function is aten.index.Tensor:
+            found = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        else:
+            by_shape = torch.Tag.dynamic_output_shape in function.tags
+            found = by_shape or function.overloadpacket is aten.sort
+        if found:
+            self.operators.add(function.overloadpacket.__name__)
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket is aten._to_copy and args[0].is_floating_point():
+            self.checks_values |= not (result.is_floating_point() or result.is_complex())
+        self.checks_values |= function.overloadpacket.__name__ in OF_SOME_NUMBERS
+        return result
+
+
+@contextmanager
+def _naming(shared: list[str]) -> Iterator[None]:
+    """Names the layers that got an input expanded to the batch, where the network cannot run so."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError) as error:
+        if not shared:
+            raise
+        raise ValueError(
+            f"{', '.join(dict.fromkeys(shared))}: given the same values for every sample (a "
+            "relative position bias or an embedded prompt, for example), so its output got a "
+            "dimension for the samples, and the code that uses it cannot run with that "
+            f"({_first_line(error)}): freeze it, as "
+            f'network.get_submodule("{shared[0]}").requires_grad_(False), before make_private, or '
+            "give it an input with a row for each sample, as ids.expand(batch_size, -1); in place "
+            "of PEFT's prompt tuning use PrefixTuningConfig"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call of a layer was given and gave: shapes (on the meta device) where they tell.
+
+    `product_dtype` is what a matrix product of its first input would be taken in.
+    """
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    product_dtype: torch.dtype | None
+
+
+def _if_flattened(x: Tensor, batch_size: int) -> Tensor:
+    """Values are needed, and kept, only of what may hold flattened samples."""
+    flattened = x.dim() > 0 and x.shape[0] != batch_size and x.shape[0] % batch_size == 0
+    return x if flattened else torch.empty_like(x, device="meta")
+
+
+@contextmanager
+def without_dropout(network: nn.Module) -> Iterator[None]:
+    """Dropout would make the same sample look different in the two runs."""
+    dropouts = [m for m in network.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+    before = [m.training for m in dropouts]
+    for module in dropouts:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in zip(dropouts, before, strict=True):
+            module.training = training

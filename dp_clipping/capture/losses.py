@@ -1,0 +1,270 @@
+"""Losses that depend on other samples than their own, found by exchanging those.
+
+Two looks at one batch. In the graph of the step, from the losses to the network's outputs: the
+derivative of other samples' losses for a sample's outputs is zero, whatever the code in between.
+And the criterion is called again with other samples in some places of all its arguments: the losses
+of those that stayed, and their gradients, must be the same.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dp_clipping.capture.batch import map_tensors, tensors_of
+from dp_clipping.capture.carried import kept as state_kept
+from dp_clipping.capture.observation import SIGNS, TOLERANCE, TOLERANCES, summary
+from dp_clipping.capture.state import State
+from dp_clipping.layers.batch_layout import Layout
+
+REMEDY = "per-sample gradients need a loss for each sample alone"
+OF_OUTPUTS = (
+    "the loss of a sample depends on the outputs of other samples (a contrastive loss, a "
+    f"normalisation over the batch): {REMEDY}"
+)
+REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError)
+
+
+class Watched:
+    """Outputs of one forward, through which its losses are looked at.
+
+    Args:
+        outputs: what the network has returned.
+        layouts: of the tensors in it; None: the whole batch has one value.
+        number: of the check.
+
+    Attributes:
+        number: as given.
+        outputs: the same for the user, in tensors of their own: FSDP's hooks on the network's would
+            take a look at a gradient for a backward.
+    """
+
+    def __init__(self, outputs: Any, layouts: Sequence[Layout | None], number: int):
+        self.number = number
+        self.outputs = map_tensors(lambda y: y.view_as(y) if y.requires_grad else y, outputs)
+        found = zip(tensors_of(self.outputs), layouts, strict=True)
+        self._pairs = [(y, layout) for y, layout in found if y.requires_grad]
+
+    def check_graph(self, losses: Tensor) -> None:
+        """losses: [B].
+
+        Raises:
+            ValueError: if a sample's loss depends on another one's outputs, or on one that has no
+                sample.
+        """
+        if not losses.requires_grad or not self._pairs:
+            return
+        size = len(losses)
+        base = self._gradients(losses, torch.ones_like(losses))
+        for (y, layout), gradient in zip(self._pairs, base, strict=True):
+            if _is_of_all(layout) and gradient is not None:
+                raise ValueError(
+                    f"the loss uses an output of the network of shape {tuple(y.shape)} in which no "
+                    f"dimension counts the samples (a term of the whole batch): {REMEDY}; return "
+                    "one value a sample"
+                )
+        patterns = halves(size, self.number)
+        for stays in patterns if self.number == 0 else patterns[:1]:
+            kept = torch.tensor(stays, device=losses.device)
+            weights = torch.where(kept, 1.0, -3.0).to(losses.dtype)
+            if not same(base, self._gradients(losses, weights), kept):
+                raise ValueError(OF_OUTPUTS)
+
+    def _gradients(self, losses: Tensor, weights: Tensor) -> list[tuple[Tensor, float] | None]:
+        """Summaries of the gradients of the outputs; None: zero, of one without samples."""
+        ys = [y for y, _ in self._pairs]
+        found = torch.autograd.grad(
+            losses, ys, weights, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        summaries = []
+        for gradient, (_, layout) in zip(found, self._pairs, strict=True):
+            if _is_of_all(layout):
+                summaries.append((gradient, 1.0) if bool((gradient != 0).any()) else None)
+            else:
+                summaries.append(summarised(gradient, layout, len(losses)))
+        return summaries
+
+
+def _is_of_all(layout: Layout | None) -> bool:
+    return layout is None or layout.kind == "shared"
+
+
+def halves(size: int, number: int) -> list[list[bool]]:
+    """Which samples stay: in the first check so that each two are parted, later in one way."""
+    bits = range(max(1, (size - 1).bit_length()))
+    pairs = [[[(i >> bit) % 2 == side for i in range(size)] for side in (0, 1)] for bit in bits]
+    return [half for pair in pairs for half in pair] if number == 0 else pairs[number % len(pairs)]
+
+
+def company(stays: list[bool], number: int) -> list[int]:
+    """Which sample stands in each place: those that stay, and copies of one of them.
+
+    What was extreme in the batch is gone in one of two halves.
+    """
+    kept = [i for i, stay in enumerate(stays) if stay]
+    source = kept[-1 - number % len(kept)]
+    return [i if stay else source for i, stay in enumerate(stays)]
+
+
+def summarised(x: Tensor, layout: Layout, size: int) -> tuple[Tensor, float]:
+    return summary(x, layout, size), TOLERANCES.get(x.dtype, TOLERANCE)
+
+
+def same(first: Sequence[Any], second: Sequence[Any], kept: Tensor) -> bool:
+    """Whether summaries agree for the samples that stayed."""
+    flags = []
+    for one, other in zip(first, second, strict=True):
+        if one is None or other is None:
+            continue
+        (a, tolerance), (b, _) = one, other
+        room = tolerance * torch.maximum(a[kept, SIGNS:], b[kept, SIGNS:])
+        flags.append(((a[kept] - b[kept]).abs() > room).any())
+    return not flags or not bool(torch.stack(flags).any())
+
+
+class Exchange:
+    """Calls a criterion with other samples in the places of some.
+
+    Args:
+        per_sample: the call: arguments to losses [B].
+        state: of the user's criterion, which is put back.
+        args, kwargs: of the user's call.
+        size: B.
+        shape: of outputs before they were flattened, if the user says so.
+        batch_first: whether the first dimension counts samples.
+    """
+
+    def __init__(
+        self, per_sample: Callable[..., Tensor], state: State, args: tuple, kwargs: dict,
+        size: int, shape: tuple[int, ...] | None, batch_first: bool,
+    ):  # fmt: skip
+        self._call, self._state = per_sample, state
+        self._arguments, self._size = (args, kwargs), size
+        self._tensors = tensors_of(self._arguments)
+        self._names = [
+            name
+            for name, value in [*enumerate(args, 1), *kwargs.items()]
+            for _ in tensors_of(value)
+        ]
+        self._flat = None if shape is None else shape[0] * shape[1]
+        self._batch_first = batch_first
+        if shape is None:
+            graded = [x for x in self._tensors if x.requires_grad and size not in x.shape]
+            flat = [x.shape[0] for x in graded if x.dim() and x.shape[0] % size == 0]
+            self._flat = next(iter(flat), None)
+        places = {n: self._candidates(x) for n, x in enumerate(self._tensors)}
+        ragged = any(
+            x.dim() and not places[n] and not x.is_floating_point()
+            for n, x in enumerate(self._tensors)
+        )
+        self._places = {
+            n: found
+            for n, found in places.items()
+            if found and (self._tensors[n].is_floating_point() or not ragged)
+        }
+
+    def check(self, number: int) -> None:
+        """Raises ValueError if a sample's loss depends on others."""
+        with state_kept(self._state):
+            base = self._run({})
+        first = {n: found[0] for n, found in self._places.items()}
+        for which, stays in enumerate(halves(self._size, number)):
+            rows = company(stays, number + which)
+            if self._agrees(base, first, rows) is not True:
+                self._find(base, first, rows)
+
+    def _find(self, base: dict, first: dict[int, Layout], rows: list[int]) -> None:
+        """Which argument it is; its samples may also lie otherwise than was tried first."""
+        if not self._agrees(base, {}, rows):
+            return  # it draws numbers of its own: nothing can be told
+        chosen = {}
+        for n, layouts in self._places.items():
+            found = {layout: self._agrees(base, {n: layout}, rows) for layout in layouts}
+            fits = [layout for layout, agrees in found.items() if agrees]
+            if not fits and False in found.values():
+                self._refuse(n)
+            chosen.update((n, layout) for layout in fits[:1])
+        if chosen and self._agrees(base, chosen, rows) is False:
+            self._refuse(min(chosen))
+
+    def _refuse(self, n: int) -> None:
+        if self._tensors[n].requires_grad:
+            raise ValueError(OF_OUTPUTS)
+        name = self._names[n]
+        argument = f"argument {name}" if isinstance(name, int) else f"argument {name!r}"
+        raise ValueError(
+            f"the loss of a sample depends on what {argument} of the criterion has of other "
+            f"samples (class weights or a count of the whole batch, for example): {REMEDY}; "
+            "compute such numbers from public data, once"
+        )
+
+    def _agrees(self, base: dict, places: dict[int, Layout], rows: list[int]) -> bool | None:
+        """None: the criterion does not take such samples together, so it tells nothing."""
+        kept = torch.tensor([i == row for i, row in enumerate(rows)])
+        with state_kept(self._state):
+            try:
+                found = self._run(places, rows)
+            except REFUSALS:
+                return None
+        return _agree(base, found, places, kept.to(self._tensors[0].device))
+
+    def _candidates(self, x: Tensor) -> list[Layout]:
+        """How its samples may lie, the likeliest first; none: it has no samples."""
+        if not x.dim():
+            return []
+        dims = [d for d in range(x.dim()) if x.shape[d] == self._size]
+        if not self._batch_first and 1 in dims:
+            dims.sort(key=lambda d: d != 1)
+        found = [Layout("dimension", d) for d in dims]
+        if self._flat is not None and x.shape[0] == self._flat != self._size:
+            found += [Layout("sample_major"), Layout("time_major")]
+        return found
+
+    def _run(self, places: dict[int, Layout], rows: Sequence[int] = ()) -> dict:
+        """Losses, and the gradients of arguments by each layout that they may have: summaries.
+
+        Args:
+            places: of the tensors that are given other samples.
+            rows: which sample of the batch stands in each place of those.
+        """
+        numbers = iter(range(len(self._tensors)))
+        leaves: dict[int, Tensor] = {}
+
+        def changed(x: Tensor) -> Tensor:
+            n, x = next(numbers), x.detach()
+            if n in places:
+                by_sample = places[n].batch_first(x, self._size)
+                index = torch.tensor(rows, device=x.device)
+                x = places[n].restore(by_sample.index_select(0, index))
+            if not self._tensors[n].requires_grad:
+                return x.clone()
+            leaves[n] = x.detach().requires_grad_()
+            return leaves[n].clone()  # which the criterion may change in place
+
+        device = self._tensors[0].device
+        forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with forked, torch.enable_grad():
+            args, kwargs = map_tensors(changed, self._arguments)
+            losses = self._call(*args, **kwargs)
+            found = {"losses": summarised(losses.detach(), Layout(), self._size)}
+            if losses.requires_grad and leaves:
+                gradients = torch.autograd.grad(
+                    losses.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
+                )
+                for n, gradient in zip(leaves, gradients, strict=True):
+                    for layout in self._places.get(n, ()):
+                        found[n, layout] = summarised(gradient, layout, self._size)
+        return found
+
+
+def _agree(first: dict, second: dict, places: dict[int, Layout], kept: Tensor) -> bool:
+    """Losses, and the gradients of each tensor by its layout, or by any that it may have."""
+    if not same([first["losses"]], [second["losses"]], kept):
+        return False
+    tensors = {key[0] for key in first if key != "losses"}
+    for n in tensors:
+        keys = [(n, places[n])] if n in places else [k for k in first if k[0] == n]
+        if not any(same([first[k]], [second[k]], kept) for k in keys if k in second):
+            return False
+    return True

@@ -1,0 +1,207 @@
+"""Samples that see each other, found by exchanging the company of some.
+
+The privacy of a sample rests on the others' gradients not depending on it. A network that centres
+its inputs by the batch's mean breaks that, and no module's type tells. So a batch is run twice with
+the same random numbers, the second time with other samples in some of its places. What the layers
+see of the samples that stayed must not change, forward and backward. Shapes, places and noise are
+the same in both runs, so nothing else changes it.
+
+For a criterion see `losses`.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dp_clipping.capture.batch import Batch
+from dp_clipping.capture.capture import Capture
+from dp_clipping.capture.observation import SIGNS, Observer, Seen
+from dp_clipping.layers.batch_layout import Layout
+
+RANDOM = 100  # tolerances: what changes more in a repeated run is no rounding
+PLACES = 3  # samples of the first batch, each exchanged in turn
+PART = 8  # samples of a check in between
+LARGE = 1024.0
+REPEATS, ROUNDINGS = 5, 4.0  # of a run with errors; a change is one if it is so many times larger
+CAUSES = {
+    "input": "what {layer} sees of a sample depends on the other samples of the batch (a mean over "
+    "the batch, for example), so the sample has no gradient of its own; use statistics of the "
+    "sample, or fixed ones",
+    "output": "what the end of the network sees of a sample depends on the other samples of the "
+    "batch (a mean over the batch, for example), so the sample has no gradient of its own; use "
+    "statistics of the sample, or fixed ones",
+    "gradient": "the gradient that {layer} is given for a sample depends on the other samples of "
+    "the batch (outputs centred over the batch, or a hook that normalises gradients over it, for "
+    "example), so the sample has no gradient of its own; use statistics of the sample, or fixed "
+    "ones",
+}
+
+Layouts = Sequence[Layout | None]
+Key = tuple[str, str, int]
+
+
+class Schedule:
+    """Batches 1, 2, 4, 8, ... are checked, and the first one that tells enough.
+
+    Attributes:
+        settled: a batch with `PLACES` different samples has been checked.
+    """
+
+    def __init__(self) -> None:
+        self.batches = self.checks = self._largest = 0
+        self.settled = False
+
+    def next_is_due(self, size: int, alone: bool) -> bool:
+        """Of a batch of so many samples, which counts; `alone`: no other rank must do the same."""
+        self.batches += 1
+        is_power = self.batches & (self.batches - 1) == 0
+        return is_power or (alone and size >= 2 * self._largest > 0)
+
+    def next_check(self, size: int) -> tuple[int, bool]:
+        """Number of the check, from 0, and whether all samples of the batch take part in it.
+
+        They do if no batch as large has been checked.
+        """
+        number, is_whole = self.checks, size > self._largest
+        self.checks += 1
+        if is_whole:
+            self._largest = max(self._largest, size)
+        return number, is_whole
+
+
+class Company:
+    """Runs batches of a captured network beside batches with exchanged samples.
+
+    Args:
+        layouts_of: output tensors of the network -> where the samples are in each.
+    """
+
+    def __init__(self, capture: Capture, layouts_of: Callable[[list[Tensor]], Layouts]):
+        self._capture, self._observer = capture, Observer(capture)
+        self._layouts_of = layouts_of
+
+    def check_places(self, batch: Batch, distinct: list[int], extremes: bool) -> None:
+        """Each of a few different samples is exchanged in turn, for another one of them.
+
+        With `extremes`, one is then made `LARGE` times larger, which not every network takes.
+
+        Raises:
+            ValueError: naming the first layer that sees a sample differently.
+        """
+        rows = (distinct * PLACES)[: max(2, len(distinct))]
+        size = len(rows)
+        base = self._run(batch, rows)
+        for place in range(PLACES if self._capture.sharding is not None else size):
+            place %= size
+            company = list(rows)
+            company[place] = rows[(place + 1) % size]
+            stays = [i != place for i in range(size)]
+            self._compare(batch, rows, stays, base, self._run(batch, company, stays))
+        if extremes and len(distinct) > 1:
+            place = size // 2
+            stays = [i != place for i in range(size)]
+            with suppress(ArithmeticError, LookupError, AssertionError, RuntimeError):
+                larger = self._run(batch.with_factor(rows[place], LARGE), rows, stays)
+                self._compare(batch, rows, stays, base, larger)
+
+    def check_batch(self, batch: Batch, number: int, whole: bool) -> None:
+        """About half of the samples are exchanged: which ones differs from check to check.
+
+        All samples take part in a whole check, at most `PART` in others.
+
+        Raises:
+            ValueError: naming the first layer that sees a sample differently.
+        """
+        size = batch.size
+        if not whole:
+            size = min(size, max(2, min(PART, size // 4)))
+        start = (number * PART) % (batch.size - size + 1)
+        rows = list(range(start, start + size))
+        bit = (number // 2) % max(1, (size - 1).bit_length())
+        stays = [(i >> bit) % 2 == number % 2 for i in range(size)]
+        kept = [r for r, stay in zip(rows, stays, strict=True) if stay] or rows
+        company = [
+            r if stay else kept[(i + number) // 2 % len(kept)]
+            for i, (r, stay) in enumerate(zip(rows, stays, strict=True))
+        ]
+        base = self._run(batch, rows)
+        self._compare(batch, rows, stays, base, self._run(batch, company, stays))
+
+    def _run(
+        self,
+        batch: Batch,
+        rows: list[int],
+        stays: list[bool] | None = None,
+        seed: int | None = None,
+    ) -> Seen:
+        scale = torch.ones(len(rows))
+        if stays is not None:
+            others = torch.tensor([4.0, -2.0, 0.25, -1.0]).repeat(len(rows) // 4 + 1)[: len(rows)]
+            scale = torch.where(torch.tensor(stays), scale, others)
+        scale = scale.to(self._capture.anchor.device)
+        return self._observer.run(batch.with_rows(rows), len(rows), self._layouts_of, scale, seed)
+
+    def _compare(
+        self, batch: Batch, rows: list[int], stays: list[bool], base: Seen, beside: Seen
+    ) -> None:
+        """`base` is of these rows of the batch, `beside` of a run with others where none stays.
+
+        Where the two differ, the first run is repeated with errors of the size of rounding. What
+        changes as much by them, or by numbers that the network draws of its own, tells nothing.
+        """
+        kept = torch.tensor(stays, device=self._capture.anchor.device)
+        differ = _different(base, beside, kept)
+        if self._on_any_rank(bool(differ)):
+            again = [self._run(batch, rows, seed=seed) for seed in range(REPEATS)]
+            differ = [key for key in differ if _is_larger(key, base, beside, again, kept)]
+        self._refuse(differ[0] if differ else None)
+
+    def _on_any_rank(self, flag: bool) -> bool:
+        sharding = self._capture.sharding
+        if sharding is None:
+            return flag
+        flags = [flag] * dist.get_world_size(sharding.everyone)
+        dist.all_gather_object(flags, flag, group=sharding.everyone)
+        return any(flags)
+
+    def _refuse(self, found: Key | None) -> None:
+        """Raises ValueError on all ranks if one of them has found something."""
+        sharding = self._capture.sharding
+        everything = [found]
+        if sharding is not None:
+            everything *= dist.get_world_size(sharding.everyone)
+            dist.all_gather_object(everything, found, group=sharding.everyone)
+        for one in everything:
+            if one is not None:
+                layer, what, _ = one
+                raise ValueError(CAUSES[what].format(layer=layer or "the network"))
+
+
+def _different(first: Seen, second: Seen, kept: Tensor) -> list[Key]:
+    """What differs for a sample that stayed, by more than a tolerance; in order."""
+    keys = [key for key in first.summaries if key in second.summaries]
+    if not keys:
+        return []
+    flags = []
+    for key in keys:
+        one, other = first.summaries[key][kept], second.summaries[key][kept]
+        room = first.tolerances[key] * torch.maximum(one[:, SIGNS:], other[:, SIGNS:])
+        flags.append(((one - other).abs() > room).any())
+    return [key for key, flag in zip(keys, torch.stack(flags).tolist(), strict=True) if flag]
+
+
+def _is_larger(key: Key, base: Seen, beside: Seen, again: list[Seen], kept: Tensor) -> bool:
+    """Whether some sample that stayed has changed more than in any of the repeated runs."""
+    one, other = base.summaries[key][kept], beside.summaries[key][kept]
+    tolerance = base.tolerances[key]
+    room = tolerance * torch.maximum(one[:, SIGNS:], other[:, SIGNS:])
+    for run in again:
+        if key not in run.summaries:
+            return False
+        change = (run.summaries[key][kept] - one).abs().amax(1, keepdim=True)
+        is_random = change > RANDOM * tolerance * one[:, SIGNS:]
+        room = torch.maximum(room, ROUNDINGS * change).where(~is_random, torch.inf)
+    return bool(((one - other).abs() > room).any())

@@ -1,0 +1,187 @@
+"""Whether a checkpoint fits a run, and whether it may go on with the saved key: see save_load.py.
+
+Everything here reads and compares; nothing is changed.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dp_clipping.checkpoint.file_format import (
+    ACCOUNTANT,
+    MODULE,
+    OPTIMIZER,
+    OWN,
+    SCHEDULERS,
+    check_mac,
+    key_path,
+    scheduler_state,
+)
+from dp_clipping.checkpoint.ledger import Parts, count, joined
+from dp_clipping.checkpoint.restore import Snapshot, saved_parts
+from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from dp_clipping.noise.keys import Keys, read_keys
+from dp_clipping.optimizer import PrivateOptimizer
+
+DATA = ("poisson_sampling", "num_samples", "sample_rate")
+NOISE = (
+    "noise_multiplier", "max_grad_norm", "clipping", "clipping_function", "gamma",
+    "loss_reduction", "expected_batch_size",
+    "world_size", "data_ranks", "device",  # dropout's masks are others there
+)  # fmt: skip
+
+
+def check_fits(
+    snapshot: Snapshot, saved: dict[str, Any], new_keys: bool
+) -> tuple[Keys | None, Parts, list[str]]:
+    """What `Resume` takes: the key to go on with, steps that stay in the account, and what deserves
+    a warning; else ValueError."""
+    keys, notes = _check_run(snapshot, saved, new_keys)
+    return keys, _check_account(snapshot, saved), notes
+
+
+def _check_account(snapshot: Snapshot, saved: dict[str, Any]) -> Parts:
+    """Steps of this engine that the saved account lacks."""
+    account = snapshot.run.account
+    kept = account.beyond(saved_parts(saved), snapshot.run)
+    history = saved[ACCOUNTANT]["history"]
+    for _, part in kept.values():
+        history = joined(history, part)
+    if account.accountant.mechanism() == "gdp" and len(history) > 1:
+        lacking = sum(count(part) for _, part in kept.values())
+        raise ValueError(
+            f"{snapshot.path}: accountant gdp cannot hold {lacking} steps that this engine has "
+            "counted beside the saved ones, of another noise_multiplier or sample rate: load in a "
+            "new engine, and their ε add up"
+        )
+    return kept
+
+
+def _check_run(
+    snapshot: Snapshot, saved: dict[str, Any], new_keys: bool
+) -> tuple[Keys | None, list[str]]:
+    """The key to go on with (None: a new one) and notes."""
+    run, path, with_optimizer = snapshot.run, snapshot.path, snapshot.with_optimizer
+    own, here = saved[OWN], run.describe()
+    check_mac(path, own, key_path(path))
+    there = own["run"]
+    _check_same("mechanism of the accountant", saved[ACCOUNTANT]["mechanism"],
+                run.account.accountant.mechanism(), path)  # fmt: skip
+    _check_adaptive(own.get("adaptive_threshold"), run.optimizer.adaptive_threshold, path)
+    for name in ("private", "optimizer"):
+        _check_same(name, there[name], here[name], path)
+    _check_tensors("trainable parameter", there["parameters"], here["parameters"], path)
+    if snapshot.module_kwargs.get("strict", True):
+        of_network = run.model.network.state_dict()
+        _check_tensors("entry", *map(_shapes, (saved[MODULE], of_network)), path)
+    else:
+        _check_shapes(saved[MODULE], run.model.network.state_dict(), path)
+    if OPTIMIZER in saved:
+        _check_optimizer(saved[OPTIMIZER], run.optimizer, path)
+    notes = _check_schedulers(saved, snapshot.schedulers, path)
+    if with_optimizer != (OPTIMIZER in saved):
+        of_saved, given = ("no", "an") if with_optimizer else ("an", "no")
+        notes.append(f"{of_saved} optimizer in the checkpoint and {given} optimizer given")
+    if new_keys:
+        return None, notes
+    for name in DATA:
+        _check_same(name, there[name], here[name], path, " and its data, or pass new_keys=True")
+    changed = [name for name in NOISE if there.get(name) != here[name]]
+    if changed:
+        notes.append(", ".join(f"{n} was {there.get(n)} and is {here[n]}" for n in changed))
+    if notes:
+        # Another σ or C, now or later: two results under the same noise could be solved for a sum.
+        return None, [f"{note}, so noise and samples are drawn with a new key" for note in notes]
+    return _find_keys(path, own["key_fingerprint"]), notes
+
+
+def _check_adaptive(saved: dict | None, adaptive: AdaptiveThreshold | None, path: Path) -> None:
+    if (saved is None) != (adaptive is None):
+        there, here = ("no", "an") if saved is None else ("an", "no")
+        raise ValueError(
+            f"{path}: {there} adaptive_threshold in the checkpoint and {here} adaptive_threshold "
+            "in this run: resume with the settings of the saved run"
+        )
+    if adaptive is not None:
+        deepcopy(adaptive).load_state_dict(saved)
+
+
+def _check_same(name: str, there: Any, here: Any, path: Path, instead: str = "") -> None:
+    if there != here:
+        raise ValueError(
+            f"{path}: {name} is {there} in the checkpoint and {here} in this run: resume with the "
+            f"settings of the saved run{instead}"
+        )
+
+
+def _check_tensors(kind: str, there: Mapping, here: Mapping, path: Path) -> None:
+    for name in [*there, *here]:
+        if there.get(name) != here.get(name) or (name in there) != (name in here):
+            is_there, is_here = there.get(name, "missing"), here.get(name, "missing")
+            raise ValueError(
+                f"{path} is of another model: {kind} {name} is {is_there} in the checkpoint and "
+                f"{is_here} in this model"
+            )
+
+
+def _check_shapes(there: Mapping[str, Any], here: Mapping[str, Any], path: Path) -> None:
+    """Of the entries that both have: torch copies some of them before it refuses one."""
+    for name in there.keys() & here.keys():
+        shapes = (getattr(there[name], "shape", None), getattr(here[name], "shape", None))
+        _check_same(f"the shape of {name}", *(shape and list(shape) for shape in shapes), path)
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else None
+        for name, value in state.items()
+    }
+
+
+def _check_optimizer(state: dict[str, Any], optimizer: PrivateOptimizer, path: Path) -> None:
+    groups = optimizer.param_groups
+    _check_same(
+        "number of parameters in the optimizer's groups",
+        [len(group["params"]) for group in state["param_groups"]],
+        [len(group["params"]) for group in groups],
+        path,
+    )
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for name, value in state["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                what = f"the optimizer's {name} of parameter {number}"
+                _check_same(what, list(value.shape), list(parameter.shape), path)
+
+
+def _check_schedulers(
+    saved: dict[str, Any], schedulers: Mapping[str, Any], path: Path
+) -> list[str]:
+    notes = []
+    for entry in SCHEDULERS:
+        name = entry.removesuffix("_state_dict")
+        if (entry in saved) != (entry in schedulers):
+            there, here = ("a", "no") if entry in saved else ("no", "a")
+            notes.append(f"{there} {name} in the checkpoint and {here} {name} given")
+        elif entry in saved:
+            here = sorted(scheduler_state(schedulers[entry]))
+            _check_same(f"state of the {name}", sorted(saved[entry]), here, path)
+    return notes
+
+
+def _find_keys(path: Path, fingerprint: str) -> Keys:
+    beside = key_path(path)
+    keys = read_keys(beside)
+    for key in keys:
+        if key.fingerprint == fingerprint:
+            return key
+    what = "holds no key of this checkpoint" if keys else "is missing"
+    raise ValueError(
+        f"{beside} {what}, so a resumed run would draw other noise and other samples than the "
+        "saved one: restore the file, or pass new_keys=True to go on with a new key (private all "
+        "the same, but not the same run)"
+    )

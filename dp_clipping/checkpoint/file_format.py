@@ -1,0 +1,307 @@
+"""The file of a checkpoint: written whole, read without executing code, verified before it is read.
+
+After what `torch.save` has written comes a line with the SHA-256 of all bytes before it, and with
+an HMAC of that digest under a key derived from the run's. The digest finds damage: a flipped bit, a
+file that was cut short, a file that was saved again by `torch.save`. The HMAC also finds an edit
+whose author has computed the digest anew and does not have the key file. `torch.load` and programs
+that read zip files ignore the line.
+
+The digest is computed while the file is written, and by one pass over the file before it is loaded,
+in pieces of `PIECE` bytes.
+"""
+
+import hashlib
+import hmac
+import os
+import pickle
+import re
+import warnings
+from collections.abc import Mapping
+from io import BytesIO
+from numbers import Real
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from dp_clipping.noise.keys import Keys, read_keys, write_keys
+from measure.files import replacing
+
+VERSION = 2
+UNSEALED = 1  # the version that has no digest
+PIECE = 1 << 20  # bytes that are read and hashed at a time
+SEAL = "seal"  # in the own entry of a checkpoint that was read: its digest and HMAC
+SEAL_LINE = re.compile(rb"\ndp_clipping sha256 ([0-9a-f]{64}) hmac ([0-9a-f]{64})\n")
+SEAL_BYTES = len("\ndp_clipping sha256  hmac \n") + 2 * 64
+OWN = "dp_clipping"  # the entry that Opacus does not have
+OWN_ENTRIES = (
+    "run", "key_fingerprint", "steps", "sampler", "start", "noise_multiplier", "max_grad_norm",
+    "random",
+)  # fmt: skip
+MODULE, OPTIMIZER = "module_state_dict", "optimizer_state_dict"
+ACCOUNTANT = "privacy_accountant_state_dict"
+ALWAYS = (MODULE, ACCOUNTANT)
+SCHEDULERS = ("noise_scheduler_state_dict", "grad_clip_scheduler_state_dict")
+RESERVED = {OWN, *ALWAYS, *SCHEDULERS, OPTIMIZER}
+UNREADABLE = (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, LookupError)
+
+
+def file_name(path: Any) -> Path:
+    """Raises ValueError for what names no file, as a file that was opened."""
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(
+            f"path is a {type(path).__name__}: give a file name, beside which the key has its file"
+        )
+    return Path(path)
+
+
+def key_path(path: Path) -> Path:
+    return path.with_name(path.name + ".key")
+
+
+def write(path: Path, contents: dict, keys: Keys, torch_kwargs: Mapping[str, Any]) -> None:
+    beside = key_path(path)
+    old = read_keys(beside)
+    write_keys(beside, old if keys in old else [*old, keys])
+    write_sealed(path, contents, keys, torch_kwargs)
+    write_keys(beside, [keys])
+
+
+def write_sealed(path: Path, contents: dict, keys: Keys, torch_kwargs: Mapping[str, Any]) -> None:
+    """Writes `contents` and the line with their digest, whole or not at all."""
+    with replacing(path) as file:
+        hashed = _Hashing(file)
+        torch.save(contents, hashed, **torch_kwargs)
+        digest = hashed.digest.hexdigest()
+        file.write(f"\ndp_clipping sha256 {digest} hmac {keys.mac(digest)}\n".encode())
+
+
+class _Hashing:
+    """The file that `torch.save` writes to; it hashes what passes."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self.digest = file, hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def digest_of(path: Path, size: int | None = None) -> str:
+    """SHA-256 of a file, or of its first `size` bytes, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        left = os.fstat(file.fileno()).st_size if size is None else size
+        while piece := file.read(min(PIECE, left)):
+            digest.update(piece)
+            left -= len(piece)
+    return digest.hexdigest()
+
+
+def damaged(path: Path, what: str) -> ValueError:
+    return ValueError(
+        f"{path} is not a whole checkpoint: {what}; nothing was loaded: restore it from a copy, or "
+        "load another checkpoint"
+    )
+
+
+def _read_seal(path: Path) -> tuple[str, str] | None:
+    """The digest and the HMAC at the end of the file, the digest verified; None if there is none.
+
+    Raises ValueError if the digest is not that of the content.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size - SEAL_BYTES
+        file.seek(max(size, 0))
+        match = SEAL_LINE.fullmatch(file.read())
+    if match is None:
+        return None
+    digest, mac = (found.decode() for found in match.groups())
+    if digest_of(path, size) != digest:
+        raise damaged(path, "its content does not agree with its digest")
+    return digest, mac
+
+
+def check_mac(path: Path, own: Mapping[str, Any], file: Path) -> None:
+    """Raises ValueError if the key of the checkpoint is at hand and did not seal this content.
+
+    Args:
+        own: the entry of a checkpoint that `read` has returned.
+        file: the key file.
+    """
+    if SEAL not in own:
+        return
+    try:
+        keys = read_keys(file)
+    except ValueError:
+        return  # an error only where the key is needed
+    digest, mac = own[SEAL]
+    for key in keys:
+        if key.fingerprint == own["key_fingerprint"] and not hmac.compare_digest(
+            key.mac(digest), mac
+        ):
+            raise damaged(path, f"it was changed after saving, by somebody without {file}")
+
+
+def read(path: Path, torch_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    if torch_kwargs.get("weights_only") is False:
+        raise ValueError("weights_only=False would execute code from the checkpoint: drop it")
+    options = {"map_location": "cpu", **torch_kwargs, "weights_only": True}
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint {path}")
+    seal = _read_seal(path)
+    try:
+        saved = torch.load(path, **options)
+    except PermissionError:
+        raise
+    except UNREADABLE as error:
+        raise damaged(path, "it is cut short, or another kind of file") from error
+    own = saved.get(OWN) if isinstance(saved, dict) else None
+    if not isinstance(own, dict):
+        raise ValueError(f"{path} was not written by dp_clipping's save_checkpoint")
+    if own.get("version") not in (VERSION, UNSEALED):
+        raise ValueError(f"{path} has version {own.get('version')}, this program reads {VERSION}")
+    if own["version"] == VERSION and seal is None:
+        raise damaged(path, "it has no digest, so it was cut short, or changed after saving")
+    missing = ({*ALWAYS} - {*saved}) | ({*OWN_ENTRIES} - {*own})
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: it was changed after saving")
+    check_structure(path, saved)
+    own.pop(SEAL, None)
+    if seal is not None:
+        own[SEAL] = seal
+    else:
+        warnings.warn(
+            f"{path} was written by a version that saves no digest: whether it was damaged or "
+            "changed cannot be seen; save it again with save_checkpoint",
+            stacklevel=2,
+        )
+    return saved
+
+
+def check_structure(path: Path, saved: Mapping[str, Any]) -> None:
+    """Raises ValueError if an entry is not what a save writes; tensors are compared elsewhere."""
+    own, account = saved[OWN], saved[ACCOUNTANT]
+    limits = own["max_grad_norm"]
+    random = own["random"]
+    state = saved.get(OPTIMIZER, {"state": {}, "param_groups": []})
+    for name, right in (
+        (MODULE, _has_names(saved[MODULE])),
+        (ACCOUNTANT, _has_names(account) and isinstance(account.get("mechanism"), str)
+         and _is_history(account.get("history"))),
+        (OPTIMIZER, isinstance(state, dict) and isinstance(state.get("state"), dict)
+         and all(isinstance(one, dict) for one in state["state"].values())
+         and _are_groups(state.get("param_groups"))),
+        ("run", _has_names(own["run"])),
+        ("key_fingerprint", isinstance(own["key_fingerprint"], str)),
+        ("account", _are_parts(own.get("account", {}))),
+        ("steps", _is_count(own["steps"])),
+        ("sampler", own["sampler"] is None or _is_sampler(own["sampler"])),
+        ("start", isinstance(own["start"], list | tuple) and len(own["start"]) == 2
+         and all(map(_is_count, own["start"]))),
+        ("noise_multiplier", _is_number(own["noise_multiplier"])),
+        ("max_grad_norm", all(map(_is_number, limits)) if isinstance(limits, list | tuple)
+         else _is_number(limits)),
+        ("random", isinstance(random, list) and all(map(_is_random_state, random))),
+        *((name, _has_names(saved.get(name, {}))) for name in SCHEDULERS),
+    ):  # fmt: skip
+        if not right:
+            raise damaged(path, f"{name} is not what a save writes")
+
+
+def _has_names(entry: Any) -> bool:
+    return isinstance(entry, dict) and all(isinstance(name, str) for name in entry)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and value >= 0
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_history(history: Any) -> bool:
+    return isinstance(history, list) and all(
+        isinstance(entry, list | tuple) and len(entry) == 3
+        and all(map(_is_number, entry)) and _is_count(entry[2])
+        for entry in history
+    )  # fmt: skip
+
+
+def _are_parts(parts: Any) -> bool:
+    return _has_names(parts) and all(
+        isinstance(part, list | tuple) and len(part) == 2
+        and _is_count(part[0]) and _is_history(part[1])
+        for part in parts.values()
+    )  # fmt: skip
+
+
+def _is_sampler(state: Any) -> bool:
+    counts = ("position", "epoch_end", "num_samples")
+    return (
+        _has_names(state)
+        and all(_is_count(state.get(name)) for name in counts)
+        and _is_number(state.get("sample_rate"))
+    )
+
+
+def _are_groups(groups: Any) -> bool:
+    return isinstance(groups, list) and all(
+        _has_names(group) and isinstance(group.get("params"), list) for group in groups
+    )
+
+
+def _is_random_state(states: Any) -> bool:
+    if not (_has_names(states) and "cpu" in states):
+        return False
+    if not all(isinstance(x, Tensor) and x.dtype == torch.uint8 for x in states.values()):
+        return False
+    try:
+        torch.Generator().set_state(states["cpu"].clone())
+    except RuntimeError:
+        return False
+    return True
+
+
+def check_contents(contents: dict[str, Any], extra: Mapping[str, Any]) -> None:
+    """What a load would refuse is refused now; tensors are left out, which makes it cheap."""
+    clash = sorted(set(extra) & RESERVED)
+    if clash:
+        raise ValueError(f"checkpoint_dict has {', '.join(clash)}, which are written here: rename")
+    for name, entry in contents.items():
+        buffer = BytesIO()
+        try:
+            torch.save(tree_map_only(Tensor, lambda _: torch.empty(0), entry), buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
+        except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
+            raise ValueError(
+                f"{name} holds something that cannot be loaded without executing code: give "
+                "tensors, numbers, strings, None, and lists, tuples or dicts of them"
+            ) from error
+
+
+def plain(value: Any) -> Any:
+    """Numbers and containers as Python's own: numpy's are not loaded without executing code."""
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(plain(entry) for entry in value)
+    return value.item() if hasattr(value, "item") and not isinstance(value, Tensor) else value
+
+
+def given_schedulers(noise_scheduler: Any, grad_clip_scheduler: Any) -> dict[str, Any]:
+    """Entry in the checkpoint -> scheduler, of those that are there."""
+    both = zip(SCHEDULERS, (noise_scheduler, grad_clip_scheduler), strict=True)
+    return {entry: scheduler for entry, scheduler in both if scheduler is not None}
+
+
+def scheduler_state(scheduler: Any) -> dict[str, Any]:
+    """Without the functions of Lambda schedulers, which a load leaves alone, as in torch."""
+    return {k: plain(v) for k, v in scheduler.state_dict().items() if not callable(v)}

@@ -1,0 +1,14 @@
+"""Sharded models: which rank holds what, and how norms and clipped sums travel.
+
+Files:
+
+    sharding              which ranks share samples or parameters
+    placement             where a rank's part lies in the whole parameter
+    norm_reduce           per-sample squared norms over ranks
+    global_norms          the norms of the global batch, on every rank
+    split_norms           norms of samples whose parameters are split by tensor parallelism
+    gradient_reduce       clipped sums to their shards
+    fsdp1                 FSDP1's flat parameters
+    collectives           collectives of several tensors in one launch
+    agreement             the settings of a step, compared over all ranks
+"""

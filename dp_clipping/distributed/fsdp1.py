@@ -1,0 +1,357 @@
+"""FSDP1 (`FullyShardedDataParallel`) in private training: flat shards, and the sums for them.
+
+FSDP1 lays the parameters of a unit side by side in one flat parameter and gives every rank an equal
+piece of it. With `use_orig_params=True` a parameter is, outside of forward, a view of what this
+rank's piece has of it: [n], for some ranks [0]. What each rank has follows from public answers:
+the numbers of elements on all ranks, in their order, and the parameter while it is summoned whole.
+
+| when | a parameter of the unit |
+| --- | --- |
+| outside of forward | `nn.Parameter` [n], elements start to start + n of the whole, flattened |
+| in forward | a plain tensor in its place: a view, in its own shape, of the gathered flat one |
+| in `summon_full_params` | the same `nn.Parameter`, whole |
+
+Captured layers detach what they compute with, so flat parameters get no gradient and FSDP1 reduces
+nothing; its own `no_sync()` around every private backward says so too.
+
+Zhao et al., PyTorch FSDP: experiences on scaling fully sharded data parallel, 2023.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.fsdp import FlatParameter, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback, _reshard
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from dp_clipping.distributed.collectives import reduce_scatter_together
+from dp_clipping.distributed.gradient_reduce import ShardedSums, Transfer
+from dp_clipping.distributed.placement import Place, Run
+from dp_clipping.distributed.sharding import Part, Sharding, is_sharded
+
+STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+USE_FSDP2 = "shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead"
+
+Slice = tuple[int, int]
+"""(start, length) of what a rank has of a flattened parameter."""
+
+
+@dataclass(frozen=True)
+class FlatSharding(Sharding):
+    """How FSDP1 has spread a model.
+
+    Attributes:
+        root: the model.
+        slices: parameter -> what each rank of the data axis has of it; without those that every
+            rank has (on one rank, and where FSDP1 was told to ignore them).
+        leaving: frees what a backward has gathered.
+    """
+
+    root: FSDP = field(repr=False, kw_only=True)
+    slices: dict[Parameter, list[Slice]] = field(repr=False, kw_only=True)
+    leaving: Leaving = field(repr=False, kw_only=True)
+
+    def make_sums(self) -> FlatSums:
+        return FlatSums(self)
+
+    def place_of(self, parameter: Parameter) -> Place | None:
+        if parameter not in self.slices:
+            return None
+        start, length = self.slices[parameter][dist.get_rank(self.shards)]
+        return (Run(0, start, length, length, 1),) if length else ()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        with _gathering_again(self.root), self.root.no_sync(), self.leaving.running():
+            yield
+
+    def entered(self, module: nn.Module, inputs: Callable[[], list[Tensor]]) -> None:
+        self.leaving.enter(module, inputs())
+
+    def watch(self, note: Callable[[Parameter], None]) -> list[RemovableHandle]:
+        """Autograd adds to the flat parameter of a unit, which stands for all in it."""
+        hooks = []
+        for number, unit in enumerate(_units(self.root)):
+            for _, handle in _handles(unit, recurse=False) if number in self.units else ():
+                hook = partial(_note_all, note, self.units[number])
+                hooks.append(handle.flat_param.register_post_accumulate_grad_hook(hook))
+        return hooks
+
+    def stands_for(self, now: Tensor | None, before: Parameter) -> bool:
+        """FSDP1 makes views of what it has gathered, at any time."""
+        return now is not None
+
+    def recover(self) -> bool:
+        """By FSDP1's own end of a backward: for a pass that was cut off it has no public name."""
+        _check_torch()
+        _post_backward_final_callback(self.root, self.root)
+        _shard_again(self.root)
+        return True
+
+
+class Leaving:
+    """Frees the gathered parameters of a unit when backward has left it.
+
+    FSDP1 does so behind the gradient of the flat parameter, of which there is none here, and else
+    at the end of the whole backward. Here it is behind the gradients of the unit's inputs: autograd
+    runs later nodes first, so by then all that reads the unit's parameters has run. A unit without
+    such inputs, as one that begins with an embedding, stays to the end.
+    """
+
+    def __init__(self, units: list[FSDP]):
+        self._units = {unit.module: unit for unit in units}
+        self._root = units[0].module
+        self._calls: Counter[nn.Module] = Counter()  # in the last forward
+        self._left: Counter[nn.Module] = Counter()  # by the backward under way
+        self._is_running = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._left.clear()
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+
+    def enter(self, module: nn.Module, inputs: list[Tensor]) -> None:
+        if self._is_running:
+            return  # a forward that is computed again
+        if module is self._root:
+            self._calls.clear()
+        self._calls[module] += 1
+        inputs = [x for x in inputs if x.requires_grad]
+        if inputs:
+            register_multi_grad_hook(inputs, lambda _: self._leave(module))
+
+    def _leave(self, module: nn.Module) -> None:
+        self._left[module] += 1
+        if self._is_running and self._left[module] == self._calls[module]:
+            _free(self._units[module])
+
+
+class FlatSums(ShardedSums):
+    """One reduce-scatter a unit."""
+
+    sharding: FlatSharding
+
+    def _launch(self, parameters: list[Parameter], totals: dict[Parameter, Tensor]) -> None:
+        split = [p for p in parameters if p in self.sharding.slices]
+        transfers = []
+        for dtype in dict.fromkeys(totals[p].dtype for p in split):
+            mine = [p for p in split if totals[p].dtype == dtype]
+            transfers.append(self._scatter_slices(mine, totals))
+        super()._launch([p for p in parameters if p not in self.sharding.slices], totals)
+        self._flying[-1] += transfers
+
+    def _scatter_slices(
+        self, parameters: list[Parameter], totals: dict[Parameter, Tensor]
+    ) -> Transfer:
+        """One buffer [ranks, longest row]: row r has what rank r has of each, side by side."""
+        slices, group = self.sharding.slices, self.sharding.shards
+        world, rank = dist.get_world_size(group), dist.get_rank(group)
+        width = max(sum(slices[p][r][1] for p in parameters) for r in range(world))
+        send = totals[parameters[0]].new_zeros(world, width)
+        ends = [0] * world
+        for p in parameters:
+            flat = totals[p].reshape(-1)
+            for row, (start, length) in enumerate(slices[p]):
+                if length:
+                    send[row, ends[row] : ends[row] + length] = flat[start : start + length]
+                    ends[row] += length
+        received = send.new_empty(width)
+        work = reduce_scatter_together([received], [send.view(-1)], group)
+        lengths = [slices[p][rank][1] for p in parameters]
+        pieces = received[: sum(lengths)].split(lengths)
+        return Transfer(work, list(zip(parameters, pieces, strict=True)), [send])
+
+
+# ---- where shards lie ----------------------------------------------------------------------------
+
+
+def sharding_of(module: nn.Module) -> FlatSharding:
+    """Of a module that contains FSDP1's. Every rank calls it: each unit is gathered once.
+
+    Raises:
+        ValueError: for what FSDP1 was told that private training cannot be exact with, and what to
+            do.
+    """
+    units = _units(module)
+    _refuse(module, units)
+    group = units[0].process_group
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    own = _own_parameters(units)
+    lengths: list[list[int]] = [[]] * world
+    mine = [p.numel() for names in own for p in names]
+    dist.all_gather_object(lengths, mine, group=group)
+    of_parameter = iter(zip(*lengths, strict=True))
+    parts: dict[Parameter, Part] = {}
+    slices: dict[Parameter, list[Slice]] = {}
+    for number, (unit, names) in enumerate(zip(units, own, strict=True)):
+        shards = {p: p.detach().clone() for p in names}
+        with FSDP.summon_full_params(unit, recurse=False, writeback=False):
+            for parameter, shard in shards.items():
+                found = _slices(parameter, shard, next(of_parameter), rank)
+                if not parameter.requires_grad:
+                    continue
+                parts[parameter] = Part(parameter.shape, number)
+                if found is not None:
+                    slices[parameter] = found
+    gathering = tuple(
+        (unit.module, {p: name for p, name in names.items() if p.requires_grad})
+        for unit, names in zip(units, own, strict=True)
+    )
+    return FlatSharding(
+        "FSDP1 (FullyShardedDataParallel)", group, None, group, None, group, parts, gathering,
+        root=module, slices=slices, leaving=Leaving(units),
+    )  # fmt: skip
+
+
+def _units(module: nn.Module) -> list[FSDP]:
+    """In the order that they are numbered in."""
+    return [m for m in module.modules() if isinstance(m, FSDP)]
+
+
+def _note_all(
+    note: Callable[[Parameter], None], parameters: list[Parameter], flat: FlatParameter
+) -> None:
+    for parameter in parameters:
+        note(parameter)
+
+
+def _own_parameters(units: list[FSDP]) -> list[dict[Parameter, str]]:
+    """Parameters of each unit that are not an inner one's, with their names in what it wraps."""
+    taken: set[Parameter] = set()
+    found = []
+    for unit in reversed(units):
+        own = {p: name for name, p in unit.module.named_parameters() if p not in taken}
+        taken.update(own)
+        found.append(own)
+    return found[::-1]
+
+
+def _slices(
+    parameter: Parameter, shard: Tensor, lengths: tuple[int, ...], rank: int
+) -> list[Slice] | None:
+    """What each rank has, given how much; None: all of it. The parameter is whole now.
+
+    Raises:
+        ValueError: for a DTensor.
+        RuntimeError: if a rank's part is not where those of the ranks before it end.
+    """
+    if is_sharded(parameter):
+        raise ValueError(f"FSDP1 over parameters that tensor parallel has split: {USE_FSDP2}")
+    whole = parameter.numel()
+    if all(length == whole for length in lengths):
+        return None
+    starts = [0, *itertools.accumulate(lengths)]
+    start, length = starts[rank], lengths[rank]
+    there = parameter.detach().reshape(-1)[start : start + length]
+    if starts[-1] != whole or not torch.equal(there.nan_to_num(), shard.view(-1).nan_to_num()):
+        raise RuntimeError(
+            f"FSDP1 of torch {torch.__version__} shards a parameter of {whole} elements as "
+            f"{list(lengths)}, otherwise than one rank after the other: {USE_FSDP2}"
+        )
+    return list(zip(starts, lengths, strict=False))
+
+
+def _refuse(module: nn.Module, units: list[FSDP]) -> None:
+    if units[0] is not module:
+        raise ValueError(
+            "FullyShardedDataParallel (FSDP1) wraps parts of the module, but not the module "
+            "itself, so nothing controls when its gradients are synchronised: wrap the root too"
+        )
+    if any(isinstance(p, FlatParameter) for p in module.parameters()):
+        raise ValueError(
+            "FullyShardedDataParallel (FSDP1) with use_orig_params=False hides the parameters, "
+            "which layers and groups of parameters are told apart by: give use_orig_params=True, "
+            f"or {USE_FSDP2}"
+        )
+    group = dist.get_process_group_ranks(units[0].process_group)
+    for unit in units:
+        strategy = unit.sharding_strategy
+        if strategy not in STRATEGIES and len(group) > 1:
+            raise ValueError(
+                f"FSDP1 with {strategy.name}: private training takes "
+                f"{' or '.join(s.name for s in STRATEGIES)}; for hybrid sharding {USE_FSDP2}, to "
+                "shard nothing use ddp.wrap"
+            )
+        if dist.get_process_group_ranks(unit.process_group) != group:
+            raise ValueError("FSDP1 with several process groups in one model: give all the same")
+        if unit.cpu_offload.offload_params:
+            raise ValueError(
+                "FSDP1 with CPUOffload(offload_params=True): sums are formed where layers "
+                "compute; leave parameters on the GPU"
+            )
+    _check_torch()
+
+
+@contextmanager
+def _gathering_again(root: FSDP) -> Iterator[None]:
+    """Around a backward, which may be the second of a forward.
+
+    FSDP1 gathers for the first one only, and forgets what stands for the parameters of a unit that
+    is all frozen. What it leaves to the end of a flat parameter's gradient, of which there is none,
+    is done here: gathered values go, or the next forward would compute with them (seen with
+    SHARD_GRAD_OP), and parameters take their place again (one rank).
+    """
+    stand_ins = {}
+    for unit, handle in _handles(root):
+        handle._needs_pre_backward_unshard = True
+        stand_ins[unit] = list(handle.flat_param._tensors)
+    try:
+        yield
+    finally:
+        for unit, handle in _handles(root):
+            handle.flat_param._tensors[:] = stand_ins[unit]
+        _shard_again(root)
+
+
+def _shard_again(root: FSDP) -> None:
+    """What is gathered goes, shards take its place."""
+    for unit, handle in _handles(root):
+        if not handle.uses_sharded_strategy:
+            handle.reshard(free_unsharded_flat_param=False)
+        elif not handle.needs_unshard():
+            _free(unit)
+
+
+def _free(unit: FSDP) -> None:
+    """Gathered parameters of a unit go, shards take their place: FSDP1's own end of a backward."""
+    for _, handle in _handles(unit, recurse=False):
+        if handle.uses_sharded_strategy:
+            _reshard(unit, handle, free_unsharded_flat_param=True)
+
+
+def _handles(root: FSDP, recurse: bool = True) -> list[tuple[FSDP, Any]]:
+    """Units that have parameters and FSDP1's state of each, for what has no public name.
+
+    Raises:
+        RuntimeError: for a torch whose FSDP1 has not been looked at.
+    """
+    _check_torch()
+    units = FSDP.fsdp_modules(root) if recurse else [root]
+    return [(unit, unit._handle) for unit in units if unit._handle is not None]
+
+
+@cache
+def _check_torch() -> None:
+    version = tuple(int(n) for n in torch.__version__.split(".")[:2])
+    if not (2, 11) <= version < (2, 14):
+        raise RuntimeError(
+            "private training on FSDP1 reads what has no public name and is known for torch 2.11 "
+            f"to 2.13, not for {torch.__version__}: use one of those, or {USE_FSDP2}"
+        )

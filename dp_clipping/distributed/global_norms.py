@@ -1,0 +1,73 @@
+"""Norms of the global batch on every rank: what statistics and an adaptive threshold read.
+
+The vector that `norm_reduce` describes, with a slot for each sample of all ranks. It is off the
+critical path: nothing that clips waits for it.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from dp_clipping.distributed.norm_reduce import NormReducer
+
+
+class GlobalNorms:
+    """Squared norms of the global batch, on their way to every rank: the same bits on each.
+
+    Attributes:
+        sizes: local batch sizes in order of data ranks; samples are in that order.
+
+    Raises:
+        RuntimeError: on every rank of a data rank's tensor axis on which ranks have different
+            numbers of samples, or if a rank was lost.
+    """
+
+    def __init__(self, reducer: NormReducer, squares: Tensor):
+        self.sizes = _exchange_sizes(reducer, squares.shape[-1])
+        own = reducer.exchanged(squares)
+        offset = sum(self.sizes[: reducer.data.rank])
+        table = own.new_zeros(len(own), sum(self.sizes))
+        table[:, offset : offset + own.shape[1]] = own
+        # Each slot has one owner, and adding zeros rounds nothing.
+        what = f"squared norms of the global batch of {table.shape[1]}"
+        self._flight = reducer.data.sum(table, what, "async")
+
+    def wait(self) -> Tensor:
+        """[K, G]."""
+        return self._flight.wait()
+
+
+def _exchange_sizes(reducer: NormReducer, own: int) -> list[int]:
+    """Local batch sizes in order of data ranks, on every rank's host.
+
+    On a GPU they travel on a stream of their own: reading them does not wait for the model.
+    """
+    sizes = [0] * reducer.data.size
+    sizes[reducer.data.rank] = own
+    what = "the local batch sizes"
+    with _aside(reducer.side_stream):
+        table = torch.tensor(sizes, device=reducer.device)
+        table = reducer.data.sum(table, what, "async").wait()
+        if reducer.tensor.size > 1:
+            # Largest and smallest of the tensor axis, which must be the same.
+            both = torch.cat([table, -table])
+            table = reducer.tensor.sum(both, what, "async", dist.ReduceOp.MAX).wait()
+        found = table.tolist()
+    sizes, negative = found[: reducer.data.size], found[reducer.data.size :]
+    if negative and [-size for size in negative] != sizes:
+        raise RuntimeError(
+            "ranks of one tensor-parallel axis have different numbers of samples (largest by data "
+            f"rank {sizes}, smallest {[-size for size in negative]}): they must draw the same "
+            "batches"
+        )
+    return sizes
+
+
+def _aside(stream: torch.cuda.Stream | None) -> AbstractContextManager:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)

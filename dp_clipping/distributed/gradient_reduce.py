@@ -1,0 +1,243 @@
+"""How clipped sums of a sharded model find their shards.
+
+FSDP2's own machinery never meets a gradient here: a captured layer hands its parameters none, so
+nothing is accumulated and nothing is reduce-scattered behind a norm pass, whichever the mode. When
+a clipped sum is final it is summed over the data axis into its shards by our own collective, one
+module that FSDP manages after the other, in float32 whatever the mixed-precision policy says,
+while the next sums are formed (Rajbhandari et al. 2020, arXiv:1910.02054, for sharding; Zhao et al.
+2023, arXiv:2304.11277, for FSDP).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.profiler import record_function
+
+from dp_clipping.distributed.collectives import all_reduce_together, reduce_scatter_together
+from dp_clipping.distributed.sharding import Sharding, local, size_of
+from dp_clipping.profiling.profile import Profile
+
+IN_FLIGHT = 2  # units whose sums may be on the wire while the next are formed
+
+
+class ShardedSums:
+    """Takes whole clipped sums, leaves `.grad` of each parameter: its shard of the sum over ranks.
+
+    All ranks issue the same collectives in the same order, whatever order sums come in: units
+    from the last to the first, each when all of its sums are there. Large sums that divide evenly
+    go as they are, the others of a unit packed into one.
+
+    Attributes:
+        is_held: what is received stays until `let_go`, each time.
+    """
+
+    def __init__(self, sharding: Sharding):
+        self.sharding = sharding
+        self.profile: Profile | None = None
+        self.is_held = False
+        self._order = sorted(sharding.units, reverse=True)
+        self._waiting: dict[int, dict[Parameter, Tensor]] = {}
+        self._next = 0
+        self._flying: list[list[Transfer]] = []
+        self._left: dict[Parameter, tuple[Tensor, tuple[int, int]]] = {}  # `.grad`, its versions
+        # Not in `.grad` before all are there: what changes a DTensor's parts (the foreach functions
+        # of clip_grad_norm_) moves no version, and FSDP1 resets `.grad` in each forward.
+        self._sums: dict[Parameter, Tensor] = {}
+
+    def forget(self) -> None:
+        """Drop what a step that failed has left."""
+        for transfers in self._flying:
+            for transfer in transfers:
+                transfer.work.wait()
+        self._waiting, self._next, self._flying = {}, 0, []
+        self._left.clear()
+        self._sums.clear()
+        self.is_held = False
+
+    @torch.no_grad()
+    def changed(self) -> list[Parameter]:
+        """Parameters whose `.grad` is not as it was left."""
+        found = []
+        for parameter in self.sharding.parts:
+            gradient, left = parameter.grad, self._left.get(parameter)
+            is_same = gradient is None if left is None else gradient is left[0]
+            if not is_same or (left is not None and _versions(gradient) != left[1]):
+                found.append(parameter)
+        return found
+
+    def receive(self, parameter: Parameter, total: Tensor) -> None:
+        """Of all samples of this rank, in the shape that layers compute with."""
+        unit = self.sharding.parts[parameter].unit
+        self._waiting.setdefault(unit, {})[parameter] = total
+        if not self.is_held:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Launch what is complete: every rank at the same place among other collectives."""
+        while self._next < len(self._order) and self._is_complete(self._order[self._next]):
+            unit = self._order[self._next]
+            self._next += 1
+            with self._range():
+                self._launch(self.sharding.units[unit], self._waiting.pop(unit))
+                if len(self._flying) > IN_FLIGHT:
+                    self._land(self._flying.pop(0))
+        if self._next == len(self._order):  # the next microbatch begins anew
+            self._next = 0
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """All sums of the step are in `.grad` (for what the current stream does next).
+
+        Raises:
+            RuntimeError: some parameters have no sum, as after an error half-way.
+        """
+        while self._flying:
+            with self._range():
+                self._land(self._flying.pop(0))
+        if self._next or self._waiting:
+            raise RuntimeError("sums of some parameters have not arrived: was a backward cut off?")
+        for parameter, total in self._sums.items():
+            if parameter.grad is not None:
+                local(parameter.grad).add_(total)
+            else:
+                parameter.grad = self.sharding.like(parameter, total.view(local(parameter).shape))
+        for parameter in self._sums:  # packed ones share a version: when all are done
+            self._left[parameter] = parameter.grad, _versions(parameter.grad)
+        self._sums.clear()
+
+    def _range(self) -> AbstractContextManager:
+        """What a trace calls it, where sums travel."""
+        travels = size_of(self.sharding.shards) > 1
+        name = "reduce_scatter"
+        if not travels:
+            return nullcontext()
+        return record_function(name) if self.profile is None else self.profile.range(name)
+
+    def _is_complete(self, unit: int) -> bool:
+        return len(self._waiting.get(unit, ())) == len(self.sharding.units[unit])
+
+    def _launch(self, parameters: list[Parameter], totals: dict[Parameter, Tensor]) -> None:
+        """One collective for all sums of a unit that have one dtype."""
+        world = size_of(self.sharding.shards)
+        transfers: list[Transfer] = []
+        alike: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
+        for parameter in reversed(parameters):
+            totals[parameter] = total = totals[parameter].contiguous()
+            if world == 1:
+                transfers.append(Transfer(Done(), [(parameter, total)]))
+            else:
+                is_sharded = self.sharding.parts[parameter].dim is not None
+                alike.setdefault((total.dtype, is_sharded), []).append(parameter)
+        for (_, is_sharded), mine in alike.items():
+            start = self._scatter if is_sharded else self._reduce
+            transfers.append(start({p: totals[p] for p in mine}))
+        totals.clear()
+        self._flying.append(transfers)
+
+    def _reduce(self, totals: dict[Parameter, Tensor]) -> Transfer:
+        """What is not sharded over the data axis: every rank keeps the sum."""
+        work = all_reduce_together(list(totals.values()), self.sharding.shards)
+        return Transfer(work, list(totals.items()))
+
+    def _scatter(self, totals: dict[Parameter, Tensor]) -> Transfer:
+        """Sums that divide evenly go as they are, the others packed into one."""
+        world, parts = size_of(self.sharding.shards), self.sharding.parts
+        uneven = {}
+        shards, sent, received = [], [], []
+        for parameter, total in totals.items():
+            if parts[parameter].dim or not total.numel() or total.shape[0] % world:
+                uneven[parameter] = total
+                continue
+            shard = total.new_empty(total.shape[0] // world, *total.shape[1:])
+            shards.append((parameter, shard))
+            sent.append(total)
+            received.append(shard)
+        if uneven:
+            rows, row, pieces = self._pack(uneven)
+            shards += pieces
+            sent.append(rows.view(-1))
+            received.append(row)
+        work = reduce_scatter_together(received, sent, self.sharding.shards)
+        return Transfer(work, shards, sent)
+
+    def _pack(
+        self, totals: dict[Parameter, Tensor]
+    ) -> tuple[Tensor, Tensor, list[tuple[Parameter, Tensor]]]:
+        """Shards side by side, padded: row r of [ranks, n] goes to rank r; the row [n] that this
+        rank gets; what that has of each parameter."""
+        group, parts = self.sharding.shards, self.sharding.parts
+        world, rank = size_of(group), dist.get_rank(group)
+        widths = []
+        for p, total in totals.items():
+            shape = list(total.shape)
+            shape[parts[p].dim] = math.ceil(shape[parts[p].dim] / world)
+            widths.append(math.prod(shape))
+        rows = next(iter(totals.values())).new_zeros(world, sum(widths))
+        first = 0
+        shapes = []
+        for (p, total), width in zip(totals.items(), widths, strict=True):
+            pieces = _pieces(total, world, parts[p].dim)
+            shapes.append(pieces[rank].shape)
+            for row, piece in enumerate(pieces):
+                rows[row, first : first + piece.numel()] = piece.reshape(-1)
+            first += width
+        row = torch.empty_like(rows[0])
+        shards = [
+            (p, column[: math.prod(shape)].view(shape))
+            for p, column, shape in zip(totals, row.split(widths), shapes, strict=True)
+        ]
+        return rows, row, shards
+
+    @torch.no_grad()
+    def _land(self, transfers: Iterable[Transfer]) -> None:
+        for transfer in transfers:
+            transfer.work.wait()
+            transfer.sent.clear()
+            replicas, shards = self.sharding.replicas, [x for _, x in transfer.shards if x.numel()]
+            if replicas is not None and shards:
+                all_reduce_together(shards, replicas).wait()
+            for parameter, shard in transfer.shards:
+                self._add(parameter, shard)
+
+    def _add(self, parameter: Parameter, shard: Tensor) -> None:
+        if parameter in self._sums:
+            self._sums[parameter].add_(shard.view_as(self._sums[parameter]))
+        else:
+            self._sums[parameter] = shard
+
+
+@dataclass
+class Transfer:
+    """A collective under way: what it fills, for which parameters, and from what."""
+
+    work: Any
+    shards: list[tuple[Parameter, Tensor]]
+    sent: list[Tensor] = field(default_factory=list)
+
+
+class Done:
+    """Work that nothing has to be waited for."""
+
+    def wait(self) -> None:
+        """At once."""
+
+
+def _versions(gradient: Tensor) -> tuple[int, int]:
+    """Of a DTensor, which counts changes made through it, and of this rank's part of it."""
+    return gradient._version, local(gradient)._version
+
+
+def _pieces(x: Tensor, count: int, dim: int) -> list[Tensor]:
+    """`torch.chunk`, with the empty ones at the end that it leaves out."""
+    found = list(x.chunk(count, dim))
+    empty = x.narrow(dim, 0, 0)
+    return found + [empty] * (count - len(found))

@@ -1,0 +1,307 @@
+"""The norm vector over ranks: what clipping needs, and what a global view needs.
+
+One quantity is right everywhere: a vector with a slot for each sample of the global batch (for each
+of K clipping groups: [K, G]), to which a rank adds ‖g_ik‖² of each pair (sample i, parameter
+shard k) that it owns, every pair owned once. Ranks of a mesh meet along two kinds of axes:
+
+| axis | its members hold | a SUM over it gives |
+| --- | --- | --- |
+| tensor | the same samples, other shards of the parameters | ‖g_i‖² = Σ_k ‖g_ik‖²: what clips |
+| data | other samples, in other slots | all slots on every rank: what statistics read |
+
+Slot by slot over the tensor axis is exact. Slot by slot over a *data* axis is a privacy bug: each
+norm would look conservatively large, and yet removing one huge sample would un-clip the W - 1
+samples that shared its slot, so that the sum moves by up to C(1 + √(W - 1)) while the noise is
+calibrated to C. So `reduce` and `layerwise` know the tensor axis only, and `gather` gives every
+data rank slots of its own.
+
+How what clips travels (`NORM_REDUCTIONS`), with the same result up to the rounding of additions:
+
+    sync        one all-reduce that blocks
+    async       one all-reduce beside independent work, until `wait()`
+    layerwise   partial sums leave during backward, in one fixed order, until `wait()` adds them up
+
+All members of the tensor axis end up with the same bits, so they clip alike.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from math import cos, pi, sin
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from dp_clipping.distributed.global_norms import GlobalNorms
+
+NORM_REDUCTIONS = ("sync", "async", "layerwise")
+SAME = 1e-3  # losses of one sample on two ranks are this close, far closer than two samples' are
+EVERY = 16  # parameters to a partial sum: an 8B Llama, 291 of them, has 19
+
+
+class NormReducer:
+    """Sums squared norms over the axes of a mesh on which they add up.
+
+    Collectives match by call order, so all members of an axis make the same calls in the same
+    order, also where a batch is empty. World size 1 communicates nothing.
+
+    Args:
+        data_group: the axis whose members hold different samples.
+        tensor_group: the axis whose members hold the same samples and parts of parameters. Its
+            collectives are launched among the layers' own on this group: where the order of the
+            two is not the same on all members, give a group of the same ranks to this alone.
+        mode: one of `NORM_REDUCTIONS`, the same on every rank.
+        device: where norms are.
+        dtype: what norms are exchanged in: float64 for a model in float64.
+
+    Raises:
+        ValueError: for an unknown mode, a 16-bit dtype, or axes that are not those of a mesh.
+    """
+
+    def __init__(
+        self, *, data_group: dist.ProcessGroup | None = None,
+        tensor_group: dist.ProcessGroup | None = None, mode: str = "sync",
+        device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
+    ):  # fmt: skip
+        if mode not in NORM_REDUCTIONS:
+            known = ", ".join(NORM_REDUCTIONS)
+            raise ValueError(f"norm_reduction {mode!r} is unknown: choose one of {known}")
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"norms are exchanged in float32 or float64, not in {dtype}")
+        self.mode, self.device, self.dtype = mode, torch.device(device), dtype
+        self.tensor = Axis("tensor-parallel", tensor_group)
+        self.data = Axis("data", data_group)
+        _check_axes(self.tensor, self.data)
+        is_cuda = self.device.type == "cuda"
+        self.side_stream = torch.cuda.Stream(self.device) if is_cuda else None
+
+    @property
+    def splits_parameters(self) -> bool:
+        """Whether a rank's own norms are parts: then clipping has to wait for `reduce`."""
+        return self.tensor.size > 1
+
+    @property
+    def contrasts(self) -> tuple[float, float]:
+        """Two weights of this rank; each adds up to zero over the tensor axis."""
+        angle = 2 * pi * self.tensor.rank / self.tensor.size
+        return cos(angle), sin(angle)
+
+    def counts(self, replicated: bool) -> bool:
+        """Whether this rank adds a parameter's norms: all members if it is sharded over the tensor
+        axis, the first one if it is replicated there (a norm's weight, a rowwise layer's bias)."""
+        return not replicated or self.tensor.rank == 0
+
+    def check_same_samples(self, losses: Tensor) -> None:
+        """Blocks; every member raises RuntimeError if losses [B] differ over the tensor axis.
+
+        For the first steps: its members compute the same losses, and a loader that deals samples
+        out to all ranks gives them others. Adding up norms of those is the bug described above.
+        """
+        own = self.exchanged(losses).nan_to_num()
+        what = f"{len(own)} losses"
+        both = torch.cat([own, -own])
+        highest, lowest = self.tensor.sum(both, what, "sync", dist.ReduceOp.MAX).wait().chunk(2)
+        if bool((highest + lowest > SAME * (highest.abs() + lowest.abs()) + SAME).any()):
+            raise RuntimeError(
+                "ranks of one tensor-parallel axis have different losses for what should be the "
+                "same samples: deal the data out over data ranks only (num_replicas and rank of a "
+                "DistributedSampler are those of the data axis), with the same dropout on all"
+            )
+
+    # ---- what clipping needs: over the tensor axis ----------------------------------------------
+
+    def reduce(self, table: Tensor) -> "Flight":
+        """Launch the sum of tables [n, K, B] over the tensor axis, B the local batch.
+
+        A table holds what adds up over shards: squared norms, and upper bounds of squared norms
+        (a bound of a sum is the sum of bounds). The tensor given is not changed.
+        """
+        what = f"a table {list(table.shape)} of squared norms"
+        return self.tensor.sum(self.exchanged(table), what, self.mode)
+
+    def layerwise(
+        self,
+        order: Sequence[Hashable],
+        table: Callable[[Sequence[Hashable]], Tensor],
+        every: int = EVERY,
+    ) -> "Layerwise":
+        """Partial sums of one backward: see `Layerwise`."""
+        return Layerwise(self, order, table, every)
+
+    # ---- the global view: over all ranks --------------------------------------------------------
+
+    def gather(self, squares: Tensor) -> GlobalNorms:
+        """Launch the exchange of the whole vector, once a step, on every rank.
+
+        Args:
+            squares: [K, B] squared norms of the local batch, sums over the tensor axis
+                (`reduce` has been waited for); B may be 0 and differ.
+        """
+        return GlobalNorms(self, squares)
+
+    # ---- what all of them use -------------------------------------------------------------------
+
+    def exchanged(self, table: Tensor) -> Tensor:
+        """A copy in the dtype of the exchange, which must not round."""
+        if torch.promote_types(table.dtype, self.dtype) != self.dtype:
+            raise ValueError(
+                f"norms are {table.dtype} and would be rounded to {self.dtype}: build the reducer "
+                "with their dtype"
+            )
+        copy = torch.empty(table.shape, device=self.device, dtype=self.dtype)
+        return copy.copy_(table.detach())
+
+
+class Axis:
+    """The ranks along one axis of a mesh; without a group, this rank alone."""
+
+    def __init__(self, name: str, group: dist.ProcessGroup | None):
+        self.name, self.group = name, group
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError(f"this rank is no member of the group given as its {name} axis")
+
+    @property
+    def ranks(self) -> set[int]:
+        """Global ranks of the members, as far as there are others."""
+        return set() if self.size == 1 else set(dist.get_process_group_ranks(self.group))
+
+    def sum(self, table: Tensor, what: str, mode: str, operation: Any = None) -> "Flight":
+        """Launch an all-reduce in place, contiguous; nothing for one member or an empty table."""
+        if self.size == 1 or not table.numel():
+            return Flight(table)
+        operation = dist.ReduceOp.SUM if operation is None else operation
+        story = f"{what} over the {self.name} axis ({self.size} ranks)"
+        with _naming(story), record_function("norm_reduce/launch"):
+            work = dist.all_reduce(table, operation, group=self.group, async_op=mode != "sync")
+        return Flight(table, work, story)
+
+
+class Flight:
+    """A table that is on its way, or has arrived."""
+
+    def __init__(self, table: Tensor, work: dist.Work | None = None, story: str = ""):
+        self._table, self._work, self._story = table, work, story
+
+    def wait(self) -> Tensor:
+        """The sum; may be called again.
+
+        Raises:
+            RuntimeError: if a rank was lost, on all others within the group's timeout.
+        """
+        if self._work is not None:
+            with _naming(self._story), record_function("norm_reduce/wait"):
+                self._work.wait()
+            self._work = None
+        return self._table
+
+
+class Layerwise:
+    """Sums over the tensor axis that leave while backward is still running.
+
+    Keys (parameters, say) are cut into chunks of `every` in the given order. A chunk leaves once
+    all of it has arrived and all chunks before it have left, so that every rank launches the same
+    collectives in the same order, whatever arrives when. Keys that never arrive (a parameter that
+    this backward did not reach) hold theirs back until `wait`.
+
+    Launches mix with what backward itself sends over the axis, so `add` is called at places in
+    backward that are the same on all ranks, not by how much memory is free.
+
+    Args:
+        order: all keys, the same on every rank; best in the order in which they arrive.
+        table: the keys of a chunk that have arrived -> their part [n, K, B] of the whole table,
+            zeros for none.
+        every: keys to a chunk.
+    """
+
+    def __init__(
+        self, reducer: NormReducer, order: Sequence[Hashable],
+        table: Callable[[Sequence[Hashable]], Tensor], every: int,
+    ):  # fmt: skip
+        if every < 1:
+            raise ValueError(f"every is {every}: give at least 1 key to a chunk")
+        self._reducer, self._table_of = reducer, table
+        self._chunks = [order[i : i + every] for i in range(0, len(order), every)] or [()]
+        self._chunk_of = {key: number for number, keys in enumerate(self._chunks) for key in keys}
+        assert len(self._chunk_of) == len(order), "a key is in one chunk, once"
+        self._missing = [len(keys) for keys in self._chunks]
+        self._arrived: set[Hashable] = set()
+        self._flights: list[Flight] = []
+
+    @property
+    def launched(self) -> int:
+        """Chunks that have left."""
+        return len(self._flights)
+
+    def add(self, key: Hashable) -> None:
+        """A key's norms are final: the chunks that this completes leave."""
+        assert key not in self._arrived, f"{key} has arrived twice in one backward"
+        assert not self._has_left(key), f"{key} arrives after its chunk has left"
+        self._arrived.add(key)
+        self._missing[self._chunk_of[key]] -= 1
+        while self.launched < len(self._chunks) and not self._missing[self.launched]:
+            self._launch()
+
+    def wait(self) -> Tensor:
+        """The sum of all parts over all members [n, K, B]; later calls add nothing."""
+        while self.launched < len(self._chunks):
+            self._launch()
+        return torch.stack([flight.wait() for flight in self._flights]).sum(0)
+
+    def _has_left(self, key: Hashable) -> bool:
+        return self._chunk_of[key] < self.launched
+
+    def _launch(self) -> None:
+        keys = [key for key in self._chunks[self.launched] if key in self._arrived]
+        part = self._reducer.exchanged(self._table_of(keys))
+        what = f"partial sum {self.launched + 1} of {len(self._chunks)} of squared norms"
+        self._flights.append(self._reducer.tensor.sum(part, what, "layerwise"))
+
+
+def refuse_split_samples(layer: str, what: str, placements: Sequence[Any], shape: Sequence[int],
+                         features: int = 1) -> None:  # fmt: skip
+    """Raises ValueError if the tensor-parallel axis splits one sample's tokens, or the batch.
+
+    Args:
+        layer: its full name.
+        what: which of its tensors, `"input"` or `"output"`.
+        placements: on the tensor-parallel mesh.
+        shape: of the whole tensor; of its dimensions the last `features` do not count tokens or
+            samples (0 for token ids).
+    """
+    for placement in placements:
+        dim = getattr(placement, "dim", None)  # Shard, and the strided one, which is no subclass
+        if dim is None or dim % len(shape) >= len(shape) - features:
+            continue
+        raise ValueError(
+            f"{layer}: its {what} {list(shape)} is sharded on dimension {dim} over the "
+            "tensor-parallel axis, which splits tokens or samples (sequence or context parallel). "
+            "Each rank would hold a partial sum of one sample's gradient, and ‖Σ_r g_r‖² is not "
+            "Σ_r ‖g_r‖²: the cross terms would be missing in the norm. Use a plan that shards "
+            "features only (no SequenceParallel, inputs and outputs replicated or Shard(-1))"
+        )
+
+
+@contextmanager
+def _naming(story: str) -> Iterator[None]:
+    """Say what was exchanged where the process group says only that it failed."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(
+            f"exchange of {story} failed: a rank was lost, came too late or exchanges something "
+            f"else; its own error says why ({error})"
+        ) from error
+
+
+def _check_axes(tensor: Axis, data: Axis) -> None:
+    """Two axes of a mesh have one rank in common: a rank with both would share slots."""
+    if len(tensor.ranks & data.ranks) > 1:
+        raise ValueError(
+            "the data and tensor-parallel axes have ranks in common: a rank with other samples "
+            "and one with other shards of the parameters are different ranks, so give the groups "
+            "of a mesh's axes"
+        )

@@ -1,0 +1,83 @@
+"""Norms of whole samples from what ranks of a tensor-parallel axis know of their parts.
+
+Each rank writes a table of what adds up over ranks (`WholeNorms.table`), the norm reducer adds the
+tables up, and `WholeNorms.judge` reads the sum. A parameter that all ranks have whole is counted by
+one of them. It also has to be the same everywhere: its per-sample gradient is then the same on each
+rank, and sums of its squared norms with weights that add up to zero vanish. They do not where a
+rank has computed with a part of its input (an RMSNorm over the heads that the rank has): there it
+holds a term of the gradient, and no norm of a sample is known.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from dp_clipping.clipping.norms import Norms
+from dp_clipping.distributed.norm_reduce import NormReducer
+from dp_clipping.distributed.sharding import Sharding
+
+DIFFERS = 1e-3  # relative; replicas of one norm differ by rounding, far less
+NONE = 1e-32  # squared norms that are nothing beside any C: float32 rounds the smallest coarsely
+
+
+class WholeNorms:
+    """Of one batch.
+
+    Attributes:
+        differ: on the device, whether ranks differed in what all have whole; None before `judge`.
+    """
+
+    def __init__(self, reducer: NormReducer, sharding: Sharding | None):
+        self._reducer, self._sharding = reducer, sharding
+        self._rescaled: Tensor | None = None
+        self.differ: Tensor | None = None
+
+    @property
+    def are_elsewhere(self) -> bool:
+        """Whether what this rank knows are parts: then clipping waits for the others."""
+        return self._reducer.splits_parameters
+
+    def counted(self, parameters: Iterable[Parameter]) -> set[Parameter]:
+        """Those whose norms this rank adds: of parameters that ranks share, one rank does."""
+        if self._sharding is None:
+            return set(parameters)
+        parts, counts = self._sharding.parts, self._reducer.counts
+        return {p for p in parameters if counts(replicated=not parts[p].split)}
+
+    def table(self, norms: Norms, parameters: Iterable[Parameter], rescaled: bool) -> Tensor:
+        """What this rank knows of some parameters and what adds up over ranks: [6, K, B].
+
+        Squared norms; upper bounds of the squared norms of what will be summed; squared norms of
+        shared parameters, as they are and with two weights; whether sums are rescaled here.
+        """
+        own = norms.only(self.counted(parameters))
+        shared = norms.only(self._shared(parameters)).squared()
+        across, along = self._reducer.contrasts
+        rows = own.squared(), own.bounds(), shared, across * shared, along * shared
+        return torch.stack((*rows, torch.full_like(shared, rescaled)))
+
+    def judge(self, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Squared norms and upper bounds [K, B] from the sum of all ranks' tables [6, K, B]."""
+        squares, bounds, shared, across, along, self._rescaled = total
+        differs = across.abs() + along.abs() > DIFFERS * shared + NONE
+        self.differ = differs.any() if self.differ is None else self.differ | differs.any()
+        return squares, torch.where(differs, torch.inf, bounds)
+
+    def some_are_rescaled(self, here: bool) -> bool:
+        """Whether sums of any rank are rescaled: then all ranks take part."""
+        return bool(self._rescaled.any()) if self.are_elsewhere else here
+
+    def sum(self, bounds: Tensor) -> Tensor:
+        """The sum over ranks of what is known of their parts [K, B]."""
+        if not self.are_elsewhere:
+            return bounds
+        return self._reducer.reduce(bounds[None]).wait()[0]
+
+    def _shared(self, parameters: Iterable[Parameter]) -> set[Parameter]:
+        """Those that all ranks of the tensor axis have whole."""
+        if self._sharding is None:
+            return set(parameters)
+        parts = self._sharding.parts
+        return {p for p in parameters if not parts[p].split}

@@ -1,0 +1,180 @@
+"""Products and sums whose rounding is part of the guarantee.
+
+Whatever the dtype of the operands, results are accumulated and returned in float32 (float64 for
+float64): matrix units multiply 16-bit operands exactly and add in float32, so nothing is lost that
+the operands had.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+# Unit roundoff of a sum: what it may differ by, relative to the sum of magnitudes, is a few of it.
+SUM_ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24}
+PIECE = 1024  # squares that are added in float32
+CHUNK_ELEMENTS = 1 << 24  # of float32 temporaries, where a product must be widened piece by piece
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums are accumulated in: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Float32 products inside are float32 products: no TensorFloat-32, no bfloat16."""
+    backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
+    before = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+def wide_bmm(left: Tensor, right: Tensor) -> Tensor:
+    """[B, m, k] @ [B, k, n] -> [B, m, n], accumulated and returned in `wide(dtype)`."""
+    dtype = wide(left.dtype)
+    if left.dtype == dtype:
+        with full_float32():
+            return torch.bmm(left, right)
+    if left.is_cuda:
+        return torch.bmm(left, right, out_dtype=dtype)
+    return torch.bmm(left.to(dtype), right.to(dtype))
+
+
+def wide_mm(left: Tensor, right: Tensor) -> Tensor:
+    """[m, k] @ [k, n] -> [m, n], accumulated and returned in `wide(dtype)`."""
+    dtype = wide(left.dtype)
+    if left.dtype == dtype:
+        with full_float32():
+            return torch.mm(left, right)
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=dtype)
+    return torch.mm(left.to(dtype), right.to(dtype))
+
+
+def squared_norms(gradients: Tensor) -> Tensor:
+    """‖G_i‖² of G [B, ...]: [B] in `wide(dtype)`, of exactly the rounded values in G.
+
+    A float32 sum over millions of squares loses up to some percent where it is made in one chain,
+    as on CPUs. So norms of short pieces are taken first, and their squares added in float64.
+    Squares of numbers below 1e-19 are lost, which is nothing beside any C that is taken; where the
+    result is multiplied with another one take `norms`.
+    """
+    rows = gradients.reshape(len(gradients), gradients.shape[1:].numel())
+    dtype = wide(rows.dtype)
+    whole = rows.shape[1] - rows.shape[1] % PIECE
+    parts = [rows[:, :whole].unflatten(1, (-1, PIECE)), rows[:, whole:].unsqueeze(1)]
+    squares = [
+        torch.linalg.vector_norm(part, dim=2, dtype=dtype).double().square().sum(1)
+        for part in parts
+        if part.numel()
+    ]
+    total = sum(squares) if squares else rows.new_zeros(len(rows), dtype=torch.float64)
+    return total.to(dtype)
+
+
+def norms(rows: Tensor) -> Tensor:
+    """‖x_i‖ of x [B, n]: [B] float64, right for every finite x, however small or large."""
+    if rows.dtype != torch.float64:
+        return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    largest = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
+    power = torch.exp2(torch.frexp(largest).exponent.double().clamp(-1000, 1000))
+    return torch.linalg.vector_norm(rows / power[:, None], dim=1) * power
+
+
+def product_squares(left: Tensor, right: Tensor) -> Tensor:
+    """‖y_i a_iᵀ‖² = (‖y_i‖‖a_i‖)² of y [B, d] and a [B, p]: [B] in `wide(dtype)`.
+
+    Infinite where a square of one factor is: scaled by a coefficient the other factor may then be
+    so small that its rounding makes the product larger.
+    """
+    dtype = wide(left.dtype)
+    factors = torch.stack([norms(left), norms(right)])
+    is_large = (factors.square().to(dtype) == torch.inf).any(0)
+    return torch.where(is_large, torch.inf, factors.prod(0).square()).to(dtype)
+
+
+def round_down(coefficients: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest values of `dtype` that are not above the coefficients (which are ≥ 0)."""
+    rounded = coefficients.to(dtype)
+    too_large = rounded.to(coefficients.dtype) > coefficients
+    below = torch.nextafter(rounded, torch.zeros_like(rounded))
+    return torch.where(too_large, below, rounded)
+
+
+class Weights:
+    """Coefficients c [B] of one clipping group, in the forms that sums want them in.
+
+    `values` are float32 (float64) on the device, `by_host` the same as numbers.
+    """
+
+    def __init__(self, values: Tensor, by_host: list[float]):
+        self.values, self.by_host = values, by_host
+        self._blocks: dict[tuple[torch.dtype, int], tuple[Tensor, float]] = {}
+
+    def block(self, dtype: torch.dtype, pieces: int) -> tuple[Tensor, float]:
+        """C [g, B·g] with c_i on the diagonal of its i-th block, rounded down, and a factor.
+
+        The factor is a power of two that brings float16 coefficients, small beside the largest of
+        them or not, into that dtype's range; 1 for bfloat16, which has float32's.
+        """
+        key = (dtype, pieces)
+        if key not in self._blocks:
+            exponent = 0
+            if dtype == torch.float16 and max(self.by_host) > 0:
+                exponent = math.frexp(max(self.by_host))[1]
+            row = round_down(self.values * 2.0**-exponent, dtype)[None]
+            identity = torch.eye(pieces, dtype=dtype, device=row.device)
+            self._blocks[key] = (torch.kron(row, identity), 2.0**exponent)
+        return self._blocks[key]
+
+
+def weighted_sum(weights: Weights, gradients: Tensor) -> Tensor:
+    """Σ_i c_i G_i in `wide(dtype)`; G [B, *shape].
+
+    On a GPU 16-bit gradients are read once by a matrix product, with coefficients rounded *down* to
+    their dtype (by less than 2⁻⁷): a product of two such numbers is exact in float32, so a sample's
+    contribution still is at most its coefficient times its norm.
+    """
+    rows = gradients.reshape(len(gradients), gradients.shape[1:].numel())
+    if rows.is_cuda and rows.element_size() == 2 and len(rows):
+        total = _sum_by_pieces(weights, rows)
+    else:
+        total = _widened_sum(weights.values, rows)
+    return total.view(gradients.shape[1:])
+
+
+def _sum_by_pieces(weights: Weights, rows: Tensor) -> Tensor:
+    """c @ rows [B, N] as C @ rows' with rows' [B·g, N/g], a view, and C [g, B·g] block by block.
+
+    A product with one row has next to nothing for the matrix units to do with the 64 rows that
+    they load at a time; cutting each sample into g pieces fills them.
+    """
+    batch_size, numel = rows.shape
+    pieces = max(1, 64 // batch_size)
+    while numel % (8 * pieces) and pieces > 1:
+        pieces //= 2
+    block, factor = weights.block(rows.dtype, pieces)
+    total = wide_mm(block, rows.view(batch_size * pieces, numel // pieces)).view(-1)
+    return total if factor == 1 else total.mul_(factor)
+
+
+def _widened_sum(coefficients: Tensor, rows: Tensor) -> Tensor:
+    dtype = wide(rows.dtype)
+    if rows.dtype == dtype:
+        with full_float32():
+            return coefficients.to(dtype) @ rows
+    total = torch.empty(rows.shape[1], dtype=dtype, device=rows.device)
+    width = max(1, CHUNK_ELEMENTS // max(1, rows.shape[0]))
+    for start in range(0, rows.shape[1], width):
+        piece = rows[:, start : start + width].to(dtype)
+        with full_float32():
+            torch.mv(piece.t(), coefficients.to(dtype), out=total[start : start + width])
+    return total

@@ -1,0 +1,116 @@
+"""Weighted sums of 16-bit factors by one product, and still never above C.
+
+Σ_i c_i G_i of a linear layer is one matrix product once its output gradients are y'_it = c_i y_it.
+In 16 bit y' is rounded, and tokens that cancel can make the rounding larger than what is left: a
+contribution of C would come out as 1.002 C, or 1.03 C. So the rounded values themselves are normed:
+
+1. y' = round(c_i (1 - η) y_it) in place, exactly y_it where c_i = 1;
+2. the norm of what will be summed, from the Gram matrix of y' and that of the activations;
+3. a sample that still exceeds its threshold is divided by the power of two that brings it below,
+   which rounds nothing but subnormal float16: so it is normed again, until none exceeds.
+
+η is a fifth more than rounding to bfloat16 can add to a norm where tokens do not cancel, all
+entries rounded up. So step 3 finds nothing to do there, and at least (1 - η)(1 - 2⁻⁸) = 0.991 is
+left of what the coefficient allows.
+"""
+
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from dp_clipping.clipping.coefficients import MARGIN
+from dp_clipping.clipping.norms import Norms
+from dp_clipping.layers.linear import LinearFactors
+
+ETA = 1.2 * 2.0**-8
+
+
+def rescale(
+    kept: dict[Parameter, Any],
+    others: Norms,
+    groups: dict[Parameter, int],
+    coefficients: Tensor,
+    limits: Tensor,
+    counted: Container[Parameter],
+    over_parts: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Scale 16-bit linear factors in place, so that summing them without weights is safe.
+
+    Args:
+        kept: what each parameter left, of the samples whose coefficients are given.
+        others: norms of all other parameters, of the same samples.
+        groups: parameter -> k.
+        coefficients: [K, B] float32.
+        limits: [K] thresholds C_k.
+        counted: parameters whose norms this rank adds; `others` has no norms of different ones.
+        over_parts: sums bounds [K, B] over ranks that have other parts of the parameters.
+
+    Returns:
+        The coefficients that hold for the other parameters [K, B].
+    """
+    mine = {p: one for p, one in kept.items() if is_rescaled(one)}
+    scale = torch.where(coefficients < 1, coefficients * (1 - ETA), coefficients)
+    if not scale.shape[1]:
+        return scale
+    _own_storage(mine, kept, groups)
+    by_host = scale.tolist()
+    done: set[int] = set()
+    for parameter, one in mine.items():
+        if one.y.data_ptr() not in done:
+            done.add(one.y.data_ptr())
+            _scale_rows(one.y, by_host[groups[parameter]])
+    while True:
+        scaled = others.only(set())
+        for parameter, one in mine.items():
+            if parameter in counted:
+                scaled.add(parameter, one.norm())
+        bounds = over_parts(scale.square() * others.bounds() + scaled.bounds())
+        excess = bounds.sqrt() * (1 + MARGIN[torch.float32]) / limits.to(bounds)[:, None]
+        if not bool((excess > 1).any()):
+            break
+        halved = torch.exp2(-excess.clamp_min(1).log2().ceil())
+        for parameter, one in mine.items():
+            one.y = one.y * halved[groups[parameter], :, None, None].to(one.y.dtype)
+        scale = scale * halved
+    for one in mine.values():
+        one.is_scaled = True
+    return scale
+
+
+def _scale_rows(y: Tensor, coefficients: list[float]) -> None:
+    """c_i y_i in place, rounded once: on CPUs torch would round c_i to the dtype of y before."""
+    if y.is_cuda:
+        torch._foreach_mul_(list(y.unbind(0)), coefficients)
+        return
+    for row, c in zip(y.unbind(0), coefficients, strict=True):
+        row.copy_(row.float() * c)
+
+
+def is_rescaled(remains: Any) -> bool:
+    """Whether these are factors that are summed after scaling: 16-bit ones of a linear layer."""
+    return isinstance(remains, LinearFactors) and remains.is_16_bit and not remains.accumulates
+
+
+def _own_storage(
+    mine: dict[Parameter, LinearFactors], kept: dict[Parameter, Any], groups: dict[Parameter, int]
+) -> None:
+    """Output gradients that several layers share may be scaled once, by one coefficient.
+
+    Layers whose outputs are added have one output gradient, the very same tensor.
+    """
+    seen: dict[int, tuple | None] = {
+        remains.untyped_storage().data_ptr(): None
+        for remains in kept.values()
+        if isinstance(remains, Tensor)
+    }
+    for parameter, remains in kept.items():
+        if isinstance(remains, Tensor):
+            continue
+        y = remains.y
+        storage = y.untyped_storage().data_ptr()
+        use = (groups[parameter], y.data_ptr(), y.shape, y.stride(), parameter in mine)
+        if seen.setdefault(storage, use) != use or 0 in y.stride():
+            remains.y = y.clone(memory_format=torch.contiguous_format)

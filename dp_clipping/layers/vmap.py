@@ -1,0 +1,119 @@
+"""Any other module: run under `torch.vmap`, every sample with a copy of the parameters.
+
+The copies are one tensor expanded to [B, *parameter], which takes no memory; its gradient under
+ordinary autograd is G. Nothing is derived by hand, so this is right for every module that treats
+samples apart, and costs what G costs. Convolutions, group norms, attention with packed weights and
+modules that own a bare parameter come here.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.layers.handle import Handle, check_size
+from dp_clipping.layers.tensor_parallel import refuse_distributed, settled
+
+
+class Body(nn.Module):
+    """The module's own forward, without its hooks, which run around the captured call already."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    handle: Handle = self._private
+    if handle.session is None:
+        return type(self).forward(self, *args, **kwargs)
+    leaves, structure = tree_flatten((args, kwargs))
+    leaves = [settled(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    refuse_distributed(handle, *leaves, *self.parameters())
+    places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[n] for n in places]
+    layouts = handle.layouts_of(tensors)
+    out_layouts = handle.output_layouts[tuple(x.dim() for x in tensors)]
+    batch_size = handle.session.batch_size
+    for x, layout in zip(tensors, layouts, strict=True):
+        check_size(x, layout, handle)
+    body = Body(self)
+    rest: list[Any] = []  # what is not a tensor in the output, and how it all fits together
+
+    def one_sample(parameters: dict[str, Tensor], *rows: Tensor) -> tuple[Tensor, ...]:
+        own = list(leaves)
+        for n, row, layout in zip(places, rows, layouts, strict=True):
+            own[n] = row.unsqueeze(layout.dim) if layout.kind == "dimension" else row
+        own_args, own_kwargs = tree_unflatten(own, structure)
+        prefixed = {f"module.{name}": value for name, value in parameters.items()}
+        outputs, shape = tree_flatten(functional_call(body, prefixed, own_args, own_kwargs))
+        rest[:] = [[None if isinstance(y, Tensor) else y for y in outputs], shape]
+        found = [y for y in outputs if isinstance(y, Tensor)]
+        rest.append([n for n, y in enumerate(outputs) if isinstance(y, Tensor)])
+        return tuple(
+            y.squeeze(layout.dim) if layout.kind == "dimension" else y
+            for y, layout in zip(found, out_layouts, strict=True)
+        )
+
+    every_sample = torch.vmap(
+        one_sample,
+        in_dims=(dict.fromkeys(handle.trainable, 0), *(_sample_dim(y) for y in layouts)),
+        out_dims=tuple(_sample_dim(layout) or 0 for layout in out_layouts),
+        randomness="different",
+    )
+    slots = {name: handle.slot(name) for name in handle.trainable}
+    rows = [layout.split(x, batch_size) for x, layout in zip(tensors, layouts, strict=True)]
+    try:
+        with _uncovered(self, handle):
+            outputs = every_sample(slots, *rows)
+    except RuntimeError as error:
+        if not re.search("vmap|[Bb]atching rule", str(error)):
+            raise
+        first_line = str(error).splitlines()[0]
+        raise ValueError(
+            f"{handle.name or 'the network'} ({type(self).__name__}) cannot be run under "
+            f"torch.vmap, so its per-sample gradients are not to be had ({first_line}); freeze it, "
+            "or write it with operators that have a batching rule (opacus.layers has LSTM and GRU)"
+        ) from error
+    complete, shape, where = rest
+    for n, y, layout in zip(where, outputs, out_layouts, strict=True):
+        complete[n] = _join(y, layout)
+    return tree_unflatten(complete, shape)
+
+
+def _sample_dim(layout: Layout) -> int | None:
+    return None if layout.kind == "shared" else layout.sample_dim()
+
+
+def _join(y: Tensor, layout: Layout) -> Tensor:
+    """Out of vmap, where `split` put it in: [.., B, ..]."""
+    if layout.kind == "shared":  # it has a batch now: every sample has its own parameters
+        return y.squeeze(1) if layout.dim else y
+    return y if layout.kind == "dimension" else y.flatten(0, 1)
+
+
+def _uncovered(module: nn.Module, handle: Handle) -> AbstractContextManager:
+    """Inside, `functional_call` can put copies in the place of parameters that ranks share."""
+    return nullcontext() if handle.session.capture.sharding is None else _without_covers(module)
+
+
+@contextmanager
+def _without_covers(module: nn.Module) -> Iterator[None]:
+    """In forward FSDP1 lays a plain tensor over each parameter, which would be found first."""
+    owners = [(owner, name) for owner in module.modules() for name in owner._parameters]
+    covers = [(vars(owner), name) for owner, name in owners if name in vars(owner)]
+    values = [attributes.pop(name) for attributes, name in covers]
+    try:
+        yield
+    finally:
+        for (attributes, name), value in zip(covers, values, strict=True):
+            attributes[name] = value

@@ -1,0 +1,9 @@
+"""The Gaussian noise of DP-SGD.
+
+Files:
+
+    gaussian              counter-based streams in which every value has an address
+    kernel                the same in one Triton kernel
+    keys                  the secret key of noise and sampling
+    adaptive_threshold    a clipping threshold that follows a quantile of the norms
+"""

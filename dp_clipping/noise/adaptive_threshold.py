@@ -1,0 +1,204 @@
+"""A clipping threshold that follows a quantile of the norms, with noise of its own.
+
+    C ← C · exp(-η (b̃ - q))        b̃ = ½ + (Σ_i (b_i - ½) + σ_b ξ) / m,   ξ ~ N(0, 1)
+
+b_i is 1 if sample i's norm is at most C and else 0, q the quantile that C is to reach, η the
+learning rate and m the expected batch size, a public constant: the geometric update of G. Andrew,
+O. Thakkar, B. McMahan, S. Ramaswamy, Differentially private learning with adaptive clipping (2021),
+arXiv:1905.03871.
+
+**What it costs.** A step releases two things, the gradient and the count, as one vector
+
+    ( Σ_i c_i g_i / (z_Δ C),  Σ_i (b_i - ½) / σ_b )  +  N(0, I).
+
+Adding or removing one sample moves the first part by at most 1/z_Δ, since ‖c_i g_i‖ ≤ C, and the
+second by exactly ½/σ_b. The two are orthogonal: together at most √(z_Δ⁻² + (2σ_b)⁻²). That is one
+Gaussian mechanism of noise multiplier
+
+    z = (z_Δ⁻² + (2σ_b)⁻²)^(-1/2),   so   z_Δ = (z⁻² - (2σ_b)⁻²)^(-1/2)
+
+on the gradient makes a step cost what the accountant is told, z. Both parts are of the same Poisson
+draw, so amplification by sampling holds for the pair; C is a function of what earlier steps
+released, so composition is the ordinary adaptive one. K clipping groups, a count each, move the
+second part by √K/(2σ_b): then K(2σ_b)⁻² stands for (2σ_b)⁻².
+
+**Why b_i - ½.** The factor 2 is there because a sample moves a sum of b_i - ½ by ½. The count
+Σ b_i itself moves by 1 and would need (σ_b)⁻² instead. Where the batch size n is public, Σ b_i is
+Σ (b_i - ½) + n/2 and the two are the same; in a Poisson draw n depends on the data, so nothing may
+be added to the sum or divide it but the constant m. For the same reason a step whose draw is empty
+releases its noise as well.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dp_clipping.clipping.coefficients import HIGHEST, LOWEST
+from dp_clipping.kinds import check_number
+from dp_clipping.noise.gaussian import NoiseStream, standard_normal
+
+STREAM = ".clipping_threshold"
+"""Name of the noise. No parameter's name begins with a dot."""
+
+DEFAULT_STD = 1 / 20  # of m, as in the paper: moves C by 1 % a step at η = 0.2
+MOST = 100.0  # of the exponent of one update, far beyond any limit of C
+SETTINGS = ("quantile", "learning_rate", "count_std", "expected_batch_size", "lowest", "highest")
+
+
+def gradient_noise_multiplier(noise_multiplier: float, count_std: float, groups: int = 1) -> float:
+    """z_Δ: what the gradient needs, so that it and the counts cost what `noise_multiplier` says.
+
+    Without noise (z = 0) there is none on the gradient either.
+
+    Raises:
+        ValueError: if the counts alone cost as much or more.
+    """
+    if noise_multiplier == 0:
+        return 0.0
+    of_counts = groups**0.5 * noise_multiplier / (2 * count_std) if count_std else math.inf
+    if of_counts >= 1:
+        needed = groups**0.5 * noise_multiplier / 2
+        raise ValueError(
+            f"count_std is {count_std}: at noise_multiplier {noise_multiplier} the noisy counts "
+            f"alone would cost the whole budget, give more than {needed:g} (several times as much: "
+            "the gradient pays for what is missing), or a smaller noise_multiplier"
+        )
+    return noise_multiplier / (1 - of_counts**2) ** 0.5
+
+
+class AdaptiveThreshold:
+    """The threshold of the next step, one number a clipping group.
+
+    Every rank has one and updates it with the same norms and the same key: no communication.
+
+    Args:
+        max_grad_norm: C of the first step; a list for several clipping groups.
+        expected_batch_size: m.
+        quantile: share of the samples whose norm shall be at most C.
+        learning_rate: η.
+        count_std: σ_b; default m / 20.
+        lowest, highest: public limits of C, relative to its first value.
+
+    Raises:
+        ValueError: for an argument out of range.
+    """
+
+    def __init__(
+        self,
+        max_grad_norm: float | Sequence[float],
+        *,
+        expected_batch_size: float,
+        quantile: float = 0.5,
+        learning_rate: float = 0.2,
+        count_std: float | None = None,
+        lowest: float = 1e-6,
+        highest: float = 1e6,
+    ):
+        self._is_list = isinstance(max_grad_norm, list | tuple)
+        given = list(max_grad_norm) if self._is_list else [max_grad_norm]
+        for limit in given:
+            check_number("max_grad_norm", limit, "a finite number above 0, or a list of them")
+        for name, value in (
+            ("expected_batch_size", expected_batch_size), ("quantile", quantile),
+            ("learning_rate", learning_rate), ("lowest", lowest), ("highest", highest),
+            ("count_std", 0 if count_std is None else count_std),
+        ):  # fmt: skip
+            check_number(name, value, "a number")
+        self._first = [float(c) for c in given]
+        self.expected_batch_size = float(expected_batch_size)
+        self.quantile, self.learning_rate = quantile, learning_rate
+        self.count_std = self.expected_batch_size * DEFAULT_STD if count_std is None else count_std
+        self.lowest, self.highest = lowest, highest
+        self._check()
+        self.limits = list(self._first)
+        self.next_step = 0
+
+    @property
+    def max_grad_norm(self) -> float | list[float]:
+        """As `make_private` takes it: for `optimizer.max_grad_norm`."""
+        return list(self.limits) if self._is_list else self.limits[0]
+
+    def gradient_noise_multiplier(self, noise_multiplier: float) -> float:
+        """z_Δ for a z: see the function of that name."""
+        return gradient_noise_multiplier(noise_multiplier, self.count_std, len(self.limits))
+
+    def update(self, squares: Tensor, *, step: int, noise_key: bytes, noisy: bool = True) -> None:
+        """Let the limits be those of the next step. Once a step, also for an empty batch.
+
+        Args:
+            squares: squared norms [K, G] of the global batch (`global_norms.GlobalNorms.wait()`),
+                the same on every rank, of a step that was clipped by the present limits. What is
+                not finite counts as above.
+            step: number of the step, part of the key of the noise as in the optimizer.
+            noise_key: the optimizer's.
+            noisy: False in a run without noise (z = 0).
+
+        Raises:
+            RuntimeError: for a step whose count was released already: the same noise on two counts
+                would give away their difference.
+        """
+        if step < self.next_step:
+            raise RuntimeError(
+                f"the threshold's count of step {step} was released already: update once a step"
+            )
+        if len(squares) != len(self.limits):
+            raise ValueError(
+                f"norms of {len(squares)} clipping groups for {len(self.limits)} thresholds"
+            )
+        self.next_step = step + 1
+        stream = NoiseStream.derive(noise_key, step=step, parameter=STREAM, share=0)
+        # On the CPU, so that the device has no say in the bits.
+        noise = standard_normal(len(squares), stream, device="cpu").tolist()
+        size = squares.shape[1]
+        limits = torch.tensor(self.limits, dtype=torch.float64, device=squares.device)
+        below = (squares.detach().double().sqrt() <= limits[:, None]).sum(1).tolist()
+        for k, (count, z) in enumerate(zip(below, noise, strict=True)):
+            centred = count - size / 2 + (self.count_std * z if noisy else 0.0)
+            share = 0.5 + centred / self.expected_batch_size
+            exponent = -self.learning_rate * (share - self.quantile)
+            moved = self.limits[k] * math.exp(min(exponent, MOST))
+            first = self._first[k]
+            lowest, highest = self.lowest * first, self.highest * first
+            self.limits[k] = min(max(moved, lowest, LOWEST), highest, HIGHEST)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Public: it is a function of what the steps have released."""
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        return settings | {
+            "limits": list(self.limits), "first": list(self._first), "next_step": self.next_step,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a saved run was.
+
+        Raises:
+            ValueError: if its settings were others; nothing is changed then.
+        """
+        here = self.state_dict()
+        if sorted(state) != sorted(here):
+            raise ValueError(f"not the state of an adaptive threshold: it has {sorted(state)}")
+        for name in (*SETTINGS, "first"):
+            if state[name] != here[name]:
+                raise ValueError(
+                    f"the adaptive threshold's {name} is {state[name]} in the saved run and "
+                    f"{here[name]} here: resume with the settings of the saved run"
+                )
+        self.limits, self.next_step = [float(c) for c in state["limits"]], int(state["next_step"])
+
+    def _check(self) -> None:
+        for name, ok, wanted in (
+            ("max_grad_norm", all(0 < c < math.inf for c in self._first) and self._first,
+             "finite numbers above 0"),
+            ("expected_batch_size", 0 < self.expected_batch_size < math.inf, "a number above 0"),
+            ("quantile", 0 <= self.quantile <= 1, "a number from 0 to 1"),
+            ("learning_rate", 0 < self.learning_rate < math.inf, "a finite number above 0"),
+            ("count_std", 0 <= self.count_std < math.inf, "a finite number of 0 or more"),
+            ("lowest", 0 < self.lowest <= 1, "a number above 0, at most 1"),
+            ("highest", 1 <= self.highest < math.inf, "a finite number of 1 or more"),
+        ):  # fmt: skip
+            if not ok:
+                value = self._first if name == "max_grad_norm" else getattr(self, name)
+                raise ValueError(f"{name} is {value}: give {wanted}")

@@ -1,0 +1,7 @@
+"""The choice of an algorithm per linear layer, by predicted cost.
+
+Files:
+
+    plan                  chooses within a memory budget, and prints its table
+    calibration           the rates of this machine's GPU, measured once and kept
+"""

@@ -1,0 +1,7 @@
+"""The profiling switch, `DP_CLIPPING_PROFILE=1`.
+
+Files:
+
+    profile               times of a step's phases and layers, and its norms
+    profiled              private steps with these times taken
+"""

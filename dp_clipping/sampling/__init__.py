@@ -1,0 +1,10 @@
+"""Poisson sampling and the loaders around it.
+
+Files:
+
+    poisson               the draw of each step
+    loader                the user's DataLoader with Poisson batches
+    collate               batches without samples
+    memory_manager        one Poisson batch in several physical ones
+    usage                 ensures that each sample is in exactly one optimizer step
+"""

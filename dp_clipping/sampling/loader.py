@@ -1,0 +1,292 @@
+"""The user's DataLoader with Poisson draws for batches: which of them the user is at, and used.
+
+`sampling` says which samples a draw holds, `collate` what one without samples looks like.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Self
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+
+from dp_clipping.arguments import batch_size_of
+from dp_clipping.sampling.collate import CollateWithEmpty
+from dp_clipping.sampling.poisson import OVER, PoissonSampler
+from dp_clipping.sampling.usage import Budget
+
+
+class PoissonLoader(DataLoader):
+    """A DataLoader whose batches are draws; made by `from_data_loader`.
+
+    Attributes:
+        sample_rate: q.
+        position: how many draws the user has been handed, over all epochs; also by another loader
+            (Opacus's BatchMemoryManager) that takes this one's.
+        on_draw: called with a draw's number just before its (first) batch is handed to the user,
+            in the main process; what it raises reaches the user instead of the batch.
+        budget: how many samples are in the user's hands.
+        holds_dummy: the batch in the user's hands is the made-up sample of `rand_on_empty`. Its
+            gradient must be masked: were it added, taking away the only real sample of a draw
+            could move the sum by 2C.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        sampler: PoissonSampler,
+        collate_fn: Callable[[list], Any],
+        batch_first: bool = True,
+        rand_on_empty: bool = False,
+        **options,
+    ) -> None:
+        # Worker seeds would otherwise be taken from torch's global stream at each start of an
+        # iteration, which a resumed run starts once more than one that was not interrupted.
+        self._owns_generator = options.get("generator") is None
+        if self._owns_generator:
+            options["generator"] = torch.Generator()
+        collate = CollateWithEmpty(
+            collate_fn, dataset[0], batch_dim=0 if batch_first else 1, dummy=rand_on_empty
+        )
+        super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **options)
+        sampler.why_not_alone = _why_not_alone(self.num_workers, rand_on_empty)
+        self.rand_on_empty = rand_on_empty
+        self.holds_dummy = False
+        self._epoch: range | None = None  # of the last iteration that was begun
+        self._epoch_end = 0
+        self._resuming = False
+
+    @classmethod
+    def from_data_loader(
+        cls,
+        loader: DataLoader,
+        *,
+        key: bytes,
+        rank: int = 0,
+        world_size: int = 1,
+        batch_first: bool = True,
+        rand_on_empty: bool = False,
+    ) -> Self:
+        """The user's loader with its order of samples replaced by draws; the rest is kept.
+
+        q = 1/len(loader), and an epoch has len(loader) steps. `rank` and `world_size` count
+        data-parallel ranks. A draw without samples becomes a batch of zero length in the shape that
+        the collate function makes, or with `rand_on_empty` one sample of random zeros and ones;
+        tensors have their batch in dimension 1 with `batch_first=False`. `drop_last` means nothing
+        here. Raises ValueError, with what to use in its place, for loaders whose data cannot be
+        drawn by index and samplers that do not visit every sample alike.
+        """
+        _check_loader(loader, world_size)
+        sampler = PoissonSampler(
+            num_samples=len(loader.dataset),
+            sample_rate=1 / len(loader),
+            steps=len(loader),
+            key=key,
+            rank=rank,
+            world_size=world_size,
+        )
+        return cls(
+            loader.dataset,
+            sampler=sampler,
+            collate_fn=loader.collate_fn,
+            batch_first=batch_first,
+            rand_on_empty=rand_on_empty,
+            **kept_options(loader),
+        )
+
+    @property
+    def sample_rate(self) -> float:
+        return self.batch_sampler.sample_rate
+
+    @property
+    def position(self) -> int:
+        return self.batch_sampler.position
+
+    @position.setter
+    def position(self, draws: int) -> None:
+        self.batch_sampler.position = draws
+
+    @property
+    def on_draw(self) -> Callable[[int], object] | None:
+        return self.batch_sampler.on_draw
+
+    @on_draw.setter
+    def on_draw(self, call: Callable[[int], object] | None) -> None:
+        self.batch_sampler.on_draw = call
+
+    @property
+    def budget(self) -> Budget:
+        return self.batch_sampler.budget
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self.start_epoch()
+        # Of this iteration alone: one that was left early cannot disturb it.
+        sizes = self.batch_sampler.sizes = deque()
+        for draw, batch in enumerate(super().__iter__(), epoch.start):
+            self.hand_over(draw, sizes.popleft())
+            yield batch
+            self.check_last(epoch)
+
+    def check_last(self, epoch: range) -> None:
+        """Called before an iteration takes a batch: workers that stay are shared with later ones.
+
+        Raises RuntimeError if it is not the last one that was begun, with `epoch` from
+        `start_epoch`.
+        """
+        if epoch is not self._epoch:
+            raise RuntimeError(OVER)
+
+    def coming_epoch(self) -> range:
+        """The draws that the next iteration gives: what a loaded state left over, or an epoch."""
+        is_rest = self._resuming and self.position < self._epoch_end
+        return range(self.position, self._epoch_end if is_rest else self.position + len(self))
+
+    def start_epoch(self) -> range:
+        """Let the batch sampler begin where the user is, whatever was prefetched beyond."""
+        epoch = self._epoch = self.coming_epoch()
+        self._epoch_end, self._resuming = epoch.stop, False
+        self.batch_sampler.seek(epoch)
+        self.budget.begin_iteration()
+        if self._owns_generator:
+            self.generator.manual_seed((torch.initial_seed() + epoch.start) % 2**63)
+        return epoch
+
+    def hand_over(self, draw: int, samples: int, *, first: bool = True, last: bool = True) -> None:
+        """Called before a batch is yielded, which may be only the `first` or `last` of its draw.
+
+        Without `samples` it is a made-up one, if `rand_on_empty`.
+        """
+        if first and self.on_draw is not None:
+            self.on_draw(draw)
+        if not first and not self.budget.is_unused:
+            raise RuntimeError(
+                f"a step has used a part of draw {draw} and would be followed by one on the rest: "
+                "call optimizer.step() once after each microbatch, it skips all but the last"
+            )
+        self.budget.hand_over(samples)
+        self.holds_dummy = self.rand_on_empty and samples == 0
+        if last:
+            self.position = draw + 1
+
+    def state_dict(self) -> dict[str, int | float]:
+        """Where the user is. Holds no key; the same on every rank, for any number of ranks."""
+        return {
+            "position": self.position,
+            "epoch_end": self._epoch_end,
+            "num_samples": self.batch_sampler.num_samples,
+            "sample_rate": self.sample_rate,
+        }
+
+    def load_state_dict(self, state: Mapping[str, int | float]) -> None:
+        """Continue after the last batch that was handed out, with the rest of that epoch.
+
+        With the same key the same draws follow. Raises ValueError for the state of other data or
+        another rate.
+        """
+        for name in ("num_samples", "sample_rate"):
+            mine = getattr(self.batch_sampler, name)
+            if state[name] != mine:
+                raise ValueError(
+                    f"{name} is {state[name]} in the saved state and {mine} in this data_loader: "
+                    "resume with the data set and batch size of the saved run"
+                )
+        self.position = state["position"]
+        self._epoch_end = state["epoch_end"]
+        self._resuming = self.position < self._epoch_end
+        self._epoch = None
+        self.batch_sampler.seek(self.coming_epoch())
+
+
+def kept_options(loader: DataLoader) -> dict[str, Any]:
+    """What a loader that replaces the user's takes over besides the data.
+
+    `in_order` is not among them: a batch is told from the order in which it arrives.
+    """
+    names = (
+        "num_workers pin_memory timeout worker_init_fn multiprocessing_context generator "
+        "prefetch_factor persistent_workers"
+    )
+    return {name: getattr(loader, name) for name in names.split()}
+
+
+def _why_not_alone(num_workers: int, rand_on_empty: bool) -> str | None:
+    """Why this loader's draws are not for another one, if they are not."""
+    if num_workers:
+        instead = "num_workers=0"
+        what = f"with num_workers={num_workers} steps would take the end of one draw for another's"
+    elif rand_on_empty:
+        instead = "rand_on_empty=False"
+        what = "what rand_on_empty=True makes up for an empty draw would be trained on"
+    else:
+        return None
+    return (
+        f"another loader takes this one's draws (Opacus's BatchMemoryManager?), and {what}: use "
+        f"dp_clipping.BatchMemoryManager, or {instead}"
+    )
+
+
+def _check_loader(loader: DataLoader, world_size: int) -> None:
+    if isinstance(loader, PoissonLoader):
+        raise ValueError("data_loader does Poisson sampling already: give the one it was made from")
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"data_loader's {type(dataset).__name__} cannot be drawn from by index: give a dataset "
+            "with __getitem__ and __len__, or poisson_sampling=False"
+        )
+    if loader.batch_sampler is None:
+        raise ValueError("data_loader has batch_size=None: give a batch size, samples are drawn")
+    if len(loader) == 0:
+        raise ValueError(
+            f"data_loader has no batches of its {len(dataset)} samples: give more data, a "
+            "smaller batch_size or drop_last=False"
+        )
+    batches = loader.batch_sampler
+    sampler = batches.sampler if type(batches) is BatchSampler else batches
+    if not _visits_all(sampler, loader, world_size):
+        raise ValueError(
+            f"data_loader's {type(sampler).__name__} does not visit each of the {len(dataset)} "
+            "samples alike, once an epoch, as Poisson sampling does: for a part of the data give "
+            "torch.utils.data.Subset(dataset, indices) and no sampler, for all of it shuffle=True"
+        )
+
+
+def _visits_all(sampler: Any, loader: DataLoader, world_size: int) -> bool:
+    """Whether one epoch of all data-parallel ranks has each index of the dataset once.
+
+    Told from what torch's own samplers are. Any other is asked for an epoch, whose order nothing
+    uses; it may leave out less than a batch with `drop_last`.
+    """
+    size = len(loader.dataset)
+    if isinstance(sampler, DistributedSampler):
+        if sampler.num_replicas != world_size:
+            raise ValueError(
+                f"data_loader's DistributedSampler has num_replicas {sampler.num_replicas}, and "
+                f"there are {world_size} data-parallel ranks: give num_replicas={world_size}"
+            )
+        rounded = math.floor if sampler.drop_last else math.ceil
+        return len(sampler.dataset) == size and len(sampler) == rounded(size / world_size)
+    if isinstance(sampler, WeightedRandomSampler) or getattr(sampler, "replacement", False):
+        return False
+    if type(sampler) in (SequentialSampler, RandomSampler):
+        return len(sampler) == len(sampler.data_source) == size
+    with torch.random.fork_rng(devices=[]):
+        visited = list(islice(sampler, len(sampler)))
+    spare = 0
+    if sampler is loader.batch_sampler:
+        spare = (batch_size_of(loader) or 1) - 1 if getattr(sampler, "drop_last", False) else 0
+        visited = [index for batch in visited for index in batch]
+    found = {int(index) for index in visited}
+    return len(found) == len(visited) >= size - spare and found <= set(range(size))

@@ -1,0 +1,212 @@
+"""A draw that does not fit in memory, in physical microbatches that mean one large batch."""
+
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import TracebackType
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+
+from dp_clipping.kinds import check_count, check_type
+from dp_clipping.sampling.loader import PoissonLoader, kept_options
+from dp_clipping.sampling.poisson import PoissonSampler
+
+
+class BatchMemoryManager:
+    """Context manager, named as in Opacus: `with BatchMemoryManager(...) as loader`.
+
+    The loader splits each draw of `data_loader` into consecutive microbatches of at most
+    `max_physical_batch_size` samples, and before it hands one out calls
+    `optimizer.signal_skip_step(do_skip=...)`: False for the last of a draw, else True. Between the
+    ranks of a PoissonLoader only sizes differ: where one rank needs three microbatches, all have
+    three, some of them perhaps empty, if all pass the same `max_physical_batch_size`. A draw
+    without samples is one empty microbatch.
+
+    A PoissonLoader's `on_draw` is called before the first microbatch of a draw, and its `position`
+    moves with the last one. Leaving a draw in the middle (`break`, an exception) drops its sums
+    with a warning, so that the optimizer is between two steps, and it is drawn again from its
+    beginning; one of which a step has used a part is not. Any other DataLoader with a batch sampler
+    is split likewise, each batch counting as a draw; that its ranks have batches of equal sizes is
+    then its own matter.
+    """
+
+    def __init__(
+        self, *, data_loader: DataLoader, max_physical_batch_size: int, optimizer: Any
+    ) -> None:
+        check_type("data_loader", data_loader, DataLoader, "the one that make_private returned")
+        check_count("max_physical_batch_size", max_physical_batch_size, "a whole number, 1 or more")
+        if max_physical_batch_size < 1:
+            raise ValueError(
+                f"max_physical_batch_size is {max_physical_batch_size}: give 1 or more"
+            )
+        if not hasattr(optimizer, "leave_microbatches"):
+            raise ValueError(
+                f"optimizer is a {type(optimizer).__name__} and cannot skip steps: give the one "
+                "that make_private returned"
+            )
+        if isinstance(data_loader, MicrobatchLoader):
+            raise ValueError("data_loader is split already: give the one before")
+        if isinstance(data_loader.dataset, IterableDataset) or data_loader.batch_sampler is None:
+            raise ValueError(
+                "data_loader has no batch sampler whose batches could be split: give a dataset "
+                "with __getitem__ and a batch_size"
+            )
+        self.data_loader = data_loader
+        self.max_physical_batch_size = max_physical_batch_size
+        self.optimizer = optimizer
+        self._entered: list[MicrobatchLoader] = []
+
+    def __enter__(self) -> "MicrobatchLoader":
+        loader = MicrobatchLoader(self.data_loader, self.max_physical_batch_size, self.optimizer)
+        self._entered.append(loader)
+        return loader
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._entered.pop().leave()
+
+
+class MicrobatchSampler(Sampler[list[int]]):
+    """Splits the batches of another batch sampler into pieces of nearly equal size, in order.
+
+    `sizes` receives, at each draw, the sizes of its pieces: a prefetching DataLoader asks for
+    pieces long before it hands them out, and this tells the latter which piece is which.
+    """
+
+    def __init__(self, batch_sampler: Any, max_size: int) -> None:
+        self.batch_sampler = batch_sampler
+        self.max_size = max_size
+        self.sizes: deque[deque[int]] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        sizes = self.sizes
+        for indices, largest in self._draws():
+            pieces = split(indices, self.count(largest))
+            sizes.append(deque(map(len, pieces)))
+            yield from pieces
+
+    def count(self, largest: int) -> int:
+        """Pieces of a draw of which the rank with most has `largest` samples."""
+        return max(1, -(-largest // self.max_size))
+
+    def _draws(self) -> Iterator[tuple[list[int], int]]:
+        """This rank's samples of each draw, and the most that any rank has."""
+        if isinstance(self.batch_sampler, PoissonSampler):
+            for shares in self.batch_sampler.draws():
+                yield shares[self.batch_sampler.rank], max(map(len, shares))
+        else:
+            for batch in self.batch_sampler:
+                yield list(batch), len(batch)
+
+
+@dataclass(eq=False)
+class Place:
+    """Where an iteration is: its draw, and the sizes of that one's microbatches yet to come."""
+
+    draw: int
+    left: deque[int] = field(default_factory=deque)
+    steps: int = 0
+    """Before this draw, as the loader's budget counts them."""
+
+
+class MicrobatchLoader(DataLoader):
+    """What `BatchMemoryManager` yields."""
+
+    def __init__(self, loader: DataLoader, max_size: int, optimizer: Any) -> None:
+        super().__init__(
+            loader.dataset,
+            batch_sampler=MicrobatchSampler(loader.batch_sampler, max_size),
+            collate_fn=loader.collate_fn,
+            **kept_options(loader),
+        )
+        self._loader = loader
+        self._optimizer = optimizer
+        self._place: Place | None = None  # of the iteration in progress
+        self._epoch: range | None = None  # of the iteration in progress
+        self._counted = (range(0), 0)  # draws and their microbatches, when last asked
+
+    def __iter__(self) -> Iterator[Any]:
+        self.leave()
+        poisson = self._poisson
+        epoch = self._epoch = poisson.start_epoch() if poisson else None
+        place = self._place = Place(self._epoch.start if poisson else 0)
+        # Of this iteration alone: one that was left early cannot disturb it.
+        sizes = self.batch_sampler.sizes = deque()
+        try:
+            for batch in super().__iter__():
+                first = not place.left
+                left = place.left or sizes.popleft()
+                if poisson:
+                    before = poisson.budget.steps
+                    poisson.hand_over(place.draw, left[0], first=first, last=len(left) == 1)
+                    place.steps = before if first else place.steps
+                left.popleft()
+                place.left = left
+                self._optimizer.signal_skip_step(do_skip=bool(left))
+                yield batch
+                if self._place is not place:
+                    raise RuntimeError("this iteration was left: begin another")
+                if poisson:
+                    poisson.check_last(epoch)
+                place.draw += not left
+        finally:
+            self.leave(place)
+
+    @property
+    def _poisson(self) -> PoissonLoader | None:
+        return self._loader if isinstance(self._loader, PoissonLoader) else None
+
+    def leave(self, place: Place | None = None) -> None:
+        """End the iteration in progress, if it is the one at `place`."""
+        current = self._place
+        if current is None or place not in (None, current):
+            return
+        self._place = self._epoch = None
+        poisson, half_way = self._poisson, bool(current.left)
+        if half_way and poisson and poisson.budget.steps > current.steps:
+            poisson.position = max(poisson.position, current.draw + 1)
+        if self._optimizer.leave_microbatches(half_way):
+            warnings.warn(
+                f"draw {current.draw} was left after some of its microbatches: what they added to "
+                "the gradients is dropped, and no step was made of it",
+                stacklevel=2,
+            )
+
+    def __len__(self) -> int:
+        """Microbatches of the iteration in progress, otherwise of the next one.
+
+        Known where draws are, at the cost of drawing the epoch of a PoissonLoader once more, and
+        where torch's BatchSampler says what it gives. Raises TypeError for other batch samplers.
+        """
+        if isinstance(self._loader, PoissonLoader):
+            return self._count_pieces(self._epoch or self._loader.coming_epoch())
+        sampler = self.batch_sampler
+        batches = sampler.batch_sampler
+        if type(batches) is not BatchSampler:
+            raise TypeError(
+                f"how a {type(batches).__name__} fills its batches is not known, and so not their "
+                "number of microbatches: use len() of the loader before the split"
+            )
+        full, rest = divmod(len(batches.sampler), batches.batch_size)
+        length = full * sampler.count(batches.batch_size)
+        return length if batches.drop_last or not rest else length + sampler.count(rest)
+
+    def _count_pieces(self, draws: range) -> int:
+        if self._counted[0] != draws:
+            sampler = self.batch_sampler
+            shares = map(sampler.batch_sampler.shares, draws)
+            self._counted = draws, sum(sampler.count(max(map(len, share))) for share in shares)
+        return self._counted[1]
+
+
+def split(indices: list[int], count: int) -> list[list[int]]:
+    """`count` consecutive parts whose lengths differ by at most one."""
+    bounds = [len(indices) * i // count for i in range(count + 1)]
+    return [indices[start:stop] for start, stop in pairwise(bounds)]

@@ -1,0 +1,155 @@
+"""Poisson sampling: in every step each sample takes part with probability q, independently.
+
+That is what the accountants assume (Abadi et al. 2016, "Deep Learning with Differential Privacy";
+Mironov, Talwar and Zhang 2019, "Rényi Differential Privacy of the Sampled Gaussian Mechanism"), so
+batches have random sizes and may be empty. Numbered from 0 over all epochs, a *draw* is the batch
+of one step on all data-parallel ranks together. Which samples it holds is a pure function of a
+secret key and its number: ranks need not communicate, workers may prefetch, a resume has only a
+number to restore, and no seed of the user's has any influence.
+
+Whoever holds the key knows the draws. Philox (Salmon et al. 2011, "Parallel Random Numbers: As
+Easy as 1, 2, 3") is counter-based and not cryptographic.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from dp_clipping.sampling.usage import Budget
+
+KEY_BYTES = 32
+OVER = (
+    "another iteration of this loader, or load_state_dict, has ended this one: use one at a time, "
+    "the last that was begun"
+)
+
+
+def included(key: bytes, step: int, num_samples: int, sample_rate: float) -> Tensor:
+    """Which samples are in draw `step`: bool [num_samples].
+
+    Entry i is a function of (key, step, i) and the rate alone. The probability is `sample_rate`
+    rounded down to a multiple of 2⁻⁶⁴, so never above what the accountant was told. Raises
+    ValueError for a key of other than 32 bytes, a negative step, fewer than one sample and a rate
+    outside (0, 1].
+    """
+    _check_draw(key, step, num_samples, sample_rate)
+    # Noise is keyed by the same kind of secret: the personalisation keeps the streams apart.
+    derived = hashlib.blake2b(key=key, person=b"sampling", digest_size=16).digest()
+    # The step is in the counter's second word and blocks of samples count in its first.
+    generator = np.random.Philox(key=int.from_bytes(derived, "little"), counter=step << 64)
+    return torch.from_numpy(generator.random_raw(num_samples) < int(sample_rate * 2**64))
+
+
+class PoissonSampler(Sampler[list[int]]):
+    """A batch sampler: each iteration gives the next `steps` draws, as one rank sees them.
+
+    Rank r of the `world_size` data-parallel ranks has the samples i with i % world_size == r, so
+    ranks are disjoint and together make the draw of a single process. Ranks that share samples (one
+    tensor-parallel group) pass the same rank. `num_samples` counts the whole data set.
+
+    Only the last iteration that was begun gives draws: two that count together would each give
+    what the other one is at.
+
+    Attributes:
+        position: how many draws the user has been handed, over all epochs.
+        step: the number of the next draw. A prefetching DataLoader moves it ahead of `position`.
+        sizes: of this rank's batches, for the loader, if it asks for the next iteration.
+        on_draw: called with a draw's number before it is handed to the user.
+        why_not_alone: a reason not to give draws to another loader.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_samples: int,
+        sample_rate: float,
+        steps: int,
+        key: bytes,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        _check_draw(key, 0, num_samples, sample_rate)
+        if steps < 1:
+            raise ValueError(f"steps is {steps}: give 1 or more")
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}: give 1 or more")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}: give 0 to {world_size - 1}, below world_size")
+        self.num_samples = num_samples
+        self.sample_rate = sample_rate
+        self.steps = steps
+        self.rank = rank
+        self.world_size = world_size
+        self.position = self.step = 0
+        self.sizes: deque[int] | None = None
+        self.on_draw: Callable[[int], object] | None = None
+        self.budget = Budget()
+        self.why_not_alone: str | None = None
+        self._iteration: object | None = None  # the last one that was begun
+        self._key = key
+        self._next_steps = steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        sizes, self.sizes = self.sizes, None
+        if sizes is None:
+            if self.why_not_alone:
+                raise RuntimeError(self.why_not_alone)
+            self.step = self.position
+        for shares in self.draws():
+            if sizes is None:
+                self.budget.forget()
+                if self.on_draw is not None:
+                    self.on_draw(self.step - 1)
+                self.position = self.step
+            else:
+                sizes.append(len(shares[self.rank]))
+            yield shares[self.rank]
+
+    def draws(self) -> Iterator[list[list[int]]]:
+        """The next `steps` draws, each as `shares` gives it.
+
+        Raises RuntimeError, and takes none, when another iteration has begun or `seek` was called.
+        """
+        iteration = self._iteration = object()
+        steps, self._next_steps = self._next_steps, self.steps
+        for step in range(self.step, self.step + steps):
+            if self._iteration is not iteration:
+                raise RuntimeError(OVER)
+            self.step = step + 1
+            yield self.shares(step)
+
+    def shares(self, step: int) -> list[list[int]]:
+        """Draw `step` as one ascending list of indices for each rank."""
+        mask = included(self._key, step, self.num_samples, self.sample_rate)
+        indices = mask.nonzero().flatten()
+        return [indices[indices % self.world_size == r].tolist() for r in range(self.world_size)]
+
+    def rekey(self, key: bytes) -> None:
+        """Take the coming draws from another key, as a resumed run does."""
+        _check_draw(key, 0, self.num_samples, self.sample_rate)
+        self._key = key
+
+    def seek(self, draws: range) -> None:
+        """Let the next iteration give these draws, and the ones after it continue from there."""
+        self._iteration = None
+        self.step = draws.start
+        self._next_steps = len(draws)
+
+
+def _check_draw(key: bytes, step: int, num_samples: int, sample_rate: float) -> None:
+    if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+        raise ValueError(f"key is not {KEY_BYTES} bytes: give secrets.token_bytes({KEY_BYTES})")
+    if step < 0:
+        raise ValueError(f"step is {step}: steps are counted from 0, give 0 or more")
+    if num_samples < 1:
+        raise ValueError(f"num_samples is {num_samples}: give 1 or more")
+    if not 0 < sample_rate <= 1:
+        raise ValueError(f"sample_rate is {sample_rate}: give a probability above 0, at most 1")

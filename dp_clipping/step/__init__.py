@@ -1,0 +1,13 @@
+"""One private step: forward, backward, norms, clipped sums, `.grad`.
+
+Files:
+
+    forward_backward      runs the passes of a private model
+    private_step          one step in plain PyTorch
+    fused_step            the same on the kernels, with few launches
+    norm_queue            operands whose norms have not been taken yet
+    clipped_sums          clipped sums on the device
+    launch_schedule       when queued work is launched
+    gradient_buffer       `.grad` from `zero_grad` to the next
+    rng_replay            a second backward draws the random numbers of the first
+"""

@@ -1,0 +1,77 @@
+"""Σ_i c_i G_i on the device: coefficients that stay there, and one launch for many parameters."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from dp_clipping.kernels.sorted_coefficients import Ascending
+from dp_clipping.kernels.tiles import tile_of
+from dp_clipping.kernels.weighted_product import weighted_products
+from dp_clipping.kernels.weighted_sum import weighted_sums
+from dp_clipping.layers.linear import LinearFactors
+from dp_clipping.step.norm_queue import Label
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Of some clipping groups, on the device.
+
+    Attributes:
+        values: c [rows, B] float32.
+        rows: clipping group -> its row.
+    """
+
+    values: Tensor
+    rows: dict[int, int]
+
+    @cached_property
+    def ascending(self) -> Ascending:
+        return Ascending.of(self.values)
+
+
+def clipped_sums(
+    remains: dict[Parameter, Any],
+    scale: Coefficients,
+    groups: Mapping[Parameter, int],
+    shapes: Mapping[Parameter, torch.Size],
+    tile_size: int | None,
+    label: Label,
+) -> dict[Parameter, Tensor]:
+    """Σ_i c_i G_i of each parameter, [*parameter] in float32, in the order of `remains`.
+
+    Args:
+        remains: parameter -> G [B, *parameter], a linear layer's factors, or what has a
+            `weighted_sum`; emptied, so that a sum that leaves frees what it was formed of.
+        groups: parameter -> its clipping group.
+        shapes: of the parameters as layers use them.
+        tile_size: of the kernels, None: chosen by them.
+        label: the range of a profiler's trace for "sum" and the parameters it is of.
+    """
+    row_of = {p: scale.rows[groups[p]] for p in remains}
+    dense = [p for p, one in remains.items() if isinstance(one, Tensor)]
+    linear = [p for p, one in remains.items() if isinstance(one, LinearFactors)]
+    totals: dict[Parameter, Tensor] = {}
+    if dense:
+        with label("sum", *dense):
+            rows = [row_of[p] for p in dense]
+            found = weighted_sums([remains[p] for p in dense], scale.values, rows)
+        totals.update(zip(dense, found, strict=True))
+    if linear:
+        with label("sum", *linear):
+            pairs, rows = [remains[p].operands for p in linear], [row_of[p] for p in linear]
+            tile = tile_of(tile_size, *(left.dtype for left, _ in pairs))
+            found = weighted_products(pairs, scale.ascending, rows, tile)
+        totals.update(zip(linear, found, strict=True))
+    for parameter, one in remains.items():
+        if parameter not in totals:
+            with label("sum", parameter):
+                totals[parameter] = one.weighted_sum(
+                    scale.values[row_of[parameter]], shapes[parameter][0]
+                )
+    remains.clear()
+    return {parameter: totals[parameter] for parameter in row_of}

@@ -1,0 +1,152 @@
+"""What layers have left and no norm has been taken of yet: few launches for many layers.
+
+Linear layers wait with the algorithm that a plan has chosen for them (`dp_clipping.planning.plan`);
+normalisations until their weights' G are formed, and vectors (those G, and biases') until they are
+normed, because there are many and all are small.
+"""
+
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from dp_clipping.clipping.norms import Norm
+from dp_clipping.kernels.gradient import gradients_and_squares
+from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
+from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_weight_gradients
+from dp_clipping.kernels.squared_norms import squares
+from dp_clipping.kernels.tiles import tile_of
+from dp_clipping.layers.accumulation import SUM_ROUNDING
+from dp_clipping.layers.linear import GRAM_ROUNDING, LinearFactors
+from dp_clipping.planning.plan import GRADIENT, INPUT_LENGTH, WIDTH, Choice
+
+Label = Callable[..., AbstractContextManager]
+
+
+@dataclass
+class Found:
+    """What the launches gave.
+
+    Attributes:
+        norms: by parameter.
+        joined: parameters whose norm is part of another one's in `norms`.
+        gradients: G [B, *parameter] of those that keep it.
+    """
+
+    norms: dict[Parameter, Norm] = field(default_factory=dict)
+    joined: set[Parameter] = field(default_factory=set)
+    gradients: dict[Parameter, Tensor] = field(default_factory=dict)
+
+
+class Waiting:
+    """Linear factors, normalisations and vectors without a norm.
+
+    Args:
+        kin: parameter -> those with the same may be normed together, where they read one input.
+        tile_size: of the kernels, None: chosen by them.
+    """
+
+    def __init__(self, kin: dict[Parameter, Hashable], tile_size: int | None):
+        self._kin, self._tile_size = kin, tile_size
+        self.linear: dict[Parameter, tuple[LinearFactors, Choice]] = {}
+        self.vectors: dict[Parameter, Tensor] = {}
+        self._normalized: list[tuple[tuple[Parameter | None, Parameter | None], Normalized]] = []
+
+    def add_normalized(
+        self, weight: Parameter | None, bias: Parameter | None, use: Normalized
+    ) -> None:
+        """Of a normalisation of which the weight, the bias, or both are trained."""
+        self._normalized.append(((weight, bias), use))
+
+    def take_norms(self, everything: bool, label: Label) -> Found:
+        """Of linear layers whose factors nothing else would hold, or of everything. Normalisations'
+        G are formed in any case.
+
+        `label`: the range of a profiler's trace for a kind of norm and the parameters it is of.
+        """
+        now = {
+            parameter: (factors, choice)
+            for parameter, (factors, choice) in self.linear.items()
+            if everything or choice.recomputed or choice.algorithm == GRADIENT
+        }
+        self.linear = {p: one for p, one in self.linear.items() if p not in now}
+        factors = {p: one for p, (one, _) in now.items()}
+        kinds = {p: _kind(choice) for p, (_, choice) in now.items()}
+        found = Found()
+        for kind in (GRADIENT, INPUT_LENGTH):
+            mine = {p: factors[p] for p in now if kinds[p] == kind}
+            self._accumulate(found, mine, kind, label)
+        self._multiply_grams(found, {p: factors[p] for p in now if kinds[p] == WIDTH}, label)
+        self._form_vectors(found, label)
+        if everything:
+            self._norm_vectors(found, label)
+        return found
+
+    def _accumulate(
+        self, found: Found, mine: dict[Parameter, LinearFactors], kind: str, label: Label
+    ) -> None:
+        if not mine:
+            return
+        pairs = [factors.operands for factors in mine.values()]
+        with label(f"norm/{kind}", *mine):
+            tile = tile_of(self._tile_size, *(left.dtype for left, _ in pairs))
+            results = gradients_and_squares(pairs, tile, store=kind == GRADIENT)
+        for parameter, (gradients, own) in zip(mine, results, strict=True):
+            found.norms[parameter] = Norm(own)
+            if gradients is not None:
+                found.gradients[parameter] = gradients
+
+    def _multiply_grams(
+        self, found: Found, mine: dict[Parameter, LinearFactors], label: Label
+    ) -> None:
+        """Layers that read the same input share its Gram matrix, and their norms are one sum."""
+        shared: dict[tuple, list[list[Parameter]]] = {}
+        for parameter, factors in mine.items():
+            a = factors.a
+            key = (self._kin[parameter], a.data_ptr(), a.shape, a.stride(), a.dtype, a._version)
+            rows = shared.setdefault(key, [[]])
+            if len(rows[-1]) == MOST_SHARED:
+                rows.append([])
+            rows[-1].append(parameter)
+        launches: dict[tuple, list[list[Parameter]]] = {}
+        for (_, _, shape, _, dtype, _), rows in shared.items():
+            launches.setdefault((shape[1], dtype), []).extend(rows)
+        for (tokens, dtype), rows in launches.items():
+            uses = [(mine[row[0]].a, [mine[p].y for p in row]) for row in rows]
+            with label("norm/width", *(p for row in rows for p in row)):
+                results = gram_squares(uses, tile_of(self._tile_size, dtype))
+            error = tokens * SUM_ROUNDING[torch.float32]
+            for row, own, scale in zip(rows, *results, strict=True):
+                found.norms[row[0]] = Norm(own, scale, GRAM_ROUNDING, error)
+                found.joined.update(row[1:])
+
+    def _form_vectors(self, found: Found, label: Label) -> None:
+        waiting, self._normalized = self._normalized, []
+        if not waiting:
+            return
+        with label("norm/normalization", *(p for own, _ in waiting for p in own if p is not None)):
+            results = norm_weight_gradients([use for _, use in waiting])
+        for (own, _), formed in zip(waiting, results, strict=True):
+            mine = {p: g for p, g in zip(own, formed, strict=True) if p is not None}
+            found.gradients.update(mine)
+            self.vectors.update(mine)
+
+    def _norm_vectors(self, found: Found, label: Label) -> None:
+        vectors, self.vectors = self.vectors, {}
+        alike: dict[tuple, list[Parameter]] = {}
+        for parameter, gradients in vectors.items():
+            alike.setdefault((gradients.shape, gradients.dtype), []).append(parameter)
+        for (shape, _), mine in alike.items():
+            with label("norm/dense", *mine):
+                rows = torch.stack([vectors[p] for p in mine]).view(-1, shape[1])
+                results = squares(rows).view(len(mine), -1)
+            found.norms.update({p: Norm(own) for p, own in zip(mine, results, strict=True)})
+
+
+def _kind(choice: Choice) -> str:
+    """How the norm is taken: a G that is not kept is accumulated and not stored."""
+    recomputed = choice.algorithm == GRADIENT and choice.recomputed
+    return INPUT_LENGTH if recomputed else choice.algorithm

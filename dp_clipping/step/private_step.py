@@ -1,0 +1,375 @@
+"""One private step of one batch: what its forward and its backward leave behind.
+
+    forward    each layer is one autograd function, with detached parameters
+    backward   it hands over per-sample gradients or their factors, which are normed at once
+    clip       norms -> coefficients, when the last one is known
+    sum        Σ_i c_i G_i of each parameter, handed on as it becomes final
+
+In a profiler's trace these are `norm_pass`, `clip_coefficients` and `weighted_sum`; within them
+`norm/{how}/{layer}` and `sum/{layer}` (`Session._range`).
+
+Bookkeeping modes keep what arrived and sum it afterwards: one backward. Two-pass modes keep
+nothing and run backward a second time. Neither computes an ordinary weight gradient.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+from torch.nn import Parameter
+from torch.profiler import record_function
+
+from dp_clipping.clipping.coefficients import coefficients, finite_samples
+from dp_clipping.clipping.norms import Norm, Norms
+from dp_clipping.distributed.norm_reduce import Layerwise, NormReducer
+from dp_clipping.distributed.split_norms import WholeNorms
+from dp_clipping.layers.accumulation import Weights, squared_norms, weighted_sum
+from dp_clipping.layers.handle import Handle
+from dp_clipping.layers.linear import Grams
+from dp_clipping.layers.low_precision_sums import is_rescaled, rescale
+from dp_clipping.modes import Policy
+from dp_clipping.step.rng_replay import Randomness
+
+if TYPE_CHECKING:
+    from dp_clipping.capture.losses import Watched
+
+NOTHING = nullcontext()
+
+
+class Session:
+    """Raises RuntimeError where a norm would miss something."""
+
+    fused = False
+
+    def __init__(self, capture: Any, batch_size: int, policy: Policy):
+        self.capture, self.batch_size, self.policy = capture, batch_size, policy
+        self.anchor: Tensor = capture.anchor
+        self.reducer: NormReducer = capture.reducer
+        self._taps: dict[Parameter, Tensor] = {}
+        self.leaves: dict[Parameter, Tensor] = {}  # what stands for sharded ones now
+        self.watched: Watched | None = None  # outputs, if the losses are to be looked at
+        self._running = False
+        self.whole_norms = WholeNorms(self.reducer, capture.sharding)
+        self.is_compiled: bool = capture.is_compiled  # asked once: it looks at every module
+        self._forget()
+        self.slots = capture.make_slots(self)
+
+    def _forget(self) -> None:
+        self._summing = self._in_backward = False
+        self._norms: dict[Parameter, Norm] = {}
+        self._kept: dict[Parameter, Any] = {}
+        self._seen: set[Parameter] = set()
+        self._grams = Grams()
+        self._recomputed: list[Parameter] = []
+        self._receive: Callable[[Parameter, Tensor | None], None] | None = None
+        self._partial: Layerwise | None = None
+        self._randomness: Randomness | None = None  # of the first backward, if there is a second
+        self._noted: set[Parameter] = set()  # whose norms are in it
+
+    # ---- what layers ask in forward -------------------------------------------------------------
+
+    def slot(self, parameter: Parameter) -> Tensor:
+        """The slot of a parameter: one, however many layers use it."""
+        if parameter not in self._taps:
+            value = self.capture.slot_value(parameter)
+            self._taps[parameter] = Tap.apply(self.anchor_of(parameter), value, self, parameter)
+        return self._taps[parameter]
+
+    def slots_of(self, handle: Handle) -> dict[str, Tensor]:
+        """All that the layer may ask for where none can be made."""
+        return {name: self.slot(parameter) for name, parameter in handle.parameters().items()}
+
+    def anchor_of(self, parameter: Parameter) -> Tensor:
+        """The leaf whose gradient, a nothing, makes backward visit what uses the parameter."""
+        return self.capture.anchors[parameter]
+
+    def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
+        """A linear layer is about to be run on x [.., p]."""
+
+    @property
+    def dense_always(self) -> bool:
+        return self.policy.dense_always
+
+    def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
+        """Whether G [d, p] of a linear layer is kept rather than its factors: if it is smaller."""
+        if self.policy.two_passes:
+            return False
+        return self.dense_always or tokens * (outputs + inputs) >= outputs * inputs
+
+    # ---- what layers hand over in backward ------------------------------------------------------
+
+    def dense(self, parameter: Parameter, gradients: Tensor) -> None:
+        """G [B, *parameter], the sum over all uses of the parameter."""
+        self._arrived(parameter)
+        if self._summing:
+            self._hand_on(parameter, self._only_good(gradients))
+            return
+        with self._range("norm/dense", parameter):
+            self._norms[parameter] = Norm(squared_norms(gradients))
+        if not self.policy.two_passes:
+            self._kept[parameter] = gradients
+        self._note_norms()
+
+    def factors(self, parameter: Parameter, factors: Any) -> None:
+        """Factors of G of the parameter's only use."""
+        self._arrived(parameter)
+        if self._summing:
+            self._hand_on(parameter, self._only_good(factors))
+            return
+        with self._range("norm/factors", parameter):
+            self._norms[parameter] = factors.norm(self._grams)
+        if not self.policy.two_passes:
+            self._kept[parameter] = factors
+        self._note_norms()
+
+    def _arrived(self, parameter: Parameter) -> None:
+        name = self.capture.names[parameter]
+        if not self._running:
+            raise RuntimeError(
+                f"{name}: backward of something else than the private criterion's loss for the "
+                "last forward: call backward() on what the criterion from make_private returns, "
+                "once for each forward (samples of one batch may be concatenated); in place of "
+                "loss = model(**batch).loss, loss = criterion(model(**batch).logits, labels)"
+            )
+        if parameter in self._seen:
+            raise RuntimeError(
+                f"{name} was used more often in this step than in the first one, so its norm would "
+                "miss the cross terms: call model.forget_layouts() before a forward that differs"
+            )
+        self._seen.add(parameter)
+
+    # ---- the step -------------------------------------------------------------------------------
+
+    def backward(
+        self, losses: Tensor, limits: Tensor, receive: Callable[[Parameter, Tensor | None], None]
+    ) -> Tensor:
+        """Clipped sums of a batch.
+
+        Args:
+            losses: [B], one a sample.
+            limits: [K], the threshold of each group.
+            receive: called once for each trainable parameter with Σ_i c_i G_i in float32 (float64),
+                or None for a parameter that this backward did not reach.
+
+        Returns:
+            Unclipped norms [B] in float32 (float64).
+        """
+        try:
+            device = self.anchor.device
+            guard = torch.cuda.device(device) if device.type == "cuda" else NOTHING
+            self._running = True
+            self._limits, self._receive = limits, receive
+            self._prepare(losses)
+            twice = self._needs_second_pass()
+            self._randomness = Randomness(self.anchor) if twice else None
+            if self.whole_norms.are_elsewhere and self.reducer.mode == "layerwise":
+                order = list(reversed(self.capture.parameters))
+                self._partial = self.reducer.layerwise(order, self._table_of)
+            with self.capture.attached(self), guard:
+                with self._phase("norm_pass"):
+                    anchors = list(self.capture.anchors.values())
+                    self._run_backward(losses, anchors, retain_graph=twice)
+                with self._phase("clip_coefficients"):
+                    norms = self._clip(limits)
+                with self._phase("weighted_sum"):
+                    self._sum(losses)
+            for parameter in self.capture.parameters:
+                if parameter not in self._seen:
+                    receive(parameter, None)
+            return norms
+        finally:
+            self._running = False
+            self._forget()
+
+    def _prepare(self, losses: Tensor) -> None:
+        """Before the first backward."""
+
+    def _needs_second_pass(self) -> bool:
+        return self.policy.two_passes
+
+    def _run_backward(self, losses: Tensor, anchors: list[Tensor], retain_graph: bool) -> None:
+        """Backward as far as the anchors' uses; parameters must not be reached by another way.
+
+        On a GPU too it runs in this thread, not in autograd's own for the device: layers' backwards
+        are Python, which is slower there (docs/sharded.md has by how much).
+        """
+        parameters = list(self.capture.parameters)
+        leaves = {p: x for p, x in self.leaves.items() if x is not p and x.requires_grad}
+        self._in_backward = True
+        sharding = self.capture.sharding
+        with (
+            NOTHING if sharding is None else sharding.backward(),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            try:
+                found = torch.autograd.grad(
+                    losses.sum(), [*anchors, *parameters, *leaves.values()],
+                    retain_graph=retain_graph, allow_unused=True,
+                )  # fmt: skip
+            except BaseException:
+                drop_what_was_ready()
+                raise
+        self._in_backward = False
+        parameters += leaves
+        found = found[len(anchors) :]
+        outside = [p for p, g in zip(parameters, found, strict=True) if g is not None]
+        if outside:
+            names = ", ".join(self.capture.names[p] for p in outside)
+            raise RuntimeError(
+                f"{names}: used outside of the module that owns it (as in F.linear(x, "
+                "embedding.weight)), where no per-sample gradient is captured: call the module, "
+                "tie the weights of two modules, or freeze the parameter"
+            )
+
+    # ---- norms of the parts that other ranks have -----------------------------------------------
+
+    def _note_norms(self) -> None:
+        """Let the norms that have come leave for other ranks, where they go layer by layer."""
+        if self._partial is None:
+            return
+        for parameter in self._known_norms():
+            if parameter not in self._noted:
+                self._noted.add(parameter)
+                self._partial.add(parameter)
+
+    def _known_norms(self) -> list[Parameter]:
+        return list(self._norms)
+
+    def _table_of(self, parameters: Sequence[Parameter]) -> Tensor:
+        """What is known here and adds up over ranks: see `WholeNorms.table`."""
+        norms = self._table(len(self._limits))
+        rescaled = any(is_rescaled(self._kept.get(p)) for p in parameters)
+        return self.whole_norms.table(norms, parameters, rescaled)
+
+    def _squares_and_bounds(self) -> tuple[Tensor, Tensor]:
+        """[K, B] each, of whole samples."""
+        if not self.whole_norms.are_elsewhere:
+            norms = self._table(len(self._limits))
+            return norms.squared(), norms.bounds()
+        with self._phase("norm_all_reduce"):
+            if self._partial is not None:
+                return self.whole_norms.judge(self._partial.wait())
+            table = self._table_of(list(self._norms))
+            return self.whole_norms.judge(self.reducer.reduce(table).wait())
+
+    # ---- clipping and sums ----------------------------------------------------------------------
+
+    def _clip(self, limits: Tensor) -> Tensor:
+        self.squares, bounds = self._squares_and_bounds()
+        policy = self.policy
+        scale = coefficients(bounds, limits, policy.clipping_function, policy.gamma)
+        # One look from the host: a product with zero would not keep NaN out of the sum.
+        good = finite_samples(bounds)
+        self._good = None if bool(good.all()) else good.nonzero()[:, 0]
+        self.nonfinite = 0 if self._good is None else self.batch_size - len(self._good)
+        if self._good is not None:
+            scale = scale[:, self._good]
+            for parameter, remains in self._kept.items():
+                self._kept[parameter] = self._only_good(remains)
+        whole = self.whole_norms
+        if whole.some_are_rescaled(any(is_rescaled(remains) for remains in self._kept.values())):
+            counted = whole.counted(self._norms)
+            others = {p for p in counted if not is_rescaled(self._kept[p])}
+            rest = self._table(len(limits), self._good).only(others)
+            scale = rescale(
+                self._kept, rest, self.capture.groups, scale, limits, counted, whole.sum
+            )
+        self._weights = [Weights(*c) for c in zip(scale, scale.tolist(), strict=True)]
+        return self.squares.sum(0).sqrt()
+
+    def _table(self, groups: int, samples: Tensor | None = None) -> Norms:
+        """All norms of the step, or of some samples."""
+        norms, zero = self._norms, self._zero()
+        if samples is not None:
+            pick = lambda x: None if x is None else x[samples]  # noqa: E731
+            norms = {
+                p: replace(norm, squared=pick(norm.squared), scale=pick(norm.scale))
+                for p, norm in norms.items()
+            }
+            zero = pick(zero)
+        table = Norms(self.capture.groups, groups, zero)
+        for parameter, norm in norms.items():
+            table.add(parameter, norm)
+        return table
+
+    def _zero(self) -> Tensor:
+        dtype = next((norm.squared.dtype for norm in self._norms.values()), torch.float32)
+        return torch.zeros(self.batch_size, dtype=dtype, device=self.anchor.device)
+
+    def _only_good(self, remains: Any) -> Any:
+        """Without the samples whose norm is not finite."""
+        if self._good is None:
+            return remains
+        return remains[self._good] if isinstance(remains, Tensor) else remains.select(self._good)
+
+    def _sum(self, losses: Tensor) -> None:
+        self._summing = True
+        if self._randomness is not None:
+            first, self._seen = self._seen, set()
+            anchors = self._second_anchors()
+            with self._randomness.again():
+                self._run_backward(losses, anchors, retain_graph=False)
+            self._seen |= first  # the second one may go less deep
+        self._hand_on_kept()
+
+    def _hand_on_kept(self) -> None:
+        while self._kept:
+            parameter = next(iter(self._kept))
+            self._hand_on(parameter, self._kept.pop(parameter))
+
+    def _second_anchors(self) -> list[Tensor]:
+        return list(self.capture.anchors.values())
+
+    @torch.no_grad()
+    def _hand_on(self, parameter: Parameter, remains: Any) -> None:
+        weights = self._weights[self.capture.groups[parameter]]
+        with self._range("sum", parameter):
+            if isinstance(remains, Tensor):
+                total = weighted_sum(weights, remains)
+            else:
+                total = remains.weighted_sum(weights)
+        self._receive(parameter, total)
+
+    def _phase(self, name: str) -> AbstractContextManager:
+        """A range of the trace; with the profiling switch on also of the profile: `profiled`."""
+        return record_function(name)
+
+    def _range(self, what: str, *parameters: Parameter) -> AbstractContextManager:
+        """`{what}/{layer}` in the trace that a profiler records (`+` between layers); else nothing.
+
+        Whether one records is a flag of PyTorch's that has no public name; Dynamo asks it too.
+        """
+        if not profiler._is_profiler_enabled:
+            return NOTHING
+        return record_function(f"{what}/{'+'.join(self.capture.names[p] for p in parameters)}")
+
+
+def drop_what_was_ready() -> None:
+    """After a backward that failed in this thread: what was next in it keeps its activations alive
+    until another backward comes by."""
+    with torch.enable_grad():
+        nothing = torch.zeros((), requires_grad=True)
+        torch.autograd.grad(nothing + 0, nothing)
+
+
+class Tap(torch.autograd.Function):
+    """A slot [B, *parameter] without memory, between the anchor and all uses of a parameter.
+
+    Autograd sums the uses' gradients before it calls backward here, so cross terms of tied and
+    reused weights are in the norm.
+    """
+
+    @staticmethod
+    def forward(ctx, anchor, value, session, parameter):
+        ctx.rest = (session, parameter)
+        return value.expand(session.batch_size, *session.capture.shapes[parameter])
+
+    @staticmethod
+    def backward(ctx, gradients):
+        session, parameter = ctx.rest
+        session.dense(parameter, gradients)
+        return None, None, None, None

@@ -1,0 +1,558 @@
+"""Networks and losses in which samples see each other are refused, and no others are."""
+
+import copy
+import os
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dp_clipping.capture.batch import tensors_of
+from dp_clipping.criterion import PrivateCriterion
+from dp_clipping.validation import check_module
+from tests.dp_clipping.conftest import private
+from tests.support import zoo
+
+
+class Function(nn.Module):
+    """`function(net, x)` with two linear layers and a norm."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.first, self.second, self.norm = nn.Linear(5, 5), nn.Linear(5, 3), nn.LayerNorm(5)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+class Normalised(torch.autograd.Function):
+    """Right forward, and a backward that divides by the norm over the batch."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gy):
+        return gy / gy.norm()
+
+
+@dataclass
+class Outputs:
+    logits: Tensor
+    count: int = 0
+
+
+def attention(net, x):
+    """Causal, over the batch."""
+    h = net.first(x)
+    mask = torch.full((len(x), len(x)), -1e9).triu(1)
+    return net.second((h @ h.t() + mask).softmax(-1) @ h)
+
+
+def sorted_and_put_back(net, x):
+    order = x[:, 0].argsort()
+    return net.second(net.first(x[order]))[order.argsort()]
+
+
+def hooked(net, x):
+    h = net.first(x) * 1
+    if h.requires_grad:
+        h.register_hook(lambda gradient: gradient / gradient.norm())
+    return net.second(h)
+
+
+def zero_head(net, x):
+    """Forward is the same whatever the batch: its head is zero from the start."""
+    y = net.second(net.first(x))
+    return y - y.mean(0)
+
+
+def recurrent(net, x):
+    """batch_first forgotten."""
+    memory = nn.functional.scaled_dot_product_attention
+    x = x[:, None].transpose(0, 1)
+    return net.second(memory(x, x, x, is_causal=True)[0])
+
+
+def over(function):
+    """The function of the network's output, in which all tokens are mixed with their like."""
+
+    def forward(net, x):
+        y = net.second(net.first(x[:, None] * torch.arange(1, 4)[:, None]))
+        return function(y - y.mean(0))
+
+    return forward
+
+
+MIXING = {
+    "centred inputs": (lambda net, x: net.second(net.first(x - x.mean(0))), "first"),
+    "a softmax over the batch": (lambda net, x: net.second(net.first(x).softmax(0)), "second"),
+    "the batch's largest": (lambda net, x: net.second(net.first(x) / x.amax()), "second"),
+    "the last line": (lambda net, x: net.second(net.first(x)).cumsum(0).flip(0), "end of"),
+    "before a norm": (lambda net, x: net.second(net.norm(x - x.mean(0))), "norm"),
+    "causal attention": (attention, "second"),
+    "another": (recurrent, "second"),
+    "a cumulative sum": (lambda net, x: net.second(net.first(x).cumsum(0)), "second"),
+    "extremes": (lambda net, x: net.second(net.first(x) - net.first(x).amax(0)), "(first|second)"),
+    "an extreme that is rare": (
+        lambda net, x: net.second(net.first(x) / net.first(x).abs().amax().clamp(min=100)),
+        "second",
+    ),
+    "sorted": (sorted_and_put_back, "first"),
+    "the sample before": (lambda net, x: net.second(net.first(x + 0.1 * x.roll(1, 0))), "first"),
+    "the last sees the first": (
+        lambda net, x: net.second(net.first(torch.cat([x[:-1], x[-1:] + x[:1]]))),
+        "first",
+    ),
+    "no gradient": (lambda net, x: net.second(net.first(x) / x.std().detach()), "second"),
+    "a zero head": (zero_head, "second"),
+    "a hook": (hooked, "first"),
+    "backward": (lambda net, x: net.second(Normalised.apply(net.first(x))), "first"),
+    "a dataclass": (over(Outputs), "end of"),
+    "a list in a dictionary": (over(lambda y: {"count": 1, "logits": [y]}), "end of"),
+    "flattened": (over(lambda y: y.flatten(0, 1)), "end of"),
+    "flattened by tokens": (over(lambda y: y.transpose(0, 1).flatten(0, 1)), "end of"),
+    "tokens first": (over(lambda y: y.transpose(0, 1)), "end of"),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 9])
+@pytest.mark.parametrize("name", MIXING)
+def test_a_network_that_mixes_samples_is_refused(name, size):
+    function, layer = MIXING[name]
+    network = zoo.seeded(lambda: Function(function))
+    if function is zero_head:
+        for parameter in network.second.parameters():
+            nn.init.zeros_(parameter)
+    model = private(network)
+    torch.manual_seed(size)
+    pattern = rf"what .*{layer}.* sees of a sample depends on the other samples|"
+    pattern += rf"gradient that {layer} is given for a sample depends on the other samples"
+    with pytest.raises(ValueError, match=pattern):
+        model(torch.randn(size, 5))
+
+
+def test_it_is_found_when_a_second_sample_comes():
+    """One sample alone has no company to change."""
+    model = private(zoo.seeded(lambda: Function(MIXING["centred inputs"][0])))
+    model(torch.randn(1, 5))
+    with pytest.raises(ValueError, match="depends on the other samples"):
+        model(torch.randn(3, 5))
+
+
+def test_dropout_and_a_bad_sample_are_no_mixing():
+    net = Function(
+        lambda net, x: net.second(nn.functional.dropout(net.first(x), 0.5, net.training))
+    )
+    x = torch.randn(4, 5)
+    x[1] = torch.nan
+    model = private(zoo.seeded(lambda: net))
+    assert model(x).shape == (4, 3)
+    assert model.network.training
+    assert all(module.training for module in net.modules())
+
+
+def step(model, batch, targets=None):
+    """A private step without an optimizer."""
+    criterion = PrivateCriterion(model, zoo.Criterion(zoo.squared_error), "mean")
+    outputs = model(batch)
+    criterion(outputs, outputs.detach() * 0 if targets is None else targets).backward()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_first_batch_of_few_samples_settles_nothing(first):
+    """Nor does one that has the same sample again and again."""
+    model = private(zoo.seeded(lambda: Function(lambda net, x: net.second(net.first(x)))))
+    batch = torch.randn(max(first, 1), 5).repeat(1 if first else 4, 1)
+    for _ in range(4):
+        step(model, batch)
+    model.network.function = lambda net, x: net.second(net.first(x - x.mean(0)))
+    with pytest.raises(ValueError, match="what first sees of a sample depends on the other"):
+        step(model, torch.randn(3, 5))
+
+
+@pytest.mark.parametrize("begins", [2, 3, 5])
+def test_mixing_that_begins_later_is_found_in_batches_1_2_4_8(begins):
+    """As by a counter of forwards; the search does not count."""
+
+    def function(net, x):
+        net.calls = getattr(net, "calls", 0) + 1
+        return net.second(net.first(x - x.mean(0) if net.calls >= begins else x))
+
+    model = private(zoo.seeded(lambda: Function(function)))
+    found = 1 << (begins - 1).bit_length()
+    for _ in range(found - 1):
+        step(model, torch.randn(4, 5))
+    assert model.network.calls == found - 1
+    with pytest.raises(ValueError, match="what first sees of a sample depends on the other"):
+        step(model, torch.randn(4, 5))
+
+
+def test_mixing_in_larger_batches_than_the_first_is_refused():
+    def function(net, x):
+        return net.second(net.first(x - x.mean(0) if len(x) > 7 else x))
+
+    model = private(zoo.seeded(lambda: Function(function)))
+    for _ in range(4):
+        step(model, torch.randn(4, 5))
+    with pytest.raises(ValueError, match="what first sees of a sample depends on the other"):
+        step(model, torch.randn(8, 5))
+
+
+def test_the_search_leaves_no_trace():
+    def function(net, x):
+        net.calls += 1
+        y = net.second(net.first(x + torch.randn_like(x) * random.random()))
+        return y + torch.randn(y.shape, generator=net.generator)
+
+    def build():
+        net = Function(function)
+        net.calls, net.generator = 0, torch.Generator().manual_seed(1)
+        return net
+
+    net, other = zoo.seeded(build), zoo.seeded(build)
+    model, x = private(net), torch.randn(4, 5)
+    runs = []
+    for run in (model, other):
+        torch.manual_seed(0)
+        random.seed(0)
+        runs.append([run(x) for _ in range(4)])
+    for found, expected in zip(*runs, strict=True):
+        torch.testing.assert_close(found, expected)
+    assert net.calls == other.calls == 4
+    assert torch.equal(net.generator.get_state(), other.generator.get_state())
+    assert all(p.grad is None for p in net.parameters())
+
+
+def variational(width):
+    def function(net, x):
+        mean, scale = net.mean(x), net.scale(x)
+        return net.decode(mean + torch.randn_like(mean) * scale.exp()), mean, scale
+
+    members = {"mean": nn.Linear(5, width), "scale": nn.Linear(5, width)}
+    return zoo.Net(function, decode=nn.Linear(width, 3), **members)
+
+
+def cancelling(net, x):
+    large = 1e6 * x.abs().sum(-1, keepdim=True)
+    return net.second(net.first(x) + large - large)
+
+
+def noisy_and_flattened(net, x):
+    tokens = net.first((x + torch.randn_like(x))[:, None].repeat(1, 4, 1))
+    return net.second(tokens.transpose(0, 1).flatten(0, 1)).unflatten(0, (4, -1)).transpose(0, 1)
+
+
+APART = {
+    **{f"latent width {w}": lambda w=w: variational(w) for w in (1, 2, 3, 5, 8, 40)},
+    "nearly cancelling sums": lambda: Function(cancelling),
+    "noise before a flattened layer": lambda: Function(noisy_and_flattened),
+    "stochastic depth": lambda: Function(
+        lambda net, x: net.second(x + (torch.rand(len(x), 1) > 0.5) * net.first(x))
+    ),
+    "unseeded noise": lambda: Function(
+        lambda net, x: net.second(net.first(x) + float.fromhex(f"0x{os.urandom(4).hex()}") / 2**32)
+    ),
+    "dropout": lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.Linear(8, 3)),
+    "in place": lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", APART)
+def test_a_network_that_keeps_samples_apart_is_not(name, dtype):
+    for size in (2, 5, 16):
+        torch.manual_seed(size)
+        model = private(zoo.seeded(APART[name]).to(dtype))
+        for _ in range(2):
+            outputs = model(torch.randn(size, 5).to(dtype))
+        assert tensors_of(outputs)[0].shape[0] == size
+
+
+def contrast(criterion, outputs, targets):
+    return (outputs @ targets.t()).logsumexp(1)
+
+
+def running_mean(criterion, outputs, targets):
+    losses = (outputs - targets).square().sum(1)
+    before = 1 if criterion.kept is None else criterion.kept
+    criterion.kept = losses.detach().mean()
+    return losses / before
+
+
+def queue(criterion, outputs, targets):
+    losses = (outputs - targets).square().sum(1)
+    if criterion.queue:
+        losses = losses + (outputs @ torch.stack(criterion.queue).t()).logsumexp(1)
+    criterion.queue.extend(outputs.detach())
+    return losses
+
+
+def class_weights(criterion, outputs, targets):
+    kinds = (targets[:, 0] > 0).long()
+    return (outputs - targets).square().sum(1) / torch.bincount(kinds, minlength=2)[kinds]
+
+
+def plain(criterion, outputs, targets):
+    return (outputs - targets).square().sum(1)
+
+
+def logged(criterion, outputs, targets):
+    losses = plain(criterion, outputs, targets)
+    criterion.kept = losses.mean().item()
+    criterion.queue.append(criterion.kept)
+    return losses
+
+
+def annealed(criterion, outputs, targets):
+    criterion.count += 1
+    return plain(criterion, outputs, targets) * criterion.count
+
+
+OF_OTHERS = "loss of a sample depends on "
+ACROSS = {
+    "similarities": (lambda c, o, t: (o @ o.t()).logsumexp(1), OF_OTHERS),
+    "in-batch negatives": (contrast, OF_OTHERS),
+    "centred": (lambda c, o, t: (o - o.mean(0)).square().sum(1), OF_OTHERS),
+    "differences": (lambda c, o, t: (o - o.roll(1, 0)).square().sum(1), OF_OTHERS),
+    "the sample before": (lambda c, o, t: (o.roll(1, 0) - t).square().sum(1), OF_OTHERS),
+    "a cumulative sum": (lambda c, o, t: plain(c, o, t).cumsum(0), OF_OTHERS),
+    "others' targets": (lambda c, o, t: (o - t.roll(1, 0)).square().sum(1), OF_OTHERS),
+    "class weights": (class_weights, OF_OTHERS),
+    "a count": (lambda c, o, t: plain(c, o, t) / (1 + (t > 0).sum()), OF_OTHERS),
+    "the largest": (lambda c, o, t: plain(c, o, t) / plain(c, o, t).detach().max(), OF_OTHERS),
+    "a running mean": (running_mean, "one batch is carried into the next, in kept"),
+    "a queue": (queue, "one batch is carried into the next, in queue"),
+    "its own": (plain, None),
+    "a log": (logged, None),
+    "a weight that grows": (annealed, None),
+    "the size": (lambda c, o, t: plain(c, o, t) / len(o), None),
+    "noise": (lambda c, o, t: (o - t + torch.randn_like(o)).square().sum(1), None),
+}
+
+
+class Loss:
+    reduction = "mean"
+
+    def __init__(self, function):
+        self.function, self.kept, self.queue, self.count = function, None, [], 0
+
+    def __call__(self, outputs, targets):
+        return self.function(self, outputs, targets)
+
+
+@pytest.mark.parametrize("size", [2, 4, 7])
+@pytest.mark.parametrize("name", ACROSS)
+def test_a_loss_across_the_batch_is_refused(name, size):
+    function, message = ACROSS[name]
+    model, criterion = private(nn.Linear(5, 3)), Loss(function)
+    loss = PrivateCriterion(model, criterion, "mean")
+    torch.manual_seed(size)
+    x, y = torch.randn(size, 5), torch.randn(size, 3)
+    loss(model(x[:1]), y[:1])
+    if message is None:
+        loss(model(x), y).backward()
+        assert criterion.count in (0, 2)  # what the search has called is not counted
+        assert len(criterion.queue) in (0, 2)
+        return
+    with pytest.raises(ValueError, match=message):
+        loss(model(x), y)
+
+
+class Several(nn.Module):
+    """Outputs of which a loss may use what it should not."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return {"logits": y, "balance": y.mean(), "keys": [y * 2]}
+
+
+@pytest.mark.parametrize("use", ["balance", "keys", "between", "hook", None])
+def test_every_tensor_that_a_loss_is_made_of_is_looked_at(use):
+    def criterion(logits, targets, balance=0.0, keys=None):
+        losses = (logits - targets).square().sum(1) + balance
+        return losses if keys is None else losses + (logits @ keys[0].t()).logsumexp(1)
+
+    model = private(Several())
+    outputs = model(torch.randn(4, 5))
+    more = {use: outputs[use]} if use in outputs else {}
+    logits = outputs["logits"]
+    if use == "between":
+        logits = logits - logits.mean(0)
+    if use == "hook":
+        logits.register_hook(lambda gradient: gradient / gradient.norm())
+    loss = PrivateCriterion(model, criterion, "mean")
+    if use is None:
+        loss(logits, torch.zeros(4, 3), **more).backward()
+        assert len(model.per_sample_gradient_norms) == 4
+        return
+    with pytest.raises(ValueError, match=r"depends on the outputs of other|no dimension counts"):
+        loss(logits, torch.zeros(4, 3), **more)
+
+
+@pytest.mark.parametrize("length", [4, 6, 8, 12])
+@pytest.mark.parametrize("joined", [False, True])
+def test_ctc_is_not(length, joined):
+    """[T, B, C], also where T is B or a multiple of it."""
+    model = private(
+        zoo.Net(lambda net, x: net.layer(x).log_softmax(-1).transpose(0, 1), layer=nn.Linear(5, 7))
+    )
+    sizes = torch.tensor([1, 2, 1, 1])
+    targets = torch.randint(1, 7, (4, 2))
+    if joined:
+        targets = torch.cat([row[:size] for row, size in zip(targets, sizes, strict=True)])
+    loss = PrivateCriterion(model, nn.CTCLoss(), "mean")
+    outputs = model(torch.randn(4, length, 5))
+    loss(outputs, targets, torch.full((4,), length), sizes).backward()
+    assert len(model.per_sample_gradient_norms) == 4
+
+
+@pytest.mark.parametrize("name", ["t5", "deberta"])
+def test_a_position_bias_shared_by_all_samples_is_named(name):
+    transformers = pytest.importorskip("transformers")
+    if name == "t5":
+        sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+        net = transformers.T5EncoderModel(transformers.T5Config(vocab_size=20, **sizes))
+        shared = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias"
+    else:
+        config = transformers.DebertaV2Config(
+            vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=8, relative_attention=True, pos_att_type=["p2c", "c2p"],
+        )  # fmt: skip
+        net = transformers.DebertaV2Model(config)
+        shared = "encoder.layer.0.attention.self.pos_key_proj"
+    ids = torch.randint(20, (4, 6))
+    with pytest.raises(ValueError, match=rf"{shared}.*same values for every sample.*freeze"):
+        private(copy.deepcopy(net))(input_ids=ids)
+    if name == "t5":
+        net.get_submodule(shared).requires_grad_(False)
+        model = private(net)
+        assert model(input_ids=ids).last_hidden_state.shape == (4, 6, 8)
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_so_is_one_where_the_batch_is_the_second_dimension(across):
+    """Tokens [T], before samples [B]; T is a multiple of B."""
+
+    class Last:
+        reduction = "mean"
+
+        def __call__(self, outputs, targets):
+            last = outputs[-1] - outputs[-1].mean(0) * across
+            return (last - targets).square().sum(1)
+
+    model = private(nn.Linear(5, 3), batch_first=False)
+    loss = PrivateCriterion(model, Last(), "mean")
+    x, y = torch.randn(8, 4, 5), torch.randn(4, 3)
+    if not across:
+        loss(model(x), y).backward()
+        assert len(model.per_sample_gradient_norms) == 4
+        return
+    with pytest.raises(ValueError, match="loss of a sample depends on the outputs of other"):
+        loss(model(x), y)
+
+
+def test_flattened_losses_of_single_samples_are_not():
+    model = private(nn.Linear(5, 3))
+    loss = PrivateCriterion(model, nn.CrossEntropyLoss(ignore_index=0), "mean")
+    outputs, targets = model(torch.randn(4, 6, 5)), torch.randint(3, (4, 6))
+    loss(outputs.flatten(0, 1), targets.flatten(), shape=outputs.shape).backward()
+    assert len(model.per_sample_gradient_norms) == 4
+
+
+def test_a_gradient_scaler_is_refused():
+    model = private(nn.Linear(5, 3))
+    x = torch.randn(4, 5)
+    loss = PrivateCriterion(model, nn.CrossEntropyLoss(), "mean")(model(x), torch.zeros(4).long())
+    with pytest.raises(TypeError, match="use bfloat16"):
+        torch.amp.GradScaler("cpu").scale(loss)
+
+
+def test_mixing_in_training_only_is_refused():
+    def function(net, x):
+        return net.second(net.first(x - x.mean(0) if net.training else x))
+
+    model = private(zoo.seeded(lambda: Function(function)))
+    with pytest.raises(ValueError, match="what first sees of a sample depends on the other"):
+        model(torch.randn(4, 5))
+    assert model.network.training
+
+
+@pytest.mark.parametrize("p", [0.02, 0.5])
+def test_functional_dropout_before_many_layers_is_no_mixing(p):
+    def function(net, x):
+        x = nn.functional.dropout(net.first(x), p, net.training)
+        return net.second(nn.functional.dropout(net.norm(x), p, net.training))
+
+    for seed in range(10):
+        torch.manual_seed(seed)
+        assert private(Function(function))(torch.randn(4, 5)).shape == (4, 3)
+
+
+def frozen_norm():
+    return nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5).requires_grad_(False), nn.Linear(5, 3))
+
+
+def test_a_frozen_batch_norm_is_refused_once_train_reaches_it():
+    net = frozen_norm()
+    net[1].eval()
+    model, x = private(net), torch.randn(4, 5)
+    assert model(x).shape == (4, 3)
+    model.train()
+    before = net[1].running_mean.clone()
+    with pytest.raises(ValueError, match=r"1 \(BatchNorm1d\).*1\.eval\(\) after each model.train"):
+        model(x)
+    torch.testing.assert_close(net[1].running_mean, before)
+    net[1].eval()
+    assert model(x).shape == (4, 3)
+
+
+def test_a_frozen_batch_norm_without_statistics_is_refused():
+    norm = nn.BatchNorm1d(5, track_running_stats=False).requires_grad_(False).eval()
+    with pytest.raises(ValueError, match=r"use nn\.GroupNorm"):
+        check_module(nn.Sequential(nn.Linear(5, 5), norm))
+
+
+class Remembering(nn.Module):
+    def __init__(self, in_place):
+        super().__init__()
+        self.layer, self.in_place = nn.Linear(5, 3), in_place
+        self.register_buffer("fixed", torch.tensor([torch.nan, 1.0]))
+        self.register_buffer("seen", torch.zeros(5))
+
+    def forward(self, x):
+        if self.training and self.in_place:
+            self.seen += x.detach().sum(0)
+        elif self.training:
+            self.seen = self.seen + x.detach().sum(0)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_a_forward_changes_is_refused_by_name(in_place):
+    net = Remembering(in_place)
+    with pytest.raises(ValueError, match="a forward in training changes seen:"):
+        private(net)(torch.ones(4, 5))
+    assert not net.seen.any()
+
+
+def test_a_module_without_a_batching_rule_is_named():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.memory, self.head = nn.GRU(5, 4, batch_first=True), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.memory(x)[0])
+
+    with pytest.raises(ValueError, match=r"memory \(GRU\) cannot be run under torch.vmap"):
+        private(Recurrent())(torch.randn(4, 3, 5))

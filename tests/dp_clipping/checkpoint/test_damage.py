@@ -1,0 +1,313 @@
+"""A checkpoint that was damaged or changed is refused, and a load that fails changes nothing."""
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from opacus.schedulers import ExponentialNoise
+
+from dp_clipping.checkpoint.file_format import SEAL_BYTES, key_path, write_sealed
+from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from dp_clipping.noise.keys import fresh_keys
+from tests.support.saved_runs import (
+    BATCH,
+    Network,
+    adamw,
+    build,
+    edit,
+    keys_of,
+    load,
+    save,
+    steps_of,
+    train,
+)
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def frozen(value):
+    """A copy that can be compared."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.detach().numpy().tobytes()
+    if isinstance(value, dict):
+        return {str(key): frozen(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [frozen(entry) for entry in value]
+    return value
+
+
+def everything(run, *schedulers):
+    """All that a load may change."""
+    account, optimizer = run.engine._account, run.optimizer
+    own = run.engine._runs[0]
+    adaptive = optimizer.adaptive_threshold
+    return [
+        frozen(x)
+        for x in (
+            run.model.state_dict(), [p.grad for p in run.model.parameters()],
+            optimizer.state_dict(), optimizer.noise_multiplier, optimizer.max_grad_norm,
+            optimizer.steps, optimizer._noise_key, optimizer.open_draw, optimizer._is_prepared,
+            adaptive and adaptive.state_dict(), vars(run.model.budget),
+            run.loader.state_dict(), run.loader.batch_sampler._key, run.loader.batch_sampler.step,
+            own.keys.master, own.start, list(account.history), account._parts, account._released,
+            account._next, account._loaded_for is None,
+            [{k: v for k, v in vars(s).items() if k != "optimizer"} for s in schedulers],
+            torch.get_rng_state(),
+        )
+    ]  # fmt: skip
+
+
+def refused(run, path, match, *schedulers, **more):
+    before = everything(run, *schedulers)
+    with pytest.raises((ValueError, FileNotFoundError), match=match) as caught:
+        load(run, path, **more)
+    assert "\n" not in str(caught.value)
+    assert everything(run, *schedulers) == before
+
+
+@pytest.fixture
+def saved(path):
+    """A checkpoint of three steps, and a run of one."""
+    one = build(make=adamw)
+    train(one, 3)
+    save(one, path)
+    run = build(make=adamw, seed=4)
+    train(run, 1)
+    return one, run
+
+
+REFUSALS = "is not a whole checkpoint|is not a key file|holds no key of this checkpoint"
+
+
+class TestDamage:
+    def test_any_bit(self, path, saved):
+        _, run = saved
+        draw = random.Random(5)
+        for file, count in ((path, 200), (key_path(path), 50)):
+            content = file.read_bytes()
+            size = 8 * len(content)
+            bits = [*range(8), *range(max(0, size - 8 * SEAL_BYTES), size, 97)]
+            bits += [draw.randrange(size) for _ in range(count)]
+            for bit in bits:
+                flipped = bytearray(content)
+                flipped[bit // 8] ^= 1 << bit % 8
+                file.write_bytes(flipped)
+                with pytest.raises(ValueError, match=REFUSALS):
+                    load(run, path)
+            file.write_bytes(flipped)
+            refused(run, path, REFUSALS)
+            file.write_bytes(content)
+        with pytest.warns(UserWarning, match="account keeps 1"):
+            load(run, path)
+
+    def test_cut_short_or_longer(self, path, saved):
+        _, run = saved
+        for file in (path, key_path(path)):
+            content = file.read_bytes()
+            size = len(content)
+            for length in (0, 1, size // 2, size - SEAL_BYTES, size - 1):
+                file.write_bytes(content[: max(length, 0)])
+                refused(run, path, REFUSALS)
+            for longer in (content + b"\n", content + b"x", b"x" + content):
+                file.write_bytes(longer)
+                refused(run, path, REFUSALS)
+            file.write_bytes(content)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda saved: saved["dp_clipping"].update(steps=1),
+            lambda saved: saved["privacy_accountant_state_dict"].update(history=[(0.8, 1 / 6, 1)]),
+            lambda saved: saved["dp_clipping"]["sampler"].update(position=0),
+            lambda saved: saved["module_state_dict"]["first.weight"].zero_(),
+        ],
+    )
+    def test_edited(self, path, saved, change):
+        """Saved again as a checkpoint, with the old digest, and with one of another key."""
+        one, run = saved
+        seal = path.read_bytes()[-SEAL_BYTES:]
+        content = torch.load(path)
+        change(content)
+        torch.save(content, path)
+        refused(run, path, "is not a whole checkpoint: it has no digest")
+        path.write_bytes(path.read_bytes() + seal)
+        refused(run, path, "does not agree with its digest")
+        write_sealed(path, content, fresh_keys(None, torch.device("cpu")), {})
+        for new_keys in (False, True):
+            refused(run, path, "was changed after saving, by somebody", new_keys=new_keys)
+        write_sealed(path, content, keys_of(one), {})
+        with pytest.warns(UserWarning, match="account keeps"):
+            load(run, path)
+
+    def test_files_of_another_run(self, path, saved):
+        _, run = saved
+        other = path.with_name("other.pt")
+        save(build(make=adamw), other)
+        for file, match in ((path, "holds no key"), (key_path(path), "holds no key")):
+            content = file.read_bytes()
+            shutil.copy(other if file == path else key_path(other), file)
+            refused(run, path, match)
+            file.write_bytes(content)
+        key_path(path).unlink()
+        refused(run, path, "is missing")
+        path.unlink()
+        refused(run, path, "there is no checkpoint")
+
+    def test_without_its_key_the_digest_alone_is_verified(self, path, saved):
+        _, run = saved
+        content = path.read_bytes()
+        key_path(path).unlink()
+        path.write_bytes(content[:300] + bytes([content[300] ^ 1]) + content[301:])
+        refused(run, path, "does not agree with its digest", new_keys=True)
+        path.write_bytes(content)
+        with pytest.warns(UserWarning, match="account keeps 1"):
+            load(run, path, new_keys=True)
+        assert run.optimizer.steps == 3
+
+    def test_a_checkpoint_from_before_digests_loads_with_a_warning(self, path, saved):
+        one, _ = saved
+        content = torch.load(path)
+        content["dp_clipping"]["version"] = 1
+        torch.save(content, path)
+        run = build(make=adamw)
+        with pytest.warns(UserWarning, match="saves no digest"):
+            load(run, path)
+        assert everything(run)[0] == everything(one)[0]
+        assert (keys_of(run), steps_of(run)) == (keys_of(one), 3)
+
+    @pytest.mark.parametrize("options", [{"_use_new_zipfile_serialization": False}, {}])
+    def test_other_formats_of_torch(self, path, options):
+        one = build()
+        train(one, 1)
+        save(one, path, torch_save_kwargs=options)
+        run = build()
+        load(run, path, torch_load_kwargs={} if options else {"mmap": True})
+        assert everything(run)[0] == everything(one)[0]
+        assert torch.load(path)["dp_clipping"]["steps"] == 1, "for other programs too"
+
+
+OWN = "dp_clipping"
+MALFORMED = {
+    "module": lambda saved: saved.update(module_state_dict=[1]),
+    "history": lambda saved: saved["privacy_accountant_state_dict"].update(history=[("a", 1, 1)]),
+    "steps of the history": lambda s: s["privacy_accountant_state_dict"].update(history=[(1, 1)]),
+    "mechanism": lambda saved: saved["privacy_accountant_state_dict"].pop("mechanism"),
+    "account": lambda saved: saved[OWN].update(account={"": 3}),
+    "steps": lambda saved: saved[OWN].update(steps="3"),
+    "negative steps": lambda saved: saved[OWN].update(steps=-1),
+    "sampler": lambda saved: saved[OWN].update(sampler={"position": 1}),
+    "start": lambda saved: saved[OWN].update(start=[1]),
+    "sigma": lambda saved: saved[OWN].update(noise_multiplier=None),
+    "C": lambda saved: saved[OWN].update(max_grad_norm=["1"]),
+    "random": lambda saved: saved[OWN].update(random=[{"cpu": torch.zeros(3).byte()}]),
+    "no random": lambda saved: saved[OWN].update(random=[{}]),
+    "run": lambda saved: saved[OWN].update(run={}),
+    "fingerprint": lambda saved: saved[OWN].update(key_fingerprint=7),
+    "optimizer": lambda saved: saved.update(optimizer_state_dict={"state": {}}),
+    "groups": lambda saved: saved["optimizer_state_dict"].update(param_groups=[{}]),
+    "state": lambda saved: saved["optimizer_state_dict"]["state"].update({0: 1}),
+    "shape": lambda saved: saved["optimizer_state_dict"]["state"][0].update(
+        exp_avg=torch.zeros(2, 2)
+    ),
+    "adaptive": lambda saved: saved[OWN].update(adaptive_threshold={"limits": 3}),
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_what_no_save_writes(path, saved, what):
+    one, run = saved
+    edit(one, path, MALFORMED[what])
+    refused(run, path, "is not what a save writes|cannot be loaded|in the checkpoint")
+
+
+class Stop(Exception):
+    pass
+
+
+class TestUndone:
+    """A load that fails in its middle."""
+
+    def build(self):
+        threshold = AdaptiveThreshold(0.7, expected_batch_size=BATCH, count_std=4.0)
+        run = build(make=adamw, adaptive_threshold=threshold)
+        return run, ExponentialNoise(run.optimizer, gamma=0.9)
+
+    @pytest.mark.parametrize("at", ["accountant", "module", "optimizer", "scheduler", "loader"])
+    def test_everything_is_as_it_was(self, path, monkeypatch, at):
+        run, scheduler = self.build()
+        train(run, 2, after=scheduler.step)
+        save(run, path, noise_scheduler=scheduler)
+        train(run, 2, after=scheduler.step)
+        next(iter(run.loader))  # a draw in the hand
+        objects = {
+            "accountant": run.engine.accountant, "module": run.model.network,
+            "optimizer": run.optimizer.original_optimizer, "scheduler": scheduler,
+            "loader": run.loader,
+        }  # fmt: skip
+        original = objects[at].load_state_dict
+
+        def fails(*args, **kwargs):
+            original(*args, **kwargs)
+            raise Stop("in the\nmiddle")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(objects[at]), "load_state_dict", lambda _, *a, **k: fails(*a, **k))
+            match = r"run.pt cannot be loaded .*Stop: in the middle\); nothing was changed"
+            refused(run, path, match, scheduler, noise_scheduler=scheduler)
+        with pytest.warns(UserWarning, match="account keeps 2"):
+            load(run, path, noise_scheduler=scheduler)
+        assert run.optimizer.steps == 2
+
+    def test_another_shape_without_strict(self, path):
+        """torch copies the entries that fit before it refuses the others."""
+        save(build(), path)
+        other = build()
+        other.model.network.scale = torch.ones(2)
+        refused(other, path, "shape of scale", module_load_dict_kwargs={"strict": False})
+
+    def test_state_of_the_users_that_is_no_tensor(self, path, monkeypatch):
+        monkeypatch.setattr(Network, "get_extra_state", lambda s: s.note, raising=False)
+        put = lambda s, note: setattr(s, "note", note)  # noqa: E731
+        monkeypatch.setattr(Network, "set_extra_state", put, raising=False)
+        monkeypatch.setattr(Network, "note", {"of": "the class"}, raising=False)
+        run = build()
+        run.model.network.note = {"of": "the save"}
+        save(run, path)
+        run.model.network.note = {"of": "now"}
+        with monkeypatch.context() as patch:
+            patch.setattr(type(run.loader), "load_state_dict", lambda *_: 1 / 0)
+            refused(run, path, "ZeroDivisionError")
+        assert run.model.network.note == {"of": "now"}
+        load(run, path)
+        assert run.model.network.note == {"of": "the save"}
+
+
+def one_rank_fails(context, folder):
+    path = Path(folder) / "run.pt"
+    run = build(group=context.group)
+    train(run, 2)
+    save(run, path)
+    train(run, 1)
+    before = everything(run)
+    where = type(run.loader)
+    original = where.load_state_dict
+    if context.rank == 1:
+        where.load_state_dict = lambda *_: 1 / 0
+    try:
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            load(run, path)
+    finally:
+        where.load_state_dict = original
+    assert everything(run) == before
+    with pytest.warns(UserWarning, match="account keeps 1"):
+        load(run, path)
+    train(run, 1)
+    return str(caught.value)
+
+
+def test_one_rank_fails_and_all_are_as_they_were(cpu_ranks, path):
+    first, second = cpu_ranks.run(2, one_rank_fails, str(path.parent))
+    assert "rank 1 could not load" in first
+    assert "ZeroDivisionError" in second

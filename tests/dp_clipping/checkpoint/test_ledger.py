@@ -1,0 +1,253 @@
+"""What was released stays accounted for, once, whatever is loaded."""
+
+import warnings
+
+import pytest
+import torch
+
+from tests.support.saved_runs import (
+    build,
+    data,
+    edit,
+    load,
+    save,
+    state,
+    steps_of,
+    train,
+)
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+class TestAccount:
+    """What was released stays accounted for, once."""
+
+    def load(self, run, path, kept, **more):
+        with pytest.warns(UserWarning, match=f"account keeps {kept} of this engine's steps"):
+            load(run, path, **more)
+
+    def test_the_same_run_from_an_earlier_step_makes_the_same_steps_again(self, path):
+        run = build()
+        train(run, 1)
+        save(run, path)
+        train(run, 3)
+        expected = state(run)
+        self.load(run, path, 3)
+        assert (steps_of(run), run.optimizer.steps) == (4, 1)
+        train(run, 3)
+        assert state(run) == expected
+        train(run, 1)
+        assert steps_of(run) == 5
+
+    def test_new_keys_from_an_earlier_step(self, path):
+        """Both continuations are released, what they begin with is one."""
+        run = build()
+        train(run, 2)
+        save(run, path)
+        train(run, 3)
+        spent = run.engine.get_epsilon(1e-5)
+        self.load(run, path, 3, new_keys=True)
+        assert run.engine.get_epsilon(1e-5) == spent
+        train(run, 4)
+        self.load(run, path, 7, new_keys=True)
+        assert (steps_of(run), run.optimizer.steps) == (9, 2)
+
+    def test_a_step_back_with_the_same_key_in_between_loses_nothing(self, path):
+        run = build()
+        save(run, path)
+        train(run, 3)
+        self.load(run, path, 3)
+        train(run, 1)
+        assert steps_of(run) == 3
+        self.load(run, path, 3, new_keys=True)
+        assert steps_of(run) == 3
+
+    def test_the_checkpoint_knows_what_it_has(self, path):
+        first = path.with_name("first.pt")
+        run = build()
+        train(run, 2)
+        save(run, first)
+        train(run, 3)
+        self.load(run, first, 3, new_keys=True)
+        train(run, 1)
+        save(run, path)
+        train(run, 1)
+        self.load(run, path, 1)
+        assert steps_of(run) == 7
+        resumed = build()
+        load(resumed, path)
+        assert steps_of(resumed) == 6
+        train(resumed, 1)
+        self.load(resumed, first, 5, new_keys=True)
+        assert steps_of(resumed) == 7
+
+    def test_steps_before_the_checkpoint_of_another_run(self, path):
+        other = build()
+        train(other, 2)
+        save(other, path)
+        run = build()
+        train(run, 3)
+        self.load(run, path, 3)
+        assert (steps_of(run), run.optimizer.steps) == (5, 2)
+
+    def test_checkpoints_that_are_only_looked_at_replace_each_other(self, path):
+        paths = [path, path.with_name("other.pt")]
+        for steps, each in enumerate(paths, 2):
+            run = build()
+            train(run, steps)
+            save(run, each)
+        looked = build()
+        for steps, each in [*enumerate(paths, 2), (2, path)]:
+            load(looked, each)
+            assert steps_of(looked) == steps
+
+    def test_two_runs_of_one_engine(self, path):
+        paths = [path, path.with_name("other.pt")]
+        dataset = data()
+
+        def both():
+            one = build(dataset=dataset)
+            return one, build(engine=one.engine, dataset=dataset)
+
+        one, other = both()
+        train(one, 1)
+        save(one, paths[0])
+        train(other, 3)
+        self.load(one, paths[0], 3)
+        train(one, 2)
+        save(other, paths[1])
+        train(one, 2)
+        save(one, paths[0])
+        assert steps_of(one) == 8
+        # Another process: the second checkpoint lacks the last two steps of the first run.
+        one, other = both()
+        load(one, paths[0])
+        assert steps_of(one) == 8
+        self.load(other, paths[1], 2)
+        assert steps_of(one) == 8
+
+    def test_an_accountant_that_is_handed_on(self, path):
+        """It counts for the engine that gets it, whose loads keep the steps of the first one."""
+        first, second = build(), build()
+        train(first, 2)
+        second.engine.accountant = first.engine.accountant
+        save(second, path)
+        train(second, 3)
+        assert second.engine.accountant.history == [(0.8, 1 / 6, 5)]
+        assert second.engine.get_epsilon(1e-3) == first.engine.get_epsilon(1e-3) > 0
+        self.load(second, path, 3)
+        assert steps_of(second) == 5
+
+    def test_steps_that_the_user_has_counted(self, path):
+        def handed_on():
+            run = build()
+            for _ in range(4):
+                run.engine.accountant.step(noise_multiplier=2.0, sample_rate=0.5)
+            return run
+
+        run = handed_on()
+        train(run, 2)
+        save(run, path)
+        resumed = handed_on()
+        load(resumed, path)
+        assert resumed.engine.accountant.history == [(2.0, 0.5, 4), (0.8, 1 / 6, 2)]
+        other = build()
+        for _ in range(4):
+            other.engine.accountant.step(noise_multiplier=3.0, sample_rate=0.5)
+        self.load(other, path, 4)
+        assert other.engine.accountant.history == [(2.0, 0.5, 4), (0.8, 1 / 6, 2), (3.0, 0.5, 4)]
+        save(build(), path)
+        self.load(resumed, path, 4)
+
+    def test_another_run_of_the_engine_takes_none_away(self, path):
+        dataset = data()
+        one = build(dataset=dataset)
+        train(one, 2)
+        save(one, path)
+        train(one, 3)
+        other = build(engine=one.engine, dataset=dataset)
+        self.load(other, path, 3)
+        train(other, 2)  # as the first one did
+        train(one, 2)
+        assert steps_of(one) == 7
+
+    def test_what_a_run_that_was_set_back_saves(self, path):
+        run = build()
+        train(run, 1)
+        save(run, path)
+        train(run, 4)
+        self.load(run, path, 4)
+        train(run, 1)
+        save(run, path)
+        resumed = build()
+        load(resumed, path)
+        assert (steps_of(resumed), resumed.optimizer.steps) == (5, 2)
+        train(resumed, 4)
+        assert steps_of(resumed) == 6
+
+    @pytest.mark.parametrize("name", ["noise_multiplier", "max_grad_norm"])
+    def test_a_step_again_under_the_same_noise_is_refused_if_it_is_another(self, path, name):
+        """r₁ - 100 r₂ of C = 100 and C = 1 would have no noise in it."""
+        run = build()
+        save(run, path)
+        setattr(run.optimizer, name, 2.5)
+        train(run, 1)
+        spent = run.engine.accountant.history
+        self.load(run, path, 1)
+        before = state(run)
+        with pytest.raises(RuntimeError, match="step 0 was made before, from the same key"):
+            train(run, 1)
+        assert state(run) == before
+        assert run.engine.accountant.history == spent
+        run.optimizer.zero_grad()
+        self.load(run, path, 1, new_keys=True)
+        train(run, 1)
+        assert steps_of(run) == 2
+
+    def test_a_checkpoint_that_does_not_tell_keys_apart(self, path):
+        run = build()
+        train(run, 2)
+        save(run, path)
+        edit(run, path, lambda saved: saved["dp_clipping"].pop("account"))
+        train(run, 1)
+        self.load(run, path, 1, new_keys=True)
+        assert steps_of(run) == 3
+
+    def test_an_account_of_one_noise_only_cannot_hold_both(self, path):
+        warnings.filterwarnings("ignore", message="GDP accounting is experimental")
+        save(other := build(accountant="gdp"), path)
+        train(other, 1)
+        save(other, path)
+        run = build(accountant="gdp", noise_multiplier=0.9)
+        train(run, 2)
+        with pytest.raises(ValueError, match=r"gdp cannot hold 2 steps .* new engine") as caught:
+            load(run, path, new_keys=True)
+        assert "\n" not in str(caught.value)
+        assert run.engine.accountant.history == [(0.9, 1 / 6, 2)]
+        same = build(accountant="gdp")
+        train(same, 2)
+        self.load(same, path, 2, new_keys=True)
+        assert same.engine.accountant.history == [(0.8, 1 / 6, 3)]
+
+    def test_a_step_again_of_another_draw_is_refused(self, path):
+        """A draw that was looked at and left is the next one after a load, but not before it."""
+        run = build()
+        next(iter(run.loader))
+        save(run, path)
+        train(run, 2)
+        self.load(run, path, 2)
+        with pytest.raises(RuntimeError, match=r"step 0 was made before, .* draw:"):
+            train(run, 1)
+
+    def test_runs_with_one_fixed_seed_are_counted_apart(self):
+        """They are for tests, say of one σ beside another: steps of one number are no replay."""
+
+        def fixed(**more):
+            return build(noise_generator=torch.Generator().manual_seed(1), dataset=dataset, **more)
+
+        dataset = data()
+        one = fixed()
+        other = fixed(engine=one.engine, noise_multiplier=0.9)
+        train(one, 2)
+        train(other, 2)
+        assert one.engine.accountant.history == [(0.8, 1 / 6, 2), (0.9, 1 / 6, 2)]

@@ -1,0 +1,74 @@
+"""Statistics of the global norm vector: right, the same on every rank, and off in release mode."""
+
+import math
+
+import pytest
+import torch
+
+from dp_clipping.clipping.statistics import EDGES, norm_statistics
+from dp_clipping.distributed.norm_reduce import NormReducer
+from tests.dp_clipping.conftest import private, private_loss
+from tests.support import zoo
+from tests.support.ranks import Context
+
+
+def of(norms: list[float], limit: float = 1.0):
+    return norm_statistics(torch.tensor([norms]).square(), [limit])
+
+
+def test_what_is_counted():
+    found = of([0.0, 0.5, 1.0, 2.0, 1e3, math.inf, math.nan])
+    assert (found.samples, found.nonfinite, found.clipped) == (7, 2, 2)
+    assert found.clipped_by_group == (2,)
+    assert found.clipped_fraction == 2 / 5
+    assert sum(found.histogram) == 5
+    assert len(found.histogram) == len(found.edges) + 1
+    bins = [number for number, count in enumerate(found.histogram) if count]
+    assert bins[0] == 0, "0 is below the lowest edge"
+    assert bins[-1] == len(EDGES), "1000 is above the highest"
+    assert [EDGES[b - 1] for b in bins[1:-1]] == [0.5, 1.0, 2.0], "an edge begins its bin"
+
+
+def test_edges_follow_the_threshold():
+    assert of([0.5, 3.0]).histogram == of([5.0, 30.0], limit=10.0).histogram
+    assert of([1.0], limit=10.0).edges == tuple(10.0 * edge for edge in EDGES)
+
+
+def test_clipping_groups():
+    squares = torch.tensor([[1.0, 9.0, 0.0], [16.0, 1.0, 4.0]])
+    found = norm_statistics(squares, [2.0, 3.0])
+    assert found.clipped_by_group == (1, 1)
+    assert found.clipped == 2
+    assert found.edges[len(EDGES) // 2] == pytest.approx(13**0.5)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_an_empty_batch(groups):
+    found = norm_statistics(torch.zeros(groups, 0), [1.0] * groups)
+    assert (found.samples, found.clipped_fraction, sum(found.histogram)) == (0, 0.0, 0)
+
+
+def test_refused_in_release_mode():
+    model = private(zoo.linear(), release=True)
+    with pytest.raises(RuntimeError, match=r"norm_statistics .* not covered by ε"):
+        model.norm_statistics()
+    model = private(zoo.linear())
+    private_loss(model, zoo.numbers(2, 8, out=(6,)), zoo.squared_error).backward()
+    assert model.norm_statistics().samples == 2
+
+
+SIZES = (3, 0, 1, 2)
+
+
+def on_a_rank(context: Context, norms: list[float]):
+    reducer = NormReducer(data_group=context.group)
+    start = sum(SIZES[: context.rank])
+    mine = torch.tensor(norms[start : start + SIZES[context.rank]])
+    squares = reducer.gather(mine.square()[None]).wait()
+    return norm_statistics(squares, [1.0])
+
+
+def test_every_rank_has_those_of_one_process(cpu_ranks):
+    norms = [0.1, 1.5, math.nan, 0.9, 77.0, 1.0]
+    found = cpu_ranks.run(len(SIZES), on_a_rank, norms)
+    assert found == [of(norms)] * len(SIZES)

@@ -1,0 +1,255 @@
+"""Ranks whose settings differ after `make_private` take no step, on any backend."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+
+from dp_clipping.distributed.agreement import Agreement
+from dp_clipping.model import PrivateModel
+from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from dp_clipping.verification import reference as oracle
+from lm.parallel import parallelize
+from tests.support.ranks import Context
+from tests.support.replicas import build, train
+from tests.support.sharded_steps import shard_fsdp2
+
+
+def step(run, change: Callable | None = None) -> None:
+    """One step on the loader's next draw; `change` is called between backward and step."""
+    run.optimizer.zero_grad()
+    *batch, _ = next(iter(run.loader))
+    inputs, targets = oracle.move(batch, device=run.device)
+    run.criterion(run.model(inputs), targets).backward()
+    if change is not None:
+        change(run)
+    run.optimizer.step()
+
+
+def set_on(name: str, value) -> Callable:
+    return lambda run: setattr(run.optimizer, name, value)
+
+
+def other_policy(run) -> None:
+    run.model.policy = run.model.policy.__class__(clipping_function="automatic", gamma=0.5)
+
+
+def other_learning_rate_of_the_threshold(run) -> None:
+    run.optimizer.adaptive_threshold.learning_rate = 0.3
+
+
+def one_more_step(run) -> None:
+    run.optimizer.steps += 1
+
+
+def another_key(run) -> None:
+    run.optimizer.resume(run.optimizer.steps, bytes(32))
+
+
+DIFFERENT: dict[str, tuple[Callable, str]] = {
+    "noise_multiplier": (set_on("noise_multiplier", 0.01), r"noise_multiplier \(0\.01 on rank 0,"),
+    "max_grad_norm": (set_on("max_grad_norm", 0.1), r"max_grad_norm \(0\.1 on rank 0, 0\."),
+    "expected_batch_size": (set_on("expected_batch_size", 8.0), r"expected_batch_size \(8\.0 on r"),
+    "loss_reduction": (set_on("loss_reduction", "sum"), r"loss_reduction \(sum on rank 0, mean on"),
+    "policy": (other_policy, r"clipping_function \(automatic on rank 0.*gamma \(0\.5 on rank 0"),
+    "threshold": (other_learning_rate_of_the_threshold, r"learning_rate \(0\.3 on rank 0, 0\.2 on"),
+    "steps": (one_more_step, r"steps \(\d on rank 0"),
+    "key": (another_key, r"key fingerprint \("),
+}  # fmt: skip
+
+
+def refused(run, context: Context, change: Callable, match: str, mid_step: bool = False) -> None:
+    before = [p.detach().clone() for p in run.model.network.parameters()]
+    history = list(run.engine.accountant.history)
+    if context.rank == 0 and not mid_step:
+        change(run)
+    late = change if context.rank == 0 and mid_step else None
+    with pytest.raises(RuntimeError, match=rf"is not taken: ranks differ in .*{match}"):
+        step(run, late)
+    local = [getattr(p, "_local_tensor", p) for p in run.model.network.parameters()]
+    for now, then in zip(local, before, strict=True):
+        assert torch.equal(now, getattr(then, "_local_tensor", then))
+    assert run.engine.accountant.history == history
+    assert all(p.grad is None for p in run.model.network.parameters())
+
+
+def every_setting(context: Context) -> None:
+    for change, match in DIFFERENT.values():
+        threshold = AdaptiveThreshold(0.7, expected_batch_size=4, count_std=6.0)
+        run = build(context, "ddp_bucketed", adaptive_threshold=threshold)
+        train(run, 2)
+        refused(run, context, change, match)
+
+
+def test_every_setting_is_compared(cpu_ranks):
+    cpu_ranks.run(2, every_setting)
+
+
+def in_time_again(context: Context, variant: str) -> None:
+    """Each C_k, a change between backward and step, and a step after settings agree again."""
+    run = build(context, variant, clipping="per_layer")
+    train(run, 1)
+    names = run.model.capture.group_names
+    limits = run.model.limits()
+
+    def change(run) -> None:
+        run.optimizer.max_grad_norm = [*limits[:-1], 0.01]
+
+    refused(run, context, change, rf"max_grad_norm of {names[-1]} \(0\.01 on rank 0, ")
+    run.optimizer.max_grad_norm = limits
+    train(run, 1)
+    late = set_on("noise_multiplier", 0.01)
+    refused(run, context, late, r"noise_multiplier \(0\.8, then 0\.01 on rank 0", mid_step=True)
+    run.optimizer.noise_multiplier = 0.9
+    train(run, 1)
+    assert run.engine.accountant.history[-1][0] == 0.9
+
+
+@pytest.mark.parametrize("variant", ["none", "ddp", "ddp_individual_v2", "torch_ddp"])
+def test_a_step_is_taken_when_ranks_agree_again(cpu_ranks, variant):
+    cpu_ranks.run(2, in_time_again, variant)
+
+
+def fsdp1(context: Context, network: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(
+        network, process_group=context.group, use_orig_params=True, device_id=context.device
+    )
+
+
+def fsdp2(context: Context, network: nn.Module) -> nn.Module:
+    return shard_fsdp2(network, "block", DeviceMesh.from_group(context.group, "cpu"))
+
+
+def tensor(context: Context, network: nn.Module) -> nn.Module:
+    mesh = DeviceMesh.from_group(context.group, "cpu", mesh_dim_names=("tensor",))
+    return parallelize(network, mesh)
+
+
+def hybrid(_: Context, network: nn.Module) -> nn.Module:
+    return shard_fsdp2(
+        network, "block", init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
+    )
+
+
+def data_and_tensor(_: Context, network: nn.Module) -> nn.Module:
+    return parallelize(network, init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")))
+
+
+def on_a_mesh(context: Context, shard: Callable) -> None:
+    run = build(context, shard=partial(shard, context), name="transformer")
+    train(run, 1)
+    refused(run, context, *DIFFERENT["noise_multiplier"])
+    run.optimizer.noise_multiplier = 0.8
+    refused(run, context, *DIFFERENT["max_grad_norm"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shard"),
+    [(2, fsdp1), (2, fsdp2), (2, tensor), (4, hybrid), (4, data_and_tensor)],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_sharded_networks(cpu_ranks, ranks, shard):
+    cpu_ranks.run(ranks, on_a_mesh, shard)
+
+
+def scheduled_alike(context: Context) -> None:
+    """Schedulers on all ranks, also of the learning rate, and microbatches."""
+    run = build(context, "ddp_bucketed")
+    schedule = LambdaLR(run.optimizer, lambda n: 0.5**n)
+    for sigma in (0.8, 0.7, 0.6):
+        run.optimizer.noise_multiplier = sigma
+        run.optimizer.max_grad_norm = sigma
+        train(run, 1, microbatch=2)
+        schedule.step()
+    assert [s for s, _, _ in run.engine.accountant.history] == [0.8, 0.7, 0.6]
+
+
+def test_settings_that_change_on_all_ranks(cpu_ranks):
+    cpu_ranks.run(2, scheduled_alike)
+
+
+# ---- as on GPUs: the exchange begins with the first backward -------------------------------------
+
+
+def early(context: Context) -> None:
+    run = build(context, "ddp_bucketed")
+    run.optimizer._agreement = Agreement(context.group, early=True)
+    train(run, 2, microbatch=2)
+    assert Agreement(context.group, early=True)._group is run.optimizer._agreement._group
+    run.optimizer.zero_grad()
+    for _ in range(2):  # a step that is dropped and begun again exchanges once
+        *batch, _ = next(iter(run.loader))
+        run.criterion(run.model(batch[0]), batch[1]).backward()
+        run.optimizer.zero_grad()
+    train(run, 1)
+    refused(run, context, *DIFFERENT["max_grad_norm"])
+    run.optimizer.max_grad_norm = 0.7
+    # What changes behind the first backward is of the next step, with the noise of the agreed σ.
+    step(run, set_on("noise_multiplier", 0.01) if context.rank == 0 else None)
+    assert run.engine.accountant.history[-1][0] == 0.8
+    refused(run, context, lambda _: None, r"noise_multiplier \(0\.01 on rank 0, 0\.8")
+
+
+def test_an_exchange_that_begins_with_the_first_backward(cpu_ranks):
+    cpu_ranks.run(4, early)
+
+
+def test_the_noise_is_that_of_the_first_backward():
+    """Whatever changes later applies from the next step on: the account says the same."""
+    applied = []
+    for change in (None, set_on("noise_multiplier", 5.0), set_on("expected_batch_size", 1.0)):
+        run = build()
+        step(run, change)
+        applied.append([p.grad.clone() for p in run.model.network.parameters()])
+        assert run.engine.accountant.history == [(0.8, run.loader.sample_rate, 1)]
+    for other in applied[1:]:
+        assert all(map(torch.equal, applied[0], other))
+
+
+# ---- in make_private -----------------------------------------------------------------------------
+
+
+def made(context: Context, name: str, values: list) -> None:
+    mine = {name: values[context.rank]}
+    with pytest.raises(ValueError, match=f"ranks differ in .*{name}"):
+        build(context, "ddp", **mine)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("batch_first", [True, False]), ("rand_on_empty", [True, False]),
+     ("norm_algorithm", ["auto", "input_length"]),
+     ("adaptive_threshold", [None, AdaptiveThreshold(0.7, expected_batch_size=4, count_std=6.0)])],
+)  # fmt: skip
+def test_arguments_of_make_private(cpu_ranks, name, values):
+    cpu_ranks.run(2, made, name, values)
+
+
+def accountants(context: Context) -> None:
+    engine = ("prv", "rdp")[context.rank]
+    with pytest.raises(ValueError, match=r"ranks differ in accountant \(prv on rank 0, rdp on"):
+        build(context, "ddp", accountant=engine)
+
+
+def test_the_accountant_is_the_same_on_all_ranks(cpu_ranks):
+    cpu_ranks.run(2, accountants)
+
+
+def with_and_without_a_seed(context: Context) -> None:
+    with pytest.raises(ValueError, match="ranks differ in noise_generator is given"):
+        build(context, "ddp", seed=(5, None)[context.rank])
+
+
+def test_a_seed_is_given_on_all_ranks_or_none(cpu_ranks):
+    cpu_ranks.run(2, with_and_without_a_seed)
+
+
+def test_a_rank_alone_has_nobody_to_agree_with():
+    run = build()
+    assert isinstance(run.model, PrivateModel)
+    assert run.optimizer._agreement is None

@@ -1,0 +1,515 @@
+"""Clipped sums on every data-parallel variant, beside one process that has the whole batch."""
+
+import itertools
+import sys
+import time
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ddp import wrap
+from dp_clipping import BatchMemoryManager
+from dp_clipping.verification import reference as oracle
+from lm.launch import run_ranks
+from tests.ddp.conftest import CPU_COPY_ENGINE, HAND_BUILT
+from tests.dp_clipping.conftest import MODES, assert_close, gradients_of, private, private_loss
+from tests.support import zoo
+from tests.support.beside import small_buckets
+from tests.support.ranks import Context
+from tests.support.recorder import recording
+from tests.support.replicas import (
+    ALL,
+    BUCKET_MB,
+    SPLITS,
+    SYNCHRONISING,
+    VARIANTS,
+    Beside,
+    applied,
+    build,
+    parameters,
+    part,
+    train,
+)
+
+FLOAT32_BYTES = 4
+TAKE_16_BIT = ["ddp_bucketed", "ddp_individual_v2", CPU_COPY_ENGINE, "torch_ddp"]
+
+
+def short(variant: str) -> str:
+    return variant.rpartition(":")[2]
+
+
+every_variant = pytest.mark.parametrize("variant", SYNCHRONISING, ids=short)
+
+
+# ---- sums of the whole global batch, norms of the local one --------------------------------------
+
+
+def beside_oracle(context: Context, variant: str, mode: str, name: str, clipping: str) -> None:
+    """Every split of the batch, one after the other: plans are rebuilt after the first."""
+    pair = Beside(context, variant, mode, name, clipping)
+    for sizes in SPLITS[context.world_size]:
+        pair.check_step(sizes)
+
+
+def covering() -> list:
+    """Each variant with each mode; tied and per layer in turn, so that each meets each mode."""
+    cases = []
+    for (v, variant), (m, mode) in itertools.product(enumerate(VARIANTS), enumerate(MODES)):
+        name = ("transformer", "transformer_tied")[(v + m) % 2]
+        clipping = ("flat", "per_layer")[(v // 2 + m) % 2]
+        world_size = 4 if (v + m) % 4 == 0 else 2
+        cases.append(
+            pytest.param(
+                world_size, variant, mode, name, clipping,
+                id=f"{world_size}-{short(variant)}-{mode}-{name}-{clipping}",
+            )
+        )  # fmt: skip
+    return cases
+
+
+@pytest.mark.parametrize(("world_size", "variant", "mode", "name", "clipping"), covering())
+def test_sums_are_those_of_one_process(cpu_ranks, world_size, variant, mode, name, clipping):
+    cpu_ranks.run(world_size, beside_oracle, variant, mode, name, clipping)
+
+
+def full_product(context: Context, variant: str) -> None:
+    for name, mode, clipping in itertools.product(
+        ("transformer", "transformer_tied"), MODES, ("flat", "per_layer")
+    ):
+        beside_oracle(context, variant, mode, name, clipping)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("variant", VARIANTS, ids=short)
+def test_every_combination(cpu_ranks, variant, world_size):
+    cpu_ranks.run(world_size, full_product, variant)
+
+
+# ---- accumulation --------------------------------------------------------------------------------
+
+
+def accumulated(context: Context, variant: str) -> None:
+    """Parts of the batch, as different ranks see them, before one finish."""
+    plans = [[True, True], [False, True], [False, True, True]]
+    for find_unused in (False, True):
+        pair = Beside(context, variant, find_unused_parameters=find_unused)
+        for synchronise in plans:
+            seen = []
+            for micro, sync in enumerate(synchronise):
+                with nullcontext() if sync else pair.model.no_sync():
+                    for mine in microbatch(context, micro, len(synchronise)):
+                        pair.backward(mine)
+                        seen.append(mine)
+            pair.finish()
+            norms = torch.cat([oracle.norms(pair.expected)[mine] for mine in seen]).float()
+            torch.testing.assert_close(pair.model.per_sample_gradient_norms, norms)
+            pair.check_sums()
+            pair.model.clear_gradients()
+
+
+def microbatch(context: Context, micro: int, count: int) -> list[slice]:
+    """The batch dealt out sample by sample, some microbatches empty."""
+    place = context.rank + context.world_size * micro
+    if micro + 1 < count:
+        return [slice(place, place + 1) if place < zoo.SIZE else slice(0, 0)]
+    rest = range(place, zoo.SIZE, context.world_size)
+    return [slice(i, i + 1) for i in rest] or [slice(0, 0)]
+
+
+@every_variant
+def test_accumulation_equals_one_large_batch(cpu_ranks, variant):
+    cpu_ranks.run(2, accumulated, variant)
+
+
+def with_memory_manager(context: Context, variant: str, sigma: float) -> np.ndarray:
+    """Microbatches through engine and BatchMemoryManager: the parameters after two epochs."""
+    run = build(context, variant, noise_multiplier=sigma, max_grad_norm=0.5)
+    for _ in range(2):
+        with BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
+        ) as loader:
+            for inputs, targets, _ in loader:
+                run.criterion(run.model(inputs), targets).backward()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+    return parameters(run)
+
+
+@every_variant
+def test_microbatches_equal_one_process_without_them(cpu_ranks, variant):
+    alone = build(noise_multiplier=0.3, max_grad_norm=0.5)
+    train(alone, 12)
+    answers = cpu_ranks.run(2, with_memory_manager, variant, 0.3)
+    assert answers[0].tobytes() == answers[1].tobytes()
+    np.testing.assert_allclose(answers[0], parameters(alone), rtol=0, atol=1e-5)
+
+
+# ---- failures and parameters that were not used --------------------------------------------------
+
+
+def fails_in_the_norm_pass(pair: Beside, rank: int) -> None:
+    def loss(outputs, targets):
+        losses = pair.per_sample_loss(outputs, targets)
+        losses.register_hook(raise_arithmetic_error)
+        return losses
+
+    with pytest.raises(ArithmeticError):
+        private_loss(pair.model, pair.batch, loss).backward()
+
+
+def fails_between_two_sums(pair: Beside, rank: int) -> None:
+    """Not between the same two on each rank."""
+    receive, left = pair.model._gradients.receive, [3 + 4 * rank]
+
+    def receive_some(parameter, total):
+        left[0] -= 1
+        if left[0] < 0:
+            raise_arithmetic_error(total)
+        receive(parameter, total)
+
+    pair.model._gradients.receive = receive_some
+    with pytest.raises(ArithmeticError):
+        pair.backward(ALL)
+    del pair.model._gradients.receive
+
+
+def raise_arithmetic_error(_):
+    raise ArithmeticError("failed on purpose")
+
+
+def failed(context: Context, variant: str) -> None:
+    """In the first step and later, zeroed and not; then a step is right."""
+    for fail in (fails_in_the_norm_pass, fails_between_two_sums):
+        for zeroes in (True, False):
+            pair = Beside(context, variant, mode="ghost" if zeroes else "bookkeeping")
+            for sizes in SPLITS[context.world_size]:
+                fail(pair, context.rank)
+                if zeroes:
+                    pair.model.clear_gradients()
+                pair.check_step(sizes)
+
+
+@every_variant
+def test_a_step_after_a_failed_backward(cpu_ranks, variant):
+    cpu_ranks.run(2, failed, variant)
+
+
+def not_used(context: Context, variant: str) -> None:
+    """By nobody, whatever `find_unused_parameters` says, and then by some ranks only."""
+    Beside(context, variant, name="unused").check_step((1, 3))
+    Beside(context, variant, name="unused", find_unused_parameters=True).check_step((1, 3))
+    networks = [branching(rank % 2 == 0) for rank in range(context.world_size)]
+    module = wrap(
+        variant, networks[context.rank], process_group=context.group, **small_buckets(variant)
+    )
+    model = private(module, max_grad_norm=1e6)
+    batch = zoo.classes(3, 6)
+    for _ in range(2):
+        private_loss(model, batch, zoo.cross_entropy).backward()
+        model.module.finish_gradient_synchronization()
+        total: dict = {}
+        for takes_it in (True, False):
+            gradients = oracle.per_sample_gradients(branching(takes_it), batch, zoo.cross_entropy)
+            for name, g in gradients.items():
+                total[name] = total.get(name, 0) + g.sum(0)
+        assert_close(gradients_of(model), total, 1e-5)
+        model.clear_gradients()
+
+
+def branching(takes_it: bool) -> nn.Module:
+    def forward(net, x):
+        return net.head(net.sometimes(x) if takes_it else x)
+
+    return zoo.seeded(lambda: zoo.Net(forward, sometimes=nn.Linear(6, 6), head=nn.Linear(6, 3)))
+
+
+@every_variant
+def test_parameters_that_were_not_used_contribute_zero(cpu_ranks, variant):
+    cpu_ranks.run(2, not_used, variant)
+
+
+def noise_of_unused(context: Context) -> np.ndarray:
+    run = build(context, name="unused", batch_size=8, noise_multiplier=2.0)
+    train(run, 1)
+    return torch.cat([p.grad.flatten() for p in run.model.network.skipped.parameters()]).numpy()
+
+
+def test_a_parameter_that_nobody_used_gets_noise(cpu_ranks):
+    one, other = cpu_ranks.run(2, noise_of_unused)
+    assert one.tobytes() == other.tobytes()
+    assert 0.6 < one.std() / (2.0 * 0.7 / 8) < 1.4
+
+
+# ---- streaming -----------------------------------------------------------------------------------
+
+
+def streamed(context: Context, variant: str, mode: str) -> None:
+    """Sums of bfloat16 parameters: when they leave, in which order, in which type."""
+    with recording(context.group) as group:
+        replica = Context(context.rank, context.world_size, context.device, group)
+        pair = Beside(replica, variant, mode, dtype=torch.bfloat16, tolerance=3e-2)
+        model, receive = pair.model, pair.model._gradients.receive
+        names = model.capture.names
+
+        def marked(parameter, total):
+            group.mark("sum", names[parameter])
+            receive(parameter, total)
+
+        model._gradients.receive = marked
+        numel = sum(p.numel() for p in model.capture.parameters)
+        for step in range(3):
+            group.events.clear()
+            pair.backward(part((3, 1), context.rank))
+            group.mark("finish")
+            pair.finish()
+            calls = group.gradient_collectives()
+            assert {(c.dtype, c.op) for c in calls} == {("torch.float32", "SUM")}
+            assert sum(c.numel for c in calls) == numel
+            assert model.module.stats()["bytes"] == numel * FLOAT32_BYTES
+            pair.check_sums()
+            if step:
+                check_stream(group.events, model, variant)
+            model.clear_gradients()
+
+
+def check_stream(events: list, model, variant: str) -> None:
+    sums = [i for i, e in enumerate(events) if e.what == "sum"]
+    first = next(i for i, e in enumerate(events) if e.what.startswith("allreduce"))
+    in_order = [events[i].detail for i in sums]
+    # Backwards through the network (autograd visits what scales a norm last), buckets likewise.
+    matrices = [name for name, p in model.network.named_parameters() if p.dim() > 1]
+    assert [name for name in in_order if name in matrices] == matrices[::-1]
+    assert [n for launch in model.module.launches() for n in launch.names] == in_order
+    if variant == "ddp":
+        assert first > next(i for i, e in enumerate(events) if e.what == "finish")
+    else:
+        assert first < sums[-2], "under way before the last sum is begun"
+        assert "wait" not in [e.what for e in events[: sums[-1]]]
+
+
+@pytest.mark.parametrize(("variant", "mode"), [
+    *((variant, "bookkeeping") for variant in HAND_BUILT),
+    ("ddp_bucketed", "ghost"),
+    ("ddp_individual_v2", "per_sample"),
+])  # fmt: skip
+def test_sums_leave_while_others_are_computed(cpu_ranks, variant, mode):
+    cpu_ranks.run(2, streamed, variant, mode)
+
+
+# ---- 16-bit parameters ---------------------------------------------------------------------------
+
+
+def steps_in_16_bit(context: Context, variant: str) -> tuple[np.ndarray, int]:
+    run = build(
+        context, variant, name="transformer"  , dtype=torch.bfloat16
+    )  # fmt: skip
+    network = run.model.network
+
+    def zero_grad(step: int) -> None:
+        assert {p.grad.dtype for p in network.parameters()} == {torch.bfloat16}
+        (
+            run.optimizer.zero_grad,
+            lambda: run.optimizer.zero_grad(set_to_none=False),
+            run.model.zero_grad,
+            lambda: run.model.zero_grad(set_to_none=False),
+        )[step % 4]()
+
+    train(run, 5, zero_grad=zero_grad)
+    assert {p.grad.dtype for p in network.parameters()} == {torch.bfloat16}
+    return parameters(run), run.model.module.stats()["bytes"]
+
+
+@pytest.mark.parametrize("variant", TAKE_16_BIT, ids=short)
+def test_16_bit_parameters_take_noisy_float32_sums(cpu_ranks, variant):
+    answers = cpu_ranks.run(2, steps_in_16_bit, variant)
+    alone = build(name="transformer", dtype=torch.bfloat16)
+    train(alone, 5)
+    values = [values.tobytes() for values, _ in answers]
+    assert values[0] == values[1]
+    # Parameters are rounded after each step: a unit in the last place now and then.
+    difference = np.abs(answers[0][0] - parameters(alone))
+    assert difference.max() < 0.05
+    assert difference.mean() < 1e-3
+    numel = sum(p.numel() for p in alone.model.network.parameters())
+    assert [nbytes for _, nbytes in answers] == 2 * [numel * FLOAT32_BYTES]
+
+
+# ---- without privacy -----------------------------------------------------------------------------
+
+
+def without_privacy(context: Context, variant: str) -> None:
+    """Bit for bit what the wrapper does by itself."""
+    run = build(
+        context, variant, name="transformer", grad_sample_mode="no_dp", poisson_sampling=False,
+        distributed_sampler=True, seed=None,
+    )  # fmt: skip
+    train(run, 3)
+    case = zoo.BY_NAME["transformer"]
+    model = wrap(
+        variant, case.build(), process_group=context.group, **small_buckets(variant, BUCKET_MB)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = iter(run.loader)
+    for _ in range(3):
+        inputs, targets, _ = next(loader)
+        case.per_sample_loss(model(inputs), targets).mean().backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+    for p, q in zip(run.model.network.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert run.engine.accountant.history
+    assert run.engine.get_epsilon(1e-5) == float("inf")
+
+
+@every_variant
+def test_no_dp_is_ordinary_training(cpu_ranks, variant):
+    cpu_ranks.run(2, without_privacy, variant)
+
+
+def ordinary_behind_private(context: Context, variant: str) -> None:
+    """PyTorch's reducer, left out of private steps, must not be left out of an ordinary one."""
+    pair = Beside(context, variant)
+    pair.check_step((3, 1))
+    ids, _ = oracle.pick(pair.batch, part((3, 1), context.rank))
+    with pytest.raises(RuntimeError, match="gradients_come_by_hand is set"):
+        pair.model.module(ids).sum().backward()
+    network = pair.model.to_standard_module()
+    pair.model.module.zero_grad()
+    pair.model.module(ids).sum().backward()
+    pair.finish()
+    of_ranks = [torch.empty_like(network.head.weight) for _ in range(context.world_size)]
+    torch.distributed.all_gather(of_ranks, network.head.weight.grad, group=context.group)
+    assert torch.equal(*of_ranks)
+
+
+@pytest.mark.parametrize("variant", ["torch_ddp", "torch_ddp_tuned"])
+def test_ordinary_training_behind_private(cpu_ranks, variant):
+    cpu_ranks.run(2, ordinary_behind_private, variant)
+
+
+def means_behind_private(context: Context, variant: str) -> None:
+    """Ordinary gradients are the means, in the type, that a wrapper without this past gives."""
+    found = []
+    for was_private in (True, False):
+        pair = Beside(context, variant, dtype=torch.bfloat16, tolerance=3e-2)
+        wrapper = pair.model.module
+        if was_private:
+            pair.check_step((3, 1))
+            network = pair.model.to_standard_module()
+        else:
+            network = zoo.BY_NAME["transformer"].build().to(torch.bfloat16)
+            options = small_buckets(variant, BUCKET_MB)
+            wrapper = wrap(variant, network, process_group=context.group, **options)
+        inputs, targets = oracle.pick(pair.batch, part((3, 1), context.rank))
+        pair.per_sample_loss(wrapper(inputs), targets).mean().backward()
+        wrapper.finish_gradient_synchronization()
+        found.append({name: p.grad for name, p in network.named_parameters()})
+    afterwards, untouched = found
+    assert list(afterwards) == list(untouched)
+    for name, gradient in untouched.items():
+        assert afterwards[name].dtype == gradient.dtype
+        torch.testing.assert_close(afterwards[name], gradient, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["ddp_bucketed", "torch_ddp"])
+def test_gradients_are_means_again_behind_private(cpu_ranks, variant):
+    cpu_ranks.run(2, means_behind_private, variant)
+
+
+# ---- noise ---------------------------------------------------------------------------------------
+
+
+def one_step(
+    context: Context, variant: str, sigma: float, steps: int = 1, **options
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the last step applied, and the parameters after it."""
+    run = build(context, variant, name="transformer", noise_multiplier=sigma, **options)
+    train(run, steps)
+    return applied(run), parameters(run)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "variant"), [*((2, v) for v in SYNCHRONISING), (4, "ddp_bucketed")],
+    ids=lambda value: short(str(value)),
+)  # fmt: skip
+def test_noise_is_added_once(cpu_ranks, world_size, variant):
+    """The same on all replicas, of standard deviation σC whatever W, and that of one process."""
+    sigma, limit, expected_batch = 0.8, 0.7, 4
+    noisy = cpu_ranks.run(world_size, one_step, variant, sigma)
+    clean = cpu_ranks.run(world_size, one_step, variant, 0.0)
+    for answers in (noisy, clean):
+        assert len({(g.tobytes(), p.tobytes()) for g, p in answers}) == 1, "replicas differ"
+    noise = (noisy[0][0] - clean[0][0]) * expected_batch / (sigma * limit)
+    assert abs(noise.std() - 1) < 0.05
+    assert abs(noise.mean()) < 0.06
+    alone = {}
+    for s in (0.0, sigma):
+        run = build(name="transformer", noise_multiplier=s)
+        train(run, 1)
+        alone[s] = applied(run)
+    np.testing.assert_allclose(clean[0][0], alone[0.0], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(noisy[0][0], alone[sigma], rtol=0, atol=1e-6)
+
+
+@every_variant
+def test_replicas_stay_equal_over_several_steps(cpu_ranks, variant):
+    answers = cpu_ranks.run(2, one_step, variant, 0.8, 4)
+    assert len({p.tobytes() for _, p in answers}) == 1
+    alone = build(name="transformer")
+    train(alone, 4)
+    np.testing.assert_allclose(answers[0][1], parameters(alone), rtol=0, atol=1e-5)
+
+
+# ---- a rank that dies ----------------------------------------------------------------------------
+
+DIES_IN_THE_NORM_PASS = """
+import os, signal, time
+from datetime import timedelta
+import torch.distributed as dist
+from lm.runtime import connect_store, find_hardware, process_group
+from lm.watch import Watch
+from tests.support.replicas import ALL, Beside
+from tests.support.ranks import Context
+
+with process_group(find_hardware("cpu", 2), timeout_s=6) as worker:
+    store = connect_store(timedelta(seconds=20))
+    watch = Watch(store, worker.rank, worker.world_size, 6, lambda cause: None)
+    context = Context(worker.rank, worker.world_size, worker.device, dist.group.WORLD)
+    pair = Beside(context, "ddp_bucketed", "ghost")
+    criterion = pair.per_sample_loss
+
+    def dies(outputs, targets):
+        losses = criterion(outputs, targets)
+        losses.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+        return losses
+
+    try:
+        for step in range(9):
+            if (worker.rank, step) == (1, 2):
+                pair.per_sample_loss = dies
+            watch.at(f"step {step}, backward_pass")
+            time.sleep(2 if step == 2 else 0)  # long enough for a report of where it is
+            pair.backward(ALL)
+            watch.at(f"step {step}, gradient_sync")
+            pair.finish()
+            pair.model.clear_gradients()
+    except Exception as error:
+        watch.fail(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_killed_in_the_norm_pass_stops_the_others():
+    start = time.monotonic()
+    outcome = run_ranks([sys.executable, "-c", DIES_IN_THE_NORM_PASS], 2)
+    assert outcome.status != 0
+    assert outcome.cause.rank == 1
+    assert "SIGKILL" in outcome.cause.message
+    assert "last seen at step" in outcome.cause.message  # as of its last report, a moment before
+    assert time.monotonic() - start < 90, "most of it is imports"

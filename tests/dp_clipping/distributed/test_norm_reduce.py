@@ -1,0 +1,539 @@
+"""Norms over ranks: where they add up, where they must not, and that every rank has the same."""
+
+import math
+import os
+import random
+from datetime import timedelta
+from functools import cache, partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS, NormReducer, refuse_split_samples
+from dp_clipping.verification import reference as oracle
+from tests.support import zoo
+from tests.support.ranks import Context, RankPool
+
+MESHES = {"data": (2, 1), "tensor": (1, 2), "data x tensor": (2, 2), "tensor of 4": (1, 4)}
+TENSOR_MESHES = [name for name, (_, tensor) in MESHES.items() if tensor > 1]
+BATCH = 7  # samples of the global batch
+SPLITS = {1: [(7,), (0,)], 2: [(4, 3), (0, 7), (6, 1), (0, 0)], 4: [(0, 4, 1, 2), (2, 2, 2, 1)]}
+GROUPS = 2  # clipping groups
+
+
+def world_size_of(mesh: str) -> int:
+    return MESHES[mesh][0] * MESHES[mesh][1]
+
+
+@cache
+def square(*, names: tuple[str, str]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The axes of a 2 x 2 mesh, on all four ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    return mesh.get_group(names[0]), mesh.get_group(names[1])
+
+
+def axes_of(context: Context, mesh: str) -> dict:
+    if mesh == "data x tensor":
+        data, tensor = square(names=("data", "tensor"))
+        return {"data_group": data, "tensor_group": tensor}
+    return {"tensor_group" if "tensor" in mesh else "data_group": context.group}
+
+
+def reducer_of(context: Context, mesh: str, mode: str = "sync", dtype=torch.float64):
+    return NormReducer(**axes_of(context, mesh), mode=mode, dtype=dtype, device=context.device)
+
+
+@cache
+def gradients() -> oracle.Gradients:
+    """Of the whole batch, from one backward a sample: weights and biases of an MLP."""
+    network = zoo.seeded(lambda: zoo.mlp(5, 8, 4))
+    return oracle.per_sample_gradients(network, zoo.numbers(BATCH, 5, out=(4,)), zoo.squared_error)
+
+
+def reference() -> Tensor:
+    """Squared norms [K, G] of a single process; parameters belong to the groups in turn."""
+    table = torch.zeros(GROUPS, BATCH, dtype=torch.float64)
+    for number, g in enumerate(gradients().values()):
+        table[number % GROUPS] += oracle.per_sample_sum(g.square())
+    return table
+
+
+class Part:
+    """What one rank computes: its samples, its shards of weights, all of the biases."""
+
+    def __init__(self, context: Context, mesh: str, reducer: NormReducer, mine: slice):
+        shards = MESHES[mesh][1]
+        self.device, self.mine, self.squares = context.device, mine, {}
+        for number, (name, g) in enumerate(gradients().items()):
+            is_sharded = name.endswith("weight")
+            if is_sharded:
+                g = g.chunk(shards, dim=1)[context.rank % shards]
+            counted = reducer.counts(replicated=not is_sharded)
+            own = oracle.per_sample_sum(g[mine].square())
+            self.squares[name] = number % GROUPS, own if counted else torch.zeros_like(own)
+
+    def table(self, names) -> Tensor:
+        """[1, K, B] of some parameters."""
+        table = torch.zeros(1, GROUPS, len(range(BATCH)[self.mine]), dtype=torch.float64)
+        for name in names:
+            group, squares = self.squares[name]
+            table[0, group] += squares
+        return table.to(self.device)
+
+
+def part_of(reducer: NormReducer, sizes: tuple[int, ...]) -> slice:
+    start = sum(sizes[: reducer.data.rank])
+    return slice(start, start + sizes[reducer.data.rank])
+
+
+def same_bits(context: Context, table: Tensor) -> None:
+    """On all ranks of the context."""
+    others = [torch.empty_like(table) for _ in range(context.world_size)]
+    dist.all_gather(others, table.contiguous(), group=context.group)
+    assert all(torch.equal(table.nan_to_num(), other.nan_to_num()) for other in others)
+
+
+# ---- what clipping needs -------------------------------------------------------------------------
+
+
+def reduced(context: Context, mesh: str, mode: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """This rank's table before and after."""
+    reducer = reducer_of(context, mesh, mode, dtype)
+    part = Part(context, mesh, reducer, slice(0, BATCH))
+    own = part.table(part.squares).to(dtype)
+    before = own.clone()
+    if mode == "layerwise":
+        order = list(part.squares)
+        sums = reducer.layerwise(order, lambda names: part.table(names).to(dtype), every=1)
+        random.Random(context.rank).shuffle(order)  # another order on every rank
+        for name in order[:-1]:
+            sums.add(name)
+        assert sums.launched < len(order)
+        sums.add(order[-1])
+        assert sums.launched == len(order)
+        total = sums.wait()
+        assert torch.equal(total, sums.wait())
+    else:
+        flight = reducer.reduce(own)
+        total = flight.wait()
+        assert torch.equal(total, flight.wait())
+    assert torch.equal(own, before), "the table given is not changed"
+    return own.cpu(), total.cpu()
+
+
+def assert_reduced(answers: list[tuple[Tensor, Tensor]], shards: int, dtype: torch.dtype) -> None:
+    """What each rank had and got: other parts before, the same bits after, of one process."""
+    for one in range(0, len(answers), shards):
+        before, after = zip(*answers[one : one + shards], strict=True)
+        assert all(not torch.equal(before[0], other) for other in before[1:])
+        assert all(torch.equal(after[0], other) for other in after[1:])
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-14
+    for _, after in answers:
+        torch.testing.assert_close(after[0].double(), reference(), rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("mode", NORM_REDUCTIONS)
+@pytest.mark.parametrize("mesh", TENSOR_MESHES)
+def test_tensor_ranks_differ_before_and_are_identical_after(cpu_ranks, mesh, mode, dtype):
+    answers = cpu_ranks.run(world_size_of(mesh), reduced, mesh, mode, dtype)
+    assert_reduced(answers, MESHES[mesh][1], dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", NORM_REDUCTIONS)
+def test_the_same_on_gpus(gpu_ranks, mode):
+    answers = gpu_ranks.run(2, reduced, "tensor", mode, torch.float32)
+    assert_reduced(answers, 2, torch.float32)
+
+
+def with_data_ranks_only(context: Context) -> None:
+    reducer = reducer_of(context, "data", "async")
+    assert not reducer.splits_parameters
+    assert reducer.counts(replicated=True)
+    own = torch.rand(2, GROUPS, 3 + context.rank, dtype=torch.float64) + context.rank
+    assert torch.equal(reducer.reduce(own).wait(), own)
+
+
+def test_norms_of_different_samples_are_not_summed(cpu_ranks):
+    cpu_ranks.run(2, with_data_ranks_only)
+
+
+def test_one_process_takes_the_same_path():
+    own = torch.rand(2, 1, 3)
+    for mode in NORM_REDUCTIONS:
+        reducer = NormReducer(mode=mode)
+        sums = reducer.layerwise("ab", lambda keys: own * len(keys) / 2, every=1)
+        sums.add("b")
+        assert sums.launched == 0
+        sums.add("a")
+        assert sums.launched == 2
+        for total in (reducer.reduce(own).wait(), sums.wait()):
+            torch.testing.assert_close(total, own)
+        norms = reducer.gather(own[0])
+        assert norms.sizes == [3]
+        torch.testing.assert_close(norms.wait(), own[0])
+
+
+class Enter(torch.autograd.Function):
+    """What tensor parallel does where parts begin: the gradient is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class Leave(torch.autograd.Function):
+    """And where they end: the output is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+BLOCKS, BATCH_SIZE, WIDTH = 4, 3, 4
+
+
+def split_backward(context: Context, every: int) -> None:
+    """Blocks x + W₂ tanh(W₁ x), W₁ split by rows and W₂ by columns, beside one process."""
+    generator = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    whole = [(normal(2 * WIDTH, WIDTH), normal(WIDTH, 2 * WIDTH)) for _ in range(BLOCKS)]
+    x = normal(BATCH_SIZE, WIDTH).requires_grad_()
+
+    def loss_of(weights, enter, leave, seen):
+        """Their sum; `seen(name, squares)` is called as backward goes."""
+
+        def note(name, a, g):
+            seen(name, a * g.square().sum(1))
+
+        h = x
+        for number, (first, second) in enumerate(weights):
+            inside = enter(h)
+            middle = inside @ first.T
+            out = middle.tanh() @ second.T
+            for name, a, y in (
+                (f"{number}.1", inside, middle),
+                (f"{number}.2", middle.tanh(), out),
+            ):
+                hook = partial(note, name, a.detach().square().sum(1))
+                y.register_hook(hook)
+            h = h + leave(out)
+        return h.square().sum()
+
+    expected = torch.zeros(BATCH_SIZE, dtype=torch.float64)
+    loss_of(whole, lambda h: h * 1, lambda h: h, lambda _, own: expected.add_(own)).backward()
+
+    reducer = reducer_of(context, "tensor", "layerwise")
+    order = [f"{number}.{part}" for number in reversed(range(BLOCKS)) for part in (2, 1)]
+    squares: dict[str, Tensor] = {}
+    zero = torch.zeros(BATCH_SIZE, dtype=torch.float64)
+    sums = reducer.layerwise(
+        order, lambda names: sum((squares[n] for n in names), zero)[None, None], every
+    )
+
+    def arrived(name, own):
+        squares[name] = own
+        sums.add(name)
+
+    parts = [
+        (first.chunk(2)[context.rank], second.chunk(2, dim=1)[context.rank])
+        for first, second in whole
+    ]
+    group = context.group
+    loss = loss_of(parts, lambda h: Enter.apply(h, group), lambda h: Leave.apply(h, group), arrived)
+    loss.backward()
+    assert sums.launched == -(-len(order) // every), "they left in backward"
+    torch.testing.assert_close(sums.wait()[0, 0], expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_layerwise_sums_leave_among_the_collectives_of_backward(cpu_ranks, every):
+    cpu_ranks.run(2, split_backward, every)
+
+
+def missing_keys(context: Context, every: int) -> None:
+    """Parameters that backward did not reach arrive on no rank, others on some ranks only."""
+    reducer = reducer_of(context, "tensor", "layerwise")
+    order = [f"p{number}" for number in range(10)]
+    reached = [k for k in order if k != "p4" and (k != "p7" or context.rank)]
+
+    def table(keys):
+        values = torch.zeros(1, 1, 2, dtype=torch.float64)
+        for key in keys:
+            values += torch.tensor([1.0, 2.0]) * 2.0 ** int(key[1:])
+        return values
+
+    sums = reducer.layerwise(order, table, every)
+    for key in reversed(reached):
+        sums.add(key)
+    assert sums.launched == 4 // every, "the chunk of p4 and all after it are held back"
+    expected = 2.0 * (2**10 - 1 - 2**4) - 2**7
+    assert sums.wait().tolist() == [[[expected, 2 * expected]]]
+    assert sums.launched == -(-10 // every)
+    with pytest.raises(AssertionError, match="after its chunk has left"):
+        sums.add("p4")
+    with pytest.raises(AssertionError, match="twice"):
+        sums.add("p1")
+
+
+@pytest.mark.parametrize("every", [1, 3, 4, 99])
+def test_chunks_do_not_depend_on_what_arrives(cpu_ranks, every):
+    cpu_ranks.run(2, missing_keys, every)
+
+
+def empty_tables(context: Context) -> None:
+    none = torch.zeros(2, 1, 0, dtype=torch.float64)
+    for mode in NORM_REDUCTIONS:
+        reducer = reducer_of(context, "tensor", mode)
+        assert reducer.reduce(none).wait().shape == none.shape
+        assert reducer.layerwise([], lambda keys: none).wait().shape == none.shape
+
+
+def test_an_empty_batch_communicates_nothing(cpu_ranks):
+    cpu_ranks.run(2, empty_tables)
+
+
+def not_finite(context: Context) -> None:
+    own = torch.tensor([[[1.0, 2.0, 3.0]]])
+    if context.rank:
+        own[0, 0, 0], own[0, 0, 2] = torch.inf, torch.nan
+    for mode in ("sync", "async"):
+        reducer = reducer_of(context, "tensor", mode, torch.float32)
+        found = reducer.reduce(own).wait()[0, 0].tolist()
+        assert found[0] == torch.inf
+        assert found[1] == 4
+        assert found[2] != found[2]
+
+
+def test_a_norm_that_is_not_finite_is_so_on_every_rank(cpu_ranks):
+    cpu_ranks.run(2, not_finite)
+
+
+# ---- the global vector ---------------------------------------------------------------------------
+
+
+def gathered(context: Context, mesh: str) -> None:
+    reducer = reducer_of(context, mesh)
+    for sizes in SPLITS[reducer.data.size]:
+        size = sum(sizes)
+        mine = part_of(reducer, sizes)
+        part = Part(context, mesh, reducer, mine)
+        own = part.table(part.squares)
+        complete = reducer.reduce(own).wait()
+        found = reducer.gather(complete[0])
+        assert found.sizes == list(sizes)
+        assert found.wait().shape == (GROUPS, size)
+        torch.testing.assert_close(found.wait().cpu(), reference()[:, :size], rtol=1e-14, atol=0)
+        same_bits(context, found.wait())
+        expected = oracle.norms(gradients())[:size]
+        norms = found.wait().sum(0).sqrt().cpu()
+        torch.testing.assert_close(norms, expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_rank_has_the_vector_of_one_process(cpu_ranks, mesh):
+    cpu_ranks.run(world_size_of(mesh), gathered, mesh)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mesh", ["data", "tensor"])
+def test_the_same_vector_on_gpus(gpu_ranks, mesh):
+    gpu_ranks.run(2, gathered, mesh)
+
+
+def read_by_one_rank(context: Context) -> None:
+    reducer = reducer_of(context, "data", dtype=torch.float32)
+    steps = [reducer.gather(torch.full((1, 2), float(n))) for n in range(3)]
+    if context.rank == 0:
+        assert steps[1].wait().tolist() == [[1.0] * 4]
+    dist.barrier(context.group)
+
+
+def test_reading_is_up_to_each_rank(cpu_ranks):
+    cpu_ranks.run(2, read_by_one_rank)
+
+
+def other_batch(context: Context) -> None:
+    reducer = reducer_of(context, "data x tensor")
+    own = torch.ones(1, 3 if context.rank else 2)  # rank 1 is its tensor-parallel partner
+    with pytest.raises(RuntimeError, match="must draw the same batches"):
+        reducer.gather(own)
+
+
+def test_tensor_ranks_have_the_same_samples(cpu_ranks):
+    cpu_ranks.run(4, other_batch)
+
+
+def losses_on_ranks(context: Context) -> None:
+    own = torch.tensor([0.1, 2.0, math.nan, 1e4]) * (1 + 1e-6 * context.rank)
+    for axis in ("tensor_group", "data_group"):
+        NormReducer(**{axis: context.group}).check_same_samples(own)
+        NormReducer(**{axis: context.group}).check_same_samples(own[:0])
+    own[1] += 0.1 * context.rank
+    NormReducer(data_group=context.group).check_same_samples(own)
+    with pytest.raises(RuntimeError, match="different losses for what should be the same samples"):
+        NormReducer(tensor_group=context.group).check_same_samples(own)
+
+
+def test_other_samples_on_a_tensor_axis_show_in_the_losses(cpu_ranks):
+    cpu_ranks.run(2, losses_on_ranks)
+
+
+# ---- why not over samples ------------------------------------------------------------------------
+
+
+def adversarial(world_size: int, with_huge: bool) -> Tensor:
+    """Gradients [W, 2] of one sample a rank: rank 0's is huge, or is removed; C = 1.
+
+    The others point the other way, and each is far above C.
+    """
+    g = torch.zeros(world_size, 2, dtype=torch.float64)
+    g[0, 0] = -1e9 if with_huge else 0.0
+    g[1:, 0] = 1e3
+    return g
+
+
+def clip(g: Tensor, norms: Tensor) -> Tensor:
+    return (g / norms.clamp_min(1.0)[:, None]).sum(0)
+
+
+@pytest.mark.parametrize(("world_size", "moved"), [(2, 2.0), (4, 2.732), (8, 3.646)])
+def test_norms_of_different_samples_in_one_slot_break_the_sensitivity(world_size, moved):
+    """N² = Σ_r n_r² looks conservative, and one sample moves the sum by C(1 + √(W - 1))."""
+    shared, own = [], []
+    for with_huge in (True, False):
+        g = adversarial(world_size, with_huge)
+        norms = g.norm(dim=1)
+        assert (norms <= norms.square().sum().sqrt()).all()
+        shared.append(clip(g, norms.square().sum().sqrt().expand(world_size)))
+        own.append(clip(g, norms))
+    assert (shared[0] - shared[1]).norm() == pytest.approx(1 + (world_size - 1) ** 0.5, rel=1e-4)
+    assert (shared[0] - shared[1]).norm() == pytest.approx(moved, abs=1e-3)
+    assert (own[0] - own[1]).norm() <= 1 + 1e-12
+
+
+def moved_by_one_sample(context: Context, axis: str) -> float:
+    """What removing rank 0's sample moves the clipped sum by, with this as the reducer's axis."""
+    reducer = NormReducer(**{axis: context.group}, dtype=torch.float64)
+    totals = []
+    for with_huge in (True, False):
+        g = adversarial(context.world_size, with_huge)[context.rank : context.rank + 1]
+        squares = reducer.reduce(g.square().sum(1)[None, None]).wait()
+        total = clip(g, squares[0, 0].sqrt())
+        dist.all_reduce(total, group=context.group)
+        totals.append(total)
+    return float((totals[0] - totals[1]).norm())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_reducer_on_the_wrong_axis_breaks_it_and_on_the_right_one_does_not(
+    cpu_ranks, world_size
+):
+    wrong = cpu_ranks.run(world_size, moved_by_one_sample, "tensor_group")
+    right = cpu_ranks.run(world_size, moved_by_one_sample, "data_group")
+    assert wrong == pytest.approx([1 + (world_size - 1) ** 0.5] * world_size, rel=1e-4)
+    assert max(right) <= 1 + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("what", "placement", "features"),
+    [
+        ("input", Shard(1), 1),
+        ("output", Shard(0), 1),
+        ("input", Shard(-2), 1),
+        ("input", Shard(1), 0),
+    ],
+)
+def test_split_samples_are_refused(what, placement, features):
+    shape = (4, 6, 8) if features else (4, 6)
+    with pytest.raises(ValueError, match=r"blocks.0.up: its " + what) as refused:
+        refuse_split_samples("blocks.0.up", what, [placement], shape, features)
+    assert "‖Σ_r g_r‖² is not Σ_r ‖g_r‖²" in str(refused.value)
+
+
+def test_split_features_are_not():
+    for placement in (Shard(-1), Shard(2), Replicate(), Partial()):
+        refuse_split_samples("head", "output", [Replicate(), placement], (4, 6, 8))
+
+
+# ---- what goes wrong -----------------------------------------------------------------------------
+
+
+def late(context: Context) -> None:
+    """The last rank never comes: the others stop within the group's timeout."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    if context.rank == context.world_size - 1:
+        return
+    table = torch.ones(1, 1, 4)
+    of_tensor = {mode: NormReducer(tensor_group=group, mode=mode) for mode in NORM_REDUCTIONS}
+    sums = of_tensor["layerwise"].layerwise("a", lambda keys: table, every=1)
+    sums.add("a")
+    for wait, axis in (
+        (sums.wait, "tensor-parallel"),
+        (lambda: of_tensor["sync"].reduce(table).wait(), "tensor-parallel"),
+        (lambda: of_tensor["async"].reduce(table).wait(), "tensor-parallel"),
+        (lambda: NormReducer(data_group=group).gather(table[0]), "data"),
+    ):
+        with pytest.raises(RuntimeError, match=f"over the {axis} axis .4 ranks. failed") as lost:
+            wait()
+        assert isinstance(lost.value.__cause__, Exception)
+
+
+def test_a_rank_that_does_not_come_is_named(cpu_ranks):
+    cpu_ranks.run(4, late)
+
+
+def dies(context: Context) -> None:
+    reducer = NormReducer(data_group=context.group, mode="async")
+    reducer.gather(torch.ones(1, 2)).wait()
+    if context.rank == 1:
+        os._exit(3)
+    reducer.gather(torch.ones(1, 2)).wait()
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_stops_the_others():
+    pool = RankPool(3)
+    with pytest.raises(AssertionError) as failed:
+        pool.run(3, dies)
+    text = str(failed.value)
+    assert "the process died" in text
+    assert text.count("over the data axis (3 ranks) failed") >= 1
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match="norm_reduction 'lazy' is unknown"):
+        NormReducer(mode="lazy")
+    with pytest.raises(ValueError, match=r"not in .*bfloat16"):
+        NormReducer(dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"would be rounded to .*float32"):
+        NormReducer().reduce(torch.ones(1, 1, 2, dtype=torch.float64))
+    with pytest.raises(ValueError, match="every is 0"):
+        NormReducer().layerwise("a", torch.ones, every=0)
+
+
+def one_group_twice(context: Context) -> None:
+    with pytest.raises(ValueError, match="have ranks in common"):
+        NormReducer(data_group=context.group, tensor_group=context.group)
+
+
+def test_one_group_is_not_two_axes(cpu_ranks):
+    cpu_ranks.run(2, one_group_twice)

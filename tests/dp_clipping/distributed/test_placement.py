@@ -1,0 +1,224 @@
+"""Where parts lie: shown by parts of tensors whose every element is its own address."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from dp_clipping.distributed.placement import Place, Run, _box, box_of, place_of, runs_of, slices_of
+from tests.support.ranks import Context
+
+SHAPES = [
+    (8,),
+    (1,),
+    (7,),
+    (0,),
+    (8, 4),
+    (5, 3),
+    (1, 6),
+    (3, 0),
+    (4, 6, 2),
+    (3, 5, 7),
+    (2, 3, 3, 3),
+]
+
+
+def addresses(*shape: int) -> Tensor:
+    count = torch.Size(shape).numel()
+    return torch.arange(count, dtype=torch.float64).view(shape)
+
+
+def elements(place: Place) -> Tensor:
+    """By definition: which elements of the whole a part has, in its order."""
+    found = {
+        run.local_start + q * run.length + r: run.offset + q * run.stride + r
+        for run in place
+        for q in range(run.count)
+        for r in range(run.length)
+    }
+    assert sorted(found) == list(range(sum(run.numel for run in place))), "gaps"
+    return torch.tensor([found[i] for i in range(len(found))], dtype=torch.float64)
+
+
+def check(parameter: Tensor) -> None:
+    """Of a parameter that holds `addresses`."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    part = addresses(*parameter.shape)[slices_of(parameter)]
+    assert torch.equal(part, local) or part.numel() == local.numel() == 0
+    place = place_of(parameter)
+    if place is None:
+        assert local.shape == parameter.shape
+    else:
+        assert torch.equal(elements(place), local.flatten())
+
+
+RANKS = 4  # making a mesh is a collective of the whole pool
+
+
+def mesh_of(*sizes: int) -> DeviceMesh:
+    """This rank's mesh of that size, of several next to each other."""
+    ranks = torch.arange(RANKS).view(-1, *sizes)
+    names = ("data", "tensor")[: len(sizes)]
+    return DeviceMesh("cpu", ranks, mesh_dim_names=("copy", *names))[names]
+
+
+# ---- runs of boxes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_runs_of_every_box(shape):
+    whole = addresses(*shape)
+    intervals = [
+        [(a, b - a) for a in range(n + 1) for b in range(a, n + 1) if n < 4 or (a + b) % 3 == 0]
+        for n in shape
+    ]
+    for box in itertools.product(*intervals):
+        part = whole[tuple(slice(a, a + n) for a, n in box)]
+        assert torch.equal(elements(runs_of(box, shape)), part.flatten()), box
+
+
+def test_common_layouts_are_one_run():
+    assert runs_of(((2, 2), (0, 6)), (8, 6)) == (Run(0, 12, 12, 12, 1),)
+    assert runs_of(((0, 8), (3, 3)), (8, 6)) == (Run(0, 3, 3, 6, 8),)
+    assert runs_of(((4, 2), (3, 3)), (8, 6)) == (Run(0, 27, 3, 6, 2),)
+    assert runs_of(((5, 1), (3, 3)), (8, 6)) == (Run(0, 33, 3, 3, 1),)
+    assert runs_of(((0, 2), (0, 3), (2, 4)), (2, 3, 6)) == (Run(0, 2, 4, 6, 6),)
+    assert len(runs_of(((0, 2), (0, 2), (2, 4)), (2, 3, 6))) == 2
+    assert runs_of(((8, 0), (0, 6)), (8, 6)) == ()
+    assert runs_of((), ()) == (Run(0, 0, 1, 1, 1),)
+
+
+# ---- placements ----------------------------------------------------------------------------------
+
+
+def placed(context: Context, sizes: tuple[int, ...]) -> None:
+    mesh = mesh_of(*sizes)
+    for shape in SHAPES:
+        if len(shape) > 3:
+            continue
+        options = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
+        for placements in itertools.product(options, repeat=len(sizes)):
+            whole = addresses(*shape)
+            check(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2,), (4,), (1, 2), (2, 1), (2, 2), (4, 1)])
+def test_placements(cpu_ranks, sizes):
+    """Every combination on these meshes, with pieces that are uneven or empty."""
+    cpu_ranks.run(RANKS, placed, sizes)
+
+
+def test_whole_tensors():
+    check(addresses(3, 4))
+    assert place_of(addresses(3, 4)) is None
+    assert box_of(addresses(3, 4)) == ((0, 3), (0, 4))
+
+
+def others(context: Context) -> None:
+    mesh = mesh_of(2)
+    partial = DTensor.from_local(torch.zeros(3), mesh, [Partial()])
+    with pytest.raises(ValueError, match="Partial"):
+        place_of(partial)
+    uneven = DTensor.from_local(
+        torch.zeros(3 if mesh.get_local_rank() else 1), mesh, [Shard(0)], shape=(4,), stride=(1,),
+        run_check=False,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match=r"gives this rank \[[13]\].*\[2\] was expected"):
+        place_of(uneven)
+    replicated = DTensor.from_local(torch.zeros(3), mesh, [Replicate()])
+    assert place_of(replicated) is None
+    outside = DeviceMesh("cpu", [0, 1], mesh_dim_names=("data",))
+    elsewhere = distribute_tensor(addresses(6), outside, [Shard(0)], src_data_rank=None)
+    assert place_of(elsewhere) == ((Run(0, 3 * context.rank, 3, 3, 1),) if context.rank < 2 else ())
+
+
+def test_what_is_refused(cpu_ranks):
+    cpu_ranks.run(RANKS, others)
+
+
+def test_an_unknown_order_of_shards_is_refused():
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placements = (_StridedShard(0, split_factor=3), Shard(0))
+    with pytest.raises(RuntimeError, match="order of shards is not supported"):
+        _box((12,), (2, 2), (0, 0), placements)
+    nested = (_StridedShard(0, split_factor=6), _StridedShard(0, split_factor=3), Shard(0))
+    assert _box((12,), (2, 2, 3), (1, 0, 2), nested) == ((9, 1),)
+    assert _box((12,), (2, 2, 3), (0, 1, 1), nested) == ((6, 1),)
+
+
+# ---- what FSDP2 and tensor parallel make ---------------------------------------------------------
+
+
+class Network(nn.Module):
+    """`up` is cut by rows, `down` by columns, and FSDP cuts the rows of both."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.rest = nn.Linear(4, 5)
+        self.scale = nn.Parameter(torch.empty(width))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(addresses(*parameter.shape))
+
+
+def sharded(context: Context, sizes: tuple[int, ...], width: int, hidden: int, by: int) -> None:
+    mesh = mesh_of(*sizes)
+    network = Network(width, hidden).double()
+    if len(sizes) == 2:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(network, mesh["tensor"], plan)
+    tensor_parallel = [p for p in network.parameters() if isinstance(p, DTensor)]
+    assert len(tensor_parallel) == (4 if len(sizes) == 2 else 0)
+    for parameter in network.parameters():
+        check(parameter)
+
+    def dim_of(parameter: nn.Parameter) -> Shard:
+        return Shard(by if parameter.dim() > by else 0)
+
+    data = mesh["data"] if len(sizes) == 2 else mesh
+    fully_shard(network.up, mesh=data, shard_placement_fn=dim_of)
+    fully_shard(network, mesh=data, shard_placement_fn=dim_of)
+    names = set()
+    for parameter in network.parameters():
+        assert isinstance(parameter, DTensor)
+        check(parameter)
+        names |= {type(p).__name__ for p in parameter.placements}
+    assert ("_StridedShard" in names) == (len(sizes) == 2 and sizes[1] > 1), names
+    network.unshard()
+    network.up.unshard()
+    for parameter in network.parameters():
+        check(parameter)
+
+
+@pytest.mark.parametrize("by", [0, 1])
+@pytest.mark.parametrize("sizes", [(1,), (2,), (4,), (2, 2), (4, 1), (1, 4)])
+def test_fsdp_and_tensor_parallel(cpu_ranks, sizes, by):
+    cpu_ranks.run(RANKS, sharded, sizes, 8, 16, by)
+
+
+@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)])
+@pytest.mark.parametrize(("width", "hidden"), [(3, 9), (6, 5), (2, 3), (1, 1)])
+def test_uneven_shards(cpu_ranks, sizes, width, hidden):
+    """Where reading a strided shard from left to right would give other elements."""
+    cpu_ranks.run(RANKS, sharded, sizes, width, hidden, 0)
+
+
+def hybrid(context: Context) -> None:
+    ranks = torch.arange(4).view(2, 2)
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicas", "shards"))
+    network = Network(3, 5).double()
+    fully_shard(network, mesh=mesh)
+    for parameter in network.parameters():
+        assert isinstance(parameter.placements[0], Replicate)
+        check(parameter)
+
+
+def test_replicas_of_shards(cpu_ranks):
+    cpu_ranks.run(RANKS, hybrid)

@@ -1,0 +1,364 @@
+"""Tiles of the matrix kernels: found once, kept, and never looked for where nobody asked for it."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from dp_clipping.kernels import cache, gradient, gram, tuning, weighted_product
+from dp_clipping.kernels.sorted_coefficients import Ascending
+from dp_clipping.kernels.tiles import Tile, triton
+
+DEVICE = torch.device("cuda", 0)
+TILES = [Tile(64, 64, 32, 4, 3), Tile(128, 64, 32, 4, 3), Tile(32, 64, 32, 4, 3)]
+TIMES = dict(zip(TILES, (2.0, 1.0, 3.0), strict=True))
+SHAPE = (8, 1000, 4096, 2048)
+
+
+@pytest.fixture(autouse=True)
+def some_gpu(tmp_path, monkeypatch):
+    """A device that is not there, an empty cache folder, and a process that remembers nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("DP_CLIPPING_TUNE", "1")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tuning, "INTERPRETED", False)
+    tuning.forget()
+    yield
+    tuning.forget()
+
+
+@pytest.fixture(autouse=True)
+def timed(monkeypatch):
+    """Which tiles were timed, in one list a choice. One round is an outlier."""
+    choices = []
+
+    def interleaved(calls, device, rounds):
+        assert device == DEVICE
+        choices.append(list(calls))
+        for call in calls.values():
+            call(0)
+        return {tile: [TIMES[tile]] * (rounds - 1) + [9.0 - TIMES[tile]] for tile in calls}
+
+    monkeypatch.setattr(tuning, "interleaved", interleaved)
+    return choices
+
+
+def choose(shape=SHAPE, kernel="gradient", dtype=torch.bfloat16, run=lambda tile: None, **options):
+    return tuning.best(
+        kernel, dtype, shape, options.get("tiles", TILES), run, options.get("device", DEVICE)
+    )
+
+
+def path() -> Path:
+    return cache.path_of(tuning.FILE)
+
+
+def content() -> dict:
+    return json.loads(path().read_text())
+
+
+# ---- what is chosen -----------------------------------------------------------------------------
+
+
+def test_the_fastest_is_chosen_once(timed):
+    launched = []
+    for _ in range(3):
+        assert choose(run=launched.append) == TILES[1]
+    assert timed == [TILES]
+    assert set(launched) == set(TILES)
+
+
+def test_shapes_of_one_class_share_a_choice(timed):
+    choose((8, 1000, 4096, 2048))
+    for shape in ((5, 1024, 4096, 2048), (7, 513, 2049, 1025)):
+        assert choose(shape) == TILES[1]
+    assert len(timed) == 1
+    for shape in ((9, 1000, 4096, 2048), (4, 1000, 4096, 2048), (1, 8, 1000, 4096, 2048)):
+        choose(shape)
+    assert len(timed) == 4
+
+
+def test_kernels_and_dtypes_have_choices_of_their_own(timed):
+    choose()
+    choose(kernel="weighted_product")
+    choose(kernel=tuning.name_of("gradient", described=False))
+    choose(dtype=torch.float16)
+    assert len(timed) == 4
+    assert len(content()[cache.key_of(DEVICE)]) == 4
+
+
+@pytest.mark.parametrize("error", [RuntimeError("passes"), "resources"])
+def test_candidates_that_fail_are_skipped(timed, error):
+    if error == "resources":
+        pytest.importorskip("triton")
+        error = triton.runtime.errors.OutOfResources(300_000, 232_448, "shared memory")
+
+    def run(tile):
+        if tile == TILES[1]:
+            raise error
+
+    assert choose(run=run) == TILES[0]
+    assert timed == [[TILES[0], TILES[2]]]
+
+
+def test_without_any_that_works_it_is_the_first(timed):
+    calls = []
+
+    def run(tile):
+        calls.append(tile)
+        raise RuntimeError("none")
+
+    assert choose(run=run) == choose(run=run) == TILES[0]
+    assert timed == []
+    assert calls == TILES
+    assert not path().exists()
+
+
+def test_a_full_device_says_nothing_of_a_tile():
+    def run(tile):
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        choose(run=run)
+    assert choose() == TILES[1]
+
+
+# ---- where nothing is tuned ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_off_by_default(monkeypatch, timed, value):
+    if value is None:
+        monkeypatch.delenv("DP_CLIPPING_TUNE")
+    else:
+        monkeypatch.setenv("DP_CLIPPING_TUNE", value)
+    assert choose() == TILES[0]
+    assert timed == []
+    assert not path().exists()
+
+
+def test_in_the_interpreter_and_on_the_cpu(monkeypatch, timed):
+    assert choose(device=torch.device("cpu")) == TILES[0]
+    monkeypatch.setattr(tuning, "INTERPRETED", True)
+    assert choose() == TILES[0]
+    assert timed == []
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(torch.cuda, "is_current_stream_capturing"), (torch.compiler, "is_compiling")],
+)
+def test_later_if_not_now(monkeypatch, timed, module, name):
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, lambda: True)
+        assert choose() == TILES[0]
+        assert timed == []
+    assert choose() == TILES[1]
+
+
+def test_what_is_kept_serves_a_capture(monkeypatch, timed):
+    choose()
+    tuning.forget()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert choose() == TILES[1]
+
+
+# ---- what is kept -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_another_process_takes_what_is_kept(monkeypatch, timed, value):
+    choose()
+    assert [entry.name for entry in path().parent.iterdir()] == ["tiles.json"]
+    tuning.forget()
+    monkeypatch.setenv("DP_CLIPPING_TUNE", value)
+    assert choose() == TILES[1]
+    assert len(timed) == 1
+
+
+def test_the_file_is_read_once(monkeypatch):
+    reads = []
+    read = cache.read
+    monkeypatch.setattr(cache, "read", lambda *args: reads.append(args) or read(*args))
+    for tokens in (10, 10, 100, 1000):
+        choose((8, tokens))
+    assert reads == [(tuning.FILE, DEVICE)]
+
+
+def test_devices_and_versions_have_choices_of_their_own(monkeypatch, timed):
+    choose()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "another")
+    tuning.forget()
+    choose()
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    tuning.forget()
+    choose()
+    assert len(timed) == len(content()) == 3
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", "\x00", '{"a": 1}', "KEY:[1]", "KEY:{}", "KEY:null"], ids=repr
+)
+def test_files_that_hold_something_else_count_as_none(timed, text):
+    key = json.dumps(cache.key_of(DEVICE))
+    path().parent.mkdir()
+    path().write_text(text if text[:3] != "KEY" else f"{{{key}: {text[4:]}}}")
+    assert choose() == TILES[1]
+    assert len(timed) == 1
+    tuning.forget()
+    assert choose() == TILES[1]
+    assert len(timed) == 1
+
+
+@pytest.mark.parametrize("value", [None, 3, [128, 64, 32, 4, 3], {"rows": 128}, {"rows": 0}])
+def test_what_is_no_candidate_counts_as_none(timed, value):
+    choose()
+    kept = content()
+    (name,) = kept[cache.key_of(DEVICE)]
+    old = kept[cache.key_of(DEVICE)][name]
+    kept[cache.key_of(DEVICE)][name] = old | value if isinstance(value, dict) else value
+    if value == {"rows": 128}:
+        assert old["rows"] == 128  # the one that counts
+    path().write_text(json.dumps(kept))
+    tuning.forget()
+    assert choose() == TILES[1]
+    assert len(timed) == (1 if value == {"rows": 128} else 2)
+
+
+def test_candidates_that_a_new_version_has_dropped(timed):
+    choose()
+    tuning.forget()
+    assert choose(tiles=[TILES[0], TILES[2]]) == TILES[0]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, timed):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="not kept"):
+        assert choose() == TILES[1]
+    assert choose() == TILES[1]
+    assert len(timed) == 1
+
+
+# ---- the kernels --------------------------------------------------------------------------------
+
+
+class Launches:
+    """Stands for a kernel: takes a grid and arguments, and says which tiles it was given."""
+
+    def __init__(self):
+        self.tiles = []
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, *args, **options):
+        if "BLOCK" in options:
+            block, depth = options["BLOCK"], options["BLOCK_X"]
+            sizes = (block, block, depth)
+        else:
+            sizes = tuple(options[f"BLOCK_{name}"] for name in "DPT")
+        self.tiles.append(Tile(*sizes, options["num_warps"], options["num_stages"]))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    pytest.importorskip("triton")
+    launches = Launches()
+    for module, name in (
+        (gradient, "_gradient_kernel"), (gradient, "_gradients_kernel"), (gram, "_gram_kernel"),
+        (weighted_product, "_weighted_product_kernel"),
+        (weighted_product, "_weighted_products_kernel"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, launches)
+    return launches
+
+
+def launch(name: str, width: int, tile: Tile | None) -> None:
+    """One launch of a kernel on operands whose rows the bulk copy engine takes, or does not."""
+    y, a = torch.zeros(2, 8, width), torch.zeros(2, 8, 2 * width)
+    if name in ("gradient", "input_length"):
+        gradient.gradient_and_squares(y, a, tile, store=name == "gradient")
+    elif name == "weighted_product":
+        weighted_product.weighted_product(y, a, Ascending.of(torch.ones(2)), tile)
+    else:
+        gram.gram_squares([(a, [y])], tile)
+
+
+KERNELS = {
+    "gradient": gradient, "input_length": gradient, "weighted_product": weighted_product,
+    "gram": gram,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [16, 17])
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_ask_for_their_tile(monkeypatch, launches, name, width):
+    candidates = KERNELS[name].TILES[4]
+    asked = []
+
+    def choose(key, tiles, run):
+        asked.append(key)
+        assert tiles == candidates
+        run(tiles[1])
+        return tiles[-1]
+
+    monkeypatch.setattr(tuning, "_choose", choose)
+    launch(name, width, None)
+    assert launches.tiles == [candidates[1], candidates[-1]]
+    sizes = (1, 2, 8, 64) if name == "gram" else (1, 2, 8, 32, 64)
+    if width == 16:
+        sizes = (1, 2, 8, 64) if name == "gram" else (1, 2, 8, 16, 32)
+    kernel = tuning.name_of(name, described=width == 16)
+    assert asked == [(kernel, torch.float32, sizes, torch.device("cpu"))]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_an_explicit_tile_comes_first(monkeypatch, launches, name):
+    monkeypatch.setattr(tuning, "_choose", None)
+    tile = Tile(32, 32, 32, 4, 2)
+    launch(name, 16, tile)
+    assert launches.tiles == [tile]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_tile_is_tuned_for_a_launch_that_is_not_empty(monkeypatch, launches, name):
+    monkeypatch.setattr(tuning, "_choose", None)
+    y, a = torch.zeros(0, 8, 16), torch.zeros(0, 8, 32)
+    if name == "gram":
+        gram.gram_squares([(a, [y])])
+    elif name == "weighted_product":
+        weighted_product.weighted_product(y, a, None)
+    else:
+        gradient.gradient_and_squares(y, a, store=name == "gradient")
+    assert launches.tiles == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu(monkeypatch, tmp_path):
+    """A tile that no processor has the memory for is among the candidates of each kernel."""
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("DP_CLIPPING_TUNE", "1")
+    large = Tile(128, 128, 256, 8, 4)
+    for module in (gradient, weighted_product, gram):
+        first, second = module.TILES[2][:2]
+        monkeypatch.setitem(module.TILES, 2, (large, first, second))
+    normal = lambda n: torch.randn(4, 512, n, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    y, a = normal(1024), normal(768)
+    ones = Ascending.of(torch.ones(4, device="cuda"))
+    for operands in ((y, a), (y[..., 1:], a[..., 1:])):
+        found, squares = gradient.gradient_and_squares(*operands)
+        plain, plain_squares = gradient.gradient_and_squares_plain(*operands)
+        torch.testing.assert_close(found, plain, rtol=1.6e-2, atol=1e-4)  # sums of 512 products
+        torch.testing.assert_close(squares, plain_squares, rtol=1e-4, atol=0)
+        gradient.gradient_and_squares(*operands, store=False)
+        weighted_product.weighted_product(*operands, ones)
+        gram.gram_squares([(operands[1], [operands[0]])])
+    kept = content()[cache.key_of(y.device)]
+    assert len(kept) == 8
+    assert asdict(large) not in kept.values()

@@ -1,0 +1,203 @@
+"""Where the samples are, from tensors of two and of three samples."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dp_clipping.layers.batch_layout import FEW, MORE, Layout, find_layout
+from tests.dp_clipping.conftest import MODES, assert_close, clipped_sums, private
+from tests.support import zoo
+
+B, T, P = 4, 5, 6
+
+
+def samples(count: int, *shape: int) -> Tensor:
+    """The first ones are the same whatever the count."""
+    draw = torch.Generator().manual_seed(0)
+    return torch.stack([torch.randn(shape, generator=draw) for _ in range(count)])
+
+
+def found(make) -> Layout:
+    return find_layout(make(FEW), make(MORE), "input 0 of layer")
+
+
+KINDS = {
+    "batch_first": (lambda n: samples(n, T, P), Layout("dimension", 0)),
+    "no_tokens": (lambda n: samples(n, P), Layout("dimension", 0)),
+    "one_number_a_sample": (lambda n: samples(n), Layout("dimension", 0)),
+    "time_major": (lambda n: samples(n, T, P).transpose(0, 1), Layout("dimension", 1)),
+    "features_first": (lambda n: samples(n, T, P).movedim(0, 2), Layout("dimension", 2)),
+    "flattened": (lambda n: samples(n, T, P).flatten(0, 1), Layout("sample_major")),
+    "ids_flattened": (
+        lambda n: samples(n, T).mul(100).long().flatten(),
+        Layout("sample_major"),
+    ),
+    "time_major_flattened": (
+        lambda n: samples(n, T, P).transpose(0, 1).flatten(0, 1),
+        Layout("time_major"),
+    ),
+    "positions": (lambda n: torch.arange(T), Layout("shared", 0)),
+    "positions_of_batch_one": (lambda n: torch.arange(T)[None], Layout("shared", 1)),
+    "table": (lambda n: torch.ones(T, P), Layout("shared", 0)),
+    "scalar": (lambda n: torch.tensor(1.0), Layout("shared", 0)),
+    "sizes_that_coincide": (lambda n: samples(n, FEW, FEW), Layout("dimension", 0)),
+    "sizes_that_coincide_time_major": (
+        lambda n: samples(n, MORE, MORE).transpose(0, 1),
+        Layout("dimension", 1),
+    ),
+}
+WITH_SAMPLES = [name for name, (_, layout) in KINDS.items() if layout.kind != "shared"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind(name):
+    make, expected = KINDS[name]
+    assert found(make) == expected
+
+
+@pytest.mark.parametrize("name", WITH_SAMPLES)
+def test_batch_first_finds_the_samples(name):
+    make, layout = KINDS[name]
+    x = layout.batch_first(make(B), B)
+    assert len(x) == B
+    for i in range(B):  # sample i is the last one of a batch of i + 1
+        torch.testing.assert_close(x[i], layout.batch_first(make(i + 1), i + 1)[i])
+
+
+@pytest.mark.parametrize("name", WITH_SAMPLES)
+def test_restore_is_the_inverse(name):
+    make, layout = KINDS[name]
+    x = make(B)
+    assert torch.equal(layout.restore(layout.batch_first(x, B)), x)
+
+
+@pytest.mark.parametrize("name", WITH_SAMPLES)
+def test_split_has_the_samples_where_it_says(name):
+    make, layout = KINDS[name]
+    x = make(B)
+    split = layout.split(x, B)
+    assert split.shape[layout.sample_dim()] == B
+    assert torch.equal(split.movedim(layout.sample_dim(), 0), layout.batch_first(x, B))
+
+
+@pytest.mark.parametrize("change", ["batch_first", "restore"])
+def test_shared_tensors_have_no_samples(change):
+    layout = Layout("shared")
+    arguments = (torch.ones(T), B) if change == "batch_first" else (torch.ones(T),)
+    with pytest.raises(ValueError, match="shared"):
+        getattr(layout, change)(*arguments)
+
+
+def test_rounding_of_kernels_does_not_hide_an_order():
+    def make(n: int) -> Tensor:
+        return (samples(n, T, P) * (1 + 1e-6 * n)).flatten(0, 1)
+
+    assert found(make) == Layout("sample_major")
+
+
+REFUSED = {
+    "two_dimensions_grow": (lambda n: torch.ones(n, n, P), "more than one dimension that grows"),
+    "dimensions_come_and_go": (
+        lambda n: torch.ones((n, P) if n == FEW else (n, 1, P)),
+        "number of dimensions",
+    ),
+    "rows_that_belong_to_nobody": (lambda n: torch.ones(2 * n + 1, P), "rows"),
+    "rows_that_do_not_divide": (lambda n: torch.ones(n + 1, P), "rows"),
+    "flattened_elsewhere": (
+        lambda n: samples(n, T, P).flatten(0, 1).t(),
+        "flattened into dimension 1",
+    ),
+    "mixed_samples": (
+        lambda n: samples(n, T, P).flatten(0, 1).flip(0),
+        "fits neither order",
+    ),
+    "nothing_to_tell_them_apart": (lambda n: torch.ones(n * T, P), "fits both orders"),
+    "nan": (lambda n: torch.full((n * T, P), float("nan")), "fits neither order"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    make, message = REFUSED[name]
+    with pytest.raises(ValueError, match=rf"input 0 of layer .*{message}"):
+        found(make)
+
+
+# In a network: a refusal names the layer, a size that does not fit is noticed later on.
+
+
+def net_of(function) -> nn.Module:
+    return zoo.seeded(lambda: zoo.Net(function, layer=nn.Linear(P, P)))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda net, x: net.layer(x.flatten(0, 1).flip(0)).flip(0).unflatten(0, x.shape[:2]),
+        lambda net, x: (
+            net.layer(x[:1] + x).sum(0, keepdim=True)
+            + net.layer(x.repeat(len(x), 1, 1)).unflatten(0, (-1, len(x))).sum(0)
+        ),
+    ],
+    ids=["flipped", "pairs"],
+)
+def test_mixed_samples_in_a_network(function):
+    with pytest.raises(ValueError, match="layer"):
+        clipped_sums(private(net_of(function)), zoo.numbers(B, T, P, out=(T, P)))
+
+
+def test_another_number_of_rows_than_in_the_first_batch():
+    net = net_of(lambda net, x: net.layer(x[: net.rows] if net.rows else x))
+    net.rows = None
+    model = private(net)
+    inputs, targets = zoo.numbers(B, T, P, out=(T, P))
+    clipped_sums(model, (inputs, targets))
+    net.rows = 2
+    with pytest.raises(
+        ValueError, match=r"layer got an input of shape \(2, 5, 6\) for a batch of 4"
+    ):
+        model(inputs)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, B])
+def test_expert_with_a_ragged_batch(batch_size):
+    """Rows that a mask picks are as many as they happen to be: their number proves nothing.
+
+    Each sample has two in this batch; in a later one they may be shared out as 1 and 3.
+    """
+
+    def function(net, x):
+        chosen = x[..., 0] > 0
+        return x.masked_scatter(chosen[..., None], net.layer(x[chosen]))
+
+    model = private(net_of(function))
+    inputs, targets = zoo.numbers(batch_size, T, P, out=(T, P))
+    inputs[..., 0] = -1.0
+    inputs[:, :2, 0] = 1.0
+    with pytest.raises(ValueError, match="layer"):
+        clipped_sums(model, (inputs, targets))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_sorted_by_their_values(mode):
+    """As by the expert that they go to; in this batch they happen to be sorted already."""
+
+    def function(net, x):
+        rows = x.flatten(0, 1)
+        order = rows[:, 0].argsort(stable=True)
+        return net.layer(rows[order])[order.argsort()].unflatten(0, x.shape[:2])
+
+    inputs, targets = zoo.numbers(B, T, P, out=(T, P))
+    inputs[..., 0] = 1.0
+    with pytest.raises(ValueError, match=r"layer .*sort"):
+        clipped_sums(private(net_of(function), mode), (inputs, targets))
+
+
+def test_picking_rows_is_harmless_where_samples_stay_apart():
+    def function(net, x):
+        assert (x[x > 0] > 0).all()
+        return net.layer(x)
+
+    batch = zoo.numbers(B, T, P, out=(T, P))
+    expected = clipped_sums(private(net_of(lambda net, x: net.layer(x))), batch)
+    assert_close(clipped_sums(private(net_of(function)), batch), expected, 1e-6)

@@ -1,0 +1,214 @@
+"""Layers that are right without arithmetic of their own, and those that are refused by name."""
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune, rnn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_clipping import PrivacyEngine
+from dp_clipping.verification import reference as oracle
+from dp_clipping.verification.report import gradient_errors
+from tests.dp_clipping.conftest import private, private_loss
+from tests.support import zoo
+
+SAMPLES = 6
+
+
+class Through(nn.Module):
+    """A layer, called by a function, between an input and three logits."""
+
+    def __init__(self, layer: nn.Module, width: int, call: Callable | None = None):
+        super().__init__()
+        self.layer, self.head, self.call = layer, nn.Linear(width, 3), call
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        y = self.call(self.layer, *inputs) if self.call else self.layer(*inputs)
+        return self.head(y if y.dim() == 2 else y.flatten(1, -2).mean(1))
+
+
+def dora() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    network = nn.Sequential(nn.Linear(4, 5), nn.Tanh())
+    network = peft.get_peft_model(
+        network, peft.LoraConfig(r=2, target_modules=["0"], use_dora=True)
+    )
+    for name, parameter in network.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    return network
+
+
+def adaptive() -> nn.Module:
+    return nn.AdaptiveLogSoftmaxWithLoss(4, 10, [3, 6])  # the last projection has width 0
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(SAMPLES, *shape)
+
+
+def ids() -> Tensor:
+    return torch.randint(0, 9, (SAMPLES, 7))
+
+
+RIGHT = {
+    "weight_norm without bias": lambda: (
+        Through(parametrizations.weight_norm(nn.Linear(4, 5, bias=False)), 5),
+        rows(4),
+    ),
+    "weight_norm of an embedding": lambda: (
+        Through(parametrizations.weight_norm(nn.Embedding(9, 5)), 5),
+        ids(),
+    ),
+    "DoRA": lambda: (Through(dora(), 5), rows(4)),
+    "width 0": lambda: (Through(adaptive(), 10, lambda layer, x: layer.log_prob(x)), rows(4)),
+    "EmbeddingBag": lambda: (Through(nn.EmbeddingBag(9, 5, mode="max"), 5), ids()),
+    "Bilinear": lambda: (Through(nn.Bilinear(4, 4, 5), 5, lambda b, x: b(x, x.flip(1))), rows(4)),
+    "GRUCell": lambda: (
+        Through(nn.GRUCell(4, 5), 5, lambda c, x: c(x[:, 1], c(x[:, 0]))),
+        rows(2, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_layers_that_are_right(name):
+    torch.manual_seed(0)
+    network, x = RIGHT[name]()
+    batch = (x, torch.randn(SAMPLES, 3))
+    model = private(copy.deepcopy(network))
+    private_loss(model, batch, zoo.product).backward()
+    gradients = oracle.per_sample_gradients(network, batch, zoo.product)
+    expected = oracle.norms(gradients).double()
+    assert torch.allclose(model.per_sample_gradient_norms.double(), expected, rtol=1e-5)
+
+
+def old_weight_norm() -> nn.Module:
+    return nn.utils.weight_norm(nn.Linear(4, 4))
+
+
+def with_pruning() -> nn.Module:
+    return prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5)
+
+
+def with_spectral_norm() -> nn.Module:
+    return parametrizations.spectral_norm(nn.Linear(4, 4))
+
+
+def complex_linear() -> nn.Module:
+    return nn.Linear(4, 4, dtype=torch.complex64)
+
+
+REFUSED = {
+    "LSTM": (lambda: nn.LSTM(4, 4), r"0 \(LSTM\).*opacus.layers.DPLSTM"),
+    "GRU": (lambda: nn.GRU(4, 4), r"0 \(GRU\).*DPGRU"),
+    "RNN": (lambda: nn.RNN(4, 4), r"0 \(RNN\).*DPRNN"),
+    "LSTMCell": (lambda: nn.LSTMCell(4, 4), r"0 \(LSTMCell\).*DPLSTMCell"),
+    "complex": (complex_linear, "complex parameters.*torch.complex"),
+    "lazy": (lambda: nn.LazyLinear(4), "without a shape.*run the network once"),
+    "weight_norm": (old_weight_norm, "parametrizations.weight_norm"),
+    "pruned": (with_pruning, "prune.remove"),
+    "spectral_norm": (with_spectral_norm, "remove_spectral_norm"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", REFUSED)
+def test_layers_that_are_refused(name):
+    make, message = REFUSED[name]
+    network = nn.Sequential(make(), nn.Linear(4, 3))
+    assert not PrivacyEngine.is_compatible(module=network)
+    with pytest.raises(ValueError, match=message):
+        PrivacyEngine.validate(module=network)
+
+
+def test_a_frozen_one_is_not():
+    network = nn.Sequential(nn.LSTM(4, 4), complex_linear()).requires_grad_(False)
+    assert PrivacyEngine.is_compatible(module=nn.Sequential(network, nn.Linear(4, 3)))
+
+
+def repeated(layer: nn.Module, x: Tensor) -> Tensor:
+    return x + layer(torch.arange(7)[None]).repeat(len(x), 1, 1)
+
+
+CALLS = {
+    "offsets": (
+        lambda: Through(nn.EmbeddingBag(9, 5), 5),
+        lambda: (ids().flatten(), torch.arange(0, 7 * SAMPLES, 7)),
+        r"EmbeddingBag is called with offsets.*\[batch, tokens\]",
+    ),
+    "packed": (
+        lambda: Through(nn.Linear(4, 5), 5, lambda layer, x: layer(x.data)),
+        lambda: (rnn.pack_sequence([torch.randn(n, 4) for n in (3, 2, 1)]),),
+        "argument 0 of the model is a PackedSequence.*pad_packed_sequence",
+    ),
+    "repeated": (
+        lambda: Through(nn.Embedding(9, 5), 5, repeated),
+        lambda: (rows(7, 5),),
+        r"layer: given the same values for every sample.*expand\(batch_size, -1\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_are_refused(name):
+    network, inputs, message = CALLS[name]
+    with pytest.raises(ValueError, match=message):
+        private(network())(*inputs())
+
+
+# ---- what surrounds the model --------------------------------------------------------------------
+
+
+@pytest.fixture
+def model():
+    return private(nn.Sequential(nn.Linear(4, 3)))
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "compile"])
+def test_a_private_model_is_not_compiled(model, how):
+    called = model
+    if how == "compile":
+        model.compile(backend="eager")
+    else:
+        called = torch.compile(model, backend="eager")
+    with pytest.raises(RuntimeError, match=r"before make_private, as network.compile\(\)"):
+        called(rows(4))
+    torch.compiler.reset()
+
+
+def test_a_private_model_is_neither_copied_nor_pickled(model):
+    with pytest.raises(TypeError, match=r"copy.deepcopy\(model.network\)"):
+        copy.deepcopy(model)
+    with pytest.raises(TypeError, match=r"torch.save\(model.network.state_dict\(\)"):
+        torch.save(model, io.BytesIO())
+    private_loss(model, (rows(4), rows(3)), zoo.product).backward()
+    twin = copy.deepcopy(model.network)
+    assert torch.equal(twin(torch.ones(2, 4)), model.network(torch.ones(2, 4)))
+
+
+def make_private(optimizer: type) -> None:
+    network = nn.Linear(4, 3)
+    PrivacyEngine().make_private(
+        module=network,
+        optimizer=optimizer(network.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(rows(4)), batch_size=2),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+
+
+def test_a_loss_of_the_network_s_own_names_the_criterion(model):
+    with pytest.raises(RuntimeError, match=r"criterion\(model\(\*\*batch\).logits, labels\)"):
+        model(rows(4)).square().mean().backward()
+
+
+def test_a_sum_where_there_should_be_none_is_no_division_by_zero():
+    parameter = nn.Parameter(torch.zeros(3))
+    found, nothing = {parameter: torch.ones(3)}, {parameter: torch.zeros(3, dtype=torch.float64)}
+    assert gradient_errors(found, nothing, 1e-3)[parameter] == torch.inf
+    assert gradient_errors({parameter: None}, nothing, 1e-3)[parameter] == 0

@@ -1,0 +1,411 @@
+"""Per-sample gradients of the parts that tensor parallel gives a rank are slices of the whole."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+from dp_clipping.step.private_step import Session
+from dp_clipping.verification import reference as oracle
+from lm.parallel import DATA, TENSOR, parallelize
+from tests.dp_clipping.conftest import MODES, assert_close, private, private_loss
+from tests.support import zoo
+from tests.support.ranks import Context
+from tests.support.sharded_steps import whole
+
+FLOAT32 = 1e-5  # rotary positions, and the norms of Hugging Face, compute in float32
+
+
+def tensor_mesh(context: Context) -> DeviceMesh:
+    return DeviceMesh.from_group(context.group, context.device.type, mesh_dim_names=(TENSOR,))
+
+
+@contextmanager
+def recorded(found: dict[str, Tensor]) -> Iterator[None]:
+    """Inside, G of every parameter is also put here, whichever way it is handed over."""
+    dense, factors = Session.dense, Session.factors
+
+    def see_dense(self, parameter, gradients):
+        if not self._summing:
+            found[self.capture.names[parameter]] = gradients.clone()
+        dense(self, parameter, gradients)
+
+    def see_factors(self, parameter, remains):
+        if not self._summing:
+            found[self.capture.names[parameter]] = remains.dense()
+            norm = remains.norm().squared
+            torch.testing.assert_close(norm, squares(remains.dense()))
+        factors(self, parameter, remains)
+
+    Session.dense, Session.factors = see_dense, see_factors
+    try:
+        yield
+    finally:
+        Session.dense, Session.factors = dense, factors
+
+
+def squares(gradients: Tensor) -> Tensor:
+    return oracle.per_sample_sum(gradients.square())
+
+
+def part(gradients: Tensor, parameter: nn.Parameter, context: Context) -> Tensor:
+    """Of G [B, *parameter], what belongs to this rank."""
+    if not isinstance(parameter, DTensor) or parameter.placements[0].is_replicate():
+        return gradients
+    dim = parameter.placements[0].dim + 1
+    return gradients.chunk(context.world_size, dim)[context.rank]
+
+
+def is_whole(parameter: nn.Parameter) -> bool:
+    return not isinstance(parameter, DTensor) or parameter.placements[0].is_replicate()
+
+
+def check_parts(
+    context: Context, build: Callable, shard: Callable, batch, loss, modes=MODES, tolerance=1e-12
+) -> None:
+    """Also that squared norms add up over ranks, those of replicated parameters counted once."""
+    expected = oracle.per_sample_gradients(build(), batch, loss)
+    scale = max(float(g.abs().max()) for g in expected.values())
+    for mode in modes:
+        network = shard(build())
+        model = private(network, mode)
+        for _ in range(2):
+            found: dict[str, Tensor] = {}
+            model.clear_gradients()
+            with recorded(found):
+                private_loss(model, batch, loss).backward()
+            assert sorted(found) == sorted(expected)
+            total = torch.zeros(len(batch[1]), dtype=torch.float64)
+            for name, gradients in found.items():
+                parameter = network.get_parameter(name)
+                torch.testing.assert_close(
+                    gradients,
+                    part(expected[name], parameter, context),
+                    rtol=0,
+                    atol=tolerance * scale,
+                    msg=lambda m, n=f"{mode}, {name}": f"{n}: {m}",
+                )
+                if context.rank == 0 or not is_whole(parameter):
+                    total += squares(gradients)
+            torch.distributed.all_reduce(total, group=context.group)
+            torch.testing.assert_close(total.sqrt(), oracle.norms(expected), rtol=tolerance, atol=0)
+
+
+# ---- whole networks -----------------------------------------------------------------------------
+
+
+def transformer(**changes) -> Callable[[], nn.Module]:
+    return lambda: zoo.seeded(lambda: zoo.transformer(**changes)).double()
+
+
+def shared_transformer(context: Context, changes: dict) -> None:
+    mesh = tensor_mesh(context)
+    check_parts(
+        context,
+        transformer(**changes),
+        lambda network: parallelize(network, mesh),
+        zoo.tokens(3, 6),
+        zoo.cross_entropy,
+        tolerance=FLOAT32,
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformer(cpu_ranks, tied):
+    cpu_ranks.run(2, shared_transformer, {"tie_embeddings": tied})
+
+
+def hugging_face(context: Context, kind: str, changes: dict) -> None:
+    mesh = tensor_mesh(context)
+    classes = 3 if "Classification" in kind else None
+    check_parts(
+        context,
+        lambda: zoo.seeded(lambda: zoo.llama(kind, **changes)).double(),
+        lambda network: parallelize(network, mesh),
+        zoo.keywords(3, 6, classes),
+        zoo.cross_entropy,
+        ("per_sample", "bookkeeping"),
+        tolerance=FLOAT32,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("LlamaForCausalLM", {}),
+        ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+        ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+        ("LlamaForSequenceClassification", {}),
+    ],
+)
+def test_llama(cpu_ranks, kind, changes):
+    pytest.importorskip("transformers")
+    cpu_ranks.run(2, hugging_face, kind, changes)
+
+
+def adapted(context: Context) -> None:
+    """The base is split and frozen; of a split layer's two adapters one is split as it is."""
+    mesh = tensor_mesh(context)
+
+    def split(network: nn.Module) -> nn.Module:
+        plan = {}
+        for i in range(network.config.num_hidden_layers):
+            at = f"base_model.model.model.layers.{i}"
+            for name in ("q_proj", "k_proj", "v_proj"):
+                plan[f"{at}.self_attn.{name}"] = ColwiseParallel()
+            plan[f"{at}.self_attn.o_proj"] = RowwiseParallel()
+            for name in ("gate_proj", "up_proj"):
+                plan[f"{at}.mlp.{name}"] = ColwiseParallel()
+            plan[f"{at}.mlp.down_proj"] = RowwiseParallel()
+            for name in ("self_attn.q_proj", "self_attn.v_proj"):
+                plan[f"{at}.{name}.base_layer"] = plan.pop(f"{at}.{name}")
+                plan[f"{at}.{name}.lora_B.default"] = ColwiseParallel()
+            for name in ("self_attn.o_proj", "mlp.down_proj"):
+                plan[f"{at}.{name}.base_layer"] = plan.pop(f"{at}.{name}")
+                plan[f"{at}.{name}.lora_A.default"] = RowwiseParallel()
+        return parallelize_module(network, mesh, plan)
+
+    modules = ["q_proj", "v_proj", "o_proj", "down_proj"]
+    check_parts(
+        context,
+        lambda: zoo.seeded(lambda: zoo.lora("LlamaForCausalLM", "CAUSAL_LM", modules)).double(),
+        split,
+        zoo.keywords(3, 6, None),
+        zoo.cross_entropy,
+        ("per_sample", "bookkeeping"),
+        tolerance=FLOAT32,
+    )
+
+
+def test_lora(cpu_ranks):
+    pytest.importorskip("peft")
+    cpu_ranks.run(2, adapted)
+
+
+# ---- single layers ------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """One of each kind, with biases, and sizes of which ranks get unequal parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(11, 8, padding_idx=7)
+        self.columns = nn.Embedding(11, 8, padding_idx=2)
+        self.norm = nn.LayerNorm(8)
+        self.wide = nn.Linear(8, 12)
+        self.narrow = nn.Linear(12, 8)
+        self.last_norm = nn.RMSNorm(8)
+        self.last = nn.Linear(8, 7)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.rows(ids) + self.columns(ids))
+        x = x + self.narrow(self.wide(x).tanh())
+        return self.last(self.last_norm(x))
+
+
+def split_layers(network: Layers, mesh: DeviceMesh) -> nn.Module:
+    """Also layers whose parameters are DTensors with all of them on each rank."""
+    plan = {
+        "rows": RowwiseParallel(input_layouts=Replicate()),
+        "columns": ColwiseParallel(output_layouts=Replicate()),
+        "wide": ColwiseParallel(),
+        "narrow": RowwiseParallel(),
+        "last_norm": PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Replicate()
+        ),
+        "last": ColwiseParallel(output_layouts=Replicate()),
+    }
+    network = parallelize_module(network, mesh, plan)
+    weight = DTensor.from_local(network.last_norm.weight.detach(), mesh, [Replicate()])
+    network.last_norm.weight = nn.Parameter(weight)
+    return network
+
+
+def build_layers() -> nn.Module:
+    return zoo.seeded(Layers).double()
+
+
+def ids_and_targets(size: int = 3, length: int = 5) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    ids = torch.randint(11, (size, length), generator=draw)
+    ids[:, length // 2] = ids[:, 0]
+    ids[0, 3:] = 7
+    ids[-1, 4:] = 2
+    return ids, torch.randn(size, length, 7, generator=draw)
+
+
+def partly_frozen() -> nn.Module:
+    """Of split layers the biases are left, and nothing below them."""
+    network = build_layers()
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad = name.startswith("last_norm") or name.endswith(
+            ("wide.bias", "narrow.bias", "last.bias")
+        )
+    return network
+
+
+def every_layer(context: Context) -> None:
+    mesh = tensor_mesh(context)
+    for build, batch in (
+        (build_layers, ids_and_targets()),
+        (build_layers, ids_and_targets(1, 1)),
+        (partly_frozen, ids_and_targets()),
+    ):
+        check_parts(context, build, lambda n: split_layers(n, mesh), batch, zoo.product)
+
+
+@pytest.mark.parametrize(
+    "ranks", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))]
+)
+def test_every_kind_of_layer(cpu_ranks, ranks):
+    cpu_ranks.run(ranks, every_layer)
+
+
+# ---- norms and clipped sums ---------------------------------------------------------------------
+
+LIMIT = 0.5
+
+
+def clipped(context: Context, modes: tuple[str, ...], prepare: str = "") -> None:
+    """On one axis, or on two: then two ranks each have half of the samples."""
+    two_axes = context.world_size == 4
+    mesh = tensor_mesh(context)
+    mine = slice(None)
+    if two_axes:
+        mesh = init_device_mesh(context.device.type, (2, 2), mesh_dim_names=(DATA, TENSOR))
+        mine = slice(0, 1) if mesh[DATA].get_local_rank() == 0 else slice(1, 4)
+    batch = zoo.tokens(4, 6)
+    gradients = oracle.per_sample_gradients(transformer()(), batch, zoo.cross_entropy)
+    for mode in modes:
+        for clipping in ("flat", "per_layer"):
+            network = parallelize(PREPARE[prepare](transformer()()), mesh)
+            if prepare == "compiled":
+                for block in network.blocks:
+                    block.compile()
+            model = private(network, mode, LIMIT, clipping)
+            for _ in range(2):
+                model.clear_gradients()
+                private_loss(model, oracle.pick(batch, mine), zoo.cross_entropy).backward()
+                model.finish_synchronization()
+                torch.testing.assert_close(
+                    model.per_sample_gradient_norms.double(),
+                    oracle.norms(gradients)[mine],
+                    rtol=FLOAT32,
+                    atol=0,
+                )
+                found = {n: whole(p.grad) for n, p in network.named_parameters()}
+                expected = oracle.clipped_sum(gradients, LIMIT, clipping)
+                assert_close(found, expected, FLOAT32)
+
+
+def recomputed(network: nn.Module) -> nn.Module:
+    """Blocks whose activations are computed again in backward."""
+    for block in network.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return network
+
+
+PREPARE = {"": lambda network: network, "compiled": lambda n: n, "recomputed": recomputed}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_norms_and_clipped_sums(cpu_ranks, ranks, mode):
+    cpu_ranks.run(ranks, clipped, (mode,))
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_activation_checkpointing(cpu_ranks, ranks):
+    cpu_ranks.run(ranks, clipped, ("ghost", "bookkeeping"), "recomputed")
+
+
+@pytest.mark.slow
+def test_compiled_blocks(cpu_ranks):
+    cpu_ranks.run(2, clipped, ("bookkeeping",), "compiled")
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+def step(network: nn.Module, batch, loss=zoo.product) -> None:
+    private_loss(private(network), batch, loss).backward()
+
+
+def sequence_parallel(context: Context) -> None:
+    """Norms that are named in the plan."""
+    network = nn.Sequential(nn.LayerNorm(4)).double()
+    plan = {"0": SequenceParallel(use_local_output=True)}
+    network = parallelize_module(network, tensor_mesh(context), plan)
+    inputs, targets = zoo.numbers(3, 5, 4, out=(5, 4))
+    with pytest.raises(ValueError, match=r"0: its input \[3, 10, 4\] is sharded on dimension 1"):
+        step(network, (inputs.double(), targets))
+
+
+def test_sequence_parallel_is_refused(cpu_ranks):
+    cpu_ranks.run(2, sequence_parallel)
+
+
+def unnamed_sequence_parallel(context: Context) -> None:
+    """A norm between them is a plain layer with some of the tokens: its neighbours show it."""
+    plan = {
+        "rows": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "columns": ColwiseParallel(output_layouts=Shard(1)),
+        "wide": ColwiseParallel(input_layouts=Shard(1)),
+        "narrow": RowwiseParallel(output_layouts=Shard(1)),
+        "last": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    network = parallelize_module(build_layers(), tensor_mesh(context), plan)
+    with pytest.raises(ValueError, match=r"rows: .* gather or scatter"):
+        step(network, ids_and_targets(3, 4))
+
+
+def test_sequence_parallel_around_plain_layers_is_refused(cpu_ranks):
+    cpu_ranks.run(2, unnamed_sequence_parallel)
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def others(context: Context) -> None:
+    mesh = tensor_mesh(context)
+    batch = zoo.numbers(3, 4, out=(4,))
+
+    def build(*members: nn.Module) -> nn.Sequential:
+        return nn.Sequential(*members)
+
+    plan = {"0": ColwiseParallel(output_layouts=Replicate())}
+    network = parallelize_module(build(nn.Linear(4, 1)), mesh, plan)
+    with pytest.raises(ValueError, match="leave the last of 2 ranks none"):
+        step(network, zoo.numbers(3, 4, out=(1,)))
+    bare = build(
+        PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())._apply(
+            Bare(), mesh
+        )
+    )
+    bare[0].scale = nn.Parameter(DTensor.from_local(bare[0].scale.detach(), mesh, [Replicate()]))
+    with pytest.raises(ValueError, match=r"0 is given DTensors, .* linear layers, embeddings"):
+        step(bare, batch)
+
+
+def test_other_layouts_are_refused_by_name(cpu_ranks):
+    cpu_ranks.run(2, others)

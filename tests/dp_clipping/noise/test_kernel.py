@@ -1,0 +1,313 @@
+"""The fused noise kernel against its plain twin; without a GPU in Triton's interpreter."""
+
+import math
+from collections.abc import Callable
+from itertools import product
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from dp_clipping.distributed.placement import Run, runs_of
+from dp_clipping.noise import gaussian as noise
+from dp_clipping.noise import kernel as kernels
+from dp_clipping.noise.gaussian import NoiseStream, add_noise, standard_normal
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+PROGRAM = 4 * kernels.BLOCK
+SIZES = [0, 1, 2, 3, 4, 5, 127, PROGRAM - 1, PROGRAM, PROGRAM + 1, 3 * PROGRAM + 2]
+OFFSETS = [0, 1, 2, 3, 4, 2**31 - 2, 2**34 - 5, 2**40 + 3, 2**62 + 1]
+HALF_STEP = {torch.float64: 0, torch.float32: 0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+# Words with and without the sign bit, and ones that Triton would make constants of: 0, 1, 16.
+STREAMS = [
+    NoiseStream.derive(bytes(32), step=5, parameter="weight", share=1),
+    NoiseStream(0, 0, 0, 0),
+    NoiseStream(1, 0, 1, 16),
+    NoiseStream(0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF),
+    NoiseStream(0xA4093822, 0x299F31D0, 0x13198A2E, 0x83707344),
+]
+
+
+@triton.jit(do_not_specialize=["first", "seed", "c2", "c3"])
+def _store_words(p_out, first, seed, c2, c3, BLOCK: tl.constexpr):
+    w0, w1, w2, w3 = kernels._words(first, seed, c2, c3, BLOCK)
+    o_row = tl.program_id(0) * 4 * BLOCK + tl.arange(0, BLOCK)
+    tl.store(p_out + o_row, w0.to(tl.int64))
+    tl.store(p_out + o_row + BLOCK, w1.to(tl.int64))
+    tl.store(p_out + o_row + 2 * BLOCK, w2.to(tl.int64))
+    tl.store(p_out + o_row + 3 * BLOCK, w3.to(tl.int64))
+
+
+def check_words(device: str) -> None:
+    """The integers are equal, to the last bit."""
+    programs, block = 2, 64
+    for stream in STREAMS:
+        for first in [0, 5, 2**32 - 70, 2**61]:
+            words = torch.empty(programs, 4, block, dtype=torch.int64, device=device)
+            seed = kernels._signed(stream.key_0 | stream.key_1 << 32, 64)
+            high = (kernels._signed(w, 32) for w in (stream.counter_2, stream.counter_3))
+            _store_words[(programs,)](words, first, seed, *high, BLOCK=block)
+            expected = noise.philox(torch.arange(first, first + programs * block), stream)
+            got = words.cpu().transpose(0, 1).reshape(4, -1)
+            assert torch.equal(got, torch.stack(expected)), (stream, first)
+
+
+@triton.jit
+def _store_box_muller(p_words, p_out, BLOCK: tl.constexpr):
+    """Of each word its radius and its angle's cosine and sine."""
+    o_word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(p_words + o_word).to(tl.uint32)
+    b_cos, b_sin = kernels._cos_sin(words)
+    tl.store(p_out + 3 * o_word, kernels._radius(words))
+    tl.store(p_out + 3 * o_word + 1, b_cos)
+    tl.store(p_out + 3 * o_word + 2, b_sin)
+
+
+def check_box_muller(device: str) -> None:
+    """Against float64: where the quadrant or the exponent of u changes, at both ends, elsewhere."""
+    block = 256
+    near = torch.cat((torch.arange(-9, 10), 128 * torch.arange(-3, 4)))
+    powers = 1 << torch.arange(34)
+    edges = torch.cat((torch.arange(8) << 29, powers[:32], powers // 3))
+    edges = (edges[:, None] + near).flatten()
+    near_one = torch.tensor([0xFFFFFFFF, 0xFFFFFF80, 0xFFFFFF7F, 0xFFFFFF00, 0xFFFFFEFF])
+    drawn = torch.stack(noise.philox(torch.arange(20_000), STREAMS[0])).flatten()
+    words = torch.cat((edges % 2**32, near_one, drawn))
+    words = words[: len(words) // block * block].to(device)
+    out = torch.full((len(words), 3), torch.nan, device=device)
+    _store_box_muller[(len(words) // block,)](words, out, BLOCK=block)
+    radius, cos, sin = out.double().unbind(1)
+    uniform = (words.float() * 2**-32 + 2**-33).double()
+    angle = words.to(torch.int32).double() * (math.pi * 2**-31)
+    assert (uniform == 1).any(), "no word was rounded to 1"
+    assert out.isfinite().all()
+    assert (radius - uniform.log().mul(-2).sqrt()).abs().max() < 1e-6
+    assert (cos - angle.cos()).abs().max() < 9e-8
+    assert (sin - angle.sin()).abs().max() < 9e-8
+
+
+def check_noise(device: str) -> None:
+    """Normals differ by rounding only; nothing is written outside."""
+    everything = [*product(STREAMS, OFFSETS, [*SIZES, 1_000_003])]
+    some = [
+        *product(STREAMS[:1], [0, 3, 2**34 - 5], SIZES),
+        *product(STREAMS, OFFSETS, [PROGRAM + 3]),
+    ]
+    for stream, offset, n in some if device == "cpu" else everything:
+        guard = torch.full((n + 8,), torch.nan, device=device)
+        total = torch.zeros(n, device=device)
+        kernels.add_noise_kernel_launch(total, guard[:n], stream, 1.0, 1.0, offset)
+        expected = standard_normal(n, stream, offset=offset, device=device)
+        torch.testing.assert_close(guard[:n], expected, rtol=0, atol=2e-6)
+        assert guard[n:].isnan().all(), "written behind its end"
+
+
+def check_result(device: str) -> None:
+    """Sum, scale, divisor and the cast at the end, in every output dtype, also in place."""
+    n, stream = 3 * PROGRAM + 5, STREAMS[0]
+    total = torch.linspace(-40, 40, n, device=device)
+    for dtype, half_step in HALF_STEP.items():
+        if device == "cpu" and dtype == torch.bfloat16:
+            half_step *= 2  # the interpreter cuts off where a GPU rounds
+        for std, divisor in [(1.0, 1.0), (3.5, 256.0), (2 / 3, 3.0), (0.0, 7.0)]:
+            out = torch.full((n,), torch.nan, dtype=dtype, device=device)
+            kernels.add_noise_kernel_launch(total, out, stream, std, divisor, 6)
+            z = standard_normal(n, stream, offset=6, device=device).double()
+            exact = (total.double() + std * z) / divisor
+            error = (out.double() - exact).abs()
+            # float32 rounds the sum, the quotient and z, all of which the divisor shrinks
+            bound = half_step * exact.abs() + (1.2e-5 + 2e-6 * std) / divisor
+            assert (error <= 1.001 * bound).all(), (dtype, std, divisor)
+            if device != "cpu" and std == 0 and dtype == torch.float32:  # not fused on a CPU
+                assert torch.equal(out, exact.float())
+    in_place = total.clone()
+    kernels.add_noise_kernel_launch(in_place, in_place, stream, 2.0, 4.0, 3)
+    torch.testing.assert_close(in_place, plain(total, 2.0, 4.0, 3), rtol=1e-6, atol=2e-6)
+
+
+def plain(total: torch.Tensor, std: float, divisor: float, offset: int) -> torch.Tensor:
+    out = torch.empty_like(total)
+    noise.add_noise_plain(total, out, STREAMS[0], std, divisor, offset)
+    return out
+
+
+def check_layouts(device: str) -> None:
+    """Through the public function: element i is the i-th in row-major order."""
+    everything = torch.arange(40 * 50.0, device=device).view(40, 50)
+    for total in (everything.T, everything[::3, 1::2], everything[:, :1].expand(40, 50)):
+        for dtype in (torch.float32, torch.bfloat16):
+            noisy = add_noise(total, STREAMS[0], std=2.0, divisor=4.0, dtype=dtype, offset=7)
+            expected = plain(total.reshape(-1), 2.0, 4.0, 7).view(total.shape)
+            rounding = max(1e-6, 2 * HALF_STEP[dtype])
+            torch.testing.assert_close(noisy.float(), expected, rtol=rounding, atol=2e-6)
+            out = torch.empty(total.T.shape, dtype=dtype, device=device).T
+            assert add_noise(total, STREAMS[0], std=2.0, divisor=4.0, offset=7, out=out) is out
+            assert torch.equal(out, noisy)
+
+
+def check_slices(device: str) -> None:
+    """Values do not depend on where a launch begins: shards and replicas get equal bits."""
+    whole = torch.zeros(5000, device=device)
+    kernels.add_noise_kernel_launch(whole, whole, STREAMS[0], 1.5, 3.0, 2**33 + 1)
+    for start, end in [(0, 5000), (1, 4), (1023, 1025), (2, 5000), (4999, 5000)]:
+        part = torch.zeros(end - start, device=device)
+        kernels.add_noise_kernel_launch(part, part, STREAMS[0], 1.5, 3.0, 2**33 + 1 + start)
+        assert torch.equal(part, whole[start:end])
+
+
+def check_many(device: str) -> None:
+    """One launch for many tensors gives each the bits of its own launch."""
+    sizes = [0, 1, 5, PROGRAM, PROGRAM * kernels.LOOPS, PROGRAM * kernels.LOOPS + 3]
+    streams = [
+        NoiseStream.derive(bytes(32), step=1, parameter=str(n), share=0) for n in range(len(sizes))
+    ]
+    streams[1], streams[2] = STREAMS[3], STREAMS[4]
+    dtypes = [torch.float32, torch.bfloat16] * 3
+    totals = [torch.linspace(-9, 9, n, device=device) for n in sizes]
+    totals[2] = torch.linspace(-9, 9, 10, device=device)[::2]
+    expected = [
+        add_noise(total, stream, std=3.0, divisor=7.0, dtype=dtype)
+        for total, stream, dtype in zip(totals, streams, dtypes, strict=True)
+    ]
+    got = noise.add_noise_to_all(totals, streams, std=3.0, divisor=7.0, dtypes=dtypes)
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+BOXES = {  # a parameter's shape, its parts
+    (40, 64): [
+        ((0, 40), (0, 64)), ((10, 10), (0, 64)), ((0, 40), (16, 16)), ((20, 20), (32, 32)),
+        ((7, 1), (3, 5)), ((0, 40), (61, 3)), ((3, 37), (1, 62)),
+    ],
+    (33, 35): [
+        ((0, 33), (0, 18)), ((0, 33), (18, 17)), ((11, 11), (0, 35)), ((32, 1), (34, 1)),
+        ((33, 0), (0, 35)), ((5, 20), (4, 8)), ((0, 33), (34, 1)),
+    ],
+    (2, 90, 7): [((0, 2), (1, 89), (0, 7)), ((0, 2), (5, 80), (1, 6))],
+    (2, 3 * PROGRAM): [((0, 2), (0, 2 * PROGRAM)), ((0, 2), (PROGRAM + 3, 2 * PROGRAM - 4))],
+    (PROGRAM * kernels.LOOPS // 12 + 3, 20): [((0, PROGRAM * kernels.LOOPS // 12 + 3), (8, 12))],
+}  # fmt: skip
+
+
+def check_parts(device: str) -> None:
+    """A part of a parameter gets the bits that its elements get in the whole."""
+    for dtype in (torch.float32, torch.bfloat16):
+        wholes, parts, streams, places = [], [], [], []
+        for shape, boxes in BOXES.items():
+            for box in boxes:
+                stream = NoiseStream.derive(bytes(32), step=1, parameter=f"{shape}{box}", share=0)
+                total = torch.linspace(-9, 9, math.prod(shape), device=device).view(shape)
+                part = total[tuple(slice(a, a + n) for a, n in box)]
+                noisy = add_noise(total, stream, std=3.0, divisor=7.0, dtype=dtype)
+                wholes.append(noisy[tuple(slice(a, a + n) for a, n in box)])
+                parts.append(part)
+                streams.append(stream)
+                places.append(runs_of(box, shape))
+        wholes.append(add_noise(wholes[0].float(), STREAMS[3], std=3.0, divisor=7.0, dtype=dtype))
+        parts.append(wholes[0].float())
+        streams.append(STREAMS[3])
+        places.append(None)
+        together = noise.add_noise_to_all(
+            [part.clone() for part in parts], streams,
+            std=3.0, divisor=7.0, dtypes=[dtype] * len(parts), places=places,
+        )  # fmt: skip
+        for whole, part in zip(wholes, together, strict=True):
+            assert part.dtype == dtype
+            assert torch.equal(part, whole)
+        alone = add_noise(parts[1], streams[1], std=3.0, divisor=7.0, dtype=dtype, place=places[1])
+        assert torch.equal(alone, wholes[1])
+
+
+def check_places(device: str) -> None:
+    """Runs anywhere in a stream: nothing is written outside of the part."""
+    for stream in (STREAMS[0], STREAMS[3]):
+        for place in (
+            (Run(0, 2**34 - 9, 5, 9, 7),),
+            (Run(0, 2**40 + 3, 3, 2**33 + 1, 3), Run(9, 4, 4, 8, 2), Run(17, 1, 1, 2, 300)),
+            (Run(0, 2**62 + 4, 2 * PROGRAM, 2**35, 2),),
+            (Run(0, 2**34 - 4, 3 * PROGRAM + 1, 1, 1),),
+        ):
+            n = sum(run.numel for run in place)
+            guard = torch.full((n + 8,), torch.nan, device=device)
+            total = torch.zeros(n, device=device)
+            kernels.add_noise_to_parts_kernel_launch(
+                [total], [guard[4:-4]], [stream], [place], 1.0, 1.0
+            )
+            expected = torch.cat([
+                standard_normal(r.length, stream, offset=r.offset + q * r.stride, device=device)
+                for r in place
+                for q in range(r.count)
+            ])  # fmt: skip
+            torch.testing.assert_close(guard[4:-4], expected, rtol=0, atol=2e-6)
+            assert guard[:4].isnan().all()
+            assert guard[-4:].isnan().all()
+
+
+def test_rows_that_32_bits_do_not_count(monkeypatch):
+    monkeypatch.setattr(kernels, "LONGEST", 8)
+    place = (Run(0, 3, 5, 9, 4), Run(20, 100, 19, 40, 2))
+    pieces = kernels._within_reach(place)
+    assert [(r.local_start, r.offset, r.length) for r in pieces if r.local_start >= 20] == [
+        (20, 100, 8), (28, 108, 8), (36, 116, 3), (39, 140, 8), (47, 148, 8), (55, 156, 3),
+    ]  # fmt: skip
+    assert {run.count for run in pieces} == {1}
+    assert kernels._within_reach(place[:1]) == place[:1]
+
+
+BODIES = [
+    check_words, check_box_muller, check_noise, check_result, check_layouts, check_slices,
+    check_many, check_parts, check_places,
+]  # fmt: skip
+
+
+def interpreted(body: Callable[[str], None]) -> None:
+    with patch.object(kernels, "serves", lambda total: total.dtype == torch.float32):
+        body("cpu")
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_in_the_interpreter(interpreter, body):
+    interpreter.run(interpreted, body)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_compiled_kernel(body):
+    body("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_streams_share_one_compiled_kernel():
+    """A variant a key would compile in every step."""
+    total = torch.zeros(4096, device="cuda")
+    cache = kernels._add_noise_kernel.device_caches[torch.cuda.current_device()][0]
+    add_noise(total, STREAMS[0], std=1.0)
+    compiled = len(cache)
+    for stream in STREAMS:
+        for offset in (0, 4, 64, 400):
+            add_noise(total, stream, std=1.0, offset=offset)
+    assert len(cache) == compiled
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_more_elements_than_32_bits_count():
+    n = 2**31 + 5
+    out = torch.full((n,), torch.nan, dtype=torch.bfloat16, device="cuda")
+    total = torch.zeros(1, device="cuda").expand(n).contiguous()
+    add_noise(total, STREAMS[0], std=1.0, out=out)
+    expected = standard_normal(1000, STREAMS[0], offset=n - 1000, device="cuda").bfloat16()
+    torch.testing.assert_close(out[-1000:], expected)
+    assert out.isfinite().all()
+
+
+def test_the_kernel_serves_float32_on_a_gpu_only():
+    assert not kernels.serves(torch.zeros(1))
+    if torch.cuda.is_available():
+        assert kernels.serves(torch.zeros(1, device="cuda"))
+        assert not kernels.serves(torch.zeros(1, dtype=torch.float64, device="cuda"))

@@ -1,0 +1,370 @@
+"""Microbatches: what they hold, how many there are on each rank, and which one steps."""
+
+from contextlib import nullcontext
+from itertools import chain
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+)
+
+from dp_clipping.sampling.loader import PoissonLoader
+from dp_clipping.sampling.memory_manager import BatchMemoryManager, split
+from tests.support.replicas import build, parameters, train
+
+KEY = bytes(range(32))
+
+
+class Optimizer:
+    """Remembers how it was told to step."""
+
+    def __init__(self):
+        self.signals = []
+
+    def signal_skip_step(self, do_skip=True):
+        self.signals.append(do_skip)
+
+    def leave_microbatches(self, half_way):
+        return False
+
+
+def numbers(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count))
+
+
+def poisson(count=60, batch_size=12, *, rank=0, world_size=1, rand_on_empty=False, **options):
+    loader = DataLoader(numbers(count), batch_size=batch_size, **options)
+    return PoissonLoader.from_data_loader(
+        loader, key=KEY, rank=rank, world_size=world_size, rand_on_empty=rand_on_empty
+    )
+
+
+def draws_of(loader: DataLoader, max_size: int) -> list[list[list[int]]]:
+    """The microbatches of each draw of an epoch, told apart by the signals."""
+    optimizer = Optimizer()
+    draws, pieces = [], []
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=max_size, optimizer=optimizer
+    ) as memory_safe:
+        for received, (batch,) in enumerate(memory_safe, 1):
+            assert len(optimizer.signals) == received, "one signal before each microbatch"
+            pieces.append(batch.tolist())
+            if not optimizer.signals[-1]:
+                draws.append(pieces)
+                pieces = []
+    assert pieces == [], "the last microbatch of all must step"
+    return draws
+
+
+def joined(lists) -> list:
+    return list(chain.from_iterable(lists))
+
+
+class TestPoisson:
+    @pytest.mark.parametrize("workers", [0, 2])
+    @pytest.mark.parametrize("max_size", [1, 5, 1000])
+    def test_microbatches_are_the_draw_in_order(self, max_size, workers):
+        whole = [batch.tolist() for (batch,) in poisson()]
+        options = {"num_workers": workers, "prefetch_factor": 4 if workers else None}
+        draws = draws_of(poisson(**options), max_size)
+        assert [joined(pieces) for pieces in draws] == whole
+        assert all(len(piece) <= max_size for pieces in draws for piece in pieces)
+        assert [len(p) for p in draws] == [max(1, -(-len(b) // max_size)) for b in whole]
+
+    @pytest.mark.parametrize("world_size", [2, 5])
+    @pytest.mark.parametrize("max_size", [1, 2, 3])
+    def test_every_rank_has_the_same_number(self, max_size, world_size):
+        ranks = [
+            draws_of(poisson(rank=r, world_size=world_size), max_size) for r in range(world_size)
+        ]
+        whole = [batch.tolist() for (batch,) in poisson()]
+        uneven = False
+        for batch, *draw in zip(whole, *ranks, strict=True):
+            assert len({len(pieces) for pieces in draw}) == 1
+            needed = [-(-len(joined(pieces)) // max_size) for pieces in draw]
+            assert len(draw[0]) == max(1, *needed)
+            uneven |= len(set(needed)) > 1
+            assert sorted(joined(map(joined, draw))) == batch
+            assert all(len(piece) <= max_size for pieces in draw for piece in pieces)
+        assert uneven, "some rank must have been filled up"
+
+    def test_an_empty_draw_is_one_empty_microbatch(self):
+        draws = draws_of(poisson(24, 1), 2)
+        assert [[]] in draws
+        assert len(draws) == 24
+
+    def test_second_epoch_and_position(self):
+        loader = poisson()
+        whole = [batch.tolist() for _ in range(2) for (batch,) in loader]
+        again = poisson()
+        assert [joined(p) for _ in range(2) for p in draws_of(again, 5)] == whole
+        assert again.position == 10
+
+    def test_on_draw_comes_once_before_the_signal_and_position_moves_with_the_last(self):
+        loader = poisson()
+        events = []
+        loader.on_draw = lambda draw: events.append(draw)
+        optimizer = Optimizer()
+        optimizer.signal_skip_step = lambda do_skip: events.append(do_skip)
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
+        ) as memory_safe:
+            for _ in memory_safe:
+                skipped = events[-1]
+                draw = [event for event in events if type(event) is int][-1]
+                assert loader.position == (draw if skipped else draw + 1)
+        sizes = [len(share) for (share,) in map(loader.batch_sampler.shares, range(5))]
+        expected = [[n, *[True] * (-(-size // 4) - 1), False] for n, size in enumerate(sizes)]
+        assert events == joined(expected)
+
+    def test_what_on_draw_raises_comes_instead_of_signal_and_batch(self):
+        loader = poisson()
+
+        def refuse(draw):
+            raise RuntimeError("no second draw")
+
+        loader.on_draw = refuse
+        optimizer = Optimizer()
+        with (
+            BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
+            ) as memory_safe,
+            pytest.raises(RuntimeError, match="no second draw"),
+        ):
+            next(iter(memory_safe))
+        assert optimizer.signals == []
+        assert loader.position == 0
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_resume_between_and_within_draws(self, workers):
+        whole = draws_of(poisson(), 4)
+        for received in (len(whole[0]), len(whole[0]) + 1):  # one draw, and one and a piece
+            loader = poisson(num_workers=workers)
+            with BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=4, optimizer=Optimizer()
+            ) as memory_safe:
+                batches = iter(memory_safe)
+                for _ in range(received):
+                    next(batches)
+                state = loader.state_dict()
+                del batches
+            resumed = poisson(num_workers=workers)
+            resumed.load_state_dict(state)
+            assert draws_of(resumed, 4) == whole[1:]
+
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_an_iteration_after_one_left_early(self, workers):
+        options = {"num_workers": workers, "persistent_workers": workers > 0}
+        loader = poisson(**options)
+        optimizer = Optimizer()
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
+        ) as memory_safe:
+            for _ in memory_safe:
+                break
+            optimizer.signals.clear()
+            pieces = [batch.tolist() for (batch,) in memory_safe]
+        assert pieces == joined(draws_of(poisson(), 4))
+        assert optimizer.signals.count(False) == 5
+
+    @pytest.mark.parametrize("workers", [0, 1])
+    @pytest.mark.parametrize("split_first", [False, True])
+    def test_an_older_iteration_takes_nothing_from_a_newer_one_beside_it(
+        self, split_first, workers
+    ):
+        ahead = 99 if workers else None  # the whole epoch
+        loader, announced = poisson(num_workers=workers, prefetch_factor=ahead), []
+        loader.on_draw = announced.append
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=1000, optimizer=Optimizer()
+        ) as whole_draws:
+            both = [iter(whole_draws), iter(loader)]
+            older, newer = both if split_first else both[::-1]
+            seen = [next(older), next(newer)]
+            with pytest.raises(RuntimeError, match="another iteration"):
+                next(older)
+            seen.append(next(newer))
+        assert announced == [0, 1, 2]
+        expected = [loader.batch_sampler.shares(draw)[0] for draw in announced]
+        assert [batch.tolist() for (batch,) in seen] == expected
+
+    def test_len(self):
+        loader = poisson()
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=4, optimizer=Optimizer()
+        ) as memory_safe:
+            lengths = []
+            for _ in range(3):
+                before = len(memory_safe)
+                received = sum(len(memory_safe) == before for _ in memory_safe)
+                assert received == before
+                lengths.append(before)
+            assert len(set(lengths)) > 1, "epochs differ"
+            next(iter(memory_safe))
+        state = {**loader.state_dict(), "position": 13, "epoch_end": 15}
+        loader.load_state_dict(state)
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=4, optimizer=Optimizer()
+        ) as memory_safe:
+            assert len(memory_safe) == sum(1 for _ in memory_safe)
+
+    def test_holds_dummy_tells_the_made_up_sample(self):
+        for rank in range(2):
+            sizes = [
+                len(piece) for piece in joined(draws_of(poisson(24, 3, rank=rank, world_size=2), 1))
+            ]
+            assert 0 in sizes
+            loader = poisson(24, 3, rank=rank, world_size=2, rand_on_empty=True)
+            with BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=1, optimizer=Optimizer()
+            ) as memory_safe:
+                received = [(len(batch), loader.holds_dummy) for (batch,) in memory_safe]
+            assert received == [(1, size == 0) for size in sizes]
+
+
+class TestOtherLoaders:
+    @pytest.mark.parametrize("workers", [0, 2])
+    @pytest.mark.parametrize("drop_last", [False, True])
+    @pytest.mark.parametrize("max_size", [1, 3, 4, 9])
+    def test_batches_are_split_and_counted(self, max_size, drop_last, workers):
+        options = dict(batch_size=8, drop_last=drop_last)
+        whole = [batch.tolist() for (batch,) in DataLoader(numbers(21), **options)]
+        loader = DataLoader(numbers(21), num_workers=workers, **options)
+        draws = draws_of(loader, max_size)
+        assert [joined(pieces) for pieces in draws] == whole
+        assert all(len(piece) <= max_size for pieces in draws for piece in pieces)
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=max_size, optimizer=Optimizer()
+        ) as memory_safe:
+            assert len(memory_safe) == len(joined(draws))
+
+    def test_a_shuffled_loader_follows_its_generator(self):
+        def loader():
+            return DataLoader(
+                numbers(20), batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(3)
+            )
+
+        whole = [batch.tolist() for (batch,) in loader()]
+        assert [joined(pieces) for pieces in draws_of(loader(), 4)] == whole
+
+    def test_a_batch_sampler_of_the_users_has_no_length(self):
+        class Growing(BatchSampler):
+            def __iter__(self):
+                return iter([torch.tensor([0]), [1, 2, 3], []])
+
+        loader = DataLoader(
+            numbers(4),
+            batch_sampler=Growing(SequentialSampler(numbers(4)), 2, False),
+            collate_fn=lambda samples: [torch.tensor([number for (number,) in samples])],
+        )
+        assert draws_of(loader, 2) == [[[0]], [[1], [2, 3]], [[]]]
+        with (
+            BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=2, optimizer=Optimizer()
+            ) as memory_safe,
+            pytest.raises(TypeError, match="Growing"),
+        ):
+            len(memory_safe)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("changes", "word"),
+        [
+            ({"max_physical_batch_size": 0}, "max_physical_batch_size is 0"),
+            ({"optimizer": object()}, "make_private returned"),
+            ({"data_loader": DataLoader(numbers(4), batch_size=None)}, "a batch_size"),
+            ({"data_loader": DataLoader(Stream())}, "__getitem__"),
+        ],
+    )
+    def test_wrong_inputs(self, changes, word):
+        options = dict(data_loader=poisson(), max_physical_batch_size=2, optimizer=Optimizer())
+        with pytest.raises(ValueError, match=word):
+            BatchMemoryManager(**options | changes)
+
+    def test_splitting_twice(self):
+        options = dict(max_physical_batch_size=2, optimizer=Optimizer())
+        with (
+            BatchMemoryManager(data_loader=poisson(), **options) as memory_safe,
+            pytest.raises(ValueError, match="already"),
+        ):
+            BatchMemoryManager(data_loader=memory_safe, **options)
+
+
+@pytest.mark.parametrize(("length", "count"), [(0, 1), (0, 3), (1, 3), (7, 3), (9, 3), (10, 4)])
+def test_split_is_even_and_in_order(length, count):
+    pieces = split(list(range(length)), count)
+    assert len(pieces) == count
+    assert joined(pieces) == list(range(length))
+    sizes = [len(piece) for piece in pieces]
+    assert max(sizes) - min(sizes) <= 1
+
+
+class TestLeftEarly:
+    """Through the front door: the optimizer is between two steps afterwards."""
+
+    def leave(self, run, how):
+        with BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
+        ) as loader:
+            batches = iter(loader)
+            for x, y, _ in batches if how == "kept" else loader:
+                run.criterion(run.model(x), y).backward()
+                if how == "raise":
+                    raise KeyError
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                if how == "break":
+                    break
+                if how == "kept":
+                    return batches
+        return None
+
+    @pytest.mark.parametrize("mode", ["bookkeeping", "no_dp"])
+    @pytest.mark.parametrize("how", ["break", "raise", "kept"])
+    def test_sums_are_dropped_and_the_draw_is_drawn_again(self, how, mode):
+        run, alone = (build(batch_size=12, grad_sample_mode=mode) for _ in range(2))
+        with (
+            nullcontext() if (mode, how) == ("no_dp", "raise") else pytest.warns(match="draw 0"),
+            pytest.raises(KeyError) if how == "raise" else nullcontext(),
+        ):
+            kept = self.leave(run, how)
+        assert not run.optimizer.is_mid_step
+        assert all(p.grad is None for p in run.model.parameters())
+        if mode != "no_dp":
+            with pytest.raises(RuntimeError, match="without a backward"):
+                run.optimizer.step()
+        if how == "kept":
+            with pytest.raises(RuntimeError, match="was left"):
+                next(kept)
+        assert train(run, 3) == train(alone, 3)
+        assert parameters(run).tobytes() == parameters(alone).tobytes()
+
+    def test_a_draw_of_which_a_step_has_used_a_part_is_not_drawn_again(self):
+        run = build(batch_size=12)
+        with BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
+        ) as loader:
+            for x, y, _ in loader:
+                run.criterion(run.model(x), y).backward()
+                run.optimizer.step()  # skipped
+                run.optimizer.step()
+                break
+        assert run.optimizer.steps == 1
+        assert run.loader.position == 1
+
+    def test_left_after_a_whole_draw_nothing_is_said(self, recwarn):
+        run = build(batch_size=12)
+        train(run, 2, 1)
+        assert run.loader.position == 2
+        assert not [w for w in recwarn if "was left" in str(w.message)]

@@ -1,0 +1,310 @@
+"""Private steps of compiled networks on fused kernels, beside one backward per sample in float64.
+
+Without a GPU the kernels run in Triton's interpreter.
+"""
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+pytest.importorskip("triton")
+
+from dp_clipping.verification import reference as oracle
+from tests.dp_clipping.conftest import (
+    assert_close,
+    clipped_sums,
+    criterion_of,
+    gradients_of,
+    private,
+)
+from tests.support import zoo
+
+MODES = ("flash_bookkeeping", "flash")
+ALGORITHMS = ("auto", "width", "input_length")
+LIMIT = 0.5
+
+# Float32 Gram products leave room for their rounding, in all that is clipped.
+TOLERANCE = {"auto": 4e-5, "input_length": 4e-5, "width": 5e-4}
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def compiled(
+    network: nn.Module, whole: bool = True, backend: str = "aot_eager", mode: str = MODES[0],
+    clipping: str = "flat", **policy,
+):  # fmt: skip
+    """The network, private, compiled as a whole or block by block."""
+    torch.compiler.reset()
+    counters.clear()
+    model = private(network, mode, LIMIT, clipping=clipping, policy={"tile_size": 16} | policy)
+    for part in [network] if whole else network.blocks:
+        part.compile(backend=backend, fullgraph=True)
+    return model
+
+
+def check(model, network: nn.Module, batch, loss, clipping="flat", tolerance=4e-5) -> None:
+    """One step of the model, beside the oracle's of an equal network."""
+    sums = clipped_sums(model, batch, loss)
+    gradients = oracle.per_sample_gradients(network, batch, loss)
+    norms = oracle.norms(gradients)
+    torch.testing.assert_close(model.per_sample_gradient_norms.double(), norms, rtol=1e-5, atol=0)
+    assert (norms > LIMIT).any()
+    assert model.nonfinite_samples == 0
+    assert_close(sums, oracle.clipped_sum(gradients, LIMIT, clipping), tolerance)
+
+
+def transformer(layers: int = 1) -> nn.Module:
+    return zoo.seeded(lambda: zoo.transformer(num_layers=layers))
+
+
+def small() -> nn.Module:
+    """What a transformer is made of, but for attention, on which a compiler takes seconds."""
+    return zoo.seeded(
+        lambda: zoo.Net(
+            lambda net, x: net.head(torch.tanh(net.norm(net.hidden(net.word(x))))),
+            word=nn.Embedding(zoo.VOCABULARY, 8),
+            hidden=nn.Linear(8, 12),
+            norm=nn.RMSNorm(12),
+            head=nn.Linear(12, zoo.VOCABULARY),
+        )
+    )
+
+
+def check_tokens(model, network: nn.Module, batch_size: int, length: int, **options) -> None:
+    check(model, network, zoo.tokens(batch_size, length), zoo.cross_entropy, **options)
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def algorithms(model) -> set[str]:
+    return {choice.algorithm for choice in model.capture.plan.choices}
+
+
+# The bodies
+
+
+def norms_and_sums_are_right_and_compiled_once(every: int = 5, backend: str = "aot_eager") -> None:
+    for mode, algorithm, clipping in [*product(MODES, ALGORITHMS, ("flat", "per_layer"))][::every]:
+        whole = (mode == "flash") == (clipping == "flat")
+        options = dict(backend=backend, mode=mode, clipping=clipping, norm_algorithm=algorithm)
+        model = compiled(transformer(), whole, **options)
+        shared = dict(clipping=clipping, tolerance=TOLERANCE[algorithm])
+        check_tokens(model, transformer(), 3, 6, **shared)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            check_tokens(model, transformer(), 3, 6, **shared)
+        assert algorithm == "auto" or algorithms(model) == {algorithm}
+        assert model.capture.plan.is_one_pass == (mode != "flash")
+
+
+def gradients_and_factors_are_both_delivered(
+    build: Callable[[], nn.Module] = small, whole: bool = True
+) -> None:
+    """At nine tokens the factors of some layers take more than their gradients."""
+    model = compiled(build(), whole)
+    check_tokens(model, build(), 3, 9)
+    assert algorithms(model) == {"gradient", "input_length"}
+    check_tokens(model, build(), 3, 4)
+    assert algorithms(model) == {"input_length"}
+
+
+def other_sizes_are_compiled_once_more(build: Callable[[], nn.Module] = small) -> None:
+    """A dimension that changes becomes a variable."""
+    for algorithm in ("input_length", "width"):
+        model = compiled(build(), norm_algorithm=algorithm)
+        for batch_size, length in ((4, 6), (4, 9), (3, 7)):
+            check_tokens(model, build(), batch_size, length, tolerance=TOLERANCE[algorithm])
+        assert graphs() == 3
+        with torch.compiler.set_stance("fail_on_recompile"):
+            check_tokens(model, build(), 5, 8, tolerance=TOLERANCE[algorithm])
+            check_tokens(model, build(), 2, 10, tolerance=TOLERANCE[algorithm])
+
+
+def a_budget_takes_a_second_backward() -> None:
+    model = compiled(transformer(), memory_budget=8000)
+    for _ in range(2):
+        check_tokens(model, transformer(), 3, 6)
+        assert not model.capture.plan.is_one_pass
+        assert not all(choice.recomputed for choice in model.capture.plan.choices)
+
+
+class Changing(nn.Module):
+    """How many tokens its second layer sees, and how often, inputs do not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.keep, self.times = 3, 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))[:, : self.keep]
+        for _ in range(self.times):
+            x = self.second(x)
+        return x.sum(1)
+
+
+def changing(keep: int = 3) -> Changing:
+    network = zoo.seeded(Changing)
+    network.keep = keep
+    return network
+
+
+BATCH = zoo.numbers(4, 6, 5, out=(5,))
+
+
+def another_number_of_tokens_is_refused() -> None:
+    """Also where autograd would add up the gradient of a slot of one token."""
+    for known, given in ((3, 2), (1, 2), (2, 1)):
+        network = changing(known)
+        model = compiled(network, norm_algorithm="input_length")
+        check(model, changing(known), BATCH, zoo.product)
+        network.keep = given
+        with pytest.raises(Exception, match="second is given another number of tokens"):
+            clipped_sums(model, BATCH, zoo.product)
+        model.forget_layouts()
+        check(model, changing(given), BATCH, zoo.product)
+
+
+def gradients_do_not_depend_on_the_number_of_tokens() -> None:
+    network = changing(3)
+    model = compiled(network)
+    for keep in (3, 1, 2):
+        network.keep = keep
+        check(model, changing(keep), BATCH, zoo.product)
+        assert algorithms(model) == {"gradient"}
+
+
+class Repeating(nn.Module):
+    """A block that is called as often as it says: autograd meets its slots that often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 5))])
+        self.times = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self.blocks[0](x)
+        return x.sum(1)
+
+
+def a_second_use_leaves_all_samples_out(every: int = 5) -> None:
+    """Its norm would miss the cross terms."""
+    runs = product((changing, lambda: zoo.seeded(Repeating)), ALGORITHMS, ("flat", "per_layer"))
+    for build, algorithm, clipping in [*runs][::every]:
+        network = build()
+        whole = isinstance(network, Changing)
+        model = compiled(network, whole, clipping=clipping, norm_algorithm=algorithm)
+        options = dict(clipping=clipping, tolerance=TOLERANCE[algorithm])
+        check(model, build(), BATCH, zoo.product, **options)
+        network.times = 2
+        clipped_sums(model, BATCH, zoo.product)
+        assert model.nonfinite_samples == 4
+        used_twice = network.second if whole else network.blocks[0]
+        assert not any(p.grad.any() for p in used_twice.parameters() if p.dim() == 2)
+        assert clipping == "per_layer" or not any(p.grad.any() for p in network.parameters())
+
+
+def transposed_weights_and_autocast() -> None:
+    case = zoo.BY_NAME["gpt2_lm"]
+    for algorithm in ("auto", "input_length"):
+        if importlib.util.find_spec("transformers"):
+            network = case.build()
+            network.blocks = [block.mlp for block in network.transformer.h]
+            model = compiled(network, whole=False, norm_algorithm=algorithm)
+            check(model, case.build(), case.batch(4), case.per_sample_loss)
+        model = compiled(changing(), norm_algorithm=algorithm)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.float16):
+                sums = clipped_sums(model, BATCH, zoo.product)
+        assert model.capture.plan.uses[0].element_size == 2
+        assert graphs() == 1
+        gradients = oracle.per_sample_gradients(changing(), BATCH, zoo.product)
+        assert_close(sums, oracle.clipped_sum(gradients, LIMIT), 2e-2)
+
+
+BODIES = [
+    norms_and_sums_are_right_and_compiled_once,
+    gradients_and_factors_are_both_delivered,
+    other_sizes_are_compiled_once_more,
+    a_budget_takes_a_second_backward,
+    another_number_of_tokens_is_refused,
+    gradients_do_not_depend_on_the_number_of_tokens,
+    a_second_use_leaves_all_samples_out,
+    transposed_weights_and_autocast,
+]
+
+
+LONG = (other_sizes_are_compiled_once_more, transposed_weights_and_autocast)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [pytest.param(b, marks=[pytest.mark.slow] if b in LONG else []) for b in BODIES],
+    ids=lambda body: body.__name__,
+)
+def test_in_the_interpreter(interpreter, body):
+    interpreter.run(body)
+
+
+EVERY = {
+    norms_and_sums_are_right_and_compiled_once: (1,),
+    gradients_and_factors_are_both_delivered: (transformer, False),
+    a_second_use_leaves_all_samples_out: (1,),
+    other_sizes_are_compiled_once_more: (transformer,),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("body", EVERY, ids=lambda body: body.__name__)
+def test_all_of_it_in_the_interpreter(interpreter, body):
+    interpreter.run(body, *EVERY[body])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_by_inductor_in_the_interpreter(interpreter):
+    interpreter.run(norms_and_sums_are_right_and_compiled_once, 1, "inductor")
+
+
+@gpu
+@needs_gpu
+@pytest.mark.filterwarnings("ignore")  # torch's own, of its compiler
+@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "whole"])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled_on_gpu(mode, algorithm, clipping, whole):
+    build = lambda: zoo.seeded(lambda: zoo.transformer(d_model=64, d_ff=96))  # noqa: E731
+    loss, batch = zoo.cross_entropy, zoo.tokens(4, 40)
+    gradients = oracle.per_sample_gradients(build().to(torch.bfloat16), batch, loss)
+    norms, expected = oracle.norms(gradients), oracle.clipped_sum(gradients, LIMIT, clipping)
+    network = build().to("cuda", torch.bfloat16)
+    options = dict(norm_algorithm=algorithm, tile_size=None)
+    model = compiled(network, whole, "inductor", mode, clipping, **options)
+    batch = oracle.move(batch, device="cuda")
+    criterion = criterion_of(model, loss)
+    criterion(oracle.forward(model, batch[0]), batch[1]).backward()
+    sums = gradients_of(model)
+    found = model.per_sample_gradient_norms.double().cpu()
+    assert ((found - norms).abs() <= 6e-2 * norms).all()
+    error = sum((sums[n].double().cpu() - g).square().sum() for n, g in expected.items())
+    assert error.sqrt() <= 6e-2 * sum(g.square().sum() for g in expected.values()).sqrt()
+    assert algorithm == "auto" or algorithms(model) == {algorithm}
+    model.clear_gradients()
+    criterion(oracle.forward(model, batch[0]), batch[1]).backward()  # mixing is looked for again
+    model.clear_gradients()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            criterion(oracle.forward(model, batch[0]), batch[1]).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

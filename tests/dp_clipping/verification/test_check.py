@@ -1,0 +1,663 @@
+"""`engine.check`: what is right passes, what is broken fails by name, training never notices."""
+
+import importlib.util
+import warnings
+from collections import UserDict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from dp_clipping import MODES, PrivacyEngine
+from dp_clipping.capture.discovery import Establishment
+from dp_clipping.layers.accumulation import Weights
+from dp_clipping.step import private_step as session
+from dp_clipping.step.private_step import Session
+from dp_clipping.verification import check
+from dp_clipping.verification import reference as oracle
+from dp_clipping.verification import report as check_report
+from dp_clipping.verification.report import Check
+from experiments.verify_correctness import findings
+from tests.support import replicas, zoo
+from tests.support.ranks import Context
+
+PRIVATE = [mode for mode in MODES if mode != "no_dp"]
+SIZE = 4
+C = 0.5
+
+
+def private(module: nn.Module, criterion=None, engine=None, **options) -> SimpleNamespace:
+    """What `make_private` returns, for batches that do not come from the loader."""
+    engine = engine or PrivacyEngine(accountant="rdp")
+    options = {"noise_multiplier": 1.0, "max_grad_norm": C, "poisson_sampling": False} | options
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="poisson_sampling=False")
+        model, optimizer, criterion, _ = engine.make_private(
+            module=module,
+            optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+            criterion=criterion or zoo.Criterion(zoo.squared_error),
+            data_loader=DataLoader(range(8)),
+            **options,
+        )
+    return SimpleNamespace(engine=engine, model=model, optimizer=optimizer, criterion=criterion)
+
+
+def loss_of_zoo(model, criterion, batch):
+    return criterion(oracle.forward(model, batch[0]), batch[1])
+
+
+def check_case(case: zoo.Case, dtype=torch.float32, device="cpu", **options) -> Check:
+    run = private(case.build().to(device, dtype), zoo.Criterion(case.per_sample_loss), **options)
+    batch = oracle.move(case.batch(SIZE), dtype=dtype)
+    return run.engine.check(run.model, batch, loss=loss_of_zoo)
+
+
+def mlp() -> nn.Module:
+    return zoo.seeded(lambda: zoo.mlp(6, 8, 3))
+
+
+def mlp_batch(size: int = SIZE) -> tuple[Tensor, Tensor]:
+    return zoo.numbers(size, 6, out=(3,))
+
+
+def check_mlp(module: nn.Module | None = None, **options) -> Check:
+    run = private(module or mlp(), **options)
+    return run.engine.check(run.model, mlp_batch())
+
+
+# ---- what is right passes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case",
+    zoo.parameters(
+        "transformer_tied", "reused", "half_frozen", "unused", "time_major_flattened",
+        "padding_idx_tied", "positions_one_axis_t_is_b", "group_norm", "conv2d_groups",
+        "multihead_attention", "llama_labels", "lora_labels",
+    ),
+)  # fmt: skip
+def test_networks(case):
+    for clipping, mode in (("flat", "flash_bookkeeping"), ("per_layer", "ghost")):
+        report = check_case(case, grad_sample_mode=mode, clipping=clipping)
+        assert report.ok, report
+
+
+class Cancelling(nn.Module):
+    """What is left of numbers that cancel, multiplied by 10,000: a float32 backward of one
+    sample is off by more than 1e-4."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(2048, 8), nn.Linear(8, 3)
+        with torch.no_grad():
+            self.first.weight[:, 1024:] = -self.first.weight[:, :1024]
+
+    def forward(self, x):
+        return self.head(torch.sin(1e4 * self.first(torch.cat([x, x], 1))))
+
+
+def test_float32_rounding_of_a_sample_s_own_backward_is_no_fault(monkeypatch):
+    batch = torch.randn(8, 1024), torch.randint(0, 3, (8,))
+    run = private(Cancelling(), nn.CrossEntropyLoss(), grad_sample_mode="bookkeeping")
+    before = {name: value.clone() for name, value in run.model.network.state_dict().items()}
+    report = run.engine.check(run.model, batch)
+    assert report.ok, report
+    after = run.model.network.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    break_sums(monkeypatch, 1.2, "head.bias")
+    report = run.engine.check(run.model, batch)
+    assert report.worst_parameter == "head.bias"
+    assert not report.ok
+    monkeypatch.undo()
+    monkeypatch.setattr("dp_clipping.verification.check._in_float64", lambda *_: None)
+    assert not run.engine.check(run.model, batch).ok  # so the case is one
+
+
+@pytest.mark.slow
+@zoo.every_case
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize("mode", ["per_sample", "ghost", "bookkeeping"])
+def test_every_network(case, clipping, mode):
+    try:
+        report = check_case(case, grad_sample_mode=mode, clipping=clipping)
+    except (ValueError, RuntimeError):
+        assert case.or_refused
+    else:
+        assert report.ok, report
+
+
+@pytest.mark.parametrize("mode", PRIVATE)
+def test_modes(mode):
+    for clipping in ("flat", "per_layer"):
+        for function in ("abadi", "automatic"):
+            options = dict(clipping=clipping, clipping_function=function)
+            report = check_mlp(grad_sample_mode=mode, **options)
+            assert report.ok, report
+            assert report.setting == f"{mode}, {clipping}, {SIZE} samples"
+
+
+def test_the_expected_side_is_the_definition():
+    """Norms of the oracle, thresholds as they are now, and those of one layer only clipped."""
+    expected = oracle.norms(oracle.per_sample_gradients(mlp(), mlp_batch(), zoo.squared_error))
+    middle = float(expected.sort().values[1:3].mean())
+    run = private(mlp())
+    run.optimizer.max_grad_norm = middle
+    report = run.engine.check(run.model, mlp_batch())
+    torch.testing.assert_close(report.expected_norms, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(report.norms.double(), expected, rtol=1e-6, atol=0)
+    assert report.clipped == report.expected_clipped == 0.5
+    limits = [1e9, float(expected.max()) / 10]
+    report = check_mlp(clipping="per_layer", max_grad_norm=limits)
+    assert report.ok, report
+    assert report.clipped == report.expected_clipped > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_other_numbers(dtype):
+    for name in ("transformer", "padding_idx_tied"):
+        report = check_case(zoo.BY_NAME[name], dtype)
+        assert report.ok, report
+        assert report.tolerance == check_report.TOLERANCES[2 if dtype.itemsize == 2 else 4]
+
+
+@pytest.mark.parametrize("case", zoo.parameters("group_norm", "llama_lm"))
+def test_rounding_to_16_bit_halves_nobody(case):
+    """Few entries of a sample have most of its norm in a layer, and may all be rounded up."""
+    for limit in (0.3, C, 0.8):
+        report = check_case(
+            case, torch.bfloat16, grad_sample_mode="bookkeeping", clipping="per_layer",
+            max_grad_norm=limit,
+        )  # fmt: skip
+        assert report.ok, report
+
+
+def test_autocast():
+    run = private(mlp())
+    with torch.autocast("cpu", torch.bfloat16):
+        report = run.engine.check(run.model, mlp_batch())
+    assert report.ok, report
+    assert report.tolerance == check_report.TOLERANCES[2]
+    assert report.norm_error > 1e-5  # of 16-bit products
+
+
+def test_tolerances_are_those_of_verify_correctness():
+    for dtype, theirs in findings.TOLERANCES.items():
+        own = check_report.TOLERANCES[dtype.itemsize]
+        assert (own.norm, own.gradient) == (theirs.norm, theirs.gradient)
+    assert check.GRAM_ROUNDING == findings.GRAM_ROUNDING
+
+
+def test_a_sample_that_is_not_finite_adds_nothing():
+    inputs, targets = mlp_batch()
+    inputs[1, 0] = torch.nan
+    for mode in ("bookkeeping", "ghost"):
+        run = private(mlp(), grad_sample_mode=mode)
+        report = run.engine.check(run.model, (inputs, targets))
+        assert report.ok, report
+        assert not report.norms[1].isfinite()
+        assert not report.expected_norms[1].isfinite()
+        assert report.norm_errors[1] == 0
+        assert report.clipped == report.expected_clipped == 1
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs transformers")
+def test_hugging_face():
+    """Batches of a tokenizer, alone or with labels beside it, and targets that are flattened."""
+    case = zoo.BY_NAME["llama_lm"]
+    words, targets = case.batch(SIZE)
+
+    def of_dict(model, criterion, batch):
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["mask"]).logits
+        return criterion(logits.flatten(0, 1), batch["labels"].flatten(), shape=logits.shape)
+
+    def of_pair(model, criterion, batch):
+        logits = model(**batch[0]).logits
+        assert model.config.vocab_size == logits.shape[-1]
+        return criterion(logits.flatten(0, 1), batch[1].flatten(), shape=logits.shape)
+
+    plain = {"input_ids": words["input_ids"], "mask": words["attention_mask"], "labels": targets}
+    run = private(case.build(), nn.CrossEntropyLoss())
+    norms = []
+    for batch, loss in (
+        (plain, of_dict), (UserDict(plain), of_dict), ([UserDict(words), targets], of_pair),
+    ):  # fmt: skip
+        report = run.engine.check(run.model, batch, loss=loss)
+        assert report.ok, report
+        norms.append(report.norms)
+    assert torch.equal(norms[0], norms[1])
+    assert torch.equal(norms[0], norms[2])
+
+
+@pytest.mark.parametrize("length", [6, SIZE])
+def test_batch_first_false(length):
+    """Inputs [T, B, p]; targets [B], and [T, B, d]."""
+    inputs = torch.randn(length, SIZE, 5, generator=torch.Generator().manual_seed(1))
+    classes = torch.arange(SIZE) % 3
+    run = private(
+        zoo.seeded(lambda: zoo.two_linears(lambda net, x: net.b(torch.tanh(net.a(x)).mean(0)))),
+        nn.CrossEntropyLoss(), batch_first=False,
+    )  # fmt: skip
+    report = run.engine.check(run.model, (inputs, classes))
+    assert report.ok, report
+    network = zoo.seeded(lambda: zoo.two_linears(lambda net, x: net.b(torch.tanh(net.a(x)))))
+    run = private(network, batch_first=False)
+
+    def loss(model, criterion, batch):
+        return criterion(model(batch[0]).transpose(0, 1), batch[1].transpose(0, 1))
+
+    report = run.engine.check(run.model, (inputs, inputs[..., :3]), loss=loss)
+    assert report.ok, report
+
+
+def check_kernels() -> None:
+    """Both `flash` modes on their kernels; Gram norms leave room for their rounding."""
+    case = zoo.BY_NAME["tokens"]
+    run = private(mlp())
+    assert run.engine.check(run.model, mlp_batch()).ok
+    assert run.model.capture.plan is None
+    assert not run.model.capture.plans
+    for mode, options in (
+        ("flash_bookkeeping", {}), ("flash_bookkeeping", {"clipping": "per_layer"}),
+        ("flash", {"norm_algorithm": "width"}),
+    ):  # fmt: skip
+        report = check_case(case, grad_sample_mode=mode, **options)
+        assert report.ok, report
+        width = "norm_algorithm" in options
+        room = report.tolerance.gradient - check_report.TOLERANCES[4].gradient
+        assert room == (pytest.approx(6 * check.GRAM_ROUNDING) if width else 0)
+        assert (report.gradient_error > 3e-5) == width
+
+
+def test_kernels(interpreter):
+    interpreter.run(check_kernels)
+
+
+def test_compiled_networks():
+    """The private step runs compiled, as in training, beside one that does not."""
+    lengths = set()
+
+    def backend(graph, inputs):
+        lengths.update(len(x) for x in inputs if isinstance(x, Tensor) and x.dim())
+        return graph.forward
+
+    network = mlp()
+    run = private(network)
+    torch.compiler.reset()
+    network.compile(backend=backend)
+    report = run.engine.check(run.model, mlp_batch())
+    assert report.ok, report
+    assert SIZE in lengths
+    assert 1 not in lengths
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu(dtype):
+    """Batches come from the loader's CPU; TensorFloat-32 is not used."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        for name in ("transformer_tied", "conv2d_groups", "llama_lm"):
+            for clipping in ("flat", "per_layer"):
+                report = check_case(zoo.BY_NAME[name], dtype, "cuda", clipping=clipping)
+                assert report.ok, report
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+# ---- what is broken fails by name ----------------------------------------------------------------
+
+
+def break_sums(monkeypatch, factor: float, name: str) -> None:
+    """One parameter's coefficients are too large."""
+    hand_on = Session._hand_on
+
+    def wrong(self, parameter, remains):
+        own = self._weights
+        if self.capture.names[parameter] == name:
+            self._weights = [
+                Weights(w.values * factor, [factor * c for c in w.by_host]) for w in own
+            ]
+        hand_on(self, parameter, remains)
+        self._weights = own
+
+    monkeypatch.setattr(Session, "_hand_on", wrong)
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "ghost", "per_sample"])
+def test_a_sum_that_is_two_percent_too_large(monkeypatch, mode):
+    break_sums(monkeypatch, 1.02, "0.bias")
+    report = check_mlp(grad_sample_mode=mode)
+    assert not report.ok
+    assert report.worst_parameter == "0.bias"
+    assert report.gradient_error == pytest.approx(0.02, rel=0.02)
+    assert report.norm_error < report.tolerance.norm
+    (fault,) = report.faults
+    assert fault == "the clipped sum of 0.bias is off by 2.0e-02 (at most 2.0e-04)"
+
+
+def test_coefficients_that_are_too_large(monkeypatch):
+    coefficients = session.coefficients
+    monkeypatch.setattr(session, "coefficients", lambda *a: 1.01 * coefficients(*a))
+    report = check_mlp()
+    assert not report.ok
+    assert report.gradient_error == pytest.approx(0.01, rel=0.02)
+
+
+def test_a_norm_without_biases(monkeypatch):
+    def without_vectors(gradients):
+        squares = squared_norms(gradients)
+        return squares if gradients.dim() > 2 else torch.zeros_like(squares)
+
+    squared_norms = session.squared_norms
+    monkeypatch.setattr(session, "squared_norms", without_vectors)
+    report = check_mlp(max_grad_norm=1e9)  # nothing is clipped: all sums are right
+    assert not report.ok
+    assert report.gradient_error < report.tolerance.gradient
+    (fault,) = report.faults
+    assert fault.startswith("the norm of sample ")
+    report = check_mlp()
+    assert len(report.faults) == 2
+
+
+def test_a_norm_of_one_group(monkeypatch):
+    """What is a small part of the whole norm may be all of a group's."""
+    squared_norms = session.squared_norms
+    monkeypatch.setattr(
+        session, "squared_norms", lambda g: squared_norms(g) * (1.21 if g.shape[1:] == (3,) else 1)
+    )
+
+    def network() -> nn.Module:
+        net = zoo.seeded(
+            lambda: zoo.Net(
+                lambda net, x: net.b(100 * net.a(x)), a=nn.Linear(6, 8), b=nn.Linear(8, 3)
+            )
+        )
+        net.b.weight.requires_grad_(False)
+        return net
+
+    assert check_mlp(network()).ok
+    report = check_mlp(network(), clipping="per_layer")
+    assert report.norm_error == pytest.approx(0.1, rel=0.01)
+    assert not report.ok
+
+
+class MixedBackward(torch.autograd.Function):
+    """Right forward, and right backward of one sample."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gy):
+        return gy + 0.05 * (gy.flip(0) - gy)
+
+
+def test_a_backward_that_mixes_samples(monkeypatch):
+    """Forward gives no hint; what lies behind it, seen from the loss, is wrong, the rest right.
+
+    It would be refused before there is a report.
+    """
+    monkeypatch.setattr(Establishment, "_check", lambda self, batch: None)
+    network = zoo.seeded(
+        lambda: zoo.Net(
+            lambda net, x: net.b(torch.tanh(MixedBackward.apply(net.a(x)))),
+            a=nn.Linear(6, 8), b=nn.Linear(8, 3),
+        )
+    )  # fmt: skip
+    report = check_mlp(network, max_grad_norm=1e9)
+    assert not report.ok
+    assert report.worst_parameter in ("a.weight", "a.bias")
+    assert len(report.faults) == 2
+
+
+def test_a_bad_sample_that_is_let_in(monkeypatch):
+    """Its coefficient is 0, and 0 · NaN is NaN."""
+    monkeypatch.setattr(
+        session, "finite_samples", lambda bounds: torch.ones_like(bounds[0], dtype=torch.bool)
+    )
+    inputs, targets = mlp_batch()
+    inputs[1, 0] = torch.nan
+    run = private(mlp())
+    report = run.engine.check(run.model, (inputs, targets))
+    assert report.gradient_error == torch.inf
+    assert not report.ok
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+
+def report_of(size: int, **changes) -> Check:
+    values = dict(
+        norms=torch.ones(size), expected_norms=torch.ones(size, dtype=torch.float64),
+        norm_errors=torch.arange(size).flip(0) * 1e-6, gradient_error=1e-5,
+        worst_parameter="blocks.0.attention.query.weight", clipped=0.5, expected_clipped=0.5,
+        tolerance=check_report.TOLERANCES[4], setting=f"ghost, flat, {size} samples",
+    )  # fmt: skip
+    return Check(**values | changes)
+
+
+def test_the_table():
+    text = str(report_of(2))
+    assert text.splitlines() == [
+        "ghost, flat, 2 samples",
+        "",
+        "                              private  one by one    error",
+        "----------------------------  -------  ----------  -------",
+        "norm of sample 0                    1           1  1.0e-06",
+        "norm of sample 1                    1           1  0.0e+00",
+        "samples clipped                 50.0%       50.0%        –",
+        "samples not finite                  0           0        –",
+        "clipped sum, worst parameter                       1.0e-05",
+        "",
+        "worst parameter: blocks.0.attention.query.weight",
+        "ok: norms agree within 1.0e-04, clipped sums within 2.0e-04",
+        "Dropout was off. Not covered by ε: for you to look at, not to publish.",
+    ]
+
+
+def test_the_table_of_a_large_batch_shows_the_worst():
+    report = report_of(500, norm_errors=torch.arange(500) * 1e-6)
+    lines = str(report).splitlines()
+    assert lines[0] == "ghost, flat, 500 samples; 492 norms that are closer left out"
+    assert [line for line in lines if line.startswith("norm of sample 499")]
+    assert not [line for line in lines if line.startswith("norm of sample 491")]
+    assert "FAIL: the norm of sample 499 is off by 5.0e-04 (at most 1.0e-04)" in lines
+    assert not [line for line in lines if line.startswith("ok")]
+    assert all(len(line) <= 100 and line == line.rstrip() for line in lines)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def refused(run, batch=None, message: str = "", kind=ValueError, **options) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        run.engine.check(run.model, mlp_batch() if batch is None else batch, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_refusals():
+    run = private(mlp())
+    inputs, targets = mlp_batch()
+    refused(SimpleNamespace(engine=PrivacyEngine(), model=run.model), message="not one that this")
+    refused(private(mlp(), grad_sample_mode="no_dp"), message="no_dp clips nothing: choose another")
+    refused(run, (inputs[:0], targets[:0]), "no samples.*take another")
+    refused(run, {"x": inputs}, "pair of inputs and targets but a dict.*loss=lambda model")
+    refused(run, (inputs, targets, targets), "but a tuple.*loss=lambda model")
+    refused(run, message="loss returned Tensor.*return what that returns",
+            loss=lambda model, criterion, batch: model(batch[0]).sum())  # fmt: skip
+    refused(run, message="loss returned NoneType",
+            loss=lambda model, criterion, batch: criterion(model(batch[0]), batch[1]).backward(),
+    )  # fmt: skip
+    whole = {"n": mlp_batch()}
+    refused(run, [], "sample 0 alone has losses of shape.*dimension 0",
+            loss=lambda model, criterion, _: criterion(model(whole["n"][0]), whole["n"][1]),
+    )  # fmt: skip
+
+    def twice(model, criterion, batch):
+        loss = criterion(model(batch[0]), batch[1])
+        model(batch[0])
+        return loss
+
+    refused(run, message="runs the model twice", kind=RuntimeError, loss=twice)
+    assert run.engine.check(run.model, mlp_batch()).ok  # none of it has left a trace
+
+
+def test_refused_in_release():
+    run = private(mlp(), engine=PrivacyEngine(accountant="rdp", release=True))
+    refused(run, message="not covered by ε.*release=False", kind=RuntimeError)
+
+
+def test_refused_in_the_middle_of_a_step():
+    run = private(mlp())
+    inputs, targets = mlp_batch()
+    run.criterion(run.model(inputs), targets).backward()
+    refused(run, message="middle of a step.*optimizer.zero_grad", kind=RuntimeError)
+    run.optimizer.step()
+    assert run.engine.check(run.model, mlp_batch()).ok
+
+
+def sharded(context: Context) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh.from_group(context.group, "cpu")
+    run = replicas.build(context, shard=lambda module: fully_shard(module, mesh=mesh))
+    refused(run, message="sharded.*before it is sharded.*--use-fsdp / --use-tp")
+
+
+def test_sharded_models_are_refused(cpu_ranks):
+    cpu_ranks.run(1, sharded)
+
+
+# ---- training never notices ----------------------------------------------------------------------
+
+
+def with_dropout() -> nn.Module:
+    return zoo.seeded(
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 3))
+    )
+
+
+def train(run: SimpleNamespace, look=lambda place: None, steps: int = 3) -> dict:
+    """Steps on the loader's draws; `look` is called at every place where a check may be."""
+    torch.manual_seed(7)
+    model, optimizer, criterion = run.model, run.optimizer, run.criterion
+    draws, norms = [], []
+    look("before the first step")
+    for inputs, targets, numbers in run.loader:
+        look("of a draw")
+        draws.append(numbers.tolist())
+        loss = criterion(model(inputs), targets)
+        look("between forward and backward")
+        loss.backward()
+        norms.append(model.per_sample_gradient_norms)
+        optimizer.step()
+        look("before zero_grad")
+        optimizer.zero_grad()
+        look("after zero_grad")
+        if len(draws) == steps:
+            break
+    return {
+        "draws": draws, "norms": [n.tolist() for n in norms], "steps": optimizer.steps,
+        "account": run.engine.accountant.history, "open draw": optimizer.open_draw,
+        "budget": vars(model.budget) | {}, "random": torch.get_rng_state().tolist(),
+        "parameters": replicas.parameters(run).tolist(),
+    }  # fmt: skip
+
+
+def state_of(run: SimpleNamespace) -> dict:
+    """What a check might change, between two steps or in the middle of one."""
+    model, capture = run.model, run.model.capture
+    return {
+        "gradients": [None if p.grad is None else id(p.grad) for p in model.parameters()],
+        "training": [m.training for m in model.modules()],
+        "buffers": [b.clone().tolist() for b in model.buffers()],
+        "layouts": [(dict(h.layouts), dict(h.output_layouts), h.always_dense)
+                    for h in capture.handles],
+        "sessions": [h.session for h in capture.handles],
+        "plans": (dict(capture.plans), capture.plan, capture.forecast, capture.profile),
+        "budget": vars(model.budget) | {}, "random": torch.get_rng_state().tolist(),
+        "session": model.last_session, "steps": run.optimizer.steps,
+        "criterion": run.criterion.criterion.reduction,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["flash_bookkeeping", "ghost"])
+def test_training_does_not_notice(mode):
+    other = zoo.classes(5, 6)
+
+    def build() -> SimpleNamespace:
+        return replicas.build(shard=lambda _: with_dropout(), grad_sample_mode=mode)
+
+    def drawing(model, criterion, batch):
+        torch.rand(1)
+        return criterion(model(batch[0]), batch[1])
+
+    def wrong(model, criterion, batch):
+        drawing(model, criterion, batch)
+        raise KeyError
+
+    def look(place: str) -> None:
+        seen.append(place)
+        before = state_of(run)
+        with torch.no_grad():
+            assert run.engine.check(run.model, other, loss=drawing).ok
+        assert state_of(run) == before, place
+        with pytest.raises(KeyError):
+            run.engine.check(run.model, other, loss=wrong)
+        assert state_of(run) == before, place
+
+    expected, run, seen = train(build()), build(), []
+    assert train(run, look) == expected
+    assert len(set(seen)) == 5
+
+
+def test_profiles_are_of_training_only(monkeypatch):
+    monkeypatch.setenv("DP_CLIPPING_PROFILE", "1")
+    run, other = replicas.build(), replicas.build()
+    train(run, lambda place: run.engine.check(run.model, zoo.classes(5, 6)))
+    train(other)
+    calls, expected = (
+        [
+            {name: times["calls"] for name, times in step["ranges"].items()}
+            for step in each.model.profile.steps()
+        ]
+        for each in (run, other)
+    )
+    assert calls == expected
+    assert len(calls) == 3
+
+
+def test_a_network_in_evaluation_stays_there():
+    run = private(with_dropout())
+    run.model.eval()
+    assert run.engine.check(run.model, mlp_batch()).ok
+    assert not any(module.training for module in run.model.modules())
+
+
+def on_ranks(context: Context, variant: str) -> None:
+    """One rank checks, and no other: what were exchanged would hang. Then both train."""
+    expected = replicas.build(context, variant)
+    replicas.train(expected, 3)
+    run = replicas.build(context, variant)
+    case = zoo.BY_NAME["mlp"]
+    for steps in (1, 3):
+        if context.rank == steps % context.world_size:
+            report = run.engine.check(run.model, case.batch(SIZE + context.rank))
+            assert report.ok, report
+            assert report.norms.shape == (SIZE + context.rank,)
+        replicas.train(run, 1 if steps == 1 else 2)
+    np.testing.assert_array_equal(replicas.parameters(run), replicas.parameters(expected))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("variant", ["ddp_bucketed", "torch_ddp"])
+def test_replicas(cpu_ranks, variant, world_size):
+    cpu_ranks.run(world_size, on_ranks, variant)

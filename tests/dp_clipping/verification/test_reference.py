@@ -1,0 +1,354 @@
+"""The reference itself: beside torch.func, Opacus, finite differences and numbers by hand."""
+
+import ast
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+
+from dp_clipping.verification import reference as oracle
+from tests.support import zoo
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+
+BATCH_SIZE = zoo.SIZE
+# A tensor's value decides there what is computed, which vmap cannot follow.
+WITHOUT_VMAP = {"routed"}
+WITH_VMAP = [case.name for case in zoo.CASES if not case.needs and case.name not in WITHOUT_VMAP]
+# The loss depends on a padding embedding, whose gradient is zero by definition.
+WITHOUT_DERIVATIVE = {"padding_idx", "padding_idx_tied"}
+WITH_DERIVATIVE = [case.name for case in zoo.CASES if case.name not in WITHOUT_DERIVATIVE]
+WITH_OPACUS = [
+    "mlp",
+    "mlp_p_is_b",
+    "tokens",
+    "tokens_t_is_b",
+    "four_axes",
+    "half_frozen",
+    "reused",
+    "embedding",
+    "embedding_without_tokens",
+    "layer_norm",
+    "rms_norm",
+    "group_norm",
+    "conv1d",
+    "conv1d_all",
+    "conv2d",
+    "conv2d_stride_padding",
+    "conv2d_groups",
+    "conv2d_depthwise",
+]
+
+
+def losses_of(case, model, batch):
+    return case.per_sample_loss(oracle.forward(model, batch[0]), batch[1])
+
+
+def gradients_of(case, batch_size=BATCH_SIZE):
+    return oracle.per_sample_gradients(case.build(), case.batch(batch_size), case.per_sample_loss)
+
+
+def in_float64(case, batch_size=BATCH_SIZE):
+    batch = oracle.move(case.batch(batch_size), dtype=torch.float64)
+    return case.build().double(), batch
+
+
+def summed_loss_gradients(case, batch_size):
+    model, batch = in_float64(case, batch_size)
+    with oracle.Widened(torch.float64):
+        losses_of(case, model, batch).sum().backward()
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+def assert_same(actual, expected, rtol=1e-10):
+    """Parameter by parameter, relative to the largest entry of all."""
+    assert list(actual) == list(expected)
+    scale = max(g.abs().max() for g in expected.values())
+    for name, g in expected.items():
+        torch.testing.assert_close(
+            actual[name], g, rtol=0, atol=float(rtol * scale), msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_it_has_nothing_of_what_it_judges():
+    """Only PyTorch and the standard library."""
+    nodes = list(ast.walk(ast.parse(Path(oracle.__file__).read_text())))
+    plain = [a.name for node in nodes if isinstance(node, ast.Import) for a in node.names]
+    plain += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    assert {name.partition(".")[0] for name in plain} == {
+        "collections", "copy", "itertools", "torch", "typing",
+    }  # fmt: skip
+
+
+@zoo.every_case
+@pytest.mark.parametrize("batch_size", [1, BATCH_SIZE])
+def test_they_add_up_to_the_gradient_of_the_batch(case, batch_size):
+    """Which also shows that no network of the zoo mixes samples."""
+    expected = summed_loss_gradients(case, batch_size)
+    gradients = gradients_of(case, batch_size)
+    assert_same({name: g.sum(0) for name, g in gradients.items()}, expected)
+
+
+def test_a_network_that_mixes_samples_would_be_noticed():
+    mixing = nn.Sequential(nn.Linear(6, 3), nn.Softmax(dim=0)).double()
+    batch = oracle.move(zoo.numbers(4, 6, out=(3,)), dtype=torch.float64)
+    zoo.squared_error(mixing(batch[0]), batch[1]).sum().backward()
+    gradients = oracle.per_sample_gradients(mixing, batch, zoo.squared_error)
+    with pytest.raises(AssertionError):
+        assert_same(
+            {name: g.sum(0) for name, g in gradients.items()},
+            {name: p.grad for name, p in mixing.named_parameters()},
+        )
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("case", zoo.parameters(*WITH_VMAP))
+def test_beside_vmap(case):
+    model, (inputs, targets) = in_float64(case)
+    values = {name: p.detach() for name, p in model.named_parameters()}
+    trainable = {name: values[name] for name, p in model.named_parameters() if p.requires_grad}
+
+    def loss(chosen, one_input, target):
+        outputs = functional_call(model, values | chosen, (one_input[None],))
+        return case.per_sample_loss(outputs, target[None])[0]
+
+    with oracle.Widened(torch.float64):
+        expected = vmap(grad(loss), in_dims=(None, 0, 0))(trainable, inputs, targets)
+    assert_same(gradients_of(case), expected)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("case", zoo.parameters(*WITH_OPACUS))
+def test_beside_opacus(case):
+    opacus = pytest.importorskip("opacus")
+    model, batch = in_float64(case)
+    model = opacus.GradSampleModule(model, loss_reduction="sum")
+    losses_of(case, model, batch).sum().backward()
+    prefix = "_module."
+    expected = {
+        name.removeprefix(prefix): p.grad_sample
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    assert_same(gradients_of(case), expected)
+
+
+@pytest.mark.parametrize("case", zoo.parameters(*WITH_DERIVATIVE))
+def test_beside_a_derivative_by_differences(case):
+    """Along a random direction v, ⟨g_i, v⟩: fails if something inside is rounded to float32."""
+    model, batch = in_float64(case)
+    gradients = gradients_of(case)
+    draw = torch.Generator().manual_seed(5)
+    direction = {
+        name: torch.randn(g.shape[1:], generator=draw, dtype=g.dtype)
+        for name, g in gradients.items()
+    }
+    parameters = dict(model.named_parameters())
+
+    @torch.no_grad()
+    def shifted(step):
+        for name, v in direction.items():
+            parameters[name] += step * v
+        with oracle.Widened(torch.float64):
+            result = losses_of(case, model, batch)
+        for name, v in direction.items():
+            parameters[name] -= step * v
+        return result
+
+    h = 1e-5
+    actual = (8 * (shifted(h) - shifted(-h)) - (shifted(2 * h) - shifted(-2 * h))) / (12 * h)
+    expected = sum(oracle.per_sample_sum(g * direction[name]) for name, g in gradients.items())
+    torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@zoo.every_case
+@pytest.mark.parametrize("how", ["bfloat16", "autocast"])
+def test_the_zoo_runs_in_16_bit(case, how):
+    model, batch = case.build(), case.batch(BATCH_SIZE)
+    if how == "bfloat16":
+        model, batch = model.to(torch.bfloat16), oracle.move(batch, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        losses = losses_of(case, model, batch)
+    assert losses.dtype == torch.float32
+    losses.sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    exact = oracle.per_sample_gradients(model, batch, case.per_sample_loss)
+    n = math.sqrt(
+        sum(p.grad.float().square().sum() for p in model.parameters() if p.grad is not None)
+    )
+    expected = math.sqrt(sum(g.sum(0).square().sum() for g in exact.values()))
+    assert n == pytest.approx(expected, rel=0.1)
+
+
+@zoo.every_case
+def test_the_zoo_is_the_same_each_time(case):
+    state = torch.random.get_rng_state()
+    a, b = case.build(), case.build()
+    assert torch.equal(state, torch.random.get_rng_state())
+    for (name, p), q in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
+        assert torch.equal(p, q), name
+    batches = [case.batch(BATCH_SIZE) for _ in range(2)]
+    torch.testing.assert_close(*batches, rtol=0, atol=0)
+    assert case.per_sample_loss(oracle.forward(a, batches[0][0]), batches[0][1]).shape == (4,)
+    assert all(m.p == 0 for m in a.modules() if isinstance(m, nn.Dropout))
+
+
+@pytest.mark.parametrize("case", zoo.parameters("mlp", "transformer_tied", "scalar", "embedding"))
+def test_a_batch_of_none(case):
+    batch = oracle.pick(case.batch(2), slice(0, 0))
+    model = case.build()
+    gradients = oracle.per_sample_gradients(model, batch, case.per_sample_loss)
+    assert oracle.norms(gradients).shape == (0,)
+    for name, total in oracle.clipped_sum(gradients, 1.0).items():
+        assert torch.equal(total, torch.zeros_like(total)), name
+        assert total.shape == dict(model.named_parameters())[name].shape
+
+
+@pytest.mark.parametrize("case", zoo.parameters("half_frozen", "transformer_tied", "unused"))
+def test_names_and_what_is_left_alone(case):
+    model = case.build()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    gradients = oracle.per_sample_gradients(model, case.batch(3), case.per_sample_loss)
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert list(gradients) == list(trainable)
+    for name, g in gradients.items():
+        assert g.shape == (3, *trainable[name].shape)
+        assert g.dtype == torch.float64
+    assert all(p.grad is None for p in model.parameters())
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+
+
+def by_hand():
+    """Norms 5, 0 and 13: (3, 4, 0), zero, and (0, 5, 12), of modules a and b."""
+    return {
+        "a.weight": torch.tensor([[3.0], [0.0], [0.0]]).double(),
+        "b.weight": torch.tensor([[[4.0]], [[0.0]], [[5.0]]]).double(),
+        "b.bias": torch.tensor([0.0, 0.0, 12.0]).double(),
+    }
+
+
+def same_numbers(actual, *expected):
+    assert [g.flatten().tolist() for g in actual.values()] == [pytest.approx(e) for e in expected]
+
+
+def test_flat_by_hand():
+    g = by_hand()
+    assert oracle.norms(g).tolist() == [5, 0, 13]
+    same_numbers(oracle.clipped_sum(g, 100.0), [3], [9], [12])
+    same_numbers(oracle.clipped_sum(g, 6.5), [3], [4 + 2.5], [6])
+    same_numbers(oracle.clipped_sum(g, 1.0), [3 / 5], [4 / 5 + 5 / 13], [12 / 13])
+    automatic = oracle.clipped_sum(g, 1.0, clipping_function="automatic", gamma=1.0)
+    same_numbers(automatic, [3 / 6], [4 / 6 + 5 / 14], [12 / 14])
+    c = oracle.coefficients(g, 1.0)
+    assert all(values.tolist() == pytest.approx([1 / 5, 1, 1 / 13]) for values in c.values())
+
+
+def test_per_layer_by_hand():
+    g, root = by_hand(), math.sqrt(2)
+    assert oracle.module_groups(list(g)) == [["a.weight"], ["b.weight", "b.bias"]]
+    per_layer = oracle.clipped_sum(g, 2 * root, "per_layer")  # C / √2 = 2
+    same_numbers(per_layer, [2], [2 + 2 * 5 / 13], [2 * 12 / 13])
+    given = oracle.clipped_sum(g, [1.0, 8.0], "per_layer")
+    same_numbers(given, [1], [4 + 8 * 5 / 13], [8 * 12 / 13])
+    one_each = oracle.clipped_sum(g, math.sqrt(3), "per_layer", groups=[[name] for name in g])
+    same_numbers(one_each, [1], [2], [1])
+    automatic = oracle.clipped_sum(g, root, "per_layer", "automatic", gamma=1.0)
+    same_numbers(automatic, [3 / 4], [4 / 5 + 5 / 14], [12 / 14])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize("function", ["abadi", "automatic"])
+def test_a_sample_that_is_not_finite_contributes_nothing(value, clipping, function):
+    g, without = by_hand(), by_hand()
+    g["a.weight"][2] = value
+    for gradient in without.values():
+        gradient[2] = 0
+    assert oracle.norms(g).isfinite().tolist() == [True, True, False]
+    actual = oracle.clipped_sum(g, 1.0, clipping, function)
+    torch.testing.assert_close(actual, oracle.clipped_sum(without, 1.0, clipping, function))
+
+
+@zoo.every_case
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+def test_one_sample_never_exceeds_the_threshold(case, clipping):
+    gradients = gradients_of(case, 2)
+    threshold = oracle.norms(gradients).min().item() / 2
+    for i in range(2):
+        alone = oracle.pick(gradients, slice(i, i + 1))
+        total = oracle.clipped_sum(alone, threshold, clipping)
+        norm = math.sqrt(sum(g.square().sum() for g in total.values()))
+        assert norm <= threshold * (1 + 1e-12)
+        assert clipping == "per_layer" or norm == pytest.approx(threshold, rel=1e-12)
+
+
+def test_a_criterion_of_a_case():
+    case = zoo.BY_NAME["mlp"]
+    model, batch = case.build(), case.batch(BATCH_SIZE)
+    criterion = zoo.Criterion(case.per_sample_loss)
+    outputs = oracle.forward(model, batch[0])
+    expected = nn.functional.cross_entropy(outputs, batch[1])
+    torch.testing.assert_close(criterion(outputs, batch[1]), expected)
+    criterion.reduction = "sum"
+    torch.testing.assert_close(criterion(outputs, batch[1]), expected * BATCH_SIZE)
+    criterion.reduction = "none"
+    assert criterion(outputs, batch[1]).shape == (BATCH_SIZE,)
+
+
+# The numbers on which rounding shows
+
+
+def product_gradients(batch, dtype=torch.float32):
+    return oracle.per_sample_gradients(zoo.linear().to(dtype), batch, zoo.product)["weight"]
+
+
+@pytest.mark.parametrize("eps", [1e-2, 1e-4, 1e-6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_cancelling_tokens(eps, dtype):
+    x, y = zoo.cancelling_tokens(BATCH_SIZE, eps=eps, dtype=dtype)
+    assert x.dtype == y.dtype == dtype
+    n = oracle.norms({"weight": product_gradients((x, y), dtype)})
+    x, y = x.double(), y.double()
+    torch.testing.assert_close(n, torch.einsum("btd,btp->bdp", y, x).flatten(1).norm(dim=1))
+    largest_possible = (x.norm(dim=2) * y.norm(dim=2)).sum(1)
+    resolution = max(eps, torch.finfo(dtype).eps)
+    assert (n < resolution * largest_possible).all()
+    if eps > torch.finfo(dtype).eps:
+        assert (n > 0.01 * eps * largest_possible).all()
+
+
+def test_large_activations():
+    x, y = zoo.large_activations(BATCH_SIZE)
+    assert 9e3 < x.max() <= 1e4
+    assert x.half().square().isinf().all()
+    model = zoo.linear().half()
+    assert model(x.half()).isfinite().all()
+    g = product_gradients((x, y))
+    assert g.isfinite().all()
+    assert g.abs().max() > torch.finfo(torch.float16).max
+
+
+def test_dominating_sample():
+    batch = zoo.cancelling_tokens(BATCH_SIZE, eps=1.0)
+    before = product_gradients(batch)
+    after = product_gradients(zoo.dominating_sample(batch, sample=2, factor=2.0**13))
+    before[2] *= 2.0**13
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("case", zoo.parameters("mlp", "tokens", "layer_norm", "conv2d"))
+def test_poisoned_sample(case, value):
+    batch = zoo.poisoned_sample(case.batch(BATCH_SIZE), sample=1, value=value)
+    gradients = oracle.per_sample_gradients(case.build(), batch, case.per_sample_loss)
+    assert oracle.norms(gradients).isfinite().tolist() == [True, False, True, True]
+    others = oracle.pick(gradients_of(case), [0, 2, 3])
+    torch.testing.assert_close(oracle.clipped_sum(gradients, 1.0), oracle.clipped_sum(others, 1.0))

@@ -1,0 +1,13 @@
+"""What a command's rank has around it, for ranks of a test's pool."""
+
+from lm.runtime import Worker
+from tests.support.ranks import Context
+
+
+class Watching:
+    def at(self, place: str) -> None:
+        """Nobody watches."""
+
+
+def worker_of(context: Context) -> Worker:
+    return Worker(context.rank, context.world_size, 0, context.device, None)

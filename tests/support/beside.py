@@ -1,0 +1,130 @@
+"""A wrapped network and its single-process reference, taken through the same steps."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from ddp import implementation, options_of, wrap
+from tests.support.ranks import Context
+
+Loss = Callable[[nn.Module, int], Tensor]
+"""`loss(model, rank)`: what a rank's own data make of a model."""
+
+
+class Beside:
+    """The reference sees the data of all ranks; its gradients are what every rank must end with."""
+
+    def __init__(self, context: Context, name: str, module: nn.Module, **options):
+        self.rank, self.world_size = context.rank, context.world_size
+        self.model = wrap(name, module.to(context.device), process_group=context.group, **options)
+        self.reference = copy.deepcopy(self.model.module)
+        self.scale = 1 if options.get("reduce") == "sum" else 1 / self.world_size
+
+    def backward(self, loss: Loss, synchronise: bool = True) -> None:
+        with nullcontext() if synchronise else self.model.no_sync():
+            loss(self.model, self.rank).backward()
+        self.reference_backward(loss)
+
+    def reference_backward(self, loss: Loss) -> None:
+        """Scaled behind the backward, not in the loss: 16-bit layers would round differently."""
+        parameters = [p for p in self.reference.parameters() if p.requires_grad]
+        for rank in range(self.world_size):
+            value = loss(self.reference, rank)
+            gradients = torch.autograd.grad(value, parameters, allow_unused=True)
+            for p, gradient in zip(parameters, gradients, strict=True):
+                if gradient is not None:
+                    scaled = gradient * self.scale
+                    p.grad = scaled if p.grad is None else p.grad + scaled
+
+    def finish(self) -> None:
+        self.model.finish_gradient_synchronization()
+        self.compare()
+
+    def compare(self) -> None:
+        assert_same_gradients(self.model.module, self.reference)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        for module in (self.model, self.reference):
+            module.zero_grad(set_to_none=set_to_none)
+
+    def step(self, loss: Loss, set_to_none: bool = True) -> None:
+        self.backward(loss)
+        self.finish()
+        self.zero_grad(set_to_none)
+
+
+def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), f"{name}: {p.grad} instead of {q.grad}"
+        if q.grad is not None:
+            coarse = p.dtype in (torch.bfloat16, torch.float16)
+            torch.testing.assert_close(
+                p.grad,
+                q.grad,
+                rtol=2e-2 if coarse else 1e-5,
+                atol=2e-2 if coarse else 1e-6,
+                msg=lambda m, name=name: f"{name}.grad: {m}",
+            )
+
+
+def numbers(*shape: int, seed: int, rank: int, like: nn.Module) -> Tensor:
+    """Seeded normal numbers of a rank, on the model's device."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(*shape, generator=generator).to(next(like.parameters()).device)
+
+
+def small_buckets(name: str, bucket_size_mb: float = 1e-4) -> dict:
+    """The option that makes several buckets of a small network, where a variant has it."""
+    has_it = "bucket_size_mb" in options_of(implementation(name))
+    return {"bucket_size_mb": bucket_size_mb} if has_it else {}
+
+
+class Chain(nn.Module):
+    """Three layers and a tied one: `layers[0]` is used at both ends."""
+
+    def __init__(self, width: int = 6):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        for layer in [*self.layers, self.layers[0]]:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def chain_loss(seed: int) -> Loss:
+    return lambda model, rank: model(numbers(4, 6, seed=seed, rank=rank, like=model)).square().sum()
+
+
+class Branches(nn.Module):
+    """A common layer, and branches of which a forward takes those it is told, in that order."""
+
+    def __init__(self, count: int = 4, width: int = 5):
+        super().__init__()
+        self.width = width
+        self.common = nn.Linear(width, width)
+        self.branches = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x, which):
+        x = self.common(x)
+        for i in which:
+            x = torch.tanh(self.branches[i](x))
+        return x
+
+
+def branches_loss(seed: int, which: Callable[[int], list[int]]) -> Loss:
+    """Each rank takes the branches `which(rank)`."""
+
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        width = getattr(model, "module", model).width
+        x = numbers(3, width, seed=seed, rank=rank, like=model)
+        return model(x, which(rank)).square().sum()
+
+    return loss
+
+
+def is_torch(name: str) -> bool:
+    return name.startswith("torch_ddp")

@@ -1,0 +1,124 @@
+"""A small private run with everything that a checkpoint holds, for the tests of checkpoints."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ddp import wrap
+from dp_clipping import BatchMemoryManager, PrivacyEngine
+from dp_clipping.checkpoint.file_format import write_sealed
+
+SAMPLES, BATCH = 24, 4  # 6 draws an epoch
+
+
+class Network(nn.Module):
+    """Dropout, so that torch's random state matters, and a buffer."""
+
+    def __init__(self, hidden: int = 5):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, hidden), nn.Linear(hidden, 2)
+        self.drop = nn.Dropout(0.3)
+        self.register_buffer("scale", torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.last(self.drop(self.first(x).tanh())) * self.scale
+
+
+def data(count: int = SAMPLES) -> TensorDataset:
+    draw = torch.Generator().manual_seed(7)
+    x = torch.randn(count, 3, generator=draw)
+    return TensorDataset(x, torch.randint(2, (count,), generator=draw))
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
+
+
+def build(
+    *, make=sgd, hidden=5, count=SAMPLES, workers=0, accountant="rdp", group=None, seed=0,
+    engine=None, dataset=None, **changes,
+):  # fmt: skip
+    """A run with new objects throughout, or in an engine that has others."""
+    torch.manual_seed(seed)
+    network = Network(hidden)
+    optimizer = make(network.parameters())
+    module = network if group is None else wrap("ddp_bucketed", network, process_group=group)
+    engine = engine or PrivacyEngine(accountant=accountant)
+    arguments = {"noise_multiplier": 0.8, "max_grad_norm": 0.7, **changes}
+    model, optimizer, criterion, loader = engine.make_private(
+        module=module,
+        optimizer=optimizer,
+        data_loader=DataLoader(dataset or data(count), batch_size=BATCH, num_workers=workers),
+        **arguments,
+    )
+    return SimpleNamespace(
+        engine=engine, model=model, optimizer=optimizer, criterion=criterion, loader=loader
+    )
+
+
+def batches(run, microbatch=None):
+    """Batches without end, epoch after epoch."""
+    while True:
+        if microbatch is None:
+            yield from run.loader
+        else:
+            with BatchMemoryManager(
+                data_loader=run.loader, max_physical_batch_size=microbatch, optimizer=run.optimizer
+            ) as loader:
+                yield from loader
+
+
+def train(run, steps, *, microbatch=None, after=lambda: None):
+    """`steps` steps; what was drawn in each."""
+    drawn, seen = [], []
+    goal = run.optimizer.steps + steps
+    for x, y in batches(run, microbatch):
+        seen += x[:, 0].tolist()
+        run.criterion(run.model(x), y).backward()
+        before = run.optimizer.steps
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        if run.optimizer.steps > before:
+            drawn.append(seen)
+            seen = []
+            after()
+        if run.optimizer.steps == goal:
+            return drawn
+    raise AssertionError
+
+
+def keys_of(run):
+    return run.engine._runs[0].keys
+
+
+def state(run):
+    """Everything that must agree, as bytes."""
+    optimizer = run.optimizer.state_dict()["state"]
+    tensors = [*run.model.state_dict().values()]
+    tensors += [v for one in optimizer.values() for v in one.values() if v is not None]
+    return [x.numpy().tobytes() for x in tensors] + [list(run.engine.accountant.history)]
+
+
+def save(run, path, **more):
+    run.engine.save_checkpoint(path=path, module=run.model, optimizer=run.optimizer, **more)
+
+
+def load(run, path, **more):
+    return run.engine.load_checkpoint(path=path, module=run.model, optimizer=run.optimizer, **more)
+
+
+def edit(run, path, change):
+    """Saves again what `change(saved)` leaves, with its digest, as somebody with the key can."""
+    saved = torch.load(path)
+    change(saved)
+    write_sealed(path, saved, keys_of(run), {})
+
+
+def steps_of(run):
+    return sum(steps for _, _, steps in run.engine.accountant.history)

@@ -1,0 +1,387 @@
+"""What the tests of sharded models share: steps and runs beside one process, and what is counted.
+
+A file says how a network is sharded, `shard(context, network)`, and hands it to the bodies here,
+which run on ranks.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
+from dp_clipping.model import PrivateModel
+from dp_clipping.step.private_step import Session
+from dp_clipping.verification import reference as oracle
+from tests.dp_clipping.conftest import MODES, private, private_loss
+from tests.support import zoo
+from tests.support.ranks import Context
+from tests.support.replicas import build, part, train
+
+LIMIT = 0.5
+WRAPS = ("leaf", "block", "root")
+SPLITS = {1: [3], 2: [3, 2], 4: [2, 0, 1, 2]}  # samples of each rank: unequal, one without any
+EVERY = tuple(product(MODES, ("flat", "per_layer")))
+FEW = (("bookkeeping", "flat"), ("bookkeeping", "per_layer"), ("ghost", "flat"))
+"""Modes and styles: for one layout of each kind, and for the others."""
+
+Shard = Callable[[Context, nn.Module], nn.Module]
+
+
+def transformer() -> nn.Module:
+    return zoo.seeded(lambda: zoo.transformer(d_ff=23)).double()  # 23 rows on 2 or 4 ranks
+
+
+def shard_fsdp2(network: nn.Module, wrap: str, mesh, **options) -> nn.Module:
+    """`fully_shard` on every layer with parameters, on every block, or on the root alone."""
+    if wrap == "leaf":
+        for module in network.modules():
+            if module is not network and any(True for _ in module.parameters(recurse=False)):
+                fully_shard(module, mesh=mesh, **options)
+    elif wrap == "block":
+        for block in network.blocks:
+            fully_shard(block, mesh=mesh, **options)
+    return fully_shard(network, mesh=mesh, **options)
+
+
+def whole(x: Tensor) -> Tensor:
+    """All of a DTensor, on every rank."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def whole_gradients(model: PrivateModel) -> dict[str, Tensor]:
+    """Name -> `.grad` with the parts of all ranks, on every rank."""
+    if not isinstance(model.network, FullyShardedDataParallel):
+        named = model.network.named_parameters()
+        return {name: whole(p.grad) for name, p in named if p.requires_grad}
+    shapes, names = model.capture.shapes, model.capture.names
+    group = model.network.process_group
+    found = {}
+    for parameter in model.capture.parameters:
+        parts: list = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, parameter.grad.flatten(), group=group)
+        found[names[parameter]] = torch.cat(parts).view(shapes[parameter])
+    return found
+
+
+def whole_parameters(run: SimpleNamespace) -> list[Tensor]:
+    network = run.model.network
+    if not isinstance(network, FullyShardedDataParallel):
+        return [whole(p).detach().clone() for p in network.parameters()]
+    with FullyShardedDataParallel.summon_full_params(network, writeback=False):
+        return [p.detach().clone() for p in network.parameters()]
+
+
+def one_step(
+    model: PrivateModel, batch: oracle.Batch, per_sample_loss: oracle.PerSampleLoss
+) -> None:
+    private_loss(model, batch, per_sample_loss).backward()
+    model.finish_synchronization()
+
+
+def check_sums(model: PrivateModel, expected: dict[str, Tensor]) -> None:
+    found = whole_gradients(model)
+    assert list(found) == list(expected)
+    for name, total in found.items():
+        torch.testing.assert_close(total, expected[name], rtol=1e-6, atol=1e-8)
+
+
+def check_steps(
+    make: Callable[[], nn.Module],
+    reference: nn.Module,
+    batch: oracle.Batch,
+    mine: slice,
+    runs: tuple[tuple[str, str], ...] = EVERY,
+    tolerance: float = 1e-7,
+    **options,
+) -> None:
+    """Norms and clipped sums of two steps are those of one process in float64.
+
+    Args:
+        make: the sharded network.
+        reference: an equal one that is not.
+        mine: the samples of the batch that this rank has.
+        runs: modes and styles of clipping.
+        tolerance: of norms, relative.
+        options: of the private model.
+    """
+    gradients = oracle.per_sample_gradients(reference, batch, zoo.cross_entropy)
+    norms = oracle.norms(gradients)
+    for n, (mode, clipping) in enumerate(runs):
+        expected = oracle.clipped_sum(gradients, LIMIT, clipping)
+        network = make()
+        before = list(network.parameters())
+        how = {"norm_reduction": NORM_REDUCTIONS[n % 3]} | options
+        model = private(network, mode, LIMIT, clipping, **how)
+        for _ in range(2):
+            model.clear_gradients()
+            one_step(model, oracle.pick(batch, mine), zoo.cross_entropy)
+            found = model.per_sample_gradient_norms.double()
+            torch.testing.assert_close(found, norms[mine], rtol=tolerance, atol=0)
+            check_sums(model, expected)
+        assert all(p is q for p, q in zip(network.parameters(), before, strict=True))
+
+
+def split_steps(context: Context, shard: Shard, counts: list[int], runs=EVERY) -> None:
+    """`check_steps` with so many samples on each rank."""
+    make = lambda: shard(context, transformer())  # noqa: E731
+    batch, mine = zoo.tokens(sum(counts), 6), part(counts, context.rank)
+    check_steps(make, transformer(), batch, mine, runs)
+
+
+def changed_steps(context: Context, shard: Shard, change: Callable) -> None:
+    """With frozen layers, or recomputed activations."""
+    make = lambda: shard(context, change(transformer()))  # noqa: E731
+    reference = transformer() if change is checkpointing else change(transformer())
+    mine = slice(2 * context.rank, 2 * context.rank + 2)
+    check_steps(make, reference, zoo.tokens(4, 6), mine, tuple((mode, "flat") for mode in MODES))
+
+
+def frozen(network: nn.Module) -> nn.Module:
+    """Some layers beside trained ones, and a block of nothing else."""
+    network.token_embedding.requires_grad_(False)
+    network.blocks[0].attention.requires_grad_(False)
+    network.blocks[1].requires_grad_(False)
+    return network
+
+
+def checkpointing(network: nn.Module) -> nn.Module:
+    """Blocks that keep nothing for backward but their input."""
+    for block in network.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return network
+
+
+def steps_in_16_bit(context: Context, shard: Shard) -> None:
+    """Computed in bfloat16; norms, sums and what travels are float32."""
+    batch = zoo.tokens(4, 6)
+    gradients = oracle.per_sample_gradients(transformer(), batch, zoo.cross_entropy)
+    norms, expected = oracle.norms(gradients), oracle.clipped_sum(gradients, LIMIT)
+    mine = slice(2 * context.rank, 2 * context.rank + 2)
+    for mode in MODES:
+        model = private(shard(context, transformer().float()), mode, LIMIT)
+        one_step(model, oracle.pick(batch, mine), zoo.cross_entropy)
+        found = model.per_sample_gradient_norms
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), norms[mine], rtol=3e-2, atol=0)
+        for name, total in whole_gradients(model).items():
+            assert total.dtype == torch.float32
+            error = (total.double() - expected[name]).norm()
+            assert error <= 0.08 * expected[name].norm() + 1e-3, (mode, name)
+
+
+def every_network(context: Context, shard: Shard) -> None:
+    """Tied and reused weights, convolutions, adapters, library models, ..."""
+    mine = slice(0, 3) if context.rank == 0 else slice(3, 4)
+    wrong = []
+    for case in zoo.CASES:
+        scalars = any(p.dim() == 0 for p in case.build().parameters())  # both FSDPs refuse them
+        if scalars or not all(importlib.util.find_spec(package) for package in case.needs):
+            continue
+        batch = oracle.move(case.batch(4), dtype=torch.float64)
+        gradients = oracle.per_sample_gradients(case.build().double(), batch, case.per_sample_loss)
+        norms = oracle.norms(gradients)
+        limit = float(norms[norms.isfinite()].median())
+        expected = oracle.clipped_sum(gradients, limit)
+        scale = sum(g.norm() for g in expected.values())
+        for mode in ("bookkeeping", "ghost"):
+            model = private(shard(context, case.build().double()), mode, limit)
+            try:
+                private_loss(model, oracle.pick(batch, mine), case.per_sample_loss).backward()
+            except (ValueError, RuntimeError):
+                if not case.or_refused:
+                    raise
+                continue
+            model.finish_synchronization()
+            errors = (model.per_sample_gradient_norms - norms[mine]).abs() / norms[mine]
+            found = whole_gradients(model)
+            assert list(found) == list(expected)
+            differences = ((found[n] - g).norm() / scale for n, g in expected.items())
+            if max(errors.max(), *differences) > 1e-5:
+                wrong.append((case.name, mode))
+    assert not wrong
+
+
+def failed_steps(context: Context, shard: Shard) -> None:
+    """Passes fail half-way on all ranks, the first while it looks for the samples.
+
+    Each step after one is right, with other parameters than those that may still be gathered.
+    """
+    batch = zoo.tokens(4, 6)
+    mine = slice(2 * context.rank, 2 * context.rank + 2)
+    for mode in ("bookkeeping", "ghost"):
+        reference = transformer()
+        model = private(shard(context, transformer()), mode, LIMIT)
+        first, second = model.network.blocks
+        for register, hook in (
+            (second.register_forward_pre_hook, fail),
+            (first.register_forward_hook, fail_in_backward),
+            (second.register_forward_pre_hook, fail),
+        ):
+            registered = register(hook)
+            with pytest.raises(ArithmeticError):
+                private_loss(model, oracle.pick(batch, mine), zoo.cross_entropy).backward()
+            registered.remove()
+            with torch.no_grad():
+                for parameter in (*model.capture.parameters, *reference.parameters()):
+                    parameter.mul_(1.25)
+            one_step(model, oracle.pick(batch, mine), zoo.cross_entropy)
+            gradients = oracle.per_sample_gradients(reference, batch, zoo.cross_entropy)
+            check_sums(model, oracle.clipped_sum(gradients, LIMIT))
+            model.clear_gradients()
+
+
+def fail(*_):
+    raise ArithmeticError("failed on purpose")
+
+
+def fail_in_backward(module, args, output):
+    output.register_hook(fail)
+
+
+# ---- through the front door ----------------------------------------------------------------------
+
+
+def trained(context: Context, shard: Shard, mode: str, microbatch: int | None) -> list[Tensor]:
+    sharded = partial(shard, context)
+    run = build(context, shard=sharded, name="transformer", grad_sample_mode=mode)
+    train(run, 4, microbatch)
+    return whole_parameters(run)
+
+
+def check_training(cpu_ranks, shard: Shard, mode: str, microbatch: int | None) -> None:
+    """Draws, noise of each part, momentum: nothing tells how many ranks there are."""
+    alone = build(name="transformer", grad_sample_mode=mode)
+    train(alone, 4)
+    for found in cpu_ranks.run(2, trained, shard, mode, microbatch):
+        for one, other in zip(found, whole_parameters(alone), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+
+
+# ---- what travels, and what is refused -----------------------------------------------------------
+
+
+class Counted(TorchDispatchMode):
+    """How often which collective is issued inside, by its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            self.calls.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+    @property
+    def gathers(self) -> int:
+        return sum("gather" in name for name in self.calls)
+
+    @property
+    def reductions(self) -> int:
+        return sum("reduce" in name for name in self.calls)
+
+
+@contextmanager
+def norm_passes(counted: Counted) -> Iterator[list[int]]:
+    """How much has been reduced when coefficients are known, of each backward inside."""
+    found: list[int] = []
+    clip = Session._clip
+
+    def clipping(session: Session, limits: Tensor) -> Tensor:
+        found.append(counted.reductions)
+        return clip(session, limits)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "_clip", clipping)
+        yield found
+
+
+def ordinary_collectives(network: nn.Module, batch: oracle.Batch) -> Counted:
+    """Of a step without privacy; the first one is not like the others."""
+    for _ in range(2):
+        with Counted() as counted:
+            zoo.cross_entropy(network(batch[0]), batch[1]).sum().backward()
+    return counted
+
+
+def private_collectives(network: nn.Module, mode: str, batch: oracle.Batch) -> Counted:
+    """Of a step with privacy, in whose norm pass nothing is reduced. Batches 1, 2 are checked."""
+    model = private(network, mode, LIMIT)
+    for _ in range(3):
+        model.clear_gradients()
+        with Counted() as counted, norm_passes(counted) as in_norms:
+            one_step(model, batch, zoo.cross_entropy)
+        assert in_norms == [0]
+    return counted
+
+
+class Outside(nn.Module):
+    """A weight that is used where nothing captures it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) + F.linear(x, self.a.weight)
+
+
+def refused_steps(context: Context, shard: Shard, shard_root: Shard) -> PrivateModel:
+    """A weight outside of its module, and an ordinary backward; the model that has made it."""
+    x = torch.randn(3, 4)
+    model = private(shard_root(context, Outside()), "bookkeeping")
+    with pytest.raises(RuntimeError, match=r"a\.weight: used outside of the module"):
+        private_loss(model, (x, x), zoo.product).backward()
+
+    batch = zoo.tokens(2, 6)
+    model = private(shard(context, transformer()), "bookkeeping")
+    one_step(model, batch, zoo.cross_entropy)
+    zoo.cross_entropy(model.network(batch[0]), batch[1]).sum().backward()
+    with pytest.raises(RuntimeError, match="an ordinary backward"):
+        model.refuse_unclipped()
+    return model
+
+
+def refused_after_noise(context: Context, shard: Shard) -> None:
+    """An ordinary backward between noise and step is seen; clipping and new tensors are allowed."""
+    run = build(
+        context, shard=partial(shard, context), name="transformer", grad_sample_mode="bookkeeping"
+    )
+    parameters, batches = list(run.model.network.parameters()), iter(run.loader)
+
+    def prepare() -> None:
+        run.optimizer.zero_grad()
+        inputs, targets, _ = next(batches)
+        run.criterion(run.model(inputs), targets).backward()
+        run.optimizer.pre_step()
+
+    inputs, targets = zoo.tokens(2, 6)
+    for module, trains in ((run.model.network, True), (run.model, False)):
+        prepare()
+        before = whole_parameters(run)
+        run.model.train(trains)
+        zoo.cross_entropy(module(inputs), targets).sum().backward()
+        run.model.train()
+        with pytest.raises(RuntimeError, match="an ordinary backward"):
+            run.optimizer.step()
+        assert all(map(torch.equal, before, whole_parameters(run)))
+    prepare()
+    torch.nn.utils.clip_grad_norm_(parameters, 1e-3)
+    run.optimizer.step()
+    prepare()
+    for parameter in parameters:
+        parameter.grad = 0.5 * parameter.grad
+    run.optimizer.step()
+    assert run.optimizer.steps == 4

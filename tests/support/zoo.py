@@ -1,0 +1,682 @@
+"""Small networks on which per-sample gradients go wrong easily, each with a batch and a loss.
+
+`CASES` holds them and `every_case` runs a test on each. A network is seeded, has no dropout, and
+all its parameters differ from their initial ones and zeros, so that no error hides behind a bias
+of zero or a scale of one. In shapes: B samples, T tokens, p inputs, d outputs.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dp_clipping.verification.reference import Batch, PerSampleLoss, per_sample_sum
+from lm.model import ModelConfig, Transformer
+
+SIZE = 4  # of a batch whose B, T, p and d shall be the same number
+VOCABULARY = 50
+PAD = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, its data and its loss.
+
+    `batch(B)` makes any number of samples, also one. `needs` are packages besides torch.
+    `or_refused`: a parameter or a batch dimension is out of the ordinary, so an implementation may
+    refuse the network by name; what it must not do is return other gradients.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], Batch]
+    per_sample_loss: PerSampleLoss
+    needs: tuple[str, ...] = ()
+    or_refused: bool = False
+
+
+class Criterion:
+    """A per-sample loss with the attribute `reduction`, as `torch.nn`'s losses have it."""
+
+    def __init__(self, per_sample_loss: PerSampleLoss, reduction: str = "mean") -> None:
+        self.per_sample_loss = per_sample_loss
+        self.reduction = reduction
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = self.per_sample_loss(outputs, targets)
+        return losses if self.reduction == "none" else getattr(losses, self.reduction)()
+
+
+# Losses: outputs and targets -> [B], in float32 or wider.
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """[B, ..., V] and [B, ...] -> [B]: the mean over a sample's targets that are not -100."""
+    wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    losses = F.cross_entropy(wide.movedim(-1, 1), targets, reduction="none")
+    return per_sample_sum(losses) / per_sample_sum(targets != -100).clamp(min=1)
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    wide = torch.promote_types(outputs.dtype, torch.float32)
+    return per_sample_sum((outputs.to(wide) - targets).square())
+
+
+def product(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Σ outputs · targets: the targets are the gradients of the outputs, exactly."""
+    wide = torch.promote_types(outputs.dtype, torch.float32)
+    return per_sample_sum(outputs.to(wide) * targets)
+
+
+# Batches. A length of None is B itself.
+
+
+def numbers(batch_size: int, *shape: int | None, out: tuple[int | None, ...]) -> Batch:
+    """Normal numbers of [B, *shape], and targets of [B, *out]; None stands for B."""
+    draw = torch.Generator().manual_seed(1)
+    shape, out = (tuple(batch_size if n is None else n for n in s) for s in (shape, out))
+    inputs = torch.randn(batch_size, *shape, generator=draw)
+    return inputs, torch.randn(batch_size, *out, generator=draw)
+
+
+def classes(batch_size: int, *shape: int, count: int = 3) -> Batch:
+    """Normal numbers of [B, *shape], and a class of `count` for each sample."""
+    draw = torch.Generator().manual_seed(1)
+    inputs = torch.randn(batch_size, *shape, generator=draw)
+    return inputs, torch.randint(count, (batch_size,), generator=draw)
+
+
+def tokens(batch_size: int, length: int | None = 6, count: int | None = None) -> Batch:
+    """Token ids of [B, T] with repetitions and padding ids, and the next ones, or a class each."""
+    draw = torch.Generator().manual_seed(1)
+    length = batch_size if length is None else length
+    ids = torch.randint(VOCABULARY, (batch_size, length + 1), generator=draw)
+    ids[:, ::4] = ids[:, 1:2]
+    if length > 3:
+        ids[:, 2] = PAD
+    if count is None:
+        return ids[:, :-1], ids[:, 1:]
+    return ids[:, :-1], torch.randint(count, (batch_size,), generator=draw)
+
+
+def keywords(batch_size: int, length: int | None = 6, count: int | None = None) -> Batch:
+    """The same for Hugging Face, padded on the right to T from lengths T, T - 1, T - 2, T, ..."""
+    ids, targets = tokens(batch_size, length, count)
+    ids = ids.where(ids != PAD, 1)
+    lengths = ids.shape[1] - torch.arange(batch_size) % min(3, ids.shape[1])
+    mask = torch.arange(ids.shape[1]) < lengths[:, None]
+    if count is None:
+        targets = targets.where(mask, -100)
+    return {"input_ids": ids.where(mask, PAD), "attention_mask": mask.long()}, targets
+
+
+# Networks
+
+
+class Net(nn.Module):
+    """Named members and a function of them: `Net(lambda net, x: net.b(net.a(x)), a=..., b=...)`."""
+
+    def __init__(self, function: Callable, **members: nn.Module | nn.Parameter | Tensor) -> None:
+        super().__init__()
+        self.function = function
+        for name, member in members.items():
+            if type(member) is Tensor:
+                self.register_buffer(name, member)
+            else:
+                setattr(self, name, member)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    """Builds, and moves every parameter a little, whatever the global generator's state."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = build().train()
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def mlp(p: int, width: int, d: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(p, width), nn.Tanh(), nn.Linear(width, d))
+
+
+def transformer(**changes) -> nn.Module:
+    sizes = {"vocab_size": VOCABULARY, "d_model": 16, "num_layers": 2, "num_heads": 2, "d_ff": 24}
+    return Transformer(ModelConfig(**(sizes | changes)))
+
+
+def same_weight() -> nn.Module:
+    """Two linear layers with one weight and a bias each."""
+    net = Net(lambda net, x: net.b(torch.tanh(net.a(x))), a=nn.Linear(5, 5), b=nn.Linear(5, 5))
+    net.b.weight = net.a.weight
+    return net
+
+
+def half_frozen() -> nn.Module:
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    net[:4].requires_grad_(False)
+    net[2].bias.requires_grad_(True)
+    return net
+
+
+def positions(ids: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    """Token and position embeddings; `ids` makes the position ids of tokens [B, T]."""
+    return lambda: Net(
+        lambda net, x: net.head(torch.tanh(net.word(x) + net.position(ids(x)))),
+        word=nn.Embedding(VOCABULARY, 4),
+        position=nn.Embedding(8, 4),
+        head=nn.Linear(4, VOCABULARY),
+    )
+
+
+def reused() -> nn.Module:
+    return Net(
+        lambda net, x: net.layer(torch.tanh(net.layer(torch.tanh(net.layer(x))))),
+        layer=nn.Linear(5, 5),
+    )
+
+
+def reused_on_fewer(net: Net, x: Tensor) -> Tensor:
+    """The same layer on [B, 6, 5], on [B, 3, 5] and on [B, 5]."""
+    x = torch.tanh(net.layer(x)).unflatten(1, (3, 2)).sum(2)
+    return net.layer(torch.tanh(net.layer(x)).sum(1))
+
+
+def flattened(net: Net, x: Tensor) -> Tensor:
+    return net.b(torch.tanh(net.a(x.flatten(0, 1)))).unflatten(0, x.shape[:2])
+
+
+def time_major(net: Net, x: Tensor) -> Tensor:
+    return net.b(torch.tanh(net.a(x.transpose(0, 1)))).transpose(0, 1)
+
+
+def time_major_flattened(net: Net, x: Tensor) -> Tensor:
+    x = x.transpose(0, 1)
+    return net.b(torch.tanh(net.a(x.flatten(0, 1)))).unflatten(0, x.shape[:2]).transpose(0, 1)
+
+
+def two_linears(function: Callable, p: int = 5, width: int = 7, d: int = 3) -> nn.Module:
+    return Net(function, a=nn.Linear(p, width), b=nn.Linear(width, d))
+
+
+def routed(net: Net, x: Tensor) -> Tensor:
+    """Tokens of all samples meet in an expert's batch: [number of them, p], ragged by sample."""
+    chosen = x[..., 0] > 0
+    return net.shared(x).masked_scatter(chosen[..., None], net.expert(x[chosen]))
+
+
+def attention(net: Net, x: Tensor) -> Tensor:
+    return x + net.attention(x, x, x, need_weights=False)[0]
+
+
+def class_token(net: Net, x: Tensor) -> Tensor:
+    x = torch.cat([net.token.expand(len(x), 1, -1), net.embed(x)], dim=1)
+    return net.head(torch.tanh(net.mix(x.transpose(1, 2)))[:, :, 0])
+
+
+# Networks of Hugging Face, from configurations
+
+
+def llama(kind: str, **changes) -> nn.Module:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        num_labels=3,
+        pad_token_id=PAD,
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
+        **changes,
+    )
+    return getattr(transformers, kind)(config)
+
+
+def gpt2(kind: str) -> nn.Module:
+    import transformers
+
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=16,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        num_labels=3,
+        pad_token_id=PAD,
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
+    )
+    return getattr(transformers, kind)(config)
+
+
+def bert(kind: str) -> nn.Module:
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=3,
+        pad_token_id=PAD,
+    )
+    return getattr(transformers, kind)(config)
+
+
+def lora(kind: str, task: str, modules: list[str]) -> nn.Module:
+    """The base is frozen; adapters train, and with `SEQ_CLS` the new head `score` too."""
+    import peft
+
+    config = peft.LoraConfig(
+        task_type=task,
+        r=3,
+        lora_alpha=6,
+        lora_dropout=0.0,
+        target_modules=modules,
+        init_lora_weights=False,
+    )
+    return peft.get_peft_model(llama(kind), config)
+
+
+# Cases
+
+
+def _case(
+    name: str,
+    build: Callable[[], nn.Module],
+    batch: Callable[[int], Batch],
+    per_sample_loss: PerSampleLoss = squared_error,
+    **more,
+) -> Case:
+    return Case(name, partial(seeded, build), batch, per_sample_loss, **more)
+
+
+def _plain() -> list[Case]:
+    same = (SIZE, SIZE, SIZE)
+    return [
+        _case("mlp", lambda: mlp(6, 8, 3), lambda b: classes(b, 6), cross_entropy),
+        _case("mlp_p_is_b", lambda: mlp(*same), lambda b: numbers(b, SIZE, out=(SIZE,))),
+        _case("tokens", lambda: mlp(5, 7, 3), lambda b: numbers(b, 6, 5, out=(6, 3))),
+        _case("tokens_t_is_b", lambda: mlp(5, 7, 3), lambda b: numbers(b, None, 5, out=(None, 3))),
+        _case(
+            "tokens_t_p_d_are_b",
+            lambda: mlp(*same),
+            lambda b: numbers(b, None, SIZE, out=(None, SIZE)),
+        ),
+        _case("four_axes", lambda: mlp(5, 7, 3), lambda b: numbers(b, 2, 6, 5, out=(2, 6, 3))),
+        _case(
+            "four_axes_all_are_b",
+            lambda: mlp(*same),
+            lambda b: numbers(b, None, None, SIZE, out=(None, None, SIZE)),
+        ),
+        _case("half_frozen", half_frozen, lambda b: classes(b, 6), cross_entropy),
+        _case(
+            "unused",
+            lambda: Net(
+                lambda net, x: net.head(x + torch.tanh(net.used(x))),
+                skipped=nn.Linear(6, 6),
+                used=nn.Linear(6, 6),
+                head=nn.Linear(6, 3),
+            ),
+            lambda b: classes(b, 6),
+            cross_entropy,
+        ),
+        _case("transformer", transformer, tokens, cross_entropy),
+        _case("transformer_t_is_b", transformer, lambda b: tokens(b, None), cross_entropy),
+        _case("transformer_tied", lambda: transformer(tie_embeddings=True), tokens, cross_entropy),
+        _case("same_weight", same_weight, lambda b: numbers(b, 6, 5, out=(6, 5))),
+        _case("reused", reused, lambda b: numbers(b, 6, 5, out=(6, 5))),
+        _case("reused_without_tokens", reused, lambda b: numbers(b, 5, out=(5,))),
+        _case(
+            "reused_on_fewer_tokens",
+            lambda: Net(reused_on_fewer, layer=nn.Linear(5, 5)),
+            lambda b: numbers(b, 6, 5, out=(5,)),
+        ),
+    ]
+
+
+def _batch_elsewhere() -> list[Case]:
+    """The batch dimension is not the first of what a layer sees, or is not there at all."""
+    elsewhere = [
+        _case(
+            f"{function.__name__}{suffix}",
+            partial(two_linears, function),
+            lambda b, length=length: numbers(b, length, 5, out=(length, 3)),
+            or_refused=True,
+        )
+        for function in (flattened, time_major, time_major_flattened)
+        for suffix, length in (("", 6), ("_t_is_b", None))
+    ]
+    tables = [
+        _case(
+            f"table{suffix}",
+            lambda length=length: Net(
+                lambda net, x: net.head(torch.tanh(x + net.scale(net.layer(net.table)))),
+                table=torch.randn(length, 4),
+                layer=nn.Linear(4, 5),
+                scale=nn.LayerNorm(5),
+                head=nn.Linear(5, 3),
+            ),
+            lambda b, length=length: numbers(b, length, 5, out=(length, 3)),
+            or_refused=True,
+        )
+        for suffix, length in (("", 6), ("_t_is_b", SIZE))
+    ]
+    return [
+        *elsewhere,
+        *tables,
+        _case(
+            "time_major_embedding",
+            lambda: Net(
+                lambda net, x: net.head(torch.tanh(net.word(x.t()))).transpose(0, 1),
+                word=nn.Embedding(VOCABULARY, 4),
+                head=nn.Linear(4, VOCABULARY),
+            ),
+            tokens,
+            cross_entropy,
+            or_refused=True,
+        ),
+        _case(
+            "routed",
+            lambda: Net(routed, shared=nn.Linear(5, 3), expert=nn.Linear(5, 3)),
+            lambda b: numbers(b, 6, 5, out=(6, 3)),
+            or_refused=True,
+        ),
+    ]
+
+
+def _position_ids(shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.arange(x.shape[1], device=x.device).reshape(shape)
+
+
+def _embeddings() -> list[Case]:
+    one, flat = _position_ids((1, -1)), _position_ids((-1,))
+
+    def words(**options) -> nn.Module:
+        word = nn.Embedding(VOCABULARY, 4, **options)
+        return nn.Sequential(word, nn.Tanh(), nn.Linear(4, VOCABULARY))
+
+    def tied_words() -> nn.Module:
+        net = words(padding_idx=PAD)
+        net[2].weight = net[0].weight
+        return net
+
+    return [
+        _case("positions_batch_of_one", positions(one), tokens, cross_entropy),
+        _case("positions_one_axis", positions(flat), tokens, cross_entropy),
+        _case(
+            "positions_one_axis_t_is_b", positions(flat), lambda b: tokens(b, None), cross_entropy
+        ),
+        _case("embedding", words, tokens, cross_entropy),
+        _case("padding_idx", lambda: words(padding_idx=PAD), tokens, cross_entropy),
+        _case("padding_idx_tied", tied_words, tokens, cross_entropy),
+        _case(
+            "embedding_without_tokens",
+            lambda: nn.Sequential(nn.Embedding(3, 4), nn.Tanh(), nn.Linear(4, 3)),
+            lambda b: (classes(b, 1)[1], classes(b, 2)[1]),
+            cross_entropy,
+        ),
+        _case(
+            "embedding_as_head",
+            lambda: Net(
+                lambda net, x: F.linear(torch.tanh(net.layer(net.word(x))), net.word.weight),
+                word=nn.Embedding(VOCABULARY, 4),
+                layer=nn.Linear(4, 4),
+            ),
+            tokens,
+            cross_entropy,
+            or_refused=True,
+        ),
+    ]
+
+
+def _norms_and_convolutions() -> list[Case]:
+    def sandwich(layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        return lambda: nn.Sequential(nn.Linear(5, 6), layer(), nn.Linear(6, 3))
+
+    on_tokens = {
+        "layer_norm": lambda: nn.LayerNorm(6),
+        "layer_norm_no_bias": lambda: nn.LayerNorm(6, bias=False),
+        "layer_norm_two_axes": lambda: nn.LayerNorm((6, 6)),
+        "rms_norm": lambda: nn.RMSNorm(6),
+        "prelu": lambda: nn.PReLU(6),
+    }
+    on_images = {
+        "conv2d": lambda: nn.Conv2d(4, 8, 3),
+        "conv2d_stride_padding": lambda: nn.Conv2d(4, 8, (3, 2), stride=(2, 1), padding=(1, 2)),
+        "conv2d_groups": lambda: nn.Conv2d(4, 8, 3, groups=2, bias=False),
+        "conv2d_depthwise": lambda: nn.Conv2d(4, 8, 3, groups=4, padding="same"),
+        "conv2d_dilation": lambda: nn.Conv2d(4, 8, 2, dilation=(2, 3), stride=2, groups=2),
+        "conv2d_circular": lambda: nn.Conv2d(4, 8, 3, padding=1, padding_mode="circular"),
+        "conv_transpose2d": lambda: nn.ConvTranspose2d(4, 8, 3, stride=2),
+        "group_norm": lambda: nn.Sequential(nn.Conv2d(4, 8, 1), nn.GroupNorm(4, 8)),
+    }
+    on_signals = {
+        "conv1d": lambda: nn.Conv1d(4, 8, 3),
+        "conv1d_all": lambda: nn.Conv1d(4, 8, 3, stride=2, padding=2, dilation=2, groups=2),
+    }
+
+    def pooled(layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        return lambda: Net(
+            lambda net, x: net.head(torch.tanh(net.layer(x)).flatten(2).sum(2)),
+            layer=layer(),
+            head=nn.Linear(8, 3),
+        )
+
+    return [
+        *(
+            _case(name, sandwich(layer), lambda b: numbers(b, 6, 5, out=(6, 3)))
+            for name, layer in on_tokens.items()
+        ),
+        *(
+            _case(name, pooled(layer), lambda b: classes(b, 4, 7, 6), cross_entropy)
+            for name, layer in on_images.items()
+        ),
+        *(
+            _case(name, pooled(layer), lambda b: classes(b, 4, 9), cross_entropy)
+            for name, layer in on_signals.items()
+        ),
+        _case(
+            "group_norm_without_tokens",
+            sandwich(lambda: nn.GroupNorm(2, 6)),
+            lambda b: classes(b, 5),
+            cross_entropy,
+        ),
+    ]
+
+
+def _unusual_parameters() -> list[Case]:
+    """Parameters that no module of a common type owns, or that are read outside their module."""
+    return [
+        _case(
+            "multihead_attention",
+            lambda: Net(
+                attention, attention=nn.MultiheadAttention(8, 2, dropout=0.0, batch_first=True)
+            ),
+            lambda b: numbers(b, 6, 8, out=(6, 8)),
+            or_refused=True,
+        ),
+        _case(
+            "encoder_layer",
+            lambda: nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True),
+            lambda b: numbers(b, 6, 8, out=(6, 8)),
+            or_refused=True,
+        ),
+        _case(
+            "class_token",
+            lambda: Net(
+                class_token,
+                token=nn.Parameter(torch.randn(1, 1, 4)),
+                embed=nn.Linear(5, 4),
+                mix=nn.Linear(7, 7),
+                head=nn.Linear(4, 3),
+            ),
+            lambda b: classes(b, 6, 5),
+            cross_entropy,
+            or_refused=True,
+        ),
+        _case(
+            "scalar",
+            lambda: Net(
+                lambda net, x: net.layer(x * net.scale),
+                scale=nn.Parameter(torch.tensor(1.5)),
+                layer=nn.Linear(5, 3),
+            ),
+            lambda b: classes(b, 5),
+            cross_entropy,
+            or_refused=True,
+        ),
+        _case(
+            "bilinear",
+            lambda: Net(lambda net, x: net.layer(x, x.flip(1)), layer=nn.Bilinear(5, 5, 3)),
+            lambda b: classes(b, 5),
+            cross_entropy,
+            or_refused=True,
+        ),
+    ]
+
+
+def _hugging_face() -> list[Case]:
+    labels = partial(keywords, count=3)
+    projections = ["q_proj", "v_proj", "down_proj"]
+    cases = {
+        "llama_labels": (llama, "LlamaForSequenceClassification", labels),
+        "llama_lm": (llama, "LlamaForCausalLM", keywords),
+        "llama_lm_tied": (partial(llama, tie_word_embeddings=True), "LlamaForCausalLM", keywords),
+        "gpt2_lm": (gpt2, "GPT2LMHeadModel", keywords),
+        "gpt2_lm_t_is_b": (gpt2, "GPT2LMHeadModel", lambda b: keywords(b, None)),
+        "gpt2_labels": (gpt2, "GPT2ForSequenceClassification", labels),
+        "bert_labels": (bert, "BertForSequenceClassification", labels),
+        "bert_lm": (bert, "BertForMaskedLM", keywords),
+    }
+    adapted = {
+        "lora_lm": ("LlamaForCausalLM", "CAUSAL_LM", projections, keywords),
+        "lora_labels": ("LlamaForSequenceClassification", "SEQ_CLS", projections, labels),
+        "lora_embedding": ("LlamaForCausalLM", "CAUSAL_LM", ["q_proj", "embed_tokens"], keywords),
+    }
+    return [
+        *(
+            _case(name, partial(family, kind), batch, cross_entropy, needs=("transformers",))
+            for name, (family, kind, batch) in cases.items()
+        ),
+        *(
+            _case(
+                name,
+                partial(lora, *how),
+                batch,
+                cross_entropy,
+                needs=("transformers", "peft"),
+                or_refused=name == "lora_embedding",
+            )
+            for name, (*how, batch) in adapted.items()
+        ),
+    ]
+
+
+CASES: tuple[Case, ...] = (
+    *_plain(),
+    *_batch_elsewhere(),
+    *_embeddings(),
+    *_norms_and_convolutions(),
+    *_unusual_parameters(),
+    *_hugging_face(),
+)
+BY_NAME: dict[str, Case] = {case.name: case for case in CASES}
+
+
+def parameters(*names: str) -> list:
+    """These cases, or all, as parameters for pytest; skipped where a package is missing."""
+    return [
+        pytest.param(
+            case,
+            id=case.name,
+            marks=[
+                pytest.mark.skipif(importlib.util.find_spec(need) is None, reason=f"needs {need}")
+                for need in case.needs
+            ],
+        )
+        for case in ([BY_NAME[name] for name in names] if names else CASES)
+    ]
+
+
+every_case = pytest.mark.parametrize("case", parameters())
+
+
+# Numbers on which rounding shows, for the network `linear()` and the loss `product`, whose
+# gradient is g_i = Σ_t y_t x_tᵀ with inputs x and targets y.
+
+
+def linear(p: int = 8, d: int = 6) -> nn.Linear:
+    return seeded(lambda: nn.Linear(p, d, bias=False))
+
+
+def cancelling_tokens(
+    batch_size: int,
+    length: int = 64,
+    p: int = 8,
+    d: int = 6,
+    eps: float = 1e-3,
+    dtype: torch.dtype = torch.float32,
+) -> Batch:
+    """The second half of the tokens is minus the first, up to a relative change of size `eps`.
+
+    The gradients of the outputs repeat exactly, so ‖g_i‖ is smaller than Σ_t ‖y_t‖‖x_t‖ by about
+    eps. Both are rounded to `dtype`: with an eps below its resolution some g_i may be zero.
+    """
+    draw = torch.Generator().manual_seed(2)
+    half = torch.randn(batch_size, length // 2, p, generator=draw).to(dtype)
+    change = eps * torch.randn(half.shape, generator=draw)
+    second = (-half.double() * (1 + change)).to(dtype)
+    y = torch.randn(batch_size, length // 2, d, generator=draw).to(dtype)
+    return torch.cat([half, second], dim=1), torch.cat([y, y], dim=1)
+
+
+def large_activations(
+    batch_size: int, length: int = 16, p: int = 8, d: int = 6, largest: float = 1e4
+) -> Batch:
+    """Positive inputs up to `largest`, exact in float16, in which their squares are infinite.
+
+    The outputs of `linear()` stay below 65504, float16's largest number, but g_i does not with
+    output gradients near one: here it reaches about length · largest.
+    """
+    draw = torch.Generator().manual_seed(3)
+    inputs = largest * (0.5 + 0.5 * torch.rand(batch_size, length, p, generator=draw))
+    targets = 0.5 + 0.5 * torch.rand(batch_size, length, d, generator=draw)
+    return inputs.half().float(), targets.half().float()
+
+
+def dominating_sample(batch: Batch, sample: int = 0, factor: float = 1e4) -> Batch:
+    """One sample's g_i times `factor`, exactly so if that is a power of two; for `product`."""
+    inputs, targets = batch
+    targets = targets.clone()
+    targets[sample] *= factor
+    return inputs, targets
+
+
+def poisoned_sample(batch: Batch, sample: int = 0, value: float = float("nan")) -> Batch:
+    """One number of one sample's floating-point inputs is `value`: NaN or an infinity."""
+    inputs = batch[0].clone()
+    inputs[sample].view(-1)[0] = value
+    return inputs, batch[1]
