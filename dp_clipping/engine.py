@@ -40,7 +40,8 @@ from dp_clipping.checkpoint.run import Run, agree_on_settings
 from dp_clipping.clipping.coefficients import GAMMA
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.distributed.agreement import Agreement
-from dp_clipping.distributed.sharding import Sharding, shard_again
+from dp_clipping.distributed.detect import sharding_of
+from dp_clipping.distributed.dtensor import shard_again
 from dp_clipping.kinds import check_type, plain
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import DEFAULT_MODE, policy_of
@@ -195,7 +196,7 @@ class PrivacyEngine:
         if policy is not None:
             check_module(module)
         device = next(module.parameters()).device
-        sharding = None if policy is None else Sharding.of(module, data_group)
+        sharding = None if policy is None else sharding_of(module, data_group)
         data_group = everyone = _group_of(module)
         if sharding is not None:
             if memory_budget is not None:

@@ -17,9 +17,10 @@ from dp_clipping.arguments import check_max_grad_norm
 from dp_clipping.capture.capture import Capture
 from dp_clipping.clipping.coefficients import thresholds
 from dp_clipping.clipping.statistics import NormStatistics, norm_statistics
+from dp_clipping.distributed.dtensor import FSDP_MODULES
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.norm_reduce import NormReducer
-from dp_clipping.distributed.sharding import FSDP_MODULES, Sharding
+from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.accumulation import wide
 from dp_clipping.modes import PLAIN_TWIN, Policy
 from dp_clipping.profiling.profile import SWITCH, Profile, profile_of, ranged
@@ -62,7 +63,7 @@ class PrivateModel(nn.Module):
         clipping: `"flat"` or `"per_layer"`.
         batch_first: the first dimension of the inputs counts the samples, else the second.
         release: what is not covered by ε raises instead of showing itself.
-        sharding: `Sharding.of(module)`: how the network is spread over ranks, if it is.
+        sharding: `sharding_of(module)`: how the network is spread over ranks, if it is.
         norm_reduction: how norms are added up over ranks that have parts of the parameters.
     """
 
@@ -109,7 +110,7 @@ class PrivateModel(nn.Module):
             self.profile = profile_of(self._capture.anchor.device, release, alone)
             self._capture.profile = self.profile
             if sharding is not None:
-                self._capture.sums = sharding.make_sums()
+                self._capture.sums = sharding.sums_class(sharding)
                 self._capture.sums.profile = self.profile
             try:
                 self.limits()
@@ -292,7 +293,7 @@ class PrivateModel(nn.Module):
         """As `global_norms`, for what adds noise to them before anybody sees it."""
         if not self._squares:
             raise RuntimeError("no backward since zero_grad: there are no norms yet")
-        return self.capture.reducer.gather(torch.cat(self._squares, dim=1))
+        return GlobalNorms(self.capture.reducer, torch.cat(self._squares, dim=1))
 
     @property
     def last_session(self) -> Session | None:

@@ -18,8 +18,8 @@ from dp_clipping.arguments import (
     check_noise_multiplier,
 )
 from dp_clipping.distributed.agreement import Agreement, Settings
+from dp_clipping.distributed.dtensor import local
 from dp_clipping.distributed.placement import Place
-from dp_clipping.distributed.sharding import local
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.model import PrivateModel
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold

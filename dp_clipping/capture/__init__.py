@@ -9,6 +9,7 @@ Files:
     sample_independence   refuses networks and losses that mix samples
     discovery             when these are looked for, and with whose samples
     observation           what each layer sees of each sample, forward and backward
+    backward              frees what a backward that failed has left
     losses                refuses losses that depend on other samples
     state, carried        where a network holds values, and refuses those that carry data
     compile_forecast      what a compiled region must be told beforehand

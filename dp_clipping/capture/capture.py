@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,20 +20,18 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten
 
 from dp_clipping.capture.modules import every_module
+from dp_clipping.distributed.dtensor import owner_of, plain_name, plain_type
+from dp_clipping.distributed.gradient_reduce import ShardedSums
 from dp_clipping.distributed.norm_reduce import NormReducer
-from dp_clipping.distributed.sharding import Sharding, owner_of, plain_name, plain_type
+from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers import embedding, linear, norm
 from dp_clipping.layers import vmap as vectorized
 from dp_clipping.layers.accumulation import wide
 from dp_clipping.layers.handle import Handle
+from dp_clipping.layers.recorder import Recorder
 from dp_clipping.planning.plan import Plan
 from dp_clipping.profiling.profile import Profile
-from dp_clipping.step.private_step import Session
 from dp_clipping.validation import refuse_offsets
-
-if TYPE_CHECKING:
-    from dp_clipping.capture.compile_forecast import Forecast
-    from dp_clipping.distributed.gradient_reduce import ShardedSums
 
 FORWARDS = {
     "linear": linear.forward,
@@ -81,7 +79,6 @@ class Capture:
         anchors: parameter -> the leaf that makes autograd visit what uses it; `anchor` is any.
         plans: what linear layers were used for -> the plan for that (see `planning.plan`);
             `plan` is the last one that a step ran by.
-        forecast: of the coming forward, where compiled code needs one (see `compile_forecast`).
         sharding: how the network is spread over ranks; None: it is not.
         reducer: adds norms up over ranks (see `dp_clipping.distributed.norm_reduce`).
         sums: takes clipped sums to the shards of a sharded network; None: it is not.
@@ -114,7 +111,6 @@ class Capture:
         self.plans: dict[tuple, Plan] = {}
         self.plan: Plan | None = None
         self.profile: Profile | None = None
-        self.forecast: Forecast | None = None
         self._copied = {
             parameter: owner_of(module, name)
             for module in network.modules()
@@ -122,7 +118,7 @@ class Capture:
             for name, parameter in module._private.parameters().items()
         }
         self._zeros: dict[torch.dtype, Tensor] = {}
-        self._session: Session | None = None
+        self._session: Recorder | None = None
         self._hooks = []
         for module, names in () if sharding is None else sharding.gathering:
             owners = {p: owner_of(module, name) for p, name in names.items()}
@@ -190,7 +186,7 @@ class Capture:
     # ---- sessions -------------------------------------------------------------------------------
 
     @contextmanager
-    def attached(self, session: Session | None) -> Iterator[None]:
+    def attached(self, session: Recorder | None) -> Iterator[None]:
         """Inside, calls of the layers belong to the session (None: to nobody)."""
         before = [(handle, handle.session, handle.slots) for handle in self.handles]
         outer, self._session = self._session, session
@@ -209,7 +205,7 @@ class Capture:
             for handle, old_session, old_slots in before:
                 handle.session, handle.slots = old_session, old_slots
 
-    def make_slots(self, session: Session) -> dict[str, dict[str, Tensor]]:
+    def make_slots(self, session: Recorder) -> dict[str, dict[str, Tensor]]:
         """handle -> parameter's name -> slot.
 
         Slots are made where a layer asks for one; inside a compiled region none can be made, so a

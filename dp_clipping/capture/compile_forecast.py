@@ -23,7 +23,7 @@ from dp_clipping.layers.batch_layout import FEW, MORE
 from dp_clipping.layers.handle import Handle
 from dp_clipping.layers.linear import LinearFactors
 from dp_clipping.layers.linear_compiled import FACTOR_SLOTS, GRADIENT_SLOTS
-from dp_clipping.planning.plan import GRADIENT, Use
+from dp_clipping.planning.cost_model import GRADIENT, Use
 
 Arguments = tuple[tuple, dict]
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from dp_clipping.capture.backward import flush_ready_nodes
 from dp_clipping.capture.batch import Batch, tensors_of
 from dp_clipping.capture.capture import Capture, tensors_in
 from dp_clipping.capture.carried import Carried, kept
@@ -23,7 +24,6 @@ from dp_clipping.capture.sample_independence import PLACES, Company, Schedule
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.layers.handle import LayoutUnknown
-from dp_clipping.step.private_step import drop_what_was_ready
 
 
 class Establishment:
@@ -174,7 +174,7 @@ class Establishment:
         try:
             return torch.autograd.grad(total, self._capture.parameters, allow_unused=True)
         except Exception:  # the step's own backward will say so
-            drop_what_was_ready()
+            flush_ready_nodes()
             return ()
 
     def _ensure_together(self, batch: Batch) -> None:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from dp_clipping.capture.backward import flush_ready_nodes
 from dp_clipping.capture.batch import tensors_of
 from dp_clipping.capture.capture import Capture, tensors_in
-from dp_clipping.distributed.sharding import is_sharded
+from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import Handle, expand_shared
 from dp_clipping.layers.tensor_parallel import local
-from dp_clipping.step.private_step import drop_what_was_ready
 
 SIGNS = 4
 # Relative to the norm of what a sample has in the tensor. Two runs have the same shapes, so mostly
@@ -113,7 +113,7 @@ class Observer:
                         try:
                             torch.autograd.grad(ys, inputs, gradients, allow_unused=True)
                         except BaseException:
-                            drop_what_was_ready()
+                            flush_ready_nodes()
                             raise
         return seen
 

@@ -33,7 +33,7 @@ from dp_clipping.checkpoint.file_format import (
 )
 from dp_clipping.checkpoint.ledger import Parts, count
 from dp_clipping.checkpoint.run import Run, set_random_state
-from dp_clipping.distributed.sharding import local
+from dp_clipping.distributed.dtensor import local
 from dp_clipping.noise.keys import Keys, fresh_keys
 
 

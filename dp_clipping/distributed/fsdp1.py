@@ -38,9 +38,10 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from dp_clipping.distributed.collectives import reduce_scatter_together
+from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.distributed.gradient_reduce import ShardedSums, Transfer
 from dp_clipping.distributed.placement import Place, Run
-from dp_clipping.distributed.sharding import Part, Sharding, is_sharded
+from dp_clipping.distributed.sharding import Part, Sharding
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 USE_FSDP2 = "shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead"
@@ -63,9 +64,6 @@ class FlatSharding(Sharding):
     root: FSDP = field(repr=False, kw_only=True)
     slices: dict[Parameter, list[Slice]] = field(repr=False, kw_only=True)
     leaving: Leaving = field(repr=False, kw_only=True)
-
-    def make_sums(self) -> FlatSums:
-        return FlatSums(self)
 
     def place_of(self, parameter: Parameter) -> Place | None:
         if parameter not in self.slices:
@@ -182,7 +180,7 @@ class FlatSums(ShardedSums):
 # ---- where shards lie ----------------------------------------------------------------------------
 
 
-def sharding_of(module: nn.Module) -> FlatSharding:
+def flat_sharding_of(module: nn.Module) -> FlatSharding:
     """Of a module that contains FSDP1's. Every rank calls it: each unit is gathered once.
 
     Raises:
@@ -216,7 +214,7 @@ def sharding_of(module: nn.Module) -> FlatSharding:
     )
     return FlatSharding(
         "FSDP1 (FullyShardedDataParallel)", group, None, group, None, group, parts, gathering,
-        root=module, slices=slices, leaving=Leaving(units),
+        root=module, slices=slices, leaving=Leaving(units), sums_class=FlatSums,
     )  # fmt: skip
 
 

@@ -7,14 +7,12 @@ critical path: nothing that clips waits for it.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from dp_clipping.distributed.norm_reduce import NormReducer
+from dp_clipping.distributed.norm_reduce import NormReducer
 
 
 class GlobalNorms:

@@ -23,7 +23,8 @@ from torch.nn import Parameter
 from torch.profiler import record_function
 
 from dp_clipping.distributed.collectives import all_reduce_together, reduce_scatter_together
-from dp_clipping.distributed.sharding import Sharding, local, size_of
+from dp_clipping.distributed.dtensor import local, size_of
+from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.profiling.profile import Profile
 
 IN_FLIGHT = 2  # units whose sums may be on the wire while the next are formed

@@ -12,8 +12,8 @@ shard k) that it owns, every pair owned once. Ranks of a mesh meet along two kin
 Slot by slot over the tensor axis is exact. Slot by slot over a *data* axis is a privacy bug: each
 norm would look conservatively large, and yet removing one huge sample would un-clip the W - 1
 samples that shared its slot, so that the sum moves by up to C(1 + √(W - 1)) while the noise is
-calibrated to C. So `reduce` and `layerwise` know the tensor axis only, and `gather` gives every
-data rank slots of its own.
+calibrated to C. So `reduce` and `layerwise` know the tensor axis only, and `global_norms`
+gives every data rank slots of its own.
 
 How what clips travels (`NORM_REDUCTIONS`), with the same result up to the rounding of additions:
 
@@ -33,8 +33,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
-
-from dp_clipping.distributed.global_norms import GlobalNorms
 
 NORM_REDUCTIONS = ("sync", "async", "layerwise")
 SAME = 1e-3  # losses of one sample on two ranks are this close, far closer than two samples' are
@@ -131,17 +129,6 @@ class NormReducer:
         return Layerwise(self, order, table, every)
 
     # ---- the global view: over all ranks --------------------------------------------------------
-
-    def gather(self, squares: Tensor) -> GlobalNorms:
-        """Launch the exchange of the whole vector, once a step, on every rank.
-
-        Args:
-            squares: [K, B] squared norms of the local batch, sums over the tensor axis
-                (`reduce` has been waited for); B may be 0 and differ.
-        """
-        return GlobalNorms(self, squares)
-
-    # ---- what all of them use -------------------------------------------------------------------
 
     def exchanged(self, table: Tensor) -> Tensor:
         """A copy in the dtype of the exchange, which must not round."""

@@ -2,17 +2,14 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dp_clipping.layers.batch_layout import Layout
-
-if TYPE_CHECKING:
-    from dp_clipping.step.private_step import Session
-
+from dp_clipping.layers.recorder import Recorder
 
 Sink = Callable[[Tensor], None]
 
@@ -44,7 +41,7 @@ class Handle:
     def __init__(self, name: str, kind: str, module: nn.Module, trainable: tuple[str, ...]):
         self.name, self.kind, self.trainable = name, kind, trainable
         self._parameters = {n: module.get_parameter(n) for n in trainable}
-        self.session: Session | None = None
+        self.session: Recorder | None = None
         self.slots: dict[str, Tensor] = {}
         self.layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
         self.output_layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}

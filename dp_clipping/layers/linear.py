@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dp_clipping.clipping.norms import UNDERFLOW, Norm
-from dp_clipping.distributed.sharding import is_sharded
+from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.layers import linear_compiled, tensor_parallel
 from dp_clipping.layers.accumulation import (
     SUM_ROUNDING,
@@ -34,7 +34,7 @@ from dp_clipping.layers.accumulation import (
 )
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import Handle, autocast_operands, deliver
-from dp_clipping.planning.plan import LONGEST_GRAM
+from dp_clipping.planning.cost_model import LONGEST_GRAM
 
 # Relative to S², what the rounding of two 16-bit Gram matrices and of their product may be: chains
 # of GRAM_PIECE products, 16 of them at a time in a matrix unit, which cuts off and does not round.

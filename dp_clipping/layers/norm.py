@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_clipping.distributed.sharding import is_sharded, plain_type
+from dp_clipping.distributed.dtensor import is_sharded, plain_type
 from dp_clipping.kernels import available
 from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_weight_gradients
 from dp_clipping.layers import tensor_parallel

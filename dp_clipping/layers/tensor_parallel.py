@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dp_clipping.distributed import sharding as sharded
+from dp_clipping.distributed import dtensor
+from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.distributed.norm_reduce import refuse_split_samples
-from dp_clipping.distributed.sharding import is_sharded
 from dp_clipping.layers.handle import Handle
 
 if dist.is_available():
@@ -161,7 +161,7 @@ def refuse_split_rows(handle: Handle, inputs: list[Tensor], outputs: list[Tensor
 
 def local(x: Tensor) -> Tensor:
     """This rank's part, detached; of a plain tensor, all."""
-    return settled(sharded.local(x.detach()))
+    return settled(dtensor.local(x.detach()))
 
 
 def settled(x: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def _join(y: Tensor, layout: Layout) -> Tensor:
 
 def _uncovered(module: nn.Module, handle: Handle) -> AbstractContextManager:
     """Inside, `functional_call` can put copies in the place of parameters that ranks share."""
-    return nullcontext() if handle.session.capture.sharding is None else _without_covers(module)
+    return nullcontext() if not handle.session.shards_parameters else _without_covers(module)
 
 
 @contextmanager

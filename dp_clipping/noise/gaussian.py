@@ -16,59 +16,24 @@ G. Box and M. Muller, A note on the generation of random normal deviates (1958).
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dp_clipping.noise import kernel as kernels
+from dp_clipping.noise.stream import NoiseStream
 
 if TYPE_CHECKING:
     from dp_clipping.distributed.placement import Place, Run
 
-SECRET_BYTES = 32
 WORD = 0xFFFFFFFF
 ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85  # golden ratio and √3 − 1, as in the paper
 CHUNK = 1 << 15  # counters drawn at once: six int64 words each still fit the second-level cache
-
-
-@dataclass(frozen=True)
-class NoiseStream:
-    """One stream of 2⁶⁶ values: Philox's two key words and the high half of its counter, each
-    below 2³². The words are as secret as the key that they come from, and are not printed."""
-
-    key_0: int = field(repr=False)
-    key_1: int = field(repr=False)
-    counter_2: int = field(repr=False)
-    counter_3: int = field(repr=False)
-
-    @classmethod
-    def derive(cls, secret: bytes, *, step: int, parameter: str, share: int) -> NoiseStream:
-        """The stream of one parameter in one step: 128 bits of BLAKE2b keyed with `secret`.
-
-        Args:
-            secret: 32 bytes from the operating system's entropy.
-            step: the optimizer step, at least 0.
-            parameter: its full name, the same on every rank.
-            share: which of the data-parallel shares of the noise, 0 where there is one.
-
-        Raises:
-            ValueError: `secret` of another length, or a negative `step` or `share`.
-        """
-        if len(secret) != SECRET_BYTES:
-            raise ValueError(f"the noise key has {len(secret)} bytes, expected {SECRET_BYTES}")
-        if step < 0 or share < 0:
-            raise ValueError(f"step and share must not be negative, got {step} and {share}")
-        # Fixed widths first and the name last, so that no two messages are equal.
-        message = step.to_bytes(8, "little") + share.to_bytes(8, "little") + parameter.encode()
-        digest = hashlib.blake2b(message, digest_size=16, key=secret, person=b"noise").digest()
-        return cls(*(int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)))
 
 
 def standard_normal(

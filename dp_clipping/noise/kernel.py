@@ -22,7 +22,7 @@ if triton is not None:
 
 if TYPE_CHECKING:
     from dp_clipping.distributed.placement import Place, Run
-    from dp_clipping.noise.gaussian import NoiseStream
+    from dp_clipping.noise.stream import NoiseStream
 
 BLOCK = 256  # counters of one program; each gives four values
 LOOPS = 16  # blocks of one program where many tensors share a launch

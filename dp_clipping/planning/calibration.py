@@ -2,10 +2,10 @@
 
     python -m dp_clipping.planning.calibration    measure, keep, print the rates before and after
 
-The plan compares algorithms by the rates of `planning.plan.Rates`. Those that are known without
+The plan compares algorithms by the rates of `cost_model.Rates`. Those that are known without
 measuring are an H200's, scaled by the number of multiprocessors: on another kind of GPU they may be
 wrong relative to each other, and only that matters. Measured rates are kept in `rates.json` by
-device, torch and Triton (see `kernels.cache` for the folder), and `planning.plan.rates_of`
+device, torch and Triton (see `kernels.cache` for the folder), and `rates_of`
 takes them from there. They are those of the tiles that the kernels take (`kernels.tuning`).
 
 With `DP_CLIPPING_CALIBRATE=1` the first plan of a process measures too if none are kept: below two
@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from itertools import cycle, islice
 from statistics import geometric_mean, median
 
@@ -32,7 +33,7 @@ from dp_clipping.kernels.gram import gram_squares
 from dp_clipping.kernels.sorted_coefficients import Ascending
 from dp_clipping.kernels.weighted_product import weighted_product
 from dp_clipping.kernels.weighted_sum import weighted_sum
-from dp_clipping.planning.plan import (
+from dp_clipping.planning.cost_model import (
     GRADIENT,
     INPUT_LENGTH,
     SUM_BYTES,
@@ -76,6 +77,14 @@ def _is_rate(value: object) -> bool:
 
 
 # ---- who measures -------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=8)
+def rates_of(device: torch.device) -> Rates:
+    """The rates of a device: those that are kept for it, or an H200's by its multiprocessors."""
+    if device.type != "cuda":
+        return Rates()
+    return known(device) or default_rates(device)
 
 
 def known(device: torch.device) -> Rates | None:

@@ -87,10 +87,9 @@ class Passes:
         except BaseException:
             self.recover()
             raise
-        self.capture.forecast = self._forecast(batch, policy)
         kind = self._session_class(policy)
         kind = kind if self.capture.profile is None else PROFILED[kind]
-        session = kind(self.capture, batch.size, policy)
+        session = kind(self.capture, batch.size, policy, self._forecast(batch, policy))
         session.is_empty = not given.size
         self.session = self._batch = None
         with self.capture.attached(session), sync, self._state_is_checked(module, batch):

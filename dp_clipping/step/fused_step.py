@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from dp_clipping.capture.compile_forecast import refuse_repeated
 from dp_clipping.clipping.coefficients import MARGIN, coefficients, finite_samples
 from dp_clipping.clipping.norms import Norm, on_device
-from dp_clipping.distributed.sharding import local
+from dp_clipping.distributed.dtensor import local
 from dp_clipping.kernels.coefficients import clip_coefficients
 from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.gradient import stored_dtype
@@ -32,7 +32,9 @@ from dp_clipping.kernels.squared_norms import squares
 from dp_clipping.kernels.tiles import stream_on
 from dp_clipping.layers.handle import Handle
 from dp_clipping.layers.linear import LinearFactors
-from dp_clipping.planning.plan import GRADIENT, SUM_BYTES, Choice, Plan, Use, rates_of
+from dp_clipping.planning.calibration import rates_of
+from dp_clipping.planning.cost_model import GRADIENT, SUM_BYTES, Choice, Use
+from dp_clipping.planning.plan import Plan
 from dp_clipping.step.clipped_sums import Coefficients, clipped_sums
 from dp_clipping.step.launch_schedule import Pace
 from dp_clipping.step.norm_queue import Waiting
@@ -52,7 +54,7 @@ class FusedSession(Session):
 
     def _forget(self) -> None:
         super()._forget()
-        forecast = self.capture.forecast
+        forecast = self.forecast
         self._uses = {} if forecast is None else forecast.of_batch(self.batch_size)
         self._counts: dict[Parameter, Tensor] = {}  # of uses in compiled code
         self._waiting = Waiting(self.capture.kin, self.policy.tile_size)
@@ -69,7 +71,7 @@ class FusedSession(Session):
         return False
 
     def slots_of(self, handle: Handle) -> dict[str, Tensor]:
-        forecast = self.capture.forecast
+        forecast = self.forecast
         parameter = handle.parameters().get("weight")
         if forecast is None or parameter not in forecast.uses:
             return super().slots_of(handle)
@@ -236,7 +238,7 @@ class FusedSession(Session):
             return self.policy.memory_budget
         if self.policy.two_passes:
             return 0
-        forecast = self.capture.forecast
+        forecast = self.forecast
         if forecast is None:
             held = self.pace.saved
         else:

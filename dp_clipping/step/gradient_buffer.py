@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from dp_clipping.capture.capture import Capture
 from dp_clipping.capture.modules import every_module
-from dp_clipping.distributed.sharding import local
+from dp_clipping.distributed.dtensor import local
 from dp_clipping.layers.accumulation import wide
 
 Own = dict[str, Parameter]

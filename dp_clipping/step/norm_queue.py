@@ -21,7 +21,7 @@ from dp_clipping.kernels.squared_norms import squares
 from dp_clipping.kernels.tiles import tile_of
 from dp_clipping.layers.accumulation import SUM_ROUNDING
 from dp_clipping.layers.linear import GRAM_ROUNDING, LinearFactors
-from dp_clipping.planning.plan import GRADIENT, INPUT_LENGTH, WIDTH, Choice
+from dp_clipping.planning.cost_model import GRADIENT, INPUT_LENGTH, WIDTH, Choice
 
 Label = Callable[..., AbstractContextManager]
 

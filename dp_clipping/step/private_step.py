@@ -15,7 +15,7 @@ nothing and run backward a second time. Neither computes an ordinary weight grad
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from torch.autograd import profiler
 from torch.nn import Parameter
 from torch.profiler import record_function
 
+from dp_clipping.capture.backward import flush_ready_nodes
+from dp_clipping.capture.compile_forecast import Forecast
+from dp_clipping.capture.losses import Watched
 from dp_clipping.clipping.coefficients import coefficients, finite_samples
 from dp_clipping.clipping.norms import Norm, Norms
 from dp_clipping.distributed.norm_reduce import Layerwise, NormReducer
@@ -34,9 +37,6 @@ from dp_clipping.layers.low_precision_sums import is_rescaled, rescale
 from dp_clipping.modes import Policy
 from dp_clipping.step.rng_replay import Randomness
 
-if TYPE_CHECKING:
-    from dp_clipping.capture.losses import Watched
-
 NOTHING = nullcontext()
 
 
@@ -45,8 +45,11 @@ class Session:
 
     fused = False
 
-    def __init__(self, capture: Any, batch_size: int, policy: Policy):
+    def __init__(
+        self, capture: Any, batch_size: int, policy: Policy, forecast: Forecast | None = None
+    ):
         self.capture, self.batch_size, self.policy = capture, batch_size, policy
+        self.forecast = forecast  # of what linear layers are given, where compiled code needs it
         self.anchor: Tensor = capture.anchor
         self.reducer: NormReducer = capture.reducer
         self._taps: dict[Parameter, Tensor] = {}
@@ -93,6 +96,10 @@ class Session:
     @property
     def dense_always(self) -> bool:
         return self.policy.dense_always
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.capture.sharding is not None
 
     def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
         """Whether G [d, p] of a linear layer is kept rather than its factors: if it is smaller."""
@@ -211,7 +218,7 @@ class Session:
                     retain_graph=retain_graph, allow_unused=True,
                 )  # fmt: skip
             except BaseException:
-                drop_what_was_ready()
+                flush_ready_nodes()
                 raise
         self._in_backward = False
         parameters += leaves
@@ -346,14 +353,6 @@ class Session:
         if not profiler._is_profiler_enabled:
             return NOTHING
         return record_function(f"{what}/{'+'.join(self.capture.names[p] for p in parameters)}")
-
-
-def drop_what_was_ready() -> None:
-    """After a backward that failed in this thread: what was next in it keeps its activations alive
-    until another backward comes by."""
-    with torch.enable_grad():
-        nothing = torch.zeros((), requires_grad=True)
-        torch.autograd.grad(nothing + 0, nothing)
 
 
 class Tap(torch.autograd.Function):

@@ -26,7 +26,7 @@ from dp_clipping.clipping.statistics import norm_statistics
 from dp_clipping.criterion import PrivateCriterion, PrivateLoss
 from dp_clipping.layers.accumulation import full_float32
 from dp_clipping.model import PrivateModel
-from dp_clipping.planning.plan import WIDTH
+from dp_clipping.planning.cost_model import WIDTH
 from dp_clipping.step.forward_backward import Passes
 from dp_clipping.step.private_step import Session
 from dp_clipping.verification.report import (
@@ -284,14 +284,14 @@ def _without_trace(model: PrivateModel) -> Iterator[None]:
     capture, network = model.capture, model.network
     flags = [(module, module.training) for module in network.modules()]
     layouts = [(h, h.layouts, h.output_layouts, h.always_dense) for h in capture.handles]
-    found = {name: getattr(capture, name) for name in ("plans", "plan", "forecast", "profile")}
+    found = {name: getattr(capture, name) for name in ("plans", "plan", "profile")}
     devices = [p.device for p in network.parameters() if p.is_cuda]
     try:
         for module, _ in flags:
             module.training = False
         for handle in capture.handles:
             handle.layouts, handle.output_layouts = {}, {}
-        capture.plans, capture.plan, capture.forecast, capture.profile = {}, None, None, None
+        capture.plans, capture.plan, capture.profile = {}, None, None
         with torch.random.fork_rng(set(devices)), torch.enable_grad():
             yield
     finally:

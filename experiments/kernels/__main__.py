@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-from dp_clipping.planning.plan import Rates, rates_of
+from dp_clipping.planning.calibration import rates_of
+from dp_clipping.planning.cost_model import Rates
 from experiments.kernels import crossing
 from experiments.kernels.one_layer import (
     OneLayer,

@@ -13,7 +13,14 @@ from statistics import median
 
 import torch
 
-from dp_clipping.planning.plan import ALGORITHMS, GRADIENT, INPUT_LENGTH, LONGEST_GRAM, WIDTH, Rates
+from dp_clipping.planning.cost_model import (
+    ALGORITHMS,
+    GRADIENT,
+    INPUT_LENGTH,
+    LONGEST_GRAM,
+    WIDTH,
+    Rates,
+)
 from experiments.kernels.one_layer import (
     GRAM_LAYERS,
     OneLayer,

@@ -20,17 +20,16 @@ from dp_clipping.kernels.gram import gram_squares
 from dp_clipping.kernels.sorted_coefficients import Ascending
 from dp_clipping.kernels.weighted_product import weighted_product
 from dp_clipping.kernels.weighted_sum import weighted_sum
-from dp_clipping.planning.plan import (
+from dp_clipping.planning.cost_model import (
     ALGORITHMS,
     GRADIENT,
     INPUT_LENGTH,
     WIDTH,
-    Plan,
     Rates,
     Use,
-    allowed,
     predict,
 )
+from dp_clipping.planning.plan import Plan, allowed
 from measure.timing import Call, interleaved
 
 Samples = dict[str, list[float]]  # name -> milliseconds of one layer, a sample a round

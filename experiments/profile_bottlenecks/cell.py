@@ -168,7 +168,8 @@ def traced(run: Run, batch: Batch, worker: Worker) -> dict[str, Any]:
 def plan_seconds(run: Run) -> dict[str, float] | None:
     """Predicted seconds of all linear norms and sums, as planned and as `auto` would; None where
     no fused kernels ran."""
-    from dp_clipping.planning.plan import Plan, rates_of
+    from dp_clipping.planning.calibration import rates_of
+    from dp_clipping.planning.plan import Plan
 
     capture = run.model.capture
     if capture.plan is None:

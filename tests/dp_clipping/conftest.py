@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from dp_clipping.clipping.coefficients import GAMMA
 from dp_clipping.criterion import PrivateCriterion, PrivateLoss
-from dp_clipping.distributed.sharding import Sharding
+from dp_clipping.distributed.detect import sharding_of
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import policy_of
 from dp_clipping.verification import reference as oracle
@@ -56,7 +56,7 @@ def private(
         ),
         max_grad_norm=max_grad_norm,
         clipping=clipping,
-        sharding=Sharding.of(network, data_group),
+        sharding=sharding_of(network, data_group),
         **options,
     )
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from dp_clipping.distributed.sharding import Sharding
+from dp_clipping.distributed.detect import sharding_of
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
 from tests.support.ranks import Context
@@ -166,14 +166,14 @@ def refused(context: Context) -> None:
     network = transformer()
     network.blocks[0] = FSDP(network.blocks[0], context.group, device_id=context.device)
     with pytest.raises(ValueError, match="wrap the root too"):
-        Sharding.of(network)
+        sharding_of(network)
     for options, message in (
         ({"original": False}, "use_orig_params=True"),
         ({"strategy": ShardingStrategy.NO_SHARD}, "FSDP1 with NO_SHARD"),
         ({"cpu_offload": CPUOffload(offload_params=True)}, "leave parameters on the GPU"),
     ):
         with pytest.raises(ValueError, match=message):
-            Sharding.of(sharded(context, transformer(), **options))
+            sharding_of(sharded(context, transformer(), **options))
     model = refused_steps(context, sharded, at_the_root)
     batch = zoo.tokens(2, 6)
     model.clear_gradients()

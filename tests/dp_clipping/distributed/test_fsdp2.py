@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from dp_clipping.distributed.sharding import Sharding
+from dp_clipping.distributed.detect import sharding_of
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.step import fused_step as fused
 from dp_clipping.step import launch_schedule as pace
@@ -195,7 +195,7 @@ def refused(context: Context) -> None:
     network = transformer()
     fully_shard(network.blocks[0], mesh=DeviceMesh.from_group(context.group, "cpu"))
     with pytest.raises(ValueError, match=r"blocks\.0, but not to the module itself"):
-        Sharding.of(network)
+        sharding_of(network)
     refused_steps(context, sharded, at_the_root)
 
 

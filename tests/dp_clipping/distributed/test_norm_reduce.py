@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS, NormReducer, refuse_split_samples
 from dp_clipping.verification import reference as oracle
 from tests.support import zoo
@@ -174,7 +175,7 @@ def test_one_process_takes_the_same_path():
         assert sums.launched == 2
         for total in (reducer.reduce(own).wait(), sums.wait()):
             torch.testing.assert_close(total, own)
-        norms = reducer.gather(own[0])
+        norms = GlobalNorms(reducer, own[0])
         assert norms.sizes == [3]
         torch.testing.assert_close(norms.wait(), own[0])
 
@@ -338,7 +339,7 @@ def gathered(context: Context, mesh: str) -> None:
         part = Part(context, mesh, reducer, mine)
         own = part.table(part.squares)
         complete = reducer.reduce(own).wait()
-        found = reducer.gather(complete[0])
+        found = GlobalNorms(reducer, complete[0])
         assert found.sizes == list(sizes)
         assert found.wait().shape == (GROUPS, size)
         torch.testing.assert_close(found.wait().cpu(), reference()[:, :size], rtol=1e-14, atol=0)
@@ -361,7 +362,7 @@ def test_the_same_vector_on_gpus(gpu_ranks, mesh):
 
 def read_by_one_rank(context: Context) -> None:
     reducer = reducer_of(context, "data", dtype=torch.float32)
-    steps = [reducer.gather(torch.full((1, 2), float(n))) for n in range(3)]
+    steps = [GlobalNorms(reducer, torch.full((1, 2), float(n))) for n in range(3)]
     if context.rank == 0:
         assert steps[1].wait().tolist() == [[1.0] * 4]
     dist.barrier(context.group)
@@ -375,7 +376,7 @@ def other_batch(context: Context) -> None:
     reducer = reducer_of(context, "data x tensor")
     own = torch.ones(1, 3 if context.rank else 2)  # rank 1 is its tensor-parallel partner
     with pytest.raises(RuntimeError, match="must draw the same batches"):
-        reducer.gather(own)
+        GlobalNorms(reducer, own)
 
 
 def test_tensor_ranks_have_the_same_samples(cpu_ranks):
@@ -490,7 +491,7 @@ def late(context: Context) -> None:
         (sums.wait, "tensor-parallel"),
         (lambda: of_tensor["sync"].reduce(table).wait(), "tensor-parallel"),
         (lambda: of_tensor["async"].reduce(table).wait(), "tensor-parallel"),
-        (lambda: NormReducer(data_group=group).gather(table[0]), "data"),
+        (lambda: GlobalNorms(NormReducer(data_group=group), table[0]), "data"),
     ):
         with pytest.raises(RuntimeError, match=f"over the {axis} axis .4 ranks. failed") as lost:
             wait()
@@ -503,10 +504,10 @@ def test_a_rank_that_does_not_come_is_named(cpu_ranks):
 
 def dies(context: Context) -> None:
     reducer = NormReducer(data_group=context.group, mode="async")
-    reducer.gather(torch.ones(1, 2)).wait()
+    GlobalNorms(reducer, torch.ones(1, 2)).wait()
     if context.rank == 1:
         os._exit(3)
-    reducer.gather(torch.ones(1, 2)).wait()
+    GlobalNorms(reducer, torch.ones(1, 2)).wait()
 
 
 @pytest.mark.slow

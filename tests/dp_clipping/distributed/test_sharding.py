@@ -1,4 +1,4 @@
-"""Which ranks share what: what `Sharding.of` finds, and what it refuses."""
+"""Which ranks share what: what `sharding_of` finds, and what it refuses."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine
-from dp_clipping.distributed.sharding import Sharding
+from dp_clipping.distributed.detect import sharding_of
 from tests.support import zoo
 from tests.support.ranks import Context
 from tests.support.sharded_steps import shard_fsdp2
@@ -23,9 +23,9 @@ def ignores_a_parameter(context: Context) -> None:
     mesh = DeviceMesh.from_group(context.group, "cpu")
     fully_shard(model, mesh=mesh, ignored_params={left_out})
     with pytest.raises(ValueError, match=r"told to ignore .*query\.weight"):
-        Sharding.of(model)
+        sharding_of(model)
     left_out.requires_grad_(False)
-    assert left_out not in Sharding.of(model).parts
+    assert left_out not in sharding_of(model).parts
 
 
 def lies_on_two_meshes(context: Context) -> None:
@@ -35,21 +35,21 @@ def lies_on_two_meshes(context: Context) -> None:
     fully_shard(model.blocks[0], mesh=other)
     fully_shard(model, mesh=mesh)
     with pytest.raises(ValueError, match="sharded over different meshes"):
-        Sharding.of(model)
+        sharding_of(model)
 
 
 def has_no_root(context: Context) -> None:
     model = network()
     fully_shard(model.blocks[0], mesh=DeviceMesh.from_group(context.group, "cpu"))
     with pytest.raises(ValueError, match=r"blocks\.0, but not to the module itself"):
-        Sharding.of(model)
+        sharding_of(model)
 
 
 def counts_bytes_alike(context: Context) -> None:
     """All parameters, whole, whatever this rank's part of them: ranks flush at the same places."""
     plain, model = network(), network()
     shard_fsdp2(model, "block", DeviceMesh.from_group(context.group, "cpu"))
-    sharding = Sharding.of(model)
+    sharding = sharding_of(model)
     assert sum(sharding.unit_bytes.values()) == 4 * sum(p.numel() for p in plain.parameters())
     block = 4 * sum(p.numel() for p in plain.blocks[0].parameters())
     assert list(sharding.unit_bytes.values()).count(block) == len(plain.blocks)

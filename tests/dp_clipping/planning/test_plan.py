@@ -6,18 +6,17 @@ from itertools import pairwise
 import pytest
 import torch
 
-from dp_clipping.planning.plan import (
+from dp_clipping.planning.cost_model import (
     ALGORITHMS,
     GRADIENT,
     INPUT_LENGTH,
     LONGEST_GRAM,
     WIDTH,
-    Plan,
     Rates,
     Use,
-    allowed,
     predict,
 )
+from dp_clipping.planning.plan import Plan, allowed
 
 RATES = Rates()
 GRID = [  # B, T, d, p
@@ -218,7 +217,7 @@ def test_the_table_of_two_passes_with_measured_times():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_choice_is_the_best_single_algorithm():
-    from dp_clipping.planning.plan import rates_of
+    from dp_clipping.planning.calibration import rates_of
     from experiments.kernels.one_layer import OneLayer, Shape, judge_plan, medians
 
     device = torch.device("cuda")

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from dp_clipping.planning.plan import Plan, Rates, Use
+from dp_clipping.planning.cost_model import Rates, Use
+from dp_clipping.planning.plan import Plan
 from tests.dp_clipping.conftest import MODES, clipped_sums, private
 
 BATCH = (torch.randn(3, 4, 8), torch.randn(3, 4, 8))

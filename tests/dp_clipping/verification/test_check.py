@@ -582,7 +582,7 @@ def state_of(run: SimpleNamespace) -> dict:
         "layouts": [(dict(h.layouts), dict(h.output_layouts), h.always_dense)
                     for h in capture.handles],
         "sessions": [h.session for h in capture.handles],
-        "plans": (dict(capture.plans), capture.plan, capture.forecast, capture.profile),
+        "plans": (dict(capture.plans), capture.plan, capture.profile),
         "budget": vars(model.budget) | {}, "random": torch.get_rng_state().tolist(),
         "session": model.last_session, "steps": run.optimizer.steps,
         "criterion": run.criterion.criterion.reduction,

@@ -1,0 +1,193 @@
+"""What has sharded a module: FSDP1, FSDP2, tensor parallelism, or nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import Parameter
+
+from dp_clipping.distributed.dtensor import is_sharded, local, size_of
+from dp_clipping.distributed.gradient_reduce import ShardedSums
+from dp_clipping.distributed.sharding import Gathering, Part, Sharding
+
+if dist.is_available():
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor, Shard
+
+UNIT = 8  # parameters that are handled together where no FSDP module says so
+
+
+def sharding_of(module: nn.Module, data_group: dist.ProcessGroup | None = None) -> Sharding | None:
+    """What has sharded the module; None: nothing has.
+
+    Args:
+        data_group: ranks that train the same tensor-parallel parts on other samples.
+
+    Raises:
+        ValueError: where gradient synchronisation cannot be controlled.
+    """
+    if not dist.is_available():
+        return None
+    if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
+        from dp_clipping.distributed import fsdp1
+
+        return fsdp1.flat_sharding_of(module)
+    wrapped = [name for name, m in module.named_modules() if isinstance(m, FSDPModule)]
+    if wrapped and not isinstance(module, FSDPModule):
+        raise ValueError(
+            f"fully_shard (FSDP2) has been applied to {', '.join(wrapped[:3])}, but not to the "
+            "module itself, so nothing controls when its gradients are synchronised: call "
+            "fully_shard(module) on the root too"
+        )
+    if wrapped and data_group is None:
+        return _of_fsdp(module)
+    if any(isinstance(p, DTensor) for p in module.parameters()):
+        if wrapped or hasattr(module, "gradient_ready"):
+            raise ValueError(
+                "the module is sharded and has a data-parallel wrapper or a data_group beside: "
+                "give the sharded module itself; data_group is for tensor parallelism alone, "
+                "fully_shard brings its own"
+            )
+        return _of_tensor_parallel(module, data_group)
+    if data_group is not None:
+        raise ValueError(
+            "data_group is for tensor-parallel modules: wrap an ordinary one with ddp.wrap"
+        )
+    return None
+
+
+def _of_fsdp(root: nn.Module) -> Sharding:
+    parts: dict[Parameter, Part] = {}
+    data: dict[DeviceMesh, int] = {}  # how many of its dimensions are data axes
+    tensor: set[DeviceMesh] = set()
+    units = _units(root)
+    gathering = []
+    for unit, (module, own) in enumerate(units):
+        meshes = {p.device_mesh for p in own}
+        if not all(mesh.ndim == 1 for mesh in meshes):
+            module.unshard()
+        try:
+            gathered = dict(module.named_parameters())
+            names = {p: name for p, name in own.items() if p.requires_grad}
+            gathering.append((module, names))
+            for parameter, name in own.items():  # frozen ones too: they tell the axes as well
+                now = gathered[name]
+                inner = now.device_mesh if now is not parameter and is_sharded(now) else None
+                if inner is not None:
+                    tensor.add(inner)
+                mesh, placements = parameter.device_mesh, parameter.placements
+                axes = mesh.ndim - (0 if inner is None else inner.ndim)
+                kinds = placements[:axes]
+                dims = [p.dim for p in kinds if isinstance(p, Shard) or hasattr(p, "dim")]
+                shape = parameter.shape if inner is None else local(now).shape
+                split = inner is not None and any(p.is_shard() for p in now.placements)
+                data[mesh] = axes
+                if parameter.requires_grad:
+                    parts[parameter] = Part(shape, unit, dims[0] if dims else None, split)
+        finally:
+            if not all(mesh.ndim == 1 for mesh in meshes):
+                module.reshard()
+    missing = [n for n, p in root.named_parameters() if p.requires_grad and p not in parts]
+    if missing:
+        raise ValueError(
+            f"fully_shard was told to ignore {', '.join(missing[:5])}, which nothing synchronises: "
+            "shard or freeze them"
+        )
+    largest = max(mesh.ndim for mesh in data)
+    meshes = [mesh for mesh in data if mesh.ndim == largest]
+    if len(meshes) > 1:
+        raise ValueError(
+            f"parts of the model are sharded over different meshes ({meshes}): private training "
+            "takes one"
+        )
+    sharding = _joined(
+        "FSDP2 (fully_shard)", meshes[0], data[meshes[0]], tensor, parts, tuple(gathering)
+    )
+    return replace(sharding, managed=root)
+
+
+def _units(root: nn.Module) -> list[tuple[Any, dict[Parameter, str]]]:
+    """Each module that FSDP manages, with the parameters that it gathers and their names in it."""
+    found = []
+    taken: set[Parameter] = set()
+    modules = [m for m in root.modules() if isinstance(m, FSDPModule)]
+    for module in reversed(modules):  # inner ones first: what they manage is not the outer ones'
+        own = {p: n for n, p in module.named_parameters() if p not in taken and is_sharded(p)}
+        taken.update(own)
+        if own:
+            found.append((module, own))
+    return found[::-1]
+
+
+def _joined(
+    api: str, mesh: DeviceMesh, axes: int, tensor: set[DeviceMesh], parts: dict[Parameter, Part],
+    gathering: tuple[Gathering, ...],
+) -> Sharding:  # fmt: skip
+    """Groups of a mesh whose first `axes` dimensions are data axes, the others tensor's."""
+    if len(tensor) > 1 or any(one.ndim > 1 for one in tensor):
+        raise ValueError(
+            f"the model's parameters are split over several tensor-parallel meshes ({tensor}): "
+            "private training takes one, with one axis"
+        )
+    if axes > 2:
+        raise ValueError(
+            f"{api} over a mesh of {axes} data axes: private training takes one or two"
+        )
+    tensor_group = next(iter(tensor)).get_group() if tensor else None
+    ranks = mesh.mesh
+    place = mesh.get_coordinate()
+    inner = tuple(place[axes:])
+    data_ranks = ranks[(slice(None),) * axes + inner].flatten().tolist()
+    replicas = mesh.get_group(0) if axes == 2 else None
+    shards = mesh.get_group(axes - 1)
+    data_group = shards if axes == 1 else _group(data_ranks)
+    everyone = data_group if tensor_group is None else _group(ranks.flatten().tolist())
+    return Sharding(
+        api + (" x tensor parallel" if tensor else ""), data_group, tensor_group, everyone,
+        replicas, shards, parts, gathering, sums_class=ShardedSums,
+    )  # fmt: skip
+
+
+def _of_tensor_parallel(module: nn.Module, data_group: dist.ProcessGroup | None) -> Sharding:
+    meshes = {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}
+    if len(meshes) > 1 or next(iter(meshes)).ndim > 1:
+        raise ValueError(
+            f"the model's parameters are DTensors on {len(meshes)} meshes ({meshes}) and not "
+            "managed by fully_shard: private training takes one tensor-parallel mesh of one axis"
+        )
+    mesh = next(iter(meshes))
+    parts = {
+        p: Part(
+            local(p).shape, number // UNIT,
+            split=is_sharded(p) and any(q.is_shard() for q in p.placements),
+        )
+        for number, p in enumerate(p for p in module.parameters() if p.requires_grad)
+    }  # fmt: skip
+    group = mesh.get_group()
+    everyone = group
+    if data_group is not None:
+        everyone = dist.group.WORLD
+        if dist.get_world_size() != size_of(data_group) * size_of(group):
+            raise ValueError(
+                f"{size_of(data_group)} data-parallel x {size_of(group)} tensor-parallel ranks are "
+                f"not the {dist.get_world_size()} of the world: private training takes all of them"
+            )
+    if data_group is not None:
+        with torch.no_grad():
+            for x in (*module.parameters(), *module.buffers()):
+                dist.broadcast(local(x), group=data_group, group_src=0)
+    return Sharding(
+        "tensor parallel", data_group, group, everyone, None, data_group, parts,
+        sums_class=ShardedSums,
+    )  # fmt: skip
+
+
+def _group(ranks: list[int]) -> dist.ProcessGroup:
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    return dist.new_group(sorted(ranks), use_local_synchronization=True)

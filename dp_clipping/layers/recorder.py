@@ -1,0 +1,71 @@
+"""`Recorder`: what a captured layer may ask of a private step, and what it must deliver to it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class Recorder(Protocol):
+    """The private step that a layer's calls belong to; `step.private_step` implements it.
+
+    In forward a layer asks; in backward it delivers, once per parameter, either G (`dense`) or
+    what G is made of (`factors`, `normalized`).
+
+    Attributes:
+        batch_size: samples of the batch.
+        fused: the step runs on kernels, which take `normalized`.
+        is_compiled: a part of the network is compiled.
+        policy: how the mode works (`modes.Policy`).
+        dense_always: every use delivers G.
+        slots: name of a layer -> parameter's name -> slot, of those that are made beforehand.
+        leaves: parameter -> what stands for it in this forward, where FSDP has gathered it.
+        shards_parameters: FSDP or tensor parallelism has a part in this step.
+    """
+
+    batch_size: int
+    fused: bool
+    is_compiled: bool
+    policy: Any
+    slots: dict[str, dict[str, Tensor]]
+    leaves: dict[Parameter, Tensor]
+
+    @property
+    def dense_always(self) -> bool: ...
+
+    @property
+    def shards_parameters(self) -> bool: ...
+
+    def slot(self, parameter: Parameter) -> Tensor:
+        """Returns the input [B, *parameter] whose gradient is G, summed over all uses."""
+        ...
+
+    def slots_of(self, handle: Any) -> dict[str, Tensor]:
+        """Returns all slots that a layer may ask for in a compiled region."""
+        ...
+
+    def anchor_of(self, parameter: Parameter) -> Tensor:
+        """Returns the input that makes backward visit a use of the parameter."""
+        ...
+
+    def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
+        """Announces a linear layer on x [.., p]."""
+        ...
+
+    def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
+        """Returns whether a linear layer's G [d, p] is kept rather than its factors."""
+        ...
+
+    def dense(self, parameter: Parameter, gradients: Tensor) -> None:
+        """Takes G [B, *parameter]."""
+        ...
+
+    def factors(self, parameter: Parameter, factors: Any) -> None:
+        """Takes the factors of G of the parameter's only use."""
+        ...
+
+    def normalized(self, weight: Parameter | None, bias: Parameter | None, use: Any) -> None:
+        """Takes what the gradients of a norm layer's weight and bias are made of."""
+        ...

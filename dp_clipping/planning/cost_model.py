@@ -1,0 +1,154 @@
+"""Predicted time and memory of a linear layer's norm and clipped sum.
+
+Times are operations and bytes over measured rates of the device; a product whose tiles do not fill
+it takes as long as one that does. On an H200 predictions are within a tenth for layers of 2048²
+values or more, from 512 to 8192 tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+import torch
+
+GRADIENT, WIDTH, INPUT_LENGTH = "gradient", "width", "input_length"
+ALGORITHMS = (GRADIENT, WIDTH, INPUT_LENGTH)
+LONGEST_GRAM = 1024  # tokens: beyond, the allowance for rounding is felt (see layers/linear.py)
+SUM_BYTES = 4  # of a clipped sum's element
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one device.
+
+    Attributes:
+        product, gram, weighted: operations a second of the kernels gradient, gram and
+            weighted_product in 16 bit where they fill the device.
+        single: of products in float32, relative to those.
+        bandwidth: bytes a second that `weighted_sum` reads and writes.
+        step: seconds that a tile of one sample's product takes beside its operations.
+        processors: programs that run at a time.
+        tile: rows and columns of the products' tiles.
+        block: tokens of a Gram tile.
+    """
+
+    product: float = 775e12
+    gram: float = 540e12
+    weighted: float = 800e12
+    single: float = 0.05
+    bandwidth: float = 4.0e12
+    step: float = 1e-6
+    processors: int = 132
+    tile: tuple[int, int] = (128, 256)
+    block: int = 128
+
+
+def default_rates(device: torch.device) -> Rates:
+    """An H200's, by the number of multiprocessors.
+
+    A device's rates relative to each other matter most, so all are scaled alike.
+    """
+    full, count = Rates(), torch.cuda.get_device_properties(device).multi_processor_count
+    share = count / full.processors
+    return replace(
+        full,
+        product=full.product * share,
+        gram=full.gram * share,
+        weighted=full.weighted * share,
+        bandwidth=full.bandwidth * share,
+        processors=count,
+    )
+
+
+@dataclass(frozen=True)
+class Use:
+    """One call of a linear layer: y [B, T, d] from a [B, T, p]."""
+
+    name: str
+    batch_size: int
+    tokens: int
+    inputs: int
+    outputs: int
+    element_size: int
+    gradient_size: int  # bytes of an element of G
+
+    @property
+    def operations(self) -> float:
+        return 2.0 * self.batch_size * self.tokens * self.inputs * self.outputs
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.batch_size * self.inputs * self.outputs * self.gradient_size
+
+    @property
+    def factor_bytes(self) -> int:
+        features = self.inputs + self.outputs
+        return self.batch_size * self.tokens * features * self.element_size
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one layer does.
+
+    Attributes:
+        algorithm: of the norm.
+        seconds: predicted, of norm and sum together.
+        bytes: kept from backward to the sum.
+        recomputed: nothing is kept, the sum is formed in a second backward.
+    """
+
+    algorithm: str
+    seconds: float
+    bytes: int
+    recomputed: bool = False
+
+
+def predict(use: Use, algorithm: str, rates: Rates) -> Choice:
+    """Time and bytes of one algorithm for one layer.
+
+    One processor works on a tile; a tile of a sample's product takes its operations and a step.
+    What `gradient` writes comes on top, since a program writes when it has computed.
+    """
+    samples = use.batch_size
+    values = use.inputs * use.outputs
+    product = _product(use, _waves(use, False, rates), rates.product, rates)
+    if algorithm == GRADIENT:
+        moved = 2 * samples * values * use.gradient_size + values * SUM_BYTES
+        return Choice(algorithm, product + moved / rates.bandwidth, use.gradient_bytes)
+    weighted = _product(use, _waves(use, True, rates), rates.weighted, rates)
+    if algorithm == WIDTH:
+        blocks = ceil(use.tokens / rates.block)
+        pairs = blocks * (blocks + 1) / 2
+        operations = samples * pairs * rates.block**2 * 2 * (use.inputs + use.outputs)
+        return Choice(
+            algorithm, operations / _speed(rates.gram, use, rates) + weighted, use.factor_bytes
+        )
+    return Choice(algorithm, product + weighted, use.factor_bytes)
+
+
+def steps_of(use: Use, is_sum: bool, rates: Rates) -> float:
+    """Seconds of a product's time that do not depend on its rate."""
+    return _waves(use, is_sum, rates) * rates.step
+
+
+def _waves(use: Use, is_sum: bool, rates: Rates) -> int:
+    """Tiles of one sample's product that a processor works on, one after the other.
+
+    A sum's tile goes through all samples; without a sum they are divided among processors too.
+    """
+    tiles = ceil(use.outputs / rates.tile[0]) * ceil(use.inputs / rates.tile[1])
+    if is_sum:
+        return use.batch_size * ceil(tiles / rates.processors)
+    return ceil(use.batch_size * tiles / rates.processors)
+
+
+def _product(use: Use, waves: int, rate: float, rates: Rates) -> float:
+    """Seconds of so many tiles, one after the other."""
+    rows, columns = min(rates.tile[0], use.outputs), min(rates.tile[1], use.inputs)
+    operations = 2.0 * use.tokens * rows * columns * rates.processors
+    return waves * (operations / _speed(rate, use, rates) + rates.step)
+
+
+def _speed(rate: float, use: Use, rates: Rates) -> float:
+    return rate * (rates.single if use.element_size == 4 else 1.0)
