@@ -19,8 +19,25 @@ A private step calls, from the top down:
     verification/ `PrivacyEngine.check`, and the reference that every mode is compared with
 """
 
-from dp_clipping.engine import PrivacyEngine
-from dp_clipping.modes import MODES
-from dp_clipping.sampling.memory_manager import BatchMemoryManager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dp_clipping.engine import PrivacyEngine
+    from dp_clipping.modes import MODES
+    from dp_clipping.sampling.memory_manager import BatchMemoryManager
 
 __all__ = ["MODES", "BatchMemoryManager", "PrivacyEngine"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used: `import dp_clipping` itself costs nothing."""
+    if name == "PrivacyEngine":
+        from dp_clipping.engine import PrivacyEngine as found
+    elif name == "BatchMemoryManager":
+        from dp_clipping.sampling.memory_manager import BatchMemoryManager as found
+    elif name == "MODES":
+        from dp_clipping.modes import MODES as found
+    else:
+        raise AttributeError(f"module 'dp_clipping' has no attribute {name!r}")
+    globals()[name] = found
+    return found

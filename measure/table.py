@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Number
 
+from dp_clipping.table import aligned
 from measure.results import OK
 
 MISSING = "–"
-_GAP = "  "
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def format_table(
     shows status and `reason` in place of its numbers: from the first right-aligned column on.
     """
     headings, body, right = table_cells(columns, rows)
-    lines = (_markdown if markdown else _plain)(headings, body, right)
+    lines = _markdown(headings, body, right) if markdown else aligned([headings, *body], right)
     if title:
         lines = [f"**{title}**" if markdown else title, "", *lines]
     return "\n".join(lines)
@@ -85,11 +85,7 @@ def _cells(columns: Sequence[Column], row: dict, first: int) -> list[str]:
     failure = describe_failure(row)
     shown = columns[:first] if failure else columns
     cells = [_format(row.get(column.key), column.format) for column in shown]
-    return [*cells, _Failure(failure)] if failure else cells
-
-
-class _Failure(str):
-    """The last cell of a failed row: it runs on to the right over all remaining columns."""
+    return [*cells, failure] if failure else cells
 
 
 def _format(value, form: str | Callable[[object], str] | None) -> str:
@@ -103,25 +99,6 @@ def _format(value, form: str | Callable[[object], str] | None) -> str:
         default = ".2f" if isinstance(value, float) else ""
         return format(value, form or default)
     return " ".join(str(value).split())
-
-
-def _plain(headings: list[str], body: list[list[str]], right: list[bool]) -> list[str]:
-    """Align by the widest cell of each column, in which the reason of a failure does not count."""
-    widths = [0] * len(headings)
-    for cells in [headings, *body]:
-        for i, cell in enumerate(cells):
-            if not isinstance(cell, _Failure):
-                widths[i] = max(widths[i], len(cell))
-    rule = _GAP.join("-" * width for width in widths)
-    return [_align(headings, widths, right), rule, *(_align(row, widths, right) for row in body)]
-
-
-def _align(cells: list[str], widths: list[int], right: list[bool]) -> str:
-    padded = [
-        cell.rjust(width) if is_right and not isinstance(cell, _Failure) else cell.ljust(width)
-        for cell, width, is_right in zip(cells, widths, right, strict=False)
-    ]
-    return _GAP.join([*padded, *cells[len(widths) :]]).rstrip()
 
 
 def _markdown(headings: list[str], body: list[list[str]], right: list[bool]) -> list[str]:

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from dp_clipping.files import replacing
 from dp_clipping.noise.keys import Keys, read_keys, write_keys
-from measure.files import replacing
 
 VERSION = 2
 UNSEALED = 1  # the version that has no digest

@@ -32,7 +32,7 @@ from dp_clipping.kernels.grouped_launch import (
     table,
 )
 from dp_clipping.kernels.tiles import TRITON_DTYPES, Tile, ceil_div, is_described, triton
-from dp_clipping.kernels.tuning import best_for_pairs
+from dp_clipping.kernels.tuning.choice import best_for_pairs
 
 if triton is not None:
     import triton.language as tl

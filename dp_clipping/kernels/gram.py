@@ -35,7 +35,7 @@ from dp_clipping.kernels.tiles import (
     readable,
     triton,
 )
-from dp_clipping.kernels.tuning import best, name_of
+from dp_clipping.kernels.tuning.choice import best, name_of
 
 if triton is not None:
     import triton.language as tl

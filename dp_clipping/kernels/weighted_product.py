@@ -34,7 +34,7 @@ from dp_clipping.kernels.grouped_launch import (
 )
 from dp_clipping.kernels.sorted_coefficients import Ascending
 from dp_clipping.kernels.tiles import TRITON_DTYPES, Tile, ceil_div, triton
-from dp_clipping.kernels.tuning import best_for_pairs
+from dp_clipping.kernels.tuning.choice import best_for_pairs
 
 if triton is not None:
     import triton.language as tl

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from measure.files import replacing
+from dp_clipping.files import replacing
 
 KEY_BYTES = 32
 MODE = 0o600

@@ -5,7 +5,7 @@
 The plan compares algorithms by the rates of `cost_model.Rates`. Those that are known without
 measuring are an H200's, scaled by the number of multiprocessors: on another kind of GPU they may be
 wrong relative to each other, and only that matters. Measured rates are kept in `rates.json` by
-device, torch and Triton (see `kernels.cache` for the folder), and `rates_of`
+device, torch and Triton (see `kernels.tuning.cache` for the folder), and `rates_of`
 takes them from there. They are those of the tiles that the kernels take (`kernels.tuning`).
 
 With `DP_CLIPPING_CALIBRATE=1` the first plan of a process measures too if none are kept: below two
@@ -27,10 +27,11 @@ from statistics import geometric_mean, median
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels import cache
 from dp_clipping.kernels.gradient import gradient_and_squares
 from dp_clipping.kernels.gram import gram_squares
 from dp_clipping.kernels.sorted_coefficients import Ascending
+from dp_clipping.kernels.tuning import cache
+from dp_clipping.kernels.tuning.timing import interleaved
 from dp_clipping.kernels.weighted_product import weighted_product
 from dp_clipping.kernels.weighted_sum import weighted_sum
 from dp_clipping.planning.cost_model import (
@@ -44,7 +45,7 @@ from dp_clipping.planning.cost_model import (
     predict,
     steps_of,
 )
-from measure.timing import interleaved
+from dp_clipping.table import aligned
 
 FILE = "rates.json"
 MEASURED = ("product", "gram", "weighted", "single", "bandwidth")
@@ -191,12 +192,12 @@ def _seconds(calls: dict[str, Callable], device: torch.device) -> dict[str, floa
 
 def table(before: Rates, after: Rates) -> str:
     """One line a rate: unit, before, after."""
-    lines = [f"{'rate':12}{'unit':12}{'before':>10}{'after':>10}"]
+    rows = [["rate", "unit", "before", "after"]]
     for name in MEASURED:
         unit = {"single": "of product", "bandwidth": "TB/s"}.get(name, "TFLOP/s")
         old, new = (getattr(rates, name) / UNITS[name] for rates in (before, after))
-        lines.append(f"{name:12}{unit:12}{old:10.4g}{new:10.4g}")
-    return "\n".join(lines)
+        rows.append([name, unit, f"{old:.4g}", f"{new:.4g}"])
+    return "\n".join(aligned(rows, [False, False, True, True]))
 
 
 def main() -> int:

@@ -30,6 +30,7 @@ from dp_clipping.planning.cost_model import (
     Use,
     predict,
 )
+from dp_clipping.table import aligned
 
 NORM_ALGORITHMS = ("auto", INPUT_LENGTH, WIDTH)
 
@@ -150,6 +151,4 @@ class Plan:
             f"{sum(c.seconds for c in self.choices) * 1e3:.3f}", f"{self.bytes / 2**20:.1f}",
         ]  # fmt: skip
         rows.append(total + ([f"{sum(measured.values()) * 1e3:.3f}"] if measured else []))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+        return "\n".join(aligned(rows, [False] * len(rows[0])))

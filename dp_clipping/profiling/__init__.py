@@ -3,5 +3,4 @@
 Files:
 
     profile               times of a step's phases and layers, and its norms
-    profiled              private steps with these times taken
 """

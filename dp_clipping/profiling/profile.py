@@ -31,6 +31,8 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
+from dp_clipping.table import aligned
+
 LOG = logging.getLogger(__name__)
 NOTHING = nullcontext()
 SWITCH = "DP_CLIPPING_PROFILE"
@@ -326,11 +328,7 @@ def _total(times: Sequence[dict[str, float]]) -> dict[str, float]:
 def _table(head: str, rows: Sequence[tuple[str, dict[str, float]]]) -> list[str]:
     cells = [(head, "ms", "own ms", "calls")]
     cells += [(n, f"{t['ms']:.3f}", f"{t['own_ms']:.3f}", f"{t['calls']:g}") for n, t in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells
-    ]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+    return aligned(cells, [False, True, True, True])
 
 
 def _short(name: str) -> str:

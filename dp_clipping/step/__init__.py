@@ -5,6 +5,7 @@ Files:
     forward_backward      runs the passes of a private model
     private_step          one step in plain PyTorch
     fused_step            the same on the kernels, with few launches
+    timed_step            the profiling switch: a step whose phases and layers are timed
     norm_queue            operands whose norms have not been taken yet
     clipped_sums          clipped sums on the device
     launch_schedule       when queued work is launched

@@ -19,10 +19,10 @@ from dp_clipping.capture.state import Mark
 from dp_clipping.kernels import available
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.modes import Policy, say_plain
-from dp_clipping.profiling.profiled import PROFILED
 from dp_clipping.step.fused_step import FusedSession
 from dp_clipping.step.gradient_buffer import Gradients
 from dp_clipping.step.private_step import Session
+from dp_clipping.step.timed_step import PROFILED
 from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
 
 

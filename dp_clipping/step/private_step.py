@@ -342,7 +342,7 @@ class Session:
         self._receive(parameter, total)
 
     def _phase(self, name: str) -> AbstractContextManager:
-        """A range of the trace; with the profiling switch on also of the profile: `profiled`."""
+        """A range of the trace; with the profiling switch on also of the profile: `timed_step`."""
         return record_function(name)
 
     def _range(self, what: str, *parameters: Parameter) -> AbstractContextManager:

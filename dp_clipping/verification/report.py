@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from measure.table import Column, format_table
+from dp_clipping.table import aligned
 
 SHOWN = 8  # samples, in print
 
@@ -89,23 +89,17 @@ class Check:
         worst = self.norm_errors.argsort(descending=True, stable=True)[:SHOWN].sort().values
         bad, expected_bad = (int((~n.isfinite()).sum()) for n in (self.norms, self.expected_norms))
         rows = [
-            *({"what": f"norm of sample {i}", "private": f"{self.norms[i]:.6g}",
-               "expected": f"{self.expected_norms[i]:.6g}", "error": float(self.norm_errors[i])}
-              for i in worst.tolist()),
-            {"what": "samples clipped", "private": f"{self.clipped:.1%}",
-             "expected": f"{self.expected_clipped:.1%}"},
-            {"what": "samples not finite", "private": bad, "expected": expected_bad},
-            {"what": "clipped sum, worst parameter", "private": "", "expected": "",
-             "error": self.gradient_error},
-        ]  # fmt: skip
-        columns = [
-            Column("what", ""), Column("private", right=True),
-            Column("expected", "one by one", right=True), Column("error", format=".1e"),
+            ["", "private", "one by one", "error"],
+            *([f"norm of sample {i}", f"{self.norms[i]:.6g}", f"{self.expected_norms[i]:.6g}",
+               f"{float(self.norm_errors[i]):.1e}"] for i in worst.tolist()),
+            ["samples clipped", f"{self.clipped:.1%}", f"{self.expected_clipped:.1%}", "–"],
+            ["samples not finite", str(bad), str(expected_bad), "–"],
+            ["clipped sum, worst parameter", "", "", f"{self.gradient_error:.1e}"],
         ]  # fmt: skip
         left_out = len(self.norms) - len(worst)
         title = self.setting + (f"; {left_out} norms that are closer left out" if left_out else "")
         return "\n".join([
-            format_table(columns, rows, title=title), "",
+            title, "", *aligned(rows, [False, True, True, True]), "",
             f"worst parameter: {self.worst_parameter}",
             *(f"FAIL: {fault}" for fault in self.faults),
             *([self._praise()] if self.ok else []),

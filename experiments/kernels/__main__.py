@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from dp_clipping.kernels.tuning.timing import interleaved
 from dp_clipping.planning.calibration import rates_of
 from dp_clipping.planning.cost_model import Rates
 from experiments.kernels import crossing
@@ -32,7 +33,6 @@ from experiments.kernels.one_layer import (
     sums_of_pieces,
 )
 from measure import Column, environment, format_table, write_atomically
-from measure.timing import interleaved
 
 LLAMA_1B = [(8192, 2048), (2048, 2048), (512, 2048)]
 LLAMA_8B = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)]

@@ -18,6 +18,7 @@ from torch import Tensor
 from dp_clipping.kernels.gradient import gradient_and_squares, stored_dtype
 from dp_clipping.kernels.gram import gram_squares
 from dp_clipping.kernels.sorted_coefficients import Ascending
+from dp_clipping.kernels.tuning.timing import Call, interleaved
 from dp_clipping.kernels.weighted_product import weighted_product
 from dp_clipping.kernels.weighted_sum import weighted_sum
 from dp_clipping.planning.cost_model import (
@@ -30,7 +31,6 @@ from dp_clipping.planning.cost_model import (
     predict,
 )
 from dp_clipping.planning.plan import Plan, allowed
-from measure.timing import Call, interleaved
 
 Samples = dict[str, list[float]]  # name -> milliseconds of one layer, a sample a round
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dp_clipping.kernels import cache
 from dp_clipping.kernels.gradient import gradient_and_squares_plain
+from dp_clipping.kernels.tuning import cache
 from dp_clipping.planning import calibration
 from dp_clipping.planning.calibration import rates_of
 from dp_clipping.planning.cost_model import ALGORITHMS, Rates, Use, default_rates, predict, steps_of

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from measure import timing
+from dp_clipping.kernels.tuning import timing
 
 
 class Device:

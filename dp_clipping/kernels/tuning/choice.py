@@ -8,7 +8,7 @@ pointers), the dtype, the number of layers in the launch, and the dimensions, ea
 to a power of two: batches and lengths that vary fall into few classes. Each costs the compilation
 of all candidates and a few launches of each.
 
-What is found is kept in `tiles.json` beside the rates (see `kernels.cache` for the folder), by
+What is found is kept in `tiles.json` beside the rates (see `cache` for the folder), by
 device, torch and Triton, and later processes take it from there with or without the variable. They
 read the file once; then a launch is one look in a dictionary. Deleting the file forgets all.
 `tile_size` comes before any choice.
@@ -30,9 +30,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels import INTERPRETED, cache
+from dp_clipping.kernels import INTERPRETED
 from dp_clipping.kernels.tiles import Tile, triton
-from measure.timing import interleaved
+from dp_clipping.kernels.tuning import cache
+from dp_clipping.kernels.tuning.timing import interleaved
 
 if triton is None:
     FAILURES: tuple[type[Exception], ...] = (RuntimeError,)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from dp_clipping.files import write_atomically
 from dp_clipping.kernels.tiles import triton
-from measure.files import write_atomically
 
 
 def path_of(name: str) -> Path:
