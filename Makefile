@@ -38,6 +38,7 @@ test-all: lint
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -c 'from importlinter.cli import lint_imports_command as run; run()'
 
 # ensurepip is missing from some distributions' Python: virtualenv, itself from pip, stands in.
 $(VENV)/.ready: pyproject.toml constraints.txt

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from exercises.record import Record
-from tests.support.ranks import Context
+from lm.rank_pool import Context
 
 # What gloo says when a rank is missing, is gone, or sends another size.
 UNMATCHED = re.compile(r"[Tt]imed out|[Tt]imeout|[Cc]onnection (closed|reset)|gloo/transport")

@@ -21,7 +21,7 @@ from types import ModuleType
 
 from exercises.attempt import Try, Verdict, attempt
 from exercises.record import POINT_TO_POINT
-from tests.support.ranks import Context, RankPool
+from lm.rank_pool import Context, RankPool
 
 PATIENCE_S = 6.0  # for one collective
 KILL_AFTER_S = 3.0  # beyond that, a rank is taken for lost

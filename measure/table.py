@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Number
 
-from dp_clipping.table import aligned
+from dp_clipping.table import Remark, aligned
 from measure.results import OK
 
 MISSING = "–"
@@ -85,7 +85,7 @@ def _cells(columns: Sequence[Column], row: dict, first: int) -> list[str]:
     failure = describe_failure(row)
     shown = columns[:first] if failure else columns
     cells = [_format(row.get(column.key), column.format) for column in shown]
-    return [*cells, failure] if failure else cells
+    return [*cells, Remark(failure)] if failure else cells
 
 
 def _format(value, form: str | Callable[[object], str] | None) -> str:

@@ -11,8 +11,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest
 import torch
 
+from lm.rank_pool import RankPool
 from tests.support.interpreter import Interpreter
-from tests.support.ranks import RankPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,7 +2,9 @@
 
 Files:
 
+    detect                what has sharded a module
     sharding              which ranks share samples or parameters
+    dtensor               helpers for DTensors and for names that FSDP has changed
     placement             where a rank's part lies in the whole parameter
     norm_reduce           per-sample squared norms over ranks
     global_norms          the norms of the global batch, on every rank

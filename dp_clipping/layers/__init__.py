@@ -3,6 +3,7 @@
 Files:
 
     handle                what a captured layer carries
+    recorder              what a layer may ask of a private step, and must deliver to it
     batch_layout          where the samples are in a tensor
     linear, embedding, norm     layers with arithmetic of their own
     linear_compiled       linear layers in a region that `torch.compile` traces

@@ -2,6 +2,7 @@
 
 Files:
 
+    stream                the address of a parameter's noise in a step
     gaussian              counter-based streams in which every value has an address
     kernel                the same in one Triton kernel
     keys                  the secret key of noise and sampling

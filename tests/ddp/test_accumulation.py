@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, small_buckets
-from tests.support.ranks import Context
 
 CASES = list(itertools.product(["mean", "sum"], [True, False]))  # reduce, set_to_none
 

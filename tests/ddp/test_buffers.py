@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp import wrap
-from tests.support.ranks import Context
+from lm.rank_pool import Context
 
 
 class Noted(nn.Module):

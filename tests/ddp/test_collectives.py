@@ -6,8 +6,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ddp import wrap
+from lm.rank_pool import Context
 from tests.support.beside import Branches, branches_loss, small_buckets
-from tests.support.ranks import Context
 from tests.support.recorder import Event, RecordingGroup, recording
 
 WIDTH = 16

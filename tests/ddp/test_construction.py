@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ddp import IMPLEMENTATIONS, Unavailable, implementation, options_of, wrap
+from lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, small_buckets
-from tests.support.ranks import Context
 
 TABLE_ORDER = ["none", "ddp", "ddp_individual", "ddp_individual_v2", "ddp_bucketed"]
 

@@ -8,9 +8,9 @@ import torch
 
 from ddp import wrap
 from ddp.copy_engine import chunk_of
+from lm.rank_pool import Context
 from tests.ddp.conftest import COPY_ENGINE, CPU_COPY_ENGINE
 from tests.support.beside import Branches, branches_loss
-from tests.support.ranks import Context
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ddp import implementation, wrap
+from lm.rank_pool import Context
 from tests.ddp.test_failures import FailingChain
 from tests.support.beside import (
     Beside,
@@ -17,7 +18,6 @@ from tests.support.beside import (
     numbers,
     small_buckets,
 )
-from tests.support.ranks import Context
 
 
 def strides_of_the_parameter(context: Context, name: str) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp import wrap
+from lm.rank_pool import Context
 from tests.support.beside import (
     Beside,
     Branches,
@@ -18,7 +19,6 @@ from tests.support.beside import (
     numbers,
     small_buckets,
 )
-from tests.support.ranks import Context
 
 
 class Failing(torch.autograd.Function):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp import wrap
+from lm.rank_pool import Context
 from tests.support.beside import Chain, chain_loss, is_torch, numbers, small_buckets
-from tests.support.ranks import Context
 from tests.support.recorder import RecordingGroup, recording
 
 ODD = 1 + 2**-12  # rounded away in 16 bits

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ddp import wrap
+from lm.rank_pool import Context
 from tests.ddp.test_failures import FailingChain
 from tests.support.beside import Chain, chain_loss, small_buckets
-from tests.support.ranks import Context
 
 
 def clipped_sum(rank: int, step: int, index: int, like: torch.Tensor) -> torch.Tensor:

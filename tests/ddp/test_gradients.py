@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ddp import wrap
-from tests.support.ranks import Context
+from lm.rank_pool import Context
 
 
 class OddModel(nn.Module):

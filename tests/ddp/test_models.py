@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from ddp import wrap
+from lm.rank_pool import Context
 from tests.support.beside import (
     Beside,
     Branches,
@@ -14,7 +15,6 @@ from tests.support.beside import (
     numbers,
     small_buckets,
 )
-from tests.support.ranks import Context
 
 
 class MixedTypes(nn.Module):

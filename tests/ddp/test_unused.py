@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from lm.rank_pool import Context
 from tests.support.beside import Beside, Branches, branches_loss, is_torch, small_buckets
-from tests.support.ranks import Context
 
 
 def pair_of(context: Context, name: str, reduce: str = "mean", **options) -> Beside:

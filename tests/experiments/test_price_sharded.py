@@ -10,8 +10,8 @@ import pytest
 from experiments.price.report import report
 from experiments.price_sharded.__main__ import main
 from experiments.price_sharded.run import measure, parse
+from lm.rank_pool import Context
 from tests.support.alone import Watching, worker_of
-from tests.support.ranks import Context
 
 ROOT = Path(__file__).parents[2]
 VARIANTS = ["ordinary", "flash_bookkeeping_per_layer"]

@@ -29,13 +29,13 @@ from experiments.profile_bottlenecks.verdict import (
     profiled_ms,
 )
 from lm.launch import Outcome
+from lm.rank_pool import Context
 from lm.runtime import Hardware
 from lm.watch import Cause
 from measure import Results
 from measure.growth import fit_growth
 from tests.support.alone import Watching, worker_of
 from tests.support.page import Page
-from tests.support.ranks import Context
 
 CPU = Hardware("gloo", "cpu", 2, "gloo, 2 processes")
 SETTINGS = Settings(

@@ -37,8 +37,8 @@ from experiments.verify_correctness.step import (
     relative_error,
     verify,
 )
+from lm.rank_pool import Context
 from lm.runtime import Hardware
-from tests.support.ranks import Context
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "experiments.verify_correctness"]

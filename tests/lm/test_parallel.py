@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lm.model import ModelConfig, Transformer, forward_loss
 from lm.parallel import DATA, TENSOR, materialize, parallelize, plan_of
-from tests.support.ranks import Context
+from lm.rank_pool import Context
 
 ODD = ModelConfig(vocab_size=37, d_model=24, num_layers=2, num_heads=4, d_ff=20, context_length=11)
 TIED = ModelConfig(**{**vars(ODD), "tie_embeddings": True})

@@ -1,7 +1,7 @@
 """What a command's rank has around it, for ranks of a test's pool."""
 
+from lm.rank_pool import Context
 from lm.runtime import Worker
-from tests.support.ranks import Context
 
 
 class Watching:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp import implementation, options_of, wrap
-from tests.support.ranks import Context
+from lm.rank_pool import Context
 
 Loss = Callable[[nn.Module, int], Tensor]
 """`loss(model, rank)`: what a rank's own data make of a model."""

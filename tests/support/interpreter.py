@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from tests.support.ranks import Context, RankPool
+from lm.rank_pool import Context, RankPool
 
 
 class Interpreter:

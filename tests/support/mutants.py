@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-COPIED = ["pyproject.toml", "ddp", "tests/ddp", "tests/__init__.py", "tests/support/ranks.py"]
-COPIED += ["tests/conftest.py", "tests/support/interpreter.py"]
+COPIED = ["pyproject.toml", "ddp", "lm", "tests/ddp", "tests/support", "tests/__init__.py"]
+COPIED += ["tests/conftest.py"]
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ def run_tests(changes: tuple[tuple[str, str, str], ...], tests: tuple[str, ...])
             source, target = ROOT / name, copy / name
             target.parent.mkdir(parents=True, exist_ok=True)
             (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
-        change(copy / "tests/support/ranks.py", "timedelta(seconds=90)", "timedelta(seconds=15)")
+        change(copy / "lm/rank_pool.py", "timedelta(seconds=90)", "timedelta(seconds=15)")
         for file, text, replacement in changes:
             change(copy / "ddp" / file, text, replacement)
         keyword = ["-k", f"({tests[1]}) and not cuda"] if tests[1:] else ["-k", "not cuda"]

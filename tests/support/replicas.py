@@ -15,12 +15,12 @@ from dp_clipping import BatchMemoryManager, PrivacyEngine
 from dp_clipping.clipping.coefficients import MARGIN
 from dp_clipping.model import PrivateModel
 from dp_clipping.verification import reference as oracle
+from lm.rank_pool import Context
 from tests.ddp.conftest import COPY_ENGINE, CPU_COPY_ENGINE, HAND_BUILT
 from tests.dp_clipping.conftest import assert_close, gradients_of, private, private_loss
 from tests.dp_clipping.step.test_private_step import limits_of, reference
 from tests.support import zoo
 from tests.support.beside import small_buckets
-from tests.support.ranks import Context
 
 SYNCHRONISING = [*HAND_BUILT, CPU_COPY_ENGINE, "torch_ddp", "torch_ddp_tuned"]
 VARIANTS = ["none", *SYNCHRONISING]

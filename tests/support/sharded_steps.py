@@ -24,9 +24,9 @@ from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from dp_clipping.model import PrivateModel
 from dp_clipping.step.private_step import Session
 from dp_clipping.verification import reference as oracle
+from lm.rank_pool import Context
 from tests.dp_clipping.conftest import MODES, private, private_loss
 from tests.support import zoo
-from tests.support.ranks import Context
 from tests.support.replicas import build, part, train
 
 LIMIT = 0.5

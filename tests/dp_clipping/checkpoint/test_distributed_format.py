@@ -21,8 +21,8 @@ from dp_clipping.checkpoint import tensors as checkpoint_tensors
 from dp_clipping.checkpoint.file_format import key_path
 from dp_clipping.noise.keys import read_keys
 from lm.parallel import parallelize
+from lm.rank_pool import Context
 from tests.support import zoo
-from tests.support.ranks import Context
 from tests.support.replicas import build, train
 from tests.support.sharded_steps import shard_fsdp2, whole
 

@@ -8,9 +8,9 @@ import torch
 from dp_clipping.clipping.statistics import EDGES, norm_statistics
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.norm_reduce import NormReducer
+from lm.rank_pool import Context
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
-from tests.support.ranks import Context
 
 
 def of(norms: list[float], limit: float = 1.0):

@@ -14,11 +14,11 @@ from ddp import wrap
 from dp_clipping import BatchMemoryManager
 from dp_clipping.verification import reference as oracle
 from lm.launch import run_ranks
+from lm.rank_pool import Context
 from tests.ddp.conftest import CPU_COPY_ENGINE, HAND_BUILT
 from tests.dp_clipping.conftest import MODES, assert_close, gradients_of, private, private_loss
 from tests.support import zoo
 from tests.support.beside import small_buckets
-from tests.support.ranks import Context
 from tests.support.recorder import recording
 from tests.support.replicas import (
     ALL,
@@ -475,7 +475,7 @@ import torch.distributed as dist
 from lm.runtime import connect_store, find_hardware, process_group
 from lm.watch import Watch
 from tests.support.replicas import ALL, Beside
-from tests.support.ranks import Context
+from lm.rank_pool import Context
 
 with process_group(find_hardware("cpu", 2), timeout_s=6) as worker:
     store = connect_store(timedelta(seconds=20))

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from lm.rank_pool import Context
 from tests.ddp.conftest import CPU_COPY_ENGINE
-from tests.support.ranks import Context
 from tests.support.replicas import SPLITS, Beside, applied, build, on_gpus, parameters, train
 
 VARIANTS = ["ddp_bucketed", "ddp_individual_v2", CPU_COPY_ENGINE, "torch_ddp"]

@@ -21,8 +21,8 @@ from dp_clipping import BatchMemoryManager, PrivacyEngine
 from dp_clipping.noise.keys import fixed_keys
 from dp_clipping.sampling.poisson import included
 from dp_clipping.validation import check_module
+from lm.rank_pool import Context
 from tests.ddp.conftest import CPU_COPY_ENGINE
-from tests.support.ranks import Context
 from tests.support.replicas import SYNCHRONISING, applied, build, flat, parameters, train
 
 COUNT, BATCH = 24, 4  # 6 draws an epoch

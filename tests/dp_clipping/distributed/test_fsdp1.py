@@ -9,9 +9,9 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from dp_clipping.distributed.detect import sharding_of
+from lm.rank_pool import Context
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
-from tests.support.ranks import Context
 from tests.support.sharded_steps import (
     EVERY,
     FEW,

@@ -18,9 +18,9 @@ from dp_clipping.step import fused_step as fused
 from dp_clipping.step import launch_schedule as pace
 from dp_clipping.verification import reference as oracle
 from lm.parallel import parallelize
+from lm.rank_pool import Context
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
-from tests.support.ranks import Context
 from tests.support.replicas import build, part, train
 from tests.support.sharded_steps import (
     EVERY,

@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import (
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from dp_clipping.verification import reference as oracle
 from lm.parallel import parallelize
+from lm.rank_pool import Context
 from tests.dp_clipping.conftest import MODES, private, private_loss
 from tests.support import zoo
-from tests.support.ranks import Context
 from tests.support.sharded_steps import (
     EVERY,
     FEW,

@@ -16,8 +16,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS, NormReducer, refuse_split_samples
 from dp_clipping.verification import reference as oracle
+from lm.rank_pool import Context, RankPool
 from tests.support import zoo
-from tests.support.ranks import Context, RankPool
 
 MESHES = {"data": (2, 1), "tensor": (1, 2), "data x tensor": (2, 2), "tensor of 4": (1, 4)}
 TENSOR_MESHES = [name for name, (_, tensor) in MESHES.items() if tensor > 1]

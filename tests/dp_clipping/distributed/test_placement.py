@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dp_clipping.distributed.placement import Place, Run, _box, box_of, place_of, runs_of, slices_of
-from tests.support.ranks import Context
+from lm.rank_pool import Context
 
 SHAPES = [
     (8,),

@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine
 from dp_clipping.distributed.detect import sharding_of
+from lm.rank_pool import Context
 from tests.support import zoo
-from tests.support.ranks import Context
 from tests.support.sharded_steps import shard_fsdp2
 
 

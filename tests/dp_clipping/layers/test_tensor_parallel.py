@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from dp_clipping.step.private_step import Session
 from dp_clipping.verification import reference as oracle
 from lm.parallel import DATA, TENSOR, parallelize
+from lm.rank_pool import Context
 from tests.dp_clipping.conftest import MODES, assert_close, private, private_loss
 from tests.support import zoo
-from tests.support.ranks import Context
 from tests.support.sharded_steps import whole
 
 FLOAT32 = 1e-5  # rotary positions, and the norms of Hugging Face, compute in float32

@@ -18,8 +18,8 @@ from dp_clipping.noise.adaptive_threshold import (
     AdaptiveThreshold,
     gradient_noise_multiplier,
 )
+from lm.rank_pool import Context
 from tests.support import zoo
-from tests.support.ranks import Context
 
 KEY = bytes(range(32))
 M = 100.0

@@ -17,8 +17,8 @@ from dp_clipping import PrivacyEngine
 from dp_clipping.profiling import profile as profiling
 from dp_clipping.profiling.profile import KEPT, SWITCH, Profile
 from lm.parallel import TENSOR, parallelize
+from lm.rank_pool import Context
 from tests.support import zoo
-from tests.support.ranks import Context
 from tests.support.sharded_steps import shard_fsdp2
 
 SAMPLES = 4

@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dp_clipping.verification import reference as oracle
+from lm.rank_pool import Context
 from tests.dp_clipping.conftest import private
-from tests.support.ranks import Context
 from tests.support.sharded_steps import one_step
 
 

@@ -21,8 +21,8 @@ from dp_clipping.verification import reference as oracle
 from dp_clipping.verification import report as check_report
 from dp_clipping.verification.report import Check
 from experiments.verify_correctness import findings
+from lm.rank_pool import Context
 from tests.support import replicas, zoo
-from tests.support.ranks import Context
 
 PRIVATE = [mode for mode in MODES if mode != "no_dp"]
 SIZE = 4
