@@ -8,6 +8,7 @@ compared: the dimension that grew is the batch.
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 FEW, MORE = 2, 3  # samples in the two runs
@@ -34,9 +35,9 @@ class Layout:
         if self.kind == "dimension":
             return x.movedim(self.dim, 0) if self.dim else x
         if self.kind == "sample_major":
-            return x.unflatten(0, (batch_size, x.shape[0] // batch_size))
+            return rearrange(x, "(b t) ... -> b t ...", b=batch_size)
         if self.kind == "time_major":
-            return x.unflatten(0, (x.shape[0] // batch_size, batch_size)).transpose(0, 1)
+            return rearrange(x, "(t b) ... -> b t ...", b=batch_size)
         raise ValueError("a shared tensor has no samples")
 
     def batch_tokens(self, x: Tensor, batch_size: int) -> Tensor:
@@ -51,9 +52,9 @@ class Layout:
         if self.kind == "dimension":
             return x.movedim(0, self.dim)
         if self.kind == "sample_major":
-            return x.flatten(0, 1)
+            return rearrange(x, "b t ... -> (b t) ...")
         if self.kind == "time_major":
-            return x.transpose(0, 1).flatten(0, 1)
+            return rearrange(x, "b t ... -> (t b) ...")
         raise ValueError("a shared tensor has no samples")
 
     def sample_dim(self) -> int:
@@ -63,9 +64,9 @@ class Layout:
     def split(self, x: Tensor, batch_size: int) -> Tensor:
         """x with a dimension of its own for the samples, in place: for `torch.vmap`."""
         if self.kind == "sample_major":
-            return x.unflatten(0, (batch_size, x.shape[0] // batch_size))
+            return rearrange(x, "(b t) ... -> b t ...", b=batch_size)
         if self.kind == "time_major":
-            return x.unflatten(0, (x.shape[0] // batch_size, batch_size))
+            return rearrange(x, "(t b) ... -> t b ...", b=batch_size)
         return x
 
 
