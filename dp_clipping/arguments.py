@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 from dp_clipping.clipping.coefficients import CLIPPING_FUNCTIONS, check_range
 from dp_clipping.kinds import WrongType, check_count, check_number, check_type, is_count, shown
@@ -64,21 +63,6 @@ def check_max_grad_norm(max_grad_norm: float | Sequence[float], clipping: str) -
         raise ValueError(f"max_grad_norm is {max_grad_norm}: give a finite number above 0")
     if clipping == "flat" and is_list:
         raise ValueError("max_grad_norm is a list, which goes with clipping='per_layer'")
-
-
-def batch_size_of(loader: DataLoader) -> int | None:
-    """Samples in a batch of the loader; None: its batch sampler does not say."""
-    size = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
-    return size if is_count(size) else None
-
-
-def expected_batch_size_of(loader: DataLoader, world_size: int) -> float:
-    """The loader's batch size, times the ranks if each has its own part of the data."""
-    batch_size = batch_size_of(loader)
-    if batch_size is None:
-        raise ValueError("the loader has no batch_size: give expected_batch_size=")
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    return float(batch_size * (world_size if isinstance(sampler, DistributedSampler) else 1))
 
 
 def check_arguments(

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dp_clipping.arguments import (
-    batch_size_of,
     check_adaptive,
     check_arguments,
     check_expected_batch_size,
@@ -30,7 +29,6 @@ from dp_clipping.arguments import (
     check_noise,
     check_optimizer,
     check_target,
-    expected_batch_size_of,
 )
 from dp_clipping.checkpoint import save_load as checkpoint
 from dp_clipping.checkpoint.file_format import file_name, given_schedulers
@@ -48,7 +46,7 @@ from dp_clipping.modes import DEFAULT_MODE, policy_of
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.keys import Keys, fixed_keys, fresh_keys
 from dp_clipping.optimizer import PrivateOptimizer
-from dp_clipping.sampling.loader import PoissonLoader
+from dp_clipping.sampling.loader import PoissonLoader, batch_size_of, expected_batch_size_of
 from dp_clipping.sampling.memory_manager import MicrobatchLoader
 from dp_clipping.validation import check_module, warn_of_other_ranks
 from dp_clipping.verification.check import Loss, compare

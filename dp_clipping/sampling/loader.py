@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from dp_clipping.arguments import batch_size_of
+from dp_clipping.kinds import is_count
 from dp_clipping.sampling.collate import CollateWithEmpty
 from dp_clipping.sampling.poisson import OVER, PoissonSampler
 from dp_clipping.sampling.usage import Budget
@@ -235,6 +235,21 @@ def _why_not_alone(num_workers: int, rand_on_empty: bool) -> str | None:
         f"another loader takes this one's draws (Opacus's BatchMemoryManager?), and {what}: use "
         f"dp_clipping.BatchMemoryManager, or {instead}"
     )
+
+
+def batch_size_of(loader: DataLoader) -> int | None:
+    """Samples in a batch of the loader; None: its batch sampler does not say."""
+    size = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
+    return size if is_count(size) else None
+
+
+def expected_batch_size_of(loader: DataLoader, world_size: int) -> float:
+    """The loader's batch size, times the ranks if each has its own part of the data."""
+    batch_size = batch_size_of(loader)
+    if batch_size is None:
+        raise ValueError("the loader has no batch_size: give expected_batch_size=")
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    return float(batch_size * (world_size if isinstance(sampler, DistributedSampler) else 1))
 
 
 def _check_loader(loader: DataLoader, world_size: int) -> None:

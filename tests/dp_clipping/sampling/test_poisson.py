@@ -19,9 +19,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from dp_clipping.arguments import expected_batch_size_of
 from dp_clipping.sampling import poisson as sampling
-from dp_clipping.sampling.loader import PoissonLoader
+from dp_clipping.sampling.loader import PoissonLoader, expected_batch_size_of
 from dp_clipping.sampling.poisson import PoissonSampler, included
 
 KEY = bytes(range(32))
