@@ -8,14 +8,10 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from opacus.accountants import create_accountant
-from opacus.accountants.accountant import IAccountant
-from opacus.accountants.utils import get_noise_multiplier
-from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -52,6 +48,9 @@ from dp_clipping.validation import check_module, warn_of_other_ranks
 from dp_clipping.verification.check import Loss, compare
 from dp_clipping.verification.report import Check
 
+if TYPE_CHECKING:
+    from opacus.accountants.accountant import IAccountant
+
 LOG = logging.getLogger(__name__)
 
 
@@ -76,6 +75,8 @@ class PrivacyEngine:
         check_type("accountant", accountant, str, '"prv", "rdp" or "gdp"')
         check_type("release", release, bool, "True or False")
         try:
+            from opacus.accountants import create_accountant  # importing Opacus takes seconds
+
             self._account = Account(create_accountant(mechanism=accountant))
         except ValueError as error:
             raise ValueError(f'accountant: {error}; give "prv", "rdp" or "gdp"') from error
@@ -85,7 +86,7 @@ class PrivacyEngine:
         self._dataset: Any = None
 
     @property
-    def accountant(self) -> IAccountant:
+    def accountant(self) -> "IAccountant":
         """Opacus's; another one may be set that has counted all that this one has.
 
         Raises ValueError for one that lacks steps of this engine.
@@ -93,7 +94,7 @@ class PrivacyEngine:
         return self._account.accountant
 
     @accountant.setter
-    def accountant(self, accountant: IAccountant) -> None:
+    def accountant(self, accountant: "IAccountant") -> None:
         self._account.replace(accountant)
 
     # ---- what a user calls ----------------------------------------------------------------------
@@ -323,6 +324,8 @@ class PrivacyEngine:
                 "accountant has counted steps already: the total will be above target_epsilon",
                 stacklevel=2,
             )
+        from opacus.accountants.utils import get_noise_multiplier
+
         noise_multiplier = get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
@@ -498,6 +501,8 @@ class PrivacyEngine:
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
         """A copy in which Opacus's fixes have replaced what mixes samples, then validated."""
+        from opacus.validators import ModuleValidator
+
         fixed = ModuleValidator.fix(module)
         check_module(fixed)
         return fixed

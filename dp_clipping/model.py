@@ -28,14 +28,14 @@ from dp_clipping.sampling.usage import Budget
 from dp_clipping.step.forward_backward import Passes
 from dp_clipping.step.gradient_buffer import Gradients
 from dp_clipping.step.private_step import Session
-from dp_clipping.validation import REPLICAS
-
-WRAPPERS = (*REPLICAS, *FSDP_MODULES)
+from dp_clipping.validation import replicas
 
 
 def _refuse_to_be_wrapped(parent: nn.Module, _: str, child: nn.Module | None) -> None:
     """Called for each submodule that a module gets: of a data-parallel wrapper, none is private."""
-    wraps = isinstance(parent, WRAPPERS) or hasattr(type(parent), "gradient_ready")
+    wraps = isinstance(parent, (*replicas(), *FSDP_MODULES)) or hasattr(
+        type(parent), "gradient_ready"
+    )
     if wraps and child is not None and any(isinstance(m, PrivateModel) for m in child.modules()):
         raise RuntimeError(WRAPPED.format(kind=type(parent).__name__))
 
@@ -230,7 +230,7 @@ class PrivateModel(nn.Module):
     def __init_subclass__(cls, **options: Any) -> None:
         """Of what `fully_shard` and `replicate` make of a module's class."""
         super().__init_subclass__(**options)
-        if issubclass(cls, WRAPPERS):
+        if issubclass(cls, (*replicas(), *FSDP_MODULES)):
             raise RuntimeError(WRAPPED.format(kind=cls.__mro__[1].__name__))
 
     def no_sync(self) -> AbstractContextManager:

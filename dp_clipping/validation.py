@@ -4,11 +4,11 @@ A per-sample gradient exists only where a sample's loss depends on that sample a
 mix samples, or carry what they saw from one batch into the next, have none.
 """
 
+import sys
 import warnings
 from collections.abc import Iterable
 
 import torch.distributed as dist
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.nn.utils.prune import BasePruningMethod
@@ -29,12 +29,17 @@ def _composable_replicas() -> tuple[type, ...]:
     return (DDP,)
 
 
-REPLICAS = (
-    nn.DataParallel,
-    nn.parallel.DistributedDataParallel,
-    DifferentiallyPrivateDistributedDataParallel,
-    *_composable_replicas(),
-)
+REPLICAS = (nn.DataParallel, nn.parallel.DistributedDataParallel, *_composable_replicas())
+
+
+def replicas() -> tuple[type, ...]:
+    """Classes of wrappers that keep replicas in step, Opacus's too if anybody has imported it."""
+    opacus = sys.modules.get("opacus.distributed")
+    if opacus is None:
+        return REPLICAS
+    return (*REPLICAS, opacus.DifferentiallyPrivateDistributedDataParallel)
+
+
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 MESSAGE = "{name} ({kind}): {why}; {instead}"
 
@@ -83,7 +88,7 @@ def check_still_fixed(modules: Iterable[tuple[str, nn.Module]]) -> None:
 
 def problem_of(module: nn.Module) -> tuple[str, str] | None:
     """Why this one module is refused, and what to do; None if it is not."""
-    if isinstance(module, REPLICAS) and not hasattr(module, "gradient_ready"):
+    if isinstance(module, replicas()) and not hasattr(module, "gradient_ready"):
         return "would not exchange clipped sums, which autograd does not accumulate", (
             'give ddp.wrap("torch_ddp", network), or another of its variants'
         )

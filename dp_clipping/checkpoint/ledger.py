@@ -20,11 +20,12 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
-
-from opacus.accountants.accountant import IAccountant
+from typing import TYPE_CHECKING, Any
 
 from dp_clipping.kinds import check_type
+
+if TYPE_CHECKING:
+    from opacus.accountants.accountant import IAccountant
 
 History = list[tuple[float, float, int]]
 """(noise multiplier, sample rate, number of steps), in the order in which they were counted."""
@@ -111,7 +112,7 @@ class Account:
     looks at one checkpoint after the other has released nothing.
     """
 
-    def __init__(self, accountant: IAccountant) -> None:
+    def __init__(self, accountant: "IAccountant") -> None:
         self.accountant = accountant
         self._parts: Parts = {}
         self._released: Parts = {}
@@ -133,12 +134,14 @@ class Account:
             return 0.0
         return max(0.0, float(self.accountant.get_epsilon(delta)))
 
-    def replace(self, accountant: IAccountant) -> None:
+    def replace(self, accountant: "IAccountant") -> None:
         """Let another accountant count from here on.
 
         Raises:
             ValueError: if it lacks steps that this one has counted.
         """
+        from opacus.accountants.accountant import IAccountant
+
         check_type("accountant", accountant, IAccountant, "one of opacus.accountants")
         lacking = _totals(self.history) - _totals(accountant.history)
         if lacking:

@@ -251,7 +251,7 @@ class TestWarnings:
             build(engine=run.engine)
 
     def test_a_budget_already_spent(self, monkeypatch):
-        monkeypatch.setattr("dp_clipping.engine.get_noise_multiplier", lambda **_: 1.0)
+        monkeypatch.setattr("opacus.accountants.utils.get_noise_multiplier", lambda **_: 1.0)
         run = build()
         step(run)
         rest = arguments(data_loader=DataLoader(run.loader.dataset, batch_size=BATCH))
@@ -540,7 +540,7 @@ class TestTargetEpsilon:
     def test_it_is_reached_and_the_noise_is_opacus_s(self, accountant, monkeypatch):
         # Slow and deterministic: the same search is not made twice.
         search = functools.cache(get_noise_multiplier)
-        monkeypatch.setattr("dp_clipping.engine.get_noise_multiplier", search)
+        monkeypatch.setattr("opacus.accountants.utils.get_noise_multiplier", search)
         monkeypatch.setattr("opacus.privacy_engine.get_noise_multiplier", search)
         target = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 2}
         rest = arguments()
