@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ddp import wrap
+from lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, small_buckets
-from tests.support.ranks import Context
 
 
 def goes_on(context: Context, name: str, model: nn.Module, reference: nn.Module) -> None:

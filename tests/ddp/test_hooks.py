@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp import wrap
+from lm.rank_pool import Context
 from tests.support.beside import Chain, chain_loss, is_torch, numbers, small_buckets
-from tests.support.ranks import Context
 
 
 def replaced(parameter: nn.Parameter) -> None:

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from ddp import wrap
+from lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, small_buckets
-from tests.support.ranks import Context
 
 
 def in_turn(context: Context, name: str) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ddp import wrap
+from lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, numbers, small_buckets
-from tests.support.ranks import Context
 
 FORGOTTEN = r"weight|bias.* changed after its backward .* call finish_gradient_synchronization\(\)"
 

@@ -10,7 +10,7 @@ from statistics import quantiles
 import torch.distributed as dist
 
 from dp_clipping.distributed.agreement import Agreement
-from tests.support.ranks import Context, RankPool
+from lm.rank_pool import Context, RankPool
 
 STEPS, FIRST = 500, 50
 COMPUTES = 0.005  # seconds between a step's first backward and its optimizer.step()

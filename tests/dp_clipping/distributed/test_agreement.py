@@ -15,7 +15,7 @@ from dp_clipping.model import PrivateModel
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.verification import reference as oracle
 from lm.parallel import parallelize
-from tests.support.ranks import Context
+from lm.rank_pool import Context
 from tests.support.replicas import build, train
 from tests.support.sharded_steps import shard_fsdp2
 
