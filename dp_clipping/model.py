@@ -257,6 +257,16 @@ class PrivateModel(nn.Module):
         """
         self._passes.forget_layouts()
 
+    def skip_checks(self, batches: int = 1024) -> None:
+        """Counts so many batches as looked at for samples that see each other.
+
+        Batches 1, 2, 4, 8, ... are: ten of the first thousand, but half of the first four. A
+        program that times a few steps calls this before them; in training leave it out. Every rank
+        calls it.
+        """
+        if self.policy is not None:
+            self._passes.skip_checks(batches)
+
     def to_standard_module(self) -> nn.Module:
         """The network with its own forwards, as before `make_private`."""
         if self._capture is not None:

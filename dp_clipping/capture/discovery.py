@@ -79,6 +79,10 @@ class Establishment:
         self._forecaster.forget()
         self._capture.plans.clear()
 
+    def skip_checks(self, batches: int) -> None:
+        """Counts so many batches as looked at."""
+        self._schedule.skip(batches)
+
     def forecast(self, batch: Batch) -> Forecast:
         """What linear layers will be given, where compiled code must know it beforehand."""
         return self._forecaster.of(batch.first_sample(), batch.with_samples)

@@ -54,6 +54,10 @@ class Schedule:
         self.batches = self.checks = self._largest = 0
         self.settled = False
 
+    def skip(self, batches: int) -> None:
+        """Counts so many batches as seen."""
+        self.batches += batches
+
     def next_is_due(self, size: int, alone: bool) -> bool:
         """Of a batch of so many samples, which counts; `alone`: no other rank must do the same."""
         self.batches += 1

@@ -54,6 +54,10 @@ class Passes:
         """Look for the batch dimension again."""
         self._establishment.forget()
 
+    def skip_checks(self, batches: int) -> None:
+        """See `PrivateModel.skip_checks`."""
+        self._establishment.skip_checks(batches)
+
     def forward(
         self,
         module: nn.Module,

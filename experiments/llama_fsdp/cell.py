@@ -76,6 +76,7 @@ class Run:
                 expected_batch_size=settings.batch_size * worker.world_size,
                 grad_sample_mode=cell.clipping_mode,
             )  # fmt: skip
+        model.skip_checks()  # they would be in some of the few steps that are timed
         self.model, self._finish = model, model.finish_synchronization
 
     def backward(self, batch: Batch) -> None:

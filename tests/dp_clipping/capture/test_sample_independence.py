@@ -556,3 +556,23 @@ def test_a_module_without_a_batching_rule_is_named():
 
     with pytest.raises(ValueError, match=r"memory \(GRU\) cannot be run under torch.vmap"):
         private(Recurrent())(torch.randn(4, 3, 5))
+
+
+FORWARDS: list[int] = []  # not a hook's own: what a check leaves there is put back
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_checks_may_be_skipped_for_a_measurement(skips):
+    """The first batch is looked at in any case; then only those that count as powers of two."""
+    FORWARDS.clear()
+    model = private(zoo.seeded(lambda: Function(lambda net, x: net.second(net.first(x)))))
+    model.network.first.register_forward_hook(lambda *_: FORWARDS.append(1))
+    if skips:
+        model.skip_checks()
+    x = torch.randn(4, 5)
+    model(x)
+    assert len(FORWARDS) > 1
+    FORWARDS.clear()
+    for _ in range(3):  # 2, 3 and 4
+        model(x)
+    assert (len(FORWARDS) == 3) == skips
