@@ -310,6 +310,7 @@ def in_a_fork(function):
     return answer
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA cannot go on in a fork")
 def test_a_fork_draws_no_noise(run):
     engine.step(run)
     assert "was forked from the one that called make_private" in in_a_fork(lambda: engine.step(run))
