@@ -70,3 +70,12 @@ def test_a_package_lists_its_modules(package):
     modules = {p.stem for p in package.glob("*.py")} - {"__init__", "__main__"}
     modules |= {p.parent.name for p in package.glob("*/__init__.py")}
     assert modules <= set(re.findall(r"\w+", text))
+
+
+STOP = re.compile(r"`((?:dp_clipping|ddp)/[\w/]+\.py)`: `(\w+)`")
+
+
+@pytest.mark.parametrize("stop", STOP.findall((ROOT / "docs/how_it_works.md").read_text()))
+def test_a_stop_of_the_tour_is_there(stop):
+    file, name = stop
+    assert re.search(rf"^ *(?:def|class) {name}\b", (ROOT / file).read_text(), re.MULTILINE)
