@@ -137,6 +137,8 @@ class DataParallel(Rounds, Arithmetic, Copyable, nn.Module):
         trains = self.training and torch.is_grad_enabled()
         if trains:
             self._prepare_forward()
+        elif torch.is_grad_enabled():
+            self._prepare_forward_in_eval()
         output = self._watch.call(self.module, args, kwargs)
         if trains and self.find_unused_parameters and self._awaits_backward:
             self._reached |= {
@@ -336,6 +338,12 @@ class DataParallel(Rounds, Arithmetic, Copyable, nn.Module):
             self._prepare_step()
             self._awaits_backward = True
         self._backward_reduces = self._awaits_backward
+
+    def _prepare_forward_in_eval(self) -> None:
+        """A network may be trained in eval mode. One rank alone may call it: no communication."""
+        if not self._in_backward and (complaint := self._watch.complaint()):
+            raise RuntimeError(complaint)
+        self._backward_reduces = self._synchronizing or self._awaits_backward
 
     def _this_backward_reduces(self) -> bool:
         if not self._in_backward or self._backward_reduces is None:

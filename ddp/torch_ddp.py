@@ -41,6 +41,9 @@ class TorchDDP(Copyable, DistributedDataParallel):
     _is_active: bool = True
     _in_backward: bool = False
 
+    _hands_over: bool = False
+    """The last forward was in eval mode: gradients of its backward are reduced as by hand."""
+
     gradients_come_by_hand: bool = False
     """As for the other variants; PyTorch's own forward is then left out too.
 
@@ -86,7 +89,13 @@ class TorchDDP(Copyable, DistributedDataParallel):
 
     def forward(self, *args, **kwargs):
         by_hand = self._by_hand[0]
-        if not (self.training and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
+            return by_hand._watch.call(self.module, args, kwargs)
+        self._hands_over = False
+        if not self.training:  # PyTorch's forward would communicate, but a rank may be alone here
+            self._raise_if_changed()
+            self._backward_reduces = self._awaits_backward
+            self._hands_over = self.require_backward_grad_sync and not self._awaits_backward
             return by_hand._watch.call(self.module, args, kwargs)
         by_hand._watch.raise_if_replaced(self.module)
         self._activate()
@@ -224,8 +233,11 @@ class TorchDDP(Copyable, DistributedDataParallel):
                 "gradients_come_by_hand is set, so PyTorch's reducer does not see this backward: "
                 "unset it before an ordinary forward"
             )
-        if self._holds_sums:  # PyTorch's reducer averages: gradients of before must be means
+        if self._hands_over:
+            by_hand.before_gradient(parameter)
+        elif self._holds_sums:  # PyTorch's reducer averages: gradients of before must be means
             self._scale(1 / self.world_size)
+            by_hand._reduced.clear()
         if not self._backward_reduces:
             return
         if by_hand.dtype_of(by_hand._index[parameter]) != parameter.dtype:
@@ -310,7 +322,19 @@ class _Listener:
         self._wrapper()._arrive(parameter)
 
     def gradient_ready(self, parameter: Parameter) -> None:
-        """PyTorch's own hook sees it."""
+        """PyTorch's own hook sees it, unless the forward was in eval mode."""
+        if by_hand := self._taker():
+            by_hand.gradient_ready(parameter)
 
     def gradient_absent(self, parameter: Parameter) -> None:
-        """PyTorch's own hook counts zero."""
+        """PyTorch's own hook counts zero, unless the forward was in eval mode."""
+        if by_hand := self._taker():
+            by_hand.gradient_absent(parameter)
+
+    def _taker(self) -> DataParallel | None:
+        wrapper = self._wrapper()
+        if not wrapper._hands_over:
+            return None
+        by_hand = wrapper._by_hand[0]
+        by_hand._synchronizing = True
+        return by_hand

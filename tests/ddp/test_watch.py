@@ -23,20 +23,22 @@ def says(model: nn.Module, case: str, rank: int) -> None:
 
 def forgotten_finish(context: Context, name: str) -> None:
     """The next forward says so, or a late finish; in between, evaluation hides nothing."""
-    for case in ("forward", "finish", "evaluation", "under no_sync", "unused"):
+    for case in ("forward", "finish", "evaluation", "eval mode", "under no_sync", "unused"):
         options = dict(small_buckets(name), find_unused_parameters=case == "unused")
         model = wrap(name, Chain().to(context.device), process_group=context.group, **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         chain_loss(0)(model, context.rank).backward()
         if case == "evaluation":
             model.eval()
-            chain_loss(5)(model, context.rank)
-            optimizer.step()
-            chain_loss(5)(model, context.rank)
+            with torch.no_grad():
+                chain_loss(5)(model, context.rank)
+                optimizer.step()
+                chain_loss(5)(model, context.rank)
             model.train()
         else:
             optimizer.step()
         optimizer.zero_grad()
+        model.train(case != "eval mode")
         context_of_forward = model.no_sync() if case == "under no_sync" else nullcontext()
         with context_of_forward, pytest.raises(RuntimeError, match=FORGOTTEN):
             says(model, case, context.rank)
@@ -184,6 +186,36 @@ def forward_decides(context: Context, name: str) -> None:
                 pair.reference_backward(chain_loss(seed))
             pair.finish()
             pair.zero_grad(set_to_none=step == 0)
+
+
+def trained_in_eval_mode(context: Context, name: str) -> None:
+    """As in fine-tuning without dropout: gradients are reduced, also after a local backward."""
+    for reduce in ("mean", "sum"):
+        pair = Beside(context, name, Chain(), reduce=reduce, **small_buckets(name))
+        for step in range(3):
+            pair.model.eval()
+            pair.step(chain_loss(step), set_to_none=False)
+            pair.model.train(step != 1)
+            pair.backward(chain_loss(step + 3), synchronise=False)
+            pair.model.eval()
+            pair.backward(chain_loss(step + 6))
+            pair.finish()
+            pair.model.train(step == 2)
+            pair.backward(chain_loss(step + 9))  # adds to what is reduced
+            pair.finish()
+            pair.zero_grad(set_to_none=True)
+
+            pair.model.eval()
+            loss = chain_loss(step)(pair.model, context.rank)
+            with pair.model.no_sync():
+                loss.backward()
+            pair.reference_backward(chain_loss(step))
+            pair.finish()
+            pair.zero_grad(set_to_none=True)
+
+
+def test_a_network_is_trained_in_eval_mode(ranks, implementation):
+    ranks.run(2, trained_in_eval_mode, implementation)
 
 
 def test_no_sync_is_decided_by_the_forward(ranks, implementation):
