@@ -37,7 +37,7 @@ examples:
       traces, summaries and the timeline picture in ./profiler_output
   python benchmark_ddp.py --implementations none ddp_bucketed --clipping none bookkeeping
       what private training costs: each of them without and with clipping and noise
-  python benchmark_ddp.py --implementations none --show-plan \
+  python benchmark_ddp.py --implementations none --show-plan \\
     --clipping none flash_bookkeeping flash_bookkeeping:width flash_bookkeeping:input_length
       what planning each layer's norm by cost gains over one algorithm for all
   python benchmark_ddp.py --implementations none fsdp2 tp --clipping none flash_bookkeeping
