@@ -20,6 +20,7 @@ class Copyable:
 
     def __new__(cls, *_module: nn.Module, **options):
         self = super().__new__(cls)
+        options.pop("module", None)
         self.__dict__["_options"] = options
         return self
 

@@ -39,22 +39,19 @@ def register_hooks(wrapper: Any, parameters: Sequence[Parameter]) -> list:
         return wrapper if wrapper is not None and wrapper._is_active else None
 
     def hooks_of(parameter: Parameter):
-        version = None  # of the parameter, when its gradient was about to change
-
         def before(_gradients: Gradients) -> None:
-            nonlocal version
             if (wrapper := active()) is None:
                 return
             if not wrapper._in_backward:
                 wrapper._in_backward = True
                 Variable._execution_engine.queue_callback(end_of_backward)
-            version = parameter._version
+            wrapper._watch.accumulation_begins(parameter)
             wrapper.before_gradient(parameter)
 
         def after(_inputs: Gradients, _gradients: Gradients) -> None:
             if (wrapper := active()) is None:
                 return
-            if parameter._version != version:
+            if wrapper._watch.is_changed_by_hook(parameter):
                 raise RuntimeError(
                     f"{wrapper._names[parameter]} was changed by a hook before its gradient was "
                     "reduced, so the ranks now differ: an optimizer that steps in backward cannot "

@@ -25,6 +25,7 @@ from ddp.copies import Copyable
 from ddp.hooks import register_hooks
 from ddp.ownership import activate, enter
 from ddp.synchronous import SynchronousDDP
+from ddp.watch import Watch
 
 
 class TorchDDP(Copyable, DistributedDataParallel):
@@ -317,6 +318,10 @@ class _Listener:
     @property
     def _is_active(self) -> bool:
         return (wrapper := self._wrapper()) is not None and wrapper._is_active
+
+    @property
+    def _watch(self) -> Watch:
+        return self._wrapper()._by_hand[0]._watch
 
     def before_gradient(self, parameter: Parameter) -> None:
         self._wrapper()._arrive(parameter)

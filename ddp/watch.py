@@ -3,14 +3,18 @@
 They are those that were wrapped: an optimizer's step on a replaced or thawed parameter would use a
 gradient that nobody reduces. And they do not change between their gradient's arrival and the end of
 `finish_gradient_synchronization`: an optimizer that steps there uses this rank's gradient alone.
-A tensor counts the writes to it (`_version`), so neither check reads a value.
+A tensor counts the writes to it (`_version`), so neither check reads a value. Fused optimizers
+write without being counted; a hook of all optimizers tells of their steps.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 STEPPED = (
     "{name} was changed after its backward and before its gradient was reduced, so the ranks may "
@@ -22,6 +26,15 @@ REPLACED = (
     "load_state_dict(assign=True), added, converted, or frozen when the network was wrapped): no "
     "gradient of it would be reduced. Wrap the network again: model = wrap(..., model.module)"
 )
+
+
+_watches: weakref.WeakSet = weakref.WeakSet()  # all that are alive
+
+
+@register_optimizer_step_post_hook
+def _tell_all(optimizer: Optimizer, *_arguments: Any) -> None:
+    for watch in list(_watches):
+        watch.optimizer_stepped(optimizer)
 
 
 class Watch:
@@ -36,6 +49,16 @@ class Watch:
         self._names = names
         self._wrapped = {id(p): (p, p.dtype, p.device) for p in parameters}
         self._versions: dict[Parameter, int] = {}
+        self._accumulating: dict[Parameter, int] = {}
+        _watches.add(self)
+
+    def accumulation_begins(self, parameter: Parameter) -> None:
+        """The gradient is about to be added; hooks of the user come next."""
+        self._accumulating[parameter] = parameter._version
+
+    def is_changed_by_hook(self, parameter: Parameter) -> bool:
+        """Whether a hook has written to the parameter since its accumulation began."""
+        return parameter._version != self._accumulating.pop(parameter, parameter._version)
 
     def gradient_arrived(self, parameter: Parameter) -> None:
         self._versions[parameter] = parameter._version
@@ -53,8 +76,16 @@ class Watch:
         for parameter in self._versions:
             self._versions[parameter] = parameter._version
 
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        for noted in (self._versions, self._accumulating):  # both empty once a step is finished
+            if noted:
+                for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                    if parameter in noted and parameter.grad is not None:
+                        noted[parameter] = -1
+
     def end_step(self) -> None:
         self._versions.clear()
+        self._accumulating.clear()
 
     def complaint(self) -> str | None:
         """Names a parameter that was changed after its gradient's arrival, if there is one."""

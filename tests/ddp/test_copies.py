@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from ddp import wrap
+from ddp import implementation, wrap
 from lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, small_buckets
 
@@ -48,7 +48,8 @@ def deep_copies(context: Context, name: str) -> None:
 
 def averaged(context: Context, name: str) -> None:
     """An average of the weights, as `torch.optim.swa_utils` keeps it; copied when it is frozen."""
-    model = wrap(name, Chain().to(context.device), process_group=context.group)
+    cls = implementation(name)
+    model = cls(module=Chain().to(context.device), process_group=context.group)
     average = AveragedModel(model)
     average.update_parameters(model)
     with torch.no_grad():

@@ -84,10 +84,15 @@ def hook_that_raises(context: Context, name: str) -> None:
 
 
 def optimizer_in_backward(context: Context, name: str) -> None:
-    """It would step with this rank's gradient."""
+    """It would step with this rank's gradient, a fused one too, which counts no writes."""
+    for fused in (False, True):
+        _optimizer_in_backward(context, name, fused)
+
+
+def _optimizer_in_backward(context: Context, name: str, fused: bool) -> None:
     network = Chain().to(context.device)
     model = wrap(name, network, process_group=context.group)
-    optimizer = torch.optim.SGD([network.layers[0].weight], lr=0.1)
+    optimizer = torch.optim.SGD([network.layers[0].weight], lr=0.1, fused=fused)
 
     def hook(_parameter: nn.Parameter) -> None:
         optimizer.step()

@@ -26,7 +26,8 @@ def forgotten_finish(context: Context, name: str) -> None:
     for case in ("forward", "finish", "evaluation", "eval mode", "under no_sync", "unused"):
         options = dict(small_buckets(name), find_unused_parameters=case == "unused")
         model = wrap(name, Chain().to(context.device), process_group=context.group, **options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        fused = case in ("finish", "eval mode")  # it writes without counting
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
         chain_loss(0)(model, context.rank).backward()
         if case == "evaluation":
             model.eval()
