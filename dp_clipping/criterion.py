@@ -1,7 +1,6 @@
 """The loss of a batch as one loss a sample, and a `backward` that clips."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -173,10 +172,10 @@ class PrivateCriterion:
             )
         if session.watched is not None:
             session.watched.check_graph(losses)
-            call = partial(self._per_sample, shape=shape)
             exchange = Exchange(
-                call, self._carried.state, args, kwargs, expected, shape, self.model.batch_first
-            )
+                self._per_sample, self._carried.state, args, kwargs, expected, shape,
+                self.model.batch_first,
+            )  # fmt: skip
             exchange.check(session.watched.number)
         return PrivateLoss(self.model, session, losses, self.loss_reduction)
 

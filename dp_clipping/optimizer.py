@@ -130,6 +130,12 @@ class PrivateOptimizer(Optimizer):
     def __repr__(self) -> str:
         return f"PrivateOptimizer(σ={self.noise_multiplier}, {self.original_optimizer!r})"
 
+    def __getattr__(self, name: str) -> Any:
+        """Hooks that are registered here are the wrapped optimizer's, whose steps have noise."""
+        if name.startswith("_optimizer_"):
+            return getattr(self.original_optimizer, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def add_param_group(self, group: dict[str, Any]) -> None:
         raise RuntimeError(
             "add parameters before make_private: later ones have no clipped gradient"
@@ -174,9 +180,9 @@ class PrivateOptimizer(Optimizer):
     def attach_step_hook(self, hook: Hook) -> None:
         """Adds a hook: `hook(self)` runs in each real step, before it is counted and gets noise.
 
-        If a hook raises, the step is not taken and not counted. The engine counts by itself, so an
-        accountant of your own is attached beside it, and a hook that counts in the engine's
-        accountant is refused in the step, which would be counted twice.
+        If a hook raises, or changes a gradient, the step is not taken and not counted. The engine
+        counts by itself, so an accountant of your own is attached beside it, and a hook that counts
+        in the engine's accountant is refused in the step, which would be counted twice.
         """
         if not callable(hook):
             raise WrongType(f"hook is {shown(hook)}: give a function of the optimizer")
@@ -186,6 +192,8 @@ class PrivateOptimizer(Optimizer):
         """What the account calls before it counts a step."""
         for hook in self._hooks:
             hook(self)
+        if self._hooks and self.model.policy is not None:
+            self.model.refuse_unclipped()
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """The next `step()` belongs to a microbatch that is not the last one of its draw."""

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
+from torch.nn import Parameter, functional
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dp_clipping.capture.batch import tensors_of
@@ -25,6 +27,10 @@ from dp_clipping.layers.tensor_parallel import local
 UNSURE = "unsure"
 NETWORK = "\0"  # no module has this name: the network's outputs
 
+DROPOUTS = {
+    torch.dropout, functional.dropout, functional.dropout1d, functional.dropout2d,
+    functional.dropout3d, functional.alpha_dropout, functional.feature_alpha_dropout,
+}  # fmt: skip
 OF_SOME_NUMBERS = ("bernoulli", "bernoulli_", "multinomial", "binary_cross_entropy", "poisson",
                    "binomial")  # fmt: skip
 
@@ -278,15 +284,31 @@ def _if_flattened(x: Tensor, batch_size: int) -> Tensor:
     return x if flattened else torch.empty_like(x, device="meta")
 
 
+class _NoDropout(TorchFunctionMode):
+    """Functional dropout, and that of attention, is none."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in DROPOUTS:
+            return args[0]
+        if function is scaled_dot_product_attention:
+            args, kwargs = args[:4], {**(kwargs or {}), "dropout_p": 0.0, **_causal(args)}
+        return function(*args, **(kwargs or {}))
+
+
+def _causal(args: tuple) -> dict[str, bool]:
+    return {"is_causal": args[5]} if len(args) > 5 else {}
+
+
 @contextmanager
 def without_dropout(network: nn.Module) -> Iterator[None]:
-    """Dropout would make the same sample look different in the two runs."""
+    """Dropout would make the same sample look different in two runs."""
     dropouts = [m for m in network.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
     before = [m.training for m in dropouts]
     for module in dropouts:
         module.training = False
     try:
-        yield
+        with _NoDropout():
+            yield
     finally:
         for module, training in zip(dropouts, before, strict=True):
             module.training = training

@@ -23,6 +23,11 @@ OF_OUTPUTS = (
     "the loss of a sample depends on the outputs of other samples (a contrastive loss, a "
     f"normalisation over the batch): {REMEDY}"
 )
+OF_SIZE = (
+    "the loss of a sample depends on how many samples the batch has, or on its place among them (a "
+    "division by the size of the batch, for example): per-sample gradients need a loss for each "
+    "sample alone; return that, and the mean is taken by loss_reduction='mean'"
+)
 REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError)
 
 
@@ -127,7 +132,7 @@ class Exchange:
     """Calls a criterion with other samples in the places of some.
 
     Args:
-        per_sample: the call: arguments to losses [B].
+        per_sample: the call: arguments, and `shape`, to losses [B].
         state: of the user's criterion, which is put back.
         args, kwargs: of the user's call.
         size: B.
@@ -148,7 +153,7 @@ class Exchange:
             for _ in tensors_of(value)
         ]
         self._flat = None if shape is None else shape[0] * shape[1]
-        self._batch_first = batch_first
+        self._batch_first, self._shape = batch_first, shape
         if shape is None:
             graded = [x for x in self._tensors if x.requires_grad and size not in x.shape]
             flat = [x.shape[0] for x in graded if x.dim() and x.shape[0] % size == 0]
@@ -158,6 +163,7 @@ class Exchange:
             x.dim() and not places[n] and not x.is_floating_point()
             for n, x in enumerate(self._tensors)
         )
+        self._ragged = ragged
         self._places = {
             n: found
             for n, found in places.items()
@@ -168,16 +174,42 @@ class Exchange:
         """Raises ValueError if a sample's loss depends on others."""
         with state_kept(self._state):
             base = self._run({})
-        first = {n: found[0] for n, found in self._places.items()}
+        places = first = {n: found[0] for n, found in self._places.items()}
         for which, stays in enumerate(halves(self._size, number)):
             rows = company(stays, number + which)
             if self._agrees(base, first, rows) is not True:
-                self._find(base, first, rows)
+                places = self._find(base, first, rows)
+        if places and not self._ragged:
+            self._check_size(base, places)
 
-    def _find(self, base: dict, first: dict[int, Layout], rows: list[int]) -> None:
-        """Which argument it is; its samples may also lie otherwise than was tried first."""
+    def _check_size(self, base: dict, places: dict[int, Layout]) -> None:
+        """With one sample more, in front, all have other places among more."""
+        with state_kept(self._state):
+            try:
+                more = self._run(places, [self._size - 1, *range(self._size)])
+            except (*REFUSALS, TypeError):
+                return
+        kept = torch.ones(self._size, dtype=torch.bool, device=self._tensors[0].device)
+        more = {key: (values[1:], tolerance) for key, (values, tolerance) in more.items()}
+        if _agree(base, more, places, kept):
+            return
+        with state_kept(self._state), torch.random.fork_rng(self._devices()):
+            torch.manual_seed(0)
+            other = self._run({})
+        if _agree(base, other, places, kept):  # else it draws random numbers, here of another shape
+            raise ValueError(OF_SIZE)
+
+    def _devices(self) -> list[torch.device]:
+        device = self._tensors[0].device
+        return [device] if device.type == "cuda" else []
+
+    def _find(self, base: dict, first: dict[int, Layout], rows: list[int]) -> dict[int, Layout]:
+        """Which argument it is; its samples may also lie otherwise than was tried first.
+
+        Where they lie; nothing: it cannot be told.
+        """
         if not self._agrees(base, {}, rows):
-            return  # it draws numbers of its own: nothing can be told
+            return {}  # it draws numbers of its own
         chosen = {}
         for n, layouts in self._places.items():
             found = {layout: self._agrees(base, {n: layout}, rows) for layout in layouts}
@@ -187,6 +219,7 @@ class Exchange:
             chosen.update((n, layout) for layout in fits[:1])
         if chosen and self._agrees(base, chosen, rows) is False:
             self._refuse(min(chosen))
+        return chosen if len(chosen) == len(first) else {}
 
     def _refuse(self, n: int) -> None:
         if self._tensors[n].requires_grad:
@@ -226,8 +259,9 @@ class Exchange:
 
         Args:
             places: of the tensors that are given other samples.
-            rows: which sample of the batch stands in each place of those.
+            rows: which sample of the batch stands in each place of those; none: as they are.
         """
+        size = len(rows) or self._size
         numbers = iter(range(len(self._tensors)))
         leaves: dict[int, Tensor] = {}
 
@@ -242,19 +276,21 @@ class Exchange:
             leaves[n] = x.detach().requires_grad_()
             return leaves[n].clone()  # which the criterion may change in place
 
-        device = self._tensors[0].device
-        forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with forked, torch.enable_grad():
+        shape = self._shape and (size, *self._shape[1:])
+        with torch.random.fork_rng(self._devices()), torch.enable_grad():
             args, kwargs = map_tensors(changed, self._arguments)
-            losses = self._call(*args, **kwargs)
-            found = {"losses": summarised(losses.detach(), Layout(), self._size)}
+            losses = self._call(*args, shape=shape, **kwargs)
+            if losses.shape != (size,):
+                raise ValueError(f"{tuple(losses.shape)} losses of {size} samples")
+            found = {"losses": summarised(losses.detach(), Layout(), size)}
             if losses.requires_grad and leaves:
                 gradients = torch.autograd.grad(
                     losses.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
                 )
                 for n, gradient in zip(leaves, gradients, strict=True):
-                    for layout in self._places.get(n, ()):
-                        found[n, layout] = summarised(gradient, layout, self._size)
+                    known = (places[n],) if n in places else self._places.get(n, ())
+                    for layout in known:
+                        found[n, layout] = summarised(gradient, layout, size)
         return found
 
 

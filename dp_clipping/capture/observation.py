@@ -42,10 +42,12 @@ class Seen:
         summaries: (layer, what, number of its call) -> [B, SIGNS + 1], in the order of the run;
             `what` is `"input"`, `"output"` (of the network) or `"gradient"`.
         tolerances: of the same.
+        is_random: the network has drawn random numbers.
     """
 
     summaries: dict[tuple[str, str, int], Tensor] = field(default_factory=dict)
     tolerances: dict[tuple[str, str, int], float] = field(default_factory=dict)
+    is_random: bool = False
 
     def add(self, name: str, what: str, summary: Tensor, dtype: torch.dtype) -> None:
         number = 0
@@ -70,6 +72,7 @@ class Observer:
         layouts_of: Callable[[list[Tensor]], Sequence[Layout | None]],
         scale: Tensor,
         seed: int | None = None,
+        drawn: int = 0,
     ) -> Seen:
         """What is seen in a forward, and in a backward from random gradients of the outputs.
 
@@ -79,16 +82,18 @@ class Observer:
             scale: [B], what each sample's gradients are multiplied by.
             seed: of errors that are put on the layers' outputs and their gradients, of the size of
                 rounding; None: none are.
+            drawn: gradients are drawn for so many samples, and the last `batch_size` of them given.
         """
         seen = Seen()
         rounding = None
         if seed is not None:
             rounding = torch.Generator(self._capture.anchor.device).manual_seed(seed)
-        modules = self._capture.network.modules() if self._capture.sharding is None else ()
+        modules = list(self._capture.network.modules()) if self._capture.sharding is None else ()
         with untouched(modules), torch.enable_grad():
             args, kwargs = arguments
             device = self._capture.anchor.device.type
             with self._watched(seen, batch_size, rounding) as anchors:
+                before = _states(modules, self._capture.anchor.device)
                 outputs = tensors_of(self._capture.network(*args, **kwargs))
                 starts = []
                 for output, layout in zip(outputs, layouts_of(outputs), strict=True):
@@ -97,7 +102,7 @@ class Observer:
                     y = local(output)
                     seen.add("", "output", summary(y, layout, batch_size), y.dtype)
                     if output.requires_grad and y.is_floating_point():
-                        gradient = self._gradient(output, y, layout, batch_size, scale)
+                        gradient = self._gradient(output, y, layout, scale, drawn)
                         starts.append((output, gradient))
                 anchors.append(self._anchor(torch.float32, self._capture.anchor.device))
                 if starts:
@@ -115,6 +120,7 @@ class Observer:
                         except BaseException:
                             flush_ready_nodes()
                             raise
+                seen.is_random = _states(modules, self._capture.anchor.device) != before
         return seen
 
     @contextmanager
@@ -187,15 +193,17 @@ class Observer:
         return self._anchors[dtype, device]
 
     def _gradient(
-        self, output: Tensor, y: Tensor, layout: Layout, batch_size: int, scale: Tensor
+        self, output: Tensor, y: Tensor, layout: Layout, scale: Tensor, drawn: int
     ) -> Tensor:
         """Random numbers of the output's shape, the same in each run, of a norm of 1 a sample."""
         draw = torch.Generator(y.device).manual_seed(0)
-        gradient = torch.randn(y.shape, generator=draw, device=y.device, dtype=torch.float32)
-        rows = layout.batch_first(gradient, batch_size)
-        factors = scale.to(gradient).view(-1, *[1] * (rows.dim() - 1))
+        size = len(scale)
+        shape = layout.batch_first(y.detach(), size).shape[1:]
+        shape = (max(size, drawn), *shape)
+        rows = torch.randn(shape, generator=draw, device=y.device, dtype=torch.float32)[-size:]
+        factors = scale.to(rows).view(-1, *[1] * (rows.dim() - 1))
         rows.mul_(factors / max(1, rows[0].numel()) ** 0.5)
-        gradient = gradient.to(y.dtype)
+        gradient = layout.restore(rows).to(y.dtype)
         if is_sharded(output):
             gradient = type(output).from_local(gradient, output.device_mesh, output.placements)
         return gradient
@@ -246,6 +254,21 @@ def expanded_output(handle: Handle, layouts: Sequence[Layout], output: Any, batc
     if handle.kind != "vectorized" or not any(x.kind == "shared" for x in layouts):
         return output
     return tree_map(lambda y: expand_shared(y, batch_size) if isinstance(y, Tensor) else y, output)
+
+
+def _states(modules: Iterable[nn.Module], device: torch.device) -> list[Any]:
+    """Of torch's generators, Python's, NumPy's and those that modules hold: to be compared."""
+    values = [value for module in modules for value in vars(module).values()]
+    states = [torch.get_rng_state()]
+    states += [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    states += [value.get_state() for value in values if isinstance(value, torch.Generator)]
+    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else ()
+    return [
+        *(x.tolist() for x in states),
+        random.getstate(),
+        *map(str, numpy[2:]),
+        *map(bytes, numpy[1:2]),
+    ]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dp_clipping.capture.batch import Batch
 from dp_clipping.capture.capture import Capture
+from dp_clipping.capture.layout_search import without_dropout
 from dp_clipping.capture.observation import SIGNS, Observer, Seen
 from dp_clipping.layers.batch_layout import Layout
 
@@ -27,16 +28,16 @@ PART = 8  # samples of a check in between
 LARGE = 1024.0
 REPEATS, ROUNDINGS = 5, 4.0  # of a run with errors; a change is one if it is so many times larger
 CAUSES = {
-    "input": "what {layer} sees of a sample depends on the other samples of the batch (a mean over "
-    "the batch, for example), so the sample has no gradient of its own; use statistics of the "
-    "sample, or fixed ones",
+    "input": "what {layer} sees of a sample depends on the other samples of the batch, or on "
+    "how many there are (a mean over the batch, for example), so the sample has no gradient of its "
+    "own; use statistics of the sample, or fixed ones",
     "output": "what the end of the network sees of a sample depends on the other samples of the "
-    "batch (a mean over the batch, for example), so the sample has no gradient of its own; use "
-    "statistics of the sample, or fixed ones",
+    "batch, or on how many there are (a mean over the batch, for example), so the sample has no "
+    "gradient of its own; use statistics of the sample, or fixed ones",
     "gradient": "the gradient that {layer} is given for a sample depends on the other samples of "
-    "the batch (outputs centred over the batch, or a hook that normalises gradients over it, for "
-    "example), so the sample has no gradient of its own; use statistics of the sample, or fixed "
-    "ones",
+    "the batch, or on how many there are (outputs centred over the batch, or a hook that "
+    "normalises gradients over it, for example), so the sample has no gradient of its own; use "
+    "statistics of the sample, or fixed ones",
 }
 
 Layouts = Sequence[Layout | None]
@@ -110,6 +111,29 @@ class Company:
             with suppress(ArithmeticError, LookupError, AssertionError, RuntimeError):
                 larger = self._run(batch.with_factor(rows[place], LARGE), rows, stays)
                 self._compare(batch, rows, stays, base, larger)
+        self._check_size(batch, rows)
+
+    def _check_size(self, batch: Batch, rows: list[int]) -> None:
+        """With one sample more, in front, all have other places among more.
+
+        Random numbers of another shape are others. Dropout is off, therefore, and a network that
+        draws numbers then is not compared.
+        """
+        size = len(rows)
+        try:
+            with without_dropout(self._capture.network):
+                base = self._run(batch, rows, drawn=size + 1)
+                stays = [False] + [True] * size
+                more = self._run(batch, [rows[-1], *rows], stays, drawn=size + 1)
+        except Exception:
+            if self._capture.sharding is not None:
+                raise
+            return  # it cannot run with so many: nothing can be told
+        if base.is_random or more.is_random:
+            more.summaries = {}
+        more.summaries = {key: values[1:] for key, values in more.summaries.items()}
+        with without_dropout(self._capture.network):
+            self._compare(batch, rows, [True] * size, base, more, drawn=size + 1)
 
     def check_batch(self, batch: Batch, number: int, whole: bool) -> None:
         """About half of the samples are exchanged: which ones differs from check to check.
@@ -140,16 +164,25 @@ class Company:
         rows: list[int],
         stays: list[bool] | None = None,
         seed: int | None = None,
+        drawn: int = 0,
     ) -> Seen:
         scale = torch.ones(len(rows))
         if stays is not None:
             others = torch.tensor([4.0, -2.0, 0.25, -1.0]).repeat(len(rows) // 4 + 1)[: len(rows)]
             scale = torch.where(torch.tensor(stays), scale, others)
         scale = scale.to(self._capture.anchor.device)
-        return self._observer.run(batch.with_rows(rows), len(rows), self._layouts_of, scale, seed)
+        return self._observer.run(
+            batch.with_rows(rows), len(rows), self._layouts_of, scale, seed, drawn
+        )
 
     def _compare(
-        self, batch: Batch, rows: list[int], stays: list[bool], base: Seen, beside: Seen
+        self,
+        batch: Batch,
+        rows: list[int],
+        stays: list[bool],
+        base: Seen,
+        beside: Seen,
+        drawn: int = 0,
     ) -> None:
         """`base` is of these rows of the batch, `beside` of a run with others where none stays.
 
@@ -159,7 +192,7 @@ class Company:
         kept = torch.tensor(stays, device=self._capture.anchor.device)
         differ = _different(base, beside, kept)
         if self._on_any_rank(bool(differ)):
-            again = [self._run(batch, rows, seed=seed) for seed in range(REPEATS)]
+            again = [self._run(batch, rows, seed=seed, drawn=drawn) for seed in range(REPEATS)]
             differ = [key for key in differ if _is_larger(key, base, beside, again, kept)]
         self._refuse(differ[0] if differ else None)
 

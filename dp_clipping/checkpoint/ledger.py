@@ -128,11 +128,24 @@ class Account:
 
     def epsilon(self, delta: float) -> float:
         """ε at this δ; infinite if a step had no noise."""
+        self._refuse_lost()
         if any(sigma == 0 for sigma, _, _ in self.history):
             return math.inf
         if not self.history:
             return 0.0
         return max(0.0, float(self.accountant.get_epsilon(delta)))
+
+    def _refuse_lost(self) -> None:
+        """Raises RuntimeError if the accountant's history no longer has what was counted."""
+        counted: Counter[tuple[float, float]] = Counter()
+        for _, history in self._parts.values():
+            counted += _totals(history)
+        if lost := counted - _totals(self.history):
+            raise RuntimeError(
+                f"engine.accountant has lost {lost.total()} steps that this engine has counted: "
+                "its history was changed or loaded from elsewhere; load with "
+                "engine.load_checkpoint, which keeps them"
+            )
 
     def replace(self, accountant: "IAccountant") -> None:
         """Let another accountant count from here on.
@@ -180,6 +193,7 @@ class Account:
         Raises:
             RuntimeError: if it was made with another σ, sample rate or C, or of another draw.
         """
+        self._refuse_lost()
         self._note_others()
         if not key_is_fixed and self._holds(step):
             return
@@ -226,6 +240,7 @@ class Account:
 
     def parts(self) -> Parts:
         """For a checkpoint."""
+        self._refuse_lost()
         self._note_others()
         return deepcopy(self._parts)
 

@@ -270,6 +270,49 @@ def test_a_step_whose_hook_failed_is_not_counted_and_may_be_made():
     assert [n for _, _, n in run.engine.accountant.history] == [2]
 
 
+def test_a_hook_that_changes_a_gradient_is_refused(run):
+    run.optimizer.attach_step_hook(lambda _: run.model.network[2].bias.grad.mul_(100))
+    engine.backward(run, BATCH)
+    before = engine.parameters(run)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        run.optimizer.step()
+    assert all(map(torch.equal, before, engine.parameters(run)))
+    assert run.engine.accountant.history == []
+
+
+def test_hooks_of_torch_see_the_noisy_gradient(run):
+    seen = []
+    run.optimizer.register_step_pre_hook(lambda *_: seen.append(run.model.step_is_open))
+    run.optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    engine.step(run)
+    assert seen == [False, "after"]
+    with pytest.raises(AttributeError, match="no attribute 'unknown'"):
+        run.optimizer.unknown  # noqa: B018
+
+
+LOSSES_OF_STEPS = {
+    "cleared": lambda accountant: accountant.history.clear(),
+    "replaced": lambda accountant: setattr(accountant, "history", []),
+    "edited": lambda accountant: accountant.history.__setitem__(0, (100.0, 0.25, 1)),
+    "loaded": lambda accountant: accountant.load_state_dict(create_accountant("rdp").state_dict()),
+}
+
+
+@pytest.mark.parametrize("lose", LOSSES_OF_STEPS)
+def test_a_history_that_lost_steps_gives_no_epsilon(lose, path):
+    run = engine.build(noise_generator=None)
+    engine.step(run)
+    LOSSES_OF_STEPS[lose](run.engine.accountant)
+    save = {"path": path, "module": run.model, "optimizer": run.optimizer}
+    for use in (
+        lambda: run.engine.get_epsilon(1e-5),
+        lambda: run.engine.save_checkpoint(**save),
+        lambda: engine.step(run),
+    ):
+        with pytest.raises(RuntimeError, match="has lost 1 steps that this engine has counted"):
+            use()
+
+
 def test_an_accountant_that_forgets_steps_is_refused(run):
     engine.step(run)
     with pytest.raises(ValueError, match="lacks 1 steps that this engine has counted"):

@@ -23,6 +23,7 @@ class Function(nn.Module):
         super().__init__()
         self.function = function
         self.first, self.second, self.norm = nn.Linear(5, 5), nn.Linear(5, 3), nn.LayerNorm(5)
+        self.drop, self.draws = nn.Dropout(0.5), torch.Generator()
 
     def forward(self, x):
         return self.function(self, x)
@@ -88,7 +89,25 @@ def over(function):
     return forward
 
 
+def by_number(net, x):
+    """Only the gradients are divided by it."""
+    h = net.first(x)
+    return net.second(h / len(h) + (h - h / len(h)).detach())
+
+
+def with_dropout(net, x):
+    return net.second(net.drop(net.first(x)) / len(x))
+
+
 MIXING = {
+    "their number": (lambda net, x: net.second(net.first(x)) / len(x), "end of"),
+    "their number, by root": (lambda net, x: net.second(net.first(x) * len(x) ** 0.5), "second"),
+    "gradients by their number": (by_number, "first"),
+    "their number, after dropout": (with_dropout, "second"),
+    "their places": (
+        lambda net, x: net.second(net.first(x) * torch.arange(len(x))[:, None]),
+        "second",
+    ),
     "centred inputs": (lambda net, x: net.second(net.first(x - x.mean(0))), "first"),
     "a softmax over the batch": (lambda net, x: net.second(net.first(x).softmax(0)), "second"),
     "the batch's largest": (lambda net, x: net.second(net.first(x) / x.amax()), "second"),
@@ -255,6 +274,9 @@ APART = {
     "stochastic depth": lambda: Function(
         lambda net, x: net.second(x + (torch.rand(len(x), 1) > 0.5) * net.first(x))
     ),
+    "noise of its own generator": lambda: Function(
+        lambda net, x: net.second(net.first(x) + torch.randn(x.shape, generator=net.draws).to(x))
+    ),
     "unseeded noise": lambda: Function(
         lambda net, x: net.second(net.first(x) + float.fromhex(f"0x{os.urandom(4).hex()}") / 2**32)
     ),
@@ -331,8 +353,10 @@ ACROSS = {
     "its own": (plain, None),
     "a log": (logged, None),
     "a weight that grows": (annealed, None),
-    "the size": (lambda c, o, t: plain(c, o, t) / len(o), None),
+    "their number": (lambda c, o, t: plain(c, o, t) / len(o), OF_OTHERS + "how many"),
+    "their places": (lambda c, o, t: plain(c, o, t) * torch.arange(1, len(o) + 1), OF_OTHERS),
     "noise": (lambda c, o, t: (o - t + torch.randn_like(o)).square().sum(1), None),
+    "noise of Python": (lambda c, o, t: plain(c, o, t) * random.random(), None),
 }
 
 

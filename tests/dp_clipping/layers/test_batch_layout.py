@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from dp_clipping.layers.batch_layout import FEW, MORE, Layout, find_layout
 from tests.dp_clipping.conftest import MODES, assert_close, clipped_sums, private
@@ -201,3 +202,20 @@ def test_picking_rows_is_harmless_where_samples_stay_apart():
     batch = zoo.numbers(B, T, P, out=(T, P))
     expected = clipped_sums(private(net_of(lambda net, x: net.layer(x))), batch)
     assert_close(clipped_sums(private(net_of(function)), batch), expected, 1e-6)
+
+
+@pytest.mark.parametrize("attention", [False, True])
+def test_functional_dropout_before_a_flattened_layer(attention):
+    """Values tell where samples are; dropout would make them others in each run."""
+
+    def function(net, x):
+        x = x.unflatten(1, (T, P))
+        if attention:
+            x = functional.scaled_dot_product_attention(x, x, x, None, 0.5, False)
+        x = net.layer(functional.dropout(x, 0.5, training=net.training))
+        return net.layer(functional.dropout(x, 0.5).flatten(0, 1)).unflatten(0, (-1, T))
+
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model = private(net_of(function))
+        assert model(torch.randn(3, T * P)).shape == (3, T, P)
