@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dp_clipping.capture.batch import map_tensors, tensors_of
 from dp_clipping.capture.carried import kept as state_kept
-from dp_clipping.capture.observation import SIGNS, TOLERANCE, TOLERANCES, summary
+from dp_clipping.capture.observation import SIGNS, TOLERANCE, TOLERANCES, generator_states, summary
 from dp_clipping.capture.state import State
 from dp_clipping.layers.batch_layout import Layout
 
@@ -183,7 +183,10 @@ class Exchange:
             self._check_size(base, places)
 
     def _check_size(self, base: dict, places: dict[int, Layout]) -> None:
-        """With one sample more, in front, all have other places among more."""
+        """With one sample more, in front, all have other places among more.
+
+        Random numbers of another shape are others: what draws some is not compared.
+        """
         with state_kept(self._state):
             try:
                 more = self._run(places, [self._size - 1, *range(self._size)])
@@ -191,12 +194,7 @@ class Exchange:
                 return
         kept = torch.ones(self._size, dtype=torch.bool, device=self._tensors[0].device)
         more = {key: (values[1:], tolerance) for key, (values, tolerance) in more.items()}
-        if _agree(base, more, places, kept):
-            return
-        with state_kept(self._state), torch.random.fork_rng(self._devices()):
-            torch.manual_seed(0)
-            other = self._run({})
-        if _agree(base, other, places, kept):  # else it draws random numbers, here of another shape
+        if not self._is_random and not _agree(base, more, places, kept):
             raise ValueError(OF_SIZE)
 
     def _devices(self) -> list[torch.device]:
@@ -279,7 +277,9 @@ class Exchange:
         shape = self._shape and (size, *self._shape[1:])
         with torch.random.fork_rng(self._devices()), torch.enable_grad():
             args, kwargs = map_tensors(changed, self._arguments)
+            before = generator_states((), self._tensors[0].device)
             losses = self._call(*args, shape=shape, **kwargs)
+            self._is_random = generator_states((), self._tensors[0].device) != before
             if losses.shape != (size,):
                 raise ValueError(f"{tuple(losses.shape)} losses of {size} samples")
             found = {"losses": summarised(losses.detach(), Layout(), size)}

@@ -93,7 +93,7 @@ class Observer:
             args, kwargs = arguments
             device = self._capture.anchor.device.type
             with self._watched(seen, batch_size, rounding) as anchors:
-                before = _states(modules, self._capture.anchor.device)
+                before = generator_states(modules, self._capture.anchor.device)
                 outputs = tensors_of(self._capture.network(*args, **kwargs))
                 starts = []
                 for output, layout in zip(outputs, layouts_of(outputs), strict=True):
@@ -120,7 +120,7 @@ class Observer:
                         except BaseException:
                             flush_ready_nodes()
                             raise
-                seen.is_random = _states(modules, self._capture.anchor.device) != before
+                seen.is_random = generator_states(modules, self._capture.anchor.device) != before
         return seen
 
     @contextmanager
@@ -256,7 +256,7 @@ def expanded_output(handle: Handle, layouts: Sequence[Layout], output: Any, batc
     return tree_map(lambda y: expand_shared(y, batch_size) if isinstance(y, Tensor) else y, output)
 
 
-def _states(modules: Iterable[nn.Module], device: torch.device) -> list[Any]:
+def generator_states(modules: Iterable[nn.Module], device: torch.device) -> list[Any]:
     """Of torch's generators, Python's, NumPy's and those that modules hold: to be compared."""
     values = [value for module in modules for value in vars(module).values()]
     states = [torch.get_rng_state()]

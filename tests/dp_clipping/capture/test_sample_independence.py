@@ -356,6 +356,7 @@ ACROSS = {
     "their number": (lambda c, o, t: plain(c, o, t) / len(o), OF_OTHERS + "how many"),
     "their places": (lambda c, o, t: plain(c, o, t) * torch.arange(1, len(o) + 1), OF_OTHERS),
     "noise": (lambda c, o, t: (o - t + torch.randn_like(o)).square().sum(1), None),
+    "dropout": (lambda c, o, t: plain(c, nn.functional.dropout(o, 0.02), t), None),
     "noise of Python": (lambda c, o, t: plain(c, o, t) * random.random(), None),
 }
 
