@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dp_clipping.capture.batch import tensors_of
 from dp_clipping.capture.carried import Carried
 from dp_clipping.capture.losses import Exchange
 from dp_clipping.capture.observation import same_generators
@@ -160,9 +161,12 @@ class PrivateCriterion:
         session = self.model.last_session
         if session is None:
             raise RuntimeError("the criterion was called before the private model's forward")
+        if session.is_empty:
+            losses = self._of_no_samples(args, kwargs)
+            return PrivateLoss(self.model, session, losses, self.loss_reduction)
         with self._carried.checked(args, kwargs, "the criterion"):
             losses = self._per_sample(*args, shape=shape, **kwargs)
-        expected = 0 if session.is_empty else session.batch_size
+        expected = session.batch_size
         if losses.dim() != 1 or len(losses) != expected:
             raise ValueError(
                 f"the criterion gave losses of shape {tuple(losses.shape)} for {expected} samples: "
@@ -178,6 +182,11 @@ class PrivateCriterion:
             )  # fmt: skip
             exchange.check(session.watched.number)
         return PrivateLoss(self.model, session, losses, self.loss_reduction)
+
+    def _of_no_samples(self, args: tuple, kwargs: dict) -> Tensor:
+        """Losses [0] of an empty draw, which many criterions (CTC) cannot be called with."""
+        sums = [x.float().sum() for x in tensors_of((args, kwargs)) if x.requires_grad]
+        return (sum(sums[1:], sums[0]) if sums else torch.zeros(())).expand(0)
 
     def _per_sample(self, *args: Any, shape: tuple[int, ...] | None, **kwargs: Any) -> Tensor:
         losses = self._unreduced(*args, **kwargs)

@@ -441,6 +441,19 @@ def test_ctc_is_not(length, joined):
     assert len(model.per_sample_gradient_norms) == 4
 
 
+def test_a_criterion_is_not_called_for_an_empty_draw():
+    """CTC refuses to be."""
+    model = private(nn.Linear(4, 5))
+    loss = PrivateCriterion(model, nn.CTCLoss(), "mean")
+    lengths = torch.zeros(0, dtype=torch.long)
+    outputs = model(torch.randn(0, 6, 4)).log_softmax(-1).transpose(0, 1)
+    found = loss(outputs, torch.zeros(0, 2, dtype=torch.long), lengths, lengths)
+    found.backward()
+    assert found.item() == 0
+    assert model.per_sample_gradient_norms.shape == (0,)
+    assert all(not p.grad.any() for p in model.parameters())
+
+
 @pytest.mark.parametrize("name", ["t5", "deberta"])
 def test_a_position_bias_shared_by_all_samples_is_named(name):
     transformers = pytest.importorskip("transformers")
