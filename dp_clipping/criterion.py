@@ -10,6 +10,7 @@ from dp_clipping.capture.batch import tensors_of
 from dp_clipping.capture.carried import Carried
 from dp_clipping.capture.losses import Exchange
 from dp_clipping.capture.observation import same_generators
+from dp_clipping.kinds import WrongType, shown
 from dp_clipping.model import PrivateModel
 
 REDUCTIONS = ("mean", "sum")
@@ -189,7 +190,11 @@ class PrivateCriterion:
         return (sum(sums[1:], sums[0]) if sums else torch.zeros(())).expand(0)
 
     def _per_sample(self, *args: Any, shape: tuple[int, ...] | None, **kwargs: Any) -> Tensor:
+        if shape is not None and not (isinstance(shape, tuple) and len(shape) > 1):
+            raise WrongType(f"shape is {shown(shape)}: give outputs.shape, before it is flattened")
         losses = self._unreduced(*args, **kwargs)
+        if not isinstance(losses, Tensor):
+            raise WrongType(f"the criterion returned {shown(losses)}: give a tensor [batch]")
         if shape is not None and losses.dim() == 1 and losses.shape[0] == shape[0] * shape[1]:
             losses = losses.view(shape[0], shape[1])
         if losses.dim() < 2:

@@ -507,6 +507,15 @@ def test_flattened_losses_of_single_samples_are_not():
     assert len(model.per_sample_gradient_norms) == 4
 
 
+@pytest.mark.parametrize("returned", [None, 1.0, (torch.ones(4),), {"loss": 1}])
+def test_a_criterion_that_returns_no_tensor_is_named(returned):
+    loss = PrivateCriterion(private(nn.Linear(5, 3)), lambda o: returned, "mean")
+    with pytest.raises(TypeError, match="the criterion returned"):
+        loss(loss.model(torch.randn(4, 5)))
+    with pytest.raises(TypeError, match="shape is"):
+        loss(loss.model(torch.randn(4, 5)), shape=(4,))
+
+
 def test_a_gradient_scaler_is_refused():
     model = private(nn.Linear(5, 3))
     x = torch.randn(4, 5)
