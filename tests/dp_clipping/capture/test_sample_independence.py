@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.capture.batch import tensors_of
+from dp_clipping.capture.observation import WHOLE, summary
 from dp_clipping.criterion import PrivateCriterion
+from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.validation import check_module
 from tests.dp_clipping.conftest import private
 from tests.support import zoo
@@ -623,3 +625,16 @@ def test_checks_may_be_skipped_for_a_measurement(skips):
     for _ in range(3):  # 2, 3 and 4
         model(x)
     assert (len(FORWARDS) == 3) == skips
+
+
+def test_a_summary_tells_large_whole_numbers_apart():
+    """Also token ids beyond what float32 holds; their company moves nothing but the last bits."""
+    x = torch.randint(2**30, (3, 1000), generator=torch.Generator().manual_seed(0))
+    other = x.clone()
+    other[1, 500] += 1
+    one, two = (summary(ids, Layout("dimension", 0), 3) for ids in (x, other))
+    assert torch.equal(one[0], two[0])
+    room = WHOLE * one[1, -1]
+    assert bool(((one[1] - two[1]).abs() > room).any())
+    alone = summary(x[:1], Layout("dimension", 0), 1)
+    assert bool(((alone[0] - one[0]).abs() <= WHOLE * one[0, -1]).all())
