@@ -227,7 +227,8 @@ class Exchange:
         raise ValueError(
             f"the loss of a sample depends on what {argument} of the criterion has of other "
             f"samples (class weights or a count of the whole batch, for example): {REMEDY}; "
-            "compute such numbers from public data, once"
+            "compute such numbers from public data, once; give what is the same for every batch "
+            "to the criterion itself, as nn.CrossEntropyLoss(weight=...) or by functools.partial"
         )
 
     def _agrees(self, base: dict, places: dict[int, Layout], rows: list[int]) -> bool | None:
