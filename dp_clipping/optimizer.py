@@ -85,7 +85,7 @@ class PrivateOptimizer(Optimizer):
         self._count, self._agreement = count, agreement
         self._noise_key = noise_key
         self._process = os.getpid()
-        self._is_stepping = False
+        self._is_stepping = self._is_in_hooks = False
         self._skip_next = False
         self._is_prepared = False  # `.grad` holds what the optimizer applies
         self._places: list[Place | None] | None = None  # of this rank's parts, if it has parts
@@ -190,8 +190,17 @@ class PrivateOptimizer(Optimizer):
 
     def run_hooks(self) -> None:
         """What the account calls before it counts a step."""
-        for hook in self._hooks:
-            hook(self)
+        if self._is_in_hooks:
+            raise RuntimeError(
+                "a step hook calls step() or pre_step() of the optimizer that it is attached to: "
+                "it runs within that step; call step() where the training loop does"
+            )
+        self._is_in_hooks = True
+        try:
+            for hook in self._hooks:
+                hook(self)
+        finally:
+            self._is_in_hooks = False
         if self._hooks and self.model.policy is not None:
             self.model.refuse_unclipped()
 

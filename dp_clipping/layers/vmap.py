@@ -59,6 +59,12 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         rest[:] = [[None if isinstance(y, Tensor) else y for y in outputs], shape]
         found = [y for y in outputs if isinstance(y, Tensor)]
         rest.append([n for n, y in enumerate(outputs) if isinstance(y, Tensor)])
+        if len(found) != len(out_layouts):
+            raise ValueError(
+                f"{handle.name or 'the network'} ({type(self).__name__}) returns {len(found)} "
+                f"tensors, and {len(out_layouts)} when its samples were looked for: let it return "
+                "the same for every batch, or call model.forget_layouts() before one that differs"
+            )
         return tuple(
             y.squeeze(layout.dim) if layout.kind == "dimension" else y
             for y, layout in zip(found, out_layouts, strict=True)

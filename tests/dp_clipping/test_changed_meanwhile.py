@@ -280,6 +280,15 @@ def test_a_hook_that_changes_a_gradient_is_refused(run):
     assert run.engine.accountant.history == []
 
 
+@pytest.mark.parametrize("name", ["step", "pre_step"])
+def test_a_hook_that_steps_is_refused(run, name):
+    run.optimizer.attach_step_hook(lambda optimizer: getattr(optimizer, name)())
+    engine.backward(run, BATCH)
+    with pytest.raises(RuntimeError, match="it runs within that step"):
+        run.optimizer.step()
+    assert run.engine.accountant.history == []
+
+
 def test_hooks_of_torch_see_the_noisy_gradient(run):
     seen = []
     run.optimizer.register_step_pre_hook(lambda *_: seen.append(run.model.step_is_open))

@@ -161,6 +161,26 @@ def test_calls_that_are_refused(name):
         private(network())(*inputs())
 
 
+class Several(nn.Module):
+    """One output, or two."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.count = nn.Parameter(torch.ones(4)), 1
+
+    def forward(self, x):
+        return (x * self.scale,) * self.count
+
+
+def test_another_number_of_outputs_is_named():
+    model = private(nn.Sequential(Several()))
+    for _ in range(2):  # in these the samples are looked for
+        model(torch.randn(3, 4))
+    model.network[0].count = 2
+    with pytest.raises(ValueError, match=r"0 \(Several\) returns 2 tensors, and 1 when"):
+        model(torch.randn(3, 4))
+
+
 # ---- what surrounds the model --------------------------------------------------------------------
 
 
