@@ -1,4 +1,4 @@
-"""What implementations are called: in the table, in files, in the results.
+"""Names of implementations in the table, in files and in the results.
 
 A plug-in, `path/to/file.py:ClassName`, is called by its class where that is enough to tell it from
 every other implementation; else by file and class, then with as many folders as it takes. A

@@ -51,7 +51,7 @@ class Subject(_Pair):
     """
 
     title = ""
-    """What the implementation is called beside the others of a run, see `bench.names`. It does not
+    """Returns its name beside the others of a run, see `bench.names`. It does not
     count when subjects are compared."""
 
     def called(self, title: str) -> "Subject":
@@ -80,7 +80,7 @@ class Subject(_Pair):
 
     @property
     def name(self) -> str:
-        """What the implementation is called."""
+        """Returns the implementation's name."""
         return self.title or class_of(self.implementation)
 
     @property
@@ -274,7 +274,7 @@ def _names(options: argparse.Namespace) -> list[str]:
 
 
 def _import_place(name: str, error: ValueError) -> str:
-    """Where a plug-in's file failed, if that is what was wrong."""
+    """Says where a plug-in's file failed, if that is what was wrong."""
     if error.__cause__ is None:
         return ""
     file = str(plugin_file(name))

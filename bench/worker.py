@@ -109,7 +109,7 @@ def record_failure(settings: Settings, failed: dict) -> None:
 
 
 def describe_row(row: dict) -> str:
-    """Of a finished cell, for a line of progress."""
+    """Describes a finished cell, for a line of progress."""
     if row["status"] != OK:
         return f"{row['status']}: {row['reason']}"
     if row["kind"] == GATE:

@@ -74,7 +74,7 @@ class Arithmetic:
             self._adopt_order(self._order)
 
     def dtype_of(self, i: int) -> torch.dtype:
-        """Of the gradient of parameter `i`: the user's `grad_dtype`, or a wider one."""
+        """Returns the dtype of gradient `i`: the user's `grad_dtype`, or a wider one."""
         own = self._own_dtypes[i] or self._parameters_by_index[i].dtype
         return own if self._gradient_dtype is None else promote_types(own, self._gradient_dtype)
 

@@ -1,4 +1,4 @@
-"""What a step assumes of its parameters, and what is said when it does not hold.
+"""Checks what a step assumes of its parameters, and says so where it does not hold.
 
 They are those that were wrapped: an optimizer's step on a replaced or thawed parameter would use a
 gradient that nobody reduces. And they do not change between their gradient's arrival and the end of

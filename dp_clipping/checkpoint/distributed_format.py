@@ -20,7 +20,6 @@ ranks have all of it. Tensors are found by the parameter's name and lie wherever
 them: a checkpoint of four ranks loads on two, or in one process without any sharding.
 """
 
-import os
 import pickle
 import re
 import secrets
@@ -62,6 +61,7 @@ from dp_clipping.checkpoint.tensors import (
     take_tensors,
     with_tensors,
 )  # fmt: skip
+from dp_clipping.files import sync_folder
 from dp_clipping.noise.keys import read_keys, write_keys
 
 RUN_FILE = "run.pt"
@@ -169,21 +169,12 @@ def _write_run(path: Path, contents: State, run: Run, torch_kwargs: Mapping[str,
     beside = key_path(path)
     old = read_keys(beside)
     write_keys(beside, old if run.keys in old else [*old, run.keys])
-    _sync_folder(path / contents[OWN][TENSORS])
+    sync_folder(path / contents[OWN][TENSORS])  # torch syncs its files, not their names
     write_sealed(path / RUN_FILE, contents, run.keys, torch_kwargs)
     write_keys(beside, [run.keys])
     for other in path.iterdir():
         if FOLDER.fullmatch(other.name) and other.name != contents[OWN][TENSORS]:
             shutil.rmtree(other, ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """torch syncs the files; their names are to be on the disk before run.pt names the folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ---- loading -------------------------------------------------------------------------------------
