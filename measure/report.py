@@ -15,12 +15,11 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from xml.etree.ElementTree import Element
 
 from measure.command_line import Parser, ending_quietly, refuse
 from measure.files import write_atomically
 from measure.picture import read_picture
-from measure.report_page import details, element, facts, figure, note, page, table
+from measure.report_page import Block, page, table
 from measure.report_phases import PHASES, phase_tables
 from measure.report_tables import (
     PARTS,
@@ -111,15 +110,15 @@ def render(folder: Path) -> str:
     good = [cell for cell in cells if cell.status == OK]
     memory = memory_heading(good)
     sections = [
-        ("At a glance", [*_verdict(folder), _list("ul", findings(cells))]),
+        ("At a glance", [*_verdict(folder), ("list", findings(cells))]),
         ("Step time", _tables(cells, time_table, "Step time", time_legend(cells))),
         ("Parts of a step", _parts(good)),
         ("Phases", _phases(cells)),
         (memory, _tables(good, memory_table, memory, memory_legend(good))),
         ("Pictures", _pictures(folder)),
         ("What was not measured", _failures(cells)),
-        ("Environment", [facts(environment(cells))]),
-        ("Settings", [note("What all cells have in common."), facts(settings(cells))]),
+        ("Environment", [("facts", environment(cells))]),
+        ("Settings", [("note", "What all cells have in common."), ("facts", settings(cells))]),
         ("Commands", _commands(cells)),
         ("As text", _texts(folder, cells)),
     ]
@@ -127,11 +126,7 @@ def render(folder: Path) -> str:
     return page(title, subtitle(cells), [s for s in sections if s[1]])
 
 
-def _list(tag: str, lines: Sequence[str]) -> Element:
-    return element(tag, *(element("li", line) for line in lines))
-
-
-def _verdict(folder: Path) -> list[Element]:
+def _verdict(folder: Path) -> list[Block]:
     """`headline` and the `ranked` sentences of `verdict.json`, where the program has come to one.
 
     Raises:
@@ -147,7 +142,7 @@ def _verdict(folder: Path) -> list[Element]:
         raise ValueError(f"{path}: not a verdict; remove it, and run the program again") from None
     if headline is None:  # of another program
         return []
-    return [element("p", element("b", headline)), _list("ol", ranked)]
+    return [("headline", headline), ("ranking", ranked)]
 
 
 def _ordered(cells: Sequence[Cell]) -> list[Cell]:
@@ -166,66 +161,69 @@ def _ordered(cells: Sequence[Cell]) -> list[Cell]:
 
 def _tables(
     cells: Sequence[Cell], make: Callable[[Sequence[Cell]], Table], label: str, legend: str
-) -> list[Element]:
+) -> list[Block]:
     """One for each length of samples, below what their columns mean; none that is empty."""
     found = []
     for length in dict.fromkeys(cell.names.get(SECTION) for cell in cells):
         columns, rows = make([c for c in cells if c.names.get(SECTION) == length])
         if rows and length is not None:
-            found.append(element("h3", f"{length:,} tokens a sample"))
+            found.append(("heading", f"{length:,} tokens a sample"))
         found += [table(columns, rows, label)] if rows else []
-    return [note(legend), *found] if found else []
+    return [("note", legend), *found] if found else []
 
 
-def _parts(cells: Sequence[Cell]) -> list[Element]:
+def _parts(cells: Sequence[Cell]) -> list[Block]:
     columns, rows = part_table(cells) if cells else ([], [])
-    return [note(PARTS), table(columns, rows, "Parts of a step")] if rows else []
+    return [("note", PARTS), table(columns, rows, "Parts of a step")] if rows else []
 
 
-def _phases(cells: Sequence[Cell]) -> list[Element]:
+def _phases(cells: Sequence[Cell]) -> list[Block]:
     found = phase_tables(cells)
     titled = len(found) > 1
     made = []
     for name, (columns, rows) in found:
-        made += [element("h3", name)] if titled else []
+        made += [("heading", name)] if titled else []
         made.append(table(columns, rows, f"Phases of {name}"))
-    return [note(PHASES), *made] if made else []
+    return [("note", PHASES), *made] if made else []
 
 
-def _failures(cells: Sequence[Cell]) -> list[Element]:
+def _failures(cells: Sequence[Cell]) -> list[Block]:
     columns, rows = failure_table(cells)
     legend = (
         "Each attempt that failed, or could not be made here; others of a cell may have gone well."
     )
-    return [note(legend), table(columns, rows, "Failures")] if rows else []
+    return [("note", legend), table(columns, rows, "Failures")] if rows else []
 
 
-def _pictures(folder: Path) -> list[Element]:
+def _pictures(folder: Path) -> list[Block]:
     paths = [*sorted(folder.glob("*.png")), *sorted(folder.glob("*/*.png"))]
-    return [figure(read_picture(path), path.stem.replace("_", " ")) for path in paths]
+    return [
+        ("figure", {"name": path.stem.replace("_", " "), **vars(read_picture(path))})
+        for path in paths
+    ]
 
 
-def _commands(cells: Sequence[Cell]) -> list[Element]:
+def _commands(cells: Sequence[Cell]) -> list[Block]:
     """Each once, by the date of its first row."""
     dates: dict[tuple[str, ...], str] = {}
     for cell in cells:
         for command, date in cell.commands.items():
             dates[command] = min(date, dates.get(command, date))
     ordered = sorted(dates, key=lambda command: dates[command])
-    return [element("pre", shlex.join(command), class_="command") for command in ordered]
+    return [("command", shlex.join(command)) for command in ordered]
 
 
-def _texts(folder: Path, cells: Sequence[Cell]) -> list[Element]:
+def _texts(folder: Path, cells: Sequence[Cell]) -> list[Block]:
     """Plans of fused kernels, and the summary that the program has printed."""
     plans: dict[str, list[str]] = {}
     for cell in cells:
         if plan := cell.facts.get("plan"):
             plans.setdefault(str(plan), []).append(cell.label)
-    found = [details(f"Plan of {'; '.join(names)}", plan) for plan, names in plans.items()]
+    found = [(f"Plan of {'; '.join(names)}", plan) for plan, names in plans.items()]
     summary = folder / "summary.txt"
     if summary.is_file():
-        found.append(details("summary.txt", summary.read_text(errors="replace")))
-    return found
+        found.append(("summary.txt", summary.read_text(errors="replace")))
+    return [("details", title_and_text) for title_and_text in found]
 
 
 if __name__ == "__main__":
