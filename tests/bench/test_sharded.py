@@ -17,7 +17,7 @@ from lm import parallel
 from measure import Results
 from tests.bench.test_clipping import lines_of
 from tests.bench.test_profile import ranges
-from tests.support.benchmark_command import benchmark
+from tests.support.benchmark_command import PROGRESS, benchmark
 
 BOTH = ["--clipping", "none", "bookkeeping"]
 
@@ -229,7 +229,9 @@ def test_both_axes_on_four_ranks(tmp_path):
     assert run.returncode == 0, run.stderr
     for pair, line in lines_of(run.stdout).items():
         assert float(line.split()[2]) < 1e-6, pair
-    assert run.stderr == ""
+    lines = run.stderr.splitlines()
+    assert len(lines) == 2 * 3 * 2
+    assert all(PROGRESS.match(line) for line in lines), run.stderr
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from tracing import PHASES, load_trace, overlap, steps
 from tracing.intervals import difference, total
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 FIXTURES = {name: HERE / f"fixtures/gloo_{name}.json" for name in ("synchronous", "overlapped")}
 PARAMETERS, STEPS = 6, 2
 
@@ -178,8 +179,8 @@ def test_broken_file_is_named_on_one_line(tmp_path):
 @pytest.mark.slow
 def test_two_fresh_gloo_processes(tmp_path):
     """What PyTorch writes today still follows the rules."""
-    command = [sys.executable, str(HERE / "gloo_steps.py"), str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "tests/support/gloo_steps.py"), str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, env=environment, check=True, timeout=300)
     for rank in (0, 1):
         trace = load_trace(tmp_path / f"synchronous_rank_{rank}_trace.json")
