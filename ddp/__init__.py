@@ -2,7 +2,8 @@
 
 Read in this order: base.py (the seam), synchronous.py, individual.py, individual_v2.py, buckets.py,
 bucketed.py, copy_engine.py; none.py is the floor and torch_ddp.py the oracle. What a course can do
-without: ownership.py (several wrappers), watch.py (changed parameters), copies.py (deepcopy).
+without: ownership.py (several wrappers), watch.py (changed parameters), copies.py (deepcopy),
+torch_compat.py (private PyTorch interfaces).
 """
 
 import importlib.util

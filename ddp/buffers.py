@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.checks import in_messages
+from ddp.torch_compat import own_buffers, version_of
 
 
 class Buffers:
@@ -48,20 +49,20 @@ class Buffers:
         """Each buffer once, and where in the network it is."""
         places: dict[int, tuple[Tensor, list]] = {}
         for owner in self._module.modules():
-            for name, buffer in owner._buffers.items():
+            for name, buffer in own_buffers(owner).items():
                 if buffer is not None:
                     places.setdefault(id(buffer), (buffer, []))[1].append((owner, name))
         return places
 
     def _remember(self, buffers: list[Tensor]) -> None:
-        self._last = {id(b): (b, b._version) for b in buffers}
+        self._last = {id(b): (b, version_of(b)) for b in buffers}
 
     def _write(self, buffer: Tensor, values: Tensor, places: list[tuple[nn.Module, str]]) -> None:
         if id(buffer) not in self._last:
             new = torch.empty_like(buffer).copy_(values)
             for owner, name in places:
-                owner._buffers[name] = new
-        elif self._last[id(buffer)][1] == buffer._version:
+                own_buffers(owner)[name] = new
+        elif self._last[id(buffer)][1] == version_of(buffer):
             buffer.data.copy_(values)
         else:
             buffer.copy_(values)

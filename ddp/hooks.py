@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
+
+from ddp.torch_compat import at_end_of_backward
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -44,7 +45,7 @@ def register_hooks(wrapper: Any, parameters: Sequence[Parameter]) -> list:
                 return
             if not wrapper._in_backward:
                 wrapper._in_backward = True
-                Variable._execution_engine.queue_callback(end_of_backward)
+                at_end_of_backward(end_of_backward)
             wrapper._watch.accumulation_begins(parameter)
             wrapper.before_gradient(parameter)
 

@@ -12,10 +12,11 @@ one ring a tensor within the group, and the number of launches it saves depends 
 """
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ddp.base import DataParallel
 from ddp.buckets import Bucket, Gradient, mebibytes, plan_buckets
+from ddp.torch_compat import coalesced_all_reduce
 
 
 class IndividualV2DDP(DataParallel):
@@ -43,18 +44,3 @@ class IndividualV2DDP(DataParallel):
 
     def wait(self, bucket: Bucket, handle: dist.Work) -> None:
         handle.wait()
-
-
-def coalesced_all_reduce(
-    tensors: list[Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
-) -> dist.Work:
-    """Start one grouped all-reduce of `tensors` (one dtype, in place); `.wait()` on the result.
-
-    torch has no public function for this that is not deprecated: `dist.all_reduce_coalesced` is,
-    and its successor is a private context manager. The process group's own method is what both
-    call; this is its only caller here. Tried with torch 2.11 and 2.13, NCCL and gloo.
-    """
-    options = dist.AllreduceCoalescedOptions()
-    options.reduceOp = op
-    options.asyncOp = True
-    return group.allreduce_coalesced(tensors, options)

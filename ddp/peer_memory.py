@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp.torch_compat import symmetric_memory
+
 FLAG_BYTES = 4096  # one word a peer, and what follows stays aligned
 CAN_FLUSH_REMOTE_WRITES = 98  # CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
 WAIT_AND_FLUSH = 1 << 30  # CU_STREAM_WAIT_VALUE_FLUSH
@@ -43,13 +45,11 @@ class PeerMemory:
     """
 
     def __init__(self, nbytes: int, device: torch.device, group: dist.ProcessGroup):
-        # Private in name, documented all the same; this is its only import.
-        from torch.distributed import _symmetric_memory as symmetric_memory
-
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.nbytes = FLAG_BYTES + nbytes
-        self._own = symmetric_memory.empty(self.nbytes, dtype=torch.uint8, device=device)
-        self._handle = symmetric_memory.rendezvous(self._own, group)
+        memory = symmetric_memory()
+        self._own = memory.empty(self.nbytes, dtype=torch.uint8, device=device)
+        self._handle = memory.rendezvous(self._own, group)
         self._own[:FLAG_BYTES].zero_()
         self._handle.barrier(channel=0)  # nobody signals before all flags are zero
         self._flags = list(self._handle.buffer_ptrs)

@@ -25,6 +25,7 @@ from ddp.copies import Copyable
 from ddp.hooks import register_hooks
 from ddp.ownership import activate, enter
 from ddp.synchronous import SynchronousDDP
+from ddp.torch_compat import ddp_record, scale_
 from ddp.watch import Watch
 
 
@@ -150,7 +151,7 @@ class TorchDDP(Copyable, DistributedDataParallel):
         ours = self._by_hand[0].stats()
         if ours["collectives"]:
             return ours
-        record = self._get_ddp_logging_data()
+        record = ddp_record(self)
         sizes = str(record.get("rebuilt_bucket_sizes") or record.get("bucket_sizes") or "")
         buckets = [int(size) for size in sizes.replace(" ", "").split(",") if size]
         return {
@@ -183,7 +184,7 @@ class TorchDDP(Copyable, DistributedDataParallel):
     def _scale(self, factor: float) -> None:
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, factor)
+            scale_(gradients, factor)
         self._holds_sums = factor > 1
 
     def _check_that_all_arrived(self) -> None:

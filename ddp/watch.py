@@ -16,6 +16,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ddp.torch_compat import own_parameters, version_of
+
 STEPPED = (
     "{name} was changed after its backward and before its gradient was reduced, so the ranks may "
     "now differ: call finish_gradient_synchronization() between backward() and optimizer.step(), "
@@ -54,14 +56,14 @@ class Watch:
 
     def accumulation_begins(self, parameter: Parameter) -> None:
         """The gradient is about to be added; hooks of the user come next."""
-        self._accumulating[parameter] = parameter._version
+        self._accumulating[parameter] = version_of(parameter)
 
     def is_changed_by_hook(self, parameter: Parameter) -> bool:
         """Whether a hook has written to the parameter since its accumulation began."""
-        return parameter._version != self._accumulating.pop(parameter, parameter._version)
+        return version_of(parameter) != self._accumulating.pop(parameter, version_of(parameter))
 
     def gradient_arrived(self, parameter: Parameter) -> None:
-        self._versions[parameter] = parameter._version
+        self._versions[parameter] = version_of(parameter)
 
     def call(self, module: Callable, args: tuple, kwargs: dict) -> Any:
         """`module(*args, **kwargs)`, which may write to parameters, as Embedding(max_norm=1)."""
@@ -74,7 +76,7 @@ class Watch:
     def accept_changes(self) -> None:
         """What has changed so far was meant: a forward's own doing, or a loaded checkpoint."""
         for parameter in self._versions:
-            self._versions[parameter] = parameter._version
+            self._versions[parameter] = version_of(parameter)
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         for noted in (self._versions, self._accumulating):  # both empty once a step is finished
@@ -90,14 +92,14 @@ class Watch:
     def complaint(self) -> str | None:
         """Names a parameter that was changed after its gradient's arrival, if there is one."""
         for parameter, version in self._versions.items():
-            if parameter._version != version:
+            if version_of(parameter) != version:
                 return STEPPED.format(name=self._names[parameter])
         return None
 
     def raise_if_replaced(self, module: nn.Module) -> None:
         """Plain tensors pass: `torch.func.functional_call` puts them in for the call."""
         for owner in module.modules():
-            for name, p in owner._parameters.items():
+            for name, p in own_parameters(owner).items():
                 if p is None or not p.requires_grad or not isinstance(p, Parameter):
                     continue
                 if self._wrapped.get(id(p)) != (p, p.dtype, p.device):

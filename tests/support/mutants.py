@@ -241,12 +241,12 @@ MUTANTS = [
     Mutant(
         "a broadcast overwrites the buffers that autograd has saved",
         (("buffers.py", "if id(buffer) not in self._last:", "if False:"),
-         ("buffers.py", "self._last[id(buffer)][1] == buffer._version", "True")),
+         ("buffers.py", "self._last[id(buffer)][1] == version_of(buffer)", "True")),
         ("tests/ddp/test_buffers.py", "replaces"),
     ),
     Mutant(
         "a forgotten finish is not said",
-        (("watch.py", "if parameter._version != version:", "if False:"),),
+        (("watch.py", "if version_of(parameter) != version:", "if False:"),),
         ("tests/ddp/test_watch.py", "change"),
     ),
     Mutant(

@@ -1,0 +1,126 @@
+"""What the course uses of PyTorch without a public name, each behind a function of its own.
+
+Everything here was checked with torch 2.11, 2.12 and 2.13. Where another version lacks one of these
+interfaces, its function does without, or raises a RuntimeError that names it.
+"""
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+CHECKED = "2.11 to 2.13"
+
+
+def _missing(api: str) -> RuntimeError:
+    return RuntimeError(f"torch {torch.__version__} has no {api}, needed here: use torch {CHECKED}")
+
+
+def version_of(x: Tensor) -> int:
+    """Returns the number of in-place changes of a tensor, `Tensor._version`.
+
+    Raises:
+        RuntimeError: if torch does not count them.
+    """
+    try:
+        return x._version
+    except AttributeError as error:
+        raise _missing("Tensor._version") from error
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Returns the dict that holds a module's own parameters, `Module._parameters`.
+
+    `named_parameters` leaves out a tensor that stands in a parameter's place a second time.
+
+    Raises:
+        RuntimeError: if modules have no such dict.
+    """
+    try:
+        return module._parameters
+    except AttributeError as error:
+        raise _missing("Module._parameters") from error
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Returns the dict that holds a module's own buffers, `Module._buffers`.
+
+    Raises:
+        RuntimeError: if modules have no such dict.
+    """
+    try:
+        return module._buffers
+    except AttributeError as error:
+        raise _missing("Module._buffers") from error
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Calls `callback` when the backward that is running now has finished.
+
+    `Variable._execution_engine.queue_callback`, which PyTorch's own DDP and FSDP use.
+
+    Raises:
+        RuntimeError: if there is no such queue.
+    """
+    try:
+        queue = Variable._execution_engine.queue_callback
+    except AttributeError as error:
+        raise _missing("Variable._execution_engine.queue_callback") from error
+    queue(callback)
+
+
+def scale_(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiplies tensors by a number in place, in few launches: `torch._foreach_mul_`.
+
+    Without it, one launch a tensor.
+    """
+    if (multiply := getattr(torch, "_foreach_mul_", None)) is not None:
+        multiply(tensors, factor)
+        return
+    for x in tensors:
+        x.mul_(factor)
+
+
+def ddp_record(wrapper: nn.parallel.DistributedDataParallel) -> dict[str, Any]:
+    """Returns what PyTorch's DDP records of its buckets, `_get_ddp_logging_data()`; else {}."""
+    record = getattr(wrapper, "_get_ddp_logging_data", None)
+    return {} if record is None else record()
+
+
+def coalesced_all_reduce(
+    tensors: list[Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> dist.Work:
+    """Starts one grouped all-reduce of `tensors` (one dtype, in place); `.wait()` on the result.
+
+    torch has no public function for this that is not deprecated: `dist.all_reduce_coalesced` is,
+    and its successor is a private context manager. The process group's own method is what both
+    call, with NCCL and gloo.
+
+    Raises:
+        RuntimeError: if process groups have no such method.
+    """
+    try:
+        options = dist.AllreduceCoalescedOptions()
+        run = group.allreduce_coalesced
+    except AttributeError as error:
+        raise _missing("ProcessGroup.allreduce_coalesced") from error
+    options.reduceOp = op
+    options.asyncOp = True
+    return run(tensors, options)
+
+
+def symmetric_memory() -> ModuleType:
+    """Returns `torch.distributed._symmetric_memory`: private in name, documented all the same.
+
+    Raises:
+        RuntimeError: if torch has no such module.
+    """
+    try:
+        from torch.distributed import _symmetric_memory
+    except ImportError as error:
+        raise _missing("torch.distributed._symmetric_memory") from error
+    return _symmetric_memory

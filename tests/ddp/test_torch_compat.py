@@ -1,0 +1,89 @@
+"""Private interfaces of PyTorch are there, in one file; without one its function falls back."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+
+from ddp import torch_compat
+from tests.support.private_torch import imported_by, private_uses
+
+
+def test_no_other_file_uses_a_private_torch_interface():
+    assert private_uses("ddp") == []
+
+
+def test_it_imports_nothing_of_the_package():
+    assert not any(name.startswith("ddp") for name in imported_by("ddp/torch_compat.py"))
+
+
+def test_versions_count_changes():
+    x = torch.zeros(2)
+    before = torch_compat.version_of(x)
+    x.add_(1)
+    assert torch_compat.version_of(x) == before + 1
+    with pytest.raises(RuntimeError, match=r"torch .* has no Tensor\._version.*2\.11 to 2\.13"):
+        torch_compat.version_of(object())
+
+
+def test_own_parameters_and_buffers():
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    assert torch_compat.own_parameters(module) == torch_compat.own_buffers(module) == {}
+    assert list(torch_compat.own_parameters(module[0])) == ["weight", "bias"]
+    assert "running_mean" in torch_compat.own_buffers(module[0])
+    for function, api in (
+        (torch_compat.own_parameters, "Module._parameters"),
+        (torch_compat.own_buffers, "Module._buffers"),
+    ):
+        with pytest.raises(RuntimeError, match=f"has no {api}"):
+            function(SimpleNamespace())
+
+
+def test_a_callback_runs_at_the_end_of_backward(monkeypatch):
+    order = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: torch_compat.at_end_of_backward(lambda: order.append("end")))
+    x.register_hook(lambda _: order.append("x"))
+    y.backward()
+    assert order == ["x", "end"]
+    monkeypatch.setattr(Variable, "_execution_engine", SimpleNamespace())
+    with pytest.raises(RuntimeError, match=r"queue_callback"):
+        torch_compat.at_end_of_backward(order.clear)
+
+
+def test_scaling_with_and_without_foreach(monkeypatch):
+    assert hasattr(torch, "_foreach_mul_")
+    for _ in range(2):
+        tensors = [torch.ones(2), torch.full((3,), 2.0)]
+        torch_compat.scale_(tensors, 3)
+        assert [x.tolist() for x in tensors] == [[3, 3], [6, 6, 6]]
+        monkeypatch.delattr(torch, "_foreach_mul_", raising=False)
+
+
+def test_the_record_of_pytorchs_ddp():
+    assert hasattr(nn.parallel.DistributedDataParallel, "_get_ddp_logging_data")
+    wrapper = SimpleNamespace(_get_ddp_logging_data=lambda: {"bucket_sizes": "8"})
+    assert torch_compat.ddp_record(wrapper) == {"bucket_sizes": "8"}
+    assert torch_compat.ddp_record(SimpleNamespace()) == {}
+
+
+def test_the_coalesced_all_reduce_is_there():
+    """What it computes: `test_gradients.py`."""
+    assert hasattr(dist.ProcessGroup, "allreduce_coalesced")
+    with pytest.raises(RuntimeError, match=r"has no ProcessGroup\.allreduce_coalesced"):
+        torch_compat.coalesced_all_reduce([], dist.ReduceOp.SUM, SimpleNamespace())
+
+
+def test_symmetric_memory(monkeypatch):
+    memory = torch_compat.symmetric_memory()
+    assert callable(memory.empty)
+    assert callable(memory.rendezvous)
+    monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", None)
+    monkeypatch.delattr("torch.distributed._symmetric_memory")
+    with pytest.raises(RuntimeError, match=r"has no torch\.distributed\._symmetric_memory"):
+        torch_compat.symmetric_memory()

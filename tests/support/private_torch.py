@@ -1,0 +1,67 @@
+"""Which files of a package use interfaces of PyTorch that have no public name."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("ddp", "dp_clipping")
+COMPATIBILITY = "torch_compat.py"
+
+
+def private_uses(package: str) -> list[str]:
+    """`file:line: name` of each attribute or import with an underscore that is not our own.
+
+    `_x` is our own if a class or function of that name, or an assignment `anything._x = ..`,
+    stands in one of the packages. `torch_compat.py` is left out.
+    """
+    trees = {path: ast.parse(path.read_text()) for path in _files(*PACKAGES)}
+    own = {name for tree in trees.values() for node in ast.walk(tree) for name in _defined(node)}
+    return [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
+        for path in _files(package)
+        if path.name != COMPATIBILITY
+        for node in ast.walk(trees[path])
+        for name in _used(node)
+        if _is_private(name) and name not in own
+    ]
+
+
+def imported_by(file: str) -> list[str]:
+    tree = ast.parse((ROOT / file).read_text())
+    return [name for node in ast.walk(tree) for name in _imported(node)]
+
+
+def _files(*packages: str) -> list[Path]:
+    return [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def _defined(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        yield node.attr
+    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        yield node.target.id
+
+
+def _used(node: ast.AST) -> Iterator[str]:
+    """Names of attributes, also as `getattr` and `hasattr` take them, and parts of imports."""
+    if isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("getattr", "hasattr"):
+        yield from (a.value for a in node.args[1:2] if isinstance(a, ast.Constant))
+    for name in _imported(node):
+        if name.partition(".")[0] not in PACKAGES:
+            yield from name.split(".")
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
