@@ -1,8 +1,10 @@
 """What the arguments of `make_private` may be; σ, C and the divisor also in each step."""
 
+import functools
 import inspect
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +23,26 @@ LOSS_REDUCTIONS = ("mean", "sum")
 TILE_SIZES = (16, 32, 64, 128, 256)
 LARGEST = 2.0**100
 """Of what is computed with in float32, which ends at 2¹²⁸: leaves room for what it multiplies."""
+
+
+def renamed(**names: str) -> Callable[[Callable], Callable]:
+    """Decorates a function whose keyword arguments `old=new` were renamed; the old ones warn."""
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(*args: Any, **arguments: Any) -> Any:
+            for old, new in names.items():
+                if old not in arguments:
+                    continue
+                if new in arguments:
+                    raise TypeError(f"{old} is the old name of {new}: give {new} alone")
+                warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=2)
+                arguments[new] = arguments.pop(old)
+            return function(*args, **arguments)
+
+        return call
+
+    return decorate
 
 
 def check_noise_multiplier(noise_multiplier: float) -> None:
@@ -56,10 +78,10 @@ def check_loss_reduction(loss_reduction: str) -> None:
 
 def check_max_grad_norm(max_grad_norm: float | Sequence[float], clipping: str) -> None:
     is_list = isinstance(max_grad_norm, list | tuple)
-    limits = max_grad_norm if is_list else [max_grad_norm]
-    for limit in limits:
+    clip_norms = max_grad_norm if is_list else [max_grad_norm]
+    for limit in clip_norms:
         check_number("max_grad_norm", limit, "a finite number above 0, or a list of such numbers")
-    if not limits or not all(0 < limit < math.inf for limit in limits):
+    if not clip_norms or not all(0 < limit < math.inf for limit in clip_norms):
         raise ValueError(f"max_grad_norm is {max_grad_norm}: give a finite number above 0")
     if clipping == "flat" and is_list:
         raise ValueError("max_grad_norm is a list, which goes with clipping='per_layer'")
@@ -95,7 +117,7 @@ def check_kinds(
     criterion: Any,
     noise_generator: Any,
     adaptive_threshold: Any,
-    data_group: Any,
+    data_parallel_group: Any,
     **flags: Any,
 ) -> None:
     """Raises WrongType for an argument of `make_private` of the wrong type; `flags` are bool."""
@@ -116,9 +138,14 @@ def check_kinds(
             f"criterion is {shown(criterion)}: give a callable that has a reduction, such as "
             "nn.CrossEntropyLoss()"
         )
-    if data_group is not None:
+    if data_parallel_group is not None:
         kind = dist.ProcessGroup if dist.is_available() else ()
-        check_type("data_group", data_group, kind, "a torch.distributed.ProcessGroup or None")
+        check_type(
+            "data_parallel_group",
+            data_parallel_group,
+            kind,
+            "a torch.distributed.ProcessGroup or None",
+        )
     for name, flag in flags.items():
         check_type(name, flag, bool, "True or False")
     try:
@@ -191,17 +218,18 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
 
 def check_adaptive(
     adaptive: AdaptiveThreshold,
-    limits: list[float],
+    clip_norms: list[float],
     noise_multiplier: float,
     expected_batch_size: float,
     is_private: bool,
 ) -> None:
     if not is_private:
         raise ValueError("adaptive_threshold is for private modes: no_dp clips nothing")
-    if adaptive.limits != limits:
+    if adaptive.clip_norms != clip_norms:
         raise ValueError(
-            f"the adaptive threshold starts at {adaptive.limits[:4]} and max_grad_norm gives "
-            f"{limits[:4]} for {len(limits)} clipping groups: build it from the same numbers"
+            f"the adaptive threshold starts at {adaptive.clip_norms[:4]} and max_grad_norm gives "
+            f"{clip_norms[:4]} for {len(clip_norms)} clipping groups: build it from the same "
+            "numbers"
         )
     if adaptive.expected_batch_size != expected_batch_size:
         raise ValueError(

@@ -23,12 +23,12 @@ class PrivateLoss:
     multiples work as for a tensor; they act on each sample's loss. A tensor to add or multiply with
     has no gradient and is one number, or one a sample.
 
-    With `PrivacyEngine(release=True)` a training loss cannot be looked at. One of evaluation can:
-    what that data is, is the user's own matter.
+    With `PrivacyEngine(hide_unprotected=True)` a training loss cannot be looked at. One of
+    evaluation can: what that data is, is the user's own matter.
     """
 
-    def __init__(self, model: PrivateModel, session: Any, losses: Tensor, reduction: str):
-        self.model, self._session = model, session
+    def __init__(self, model: PrivateModel, private_step: Any, losses: Tensor, reduction: str):
+        self.model, self._session = model, private_step
         self._losses, self.loss_reduction = losses, reduction
 
     @property
@@ -159,15 +159,15 @@ class PrivateCriterion:
         if not torch.is_grad_enabled() or not self.model.training:
             losses = self._per_sample(*args, shape=shape, **kwargs)
             return PrivateLoss(self.model, None, losses, self.loss_reduction)
-        session = self.model.last_session
-        if session is None:
+        private_step = self.model.last_step
+        if private_step is None:
             raise RuntimeError("the criterion was called before the private model's forward")
-        if session.is_empty:
+        if private_step.is_empty:
             losses = self._of_no_samples(args, kwargs)
-            return PrivateLoss(self.model, session, losses, self.loss_reduction)
+            return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
         with self._carried.checked(args, kwargs, "the criterion"):
             losses = self._per_sample(*args, shape=shape, **kwargs)
-        expected = session.batch_size
+        expected = private_step.batch_size
         if losses.dim() != 1 or len(losses) != expected:
             raise ValueError(
                 f"the criterion gave losses of shape {tuple(losses.shape)} for {expected} samples: "
@@ -175,14 +175,14 @@ class PrivateCriterion:
                 "nn.CrossEntropyLoss() or partial(F.cross_entropy, reduction='none'), and for "
                 "flattened targets pass shape=outputs.shape, as it is before flattening"
             )
-        if session.watched is not None:
-            session.watched.check_graph(losses)
+        if private_step.watched is not None:
+            private_step.watched.check_graph(losses)
             exchange = Exchange(
                 self._per_sample, self._carried.state, args, kwargs, expected, shape,
                 self.model.batch_first,
             )  # fmt: skip
-            exchange.check(session.watched.number)
-        return PrivateLoss(self.model, session, losses, self.loss_reduction)
+            exchange.check(private_step.watched.number)
+        return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
 
     def _of_no_samples(self, args: tuple, kwargs: dict) -> Tensor:
         """Losses [0] of an empty draw, which many criterions (CTC) cannot be called with."""

@@ -25,6 +25,7 @@ from dp_clipping.arguments import (
     check_noise,
     check_optimizer,
     check_target,
+    renamed,
 )
 from dp_clipping.checkpoint import save_load as checkpoint
 from dp_clipping.checkpoint.file_format import file_name, given_schedulers
@@ -60,12 +61,13 @@ class PrivacyEngine:
     Args:
         accountant: `"prv"`, `"rdp"` or `"gdp"`, Opacus's own.
         secure_mode: not supported: the noise is counter-based, not cryptographic.
-        release: what ε does not cover raises RuntimeError instead of showing itself: per-sample
-            norms, the count of non-finite samples, the loss in training, `check`.
+        hide_unprotected: what ε does not cover raises RuntimeError instead of showing itself:
+            per-sample norms, the count of non-finite samples, the loss in training, `check`.
     """
 
+    @renamed(release="hide_unprotected")
     def __init__(
-        self, *, accountant: str = "prv", secure_mode: bool = False, release: bool = False
+        self, *, accountant: str = "prv", secure_mode: bool = False, hide_unprotected: bool = False
     ):
         if secure_mode:
             raise ValueError(
@@ -73,7 +75,7 @@ class PrivacyEngine:
                 "and attacks on floating point are out of scope; use Opacus with torchcsprng"
             )
         check_type("accountant", accountant, str, '"prv", "rdp" or "gdp"')
-        check_type("release", release, bool, "True or False")
+        check_type("hide_unprotected", hide_unprotected, bool, "True or False")
         try:
             from opacus.accountants import create_accountant  # importing Opacus takes seconds
 
@@ -81,9 +83,15 @@ class PrivacyEngine:
         except ValueError as error:
             raise ValueError(f'accountant: {error}; give "prv", "rdp" or "gdp"') from error
         self.secure_mode = False
-        self.release = release
+        self.hide_unprotected = hide_unprotected
         self._runs: list[Run] = []
         self._dataset: Any = None
+
+    @property
+    def release(self) -> bool:
+        """The old name of `hide_unprotected`."""
+        warnings.warn("release is now hide_unprotected", DeprecationWarning, stacklevel=2)
+        return self.hide_unprotected
 
     @property
     def accountant(self) -> "IAccountant":
@@ -99,6 +107,7 @@ class PrivacyEngine:
 
     # ---- what a user calls ----------------------------------------------------------------------
 
+    @renamed(data_group="data_parallel_group")
     def make_private(
         self,
         *,
@@ -124,7 +133,7 @@ class PrivacyEngine:
         tile_size: int | None = None,
         norm_reduction: str = "async",
         adaptive_threshold: AdaptiveThreshold | None = None,
-        data_group: dist.ProcessGroup | None = None,
+        data_parallel_group: dist.ProcessGroup | None = None,
     ) -> tuple[PrivateModel, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """Model, optimizer, criterion and loader for private training.
 
@@ -163,8 +172,8 @@ class PrivacyEngine:
             adaptive_threshold: lets C follow a quantile of the norms, from `max_grad_norm` on; what
                 its noisy counts cost is paid by more noise on the gradient, so that a step costs
                 what `noise_multiplier` says.
-            data_group: of a tensor-parallel module, the ranks that have the same parts of it and
-                other samples. Its parameters become those of the group's first rank.
+            data_parallel_group: of a tensor-parallel module, the ranks that have the same parts of
+                it and other samples. Its parameters become those of the group's first rank.
 
         Raises:
             ValueError: for an argument out of range or other than on another rank, an optimizer of
@@ -174,8 +183,8 @@ class PrivacyEngine:
         check_kinds(
             module=module, data_loader=data_loader, criterion=criterion,
             noise_generator=noise_generator, adaptive_threshold=adaptive_threshold,
-            data_group=data_group, batch_first=batch_first, poisson_sampling=poisson_sampling,
-            wrap_model=wrap_model, rand_on_empty=rand_on_empty,
+            data_parallel_group=data_parallel_group, batch_first=batch_first,
+            poisson_sampling=poisson_sampling, wrap_model=wrap_model, rand_on_empty=rand_on_empty,
         )  # fmt: skip
         _refuse_private(module, optimizer, criterion, data_loader)
         check_arguments(noise_multiplier, max_grad_norm, clipping, clipping_function, gamma)
@@ -195,15 +204,15 @@ class PrivacyEngine:
         if policy is not None:
             check_module(module)
         device = next(module.parameters()).device
-        sharding = None if policy is None else sharding_of(module, data_group)
-        data_group = everyone = _group_of(module)
+        sharding = None if policy is None else sharding_of(module, data_parallel_group)
+        data_parallel_group = everyone = _group_of(module)
         if sharding is not None:
             if memory_budget is not None:
                 raise ValueError(
                     "memory_budget is not for sharded models, whose ranks must run backward "
                     "equally often: choose flash_bookkeeping, or flash, which keeps nothing"
                 )
-            data_group, everyone = sharding.data_group, sharding.everyone
+            data_parallel_group, everyone = sharding.data_parallel_group, sharding.everyone
             LOG.info(sharding.describe())
         elif policy is not None and not hasattr(module, "gradient_ready"):
             warn_of_other_ranks()
@@ -212,9 +221,9 @@ class PrivacyEngine:
         else:
             keys = fixed_keys(noise_generator, everyone, device)
         loader = self._private_loader(
-            data_loader, keys, data_group, poisson_sampling, batch_first, rand_on_empty
+            data_loader, keys, data_parallel_group, poisson_sampling, batch_first, rand_on_empty
         )
-        world_size = 1 if data_group is None else dist.get_world_size(data_group)
+        world_size = 1 if data_parallel_group is None else dist.get_world_size(data_parallel_group)
         if expected_batch_size is None:
             expected_batch_size = expected_batch_size_of(data_loader, world_size)
         check_expected_batch_size(expected_batch_size)
@@ -234,7 +243,7 @@ class PrivacyEngine:
         }
         together = {
             "accountant": self.accountant.mechanism(),
-            "release": self.release,
+            "hide_unprotected": self.hide_unprotected,
             "batch_first": batch_first,
             "rand_on_empty": rand_on_empty,
             "norm_algorithm": norm_algorithm,
@@ -251,15 +260,15 @@ class PrivacyEngine:
             max_grad_norm=max_grad_norm,
             clipping=clipping,
             batch_first=batch_first,
-            release=self.release,
+            hide_unprotected=self.hide_unprotected,
             sharding=sharding,
             norm_reduction=norm_reduction,
         )
         try:
             if policy is not None:
-                check_noise(noise_multiplier, sum(c * c for c in model.limits()) ** 0.5)
+                check_noise(noise_multiplier, sum(c * c for c in model.clip_norms()) ** 0.5)
             if adaptive_threshold is not None:
-                check_adaptive(adaptive_threshold, model.limits(), noise_multiplier,
+                check_adaptive(adaptive_threshold, model.clip_norms(), noise_multiplier,
                                expected_batch_size, policy is not None)  # fmt: skip
             private_criterion = PrivateCriterion(model, criterion, loss_reduction)
         except BaseException:
@@ -281,10 +290,10 @@ class PrivacyEngine:
         )
         if isinstance(loader, PoissonLoader):
             loader.on_draw = private_optimizer.begin_draw
-            model.budget = loader.budget
+            model.usage = loader.usage
             model.holds_dummy = lambda: loader.holds_dummy
         else:
-            model.budget.batch_size = batch_size_of(data_loader)
+            model.usage.batch_size = batch_size_of(data_loader)
         self._runs.append(
             Run(
                 model, private_optimizer, loader, everyone, keys, settings, self._account,
@@ -380,7 +389,7 @@ class PrivacyEngine:
                 pair.
 
         Raises:
-            RuntimeError: with `release=True`, or in the middle of a step.
+            RuntimeError: with `hide_unprotected=True`, or in the middle of a step.
             ValueError: for a model of another engine, sharded or of mode `no_dp`, an empty batch,
                 or a loss that is not one a sample.
         """
@@ -520,7 +529,7 @@ class PrivacyEngine:
             optimizer.steps,
             sigma=optimizer.step_noise_multiplier if is_private else 0.0,
             rate=sample_rate * optimizer.accumulated_iterations,
-            limits=tuple(optimizer.model.step_limits) if is_private else (),
+            clip_norms=tuple(optimizer.model.step_clip_norms) if is_private else (),
             draw=optimizer.open_draw,
         )
         self._account.count(step, key_is_fixed=run.keys.fixed)

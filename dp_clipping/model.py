@@ -3,6 +3,7 @@
 `step.forward_backward` runs the passes; `step.gradient_buffer` holds what they leave in `.grad`.
 """
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -15,19 +16,19 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from dp_clipping.arguments import check_max_grad_norm
 from dp_clipping.capture.capture import Capture
-from dp_clipping.clipping.coefficients import thresholds
+from dp_clipping.clipping.coefficients import clip_norms_of
 from dp_clipping.clipping.statistics import NormStatistics, norm_statistics
 from dp_clipping.distributed.dtensor import FSDP_MODULES
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.distributed.sharding import Sharding
-from dp_clipping.layers.accumulation import wide
-from dp_clipping.modes import PLAIN_TWIN, Policy
+from dp_clipping.layers.accumulation import accumulation_dtype
+from dp_clipping.modes import REFERENCE_MODE, Policy
 from dp_clipping.profiling.profile import SWITCH, Profile, profile_of, ranged
-from dp_clipping.sampling.usage import Budget
-from dp_clipping.step.forward_backward import Passes
-from dp_clipping.step.gradient_buffer import Gradients
-from dp_clipping.step.private_step import Session
+from dp_clipping.sampling.usage import SampleUsage
+from dp_clipping.step.forward_backward import ForwardBackward
+from dp_clipping.step.gradient_buffer import GradientBuffer
+from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.validation import replicas
 
 
@@ -62,7 +63,7 @@ class PrivateModel(nn.Module):
         max_grad_norm: C, or a list of thresholds, one a group.
         clipping: `"flat"` or `"per_layer"`.
         batch_first: the first dimension of the inputs counts the samples, else the second.
-        release: what is not covered by ε raises instead of showing itself.
+        hide_unprotected: what is not covered by ε raises instead of showing itself.
         sharding: `sharding_of(module)`: how the network is spread over ranks, if it is.
         norm_reduction: how norms are added up over ranks that have parts of the parameters.
     """
@@ -76,7 +77,7 @@ class PrivateModel(nn.Module):
         max_grad_norm: float | list[float],
         clipping: str = "flat",
         batch_first: bool = True,
-        release: bool = False,
+        hide_unprotected: bool = False,
         sharding: Sharding | None = None,
         norm_reduction: str = "async",
     ):
@@ -87,10 +88,10 @@ class PrivateModel(nn.Module):
         self.batch_first = batch_first
         self.accumulating = False  # more microbatches of this draw are to come: nothing leaves yet
         self.keeps_gradients = False  # the last step was skipped: zero_grad keeps its sums
-        self.release = release
+        self.hide_unprotected = hide_unprotected
         self._nonfinite_samples = 0
         self.holds_dummy: Callable[[], bool] = lambda: False  # is the loader's batch made up?
-        self.budget = Budget()  # the loader's, if it makes Poisson draws
+        self.usage = SampleUsage()  # the loader's, if it makes Poisson draws
         self._is_wrapped = hasattr(module, "gradient_ready")
         self._norms: list[Tensor] = []
         self._squares: list[Tensor] = []  # the same by clipping group, squared: [K, B] a backward
@@ -107,18 +108,18 @@ class PrivateModel(nn.Module):
             self._capture = Capture(self.network, clipping, sharding)
             self._capture.reducer = self._make_reducer(norm_reduction)
             alone = self._capture.reducer.data.size == 1
-            self.profile = profile_of(self._capture.anchor.device, release, alone)
+            self.profile = profile_of(self._capture.trigger.device, hide_unprotected, alone)
             self._capture.profile = self.profile
             if sharding is not None:
                 self._capture.sums = sharding.sums_class(sharding)
                 self._capture.sums.profile = self.profile
             try:
-                self.limits()
+                self.clip_norms()
             except ValueError:
                 self._capture.remove()
                 raise
-            self._passes = Passes(self.network, self.capture, mode, batch_first)
-            self._gradients = Gradients(
+            self._passes = ForwardBackward(self.network, self.capture, mode, batch_first)
+            self._gradients = GradientBuffer(
                 self.network, self.capture, module if self._is_wrapped else None
             )
 
@@ -150,7 +151,7 @@ class PrivateModel(nn.Module):
     def global_norms(self) -> GlobalNorms:
         """Squared norms of all samples of all ranks since `zero_grad`, on their way to every rank.
 
-        Every rank calls it, once a step. Not covered by ε: refused with `release=True`.
+        Every rank calls it, once a step. Not covered by ε: refused with `hide_unprotected=True`.
         """
         self.refuse_in_release("global_norms")
         return self.gather_norms()
@@ -159,13 +160,13 @@ class PrivateModel(nn.Module):
         """Clipped fraction and histogram of the norms of all ranks' samples since `zero_grad`.
 
         Every rank calls it, after a backward and before `zero_grad`; all get the same. Not covered
-        by ε: refused with `release=True`.
+        by ε: refused with `hide_unprotected=True`.
         """
         self.refuse_in_release("norm_statistics")
         if self.policy is None:
             raise RuntimeError(f"mode {self.mode} computes no per-sample norms")
         squares = self.gather_norms().wait()
-        return norm_statistics(squares, self._gradients.limits)
+        return norm_statistics(squares, self._gradients.clip_norms)
 
     @property
     def nonfinite_samples(self) -> int:
@@ -179,7 +180,8 @@ class PrivateModel(nn.Module):
     def profile_report(self) -> str:
         """Times of a step's phases and layers on this rank, and its norms: see `profiling`.
 
-        Not covered by ε: refused with `release=True`. `profile.data()` has the same for JSON.
+        Not covered by ε: refused with `hide_unprotected=True`. `profile.data()` has the same for
+            JSON.
         Raises RuntimeError if the switch was off when the model was made.
         """
         self.refuse_in_release("profile_report")
@@ -190,18 +192,20 @@ class PrivateModel(nn.Module):
     def plan_table(self) -> str:
         """What the last step on fused kernels did with each linear layer; see `planning.plan`.
 
-        It shows the size of that batch: refused with `release=True`. Raises RuntimeError if there
+        It shows the size of that batch: refused with `hide_unprotected=True`. Raises RuntimeError
+            if there
         was none.
         """
         self.refuse_in_release("plan_table")
         if self.policy is None or not self.policy.fused:
             raise RuntimeError(
-                f"mode {self.mode} has no plan: choose grad_sample_mode={' or '.join(PLAIN_TWIN)}"
+                f"mode {self.mode} has no plan: choose "
+                f"grad_sample_mode={' or '.join(REFERENCE_MODE)}"
             )
         if self.capture.plan is None:
             raise RuntimeError(
                 "no step has run on fused kernels yet: call plan_table() after loss.backward(); "
-                f"where they are not available, {self.mode} runs as {PLAIN_TWIN[self.mode]}, "
+                f"where they are not available, {self.mode} runs as {REFERENCE_MODE[self.mode]}, "
                 "which has no plan"
             )
         return self.capture.plan.table()
@@ -250,12 +254,17 @@ class PrivateModel(nn.Module):
         else:
             self.clear_gradients()
 
-    def forget_layouts(self) -> None:
+    def reset_batch_layouts(self) -> None:
         """Look for the batch dimension again, as when the way layers are called changes.
 
         With a sharded model every rank calls it.
         """
-        self._passes.forget_layouts()
+        self._passes.reset_batch_layouts()
+
+    def forget_layouts(self) -> None:
+        """The old name of `reset_batch_layouts`."""
+        warnings.warn("forget_layouts is now reset_batch_layouts", DeprecationWarning, stacklevel=2)
+        self.reset_batch_layouts()
 
     def skip_checks(self, batches: int = 1024) -> None:
         """Counts so many batches as looked at for samples that see each other.
@@ -293,10 +302,11 @@ class PrivateModel(nn.Module):
 
     def refuse_in_release(self, what: str) -> None:
         """Raises RuntimeError in a run whose every output is to be covered by ε."""
-        if self.release:
+        if self.hide_unprotected:
             raise RuntimeError(
                 f"{what} depends on the samples without noise and is not covered by ε: it is off "
-                "with release=True; build PrivacyEngine(release=False) to look at it in private"
+                "with hide_unprotected=True; build PrivacyEngine(hide_unprotected=False) to look "
+                "at it in private"
             )
 
     def gather_norms(self) -> GlobalNorms:
@@ -306,40 +316,40 @@ class PrivateModel(nn.Module):
         return GlobalNorms(self.capture.reducer, torch.cat(self._squares, dim=1))
 
     @property
-    def last_session(self) -> Session | None:
-        return None if self.policy is None else self._passes.session
+    def last_step(self) -> PrivateStep | None:
+        return None if self.policy is None else self._passes.private_step
 
-    def limits(self) -> list[float]:
+    def clip_norms(self) -> list[float]:
         """C_k of each clipping group."""
-        return self._limits_of(self.max_grad_norm)
+        return self._clip_norms_of(self.max_grad_norm)
 
     def set_max_grad_norm(self, value: float | list[float]) -> None:
         """C from the next step on. Raises ValueError for one that `make_private` would not take."""
         if self.policy is not None:
-            self._limits_of(value)
+            self._clip_norms_of(value)
         self.max_grad_norm = value
 
     @property
-    def step_limits(self) -> list[float]:
+    def step_clip_norms(self) -> list[float]:
         """C_k of each clipping group in the step that is open, or was last."""
-        return self._gradients.limits
+        return self._gradients.clip_norms
 
     def sensitivity(self) -> float:
         """C of the step that is open: what one sample can move the sum by."""
-        return sum(c * c for c in self.step_limits) ** 0.5
+        return sum(c * c for c in self.step_clip_norms) ** 0.5
 
-    def private_backward(self, session: Session, losses: Tensor) -> None:
+    def private_backward(self, private_step: PrivateStep, losses: Tensor) -> None:
         """Add the clipped sum of this batch to `.grad`, in float32, and let it leave.
 
         If it fails half-way, the step's sums are dropped: parameters that have theirs already would
         count the samples twice in a second attempt.
         """
-        if session is not self._passes.session:
+        if private_step is not self._passes.private_step:
             raise RuntimeError("backward of an earlier forward: run one forward, then its backward")
-        samples = 0 if session.is_empty or self.holds_dummy() else session.batch_size
-        self.budget.use(samples, self._is_so_on_any_rank, part=self.accumulating)
+        samples = 0 if private_step.is_empty or self.holds_dummy() else private_step.batch_size
+        self.usage.use(samples, self._is_so_on_any_rank, part=self.accumulating)
         opens = not self.step_is_open
-        self._gradients.begin_backward(self.limits)
+        self._gradients.begin_backward(self.clip_norms)
         if opens:
             try:
                 self.on_step_open()
@@ -348,13 +358,13 @@ class PrivateModel(nn.Module):
                 raise
         try:
             with self._sync_context():
-                self._add_sums(session, losses, samples)
+                self._add_sums(private_step, losses, samples)
                 self._gradients.end_backward()
         except BaseException:
             self.clear_gradients()
             self._passes.recover()
             raise
-        self._passes.session = None
+        self._passes.private_step = None
 
     @ranged("gradient_sync")
     def finish_synchronization(self) -> None:
@@ -370,7 +380,7 @@ class PrivateModel(nn.Module):
             self.module.finish_gradient_synchronization()
 
     def refuse_unclipped(self, is_noisy: bool = False) -> None:
-        """See `Gradients.refuse_unclipped`."""
+        """See `GradientBuffer.refuse_unclipped`."""
         self._gradients.refuse_unclipped(is_noisy)
 
     @property
@@ -386,60 +396,65 @@ class PrivateModel(nn.Module):
         """`zero_grad`: gradients are dropped, and may be float32 again."""
         self._norms.clear()
         self._squares.clear()
-        self.budget.give_back()
+        self.usage.give_back()
         if self.step_is_open and self.profile is not None:
             self.profile.abandon()
         self._nonfinite_samples = 0
         self._gradients.clear()
 
     def apply_gradient(self, parameter: Parameter, gradient: Tensor) -> None:
-        """See `Gradients.apply`."""
+        """See `GradientBuffer.apply`."""
         self._gradients.apply(parameter, gradient)
 
     # ---- what these are made of -----------------------------------------------------------------
 
-    def _add_sums(self, session: Session, losses: Tensor, samples: int) -> None:
+    def _add_sums(self, private_step: PrivateStep, losses: Tensor, samples: int) -> None:
         passes, gradients = self._passes, self._gradients
-        limits = _on_device(tuple(gradients.limits), losses.device)
+        clip_norms = _on_device(tuple(gradients.clip_norms), losses.device)
         if not samples:
             self._norms.append(losses.detach().new_zeros(0, dtype=torch.float32))
-            self._squares.append(self._norms[-1].new_zeros(len(limits), 0))
-            passes.backward_without_samples(session, losses, limits, gradients)
+            self._squares.append(self._norms[-1].new_zeros(len(clip_norms), 0))
+            passes.backward_without_samples(private_step, losses, clip_norms, gradients)
             return
-        self._norms.append(passes.backward(session, losses, limits, gradients))
-        self._squares.append(session.squares)
-        self._nonfinite_samples += session.nonfinite
+        self._norms.append(passes.backward(private_step, losses, clip_norms, gradients))
+        self._squares.append(private_step.squares)
+        self._nonfinite_samples += private_step.nonfinite
 
     def _make_reducer(self, mode: str) -> NormReducer:
-        data_group, tensor_group = getattr(self.module, "process_group", None), None
+        data_parallel_group, tensor_group = getattr(self.module, "process_group", None), None
         if self.sharding is not None:
-            data_group, tensor_group = self.sharding.data_group, self.sharding.tensor_group
-        widest = max((wide(p.dtype) for p in self.capture.parameters), key=lambda d: d.itemsize)
+            data_parallel_group, tensor_group = (
+                self.sharding.data_parallel_group,
+                self.sharding.tensor_group,
+            )
+        widest = max(
+            (accumulation_dtype(p.dtype) for p in self.capture.parameters), key=lambda d: d.itemsize
+        )
         return NormReducer(
-            data_group=data_group, tensor_group=tensor_group, mode=mode,
-            device=self.capture.anchor.device, dtype=widest,
+            data_parallel_group=data_parallel_group, tensor_group=tensor_group, mode=mode,
+            device=self.capture.trigger.device, dtype=widest,
         )  # fmt: skip
 
     def _is_so_on_any_rank(self, flag: bool) -> bool:
         """Of those with other samples; the host waits."""
         reducer = self.capture.reducer
-        count = self.capture.anchor.new_tensor([float(flag)], dtype=torch.float32)
+        count = self.capture.trigger.new_tensor([float(flag)], dtype=torch.float32)
         return bool(reducer.data.sum(count, "whether samples are left", "async").wait() > 0)
 
     def _sync_context(self) -> AbstractContextManager:
         return self.no_sync() if self.accumulating else nullcontext()
 
-    def _limits_of(self, max_grad_norm: float | list[float]) -> list[float]:
+    def _clip_norms_of(self, max_grad_norm: float | list[float]) -> list[float]:
         check_max_grad_norm(max_grad_norm, self.clipping)
         groups = self.capture.group_names
-        limits = thresholds(max_grad_norm, len(groups), self.clipping)
-        if len(limits) != len(groups):
+        clip_norms = clip_norms_of(max_grad_norm, len(groups), self.clipping)
+        if len(clip_norms) != len(groups):
             raise ValueError(
-                f"max_grad_norm has {len(limits)} thresholds for {len(groups)} clipping groups "
+                f"max_grad_norm has {len(clip_norms)} thresholds for {len(groups)} clipping groups "
                 f"({', '.join(groups[:4])}{', ...' if len(groups) > 4 else ''}): give one a group, "
                 "or one number"
             )
-        return limits
+        return clip_norms
 
 
 @lru_cache(maxsize=8)

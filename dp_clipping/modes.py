@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 MODES = ("no_dp", "per_sample", "ghost", "flash", "bookkeeping", "flash_bookkeeping")
 DEFAULT_MODE = "flash_bookkeeping"
-PLAIN_TWIN = {"flash": "ghost", "flash_bookkeeping": "bookkeeping"}
+REFERENCE_MODE = {"flash": "ghost", "flash_bookkeeping": "bookkeeping"}
 
 LOG = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -70,7 +70,7 @@ def policy_of(mode: str, **options: Any) -> Policy | None:
     return Policy(
         two_passes=mode in ("ghost", "flash"),
         dense_always=mode == "per_sample",
-        fused=mode in PLAIN_TWIN,
+        fused=mode in REFERENCE_MODE,
         **options,
     )
 
@@ -84,5 +84,5 @@ def say_plain(mode: str) -> None:
         "%s runs as %s, in plain PyTorch: its fused kernels need a CUDA device, Triton, and "
         "parameters in float32, bfloat16 or float16",
         mode,
-        PLAIN_TWIN[mode],
+        REFERENCE_MODE[mode],
     )

@@ -347,7 +347,9 @@ class PrivateOptimizer(Optimizer):
             for name, value in own.items()
         }
         groups = model.capture.group_names
-        for name, limit, later in zip(groups, model.step_limits, model.limits(), strict=True):
+        for name, limit, later in zip(
+            groups, model.step_clip_norms, model.clip_norms(), strict=True
+        ):
             of_group = f"max_grad_norm of {name}" if len(groups) > 1 else "max_grad_norm"
             found[of_group] = limit if limit == later else f"{limit}, then {later}"
         found |= {"grad_sample_mode": model.mode, "clipping": model.clipping}
@@ -374,7 +376,7 @@ class PrivateOptimizer(Optimizer):
             self._count(self)
         # Counted before noise is drawn: what fails from here on never draws the same noise again.
         number, self.steps = self.steps, self.steps + 1
-        self.model.budget.close()
+        self.model.usage.close()
         if self.model.policy is not None:
             try:
                 self._apply_noise(number)
@@ -404,7 +406,7 @@ class PrivateOptimizer(Optimizer):
     def resume(self, steps: int, noise_key: bytes) -> None:
         """Go on at a step boundary: the noise of step number `steps` is the next to be drawn."""
         self.steps, self._noise_key = steps, noise_key
-        self.model.budget.take_back()
+        self.model.usage.take_back()
         self.open_draw = None
         self._is_prepared = False
         self._skip_next = self.model.accumulating = self.model.keeps_gradients = False
@@ -441,7 +443,7 @@ class PrivateOptimizer(Optimizer):
 
     def begin_draw(self, number: int) -> None:
         """The loader is about to hand over a new Poisson draw."""
-        unused = self.model.budget.is_unused and self.model.training
+        unused = self.model.usage.is_unused and self.model.training
         if self.model.step_is_open or unused:
             raise RuntimeError(
                 f"draw {number} of the loader begins before optimizer.step() has used the last "

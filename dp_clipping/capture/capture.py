@@ -1,8 +1,8 @@
 """Functional capture: a network whose layers deliver per-sample gradients and no ordinary ones.
 
 Each layer that owns trainable parameters gets a forward that runs its arithmetic as one autograd
-function, with detached parameters. What it hands over in backward goes to a `Session`. Outside of a
-session (evaluation, inference, the user's own calls) the layers are what they were.
+function, with detached parameters. What it hands over in backward goes to a `PrivateStep`. Outside
+of a private step (evaluation, inference, the user's own calls) the layers are what they were.
 
 No hooks on layers are involved, so `torch.compile`, non-reentrant activation checkpointing and
 autocast meet plain autograd functions.
@@ -26,8 +26,8 @@ from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers import embedding, linear, norm
 from dp_clipping.layers import vmap as vectorized
-from dp_clipping.layers.accumulation import wide
-from dp_clipping.layers.handle import Handle
+from dp_clipping.layers.accumulation import accumulation_dtype
+from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import Recorder
 from dp_clipping.planning.plan import Plan
 from dp_clipping.profiling.profile import Profile
@@ -76,14 +76,14 @@ class Capture:
         names: parameter -> its full name.
         groups: parameter -> clipping group; `group_names` has one line a group.
         members: the parameters of each clipping group.
-        anchors: parameter -> the leaf that makes autograd visit what uses it; `anchor` is any.
+        anchors: parameter -> the leaf that makes autograd visit what uses it; `trigger` is any.
         plans: what linear layers were used for -> the plan for that (see `planning.plan`);
             `plan` is the last one that a step ran by.
         sharding: how the network is spread over ranks; None: it is not.
         reducer: adds norms up over ranks (see `dp_clipping.distributed.norm_reduce`).
         sums: takes clipped sums to the shards of a sharded network; None: it is not.
-        kin: parameter -> what it shares with those whose norms may be taken together: the clipping
-            group, and whether other ranks of a tensor axis have other parts of it.
+        norm_group_key: parameter -> what it shares with those whose norms may be taken together:
+            the clipping group, and whether other ranks of a tensor axis have other parts of it.
         profile: of the model's steps; None: the switch is off (see `profiling.profile`).
         shapes: parameter -> shape of what its layer computes with, a part under tensor parallelism.
     """
@@ -100,14 +100,16 @@ class Capture:
         parts = {} if sharding is None else sharding.parts
         self.shapes = {p: parts[p].shape if p in parts else p.shape for p in self.parameters}
         self.groups, self.group_names = self._make_groups(clipping)
-        self.kin = {p: (k, p in parts and parts[p].split) for p, k in self.groups.items()}
+        self.norm_group_key = {
+            p: (k, p in parts and parts[p].split) for p, k in self.groups.items()
+        }
         self.members = [[] for _ in self.group_names]
         for parameter, group in self.groups.items():
             self.members[group].append(parameter)
-        self.anchors = {
+        self.triggers = {
             p: torch.zeros((), device=p.device, requires_grad=True) for p in self.parameters
         }
-        self.anchor = next(iter(self.anchors.values()))
+        self.trigger = next(iter(self.triggers.values()))
         self.plans: dict[tuple, Plan] = {}
         self.plan: Plan | None = None
         self.profile: Profile | None = None
@@ -127,7 +129,7 @@ class Capture:
 
     # ---- which layers ---------------------------------------------------------------------------
 
-    def _install(self) -> list[Handle]:
+    def _install(self) -> list[LayerState]:
         handles = []
         covered: set[nn.Module] = set()
         for name, module in self.network.named_modules():
@@ -142,7 +144,7 @@ class Capture:
             )
             if recurse:
                 covered.update(module.modules())
-            handle = Handle(plain_name(name), kind, module, trainable)
+            handle = LayerState(plain_name(name), kind, module, trainable)
             module._private = handle
             module.forward = types.MethodType(FORWARDS[kind], module)
             handles.append(handle)
@@ -186,34 +188,34 @@ class Capture:
     # ---- sessions -------------------------------------------------------------------------------
 
     @contextmanager
-    def attached(self, session: Recorder | None) -> Iterator[None]:
-        """Inside, calls of the layers belong to the session (None: to nobody)."""
-        before = [(handle, handle.session, handle.slots) for handle in self.handles]
-        outer, self._session = self._session, session
+    def attached(self, private_step: Recorder | None) -> Iterator[None]:
+        """Inside, calls of the layers belong to the private step (None: to nobody)."""
+        before = [(handle, handle.private_step, handle.slots) for handle in self.handles]
+        outer, self._session = self._session, private_step
         for handle in self.handles:
-            handle.session = session
-            handle.slots = {} if session is None else session.slots[handle.name]
+            handle.private_step = private_step
+            handle.slots = {} if private_step is None else private_step.slots[handle.name]
         try:
             with ExitStack() as stack:
-                if session is not None and session.is_compiled:
+                if private_step is not None and private_step.is_compiled:
                     stack.enter_context(_any_size())
-                    if session.policy.may_run_twice:
+                    if private_step.policy.may_run_twice:
                         stack.enter_context(_reusable())
                 yield
         finally:
             self._session = outer
             for handle, old_session, old_slots in before:
-                handle.session, handle.slots = old_session, old_slots
+                handle.private_step, handle.slots = old_session, old_slots
 
-    def make_slots(self, session: Recorder) -> dict[str, dict[str, Tensor]]:
+    def make_slots(self, private_step: Recorder) -> dict[str, dict[str, Tensor]]:
         """handle -> parameter's name -> slot.
 
         Slots are made where a layer asks for one; inside a compiled region none can be made, so a
         network with one gets them all beforehand.
         """
-        if not session.is_compiled:
+        if not private_step.is_compiled:
             return {handle.name: {} for handle in self.handles}
-        return {handle.name: session.slots_of(handle) for handle in self.handles}
+        return {handle.name: private_step.slots_of(handle) for handle in self.handles}
 
     @property
     def is_compiled(self) -> bool:
@@ -233,17 +235,17 @@ class Capture:
             return getattr(*self._copied[parameter]).detach()
         dtype = parameter.dtype
         if len(self.shapes[parameter]) < 2:
-            dtype = wide(dtype)
+            dtype = accumulation_dtype(dtype)
         elif torch.is_autocast_enabled(parameter.device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(parameter.device.type)
         if dtype == torch.float16:
-            dtype = wide(dtype)
+            dtype = accumulation_dtype(dtype)
         return self.zero(dtype)
 
     def zero(self, dtype: torch.dtype) -> Tensor:
         """One number, kept."""
         if dtype not in self._zeros:
-            self._zeros[dtype] = torch.zeros((), dtype=dtype, device=self.anchor.device)
+            self._zeros[dtype] = torch.zeros((), dtype=dtype, device=self.trigger.device)
         return self._zeros[dtype]
 
     @contextmanager
@@ -255,7 +257,7 @@ class Capture:
         with ExitStack() as stack:
             stack.enter_context(self.attached(None))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(_fork_randomness(self.anchor.device))
+            stack.enter_context(_fork_randomness(self.trigger.device))
             for module in self.network.modules():
                 if isinstance(module, nn.EmbeddingBag):
                     hook = module.register_forward_pre_hook(refuse_offsets, with_kwargs=True)
@@ -291,7 +293,8 @@ def _any_size() -> AbstractContextManager:
     """Graphs compiled in here for a second batch size, or number of tokens, serve all others.
 
     Private settings of torch: without them it takes numbers and tensors that it finds at a module,
-    as a session's slots, to be constants, and a Poisson draw is seldom as large as the last one.
+    as a private step's slots, to be constants, and a Poisson draw is seldom as large as the last
+    one.
     """
     return torch._dynamo.config.patch(
         force_nn_module_property_static_shapes=False, allow_unspec_int_on_nn_module=True

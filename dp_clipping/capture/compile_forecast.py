@@ -16,20 +16,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten
 
-from dp_clipping.capture.layout_search import Call, Search
+from dp_clipping.capture.layout_search import LayerCall, Search
 from dp_clipping.clipping.norms import Norm
 from dp_clipping.kernels.gradient import stored_dtype
 from dp_clipping.layers.batch_layout import FEW, MORE
-from dp_clipping.layers.handle import Handle
+from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.linear import LinearFactors
 from dp_clipping.layers.linear_compiled import FACTOR_SLOTS, GRADIENT_SLOTS
-from dp_clipping.planning.cost_model import GRADIENT, Use
+from dp_clipping.planning.cost_model import GRADIENT, LinearShape
 
 Arguments = tuple[tuple, dict]
 
 
 @dataclass(frozen=True)
-class Forecast:
+class CompiledShapes:
     """Of a forward whose inputs have certain shapes.
 
     Attributes:
@@ -39,7 +39,7 @@ class Forecast:
         held: bytes that an ordinary forward keeps for its backward, a sample.
     """
 
-    uses: dict[Parameter, Use]
+    uses: dict[Parameter, LinearShape]
     dtypes: dict[Parameter, torch.dtype]
     held: int
 
@@ -52,25 +52,25 @@ class Forecast:
         """
         return 1 << max(0, batch_size - 1).bit_length()
 
-    def of_batch(self, batch_size: int) -> dict[Parameter, Use]:
+    def of_batch(self, batch_size: int) -> dict[Parameter, LinearShape]:
         planned = self.planned(batch_size)
         return {p: replace(use, batch_size=planned) for p, use in self.uses.items()}
 
-    def slots(self, session: Any, handle: Handle, algorithm: str) -> dict[str, Tensor]:
+    def slots(self, private_step: Any, handle: LayerState, algorithm: str) -> dict[str, Tensor]:
         """Those of a layer's weight."""
-        parameter, batch_size = handle.parameter("weight"), session.batch_size
+        parameter, batch_size = handle.parameter("weight"), private_step.batch_size
         use, dtype = self.uses[parameter], self.dtypes[parameter]
         transposed = handle.kind == "conv1d"
         if algorithm == GRADIENT:
             names = GRADIENT_SLOTS
-            shape = session.capture.shapes[parameter]
+            shape = private_step.capture.shapes[parameter]
             kinds = (((batch_size, *shape), stored_dtype(dtype)), ((batch_size,), NORM))
         else:
             names = FACTOR_SLOTS
             rows = (batch_size, use.tokens)
             kinds = (((*rows, use.outputs), dtype), ((*rows, use.inputs), dtype))
         rest = (parameter, algorithm == GRADIENT, transposed, (*kinds, ((1,), NORM)))
-        tensors = LinearTap.apply(session.anchor_of(parameter), session, *rest)
+        tensors = LinearTap.apply(private_step.trigger_of(parameter), private_step, *rest)
         return dict(zip(names, tensors, strict=True))
 
 
@@ -81,19 +81,19 @@ class LinearTap(torch.autograd.Function):
     """Slots [..] without memory between the anchor and the only use of a weight."""
 
     @staticmethod
-    def forward(ctx, anchor, session, parameter, is_gradient, transposed, kinds):
-        ctx.rest = (session, parameter, is_gradient, transposed)
-        return tuple(session.capture.zero(dtype).expand(shape) for shape, dtype in kinds)
+    def forward(ctx, trigger, private_step, parameter, is_gradient, transposed, kinds):
+        ctx.rest = (private_step, parameter, is_gradient, transposed)
+        return tuple(private_step.capture.zero(dtype).expand(shape) for shape, dtype in kinds)
 
     @staticmethod
     def backward(ctx, first, second, count):
-        session, parameter, is_gradient, transposed = ctx.rest
+        private_step, parameter, is_gradient, transposed = ctx.rest
         if is_gradient:
-            session.counted(parameter, count)
-            session.dense(parameter, first, second)
+            private_step.counted(parameter, count)
+            private_step.dense(parameter, first, second)
         else:
-            session.counted(parameter, count)
-            session.factors(parameter, LinearFactors(second, first, transposed))
+            private_step.counted(parameter, count)
+            private_step.factors(parameter, LinearFactors(second, first, transposed))
         return None, None, None, None, None, None
 
 
@@ -116,12 +116,12 @@ class Forecaster:
 
     def __init__(self, search: Search):
         self._search, self._capture = search, search.capture
-        self._known: dict[tuple, Forecast] = {}
+        self._known: dict[tuple, CompiledShapes] = {}
 
     def forget(self) -> None:
         self._known.clear()
 
-    def of(self, one: Arguments, rows: Callable[[int], Arguments]) -> Forecast:
+    def of(self, one: Arguments, rows: Callable[[int], Arguments]) -> CompiledShapes:
         """From the arguments of one sample and what makes those of several."""
         key = self._key(one)
         if key not in self._known:
@@ -131,16 +131,16 @@ class Forecaster:
             found = list(self._once_used(calls))
             uses = {parameter: use for parameter, use, _ in found}
             dtypes = {parameter: dtype for parameter, _, dtype in found}
-            self._known[key] = Forecast(uses, dtypes, held)
+            self._known[key] = CompiledShapes(uses, dtypes, held)
         return self._known[key]
 
     def _key(self, one: Arguments) -> tuple:
-        device = self._capture.anchor.device.type
+        device = self._capture.trigger.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         leaves, structure = tree_flatten(one)
         return (structure, autocast, *map(_kind, leaves))
 
-    def _observe(self, batch: Arguments, size: int) -> tuple[dict[str, list[Call]], int]:
+    def _observe(self, batch: Arguments, size: int) -> tuple[dict[str, list[LayerCall]], int]:
         """Calls of the layers in a plain forward, and the bytes it keeps for a backward."""
         held: dict[int, int] = {}
 
@@ -154,8 +154,8 @@ class Forecaster:
         return calls, sum(held.values())
 
     def _once_used(
-        self, calls: dict[str, list[Call]]
-    ) -> Iterator[tuple[Parameter, Use, torch.dtype]]:
+        self, calls: dict[str, list[LayerCall]]
+    ) -> Iterator[tuple[Parameter, LinearShape, torch.dtype]]:
         handles = {handle.name: handle for handle in self._capture.handles}
         for name, handle in handles.items():
             own = calls[name]
@@ -165,7 +165,7 @@ class Forecaster:
             x, dtype = own[0].inputs[0], own[0].product_dtype
             parameter = handle.parameter("weight")
             inputs, shape = x.shape[-1], self._capture.shapes[parameter]
-            use = Use(
+            use = LinearShape(
                 self._capture.names[parameter], 1, x.shape[:-1].numel() // FEW, inputs,
                 shape.numel() // max(1, inputs), dtype.itemsize, stored_dtype(dtype).itemsize,
             )  # fmt: skip

@@ -17,7 +17,7 @@ from dp_clipping.capture.backward import flush_ready_nodes
 from dp_clipping.capture.batch import Batch, tensors_of
 from dp_clipping.capture.capture import Capture, tensors_in
 from dp_clipping.capture.carried import Carried, kept
-from dp_clipping.capture.compile_forecast import Forecast, Forecaster
+from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster
 from dp_clipping.capture.layout_search import Search, without_dropout
 from dp_clipping.capture.observation import same_generators
 from dp_clipping.capture.sample_independence import PLACES, Company, Schedule
@@ -26,7 +26,7 @@ from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.layers.handle import LayoutUnknown
 
 
-class Establishment:
+class LayoutDiscovery:
     """What has been found out about a captured network, and from how many samples.
 
     A batch of one sample tells little: beside one, every dimension of size one may count samples.
@@ -83,7 +83,7 @@ class Establishment:
         """Counts so many batches as looked at."""
         self._schedule.skip(batches)
 
-    def forecast(self, batch: Batch) -> Forecast:
+    def forecast(self, batch: Batch) -> CompiledShapes:
         """What linear layers will be given, where compiled code must know it beforehand."""
         return self._forecaster.of(batch.first_sample(), batch.with_samples)
 
@@ -114,8 +114,8 @@ class Establishment:
             if self._sharding is not None:
                 raise ValueError(
                     "the network returns other tensors than in the first batch, and other ranks "
-                    "cannot be asked to look again now: call model.forget_layouts() on every rank "
-                    "before a forward that differs"
+                    "cannot be asked to look again now: call model.reset_batch_layouts() on every "
+                    "rank before a forward that differs"
                 ) from error
             self.look(batch)
             return self._check(batch)
@@ -199,7 +199,7 @@ class Establishment:
         if dist.get_rank(everyone) == source:
             given = [_moved(self._arguments(batch), torch.device("cpu"))]
         dist.broadcast_object_list(given, group=everyone, group_src=source)
-        device = self._capture.anchor.device
+        device = self._capture.trigger.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(0)  # what is random in the network must not part the ranks
             self._look(_moved(given[0], device), largest)

@@ -21,7 +21,7 @@ from dp_clipping.capture.capture import Capture, tensors_in
 from dp_clipping.capture.observation import expanded_input, expanded_output, same_generators
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import FEW, MORE, Layout, find_layout
-from dp_clipping.layers.handle import Handle, LayoutUnknown, product_dtype
+from dp_clipping.layers.handle import LayerState, LayoutUnknown, product_dtype
 from dp_clipping.layers.tensor_parallel import local
 
 UNSURE = "unsure"
@@ -142,7 +142,9 @@ class Search:
             self.output_layouts[self.last_outputs] = guess
             yield
 
-    def _learn(self, handle: Handle, few: "Call", more: "Call", other: "Call") -> None:
+    def _learn(
+        self, handle: LayerState, few: "LayerCall", more: "LayerCall", other: "LayerCall"
+    ) -> None:
         name = handle.name or type(self.capture.network).__name__
         dims = tuple(x.dim() for x in few.inputs)
         sides = [("input", handle.layouts, few.inputs, more.inputs, other.inputs)]
@@ -172,18 +174,18 @@ class Search:
                 "mask its output"
             )
 
-    def observe(self, args: tuple, kwargs: dict, batch_size: int) -> dict[str, list["Call"]]:
+    def observe(self, args: tuple, kwargs: dict, batch_size: int) -> dict[str, list["LayerCall"]]:
         """handle -> its calls in one plain forward of `batch_size` samples, in their order."""
-        calls: dict[str, list[Call]] = {}
+        calls: dict[str, list[LayerCall]] = {}
         routing = Routing()
         shared: list[str] = []
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
-            handle: Handle = module._private
+            handle: LayerState = module._private
             inputs = [tensor_parallel.local(x) for x in tensors_in((args, kwargs))]
             dtype = product_dtype(inputs[0]) if inputs else None
             shapes = [_if_flattened(x, batch_size) for x in inputs]
-            calls.setdefault(handle.name, []).append(Call(shapes, [], dtype))
+            calls.setdefault(handle.name, []).append(LayerCall(shapes, [], dtype))
             layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
             expanded = expanded_input(handle, layouts, inputs, batch_size)
             if expanded is not None:
@@ -191,7 +193,7 @@ class Search:
             return expanded
 
         def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-            handle: Handle = module._private
+            handle: LayerState = module._private
             call = calls[handle.name][-1]
             outputs = [tensor_parallel.local(y) for y in tensors_in(output)]
             call.outputs[:] = [_if_flattened(y, batch_size) for y in outputs]
@@ -212,7 +214,9 @@ class Search:
             outputs = tensors_of(self.capture.network(*args, **kwargs))
         self._routing = routing.operators
         self.checks_values |= routing.checks_values
-        calls[NETWORK] = [Call([], [_if_flattened(local(y), batch_size) for y in outputs], None)]
+        calls[NETWORK] = [
+            LayerCall([], [_if_flattened(local(y), batch_size) for y in outputs], None)
+        ]
         return calls | {h.name: [] for h in self.capture.handles if h.name not in calls}
 
 
@@ -267,7 +271,7 @@ def _first_line(error: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """What one call of a layer was given and gave: shapes (on the meta device) where they tell.
 
     `product_dtype` is what a matrix product of its first input would be taken in.

@@ -21,7 +21,7 @@ from dp_clipping.capture.batch import tensors_of
 from dp_clipping.capture.capture import Capture, tensors_in
 from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import Handle, expand_shared
+from dp_clipping.layers.handle import LayerState, expand_shared
 from dp_clipping.layers.tensor_parallel import local
 
 SIGNS = 4
@@ -88,13 +88,13 @@ class Observer:
         seen = Seen()
         rounding = None
         if seed is not None:
-            rounding = torch.Generator(self._capture.anchor.device).manual_seed(seed)
+            rounding = torch.Generator(self._capture.trigger.device).manual_seed(seed)
         modules = list(self._capture.network.modules()) if self._capture.sharding is None else ()
         with untouched(modules), torch.enable_grad():
             args, kwargs = arguments
-            device = self._capture.anchor.device.type
-            with self._watched(seen, batch_size, rounding) as anchors:
-                before = generator_states(modules, self._capture.anchor.device)
+            device = self._capture.trigger.device.type
+            with self._watched(seen, batch_size, rounding) as triggers:
+                before = generator_states(modules, self._capture.trigger.device)
                 outputs = tensors_of(self._capture.network(*args, **kwargs))
                 starts = []
                 for output, layout in zip(outputs, layouts_of(outputs), strict=True):
@@ -105,7 +105,7 @@ class Observer:
                     if output.requires_grad and y.is_floating_point():
                         gradient = self._gradient(output, y, layout, scale, drawn)
                         starts.append((output, gradient))
-                anchors.append(self._anchor(torch.float32, self._capture.anchor.device))
+                triggers.append(self._anchor(torch.float32, self._capture.trigger.device))
                 if starts:
                     sharding = self._capture.sharding
                     with (
@@ -115,13 +115,13 @@ class Observer:
                     ):
                         self._is_backward = True
                         ys, gradients = zip(*starts, strict=True)
-                        inputs = list({id(a): a for a in anchors}.values())
+                        inputs = list({id(a): a for a in triggers}.values())
                         try:
                             torch.autograd.grad(ys, inputs, gradients, allow_unused=True)
                         except BaseException:
                             flush_ready_nodes()
                             raise
-                seen.is_random = generator_states(modules, self._capture.anchor.device) != before
+                seen.is_random = generator_states(modules, self._capture.trigger.device) != before
         return seen
 
     @contextmanager
@@ -133,12 +133,12 @@ class Observer:
         A zero that requires a gradient is added to each output, so that autograd comes to all
         layers, and computes no gradient of a parameter.
         """
-        anchors: list[Tensor] = []
+        triggers: list[Tensor] = []
         dims: dict[nn.Module, list[tuple[int, ...]]] = {}
         self._is_backward = False
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
-            handle: Handle = module._private
+            handle: LayerState = module._private
             inputs = [local(x) for x in tensors_in((args, kwargs))]
             key = tuple(x.dim() for x in inputs)
             dims.setdefault(module, []).append(key)
@@ -151,7 +151,7 @@ class Observer:
             return expanded_input(handle, layouts, inputs, batch_size)
 
         def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-            handle: Handle = module._private
+            handle: LayerState = module._private
             key = dims[module].pop()
             if handle.kind == "vectorized":
                 layouts = list(handle.output_layouts.get(key, ()))
@@ -168,9 +168,9 @@ class Observer:
                     return y
                 if layout.kind == "shared":
                     layout = Layout("dimension", 0)
-                anchor = self._anchor(y.dtype, y.device)
-                anchors.append(anchor)
-                y = _rounded(y, rounding) + anchor
+                trigger = self._anchor(y.dtype, y.device)
+                triggers.append(trigger)
+                y = _rounded(y, rounding) + trigger
                 if y.requires_grad:
 
                     def arrived(gradient: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class Observer:
             return tree_map(note, output)
 
         with self._capture.looked_at(before, after):
-            yield anchors
+            yield triggers
 
     def _anchor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         if (dtype, device) not in self._anchors:
@@ -243,7 +243,7 @@ def _signs(size: int, seed: int, dtype: torch.dtype, device: torch.device) -> Te
 
 
 def expanded_input(
-    handle: Handle, layouts: Sequence[Layout], inputs: list[Tensor], batch_size: int
+    handle: LayerState, layouts: Sequence[Layout], inputs: list[Tensor], batch_size: int
 ) -> tuple[tuple, dict] | None:
     """For a hook before a layer: its only input, shared by all samples, expanded to the batch."""
     if handle.kind != "vectorized" and layouts and layouts[0].kind == "shared":
@@ -251,7 +251,9 @@ def expanded_input(
     return None
 
 
-def expanded_output(handle: Handle, layouts: Sequence[Layout], output: Any, batch_size: int) -> Any:
+def expanded_output(
+    handle: LayerState, layouts: Sequence[Layout], output: Any, batch_size: int
+) -> Any:
     """As what a module under vmap returns: shared outputs get the batch's dimension."""
     if handle.kind != "vectorized" or not any(x.kind == "shared" for x in layouts):
         return output

@@ -170,7 +170,7 @@ class Company:
         if stays is not None:
             others = torch.tensor([4.0, -2.0, 0.25, -1.0]).repeat(len(rows) // 4 + 1)[: len(rows)]
             scale = torch.where(torch.tensor(stays), scale, others)
-        scale = scale.to(self._capture.anchor.device)
+        scale = scale.to(self._capture.trigger.device)
         return self._observer.run(
             batch.with_rows(rows), len(rows), self._layouts_of, scale, seed, drawn
         )
@@ -189,7 +189,7 @@ class Company:
         Where the two differ, the first run is repeated with errors of the size of rounding. What
         changes as much by them, or by numbers that the network draws of its own, tells nothing.
         """
-        kept = torch.tensor(stays, device=self._capture.anchor.device)
+        kept = torch.tensor(stays, device=self._capture.trigger.device)
         differ = _different(base, beside, kept)
         if self._on_any_rank(bool(differ)):
             again = [self._run(batch, rows, seed=seed, drawn=drawn) for seed in range(REPEATS)]

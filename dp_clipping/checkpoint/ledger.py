@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 History = list[tuple[float, float, int]]
 """(noise multiplier, sample rate, number of steps), in the order in which they were counted."""
 
-Part = tuple[int, History]
+HistoryPart = tuple[int, History]
 """Steps of one key: the number of the first one, and from there on all."""
 
-Parts = dict[str, Part]
+Parts = dict[str, HistoryPart]
 """By the key's fingerprint, which is public."""
 
 OTHERS = ""
@@ -49,7 +49,7 @@ class Step:
         fingerprint: of the key.
         number: under which the key is asked for noise.
         sigma, rate: as they are counted.
-        limits: C, or those of the clipping groups.
+        clip_norms: C, or those of the clipping groups.
         draw: number of the draw that it is made of; None if it is no Poisson draw.
     """
 
@@ -57,13 +57,13 @@ class Step:
     number: int
     sigma: float
     rate: float
-    limits: tuple[float, ...]
+    clip_norms: tuple[float, ...]
     draw: int | None
 
     @property
     def digest(self) -> int:
         """Of what a history does not say."""
-        return hash((self.limits, self.draw))
+        return hash((self.clip_norms, self.draw))
 
 
 def count(history: History) -> int:
@@ -244,7 +244,7 @@ class Account:
         self._note_others()
         return deepcopy(self._parts)
 
-    def beyond(self, saved: Mapping[str, Part], run: object) -> Parts:
+    def beyond(self, saved: Mapping[str, HistoryPart], run: object) -> Parts:
         """Released steps that a load of `saved` for this run would forget."""
         self._note_others()
         lost = {}
@@ -264,7 +264,7 @@ class Account:
         return released
 
     def load(
-        self, state: Mapping[str, Any], saved: Mapping[str, Part], kept: Parts, run: object
+        self, state: Mapping[str, Any], saved: Mapping[str, HistoryPart], kept: Parts, run: object
     ) -> None:
         """Become, for this run, a saved account and what `beyond` has found.
 

@@ -232,7 +232,7 @@ class Before:
         run = snapshot.run
         optimizer, loader = run.optimizer, run.poisson
         objects = [
-            run, run.account, run.account.accountant, run.model, run.model.budget, optimizer,
+            run, run.account, run.account.accountant, run.model, run.model.usage, optimizer,
             optimizer.original_optimizer, optimizer.adaptive_threshold, loader,
             loader and loader.batch_sampler, *snapshot.schedulers.values(),
         ]  # fmt: skip

@@ -47,12 +47,14 @@ class Run:
     def describe(self) -> dict[str, Any]:
         """Its public settings; a load compares all of them but the mode (see compatibility.py)."""
         network, sharding = self.model.network, self.model.sharding
-        data_group = self.group if sharding is None else sharding.data_group
+        data_parallel_group = self.group if sharding is None else sharding.data_parallel_group
         parameters = {n: list(p.shape) for n, p in network.named_parameters() if p.requires_grad}
         return {
             **self.settings,
             "world_size": 1 if self.group is None else dist.get_world_size(self.group),
-            "data_ranks": 1 if data_group is None else dist.get_world_size(data_group),
+            "data_ranks": 1
+            if data_parallel_group is None
+            else dist.get_world_size(data_parallel_group),
             "device": self.device.type,
             "optimizer": type(self.optimizer.original_optimizer).__name__,
             "private": self.model.policy is not None,

@@ -32,7 +32,9 @@ LOWEST, HIGHEST = 1e-10, 1e30
 MARGIN = {torch.float64: 2.0**-40, torch.float32: 2e-5}
 
 
-def thresholds(max_grad_norm: float | Sequence[float], groups: int, clipping: str) -> list[float]:
+def clip_norms_of(
+    max_grad_norm: float | Sequence[float], groups: int, clipping: str
+) -> list[float]:
     """C_k of each group: C itself for one, C/√K for K groups, or the list that was given.
 
     Σ C_k² = C² in each case: the sum over groups has sensitivity C.
@@ -41,14 +43,14 @@ def thresholds(max_grad_norm: float | Sequence[float], groups: int, clipping: st
         ValueError: for a threshold that float32 norms cannot be compared with.
     """
     if isinstance(max_grad_norm, Sequence):
-        limits = [float(c) for c in max_grad_norm]
+        clip_norms = [float(c) for c in max_grad_norm]
     elif clipping == "flat":
-        limits = [float(max_grad_norm)]
+        clip_norms = [float(max_grad_norm)]
     else:
-        limits = [float(max_grad_norm) / groups**0.5] * groups
-    for limit in limits:
-        check_range("max_grad_norm", limit, "" if len(limits) == 1 else " a clipping group")
-    return limits
+        clip_norms = [float(max_grad_norm) / groups**0.5] * groups
+    for limit in clip_norms:
+        check_range("max_grad_norm", limit, "" if len(clip_norms) == 1 else " a clipping group")
+    return clip_norms
 
 
 def check_range(name: str, value: float, of: str = "") -> None:
@@ -62,7 +64,7 @@ def check_range(name: str, value: float, of: str = "") -> None:
 
 
 def coefficients(
-    squared_bounds: Tensor, limits: Tensor, function: str, gamma: float = GAMMA
+    squared_bounds: Tensor, clip_norms: Tensor, function: str, gamma: float = GAMMA
 ) -> Tensor:
     """c [K, B] from upper bounds of squared norms [K, B] and thresholds [K], K groups.
 
@@ -70,11 +72,11 @@ def coefficients(
     """
     margin = 1 + MARGIN[squared_bounds.dtype]
     norms = squared_bounds.sqrt() * margin
-    limits = limits.to(norms)[:, None]
+    clip_norms = clip_norms.to(norms)[:, None]
     if function == "abadi":
-        scale = (limits / norms).clamp(max=1.0)
+        scale = (clip_norms / norms).clamp(max=1.0)
     else:  # finite: an infinite one times zero would be NaN
-        scale = (limits / (norms + gamma)).clamp(max=torch.finfo(norms.dtype).max)
+        scale = (clip_norms / (norms + gamma)).clamp(max=torch.finfo(norms.dtype).max)
     return torch.where(finite_samples(squared_bounds), scale, 0.0)
 
 

@@ -1,7 +1,7 @@
 """What the norms of the global batch look like: clipped fraction and histogram.
 
 They depend on the samples without noise: ε does not cover them. They are for looking, not for
-publishing, and refused with `release=True`. The same on every rank, since the norms are.
+publishing, and refused with `hide_unprotected=True`. The same on every rank, since the norms are.
 """
 
 from collections.abc import Sequence
@@ -41,19 +41,19 @@ class NormStatistics:
         return self.clipped / max(1, self.samples - self.nonfinite)
 
 
-def norm_statistics(squares: Tensor, limits: Sequence[float]) -> NormStatistics:
+def norm_statistics(squares: Tensor, clip_norms: Sequence[float]) -> NormStatistics:
     """Statistics of squared norms [K, G] (`global_norms.GlobalNorms.wait()`).
 
     Args:
         squares: the same on every rank.
-        limits: C_k of the step that the norms are of.
+        clip_norms: C_k of the step that the norms are of.
     """
     squares = squares.detach().double()
     finite = squares.isfinite().all(0)
     squares = squares[:, finite]
-    bounds = torch.tensor(limits, dtype=torch.float64, device=squares.device)
+    bounds = torch.tensor(clip_norms, dtype=torch.float64, device=squares.device)
     above = squares.sqrt() > bounds[:, None]
-    threshold = sum(limit * limit for limit in limits) ** 0.5
+    threshold = sum(limit * limit for limit in clip_norms) ** 0.5
     edges = tuple(threshold * edge for edge in EDGES)
     places = torch.tensor(edges, dtype=torch.float64, device=squares.device)
     bins = torch.bucketize(squares.sum(0).sqrt(), places, right=True)

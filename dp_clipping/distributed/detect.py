@@ -19,14 +19,16 @@ if dist.is_available():
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor, Shard
 
-UNIT = 8  # parameters that are handled together where no FSDP module says so
+DEFAULT_UNIT_SIZE = 8  # parameters that are handled together where no FSDP module says so
 
 
-def sharding_of(module: nn.Module, data_group: dist.ProcessGroup | None = None) -> Sharding | None:
+def sharding_of(
+    module: nn.Module, data_parallel_group: dist.ProcessGroup | None = None
+) -> Sharding | None:
     """What has sharded the module; None: nothing has.
 
     Args:
-        data_group: ranks that train the same tensor-parallel parts on other samples.
+        data_parallel_group: ranks that train the same tensor-parallel parts on other samples.
 
     Raises:
         ValueError: where gradient synchronisation cannot be controlled.
@@ -44,19 +46,19 @@ def sharding_of(module: nn.Module, data_group: dist.ProcessGroup | None = None) 
             "module itself, so nothing controls when its gradients are synchronised: call "
             "fully_shard(module) on the root too"
         )
-    if wrapped and data_group is None:
+    if wrapped and data_parallel_group is None:
         return _of_fsdp(module)
     if any(isinstance(p, DTensor) for p in module.parameters()):
         if wrapped or hasattr(module, "gradient_ready"):
             raise ValueError(
-                "the module is sharded and has a data-parallel wrapper or a data_group beside: "
-                "give the sharded module itself; data_group is for tensor parallelism alone, "
-                "fully_shard brings its own"
+                "the module is sharded and has a data-parallel wrapper or a data_parallel_group "
+                "beside: give the sharded module itself; data_parallel_group is for tensor "
+                "parallelism alone, fully_shard brings its own"
             )
-        return _of_tensor_parallel(module, data_group)
-    if data_group is not None:
+        return _of_tensor_parallel(module, data_parallel_group)
+    if data_parallel_group is not None:
         raise ValueError(
-            "data_group is for tensor-parallel modules: wrap an ordinary one with ddp.wrap"
+            "data_parallel_group is for tensor-parallel modules: wrap an ordinary one with ddp.wrap"
         )
     return None
 
@@ -145,15 +147,17 @@ def _joined(
     data_ranks = ranks[(slice(None),) * axes + inner].flatten().tolist()
     replicas = mesh.get_group(0) if axes == 2 else None
     shards = mesh.get_group(axes - 1)
-    data_group = shards if axes == 1 else _group(data_ranks)
-    everyone = data_group if tensor_group is None else _group(ranks.flatten().tolist())
+    data_parallel_group = shards if axes == 1 else _group(data_ranks)
+    everyone = data_parallel_group if tensor_group is None else _group(ranks.flatten().tolist())
     return Sharding(
-        api + (" x tensor parallel" if tensor else ""), data_group, tensor_group, everyone,
+        api + (" x tensor parallel" if tensor else ""), data_parallel_group, tensor_group, everyone,
         replicas, shards, parts, gathering, sums_class=ShardedSums,
     )  # fmt: skip
 
 
-def _of_tensor_parallel(module: nn.Module, data_group: dist.ProcessGroup | None) -> Sharding:
+def _of_tensor_parallel(
+    module: nn.Module, data_parallel_group: dist.ProcessGroup | None
+) -> Sharding:
     meshes = {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}
     if len(meshes) > 1 or next(iter(meshes)).ndim > 1:
         raise ValueError(
@@ -163,26 +167,27 @@ def _of_tensor_parallel(module: nn.Module, data_group: dist.ProcessGroup | None)
     mesh = next(iter(meshes))
     parts = {
         p: Part(
-            local(p).shape, number // UNIT,
+            local(p).shape, number // DEFAULT_UNIT_SIZE,
             split=is_sharded(p) and any(q.is_shard() for q in p.placements),
         )
         for number, p in enumerate(p for p in module.parameters() if p.requires_grad)
     }  # fmt: skip
     group = mesh.get_group()
     everyone = group
-    if data_group is not None:
+    if data_parallel_group is not None:
         everyone = dist.group.WORLD
-        if dist.get_world_size() != size_of(data_group) * size_of(group):
+        if dist.get_world_size() != size_of(data_parallel_group) * size_of(group):
             raise ValueError(
-                f"{size_of(data_group)} data-parallel x {size_of(group)} tensor-parallel ranks are "
-                f"not the {dist.get_world_size()} of the world: private training takes all of them"
+                f"{size_of(data_parallel_group)} data-parallel x {size_of(group)} tensor-parallel "
+                f"ranks are not the {dist.get_world_size()} of the world: private training takes "
+                "all of them"
             )
-    if data_group is not None:
+    if data_parallel_group is not None:
         with torch.no_grad():
             for x in (*module.parameters(), *module.buffers()):
-                dist.broadcast(local(x), group=data_group, group_src=0)
+                dist.broadcast(local(x), group=data_parallel_group, group_src=0)
     return Sharding(
-        "tensor parallel", data_group, group, everyone, None, data_group, parts,
+        "tensor parallel", data_parallel_group, group, everyone, None, data_parallel_group, parts,
         sums_class=ShardedSums,
     )  # fmt: skip
 

@@ -40,7 +40,7 @@ from torch.utils.hooks import RemovableHandle
 from dp_clipping.distributed.collectives import reduce_scatter_together
 from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.distributed.gradient_reduce import ShardedSums, Transfer
-from dp_clipping.distributed.placement import Place, Run
+from dp_clipping.distributed.placement import Place, Span
 from dp_clipping.distributed.sharding import Part, Sharding
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
@@ -63,13 +63,13 @@ class FlatSharding(Sharding):
 
     root: FSDP = field(repr=False, kw_only=True)
     slices: dict[Parameter, list[Slice]] = field(repr=False, kw_only=True)
-    leaving: Leaving = field(repr=False, kw_only=True)
+    leaving: ReshardOnExit = field(repr=False, kw_only=True)
 
     def place_of(self, parameter: Parameter) -> Place | None:
         if parameter not in self.slices:
             return None
         start, length = self.slices[parameter][dist.get_rank(self.shards)]
-        return (Run(0, start, length, length, 1),) if length else ()
+        return (Span(0, start, length, length, 1),) if length else ()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -100,7 +100,7 @@ class FlatSharding(Sharding):
         return True
 
 
-class Leaving:
+class ReshardOnExit:
     """Frees the gathered parameters of a unit when backward has left it.
 
     FSDP1 does so behind the gradient of the flat parameter, of which there is none here, and else
@@ -214,7 +214,7 @@ def flat_sharding_of(module: nn.Module) -> FlatSharding:
     )
     return FlatSharding(
         "FSDP1 (FullyShardedDataParallel)", group, None, group, None, group, parts, gathering,
-        root=module, slices=slices, leaving=Leaving(units), sums_class=FlatSums,
+        root=module, slices=slices, leaving=ReshardOnExit(units), sums_class=FlatSums,
     )  # fmt: skip
 
 

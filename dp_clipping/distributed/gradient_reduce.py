@@ -38,13 +38,13 @@ class ShardedSums:
     go as they are, the others of a unit packed into one.
 
     Attributes:
-        is_held: what is received stays until `let_go`, each time.
+        is_held: what is received stays until `launch_ready`, each time.
     """
 
     def __init__(self, sharding: Sharding):
         self.sharding = sharding
         self.profile: Profile | None = None
-        self.is_held = False
+        self.deferred = False
         self._order = sorted(sharding.units, reverse=True)
         self._waiting: dict[int, dict[Parameter, Tensor]] = {}
         self._next = 0
@@ -62,7 +62,7 @@ class ShardedSums:
         self._waiting, self._next, self._flying = {}, 0, []
         self._left.clear()
         self._sums.clear()
-        self.is_held = False
+        self.deferred = False
 
     @torch.no_grad()
     def changed(self) -> list[Parameter]:
@@ -75,14 +75,14 @@ class ShardedSums:
                 found.append(parameter)
         return found
 
-    def receive(self, parameter: Parameter, total: Tensor) -> None:
+    def accumulate(self, parameter: Parameter, total: Tensor) -> None:
         """Of all samples of this rank, in the shape that layers compute with."""
         unit = self.sharding.parts[parameter].unit
         self._waiting.setdefault(unit, {})[parameter] = total
-        if not self.is_held:
-            self.let_go()
+        if not self.deferred:
+            self.launch_ready()
 
-    def let_go(self) -> None:
+    def launch_ready(self) -> None:
         """Launch what is complete: every rank at the same place among other collectives."""
         while self._next < len(self._order) and self._is_complete(self._order[self._next]):
             unit = self._order[self._next]

@@ -35,8 +35,10 @@ from torch import Tensor
 from torch.profiler import record_function
 
 NORM_REDUCTIONS = ("sync", "async", "layerwise")
-SAME = 1e-3  # losses of one sample on two ranks are this close, far closer than two samples' are
-EVERY = 16  # parameters to a partial sum: an 8B Llama, 291 of them, has 19
+SAME_LOSS_TOLERANCE = (
+    1e-3  # losses of one sample on two ranks are this close, far closer than two samples' are
+)
+PARAMETERS_PER_PARTIAL_SUM = 16  # parameters to a partial sum: an 8B Llama, 291 of them, has 19
 
 
 class NormReducer:
@@ -46,7 +48,7 @@ class NormReducer:
     order, also where a batch is empty. World size 1 communicates nothing.
 
     Args:
-        data_group: the axis whose members hold different samples.
+        data_parallel_group: the axis whose members hold different samples.
         tensor_group: the axis whose members hold the same samples and parts of parameters. Its
             collectives are launched among the layers' own on this group: where the order of the
             two is not the same on all members, give a group of the same ranks to this alone.
@@ -59,7 +61,7 @@ class NormReducer:
     """
 
     def __init__(
-        self, *, data_group: dist.ProcessGroup | None = None,
+        self, *, data_parallel_group: dist.ProcessGroup | None = None,
         tensor_group: dist.ProcessGroup | None = None, mode: str = "sync",
         device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
@@ -70,7 +72,7 @@ class NormReducer:
             raise ValueError(f"norms are exchanged in float32 or float64, not in {dtype}")
         self.mode, self.device, self.dtype = mode, torch.device(device), dtype
         self.tensor = Axis("tensor-parallel", tensor_group)
-        self.data = Axis("data", data_group)
+        self.data = Axis("data", data_parallel_group)
         _check_axes(self.tensor, self.data)
         is_cuda = self.device.type == "cuda"
         self.side_stream = torch.cuda.Stream(self.device) if is_cuda else None
@@ -101,7 +103,12 @@ class NormReducer:
         what = f"{len(own)} losses"
         both = torch.cat([own, -own])
         highest, lowest = self.tensor.sum(both, what, "sync", dist.ReduceOp.MAX).wait().chunk(2)
-        if bool((highest + lowest > SAME * (highest.abs() + lowest.abs()) + SAME).any()):
+        if bool(
+            (
+                highest + lowest
+                > SAME_LOSS_TOLERANCE * (highest.abs() + lowest.abs()) + SAME_LOSS_TOLERANCE
+            ).any()
+        ):
             raise RuntimeError(
                 "ranks of one tensor-parallel axis have different losses for what should be the "
                 "same samples: deal the data out over data ranks only (num_replicas and rank of a "
@@ -110,7 +117,7 @@ class NormReducer:
 
     # ---- what clipping needs: over the tensor axis ----------------------------------------------
 
-    def reduce(self, table: Tensor) -> "Flight":
+    def reduce(self, table: Tensor) -> "PendingReduce":
         """Launch the sum of tables [n, K, B] over the tensor axis, B the local batch.
 
         A table holds what adds up over shards: squared norms, and upper bounds of squared norms
@@ -123,7 +130,7 @@ class NormReducer:
         self,
         order: Sequence[Hashable],
         table: Callable[[Sequence[Hashable]], Tensor],
-        every: int = EVERY,
+        every: int = PARAMETERS_PER_PARTIAL_SUM,
     ) -> "Layerwise":
         """Partial sums of one backward: see `Layerwise`."""
         return Layerwise(self, order, table, every)
@@ -156,22 +163,22 @@ class Axis:
         """Global ranks of the members, as far as there are others."""
         return set() if self.size == 1 else set(dist.get_process_group_ranks(self.group))
 
-    def sum(self, table: Tensor, what: str, mode: str, operation: Any = None) -> "Flight":
+    def sum(self, table: Tensor, what: str, mode: str, operation: Any = None) -> "PendingReduce":
         """Launch an all-reduce in place, contiguous; nothing for one member or an empty table."""
         if self.size == 1 or not table.numel():
-            return Flight(table)
+            return PendingReduce(table)
         operation = dist.ReduceOp.SUM if operation is None else operation
-        story = f"{what} over the {self.name} axis ({self.size} ranks)"
-        with _naming(story), record_function("norm_reduce/launch"):
+        description = f"{what} over the {self.name} axis ({self.size} ranks)"
+        with _naming(description), record_function("norm_reduce/launch"):
             work = dist.all_reduce(table, operation, group=self.group, async_op=mode != "sync")
-        return Flight(table, work, story)
+        return PendingReduce(table, work, description)
 
 
-class Flight:
+class PendingReduce:
     """A table that is on its way, or has arrived."""
 
-    def __init__(self, table: Tensor, work: dist.Work | None = None, story: str = ""):
-        self._table, self._work, self._story = table, work, story
+    def __init__(self, table: Tensor, work: dist.Work | None = None, description: str = ""):
+        self._table, self._work, self._story = table, work, description
 
     def wait(self) -> Tensor:
         """The sum; may be called again.
@@ -216,7 +223,7 @@ class Layerwise:
         assert len(self._chunk_of) == len(order), "a key is in one chunk, once"
         self._missing = [len(keys) for keys in self._chunks]
         self._arrived: set[Hashable] = set()
-        self._flights: list[Flight] = []
+        self._flights: list[PendingReduce] = []
 
     @property
     def launched(self) -> int:
@@ -273,14 +280,14 @@ def refuse_split_samples(layer: str, what: str, placements: Sequence[Any], shape
 
 
 @contextmanager
-def _naming(story: str) -> Iterator[None]:
+def _naming(description: str) -> Iterator[None]:
     """Say what was exchanged where the process group says only that it failed."""
     try:
         yield
     except Exception as error:
         raise RuntimeError(
-            f"exchange of {story} failed: a rank was lost, came too late or exchanges something "
-            f"else; its own error says why ({error})"
+            f"exchange of {description} failed: a rank was lost, came too late or exchanges "
+            f"something else; its own error says why ({error})"
         ) from error
 
 

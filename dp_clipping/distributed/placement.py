@@ -32,7 +32,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Run:
+class Span:
     """Element local_start + q·length + r of a part is element offset + q·stride + r of the whole,
     for q < count and r < length, both counted in row-major order."""
 
@@ -47,7 +47,7 @@ class Run:
         return self.length * self.count
 
 
-Place = tuple[Run, ...]
+Place = tuple[Span, ...]
 """Of one part, in its own order and without gaps; () if the part is empty."""
 
 
@@ -56,7 +56,7 @@ def place_of(parameter: Tensor) -> Place | None:
     if not isinstance(parameter, DTensor):
         return None
     box, whole = box_of(parameter), tuple(parameter.shape)
-    return None if box == tuple((0, n) for n in whole) else runs_of(box, whole)
+    return None if box == tuple((0, n) for n in whole) else spans_of(box, whole)
 
 
 def slices_of(parameter: Tensor) -> tuple[slice, ...]:
@@ -90,7 +90,7 @@ def box_of(parameter: Tensor) -> Box:
     return box
 
 
-def runs_of(box: Box, whole: Sequence[int]) -> Place:
+def spans_of(box: Box, whole: Sequence[int]) -> Place:
     """The runs of a box in a tensor of that shape.
 
     The innermost dimension that is cut makes the rows; those further out repeat them. Rows one
@@ -103,7 +103,7 @@ def runs_of(box: Box, whole: Sequence[int]) -> Place:
     cut = [i for i, (_, length) in enumerate(box) if length < whole[i]]
     first = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
     if not cut or math.prod(length for _, length in box[: cut[-1]]) == 1:
-        return (Run(0, first, numel, numel, 1),)
+        return (Span(0, first, numel, numel, 1),)
     inner = cut[-1]
     # Dimensions between `outer` and `inner` are whole: their rows are equally far apart.
     outer = max((i for i in cut if i < inner), default=0)
@@ -111,7 +111,7 @@ def runs_of(box: Box, whole: Sequence[int]) -> Place:
     count = math.prod(box[i][1] for i in range(outer, inner))
     steps = product(*(range(0, box[i][1] * strides[i], strides[i]) for i in range(outer)))
     return tuple(
-        Run(i * length * count, first + sum(step), length, stride, count)
+        Span(i * length * count, first + sum(step), length, stride, count)
         for i, step in enumerate(steps)
     )
 

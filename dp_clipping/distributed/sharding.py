@@ -56,7 +56,8 @@ class Sharding:
 
     Attributes:
         api: what has sharded it, for messages.
-        data_group: ranks with other samples and the same parts of parameters; None: no such axis.
+        data_parallel_group: ranks with other samples and the same parts of parameters; None: no
+            such axis.
         tensor_group: ranks with the same samples and other parts; None: no such axis.
         everyone: all ranks of both.
         replicas: of the data axis's ranks, those that hold the same shard (hybrid sharding).
@@ -68,7 +69,7 @@ class Sharding:
     """
 
     api: str
-    data_group: dist.ProcessGroup | None
+    data_parallel_group: dist.ProcessGroup | None
     tensor_group: dist.ProcessGroup | None
     everyone: dist.ProcessGroup
     replicas: dist.ProcessGroup | None
@@ -158,6 +159,6 @@ class Sharding:
         return reset is not None
 
     def describe(self) -> str:
-        data, tensor = size_of(self.data_group), size_of(self.tensor_group)
+        data, tensor = size_of(self.data_parallel_group), size_of(self.tensor_group)
         axes = f"{data} data-parallel" + (f" x {tensor} tensor-parallel" if tensor > 1 else "")
         return f"{self.api}: {axes} ranks; gradients are synchronised by dp_clipping alone"

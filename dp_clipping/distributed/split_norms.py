@@ -1,10 +1,10 @@
 """Norms of whole samples from what ranks of a tensor-parallel axis know of their parts.
 
-Each rank writes a table of what adds up over ranks (`WholeNorms.table`), the norm reducer adds the
-tables up, and `WholeNorms.judge` reads the sum. A parameter that all ranks have whole is counted by
-one of them. It also has to be the same everywhere: its per-sample gradient is then the same on each
-rank, and sums of its squared norms with weights that add up to zero vanish. They do not where a
-rank has computed with a part of its input (an RMSNorm over the heads that the rank has): there it
+Each rank writes a table of what adds up over ranks (`SplitNorms.table`), the norm reducer adds the
+tables up, and `SplitNorms.unpack` reads the sum. A parameter that all ranks have whole is counted
+by one of them. It also has to be the same everywhere: its per-sample gradient is then the same on
+each rank, and sums of its squared norms with weights that add up to zero vanish. They do not where
+a rank has computed with a part of its input (an RMSNorm over the heads that the rank has): there it
 holds a term of the gradient, and no norm of a sample is known.
 """
 
@@ -22,11 +22,11 @@ DIFFERS = 1e-3  # relative; replicas of one norm differ by rounding, far less
 NONE = 1e-32  # squared norms that are nothing beside any C: float32 rounds the smallest coarsely
 
 
-class WholeNorms:
+class SplitNorms:
     """Of one batch.
 
     Attributes:
-        differ: on the device, whether ranks differed in what all have whole; None before `judge`.
+        differ: on the device, whether ranks differed in what all have whole; None before `unpack`.
     """
 
     def __init__(self, reducer: NormReducer, sharding: Sharding | None):
@@ -35,7 +35,7 @@ class WholeNorms:
         self.differ: Tensor | None = None
 
     @property
-    def are_elsewhere(self) -> bool:
+    def is_split(self) -> bool:
         """Whether what this rank knows are parts: then clipping waits for the others."""
         return self._reducer.splits_parameters
 
@@ -58,7 +58,7 @@ class WholeNorms:
         rows = own.squared(), own.bounds(), shared, across * shared, along * shared
         return torch.stack((*rows, torch.full_like(shared, rescaled)))
 
-    def judge(self, total: Tensor) -> tuple[Tensor, Tensor]:
+    def unpack(self, total: Tensor) -> tuple[Tensor, Tensor]:
         """Squared norms and upper bounds [K, B] from the sum of all ranks' tables [6, K, B]."""
         squares, bounds, shared, across, along, self._rescaled = total
         differs = across.abs() + along.abs() > DIFFERS * shared + NONE
@@ -67,11 +67,11 @@ class WholeNorms:
 
     def some_are_rescaled(self, here: bool) -> bool:
         """Whether sums of any rank are rescaled: then all ranks take part."""
-        return bool(self._rescaled.any()) if self.are_elsewhere else here
+        return bool(self._rescaled.any()) if self.is_split else here
 
     def sum(self, bounds: Tensor) -> Tensor:
         """The sum over ranks of what is known of their parts [K, B]."""
-        if not self.are_elsewhere:
+        if not self.is_split:
             return bounds
         return self._reducer.reduce(bounds[None]).wait()[0]
 

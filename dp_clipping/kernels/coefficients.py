@@ -24,7 +24,8 @@ BLOCK = 128  # samples of a program
 
 
 def clip_coefficients(
-    squares: Tensor, scales: Tensor, errors: Tensor, starts: Tensor, limits: Tensor, margin: float,
+    squares: Tensor, scales: Tensor, errors: Tensor, starts: Tensor, clip_norms: Tensor, margin:
+        float,
     gamma: float | None, bad: Tensor,
 ) -> Tensor:  # fmt: skip
     """Coefficients [K, B] float32.
@@ -33,16 +34,16 @@ def clip_coefficients(
         squares, scales: [P, B] float32, parameters in order of their groups.
         errors: [P, 2] float32, e and f.
         starts: [K + 1] int32, where each group's parameters begin.
-        limits: [K] float64, thresholds C_k.
+        clip_norms: [K] float64, thresholds C_k.
         margin: a factor on norms for what is left to rounding.
         gamma: of the automatic function; None: Abadi's.
         bad: [B] bool, samples to be left out, to which those found here are added.
     """
-    groups, batch_size = len(limits), squares.shape[1]
+    groups, batch_size = len(clip_norms), squares.shape[1]
     found = squares.new_empty(groups, batch_size)
     if batch_size:
         _coefficients_kernel[(ceil_div(batch_size, BLOCK),)](
-            squares, scales, errors, starts, limits, found, bad.view(torch.uint8), batch_size,
+            squares, scales, errors, starts, clip_norms, found, bad.view(torch.uint8), batch_size,
             groups, margin, 0.0 if gamma is None else gamma, AUTOMATIC=gamma is not None,
             BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
@@ -50,21 +51,22 @@ def clip_coefficients(
 
 
 def clip_coefficients_plain(
-    squares: Tensor, scales: Tensor, errors: Tensor, starts: Tensor, limits: Tensor, margin: float,
+    squares: Tensor, scales: Tensor, errors: Tensor, starts: Tensor, clip_norms: Tensor, margin:
+        float,
     gamma: float | None, bad: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The plain twin, in float64, rounded once."""
+    """The reference implementation, in float64, rounded once."""
     e, f = errors.double()[:, :1], errors.double()[:, 1:]
     squares = squares.double()
     squares = torch.where(squares.isfinite(), squares.clamp_min(0), torch.inf)
     terms = ((squares + e * scales.double() ** 2).sqrt() + f * scales.double()).square()
     pieces = zip(starts.tolist(), starts.tolist()[1:], strict=False)
     bounds = torch.stack([terms[first:last].sum(0) for first, last in pieces])
-    norms, limits = bounds.sqrt() * margin, limits.double()[:, None]
+    norms, clip_norms = bounds.sqrt() * margin, clip_norms.double()[:, None]
     if gamma is None:
-        c = (limits / norms).clamp_max(1)
+        c = (clip_norms / norms).clamp_max(1)
     else:
-        c = (limits / (norms + gamma)).clamp_max(torch.finfo(torch.float32).max)
+        c = (clip_norms / (norms + gamma)).clamp_max(torch.finfo(torch.float32).max)
     bad |= ~(bounds.float() < torch.inf).all(0)
     return torch.where(bad, 0, c).float()
 

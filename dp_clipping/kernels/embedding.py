@@ -100,14 +100,14 @@ def _blocks(features: int) -> tuple[int, int]:
 
 
 def token_squares_plain(ids: Tensor, y: Tensor) -> Tensor:
-    """The plain twin of `squares`, in float64: Σ y_it · y_is over pairs of equal tokens."""
+    """Reference of `squares`, in float64: Σ y_it · y_is over pairs of equal tokens."""
     y = y.double()
     equal = ids[:, :, None] == ids[:, None, :]
     return (torch.bmm(y, y.mT) * equal).sum((1, 2)).float()
 
 
 def weighted_tokens_plain(ids: Tensor, y: Tensor, coefficients: Tensor, vocabulary: int) -> Tensor:
-    """The plain twin of `weighted_sum`, in float64, rounded once."""
+    """The reference implementation of `weighted_sum`, in float64, rounded once."""
     good = coefficients > 0
     rows = coefficients[good].double()[:, None, None] * y[good].double()
     total = y.new_zeros(vocabulary, y.shape[2], dtype=torch.float64)

@@ -130,7 +130,7 @@ def _launch(
 def gradient_and_squares_plain(
     y: Tensor, a: Tensor, store: bool = True
 ) -> tuple[Tensor | None, Tensor]:
-    """The plain twin: products in float64, rounded once, and only if they are stored."""
+    """Reference implementation: products in float64, rounded once, only if they are stored."""
     gradients = torch.bmm(y.double().mT, a.double())
     if store:
         gradients = gradients.to(stored_dtype(y.dtype))

@@ -51,10 +51,10 @@ TILES = {
 OPERAND_WORDS = 4  # address, features, stride of samples, stride of tokens
 MOST_SHARED = 3  # layers that one row of the table serves
 
-Use = tuple[Tensor, Sequence[Tensor]]
+LinearShape = tuple[Tensor, Sequence[Tensor]]
 
 
-def gram_squares(uses: Sequence[Use], tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+def gram_squares(uses: Sequence[LinearShape], tile: Tile | None = None) -> tuple[Tensor, Tensor]:
     """Squared norms [L, B] and their scales S = Σ_t ‖a_t‖‖y_t‖ [L, B], float32.
 
     S has in it what underflow may have taken from the squared norms: see norms.py.
@@ -94,8 +94,8 @@ def gram_squares(uses: Sequence[Use], tile: Tile | None = None) -> tuple[Tensor,
     return squares, scale
 
 
-def gram_squares_plain(uses: Sequence[Use]) -> tuple[Tensor, Tensor]:
-    """The plain twin, in float64, rounded once."""
+def gram_squares_plain(uses: Sequence[LinearShape]) -> tuple[Tensor, Tensor]:
+    """The reference implementation, in float64, rounded once."""
     squares, scales = [], []
     for a, ys in uses:
         a, y = a.double(), torch.cat([y.double() for y in ys], dim=2)
@@ -106,7 +106,7 @@ def gram_squares_plain(uses: Sequence[Use]) -> tuple[Tensor, Tensor]:
     return torch.stack(squares).float(), torch.stack(scales).float()
 
 
-def _rows(uses: Sequence[Use]) -> tuple[int, ...]:
+def _rows(uses: Sequence[LinearShape]) -> tuple[int, ...]:
     """The table: a row a use, of 1 + MOST_SHARED operands; those without features are none."""
     numbers: list[int] = []
     for a, ys in uses:

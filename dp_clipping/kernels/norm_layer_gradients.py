@@ -133,7 +133,7 @@ def _split(tokens: int, rows: int, programs: int) -> tuple[int, int]:
 
 
 def norm_weight_gradients_plain(use: Normalized) -> tuple[Tensor, Tensor | None]:
-    """The plain twin for one, in float64, rounded once."""
+    """The reference implementation for one, in float64, rounded once."""
     y, normalized = use.y.double(), use.x.double()
     if use.mean is not None:
         normalized = normalized - use.mean.double()[..., None]

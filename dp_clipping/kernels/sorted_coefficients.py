@@ -60,7 +60,7 @@ class Ascending:
 
     @classmethod
     def plain(cls, c: Tensor) -> Ascending:
-        """The plain twin, for c [K, B]."""
+        """The reference implementation, for c [K, B]."""
         c, order = c.nan_to_num(0, torch.inf).sort(dim=1, stable=True)
         before = torch.cat((torch.zeros_like(c[:, :1]), c[:, :-1]), dim=1)
         ratio = torch.where(c > 0, before / c, 0.0)

@@ -35,7 +35,7 @@ def squares(gradients: Tensor) -> Tensor:
 
 
 def squares_plain(gradients: Tensor) -> Tensor:
-    """The plain twin, in float64, rounded once."""
+    """The reference implementation, in float64, rounded once."""
     shape = gradients.shape
     return gradients.reshape(shape[0], shape[1:].numel()).double().square().sum(1).float()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # no Triton on this platform: plain twins serve
+except ImportError:  # no Triton on this platform: reference implementations serve
     triton, TRITON_DTYPES = None, {}
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -111,7 +111,7 @@ def _launch(
 
 
 def weighted_product_plain(y: Tensor, a: Tensor, coefficients: Tensor) -> Tensor:
-    """The plain twin, in float64, rounded once."""
+    """The reference implementation, in float64, rounded once."""
     good = coefficients > 0
     y, a = y[good].double(), a[good].double()
     return torch.einsum("btd,btp,b->dp", y, a, coefficients[good].double()).float()

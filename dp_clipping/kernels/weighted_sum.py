@@ -85,7 +85,7 @@ def _launch(
 
 
 def weighted_sum_plain(gradients: Tensor, coefficients: Tensor) -> Tensor:
-    """The plain twin, in float64, rounded once."""
+    """The reference implementation, in float64, rounded once."""
     good = coefficients > 0
     shape = gradients.shape[1:]
     rows = gradients[good].reshape(int(good.sum()), shape.numel()).double()

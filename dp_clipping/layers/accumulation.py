@@ -18,7 +18,7 @@ PIECE = 1024  # squares that are added in float32
 CHUNK_ELEMENTS = 1 << 24  # of float32 temporaries, where a product must be widened piece by piece
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums are accumulated in: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -38,8 +38,8 @@ def full_float32() -> Iterator[None]:
 
 
 def wide_bmm(left: Tensor, right: Tensor) -> Tensor:
-    """[B, m, k] @ [B, k, n] -> [B, m, n], accumulated and returned in `wide(dtype)`."""
-    dtype = wide(left.dtype)
+    """Returns [B, m, k] @ [B, k, n], accumulated and in `accumulation_dtype(dtype)`."""
+    dtype = accumulation_dtype(left.dtype)
     if left.dtype == dtype:
         with full_float32():
             return torch.bmm(left, right)
@@ -49,8 +49,8 @@ def wide_bmm(left: Tensor, right: Tensor) -> Tensor:
 
 
 def wide_mm(left: Tensor, right: Tensor) -> Tensor:
-    """[m, k] @ [k, n] -> [m, n], accumulated and returned in `wide(dtype)`."""
-    dtype = wide(left.dtype)
+    """[m, k] @ [k, n] -> [m, n], accumulated and returned in `accumulation_dtype(dtype)`."""
+    dtype = accumulation_dtype(left.dtype)
     if left.dtype == dtype:
         with full_float32():
             return torch.mm(left, right)
@@ -60,7 +60,7 @@ def wide_mm(left: Tensor, right: Tensor) -> Tensor:
 
 
 def squared_norms(gradients: Tensor) -> Tensor:
-    """‖G_i‖² of G [B, ...]: [B] in `wide(dtype)`, of exactly the rounded values in G.
+    """‖G_i‖² of G [B, ...]: [B] in `accumulation_dtype(dtype)`, of exactly the rounded values in G.
 
     A float32 sum over millions of squares loses up to some percent where it is made in one chain,
     as on CPUs. So norms of short pieces are taken first, and their squares added in float64.
@@ -68,7 +68,7 @@ def squared_norms(gradients: Tensor) -> Tensor:
     result is multiplied with another one take `norms`.
     """
     rows = gradients.reshape(len(gradients), gradients.shape[1:].numel())
-    dtype = wide(rows.dtype)
+    dtype = accumulation_dtype(rows.dtype)
     whole = rows.shape[1] - rows.shape[1] % PIECE
     parts = [rows[:, :whole].unflatten(1, (-1, PIECE)), rows[:, whole:].unsqueeze(1)]
     squares = [
@@ -90,12 +90,12 @@ def norms(rows: Tensor) -> Tensor:
 
 
 def product_squares(left: Tensor, right: Tensor) -> Tensor:
-    """‖y_i a_iᵀ‖² = (‖y_i‖‖a_i‖)² of y [B, d] and a [B, p]: [B] in `wide(dtype)`.
+    """‖y_i a_iᵀ‖² = (‖y_i‖‖a_i‖)² of y [B, d] and a [B, p]: [B] in `accumulation_dtype(dtype)`.
 
     Infinite where a square of one factor is: scaled by a coefficient the other factor may then be
     so small that its rounding makes the product larger.
     """
-    dtype = wide(left.dtype)
+    dtype = accumulation_dtype(left.dtype)
     factors = torch.stack([norms(left), norms(right)])
     is_large = (factors.square().to(dtype) == torch.inf).any(0)
     return torch.where(is_large, torch.inf, factors.prod(0).square()).to(dtype)
@@ -137,7 +137,7 @@ class Weights:
 
 
 def weighted_sum(weights: Weights, gradients: Tensor) -> Tensor:
-    """Σ_i c_i G_i in `wide(dtype)`; G [B, *shape].
+    """Σ_i c_i G_i in `accumulation_dtype(dtype)`; G [B, *shape].
 
     On a GPU 16-bit gradients are read once by a matrix product, with coefficients rounded *down* to
     their dtype (by less than 2⁻⁷): a product of two such numbers is exact in float32, so a sample's
@@ -167,7 +167,7 @@ def _sum_by_pieces(weights: Weights, rows: Tensor) -> Tensor:
 
 
 def _widened_sum(coefficients: Tensor, rows: Tensor) -> Tensor:
-    dtype = wide(rows.dtype)
+    dtype = accumulation_dtype(rows.dtype)
     if rows.dtype == dtype:
         with full_float32():
             return coefficients.to(dtype) @ rows

@@ -10,23 +10,23 @@ from torch import Tensor, nn
 
 from dp_clipping.clipping.norms import Norm
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.accumulation import Weights, squared_norms, wide
+from dp_clipping.layers.accumulation import Weights, accumulation_dtype, squared_norms
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import Handle
+from dp_clipping.layers.handle import LayerState
 
 
 def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
-    handle: Handle = self._private
-    if handle.session is None:
+    handle: LayerState = self._private
+    if handle.private_step is None:
         return type(self).forward(self, ids)
     call, padding_idx = tensor_parallel.embedding(handle, ids, self.weight, self.padding_idx)
     layout, ids = handle.batched(call.x)
-    session, weight = handle.session, call.weight.detach()
+    private_step, weight = handle.private_step, call.weight.detach()
     if handle.keeps_dense():
-        place = (layout.kind, layout.dim, session.batch_size)
+        place = (layout.kind, layout.dim, private_step.batch_size)
         return call.leave(Dense.apply(ids, weight, handle.slot("weight"), padding_idx, *place))
-    anchor = session.anchor_of(handle.parameter("weight"))
-    return call.leave(Factors.apply(ids, weight, anchor, handle, padding_idx, layout))
+    trigger = private_step.trigger_of(handle.parameter("weight"))
+    return call.leave(Factors.apply(ids, weight, trigger, handle, padding_idx, layout))
 
 
 def batch_tokens(ids: Tensor, gy: Tensor, layout: Layout, batch_size: int) -> tuple[Tensor, Tensor]:
@@ -64,22 +64,22 @@ class Dense(torch.autograd.Function):
 
 
 class Factors(torch.autograd.Function):
-    """`F.embedding`, which in backward hands ids and output gradients to the session."""
+    """`F.embedding`, which in backward hands ids and output gradients to the private step."""
 
     @staticmethod
-    def forward(ctx, ids, weight, anchor, handle, padding_idx, layout):
+    def forward(ctx, ids, weight, trigger, handle, padding_idx, layout):
         ctx.save_for_backward(ids)
-        ctx.rest = (handle, handle.session, padding_idx, layout, weight.shape[0])
+        ctx.rest = (handle, handle.private_step, padding_idx, layout, weight.shape[0])
         return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx, gy):
         (ids,) = ctx.saved_tensors
-        handle, session, padding_idx, layout, vocabulary = ctx.rest
+        handle, private_step, padding_idx, layout, vocabulary = ctx.rest
         gy = tensor_parallel.settled(gy)
-        ids, gy = batch_tokens(ids, gy, layout, session.batch_size)
+        ids, gy = batch_tokens(ids, gy, layout, private_step.batch_size)
         gy = without_padding(ids, gy, padding_idx)
-        session.factors(handle.parameter("weight"), EmbeddingFactors(ids, gy, vocabulary))
+        private_step.factors(handle.parameter("weight"), EmbeddingFactors(ids, gy, vocabulary))
         return None, None, None, None, None, None
 
 
@@ -96,7 +96,8 @@ class EmbeddingFactors:
         return Norm(squared_norms(sums.view(len(self.ids), -1)))
 
     def _distinct(self) -> tuple[Tensor, Tensor]:
-        """Sums [B·T, d] in `wide(dtype)` over equal tokens of a sample, and their tokens [B·T].
+        """Sums [B·T, d] in `accumulation_dtype(dtype)` over equal tokens of a sample, and their
+        tokens [B·T].
 
         Sorting a sample's ids numbers its distinct tokens without a table of the vocabulary's size;
         rows that no token has are zero.
@@ -109,21 +110,21 @@ class EmbeddingFactors:
             number = torch.empty_like(ordered).scatter_(1, order, new.long().cumsum(1) - 1)
             first = torch.arange(batch_size, device=number.device)[:, None] * tokens
             rows = (number + first).flatten()
-            y = self.y.flatten(0, 1).to(wide(self.y.dtype))
+            y = self.y.flatten(0, 1).to(accumulation_dtype(self.y.dtype))
             which = torch.zeros_like(rows).scatter_(0, rows, self.ids.flatten())
             self._sums = (torch.zeros_like(y).index_add_(0, rows, y), which)
         return self._sums
 
     def weighted_sum(self, weights: Weights) -> Tensor:
-        """Σ_i c_i G_i [V, d] in `wide(dtype)`."""
+        """Σ_i c_i G_i [V, d] in `accumulation_dtype(dtype)`."""
         sums, which = self._distinct()
         c = weights.values.repeat_interleave(self.ids.shape[1])[:, None]
         return sums.new_zeros(self.vocabulary, sums.shape[1]).index_add_(0, which, sums * c)
 
     def dense(self) -> Tensor:
-        """G [B, V, d] in `wide(dtype)`: the plain twin."""
+        """G [B, V, d] in `accumulation_dtype(dtype)`: the reference implementation."""
         batch_size, tokens = self.ids.shape
-        y = self.y.to(wide(self.y.dtype))
+        y = self.y.to(accumulation_dtype(self.y.dtype))
         total = y.new_zeros(batch_size, self.vocabulary, y.shape[-1])
         sample = torch.arange(batch_size, device=y.device)[:, None].expand(batch_size, tokens)
         return total.index_put_((sample, self.ids), y, accumulate=True)

@@ -11,10 +11,10 @@ from torch.nn import Parameter
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.recorder import Recorder
 
-Sink = Callable[[Tensor], None]
+GradientTarget = Callable[[Tensor], None]
 
 
-def deliver(sink: Sink | None, gradients: Tensor | None) -> Tensor | None:
+def deliver(sink: GradientTarget | None, gradients: Tensor | None) -> Tensor | None:
     """Give G to the sink, or return it as the gradient of its slot."""
     if sink is None:
         return gradients
@@ -26,22 +26,22 @@ class LayoutUnknown(Exception):
     """A layer was called in a way that the search for the batch dimension has not seen."""
 
 
-class Handle:
+class LayerState:
     """State of one captured module, at `module._private`.
 
     Attributes:
         name: of the module in the network.
         kind: which file of `layers` its forward comes from.
         trainable: names of the parameters it captures, relative to the module.
-        session: the private step that its calls belong to; None: the layer is an ordinary one.
-        slots: name -> the dense slot of this session.
+        private_step: the private step that its calls belong to; None: the layer is an ordinary one.
+        slots: name -> the dense slot of this private step.
         layouts: number of dimensions of each input -> their layouts.
     """
 
     def __init__(self, name: str, kind: str, module: nn.Module, trainable: tuple[str, ...]):
         self.name, self.kind, self.trainable = name, kind, trainable
         self._parameters = {n: module.get_parameter(n) for n in trainable}
-        self.session: Recorder | None = None
+        self.private_step: Recorder | None = None
         self.slots: dict[str, Tensor] = {}
         self.layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
         self.output_layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
@@ -58,23 +58,23 @@ class Handle:
         if name not in self._parameters:
             return None
         if name not in self.slots:
-            self.slots[name] = self.session.slot(self._parameters[name])
+            self.slots[name] = self.private_step.slot(self._parameters[name])
         return self.slots[name]
 
-    def receiver(self, name: str) -> tuple[Tensor | None, Sink | None]:
+    def gradient_target(self, name: str) -> tuple[Tensor | None, GradientTarget | None]:
         """Where G of a parameter goes in backward: a tensor to be an input of the layer's function,
         and who is given G; None: it is that input's gradient. (None, None) for a frozen parameter.
 
         A slot's gradient is the way that `torch.compile` can trace, and that adds up the uses of a
-        parameter; where there is one use and no compiler the session is called at once.
+        parameter; where there is one use and no compiler the private step is called at once.
         """
         if name not in self._parameters:
             return None, None
-        shared = self.always_dense or self.session.dense_always
+        shared = self.always_dense or self.private_step.dense_always
         if shared or torch.compiler.is_compiling():
             return self.slot(name), None
         parameter = self._parameters[name]
-        return self.session.anchor_of(parameter), partial(self.session.dense, parameter)
+        return self.private_step.trigger_of(parameter), partial(self.private_step.dense, parameter)
 
     def layouts_of(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
         return self._layouts_at(tuple(x.dim() for x in inputs))
@@ -95,7 +95,7 @@ class Handle:
         (layout,) = self._layouts_at((x.dim(),))
         check_size(x, layout, self)
         if layout.kind == "shared":
-            return Layout("dimension", 0), expand_shared(x, self.session.batch_size)
+            return Layout("dimension", 0), expand_shared(x, self.private_step.batch_size)
         return layout, x
 
     def keeps_dense(self, x: Tensor | None = None, weight: Tensor | None = None) -> bool:
@@ -103,9 +103,9 @@ class Handle:
         if self.always_dense or torch.compiler.is_compiling():
             return True
         if x is None:
-            return self.session.dense_always
-        tokens = x.shape[:-1].numel() // self.session.batch_size
-        return self.session.prefers_dense(tokens, *weight.shape)
+            return self.private_step.dense_always
+        tokens = x.shape[:-1].numel() // self.private_step.batch_size
+        return self.private_step.prefers_dense(tokens, *weight.shape)
 
 
 def expand_shared(x: Tensor, batch_size: int) -> Tensor:
@@ -114,9 +114,9 @@ def expand_shared(x: Tensor, batch_size: int) -> Tensor:
     return x.expand(batch_size, *x.shape[1:])
 
 
-def check_size(x: Tensor, layout: Layout, handle: Handle) -> None:
+def check_size(x: Tensor, layout: Layout, handle: LayerState) -> None:
     """A batch of another size inside the network has no row of its own for every sample."""
-    batch_size = handle.session.batch_size
+    batch_size = handle.private_step.batch_size
     if layout.kind == "shared":
         fits = not layout.dim or x.shape[0] == 1
     elif layout.kind == "dimension":
@@ -128,7 +128,7 @@ def check_size(x: Tensor, layout: Layout, handle: Handle) -> None:
             f"{handle.name or 'the network'} got an input of shape {tuple(x.shape)} for a batch of "
             f"{batch_size} samples, and its samples were seen as {layout} in an earlier batch: "
             "per-sample gradients need every sample's own rows; if the way it is called has "
-            "changed, call model.forget_layouts()"
+            "changed, call model.reset_batch_layouts()"
         )
 
 

@@ -25,15 +25,15 @@ from dp_clipping.layers import linear_compiled, tensor_parallel
 from dp_clipping.layers.accumulation import (
     SUM_ROUNDING,
     Weights,
+    accumulation_dtype,
     full_float32,
     product_squares,
     squared_norms,
-    wide,
     wide_bmm,
     wide_mm,
 )
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import Handle, autocast_operands, deliver
+from dp_clipping.layers.handle import LayerState, autocast_operands, deliver
 from dp_clipping.planning.cost_model import LONGEST_GRAM
 
 # Relative to S², what the rounding of two 16-bit Gram matrices and of their product may be: chains
@@ -44,8 +44,8 @@ GRAM_PIECE = 512
 
 def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
     """Of `nn.Linear` and of Hugging Face's `Conv1D`, whose weight is [p, d]."""
-    handle: Handle = self._private
-    if handle.session is None:
+    handle: LayerState = self._private
+    if handle.private_step is None:
         return type(self).forward(self, x)
     weight, bias, transposed = self.weight, self.bias, handle.kind == "conv1d"
     if is_sharded(weight):
@@ -55,7 +55,7 @@ def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
 
 
 def _run(
-    handle: Handle, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
+    handle: LayerState, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
 ) -> Tensor:
     layout, x = handle.batched(x)
     bias = None if bias is None else bias.detach()
@@ -63,26 +63,26 @@ def _run(
     weight = weight.t() if transposed else weight
     if linear_compiled.serves(handle):
         return linear_compiled.run(handle, x, weight, bias, layout, transposed)
-    session = handle.session
-    bias_slot, bias_sink = handle.receiver("bias")
+    private_step = handle.private_step
+    bias_slot, bias_sink = handle.gradient_target("bias")
     arguments = (x, weight, bias, bias_slot, bias_sink)
     if "weight" not in handle.trainable or handle.keeps_dense(x, weight):
-        weight_slot, weight_sink = handle.receiver("weight")
-        place = (layout.kind, layout.dim, session.batch_size)
+        weight_slot, weight_sink = handle.gradient_target("weight")
+        place = (layout.kind, layout.dim, private_step.batch_size)
         return Dense.apply(*arguments, weight_slot, weight_sink, *place, transposed)
     parameter = handle.parameter("weight")
-    session.will_use(parameter, x, weight.shape[0])
-    anchor = session.anchor_of(parameter)
+    private_step.will_use(parameter, x, weight.shape[0])
+    trigger = private_step.trigger_of(parameter)
     return Factors.apply(
-        x, weight, bias, bias_slot, anchor, (handle, layout, transposed, bias_sink)
+        x, weight, bias, bias_slot, trigger, (handle, layout, transposed, bias_sink)
     )
 
 
 class Dense(torch.autograd.Function):
     """`F.linear`, which in backward computes G [B, d, p] and delivers it.
 
-    Slots are inputs that forward ignores (see `Handle.receiver`). All arguments are tensors, plain
-    constants and, outside of compiled regions, sinks. `transposed`: the parameter is [p, d].
+    Slots are inputs that forward ignores (see `Handle.gradient_target`). All arguments are tensors,
+    plain constants and, outside of compiled regions, sinks. `transposed`: the parameter is [p, d].
     """
 
     @staticmethod
@@ -115,17 +115,17 @@ class Dense(torch.autograd.Function):
             product = wide_bmm if y.dtype == torch.float16 else torch.bmm
             gradients = deliver(weight_sink, product(left.mT, right))
         if wants_bias:
-            biases = deliver(bias_sink, y.sum(1, dtype=wide(y.dtype)))
+            biases = deliver(bias_sink, y.sum(1, dtype=accumulation_dtype(y.dtype)))
         return gx, None, None, biases, None, gradients, None, None, None, None, None
 
 
 class Factors(torch.autograd.Function):
-    """`F.linear`, which in backward hands its factors to the session and computes no G."""
+    """`F.linear`, which in backward hands its factors to the private step and computes no G."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, bias_slot, anchor, rest):
+    def forward(ctx, x, weight, bias, bias_slot, trigger, rest):
         ctx.save_for_backward(x, weight)
-        ctx.rest = (rest[0].session, *rest)
+        ctx.rest = (rest[0].private_step, *rest)
         ctx.wants = (x.requires_grad, bias_slot is not None)
         return F.linear(x, weight, bias)
 
@@ -133,15 +133,15 @@ class Factors(torch.autograd.Function):
     def backward(ctx, gy):
         x, weight = ctx.saved_tensors
         gy = tensor_parallel.settled(gy)
-        session, handle, layout, transposed, bias_sink = ctx.rest
+        private_step, handle, layout, transposed, bias_sink = ctx.rest
         wants_x, wants_bias = ctx.wants
-        y = layout.batch_tokens(gy, session.batch_size)
+        y = layout.batch_tokens(gy, private_step.batch_size)
         gx = gy @ weight if wants_x else None
-        a = layout.batch_tokens(x, session.batch_size)
-        session.factors(handle.parameter("weight"), LinearFactors(a, y, transposed))
+        a = layout.batch_tokens(x, private_step.batch_size)
+        private_step.factors(handle.parameter("weight"), LinearFactors(a, y, transposed))
         biases = None
         if wants_bias:
-            biases = deliver(bias_sink, y.sum(1, dtype=wide(y.dtype)))
+            biases = deliver(bias_sink, y.sum(1, dtype=accumulation_dtype(y.dtype)))
         return gx, None, None, biases, None, None
 
 
@@ -153,7 +153,7 @@ class Grams:
         self._gram: Tensor | None = None
 
     def of(self, a: Tensor) -> Tensor:
-        """[B, T, p] -> [B, T, T] in `wide(dtype)`."""
+        """[B, T, p] -> [B, T, T] in `accumulation_dtype(dtype)`."""
         same = self._of is not None and (
             self._of.data_ptr() == a.data_ptr()
             and self._of.shape == a.shape
@@ -232,23 +232,23 @@ class LinearFactors:
             is_large = each.diagonal(dim1=1, dim2=2).amax(1) > torch.finfo(torch.float32).max
             squared = torch.where(is_large, torch.inf, squared)
         scale = (_token_norms(gram_a, self.a) * _token_norms(gram_y, self.y)).sum(1)
-        dtype = wide(self.y.dtype)
+        dtype = accumulation_dtype(self.y.dtype)
         sum_error = self.a.shape[1] * SUM_ROUNDING[dtype]
         return Norm(squared.to(dtype), scale.to(dtype), GRAM_ROUNDING, sum_error)
 
     def _samples(self) -> Iterator[Tensor]:
-        """G_i [1, *parameter] in `wide(dtype)`, one after the other."""
+        """G_i [1, *parameter] in `accumulation_dtype(dtype)`, one after the other."""
         for i in range(len(self.a)):
             yield self.select(slice(i, i + 1)).dense()
 
     def weighted_sum(self, weights: Weights) -> Tensor:
-        """Σ_i c_i G_i in `wide(dtype)`, in the parameter's shape.
+        """Σ_i c_i G_i in `accumulation_dtype(dtype)`, in the parameter's shape.
 
         16-bit factors on a GPU are multiplied sample by sample, each product scaled where it is
         accumulated, in float32; scaled ones (see `rescale`) by one product.
         """
         left, right = self.operands
-        dtype = wide(left.dtype)
+        dtype = accumulation_dtype(left.dtype)
         if self.is_scaled:
             return wide_mm(left.flatten(0, 1).t(), right.flatten(0, 1))
         if self.accumulates:
@@ -270,7 +270,7 @@ class LinearFactors:
         return total
 
     def dense(self) -> Tensor:
-        """G itself: the plain twin."""
+        """G itself: the reference implementation."""
         left, right = self.operands
         return wide_bmm(left.mT, right)
 

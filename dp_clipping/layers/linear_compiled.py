@@ -1,7 +1,8 @@
 """Linear layers in a region that `torch.compile` traces: what backward finds leaves as gradients.
 
-Inside such a region nothing can be handed to a session. So the layer's function has three inputs
-that forward ignores, slots without memory, and what arrives as their gradients is, by the plan,
+Inside such a region nothing can be handed to a private step. So the layer's function has three
+inputs that forward ignores, slots without memory, and what arrives as their gradients is, by the
+plan,
 
     gradient, squares, count    G [B, *parameter] with ‖G_i‖² [B] from the kernel that writes it
     y, a, count                 the factors [B, T, d] and [B, T, p] themselves
@@ -21,13 +22,13 @@ from torch import Tensor
 
 from dp_clipping.kernels.gradient import gradient_and_squares, stored_dtype
 from dp_clipping.kernels.tiles import tile_of
-from dp_clipping.layers.accumulation import wide
+from dp_clipping.layers.accumulation import accumulation_dtype
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import Handle
+from dp_clipping.layers.handle import LayerState
 
 CHANGED = (
     "than in the plain forward that was made for network inputs of these shapes: a compiled layer "
-    "must be known beforehand; if the network has changed call model.forget_layouts(), if it "
+    "must be known beforehand; if the network has changed call model.reset_batch_layouts(), if it "
     "depends on its inputs' values do not compile it"
 )
 GRADIENT_SLOTS = ("gradient", "squares", "count")
@@ -53,13 +54,18 @@ def _(left: Tensor, right: Tensor, tile_size: int | None) -> tuple[Tensor, Tenso
     return gradients, left.new_empty(shape[0], dtype=torch.float32)
 
 
-def serves(handle: Handle) -> bool:
-    """Whether the session has made the slots for a layer whose weight is used once."""
+def serves(handle: LayerState) -> bool:
+    """Whether the private step has made the slots for a layer whose weight is used once."""
     return torch.compiler.is_compiling() and "count" in handle.slots and not handle.always_dense
 
 
 def run(
-    handle: Handle, x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout, transposed: bool
+    handle: LayerState,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layout: Layout,
+    transposed: bool,
 ) -> Tensor:
     """`F.linear` of operands that autocast has seen to already."""
     names = FACTOR_SLOTS if "y" in handle.slots else GRADIENT_SLOTS
@@ -69,11 +75,11 @@ def run(
         raise ValueError(f"{handle.name} is given another dtype {CHANGED}")
     if keeps_factors and second.numel() != x.numel():
         raise ValueError(f"{handle.name} is given another number of tokens {CHANGED}")
-    session = handle.session
-    how = (layout.kind, layout.dim, session.batch_size, transposed, keeps_factors)
-    bias_slot, _ = handle.receiver("bias")
+    private_step = handle.private_step
+    how = (layout.kind, layout.dim, private_step.batch_size, transposed, keeps_factors)
+    bias_slot, _ = handle.gradient_target("bias")
     return Delivering.apply(
-        x, weight, bias, bias_slot, first, second, count, *how, session.policy.tile_size
+        x, weight, bias, bias_slot, first, second, count, *how, private_step.policy.tile_size
     )
 
 
@@ -100,7 +106,7 @@ class Delivering(torch.autograd.Function):
         layout = Layout(kind, dim)
         y, a = layout.batch_tokens(gy, batch_size), layout.batch_tokens(x, batch_size)
         gx = gy @ weight if wants_x else None
-        biases = y.sum(1, dtype=wide(y.dtype)) if wants_bias else None
+        biases = y.sum(1, dtype=accumulation_dtype(y.dtype)) if wants_bias else None
         if keeps_factors:
             first, second = y, a
         else:

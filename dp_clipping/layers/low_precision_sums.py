@@ -25,7 +25,7 @@ from dp_clipping.clipping.coefficients import MARGIN
 from dp_clipping.clipping.norms import Norms
 from dp_clipping.layers.linear import LinearFactors
 
-ETA = 1.2 * 2.0**-8
+ROUNDING_SLACK = 1.2 * 2.0**-8
 
 
 def rescale(
@@ -33,7 +33,7 @@ def rescale(
     others: Norms,
     groups: dict[Parameter, int],
     coefficients: Tensor,
-    limits: Tensor,
+    clip_norms: Tensor,
     counted: Container[Parameter],
     over_parts: Callable[[Tensor], Tensor],
 ) -> Tensor:
@@ -44,7 +44,7 @@ def rescale(
         others: norms of all other parameters, of the same samples.
         groups: parameter -> k.
         coefficients: [K, B] float32.
-        limits: [K] thresholds C_k.
+        clip_norms: [K] thresholds C_k.
         counted: parameters whose norms this rank adds; `others` has no norms of different ones.
         over_parts: sums bounds [K, B] over ranks that have other parts of the parameters.
 
@@ -52,7 +52,7 @@ def rescale(
         The coefficients that hold for the other parameters [K, B].
     """
     mine = {p: one for p, one in kept.items() if is_rescaled(one)}
-    scale = torch.where(coefficients < 1, coefficients * (1 - ETA), coefficients)
+    scale = torch.where(coefficients < 1, coefficients * (1 - ROUNDING_SLACK), coefficients)
     if not scale.shape[1]:
         return scale
     _own_storage(mine, kept, groups)
@@ -68,7 +68,7 @@ def rescale(
             if parameter in counted:
                 scaled.add(parameter, one.norm())
         bounds = over_parts(scale.square() * others.bounds() + scaled.bounds())
-        excess = bounds.sqrt() * (1 + MARGIN[torch.float32]) / limits.to(bounds)[:, None]
+        excess = bounds.sqrt() * (1 + MARGIN[torch.float32]) / clip_norms.to(bounds)[:, None]
         if not bool((excess > 1).any()):
             break
         halved = torch.exp2(-excess.clamp_min(1).log2().ceil())
@@ -89,9 +89,9 @@ def _scale_rows(y: Tensor, coefficients: list[float]) -> None:
         row.copy_(row.float() * c)
 
 
-def is_rescaled(remains: Any) -> bool:
+def is_rescaled(saved: Any) -> bool:
     """Whether these are factors that are summed after scaling: 16-bit ones of a linear layer."""
-    return isinstance(remains, LinearFactors) and remains.is_16_bit and not remains.accumulates
+    return isinstance(saved, LinearFactors) and saved.is_16_bit and not saved.accumulates
 
 
 def _own_storage(
@@ -102,15 +102,15 @@ def _own_storage(
     Layers whose outputs are added have one output gradient, the very same tensor.
     """
     seen: dict[int, tuple | None] = {
-        remains.untyped_storage().data_ptr(): None
-        for remains in kept.values()
-        if isinstance(remains, Tensor)
+        saved.untyped_storage().data_ptr(): None
+        for saved in kept.values()
+        if isinstance(saved, Tensor)
     }
-    for parameter, remains in kept.items():
-        if isinstance(remains, Tensor):
+    for parameter, saved in kept.items():
+        if isinstance(saved, Tensor):
             continue
-        y = remains.y
+        y = saved.y
         storage = y.untyped_storage().data_ptr()
         use = (groups[parameter], y.data_ptr(), y.shape, y.stride(), parameter in mine)
         if seen.setdefault(storage, use) != use or 0 in y.stride():
-            remains.y = y.clone(memory_format=torch.contiguous_format)
+            saved.y = y.clone(memory_format=torch.contiguous_format)

@@ -16,16 +16,16 @@ from dp_clipping.distributed.dtensor import is_sharded, plain_type
 from dp_clipping.kernels import available
 from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_weight_gradients
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.accumulation import wide
+from dp_clipping.layers.accumulation import accumulation_dtype
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import Handle, deliver
+from dp_clipping.layers.handle import LayerState, deliver
 
-NOW, LATER = "now", "later"  # later: the session launches it, for many layers together
+NOW, LATER = "now", "later"  # later: the private step launches it, for many layers together
 
 
 def forward(self: nn.RMSNorm | nn.LayerNorm, x: Tensor) -> Tensor:
-    handle: Handle = self._private
-    if handle.session is None:
+    handle: LayerState = self._private
+    if handle.private_step is None:
         return type(self).forward(self, x)
     weight, bias = self.weight, getattr(self, "bias", None)
     if is_sharded(weight):
@@ -34,29 +34,31 @@ def forward(self: nn.RMSNorm | nn.LayerNorm, x: Tensor) -> Tensor:
     return _run(self, handle, tensor_parallel.plain(handle, x), weight, bias)
 
 
-def _run(self: nn.Module, handle: Handle, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _run(
+    self: nn.Module, handle: LayerState, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
     layout, x = handle.batched(x)
     shape, weight = list(weight.shape), weight.detach()
     when = _when(handle, x, shape)
-    place = (layout.kind, layout.dim, handle.session.batch_size, when)
+    place = (layout.kind, layout.dim, handle.private_step.batch_size, when)
     if handle.kind in ("rms_norm", "llama_rms_norm"):
         twice = handle.kind == "llama_rms_norm"
         eps = self.variance_epsilon if twice else self.eps
-        slot, sink = handle.receiver("weight")
+        slot, sink = handle.gradient_target("weight")
         if when == LATER:
-            sink = partial(handle.session.normalized, handle.parameter("weight"), None)
+            sink = partial(handle.private_step.normalized, handle.parameter("weight"), None)
         return RMSNorm.apply(x, weight, slot, sink, shape, eps, *place, twice)
     bias = None if bias is None else bias.detach()
-    receivers = [*handle.receiver("weight"), *handle.receiver("bias")]
+    receivers = [*handle.gradient_target("weight"), *handle.gradient_target("bias")]
     if when == LATER:
         own = handle.parameters()
-        receivers[1] = partial(handle.session.normalized, own.get("weight"), own.get("bias"))
+        receivers[1] = partial(handle.private_step.normalized, own.get("weight"), own.get("bias"))
     return LayerNorm.apply(x, weight, bias, *receivers, shape, self.eps, *place)
 
 
-def _when(handle: Handle, x: Tensor, shape: list[int]) -> str | None:
+def _when(handle: LayerState, x: Tensor, shape: list[int]) -> str | None:
     """When the kernel is launched for the weights' gradients; None: there is none."""
-    if not handle.session.fused or torch.compiler.is_compiling():
+    if not handle.private_step.fused or torch.compiler.is_compiling():
         return None
     if not available(x.device, x.dtype):
         return None
@@ -115,8 +117,12 @@ class RMSNorm(torch.autograd.Function):
             y, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
         else:
             y = F.rms_norm(x, shape, weight, eps)
-            eps = torch.finfo(wide(x.dtype)).eps if eps is None else eps  # PyTorch's own default
-            rstd = (x.to(wide(x.dtype)).square().mean(dims, keepdim=True) + eps).rsqrt()
+            eps = (
+                torch.finfo(accumulation_dtype(x.dtype)).eps if eps is None else eps
+            )  # PyTorch's own default
+            rstd = (
+                x.to(accumulation_dtype(x.dtype)).square().mean(dims, keepdim=True) + eps
+            ).rsqrt()
         ctx.save_for_backward(x, weight, rstd)
         ctx.rest = (shape, dims, Layout(kind, dim), batch_size, x.requires_grad, slot is not None)
         ctx.sink, ctx.when = sink, when
@@ -145,7 +151,7 @@ class RMSNorm(torch.autograd.Function):
             # Σ_t rstd_t (y_t · x_t): a row times a matrix for each sample
             scale = scale.to(product.dtype)
             gradients = torch.bmm(scale.mT, product).view(batch_size, *shape)
-            gradients = deliver(ctx.sink, gradients.to(wide(x.dtype)))
+            gradients = deliver(ctx.sink, gradients.to(accumulation_dtype(x.dtype)))
         return gx, None, gradients, *[None] * 8
 
 
@@ -153,7 +159,7 @@ def _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) -> Tensor:
     if x.is_cuda and weight.dtype == x.dtype == gy.dtype:
         backward = torch.ops.aten._fused_rms_norm_backward
         return backward(gy, x, shape, rstd, weight, [True, False])[0]
-    dtype = wide(x.dtype)
+    dtype = accumulation_dtype(x.dtype)
     normalized, scaled = x.to(dtype) * rstd, gy.to(dtype) * weight
     mean = (scaled * normalized).mean(dims, keepdim=True)
     return (rstd * (scaled - normalized * mean)).to(x.dtype)
@@ -188,7 +194,7 @@ class LayerNorm(torch.autograd.Function):
         if wants_x:
             backward = torch.ops.aten.native_layer_norm_backward
             gx = backward(gy, x, shape, mean, rstd, weight, bias, [True, False, False])[0]
-        dtype = wide(x.dtype)
+        dtype = accumulation_dtype(x.dtype)
         weights = biases = None
         if ctx.when is not None and (wants_weight or wants_bias):
             place = (layout, batch_size, len(shape))

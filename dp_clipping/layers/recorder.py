@@ -46,7 +46,7 @@ class Recorder(Protocol):
         """Returns all slots that a layer may ask for in a compiled region."""
         ...
 
-    def anchor_of(self, parameter: Parameter) -> Tensor:
+    def trigger_of(self, parameter: Parameter) -> Tensor:
         """Returns the input that makes backward visit a use of the parameter."""
         ...
 

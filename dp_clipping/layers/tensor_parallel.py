@@ -31,7 +31,7 @@ from torch import Tensor
 from dp_clipping.distributed import dtensor
 from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.distributed.norm_reduce import refuse_split_samples
-from dp_clipping.layers.handle import Handle
+from dp_clipping.layers.handle import LayerState
 
 if dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,7 +39,7 @@ if dist.is_available():
 
 
 @dataclass(frozen=True)
-class Call:
+class ShardedCall:
     """One call of a layer on local tensors.
 
     Attributes:
@@ -81,8 +81,8 @@ class Call:
 
 
 def linear(
-    handle: Handle, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
-) -> Call:
+    handle: LayerState, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
+) -> ShardedCall:
     """Of y = x Wᵀ + b; `transposed`: W, a DTensor, is stored [p, d]."""
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
     mesh, placement = _placement(handle, weight, "weight")
@@ -90,27 +90,27 @@ def linear(
     if placement.is_shard(in_dim):
         x = _local(handle, x, mesh, Shard(x.dim() - 1), Shard(x.dim() - 1))
         late = None if bias is None else _same_place(handle, bias, mesh, Replicate())
-        return Call(x, local(weight), None, mesh, Partial(), width, late_bias=late)
+        return ShardedCall(x, local(weight), None, mesh, Partial(), width, late_bias=late)
     is_split = placement.is_shard(out_dim)
     own = Shard(0) if is_split else Replicate()
     x = _local(handle, x, mesh, Replicate(), Partial() if is_split else Replicate())
     bias = None if bias is None else _same_place(handle, bias, mesh, own)
-    return Call(x, local(weight), bias, mesh, own, width)
+    return ShardedCall(x, local(weight), bias, mesh, own, width)
 
 
 def embedding(
-    handle: Handle, ids: Tensor, weight: Tensor, padding_idx: int | None
-) -> tuple[Call, int | None]:
+    handle: LayerState, ids: Tensor, weight: Tensor, padding_idx: int | None
+) -> tuple[ShardedCall, int | None]:
     """Of y = W[ids], with the padding's id among the rows of this rank (None: it is another's)."""
     if not is_sharded(weight):
-        return Call(plain(handle, ids), weight), padding_idx
+        return ShardedCall(plain(handle, ids), weight), padding_idx
     mesh, placement = _placement(handle, weight, "weight")
     ids = _local(handle, ids, mesh, Replicate(), Replicate())
     vocabulary, width = weight.shape
     rows = local(weight)
     if not placement.is_shard(0):
         own = Shard(-1) if placement.is_shard() else Replicate()
-        return Call(ids, rows, None, mesh, own, width), padding_idx
+        return ShardedCall(ids, rows, None, mesh, own, width), padding_idx
     start = mesh.get_local_rank() * -(-vocabulary // mesh.size())  # as `torch.chunk` cuts
     ids = ids - start
     outside = (ids < 0) | (ids >= len(rows))
@@ -118,20 +118,20 @@ def embedding(
         padding_idx -= start
         padding_idx = padding_idx if 0 <= padding_idx < len(rows) else None
     ids = ids.masked_fill(outside, 0)
-    return Call(ids, rows, None, mesh, Partial(), width, outside=outside), padding_idx
+    return ShardedCall(ids, rows, None, mesh, Partial(), width, outside=outside), padding_idx
 
 
-def norm(handle: Handle, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
+def norm(handle: LayerState, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> ShardedCall:
     """Of a normalisation, whose weights, DTensors, are whole on every rank."""
     mesh, placement = _placement(handle, weight, "weight")
     if not placement.is_replicate():
         _refuse_placement(handle, "weight", placement)
     x = _local(handle, x, mesh, Replicate(), Replicate())
     bias = None if bias is None else _same_place(handle, bias, mesh, Replicate())
-    return Call(x, local(weight), bias, mesh, Replicate(), x.shape[-1])
+    return ShardedCall(x, local(weight), bias, mesh, Replicate(), x.shape[-1])
 
 
-def refuse_distributed(handle: Handle, *tensors: Tensor) -> None:
+def refuse_distributed(handle: LayerState, *tensors: Tensor) -> None:
     """For layers whose arithmetic is not known here."""
     if any(is_sharded(x) for x in tensors):
         raise ValueError(
@@ -140,7 +140,7 @@ def refuse_distributed(handle: Handle, *tensors: Tensor) -> None:
         )
 
 
-def refuse_split_rows(handle: Handle, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+def refuse_split_rows(handle: LayerState, inputs: list[Tensor], outputs: list[Tensor]) -> None:
     """From what goes into a layer's hooks and comes out of them, local: are there the same rows?
 
     Where they gather or scatter tokens (sequence parallel), plain layers between two such have only
@@ -191,7 +191,7 @@ class Settle(torch.autograd.Function):
         return gy
 
 
-def _placement(handle: Handle, parameter: DTensor, name: str) -> tuple[DeviceMesh, Placement]:
+def _placement(handle: LayerState, parameter: DTensor, name: str) -> tuple[DeviceMesh, Placement]:
     """Of a parameter on a mesh of one axis."""
     mesh = parameter.device_mesh
     if mesh.ndim != 1:
@@ -213,7 +213,7 @@ def _placement(handle: Handle, parameter: DTensor, name: str) -> tuple[DeviceMes
     return mesh, placement
 
 
-def _same_place(handle: Handle, bias: Tensor, mesh: DeviceMesh, expected: Placement) -> Tensor:
+def _same_place(handle: LayerState, bias: Tensor, mesh: DeviceMesh, expected: Placement) -> Tensor:
     """The local part of a bias that must lie as the weight asks for."""
     if not is_sharded(bias) or bias.device_mesh != mesh:
         raise ValueError(f"{handle.name}: its bias is not on the mesh of its weight")
@@ -223,7 +223,7 @@ def _same_place(handle: Handle, bias: Tensor, mesh: DeviceMesh, expected: Placem
 
 
 def _local(
-    handle: Handle, x: Tensor, mesh: DeviceMesh, expected: Placement, gradient: Placement
+    handle: LayerState, x: Tensor, mesh: DeviceMesh, expected: Placement, gradient: Placement
 ) -> Tensor:
     """An input's local part; its gradient here will be as `gradient` says."""
     if not is_sharded(x) or x.device_mesh != mesh:
@@ -241,7 +241,7 @@ def _local(
     return settled(x.to_local(grad_placements=(gradient,)))
 
 
-def plain(handle: Handle, x: Tensor) -> Tensor:
+def plain(handle: LayerState, x: Tensor) -> Tensor:
     """The input of a layer whose parameters are plain tensors."""
     if is_sharded(x):
         raise ValueError(
@@ -251,7 +251,7 @@ def plain(handle: Handle, x: Tensor) -> Tensor:
     return settled(x)
 
 
-def _refuse_placement(handle: Handle, what: str, placement: Placement) -> NoReturn:
+def _refuse_placement(handle: LayerState, what: str, placement: Placement) -> NoReturn:
     raise ValueError(
         f"{handle.name or 'the network'} ({handle.kind}): its {what} is placed {placement}, for "
         "which per-sample gradients are not to be had: use ColwiseParallel or RowwiseParallel"

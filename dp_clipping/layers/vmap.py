@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import Handle, check_size
+from dp_clipping.layers.handle import LayerState, check_size
 from dp_clipping.layers.tensor_parallel import refuse_distributed, settled
 
 
@@ -33,8 +33,8 @@ class Body(nn.Module):
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    handle: Handle = self._private
-    if handle.session is None:
+    handle: LayerState = self._private
+    if handle.private_step is None:
         return type(self).forward(self, *args, **kwargs)
     leaves, structure = tree_flatten((args, kwargs))
     leaves = [settled(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -43,7 +43,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     tensors = [leaves[n] for n in places]
     layouts = handle.layouts_of(tensors)
     out_layouts = handle.output_layouts[tuple(x.dim() for x in tensors)]
-    batch_size = handle.session.batch_size
+    batch_size = handle.private_step.batch_size
     for x, layout in zip(tensors, layouts, strict=True):
         check_size(x, layout, handle)
     body = Body(self)
@@ -63,7 +63,8 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             raise ValueError(
                 f"{handle.name or 'the network'} ({type(self).__name__}) returns {len(found)} "
                 f"tensors, and {len(out_layouts)} when its samples were looked for: let it return "
-                "the same for every batch, or call model.forget_layouts() before one that differs"
+                "the same for every batch, or call model.reset_batch_layouts() before one that "
+                "differs"
             )
         return tuple(
             y.squeeze(layout.dim) if layout.kind == "dimension" else y
@@ -107,9 +108,9 @@ def _join(y: Tensor, layout: Layout) -> Tensor:
     return y if layout.kind == "dimension" else y.flatten(0, 1)
 
 
-def _uncovered(module: nn.Module, handle: Handle) -> AbstractContextManager:
+def _uncovered(module: nn.Module, handle: LayerState) -> AbstractContextManager:
     """Inside, `functional_call` can put copies in the place of parameters that ranks share."""
-    return nullcontext() if not handle.session.shards_parameters else _without_covers(module)
+    return nullcontext() if not handle.private_step.shards_parameters else _without_covers(module)
 
 
 @contextmanager

@@ -113,17 +113,17 @@ class AdaptiveThreshold:
         self.count_std = self.expected_batch_size * DEFAULT_STD if count_std is None else count_std
         self.lowest, self.highest = lowest, highest
         self._check()
-        self.limits = list(self._first)
+        self.clip_norms = list(self._first)
         self.next_step = 0
 
     @property
     def max_grad_norm(self) -> float | list[float]:
         """As `make_private` takes it: for `optimizer.max_grad_norm`."""
-        return list(self.limits) if self._is_list else self.limits[0]
+        return list(self.clip_norms) if self._is_list else self.clip_norms[0]
 
     def gradient_noise_multiplier(self, noise_multiplier: float) -> float:
         """z_Δ for a z: see the function of that name."""
-        return gradient_noise_multiplier(noise_multiplier, self.count_std, len(self.limits))
+        return gradient_noise_multiplier(noise_multiplier, self.count_std, len(self.clip_norms))
 
     def update(self, squares: Tensor, *, step: int, noise_key: bytes, noisy: bool = True) -> None:
         """Let the limits be those of the next step. Once a step, also for an empty batch.
@@ -144,31 +144,32 @@ class AdaptiveThreshold:
             raise RuntimeError(
                 f"the threshold's count of step {step} was released already: update once a step"
             )
-        if len(squares) != len(self.limits):
+        if len(squares) != len(self.clip_norms):
             raise ValueError(
-                f"norms of {len(squares)} clipping groups for {len(self.limits)} thresholds"
+                f"norms of {len(squares)} clipping groups for {len(self.clip_norms)} thresholds"
             )
         self.next_step = step + 1
         stream = NoiseStream.derive(noise_key, step=step, parameter=STREAM, share=0)
         # On the CPU, so that the device has no say in the bits.
         noise = standard_normal(len(squares), stream, device="cpu").tolist()
         size = squares.shape[1]
-        limits = torch.tensor(self.limits, dtype=torch.float64, device=squares.device)
-        below = (squares.detach().double().sqrt() <= limits[:, None]).sum(1).tolist()
+        clip_norms = torch.tensor(self.clip_norms, dtype=torch.float64, device=squares.device)
+        below = (squares.detach().double().sqrt() <= clip_norms[:, None]).sum(1).tolist()
         for k, (count, z) in enumerate(zip(below, noise, strict=True)):
             centred = count - size / 2 + (self.count_std * z if noisy else 0.0)
             share = 0.5 + centred / self.expected_batch_size
             exponent = -self.learning_rate * (share - self.quantile)
-            moved = self.limits[k] * math.exp(min(exponent, MOST))
+            moved = self.clip_norms[k] * math.exp(min(exponent, MOST))
             first = self._first[k]
             lowest, highest = self.lowest * first, self.highest * first
-            self.limits[k] = min(max(moved, lowest, LOWEST), highest, HIGHEST)
+            self.clip_norms[k] = min(max(moved, lowest, LOWEST), highest, HIGHEST)
 
     def state_dict(self) -> dict[str, Any]:
         """Public: it is a function of what the steps have released."""
         settings = {name: getattr(self, name) for name in SETTINGS}
         return settings | {
-            "limits": list(self.limits), "first": list(self._first), "next_step": self.next_step,
+            "limits": list(self.clip_norms), "first": list(self._first),
+            "next_step": self.next_step,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -186,7 +187,10 @@ class AdaptiveThreshold:
                     f"the adaptive threshold's {name} is {state[name]} in the saved run and "
                     f"{here[name]} here: resume with the settings of the saved run"
                 )
-        self.limits, self.next_step = [float(c) for c in state["limits"]], int(state["next_step"])
+        self.clip_norms, self.next_step = (
+            [float(c) for c in state["limits"]],
+            int(state["next_step"]),
+        )
 
     def _check(self) -> None:
         for name, ok, wanted in (

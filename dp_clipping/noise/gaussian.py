@@ -27,7 +27,7 @@ from dp_clipping.noise import kernel as kernels
 from dp_clipping.noise.stream import NoiseStream
 
 if TYPE_CHECKING:
-    from dp_clipping.distributed.placement import Place, Run
+    from dp_clipping.distributed.placement import Place, Span
 
 WORD = 0xFFFFFFFF
 ROUNDS = 10
@@ -215,7 +215,7 @@ def _chunks(
 
 
 def _chunks_of_run(
-    run: Run, stream: NoiseStream, device: torch.device | str
+    run: Span, stream: NoiseStream, device: torch.device | str
 ) -> Iterator[tuple[slice, Tensor]]:
     """As `_chunks`, for a run: pairs (where in the part, its values), in order."""
     if run.count == 1 or run.length > 4 * CHUNK:

@@ -1,4 +1,4 @@
-"""Noise drawn in registers: the fused twin of `dp_clipping.noise.gaussian.add_noise`.
+"""Noise drawn in registers: the fused counterpart of `dp_clipping.noise.gaussian.add_noise`.
 
 Traffic: n float32 values are read once and n of the output's dtype written, nothing else. Drawing
 with `torch.randn` and adding would write and read the noise too, and could not draw a slice alone.
@@ -21,7 +21,7 @@ if triton is not None:
     import triton.language as tl
 
 if TYPE_CHECKING:
-    from dp_clipping.distributed.placement import Place, Run
+    from dp_clipping.distributed.placement import Place, Span
     from dp_clipping.noise.stream import NoiseStream
 
 BLOCK = 256  # counters of one program; each gives four values
@@ -32,7 +32,7 @@ LONGEST = 1 << 32  # elements of a row whose counters a program numbers in 32 bi
 
 
 def serves(total: Tensor) -> bool:
-    """Whether this kernel, and not its plain twin, adds the noise to `total`."""
+    """Whether this kernel, and not its reference implementation, adds the noise to `total`."""
     return triton is not None and total.is_cuda and total.dtype == torch.float32
 
 
@@ -126,7 +126,7 @@ def add_noise_to_parts_kernel_launch(
         )  # fmt: skip
 
 
-def _is_aligned(run: Run) -> bool:
+def _is_aligned(run: Span) -> bool:
     """Whether every row begins with a counter, and every row but the last ends with one."""
     lengths = (run.length, run.stride) if run.count > 1 else ()
     return not any(n % 4 for n in (run.offset, *lengths))
@@ -205,7 +205,7 @@ if triton is not None:
 
     @triton.jit
     def _radius(w):
-        """√(−2 ln u) for u = (w + ½)/2³² in (0, 1], rounded to float32 as in the plain twin.
+        """√(−2 ln u) for u = (w + ½)/2³² in (0, 1], rounded to float32 as in the reference.
 
         u = 2ᵉ(1 + f) with |f| ≤ 1/3, so that −2 ln u = −2 ln 2 · e + f·p(f). Over all words the
         root of this sum is off by less than 1.8e-7 (3.2e-7 where products are rounded before they

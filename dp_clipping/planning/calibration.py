@@ -39,8 +39,8 @@ from dp_clipping.planning.cost_model import (
     INPUT_LENGTH,
     SUM_BYTES,
     WIDTH,
+    LinearShape,
     Rates,
-    Use,
     default_rates,
     predict,
     steps_of,
@@ -153,7 +153,7 @@ def _single_precision(shape: tuple[int, ...], rates: Rates, device: torch.device
     return _rate(use, GRADIENT, "product", rates, seconds)
 
 
-def _rate(use: Use, algorithm: str, name: str, rates: Rates, seconds: float) -> float:
+def _rate(use: LinearShape, algorithm: str, name: str, rates: Rates, seconds: float) -> float:
     """The rate at which the plan predicts `seconds` for one kernel of an algorithm.
 
     Steps of the kernels' tiles are what they are: the rest of the time is work at the rate.
@@ -164,9 +164,9 @@ def _rate(use: Use, algorithm: str, name: str, rates: Rates, seconds: float) -> 
     return work / max(seconds - steps, seconds / 2)
 
 
-def _use(shape: tuple[int, ...], dtype: torch.dtype) -> Use:
+def _use(shape: tuple[int, ...], dtype: torch.dtype) -> LinearShape:
     batch_size, tokens, outputs, inputs = shape
-    return Use("layer", batch_size, tokens, inputs, outputs, dtype.itemsize, dtype.itemsize)
+    return LinearShape("layer", batch_size, tokens, inputs, outputs, dtype.itemsize, dtype.itemsize)
 
 
 def _operands(

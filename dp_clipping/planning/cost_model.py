@@ -62,7 +62,7 @@ def default_rates(device: torch.device) -> Rates:
 
 
 @dataclass(frozen=True)
-class Use:
+class LinearShape:
     """One call of a linear layer: y [B, T, d] from a [B, T, p]."""
 
     name: str
@@ -88,7 +88,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayerPlan:
     """What one layer does.
 
     Attributes:
@@ -104,7 +104,7 @@ class Choice:
     recomputed: bool = False
 
 
-def predict(use: Use, algorithm: str, rates: Rates) -> Choice:
+def predict(use: LinearShape, algorithm: str, rates: Rates) -> LayerPlan:
     """Time and bytes of one algorithm for one layer.
 
     One processor works on a tile; a tile of a sample's product takes its operations and a step.
@@ -115,24 +115,24 @@ def predict(use: Use, algorithm: str, rates: Rates) -> Choice:
     product = _product(use, _waves(use, False, rates), rates.product, rates)
     if algorithm == GRADIENT:
         moved = 2 * samples * values * use.gradient_size + values * SUM_BYTES
-        return Choice(algorithm, product + moved / rates.bandwidth, use.gradient_bytes)
+        return LayerPlan(algorithm, product + moved / rates.bandwidth, use.gradient_bytes)
     weighted = _product(use, _waves(use, True, rates), rates.weighted, rates)
     if algorithm == WIDTH:
         blocks = ceil(use.tokens / rates.block)
         pairs = blocks * (blocks + 1) / 2
         operations = samples * pairs * rates.block**2 * 2 * (use.inputs + use.outputs)
-        return Choice(
+        return LayerPlan(
             algorithm, operations / _speed(rates.gram, use, rates) + weighted, use.factor_bytes
         )
-    return Choice(algorithm, product + weighted, use.factor_bytes)
+    return LayerPlan(algorithm, product + weighted, use.factor_bytes)
 
 
-def steps_of(use: Use, is_sum: bool, rates: Rates) -> float:
+def steps_of(use: LinearShape, is_sum: bool, rates: Rates) -> float:
     """Seconds of a product's time that do not depend on its rate."""
     return _waves(use, is_sum, rates) * rates.step
 
 
-def _waves(use: Use, is_sum: bool, rates: Rates) -> int:
+def _waves(use: LinearShape, is_sum: bool, rates: Rates) -> int:
     """Tiles of one sample's product that a processor works on, one after the other.
 
     A sum's tile goes through all samples; without a sum they are divided among processors too.
@@ -143,12 +143,12 @@ def _waves(use: Use, is_sum: bool, rates: Rates) -> int:
     return ceil(use.batch_size * tiles / rates.processors)
 
 
-def _product(use: Use, waves: int, rate: float, rates: Rates) -> float:
+def _product(use: LinearShape, waves: int, rate: float, rates: Rates) -> float:
     """Seconds of so many tiles, one after the other."""
     rows, columns = min(rates.tile[0], use.outputs), min(rates.tile[1], use.inputs)
     operations = 2.0 * use.tokens * rows * columns * rates.processors
     return waves * (operations / _speed(rate, use, rates) + rates.step)
 
 
-def _speed(rate: float, use: Use, rates: Rates) -> float:
+def _speed(rate: float, use: LinearShape, rates: Rates) -> float:
     return rate * (rates.single if use.element_size == 4 else 1.0)

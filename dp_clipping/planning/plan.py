@@ -25,9 +25,9 @@ from dp_clipping.planning.cost_model import (
     INPUT_LENGTH,
     LONGEST_GRAM,
     WIDTH,
-    Choice,
+    LayerPlan,
+    LinearShape,
     Rates,
-    Use,
     predict,
 )
 from dp_clipping.table import aligned
@@ -35,7 +35,7 @@ from dp_clipping.table import aligned
 NORM_ALGORITHMS = ("auto", INPUT_LENGTH, WIDTH)
 
 
-def allowed(use: Use, norm_algorithm: str) -> tuple[str, ...]:
+def allowed(use: LinearShape, norm_algorithm: str) -> tuple[str, ...]:
     """The algorithms that may serve a layer."""
     if norm_algorithm != "auto":
         return (norm_algorithm,)
@@ -57,7 +57,7 @@ class Plan:
 
     def __init__(
         self,
-        uses: Sequence[Use],
+        uses: Sequence[LinearShape],
         rates: Rates,
         budget: int | None = None,
         norm_algorithm: str = "auto",
@@ -78,7 +78,7 @@ class Plan:
     def __contains__(self, name: str) -> bool:
         return name in self._number
 
-    def __getitem__(self, name: str) -> Choice:
+    def __getitem__(self, name: str) -> LayerPlan:
         return self.choices[self._number[name]]
 
     @property
@@ -90,7 +90,7 @@ class Plan:
     def is_one_pass(self) -> bool:
         return not any(choice.recomputed for choice in self.choices)
 
-    def _shrink(self, options: list[list[Choice]], budget: int) -> None:
+    def _shrink(self, options: list[list[LayerPlan]], budget: int) -> None:
         """Smaller algorithms, the cheapest changes first, until the budget holds."""
         excess = self.bytes - budget
         while excess > 0:
@@ -106,7 +106,7 @@ class Plan:
             excess -= self.choices[n].bytes - other.bytes
             self.choices[n] = other
 
-    def _recompute(self, options: list[list[Choice]], budget: int) -> None:
+    def _recompute(self, options: list[list[LayerPlan]], budget: int) -> None:
         """Keep layers from the input on while they fit; those behind run a second backward."""
         used, full = 0, False
         for n, choice in enumerate(self.choices):

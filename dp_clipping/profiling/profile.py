@@ -10,7 +10,7 @@ all of them together. Ranges nest; `own_ms` is the time of a range without those
 all ranges it adds up once. A phase that a mode or a backend does not have is absent.
 
 Times and norms depend on the samples without noise: they are not covered by ε, and with
-`release=True` the switch does nothing.
+`hide_unprotected=True` the switch does nothing.
 """
 
 from __future__ import annotations
@@ -76,16 +76,18 @@ def switch_on() -> None:
     os.environ[SWITCH] = "1"
 
 
-def profile_of(device: torch.device, release: bool, alone: bool) -> Profile | None:
+def profile_of(device: torch.device, hide_unprotected: bool, alone: bool) -> Profile | None:
     """A new one if the switch is on; None: off.
 
-    With `release` it is off: how often a range runs in a step, and how long it takes, tell the
-    size of the draw.
+    With `hide_unprotected` it is off: how often a range runs in a step, and how long it takes, tell
+    the size of the draw.
     """
     if not is_on():
         return None
-    if release:
-        LOG.warning("%s=1 does nothing with release=True: times tell the sizes of draws", SWITCH)
+    if hide_unprotected:
+        LOG.warning(
+            "%s=1 does nothing with hide_unprotected=True: times tell the sizes of draws", SWITCH
+        )
         return None
     return Profile(device, alone)
 

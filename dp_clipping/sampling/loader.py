@@ -24,7 +24,7 @@ from torch.utils.data import (
 from dp_clipping.kinds import is_count
 from dp_clipping.sampling.collate import CollateWithEmpty
 from dp_clipping.sampling.poisson import OVER, PoissonSampler
-from dp_clipping.sampling.usage import Budget
+from dp_clipping.sampling.usage import SampleUsage
 
 
 class PoissonLoader(DataLoader):
@@ -36,7 +36,7 @@ class PoissonLoader(DataLoader):
             (Opacus's BatchMemoryManager) that takes this one's.
         on_draw: called with a draw's number just before its (first) batch is handed to the user,
             in the main process; what it raises reaches the user instead of the batch.
-        budget: how many samples are in the user's hands.
+        usage: how many samples are in the user's hands.
         holds_dummy: the batch in the user's hands is the made-up sample of `rand_on_empty`. Its
             gradient must be masked: were it added, taking away the only real sample of a draw
             could move the sum by 2C.
@@ -127,8 +127,8 @@ class PoissonLoader(DataLoader):
         self.batch_sampler.on_draw = call
 
     @property
-    def budget(self) -> Budget:
-        return self.batch_sampler.budget
+    def usage(self) -> SampleUsage:
+        return self.batch_sampler.usage
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self.start_epoch()
@@ -158,7 +158,7 @@ class PoissonLoader(DataLoader):
         epoch = self._epoch = self.coming_epoch()
         self._epoch_end, self._resuming = epoch.stop, False
         self.batch_sampler.seek(epoch)
-        self.budget.begin_iteration()
+        self.usage.begin_iteration()
         if self._owns_generator:
             self.generator.manual_seed((torch.initial_seed() + epoch.start) % 2**63)
         return epoch
@@ -170,12 +170,12 @@ class PoissonLoader(DataLoader):
         """
         if first and self.on_draw is not None:
             self.on_draw(draw)
-        if not first and not self.budget.is_unused:
+        if not first and not self.usage.is_unused:
             raise RuntimeError(
                 f"a step has used a part of draw {draw} and would be followed by one on the rest: "
                 "call optimizer.step() once after each microbatch, it skips all but the last"
             )
-        self.budget.hand_over(samples)
+        self.usage.hand_over(samples)
         self.holds_dummy = self.rand_on_empty and samples == 0
         if last:
             self.position = draw + 1

@@ -107,7 +107,7 @@ class MicrobatchSampler(Sampler[list[int]]):
 
 
 @dataclass(eq=False)
-class Place:
+class Position:
     """Where an iteration is: its draw, and the sizes of that one's microbatches yet to come."""
 
     draw: int
@@ -128,7 +128,7 @@ class MicrobatchLoader(DataLoader):
         )
         self._loader = loader
         self._optimizer = optimizer
-        self._place: Place | None = None  # of the iteration in progress
+        self._place: Position | None = None  # of the iteration in progress
         self._epoch: range | None = None  # of the iteration in progress
         self._counted = (range(0), 0)  # draws and their microbatches, when last asked
 
@@ -136,7 +136,7 @@ class MicrobatchLoader(DataLoader):
         self.leave()
         poisson = self._poisson
         epoch = self._epoch = poisson.start_epoch() if poisson else None
-        place = self._place = Place(self._epoch.start if poisson else 0)
+        place = self._place = Position(self._epoch.start if poisson else 0)
         # Of this iteration alone: one that was left early cannot disturb it.
         sizes = self.batch_sampler.sizes = deque()
         try:
@@ -144,7 +144,7 @@ class MicrobatchLoader(DataLoader):
                 first = not place.left
                 left = place.left or sizes.popleft()
                 if poisson:
-                    before = poisson.budget.steps
+                    before = poisson.usage.steps
                     poisson.hand_over(place.draw, left[0], first=first, last=len(left) == 1)
                     place.steps = before if first else place.steps
                 left.popleft()
@@ -163,14 +163,14 @@ class MicrobatchLoader(DataLoader):
     def _poisson(self) -> PoissonLoader | None:
         return self._loader if isinstance(self._loader, PoissonLoader) else None
 
-    def leave(self, place: Place | None = None) -> None:
+    def leave(self, place: Position | None = None) -> None:
         """End the iteration in progress, if it is the one at `place`."""
         current = self._place
         if current is None or place not in (None, current):
             return
         self._place = self._epoch = None
         poisson, half_way = self._poisson, bool(current.left)
-        if half_way and poisson and poisson.budget.steps > current.steps:
+        if half_way and poisson and poisson.usage.steps > current.steps:
             poisson.position = max(poisson.position, current.draw + 1)
         if self._optimizer.leave_microbatches(half_way):
             warnings.warn(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from dp_clipping.sampling.usage import Budget
+from dp_clipping.sampling.usage import SampleUsage
 
 KEY_BYTES = 32
 OVER = (
@@ -88,7 +88,7 @@ class PoissonSampler(Sampler[list[int]]):
         self.position = self.step = 0
         self.sizes: deque[int] | None = None
         self.on_draw: Callable[[int], object] | None = None
-        self.budget = Budget()
+        self.usage = SampleUsage()
         self.why_not_alone: str | None = None
         self._iteration: object | None = None  # the last one that was begun
         self._key = key
@@ -105,7 +105,7 @@ class PoissonSampler(Sampler[list[int]]):
             self.step = self.position
         for shares in self.draws():
             if sizes is None:
-                self.budget.forget()
+                self.usage.forget()
                 if self.on_draw is not None:
                     self.on_draw(self.step - 1)
                 self.position = self.step

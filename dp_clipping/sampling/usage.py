@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 
-class Budget:
+class SampleUsage:
     """Samples in the user's hands that no backward has used yet; the loader and the model share it.
 
     A batch whose backward ran three times would move a sum by 3C, and two draws in one step would

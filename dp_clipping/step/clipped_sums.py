@@ -35,14 +35,14 @@ class Coefficients:
 
 
 def clipped_sums(
-    remains: dict[Parameter, Any],
+    saved: dict[Parameter, Any],
     scale: Coefficients,
     groups: Mapping[Parameter, int],
     shapes: Mapping[Parameter, torch.Size],
     tile_size: int | None,
     label: Label,
 ) -> dict[Parameter, Tensor]:
-    """Σ_i c_i G_i of each parameter, [*parameter] in float32, in the order of `remains`.
+    """Σ_i c_i G_i of each parameter, [*parameter] in float32, in the order of `saved`.
 
     Args:
         remains: parameter -> G [B, *parameter], a linear layer's factors, or what has a
@@ -52,26 +52,26 @@ def clipped_sums(
         tile_size: of the kernels, None: chosen by them.
         label: the range of a profiler's trace for "sum" and the parameters it is of.
     """
-    row_of = {p: scale.rows[groups[p]] for p in remains}
-    dense = [p for p, one in remains.items() if isinstance(one, Tensor)]
-    linear = [p for p, one in remains.items() if isinstance(one, LinearFactors)]
+    row_of = {p: scale.rows[groups[p]] for p in saved}
+    dense = [p for p, one in saved.items() if isinstance(one, Tensor)]
+    linear = [p for p, one in saved.items() if isinstance(one, LinearFactors)]
     totals: dict[Parameter, Tensor] = {}
     if dense:
         with label("sum", *dense):
             rows = [row_of[p] for p in dense]
-            found = weighted_sums([remains[p] for p in dense], scale.values, rows)
+            found = weighted_sums([saved[p] for p in dense], scale.values, rows)
         totals.update(zip(dense, found, strict=True))
     if linear:
         with label("sum", *linear):
-            pairs, rows = [remains[p].operands for p in linear], [row_of[p] for p in linear]
+            pairs, rows = [saved[p].operands for p in linear], [row_of[p] for p in linear]
             tile = tile_of(tile_size, *(left.dtype for left, _ in pairs))
             found = weighted_products(pairs, scale.ascending, rows, tile)
         totals.update(zip(linear, found, strict=True))
-    for parameter, one in remains.items():
+    for parameter, one in saved.items():
         if parameter not in totals:
             with label("sum", parameter):
                 totals[parameter] = one.weighted_sum(
                     scale.values[row_of[parameter]], shapes[parameter][0]
                 )
-    remains.clear()
+    saved.clear()
     return {parameter: totals[parameter] for parameter in row_of}

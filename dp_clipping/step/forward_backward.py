@@ -1,4 +1,4 @@
-"""Forward and backward of a captured network: each forward opens a session, one backward uses it.
+"""Forward and backward of a captured network: each forward opens a private step for one backward.
 
 Before the first forward it is found out where the samples are (`establish`). Where a pass fails
 half-way, a sharded network is put back into a state from which the next one can be right.
@@ -12,21 +12,21 @@ from torch import Tensor, nn
 
 from dp_clipping.capture.batch import Batch
 from dp_clipping.capture.capture import Capture
-from dp_clipping.capture.compile_forecast import Forecast
-from dp_clipping.capture.discovery import Establishment
+from dp_clipping.capture.compile_forecast import CompiledShapes
+from dp_clipping.capture.discovery import LayoutDiscovery
 from dp_clipping.capture.losses import Watched
 from dp_clipping.capture.state import Mark
 from dp_clipping.kernels import available
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.modes import Policy, say_plain
-from dp_clipping.step.fused_step import FusedSession
-from dp_clipping.step.gradient_buffer import Gradients
-from dp_clipping.step.private_step import Session
+from dp_clipping.step.fused_step import FusedStep
+from dp_clipping.step.gradient_buffer import GradientBuffer
+from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.timed_step import PROFILED
 from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
 
 
-class Passes:
+class ForwardBackward:
     """The passes of one private model.
 
     Args:
@@ -36,21 +36,21 @@ class Passes:
         batch_first: the first dimension of the inputs counts the samples, else the second.
 
     Attributes:
-        session: of the last forward, if no backward has used it.
+        private_step: of the last forward, if no backward has used it.
     """
 
     def __init__(self, network: nn.Module, capture: Capture, mode: str, batch_first: bool):
         self.network, self.capture = network, capture
         self.mode, self.batch_first = mode, batch_first
-        self.session: Session | None = None
-        self._establishment = Establishment(network, capture, capture.sharding, batch_first)
+        self.private_step: PrivateStep | None = None
+        self._establishment = LayoutDiscovery(network, capture, capture.sharding, batch_first)
         self._carried = self._establishment.carried
         self._normalizations = normalizations(network)
         self._samples_are_checked = False
-        self._batch: Batch | None = None  # of that session
+        self._batch: Batch | None = None  # of that private step
         self._is_broken = False  # a sharded step failed, and nothing can be computed any more
 
-    def forget_layouts(self) -> None:
+    def reset_batch_layouts(self) -> None:
         """Look for the batch dimension again."""
         self._establishment.forget()
 
@@ -93,10 +93,10 @@ class Passes:
             raise
         kind = self._session_class(policy)
         kind = kind if self.capture.profile is None else PROFILED[kind]
-        session = kind(self.capture, batch.size, policy, self._forecast(batch, policy))
-        session.is_empty = not given.size
-        self.session = self._batch = None
-        with self.capture.attached(session), sync, self._state_is_checked(module, batch):
+        private_step = kind(self.capture, batch.size, policy, self._forecast(batch, policy))
+        private_step.is_empty = not given.size
+        self.private_step = self._batch = None
+        with self.capture.attached(private_step), sync, self._state_is_checked(module, batch):
             try:
                 output = module(*args, **kwargs)
             except LayoutUnknown as error:
@@ -105,23 +105,27 @@ class Passes:
                     raise ValueError(
                         f"{error} is called in a way that was not seen in the first batch, and "
                         "other ranks cannot be asked to look again now: call "
-                        "model.forget_layouts() on every rank before a forward that differs"
+                        "model.reset_batch_layouts() on every rank before a forward that differs"
                     ) from error
                 self._establishment.look(batch)
                 output = self._call_network_again(args, kwargs)
             except BaseException:
                 self.recover()
                 raise
-        self.session, self._batch = session, batch
+        self.private_step, self._batch = private_step, batch
         if check is not None:
-            session.watched = Watched(output, self._establishment.layouts_of(output), check)
-            output = session.watched.outputs
-        return given.without_rows(output) if session.is_empty else output
+            private_step.watched = Watched(output, self._establishment.layouts_of(output), check)
+            output = private_step.watched.outputs
+        return given.without_rows(output) if private_step.is_empty else output
 
     def backward(
-        self, session: Session, losses: Tensor, limits: Tensor, gradients: Gradients
+        self,
+        private_step: PrivateStep,
+        losses: Tensor,
+        clip_norms: Tensor,
+        gradients: GradientBuffer,
     ) -> Tensor:
-        """`Session.backward` into `gradients`: unclipped norms [B].
+        """`PrivateStep.backward` into `gradients`: unclipped norms [B].
 
         Raises:
             RuntimeError: in the first one, if the ranks of a tensor-parallel axis have other
@@ -131,11 +135,11 @@ class Passes:
         if is_first:
             self.capture.reducer.check_same_samples(losses)
         mark = Mark(self._carried.state)
-        norms = session.backward(losses, limits, gradients.receive)
+        norms = private_step.backward(losses, clip_norms, gradients.accumulate)
         self._carried.check(mark, self._batch, "a backward")
         self._batch = None
         if is_first:
-            differ = session.whole_norms.differ
+            differ = private_step.split_norms.differ
             if differ is not None and bool(differ):
                 raise RuntimeError(
                     "a parameter that is not split over the tensor-parallel axis has other "
@@ -147,14 +151,18 @@ class Passes:
         return norms
 
     def backward_without_samples(
-        self, session: Session, losses: Tensor, limits: Tensor, gradients: Gradients
+        self,
+        private_step: PrivateStep,
+        losses: Tensor,
+        clip_norms: Tensor,
+        gradients: GradientBuffer,
     ) -> None:
         """Zeros into `gradients`, as other ranks expect them."""
         if self.capture.sharding is None:
-            gradients.receive_nothing()
+            gradients.accumulate_zeros()
         else:
             # Ranks with samples need this one's shards, and its sums, zeros, in their order.
-            session.backward(losses, limits, lambda p, _: gradients.receive(p, None))
+            private_step.backward(losses, clip_norms, lambda p, _: gradients.accumulate(p, None))
 
     def recover(self) -> None:
         """After a pass that failed."""
@@ -191,16 +199,16 @@ class Passes:
                 hook.remove()
         self._carried.check(mark, batch, "a forward in training")
 
-    def _session_class(self, policy: Policy) -> type[Session]:
+    def _session_class(self, policy: Policy) -> type[PrivateStep]:
         """On fused kernels, if the mode asks for them and all parameters are where they run."""
         if not policy.fused:
-            return Session
+            return PrivateStep
         serve = all(available(p.device, p.dtype) for p in self.capture.parameters)
         if not serve:
             say_plain(self.mode)
-        return FusedSession if serve else Session
+        return FusedStep if serve else PrivateStep
 
-    def _forecast(self, batch: Batch, policy: Policy) -> Forecast | None:
+    def _forecast(self, batch: Batch, policy: Policy) -> CompiledShapes | None:
         """Of the linear layers' operands, where compiled code must know it beforehand."""
         is_sharded = self.capture.sharding is not None
         if not policy.fused or not self.capture.is_compiled or is_sharded:

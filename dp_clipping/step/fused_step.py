@@ -1,8 +1,8 @@
 """A private step on the fused kernels: nothing in it waits for the device.
 
-The session of the `flash` modes where their kernels run. Layers hand over what they do in any
-session. Here a plan says what becomes of a linear layer's factors, coefficients stay on the device,
-and samples whose norm is not finite are left out by kernels that do not load them.
+The private step of the `flash` modes where their kernels run. Layers hand over what they do in any
+private step. Here a plan says what becomes of a linear layer's factors, coefficients stay on the
+device, and samples whose norm is not finite are left out by kernels that do not load them.
 
 Launches are shared: what layers hand over waits until there is enough of it, and one launch serves
 many of them. Under `per_layer` clipping with one backward their sums are formed right after: no
@@ -30,34 +30,36 @@ from dp_clipping.kernels.gradient import stored_dtype
 from dp_clipping.kernels.norm_layer_gradients import Normalized
 from dp_clipping.kernels.squared_norms import squares
 from dp_clipping.kernels.tiles import stream_on
-from dp_clipping.layers.handle import Handle
+from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.linear import LinearFactors
 from dp_clipping.planning.calibration import rates_of
-from dp_clipping.planning.cost_model import GRADIENT, SUM_BYTES, Choice, Use
+from dp_clipping.planning.cost_model import GRADIENT, SUM_BYTES, LayerPlan, LinearShape
 from dp_clipping.planning.plan import Plan
 from dp_clipping.step.clipped_sums import Coefficients, clipped_sums
-from dp_clipping.step.launch_schedule import Pace
-from dp_clipping.step.norm_queue import Waiting
-from dp_clipping.step.private_step import Session
+from dp_clipping.step.launch_schedule import LaunchSchedule
+from dp_clipping.step.norm_queue import NormQueue
+from dp_clipping.step.private_step import PrivateStep
 
-SHARE = 0.93  # of an ordinary step's memory: the rest is for what backward holds in passing
+MEMORY_FRACTION = (
+    0.93  # of an ordinary step's memory: the rest is for what backward holds in passing
+)
 
 
-class FusedSession(Session):
-    """See `Session`."""
+class FusedStep(PrivateStep):
+    """See `PrivateStep`."""
 
     fused = True
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.pace = Pace(self.capture.sharding, self.anchor.device)
+        self.launch_schedule = LaunchSchedule(self.capture.sharding, self.trigger.device)
 
     def _forget(self) -> None:
         super()._forget()
         forecast = self.forecast
         self._uses = {} if forecast is None else forecast.of_batch(self.batch_size)
         self._counts: dict[Parameter, Tensor] = {}  # of uses in compiled code
-        self._waiting = Waiting(self.capture.kin, self.policy.tile_size)
+        self._waiting = NormQueue(self.capture.norm_group_key, self.policy.tile_size)
         self._to_sum: dict[Parameter, Any] = {}
         self._bad: Tensor | None = None  # [B] bool, samples that had a norm that is not finite
         self._streams = False  # whether groups are summed as soon as their norms are there
@@ -70,7 +72,7 @@ class FusedSession(Session):
     def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
         return False
 
-    def slots_of(self, handle: Handle) -> dict[str, Tensor]:
+    def slots_of(self, handle: LayerState) -> dict[str, Tensor]:
         forecast = self.forecast
         parameter = handle.parameters().get("weight")
         if forecast is None or parameter not in forecast.uses:
@@ -90,7 +92,7 @@ class FusedSession(Session):
             return
         inputs = x.shape[-1]
         tokens = x.numel() // max(1, inputs * self.batch_size)
-        self._uses[parameter] = Use(
+        self._uses[parameter] = LinearShape(
             self.capture.names[parameter], self.batch_size, tokens, inputs, outputs,
             x.element_size(), stored_dtype(x.dtype).itemsize,
         )  # fmt: skip
@@ -102,13 +104,13 @@ class FusedSession(Session):
         self._counts[parameter] = count
 
     def dense(self, parameter: Parameter, gradients: Tensor, own: Tensor | None = None) -> None:
-        """As in any session; `own`: squared norms that came with G."""
+        """As in any private step; `own`: squared norms that came with G."""
         if self._is_second_visit(parameter):
             return
         self._arrived(parameter)
         self._check_stream(gradients)
         if self._summing:
-            self._hand_on(parameter, gradients)
+            self._emit(parameter, gradients)
             return
         if self.policy.two_passes and gradients.dim() > 2:
             self._recomputed.append(parameter)
@@ -128,7 +130,7 @@ class FusedSession(Session):
         self._arrived(parameter)
         self._check_stream(factors.y)
         if self._summing:
-            self._hand_on(parameter, factors)
+            self._emit(parameter, factors)
         elif isinstance(factors, LinearFactors):
             choice = self._choice_of(parameter, factors)
             self._waiting.linear[parameter] = factors, choice
@@ -176,7 +178,7 @@ class FusedSession(Session):
         """A second backward may come by layers whose remains were kept."""
         return self._summing and (parameter in self._kept or parameter in self._handed_on)
 
-    def _choice_of(self, parameter: Parameter, factors: LinearFactors) -> Choice:
+    def _choice_of(self, parameter: Parameter, factors: LinearFactors) -> LayerPlan:
         if parameter not in self._uses:  # its forward was not seen
             left, right = factors.operands
             self.will_use(parameter, right, left.shape[-1])
@@ -185,43 +187,43 @@ class FusedSession(Session):
 
     def _wait_for(self, parameter: Parameter, size: int) -> None:
         """Launch what waits if there is enough of it, or if what comes of it may leave now."""
-        self.pace.add(size)
+        self.launch_schedule.add(size)
         leaves = self._streams or self._partial is not None
-        if self.pace.is_meeting(parameter) and leaves:
+        if self.launch_schedule.is_sync_point(parameter) and leaves:
             self._take_norms(everything=True)
             self._note_norms()
             if self._streams:
                 self._clip_complete_groups()
             self._let_go()
-        elif self.pace.is_crowded():
-            alone = not self.whole_norms.are_elsewhere  # else coefficients take a collective
+        elif self.launch_schedule.is_crowded():
+            alone = not self.split_norms.is_split  # else coefficients take a collective
             self._take_norms(everything=leaves and alone)
             if self._streams and alone:
                 self._clip_complete_groups()
 
     def _let_go(self) -> None:
         """At a meeting: sums that have been formed leave."""
-        self.pace.met()
+        self.launch_schedule.reset_sync_point()
         if self.capture.sums is not None:
-            self.capture.sums.let_go()
+            self.capture.sums.launch_ready()
 
     # ---- the step -------------------------------------------------------------------------------
 
     def _prepare(self, losses: Tensor) -> None:
         self.plan = self._plan_of(list(self._uses.values()))
         self.capture.plan = self.plan
-        self.pace.begin_backward()
+        self.launch_schedule.begin_backward()
         self._streams = self.policy.per_layer and not self._needs_second_pass()
         self._bad = torch.zeros(self.batch_size, dtype=torch.bool, device=losses.device)
         if self._streams and len(losses) == self.batch_size:  # not for a row without a sample
             self._bad |= ~losses.detach().isfinite()
 
-    def _plan_of(self, uses: list[Use]) -> Plan:
+    def _plan_of(self, uses: list[LinearShape]) -> Plan:
         key = tuple(uses)
         plans = self.capture.plans
         if key not in plans:
             plans[key] = Plan(
-                uses, rates_of(self.anchor.device), self._budget(), self.policy.norm_algorithm,
+                uses, rates_of(self.trigger.device), self._budget(), self.policy.norm_algorithm,
                 may_recompute=self.policy.may_run_twice,
             )  # fmt: skip
         return plans[key]
@@ -240,39 +242,39 @@ class FusedSession(Session):
             return 0
         forecast = self.forecast
         if forecast is None:
-            held = self.pace.saved
+            held = self.launch_schedule.saved
         else:
             held = forecast.held * forecast.planned(self.batch_size)
         gradients = sum(local(p).nbytes for p in self.capture.parameters)
-        return int(SHARE * max(held, gradients))
+        return int(MEMORY_FRACTION * max(held, gradients))
 
     def _needs_second_pass(self) -> bool:
         return self.policy.two_passes or not self.plan.is_one_pass
 
-    def _second_anchors(self) -> list[Tensor]:
+    def _second_triggers(self) -> list[Tensor]:
         """Only as deep as it must, and everywhere if the first one drew random numbers.
 
         On the ranks of a sharded model the network draws alike, so they agree on what they gather.
         """
         if self._recomputed and self._randomness.has_moved:
-            return super()._second_anchors()
-        return [self.capture.anchors[parameter] for parameter in self._recomputed]
+            return super()._second_triggers()
+        return [self.capture.triggers[parameter] for parameter in self._recomputed]
 
     def _take_norms(self, everything: bool) -> None:
-        found = self._waiting.take_norms(everything, self._range)
+        found = self._waiting.flush(everything, self._range)
         self._norms.update(found.norms)
         self._joined |= found.joined
         self._kept.update(found.gradients)  # in the factors' places
-        self.pace.launched()
+        self.launch_schedule.launched()
 
     def _known_norms(self) -> list[Parameter]:
         return [*self._norms, *self._joined]
 
-    def _clip(self, limits: Tensor) -> Tensor:
+    def _clip(self, clip_norms: Tensor) -> Tensor:
         self._take_norms(everything=True)
         self._note_norms()
-        everything = list(range(len(limits)))
-        if self.whole_norms.are_elsewhere:
+        everything = list(range(len(clip_norms)))
+        if self.split_norms.is_split:
             refuse_repeated(self._norms, self._counts, self.capture.parameters)
             self.squares, bounds = self._squares_and_bounds()
             if self._kept or self._recomputed:
@@ -280,34 +282,34 @@ class FusedSession(Session):
         else:
             if self._kept or self._recomputed:
                 self._scale = self._coefficients(everything)
-            self.squares = self._table(len(limits)).squared()
+            self.squares = self._table(len(clip_norms)).squared()
         self.nonfinite = self._bad.sum()
         return self.squares.sum(0).sqrt()
 
     def _coefficients_of(self, bounds: Tensor, groups: list[int]) -> Coefficients:
         """From upper bounds [K, B] of whole samples' squared norms: see `_coefficients`."""
-        limits, policy = self._limits_of(groups), self.policy
+        clip_norms, policy = self._clip_norms_of(groups), self.policy
         self._bad |= ~finite_samples(bounds)
-        values = coefficients(bounds, limits, policy.clipping_function, policy.gamma)
+        values = coefficients(bounds, clip_norms, policy.clipping_function, policy.gamma)
         values = values.masked_fill(self._bad, 0).float()
         return Coefficients(values, {group: row for row, group in enumerate(groups)})
 
-    def _limits_of(self, groups: list[int]) -> Tensor:
-        limits = self._limits
-        if len(groups) == len(limits):
-            return limits
-        return limits[on_device(tuple(groups), torch.int64, limits.device)]
+    def _clip_norms_of(self, groups: list[int]) -> Tensor:
+        clip_norms = self._clip_norms
+        if len(groups) == len(clip_norms):
+            return clip_norms
+        return clip_norms[on_device(tuple(groups), torch.int64, clip_norms.device)]
 
     def _coefficients(self, groups: list[int]) -> Coefficients:
         """Of these groups, 0 for samples that have not had finite norms so far."""
         members = self.capture.members
         own = [p for k in groups for p in members[k]]
         refuse_repeated(self._norms, self._counts, own)
-        limits = self._limits_of(groups)
-        if self.whole_norms.are_elsewhere:
+        clip_norms = self._clip_norms_of(groups)
+        if self.split_norms.is_split:
             with self._phase("norm_all_reduce"):
                 table = self._table_of(own)[:, groups]
-                _, bounds = self.whole_norms.judge(self.reducer.reduce(table).wait())
+                _, bounds = self.split_norms.unpack(self.reducer.reduce(table).wait())
                 return self._coefficients_of(bounds, groups)
         mine = [[self._norms[p] for p in members[k] if p in self._norms] for k in groups]
         norms = [norm for own in mine for norm in own] or [Norm(self._zero())]
@@ -321,7 +323,7 @@ class FusedSession(Session):
         device, policy = squares.device, self.policy
         values = clip_coefficients(
             squares, scales, on_device(errors, torch.float32, device),
-            on_device(starts, torch.int32, device), limits, 1 + MARGIN[torch.float32],
+            on_device(starts, torch.int32, device), clip_norms, 1 + MARGIN[torch.float32],
             policy.gamma if policy.clipping_function == "automatic" else None, self._bad,
         )  # fmt: skip
         return Coefficients(values, {group: row for row, group in enumerate(groups)})
@@ -338,57 +340,57 @@ class FusedSession(Session):
         self._handed_on.update(mine)
         self._sum_all(mine, scale)
 
-    def _run_backward(self, losses: Tensor, anchors: list[Tensor], retain_graph: bool) -> None:
+    def _run_backward(self, losses: Tensor, triggers: list[Tensor], retain_graph: bool) -> None:
         """Sums leave at meetings only, and in the end."""
         sums = self.capture.sums
         if sums is not None:
-            sums.is_held = True
-        super()._run_backward(losses, anchors, retain_graph)
+            sums.deferred = True
+        super()._run_backward(losses, triggers, retain_graph)
         if sums is not None:
-            sums.is_held = False
-            sums.let_go()
+            sums.deferred = False
+            sums.launch_ready()
 
     def _sum(self, losses: Tensor) -> None:
-        self.pace.begin()
+        self.launch_schedule.begin()
         if self.capture.sharding is not None:
             self._summing = True
             self._hand_on_kept()  # beside what the second backward brings of the same modules
             self._sum_waiting()
-            self.pace.met()
+            self.launch_schedule.reset_sync_point()
         super()._sum(losses)
         self._sum_waiting()
 
-    def _hand_on(self, parameter: Parameter, remains: Any) -> None:
-        self._to_sum[parameter] = remains
+    def _emit(self, parameter: Parameter, saved: Any) -> None:
+        self._to_sum[parameter] = saved
         self._handed_on.add(parameter)
-        held = getattr(remains, "nbytes", 0) or getattr(remains, "bytes", 0)
-        self.pace.add(self._sum_bytes(parameter) + held)
-        if self.pace.is_meeting(parameter) and self._in_backward:
+        held = getattr(saved, "nbytes", 0) or getattr(saved, "bytes", 0)
+        self.launch_schedule.add(self._sum_bytes(parameter) + held)
+        if self.launch_schedule.is_sync_point(parameter) and self._in_backward:
             self._sum_waiting()
             self._let_go()
-        elif self.pace.is_crowded():
+        elif self.launch_schedule.is_crowded():
             self._sum_waiting()
 
     def _sum_bytes(self, parameter: Parameter) -> int:
         """What forming its sum takes for a moment. In a backward, sums of a sharded model stay
         until ranks meet, whenever they are formed: then it is no reason to form them early."""
         sums = self.capture.sums
-        if sums is not None and sums.is_held:
+        if sums is not None and sums.deferred:
             return 0
         return SUM_BYTES * self.capture.shapes[parameter].numel()
 
     def _sum_waiting(self) -> None:
         waiting, self._to_sum = self._to_sum, {}
-        self.pace.launched()
+        self.launch_schedule.launched()
         if waiting:
             self._sum_all(waiting, self._scale)
 
     @torch.no_grad()
-    def _sum_all(self, remains: dict[Parameter, Any], scale: Coefficients) -> None:
+    def _sum_all(self, saved: dict[Parameter, Any], scale: Coefficients) -> None:
         """Σ_i c_i G_i of several parameters."""
         capture = self.capture
         totals = clipped_sums(
-            remains, scale, capture.groups, capture.shapes, self.policy.tile_size, self._range
+            saved, scale, capture.groups, capture.shapes, self.policy.tile_size, self._range
         )
         for parameter in list(totals):
-            self._receive(parameter, totals.pop(parameter))
+            self._accumulate(parameter, totals.pop(parameter))

@@ -2,13 +2,13 @@
 
     clear            nothing, and room for float32
     begin_backward   a step is open
-    receive          Σ_i c_i G_i of this rank, one parameter after the other; each leaves at once
+    accumulate       Σ_i c_i G_i of this rank, one parameter after the other; each leaves at once
     end_backward     of this backward all are there
     finish           (this rank's shard of) the sum of all ranks
     apply            that with noise, in the parameter's own dtype
     close_step       the optimizer may use it
 
-Sums come from a session and go to the optimizer; nothing goes back. A step may have several
+Sums come from a private step and go to the optimizer; nothing goes back. A step may have several
 backwards. Under the wrapper's `no_sync` sums stay on their rank, until a backward outside of it or
 `finish` lets them leave.
 """
@@ -22,13 +22,13 @@ from torch.nn import Parameter
 from dp_clipping.capture.capture import Capture
 from dp_clipping.capture.modules import every_module
 from dp_clipping.distributed.dtensor import local
-from dp_clipping.layers.accumulation import wide
+from dp_clipping.layers.accumulation import accumulation_dtype
 
 Own = dict[str, Parameter]
 NOTHING: Own = {}
 
 
-class Gradients:
+class GradientBuffer:
     """`.grad` of the trainable parameters of one private model.
 
     Args:
@@ -38,13 +38,13 @@ class Gradients:
 
     Attributes:
         step_is_open: sums were added since the last step.
-        limits: C_k of each clipping group, in the step that is open or was last.
+        clip_norms: C_k of each clipping group, in the step that is open or was last.
     """
 
     def __init__(self, network: nn.Module, capture: Capture, wrapper: nn.Module | None):
         self.network, self.capture, self.wrapper = network, capture, wrapper
         self.step_is_open = False
-        self.limits: list[float]
+        self.clip_norms: list[float]
         self._is_held_back = False  # `.grad` holds sums that no_sync() kept on this rank
         # Between forward and backward FSDP has other objects in the place of these.
         self._parameters = dict(network.named_parameters())
@@ -82,8 +82,8 @@ class Gradients:
 
     # ---- a backward -----------------------------------------------------------------------------
 
-    def begin_backward(self, limits: Callable[[], list[float]]) -> None:
-        """Open a step, if none is; only then its `limits` are asked for.
+    def begin_backward(self, clip_norms: Callable[[], list[float]]) -> None:
+        """Open a step, if none is; only then its `clip_norms` are asked for.
 
         Raises:
             RuntimeError: an ordinary backward has added to `.grad`, or parameters were frozen or
@@ -100,17 +100,17 @@ class Gradients:
                 "gradients of the last step are still there: call optimizer.zero_grad() after "
                 "optimizer.step(), or they would be used twice"
             )
-        self.limits = limits()
+        self.clip_norms = clip_norms()
         self.step_is_open = True
 
-    def receive(self, parameter: Parameter, total: Tensor | None) -> None:
+    def accumulate(self, parameter: Parameter, total: Tensor | None) -> None:
         """Add a clipped sum to `.grad`, in float32 (float64), and let it leave; None: zeros."""
-        shape, dtype = self.capture.shapes[parameter], wide(parameter.dtype)
+        shape, dtype = self.capture.shapes[parameter], accumulation_dtype(parameter.dtype)
         if total is None:
             total = torch.zeros(shape, dtype=dtype, device=parameter.device)
         total = total.to(dtype).view(shape)
         if self.capture.sums is not None:
-            self.capture.sums.receive(parameter, total)
+            self.capture.sums.accumulate(parameter, total)
             return
         if parameter.grad is None:
             parameter.grad = total
@@ -121,11 +121,11 @@ class Gradients:
         if self.wrapper is not None:
             self.wrapper.gradient_ready(parameter)
 
-    def receive_nothing(self) -> None:
+    def accumulate_zeros(self) -> None:
         """Zeros for all parameters."""
         # Backwards, as a backward would: rank 0's first order becomes that of the buckets.
         for parameter in reversed(self.capture.parameters):
-            self.receive(parameter, None)
+            self.accumulate(parameter, None)
 
     def end_backward(self) -> None:
         """Called where `no_sync` still holds, if it does."""
@@ -296,10 +296,10 @@ class Gradients:
 
     def _widen(self) -> None:
         """`.grad` of 16-bit parameters is float32 until noise is in it."""
-        narrow = [p for p in self.capture.parameters if p.dtype != wide(p.dtype)]
+        narrow = [p for p in self.capture.parameters if p.dtype != accumulation_dtype(p.dtype)]
         for parameter in narrow:
             if parameter.grad is None:
-                parameter.grad_dtype = wide(parameter.dtype)
+                parameter.grad_dtype = accumulation_dtype(parameter.dtype)
         if narrow and self.wrapper is not None:
             self.wrapper.gradient_dtype = torch.float32
 

@@ -24,7 +24,7 @@ UNIT_BYTES = 1 << 30  # of sums that leave together where FSDP's modules are sma
 MEETINGS = 8  # and where all of them are few: this part of them
 
 
-class Pace:
+class LaunchSchedule:
     """Of one step on one rank.
 
     Args:
@@ -62,7 +62,7 @@ class Pace:
         """Nothing waits any more."""
         self._pending, self._may_wait = 0, PENDING_BYTES
 
-    def is_meeting(self, parameter: Parameter) -> bool:
+    def is_sync_point(self, parameter: Parameter) -> bool:
         """Whether, with this parameter's arrival, ranks meet. Asked once for each."""
         if self._sharding is None:
             return False
@@ -73,7 +73,7 @@ class Pace:
         enough = min(UNIT_BYTES, self._sharding.bytes // MEETINGS)
         return self._complete > 0 and self._complete >= enough
 
-    def met(self) -> None:
+    def reset_sync_point(self) -> None:
         """What was complete has left."""
         self._complete = 0
 

@@ -21,13 +21,13 @@ from dp_clipping.kernels.squared_norms import squares
 from dp_clipping.kernels.tiles import tile_of
 from dp_clipping.layers.accumulation import SUM_ROUNDING
 from dp_clipping.layers.linear import GRAM_ROUNDING, LinearFactors
-from dp_clipping.planning.cost_model import GRADIENT, INPUT_LENGTH, WIDTH, Choice
+from dp_clipping.planning.cost_model import GRADIENT, INPUT_LENGTH, WIDTH, LayerPlan
 
 Label = Callable[..., AbstractContextManager]
 
 
 @dataclass
-class Found:
+class NormBatch:
     """What the launches gave.
 
     Attributes:
@@ -41,17 +41,18 @@ class Found:
     gradients: dict[Parameter, Tensor] = field(default_factory=dict)
 
 
-class Waiting:
+class NormQueue:
     """Linear factors, normalisations and vectors without a norm.
 
     Args:
-        kin: parameter -> those with the same may be normed together, where they read one input.
+        norm_group_key: parameter -> those with the same may be normed together, where they read one
+            input.
         tile_size: of the kernels, None: chosen by them.
     """
 
-    def __init__(self, kin: dict[Parameter, Hashable], tile_size: int | None):
-        self._kin, self._tile_size = kin, tile_size
-        self.linear: dict[Parameter, tuple[LinearFactors, Choice]] = {}
+    def __init__(self, norm_group_key: dict[Parameter, Hashable], tile_size: int | None):
+        self._kin, self._tile_size = norm_group_key, tile_size
+        self.linear: dict[Parameter, tuple[LinearFactors, LayerPlan]] = {}
         self.vectors: dict[Parameter, Tensor] = {}
         self._normalized: list[tuple[tuple[Parameter | None, Parameter | None], Normalized]] = []
 
@@ -61,7 +62,7 @@ class Waiting:
         """Of a normalisation of which the weight, the bias, or both are trained."""
         self._normalized.append(((weight, bias), use))
 
-    def take_norms(self, everything: bool, label: Label) -> Found:
+    def flush(self, everything: bool, label: Label) -> NormBatch:
         """Of linear layers whose factors nothing else would hold, or of everything. Normalisations'
         G are formed in any case.
 
@@ -75,7 +76,7 @@ class Waiting:
         self.linear = {p: one for p, one in self.linear.items() if p not in now}
         factors = {p: one for p, (one, _) in now.items()}
         kinds = {p: _kind(choice) for p, (_, choice) in now.items()}
-        found = Found()
+        found = NormBatch()
         for kind in (GRADIENT, INPUT_LENGTH):
             mine = {p: factors[p] for p in now if kinds[p] == kind}
             self._accumulate(found, mine, kind, label)
@@ -86,7 +87,7 @@ class Waiting:
         return found
 
     def _accumulate(
-        self, found: Found, mine: dict[Parameter, LinearFactors], kind: str, label: Label
+        self, found: NormBatch, mine: dict[Parameter, LinearFactors], kind: str, label: Label
     ) -> None:
         if not mine:
             return
@@ -100,7 +101,7 @@ class Waiting:
                 found.gradients[parameter] = gradients
 
     def _multiply_grams(
-        self, found: Found, mine: dict[Parameter, LinearFactors], label: Label
+        self, found: NormBatch, mine: dict[Parameter, LinearFactors], label: Label
     ) -> None:
         """Layers that read the same input share its Gram matrix, and their norms are one sum."""
         shared: dict[tuple, list[list[Parameter]]] = {}
@@ -123,7 +124,7 @@ class Waiting:
                 found.norms[row[0]] = Norm(own, scale, GRAM_ROUNDING, error)
                 found.joined.update(row[1:])
 
-    def _form_vectors(self, found: Found, label: Label) -> None:
+    def _form_vectors(self, found: NormBatch, label: Label) -> None:
         waiting, self._normalized = self._normalized, []
         if not waiting:
             return
@@ -134,7 +135,7 @@ class Waiting:
             found.gradients.update(mine)
             self.vectors.update(mine)
 
-    def _norm_vectors(self, found: Found, label: Label) -> None:
+    def _norm_vectors(self, found: NormBatch, label: Label) -> None:
         vectors, self.vectors = self.vectors, {}
         alike: dict[tuple, list[Parameter]] = {}
         for parameter, gradients in vectors.items():
@@ -146,7 +147,7 @@ class Waiting:
             found.norms.update({p: Norm(own) for p, own in zip(mine, results, strict=True)})
 
 
-def _kind(choice: Choice) -> str:
+def _kind(choice: LayerPlan) -> str:
     """How the norm is taken: a G that is not kept is accumulated and not stored."""
     recomputed = choice.algorithm == GRADIENT and choice.recomputed
     return INPUT_LENGTH if recomputed else choice.algorithm

@@ -6,7 +6,7 @@
     sum        Σ_i c_i G_i of each parameter, handed on as it becomes final
 
 In a profiler's trace these are `norm_pass`, `clip_coefficients` and `weighted_sum`; within them
-`norm/{how}/{layer}` and `sum/{layer}` (`Session._range`).
+`norm/{how}/{layer}` and `sum/{layer}` (`PrivateStep._range`).
 
 Bookkeeping modes keep what arrived and sum it afterwards: one backward. Two-pass modes keep
 nothing and run backward a second time. Neither computes an ordinary weight gradient.
@@ -24,14 +24,14 @@ from torch.nn import Parameter
 from torch.profiler import record_function
 
 from dp_clipping.capture.backward import flush_ready_nodes
-from dp_clipping.capture.compile_forecast import Forecast
+from dp_clipping.capture.compile_forecast import CompiledShapes
 from dp_clipping.capture.losses import Watched
 from dp_clipping.clipping.coefficients import coefficients, finite_samples
 from dp_clipping.clipping.norms import Norm, Norms
 from dp_clipping.distributed.norm_reduce import Layerwise, NormReducer
-from dp_clipping.distributed.split_norms import WholeNorms
+from dp_clipping.distributed.split_norms import SplitNorms
 from dp_clipping.layers.accumulation import Weights, squared_norms, weighted_sum
-from dp_clipping.layers.handle import Handle
+from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.linear import Grams
 from dp_clipping.layers.low_precision_sums import is_rescaled, rescale
 from dp_clipping.modes import Policy
@@ -40,23 +40,23 @@ from dp_clipping.step.rng_replay import Randomness
 NOTHING = nullcontext()
 
 
-class Session:
+class PrivateStep:
     """Raises RuntimeError where a norm would miss something."""
 
     fused = False
 
     def __init__(
-        self, capture: Any, batch_size: int, policy: Policy, forecast: Forecast | None = None
+        self, capture: Any, batch_size: int, policy: Policy, forecast: CompiledShapes | None = None
     ):
         self.capture, self.batch_size, self.policy = capture, batch_size, policy
         self.forecast = forecast  # of what linear layers are given, where compiled code needs it
-        self.anchor: Tensor = capture.anchor
+        self.trigger: Tensor = capture.trigger
         self.reducer: NormReducer = capture.reducer
         self._taps: dict[Parameter, Tensor] = {}
         self.leaves: dict[Parameter, Tensor] = {}  # what stands for sharded ones now
         self.watched: Watched | None = None  # outputs, if the losses are to be looked at
         self._running = False
-        self.whole_norms = WholeNorms(self.reducer, capture.sharding)
+        self.split_norms = SplitNorms(self.reducer, capture.sharding)
         self.is_compiled: bool = capture.is_compiled  # asked once: it looks at every module
         self._forget()
         self.slots = capture.make_slots(self)
@@ -68,7 +68,7 @@ class Session:
         self._seen: set[Parameter] = set()
         self._grams = Grams()
         self._recomputed: list[Parameter] = []
-        self._receive: Callable[[Parameter, Tensor | None], None] | None = None
+        self._accumulate: Callable[[Parameter, Tensor | None], None] | None = None
         self._partial: Layerwise | None = None
         self._randomness: Randomness | None = None  # of the first backward, if there is a second
         self._noted: set[Parameter] = set()  # whose norms are in it
@@ -79,16 +79,18 @@ class Session:
         """The slot of a parameter: one, however many layers use it."""
         if parameter not in self._taps:
             value = self.capture.slot_value(parameter)
-            self._taps[parameter] = Tap.apply(self.anchor_of(parameter), value, self, parameter)
+            self._taps[parameter] = GradientSlot.apply(
+                self.trigger_of(parameter), value, self, parameter
+            )
         return self._taps[parameter]
 
-    def slots_of(self, handle: Handle) -> dict[str, Tensor]:
+    def slots_of(self, handle: LayerState) -> dict[str, Tensor]:
         """All that the layer may ask for where none can be made."""
         return {name: self.slot(parameter) for name, parameter in handle.parameters().items()}
 
-    def anchor_of(self, parameter: Parameter) -> Tensor:
+    def trigger_of(self, parameter: Parameter) -> Tensor:
         """The leaf whose gradient, a nothing, makes backward visit what uses the parameter."""
-        return self.capture.anchors[parameter]
+        return self.capture.triggers[parameter]
 
     def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
         """A linear layer is about to be run on x [.., p]."""
@@ -113,7 +115,7 @@ class Session:
         """G [B, *parameter], the sum over all uses of the parameter."""
         self._arrived(parameter)
         if self._summing:
-            self._hand_on(parameter, self._only_good(gradients))
+            self._emit(parameter, self._only_good(gradients))
             return
         with self._range("norm/dense", parameter):
             self._norms[parameter] = Norm(squared_norms(gradients))
@@ -125,7 +127,7 @@ class Session:
         """Factors of G of the parameter's only use."""
         self._arrived(parameter)
         if self._summing:
-            self._hand_on(parameter, self._only_good(factors))
+            self._emit(parameter, self._only_good(factors))
             return
         with self._range("norm/factors", parameter):
             self._norms[parameter] = factors.norm(self._grams)
@@ -145,48 +147,52 @@ class Session:
         if parameter in self._seen:
             raise RuntimeError(
                 f"{name} was used more often in this step than in the first one, so its norm would "
-                "miss the cross terms: call model.forget_layouts() before a forward that differs"
+                "miss the cross terms: call model.reset_batch_layouts() before a forward that "
+                "differs"
             )
         self._seen.add(parameter)
 
     # ---- the step -------------------------------------------------------------------------------
 
     def backward(
-        self, losses: Tensor, limits: Tensor, receive: Callable[[Parameter, Tensor | None], None]
+        self,
+        losses: Tensor,
+        clip_norms: Tensor,
+        accumulate: Callable[[Parameter, Tensor | None], None],
     ) -> Tensor:
         """Clipped sums of a batch.
 
         Args:
             losses: [B], one a sample.
-            limits: [K], the threshold of each group.
-            receive: called once for each trainable parameter with Σ_i c_i G_i in float32 (float64),
-                or None for a parameter that this backward did not reach.
+            clip_norms: [K], the threshold of each group.
+            accumulate: called once for each trainable parameter with Σ_i c_i G_i in float32
+                (float64), or None for a parameter that this backward did not reach.
 
         Returns:
             Unclipped norms [B] in float32 (float64).
         """
         try:
-            device = self.anchor.device
+            device = self.trigger.device
             guard = torch.cuda.device(device) if device.type == "cuda" else NOTHING
             self._running = True
-            self._limits, self._receive = limits, receive
+            self._clip_norms, self._accumulate = clip_norms, accumulate
             self._prepare(losses)
             twice = self._needs_second_pass()
-            self._randomness = Randomness(self.anchor) if twice else None
-            if self.whole_norms.are_elsewhere and self.reducer.mode == "layerwise":
+            self._randomness = Randomness(self.trigger) if twice else None
+            if self.split_norms.is_split and self.reducer.mode == "layerwise":
                 order = list(reversed(self.capture.parameters))
                 self._partial = self.reducer.layerwise(order, self._table_of)
             with self.capture.attached(self), guard:
                 with self._phase("norm_pass"):
-                    anchors = list(self.capture.anchors.values())
-                    self._run_backward(losses, anchors, retain_graph=twice)
+                    triggers = list(self.capture.triggers.values())
+                    self._run_backward(losses, triggers, retain_graph=twice)
                 with self._phase("clip_coefficients"):
-                    norms = self._clip(limits)
+                    norms = self._clip(clip_norms)
                 with self._phase("weighted_sum"):
                     self._sum(losses)
             for parameter in self.capture.parameters:
                 if parameter not in self._seen:
-                    receive(parameter, None)
+                    accumulate(parameter, None)
             return norms
         finally:
             self._running = False
@@ -198,7 +204,7 @@ class Session:
     def _needs_second_pass(self) -> bool:
         return self.policy.two_passes
 
-    def _run_backward(self, losses: Tensor, anchors: list[Tensor], retain_graph: bool) -> None:
+    def _run_backward(self, losses: Tensor, triggers: list[Tensor], retain_graph: bool) -> None:
         """Backward as far as the anchors' uses; parameters must not be reached by another way.
 
         On a GPU too it runs in this thread, not in autograd's own for the device: layers' backwards
@@ -214,7 +220,7 @@ class Session:
         ):
             try:
                 found = torch.autograd.grad(
-                    losses.sum(), [*anchors, *parameters, *leaves.values()],
+                    losses.sum(), [*triggers, *parameters, *leaves.values()],
                     retain_graph=retain_graph, allow_unused=True,
                 )  # fmt: skip
             except BaseException:
@@ -222,7 +228,7 @@ class Session:
                 raise
         self._in_backward = False
         parameters += leaves
-        found = found[len(anchors) :]
+        found = found[len(triggers) :]
         outside = [p for p, g in zip(parameters, found, strict=True) if g is not None]
         if outside:
             names = ", ".join(self.capture.names[p] for p in outside)
@@ -247,43 +253,43 @@ class Session:
         return list(self._norms)
 
     def _table_of(self, parameters: Sequence[Parameter]) -> Tensor:
-        """What is known here and adds up over ranks: see `WholeNorms.table`."""
-        norms = self._table(len(self._limits))
+        """What is known here and adds up over ranks: see `SplitNorms.table`."""
+        norms = self._table(len(self._clip_norms))
         rescaled = any(is_rescaled(self._kept.get(p)) for p in parameters)
-        return self.whole_norms.table(norms, parameters, rescaled)
+        return self.split_norms.table(norms, parameters, rescaled)
 
     def _squares_and_bounds(self) -> tuple[Tensor, Tensor]:
         """[K, B] each, of whole samples."""
-        if not self.whole_norms.are_elsewhere:
-            norms = self._table(len(self._limits))
+        if not self.split_norms.is_split:
+            norms = self._table(len(self._clip_norms))
             return norms.squared(), norms.bounds()
         with self._phase("norm_all_reduce"):
             if self._partial is not None:
-                return self.whole_norms.judge(self._partial.wait())
+                return self.split_norms.unpack(self._partial.wait())
             table = self._table_of(list(self._norms))
-            return self.whole_norms.judge(self.reducer.reduce(table).wait())
+            return self.split_norms.unpack(self.reducer.reduce(table).wait())
 
     # ---- clipping and sums ----------------------------------------------------------------------
 
-    def _clip(self, limits: Tensor) -> Tensor:
+    def _clip(self, clip_norms: Tensor) -> Tensor:
         self.squares, bounds = self._squares_and_bounds()
         policy = self.policy
-        scale = coefficients(bounds, limits, policy.clipping_function, policy.gamma)
+        scale = coefficients(bounds, clip_norms, policy.clipping_function, policy.gamma)
         # One look from the host: a product with zero would not keep NaN out of the sum.
         good = finite_samples(bounds)
         self._good = None if bool(good.all()) else good.nonzero()[:, 0]
         self.nonfinite = 0 if self._good is None else self.batch_size - len(self._good)
         if self._good is not None:
             scale = scale[:, self._good]
-            for parameter, remains in self._kept.items():
-                self._kept[parameter] = self._only_good(remains)
-        whole = self.whole_norms
-        if whole.some_are_rescaled(any(is_rescaled(remains) for remains in self._kept.values())):
+            for parameter, saved in self._kept.items():
+                self._kept[parameter] = self._only_good(saved)
+        whole = self.split_norms
+        if whole.some_are_rescaled(any(is_rescaled(saved) for saved in self._kept.values())):
             counted = whole.counted(self._norms)
             others = {p for p in counted if not is_rescaled(self._kept[p])}
-            rest = self._table(len(limits), self._good).only(others)
+            rest = self._table(len(clip_norms), self._good).only(others)
             scale = rescale(
-                self._kept, rest, self.capture.groups, scale, limits, counted, whole.sum
+                self._kept, rest, self.capture.groups, scale, clip_norms, counted, whole.sum
             )
         self._weights = [Weights(*c) for c in zip(scale, scale.tolist(), strict=True)]
         return self.squares.sum(0).sqrt()
@@ -305,41 +311,41 @@ class Session:
 
     def _zero(self) -> Tensor:
         dtype = next((norm.squared.dtype for norm in self._norms.values()), torch.float32)
-        return torch.zeros(self.batch_size, dtype=dtype, device=self.anchor.device)
+        return torch.zeros(self.batch_size, dtype=dtype, device=self.trigger.device)
 
-    def _only_good(self, remains: Any) -> Any:
+    def _only_good(self, saved: Any) -> Any:
         """Without the samples whose norm is not finite."""
         if self._good is None:
-            return remains
-        return remains[self._good] if isinstance(remains, Tensor) else remains.select(self._good)
+            return saved
+        return saved[self._good] if isinstance(saved, Tensor) else saved.select(self._good)
 
     def _sum(self, losses: Tensor) -> None:
         self._summing = True
         if self._randomness is not None:
             first, self._seen = self._seen, set()
-            anchors = self._second_anchors()
+            triggers = self._second_triggers()
             with self._randomness.again():
-                self._run_backward(losses, anchors, retain_graph=False)
+                self._run_backward(losses, triggers, retain_graph=False)
             self._seen |= first  # the second one may go less deep
         self._hand_on_kept()
 
     def _hand_on_kept(self) -> None:
         while self._kept:
             parameter = next(iter(self._kept))
-            self._hand_on(parameter, self._kept.pop(parameter))
+            self._emit(parameter, self._kept.pop(parameter))
 
-    def _second_anchors(self) -> list[Tensor]:
-        return list(self.capture.anchors.values())
+    def _second_triggers(self) -> list[Tensor]:
+        return list(self.capture.triggers.values())
 
     @torch.no_grad()
-    def _hand_on(self, parameter: Parameter, remains: Any) -> None:
+    def _emit(self, parameter: Parameter, saved: Any) -> None:
         weights = self._weights[self.capture.groups[parameter]]
         with self._range("sum", parameter):
-            if isinstance(remains, Tensor):
-                total = weighted_sum(weights, remains)
+            if isinstance(saved, Tensor):
+                total = weighted_sum(weights, saved)
             else:
-                total = remains.weighted_sum(weights)
-        self._receive(parameter, total)
+                total = saved.weighted_sum(weights)
+        self._accumulate(parameter, total)
 
     def _phase(self, name: str) -> AbstractContextManager:
         """A range of the trace; with the profiling switch on also of the profile: `timed_step`."""
@@ -355,7 +361,7 @@ class Session:
         return record_function(f"{what}/{'+'.join(self.capture.names[p] for p in parameters)}")
 
 
-class Tap(torch.autograd.Function):
+class GradientSlot(torch.autograd.Function):
     """A slot [B, *parameter] without memory, between the anchor and all uses of a parameter.
 
     Autograd sums the uses' gradients before it calls backward here, so cross terms of tied and
@@ -363,12 +369,12 @@ class Tap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, anchor, value, session, parameter):
-        ctx.rest = (session, parameter)
-        return value.expand(session.batch_size, *session.capture.shapes[parameter])
+    def forward(ctx, trigger, value, private_step, parameter):
+        ctx.rest = (private_step, parameter)
+        return value.expand(private_step.batch_size, *private_step.capture.shapes[parameter])
 
     @staticmethod
     def backward(ctx, gradients):
-        session, parameter = ctx.rest
-        session.dense(parameter, gradients)
+        private_step, parameter = ctx.rest
+        private_step.dense(parameter, gradients)
         return None, None, None, None

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dp_clipping.clipping.norms import Norms
-from dp_clipping.step.fused_step import FusedSession
-from dp_clipping.step.private_step import Session
+from dp_clipping.step.fused_step import FusedStep
+from dp_clipping.step.private_step import PrivateStep
 
 
 class TimedNorms(Norms):
@@ -34,7 +34,7 @@ class TimedNorms(Norms):
             return super()._by_group(values)
 
 
-class _Profiled(Session):
+class _Profiled(PrivateStep):
     """What both kinds of sessions time."""
 
     def _forget(self) -> None:
@@ -48,31 +48,34 @@ class _Profiled(Session):
         return self._phase(f"{what}/{'+'.join(self.capture.names[p] for p in parameters)}")
 
     def backward(
-        self, losses: Tensor, limits: Tensor, receive: Callable[[Parameter, Tensor | None], None]
+        self,
+        losses: Tensor,
+        clip_norms: Tensor,
+        accumulate: Callable[[Parameter, Tensor | None], None],
     ) -> Tensor:
         profile = self.capture.profile
 
         def hand_over(parameter: Parameter, total: Tensor | None) -> None:
             with profile.range("hand_over"):
-                receive(parameter, total)
+                accumulate(parameter, total)
 
         try:
-            norms = super().backward(losses, limits, receive if profile.alone else hand_over)
+            norms = super().backward(losses, clip_norms, accumulate if profile.alone else hand_over)
         except BaseException:
             profile.abandon()
             raise
         profile.note_norms(self._own_squares, self.squares)
         return norms
 
-    def _run_backward(self, losses: Tensor, anchors: list[Tensor], retain_graph: bool) -> None:
+    def _run_backward(self, losses: Tensor, triggers: list[Tensor], retain_graph: bool) -> None:
         if not self._summing:
-            super()._run_backward(losses, anchors, retain_graph)
+            super()._run_backward(losses, triggers, retain_graph)
             return
         with self._phase("second_backward"):
-            super()._run_backward(losses, anchors, retain_graph)
+            super()._run_backward(losses, triggers, retain_graph)
 
-    def _clip(self, limits: Tensor) -> Tensor:
-        norms = super()._clip(limits)
+    def _clip(self, clip_norms: Tensor) -> Tensor:
+        norms = super()._clip(clip_norms)
         self._own_squares = torch.stack(self._parts).sum(0) if self._parts else None
         return norms
 
@@ -96,12 +99,12 @@ class _Profiled(Session):
         return TimedNorms(super()._table(groups, samples), self.capture.profile)
 
 
-class ProfiledSession(_Profiled):
-    """See `Session`."""
+class TimedStep(_Profiled):
+    """See `PrivateStep`."""
 
 
-class ProfiledFusedSession(_Profiled, FusedSession):
-    """See `FusedSession`."""
+class TimedFusedStep(_Profiled, FusedStep):
+    """See `FusedStep`."""
 
 
-PROFILED = {Session: ProfiledSession, FusedSession: ProfiledFusedSession}
+PROFILED = {PrivateStep: TimedStep, FusedStep: TimedFusedStep}

@@ -27,8 +27,8 @@ from dp_clipping.criterion import PrivateCriterion, PrivateLoss
 from dp_clipping.layers.accumulation import full_float32
 from dp_clipping.model import PrivateModel
 from dp_clipping.planning.cost_model import WIDTH
-from dp_clipping.step.forward_backward import Passes
-from dp_clipping.step.private_step import Session
+from dp_clipping.step.forward_backward import ForwardBackward
+from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.verification.report import (
     TOLERANCES,
     Check,
@@ -58,14 +58,14 @@ class Stage(nn.Module):
         self._model = (model,)
         self.module, self.capture, self.policy = model.network, model.capture, model.policy
         self.batch_first = model.batch_first
-        self.limits = self.capture.anchor.new_tensor(model.limits(), dtype=torch.float64)
-        self.last_session: Session | None = None
+        self.clip_norms = self.capture.trigger.new_tensor(model.clip_norms(), dtype=torch.float64)
+        self.last_step: PrivateStep | None = None
         self.norms: Tensor  # [B]
         self.group_norms: Tensor  # [K, B]
         self.sums: dict[Parameter, Tensor | None] = {}
         dtypes = {p.dtype for p in model.network.parameters() if p.is_floating_point()}
         self.shortest = min(dtype.itemsize for dtype in dtypes)
-        self._passes = Passes(model.network, model.capture, model.mode, model.batch_first)
+        self._passes = ForwardBackward(model.network, model.capture, model.mode, model.batch_first)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
@@ -73,19 +73,19 @@ class Stage(nn.Module):
                 return self.module(*args, **kwargs)
         if not Batch(args, kwargs, self.batch_first).size:
             raise ValueError("the batch has no samples, so there is nothing to check: take another")
-        device = self.limits.device.type
+        device = self.clip_norms.device.type
         if torch.is_autocast_enabled(device):
             self.shortest = min(self.shortest, torch.get_autocast_dtype(device).itemsize)
         outputs = self._passes.forward(self.module, args, kwargs, self.policy, nullcontext())
-        self.last_session = self._passes.session
+        self.last_step = self._passes.private_step
         return outputs
 
-    def private_backward(self, session: Session, losses: Tensor) -> None:
-        if session is not self.last_session:
+    def private_backward(self, private_step: PrivateStep, losses: Tensor) -> None:
+        if private_step is not self.last_step:
             raise RuntimeError("loss runs the model twice: it may once for each loss")
         with torch.autocast(losses.device.type, enabled=False):
-            self.norms = session.backward(losses, self.limits, self.sums.__setitem__)
-        self.group_norms = session.squares.double().sqrt()
+            self.norms = private_step.backward(losses, self.clip_norms, self.sums.__setitem__)
+        self.group_norms = private_step.squares.double().sqrt()
 
     @property
     def model(self) -> PrivateModel:
@@ -108,7 +108,7 @@ def compare(run: Run, batch: Any, loss: Loss | None = None) -> Check:
     with _without_trace(model), _full_float32():
         stage = Stage(model)
         criterion = PrivateCriterion(stage, run.criterion.criterion, run.criterion.loss_reduction)
-        batch = _changed(batch, lambda x: x.to(stage.limits.device))
+        batch = _changed(batch, lambda x: x.to(stage.clip_norms.device))
 
         def loss_of(batch: Any) -> PrivateLoss:
             made = (loss or _plain_loss)(stage, criterion, batch)
@@ -146,24 +146,24 @@ def _verdict(
     beside: norms and sums of float32 backwards one by one, where those above are of float64. What
         they are off by, the private step may be off by `ROUNDING` times.
     """
-    model, capture, limits = stage.model, stage.capture, stage.limits.tolist()
+    model, capture, clip_norms = stage.model, stage.capture, stage.clip_norms.tolist()
     floor, norm = tolerance.floor, tolerance.norm
     errors = gradient_errors(stage.sums, sums, floor)
     allowed = dict.fromkeys(errors, tolerance.gradient)
     if beside is not None:
         rounding = gradient_errors(beside[1], sums, floor)
         allowed = {p: max(allowed[p], ROUNDING * rounding[p]) for p in errors}
-        lost = norm_errors(beside[0], norms, stage.limits, floor)
+        lost = norm_errors(beside[0], norms, stage.clip_norms, floor)
         norm = max(norm, ROUNDING * float(lost.max()))
     worst = max(errors, key=lambda p: errors[p] / allowed[p])
     return Check(
         norms=stage.norms.detach().cpu(),
         expected_norms=norms.norm(dim=0).cpu(),
-        norm_errors=norm_errors(stage.group_norms, norms, stage.limits, floor).cpu(),
+        norm_errors=norm_errors(stage.group_norms, norms, stage.clip_norms, floor).cpu(),
         gradient_error=errors[worst],
         worst_parameter=capture.names[worst],
-        clipped=norm_statistics(stage.group_norms.square(), limits).clipped_fraction,
-        expected_clipped=norm_statistics(norms.square(), limits).clipped_fraction,
+        clipped=norm_statistics(stage.group_norms.square(), clip_norms).clipped_fraction,
+        expected_clipped=norm_statistics(norms.square(), clip_norms).clipped_fraction,
         tolerance=replace(tolerance, norm=norm, gradient=allowed[worst]),
         setting=f"{model.mode}, {model.clipping}, {norms.shape[1]} samples",
     )
@@ -196,11 +196,11 @@ def _one_by_one(
     stage: Stage, batch: Any, loss_of: Callable[[Any], PrivateLoss]
 ) -> tuple[Tensor, Sums]:
     """Norms [K, B] and clipped sums, by the definition, in float64."""
-    capture, policy, limits = stage.capture, stage.policy, stage.limits
-    size = stage.last_session.batch_size
-    groups = torch.tensor(list(capture.groups.values()), device=limits.device)
+    capture, policy, clip_norms = stage.capture, stage.policy, stage.clip_norms
+    size = stage.last_step.batch_size
+    groups = torch.tensor(list(capture.groups.values()), device=clip_norms.device)
     sums = {p: torch.zeros_like(p, dtype=torch.float64) for p in capture.parameters}
-    norms = limits.new_zeros(len(limits), size)
+    norms = clip_norms.new_zeros(len(clip_norms), size)
     for i in range(size):
         with torch.compiler.set_stance("force_eager"):
             losses = loss_of(_sample(batch, i, size, stage.batch_first)).loss_per_sample
@@ -209,16 +209,18 @@ def _one_by_one(
                 f"sample {i} alone has losses of shape {tuple(losses.shape)}: dimension 0 (of "
                 "inputs 1, with batch_first=False) of every tensor in the batch must count samples"
             )
-        with torch.autocast(limits.device.type, enabled=False):
+        with torch.autocast(clip_norms.device.type, enabled=False):
             found = torch.autograd.grad(losses.sum(), capture.parameters, allow_unused=True)
         gradients = [p.new_zeros(()) if g is None else g for p, g in zip(sums, found, strict=True)]
         lengths = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
         squares = torch.stack(lengths).square()
-        norms[:, i] = n = squares.new_zeros(len(limits)).index_add(0, groups, squares).sqrt()
+        norms[:, i] = n = squares.new_zeros(len(clip_norms)).index_add(0, groups, squares).sqrt()
         if not n.isfinite().all():
             continue  # it contributes nothing
         automatic = policy.clipping_function == "automatic"
-        c = (limits / (n + policy.gamma) if automatic else (limits / n).clamp(max=1)).tolist()
+        c = (
+            clip_norms / (n + policy.gamma) if automatic else (clip_norms / n).clamp(max=1)
+        ).tolist()
         for (p, total), g in zip(sums.items(), gradients, strict=True):
             total.add_(g, alpha=c[capture.groups[p]])
     return norms, sums

@@ -107,11 +107,11 @@ class Check:
         ])  # fmt: skip
 
 
-def norm_errors(found: Tensor, expected: Tensor, limits: Tensor, floor: float) -> Tensor:
+def norm_errors(found: Tensor, expected: Tensor, clip_norms: Tensor, floor: float) -> Tensor:
     """[B] from norms [K, B]; the whole is the largest norm, or C_k if that is less."""
     finite = expected.isfinite().all(0)
-    largest = expected[:, finite].amax() if finite.any() else limits.new_zeros(())
-    smallest = floor * limits.clamp(max=largest)[:, None]
+    largest = expected[:, finite].amax() if finite.any() else clip_norms.new_zeros(())
+    smallest = floor * clip_norms.clamp(max=largest)[:, None]
     errors = (found - expected).abs() / (expected + smallest)
     errors = errors.where(found != expected, 0).amax(0)
     agree = found.isfinite().all(0) == finite

@@ -18,7 +18,7 @@ from torch import Tensor
 from dp_clipping.kernels.gradient import gradient_and_squares, stored_dtype
 from dp_clipping.kernels.gram import gram_squares
 from dp_clipping.kernels.sorted_coefficients import Ascending
-from dp_clipping.kernels.tuning.timing import Call, interleaved
+from dp_clipping.kernels.tuning.timing import TimedCall, interleaved
 from dp_clipping.kernels.weighted_product import weighted_product
 from dp_clipping.kernels.weighted_sum import weighted_sum
 from dp_clipping.planning.cost_model import (
@@ -26,8 +26,8 @@ from dp_clipping.planning.cost_model import (
     GRADIENT,
     INPUT_LENGTH,
     WIDTH,
+    LinearShape,
     Rates,
-    Use,
     predict,
 )
 from dp_clipping.planning.plan import Plan, allowed
@@ -54,9 +54,9 @@ class Shape(NamedTuple):
         """Of the ordinary weight gradient."""
         return 2.0 * prod(self)
 
-    def use(self, dtype: torch.dtype = torch.bfloat16) -> Use:
+    def use(self, dtype: torch.dtype = torch.bfloat16) -> LinearShape:
         """The layer as a plan sees it."""
-        return Use(
+        return LinearShape(
             str(self), self.batch_size, self.tokens, self.inputs, self.outputs,
             dtype.itemsize, stored_dtype(dtype).itemsize,
         )  # fmt: skip
@@ -138,14 +138,14 @@ class OneLayer:
     def weighted_sum(self, number: int) -> Tensor:
         return weighted_sum(self.gradients[number % len(self.gradients)], self.coefficients)
 
-    def pieces(self) -> dict[str, Call]:
+    def pieces(self) -> dict[str, TimedCall]:
         names = ("ordinary", "library_gradients", "gradient", "norm", "library_grams", "gram",
                  "gram_alone", "weighted_product", "weighted_sum")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     # ---- a layer's whole share of a private step ------------------------------------------------
 
-    def algorithms(self) -> dict[str, Call]:
+    def algorithms(self) -> dict[str, TimedCall]:
         """Norm and clipped sum by each algorithm of the plan; of GRAM_LAYERS layers by `width`.
 
         All norms of a network lie between a layer's norm and its sum: the sum of `gradient` reads

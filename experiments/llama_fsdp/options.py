@@ -63,7 +63,7 @@ def _add_grid(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--modes", nargs="+", choices=MODES, metavar="MODE",
         help=f"what is measured: any of {modes} (default: all); ratios need no_dp. Without a GPU "
-        "flash modes run as their plain twins, and results say so",
+        "flash modes run as their reference implementations, and results say so",
     )  # fmt: skip
     group.add_argument(
         "--seq-lengths", nargs="+", type=int, metavar="T",

@@ -84,11 +84,11 @@ def ran_as(mode: str, device_type: str) -> str:
     import torch
 
     from dp_clipping.kernels import available  # here: it takes seconds that no_dp can spare
-    from dp_clipping.modes import PLAIN_TWIN
+    from dp_clipping.modes import REFERENCE_MODE
 
     if available(torch.device(device_type), torch.float32):
         return mode
-    return f"{PLAIN_TWIN[MODES[mode]]}_fsdp"
+    return f"{REFERENCE_MODE[MODES[mode]]}_fsdp"
 
 
 # ---- one result ----------------------------------------------------------------------------------

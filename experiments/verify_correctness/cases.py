@@ -20,7 +20,7 @@ from ddp import wrap
 from dp_clipping import MODES
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from dp_clipping.kernels import available
-from dp_clipping.modes import PLAIN_TWIN
+from dp_clipping.modes import REFERENCE_MODE
 from dp_clipping.planning.plan import NORM_ALGORITHMS
 from dp_clipping.verification import reference as oracle
 from lm.model import ModelConfig, Transformer
@@ -208,7 +208,7 @@ def plan(
         Case(network, mode, clipping, algorithm, reduction)
         for network in networks
         for mode in modes
-        for algorithm in (NORM_ALGORITHMS if fused and mode in PLAIN_TWIN else (None,))
+        for algorithm in (NORM_ALGORITHMS if fused and mode in REFERENCE_MODE else (None,))
         for clipping in CLIPPINGS
         for reduction in reductions
     ]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from dp_clipping.modes import PLAIN_TWIN
+from dp_clipping.modes import REFERENCE_MODE
 from dp_clipping.profiling.profile import switch_on
 from experiments.verify_correctness.cases import (
     DTYPES,
@@ -267,7 +267,9 @@ class Report:
     def remarks(self) -> list[str]:
         """What has not run as its name says, or on ranks that have nothing to share."""
         plain = {f.case.mode for f in self.findings if f.case.norm_algorithm is None}
-        twins = [f"{mode} ran as {PLAIN_TWIN[mode]}" for mode in PLAIN_TWIN if mode in plain]
+        twins = [
+            f"{mode} ran as {REFERENCE_MODE[mode]}" for mode in REFERENCE_MODE if mode in plain
+        ]
         found = list(self.options.remarks)
         if twins:
             found.append(f"{', '.join(twins)}: no fused kernels for {self.options.dtype} here")

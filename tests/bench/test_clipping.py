@@ -50,7 +50,7 @@ def test_the_names_are_those_of_the_library():
     assert ("no_dp", *CLIPPING_MODES) == MODES
     assert dp_arguments.CLIPPINGS == CLIPPING_STYLES
     assert dp_clip.CLIPPING_FUNCTIONS == CLIPPING_FUNCTIONS
-    assert tuple(dp_modes.PLAIN_TWIN) == FUSED_MODES
+    assert tuple(dp_modes.REFERENCE_MODE) == FUSED_MODES
     assert ("auto", *NORM_ALGORITHMS) == dp_plan.NORM_ALGORITHMS
     assert dp_arguments.TILE_SIZES == TILE_SIZES
     assert dp_linear.GRAM_ROUNDING == GRAM_ROUNDING

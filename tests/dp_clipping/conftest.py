@@ -40,7 +40,7 @@ def private(
     clipping: str = "flat",
     clipping_function: str = "abadi",
     policy: dict | None = None,
-    data_group: ProcessGroup | None = None,
+    data_parallel_group: ProcessGroup | None = None,
     **options,
 ) -> PrivateModel:
     """The network as `PrivacyEngine.make_private` wraps it."""
@@ -56,7 +56,7 @@ def private(
         ),
         max_grad_norm=max_grad_norm,
         clipping=clipping,
-        sharding=sharding_of(network, data_group),
+        sharding=sharding_of(network, data_parallel_group),
         **options,
     )
 

@@ -25,7 +25,7 @@ WRONG = {
     "criterion": ["mean", 1, nn.CrossEntropyLoss],
     "noise_generator": [5, "seed", np.random.default_rng(0)],
     "adaptive_threshold": [0.5, True, AdaptiveThreshold],
-    "data_group": [0, "world"],
+    "data_parallel_group": [0, "world"],
     "batch_first": [0, None, "yes"],
     "poisson_sampling": [1, None],
     "rand_on_empty": [0, "no"],
@@ -117,7 +117,8 @@ def test_arguments_of_make_private_with_epsilon(name, values):
 
 
 @pytest.mark.parametrize("given", [{"accountant": None}, {"accountant": 1}, {"accountant": "pvr"},
-                                   {"release": "yes"}, {"release": 1}])  # fmt: skip
+                                   {"hide_unprotected": "yes"},
+                                   {"hide_unprotected": 1}])  # fmt: skip
 def test_arguments_of_the_engine(given):
     refused(next(iter(given)), lambda: PrivacyEngine(**given))
 
@@ -160,3 +161,17 @@ def test_a_loader_without_a_length_is_refused():
     loader = DataLoader(Stream(), batch_size=2)
     refused("data_loader has no length",
             lambda: engine.build(data_loader=loader, poisson_sampling=False))  # fmt: skip
+
+
+def test_old_names_work_and_warn():
+    with pytest.warns(DeprecationWarning, match="release is now hide_unprotected"):
+        built = PrivacyEngine(accountant="rdp", release=True)
+    assert built.hide_unprotected
+    with pytest.warns(DeprecationWarning, match="release is now hide_unprotected"):
+        assert built.release
+    with pytest.warns(DeprecationWarning, match="data_group is now data_parallel_group"):
+        run = engine.build(data_group=None)
+    with pytest.warns(DeprecationWarning, match="is now reset_batch_layouts"):
+        run.model.forget_layouts()
+    with pytest.raises(TypeError, match="release is the old name of hide_unprotected"):
+        PrivacyEngine(release=True, hide_unprotected=True)

@@ -12,7 +12,7 @@ import torch
 from scipy.stats import norm
 
 from dp_clipping.sampling import poisson as sampling
-from dp_clipping.step import private_step as session
+from dp_clipping.step import private_step as private_step
 from tests.dp_clipping.conftest import MODES
 from tests.support.audit import (
     DELTA,
@@ -69,10 +69,10 @@ class TestTheMechanism:
 
 
 def without_clipping(monkeypatch):
-    def coefficients(squared_bounds, limits, *_):
+    def coefficients(squared_bounds, clip_norms, *_):
         return torch.ones_like(squared_bounds)
 
-    monkeypatch.setattr(session, "coefficients", coefficients)
+    monkeypatch.setattr(private_step, "coefficients", coefficients)
 
 
 def noise_times(factor):
@@ -84,7 +84,7 @@ def noise_times(factor):
 
 def norms_summed_over_ranks(monkeypatch):
     """Eight ranks, a sample of each experiment on each; an experiment's samples share a slot."""
-    right = session.coefficients
+    right = private_step.coefficients
 
     def broken(optimizer, samples):
         def coefficients(squared_bounds, *rest):
@@ -92,7 +92,7 @@ def norms_summed_over_ranks(monkeypatch):
             slots.index_add_(1, samples.experiments, squared_bounds)
             return right(slots[:, samples.experiments], *rest)
 
-        monkeypatch.setattr(session, "coefficients", coefficients)
+        monkeypatch.setattr(private_step, "coefficients", coefficients)
 
     return broken
 
@@ -142,8 +142,8 @@ class TestTheBound:
     """Of a Gaussian mechanism whose scores are drawn here, so that ε is known exactly."""
 
     def test_clopper_pearson_is_exact_at_the_ends(self):
-        limits = clopper_pearson(np.array([0, 99, 100]), 100, 0.95)
-        assert limits == pytest.approx([1 - 0.05 ** (1 / 100), 0.95 ** (1 / 100), 1.0])
+        clip_norms = clopper_pearson(np.array([0, 99, 100]), 100, 0.95)
+        assert clip_norms == pytest.approx([1 - 0.05 ** (1 / 100), 0.95 ** (1 / 100), 1.0])
 
     @pytest.mark.parametrize("sigma", [0.6, 1.0, 2.0])
     def test_claimed_epsilon_is_the_gaussian_mechanisms(self, sigma):

@@ -64,8 +64,8 @@ def arguments(**changes):
     }
 
 
-def build(*, engine=None, accountant="rdp", release=False, **changes):
-    engine = engine or PrivacyEngine(accountant=accountant, release=release)
+def build(*, engine=None, accountant="rdp", hide_unprotected=False, **changes):
+    engine = engine or PrivacyEngine(accountant=accountant, hide_unprotected=hide_unprotected)
     model, optimizer, criterion, loader = engine.make_private(**arguments(**changes))
     return SimpleNamespace(
         engine=engine, model=model, optimizer=optimizer, criterion=criterion, loader=loader
@@ -502,7 +502,7 @@ class TestLoss:
 
 class TestRelease:
     def test_what_is_not_covered_is_off(self):
-        run = build(release=True)
+        run = build(hide_unprotected=True)
         x, y = data()[:5]
         loss = run.criterion(run.model(x), y)
         (loss * 2).backward()
@@ -513,20 +513,23 @@ class TestRelease:
             lambda: run.model.nonfinite_samples,
             lambda: run.model.global_norms(),
         ):  # fmt: skip
-            with pytest.raises(RuntimeError, match=r"not covered by ε.*release=False"):
+            with pytest.raises(RuntimeError, match=r"not covered by ε.*hide_unprotected=False"):
                 look()
         run.optimizer.step()
         run.optimizer.zero_grad()
         assert math.isfinite(run.engine.get_epsilon(1e-5))
 
     def test_losses_of_evaluation_are_the_users(self):
-        run = build(release=True)
+        run = build(hide_unprotected=True)
         run.model.eval()
         x, y = data()[:5]
         assert math.isfinite(run.criterion(run.model(x), y).item())
 
     def test_it_changes_no_number(self):
-        one, other = build(noise_generator=fixed()), build(noise_generator=fixed(), release=True)
+        one, other = (
+            build(noise_generator=fixed()),
+            build(noise_generator=fixed(), hide_unprotected=True),
+        )
         for run in (one, other):
             step(run)
         for a, b in zip(parameters(one), parameters(other), strict=True):

@@ -220,7 +220,7 @@ def positioned(ids, first=None, again=False):
     if first is not None:
         if again:
             model(IDS, POSITIONS)
-            model.forget_layouts()
+            model.reset_batch_layouts()
         model(first, POSITIONS)
     criterion(model(ids, POSITIONS), torch.zeros(len(ids)).long()).backward()
     return {n: p.grad.clone() for n, p in model.network.named_parameters()}, model
@@ -306,7 +306,7 @@ def test_a_backward_that_failed_keeps_no_activations(batches, monkeypatch):
     HELD.clear()
     with pytest.raises(torch.OutOfMemoryError):
         private_loss(model, batch, zoo.product).backward()
-    model._passes.session = None  # as the next forward does
+    model._passes.private_step = None  # as the next forward does
     gc.collect()
     assert HELD
     assert not any(held() is not None for held in HELD)

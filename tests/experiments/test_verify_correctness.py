@@ -21,7 +21,7 @@ from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.gradient_reduce import ShardedSums
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS, NormReducer
 from dp_clipping.profiling.profile import SWITCH
-from dp_clipping.step import private_step as session
+from dp_clipping.step import private_step as private_step
 from experiments.verify_correctness import __main__ as command
 from experiments.verify_correctness import cases as cases_module
 from experiments.verify_correctness import findings as findings_module
@@ -120,8 +120,8 @@ def test_profiling_shows_the_phases_of_each_mode(capsys, monkeypatch):
 
 
 def scale_coefficients(monkeypatch, factor: float) -> None:
-    right = session.coefficients
-    monkeypatch.setattr(session, "coefficients", lambda *a: right(*a) * factor)
+    right = private_step.coefficients
+    monkeypatch.setattr(private_step, "coefficients", lambda *a: right(*a) * factor)
 
 
 def too_large(monkeypatch):
@@ -146,8 +146,8 @@ def miss_a_parameter(monkeypatch):
 
 
 def forget_half_of_a_sum(monkeypatch):
-    right = session.weighted_sum
-    monkeypatch.setattr(session, "weighted_sum", lambda *a: right(*a) * 0.5)
+    right = private_step.weighted_sum
+    monkeypatch.setattr(private_step, "weighted_sum", lambda *a: right(*a) * 0.5)
     return "the clipped gradient of"
 
 
@@ -183,14 +183,14 @@ def test_a_wrong_product_is_found(wrong, capsys, monkeypatch):
 
 
 def test_one_wrong_mode_does_not_hide_behind_the_others(capsys, monkeypatch):
-    backward = session.Session.backward
+    backward = private_step.PrivateStep.backward
 
     def fail(self, *arguments):
         if self.policy.two_passes:
             raise RuntimeError("no\nsecond pass")
         return backward(self, *arguments)
 
-    monkeypatch.setattr(session.Session, "backward", fail)
+    monkeypatch.setattr(private_step.PrivateStep, "backward", fail)
     status, text = run(capsys, "--modes", "ghost", "bookkeeping")
     assert status == 1
     assert [row.split()[0] for row in rows_of(text) if "FAIL: " in row] == ["ghost", "ghost"]
@@ -220,7 +220,7 @@ def part_in_the_last_bits(context: Context) -> None:
 
 
 BREAKS = {
-    lose_the_other_rank: (ShardedSums, "receive"),
+    lose_the_other_rank: (ShardedSums, "accumulate"),
     count_twice: (NormReducer, "counts"),
     part_in_the_last_bits: (GlobalNorms, "wait"),
 }
@@ -386,7 +386,7 @@ def test_ctrl_c_is_quiet(capsys, monkeypatch):
     def stop(*arguments):
         raise KeyboardInterrupt
 
-    for place in (run_module, "prepare"), (session.Session, "backward"):
+    for place in (run_module, "prepare"), (private_step.PrivateStep, "backward"):
         with monkeypatch.context() as patch:
             patch.setattr(*place, stop)
             status, text = run(capsys, "--modes", "ghost")

@@ -161,25 +161,25 @@ def epsilon_bound(
 ) -> float:
     """The lower bound from the scores of as many experiments without a canary as with one."""
     half = len(without) // 2
-    thresholds = torch.cat([without[:half], with_canary[:half]]).quantile(
+    clip_norms_of = torch.cat([without[:half], with_canary[:half]]).quantile(
         torch.linspace(0, 1, THRESHOLDS, dtype=without.dtype)
     )
-    bounds = _bounds(without[:half], with_canary[:half], thresholds, delta, confidence)
+    bounds = _bounds(without[:half], with_canary[:half], clip_norms_of, delta, confidence)
     threshold, way = np.unravel_index(np.argmax(bounds), bounds.shape)
-    judged = _bounds(without[half:], with_canary[half:], thresholds, delta, confidence)
+    judged = _bounds(without[half:], with_canary[half:], clip_norms_of, delta, confidence)
     return float(judged[threshold, way])
 
 
 def _bounds(
-    without: Tensor, with_canary: Tensor, thresholds: Tensor, delta: float, confidence: float
+    without: Tensor, with_canary: Tensor, clip_norms_of: Tensor, delta: float, confidence: float
 ) -> np.ndarray:
     """log((1 − δ − β) / α) of each threshold, and with α and β exchanged: [THRESHOLDS, 2].
 
     0 where that says nothing.
     """
     each = (1 + confidence) / 2
-    false_alarms = (without[:, None] > thresholds).sum(0).numpy()
-    missed = (with_canary[:, None] <= thresholds).sum(0).numpy()
+    false_alarms = (without[:, None] > clip_norms_of).sum(0).numpy()
+    missed = (with_canary[:, None] <= clip_norms_of).sum(0).numpy()
     alpha = clopper_pearson(false_alarms, len(without), each)
     beta = clopper_pearson(missed, len(with_canary), each)
     ratios = np.stack([(1 - delta - beta) / alpha, (1 - delta - alpha) / beta], axis=1)
@@ -188,5 +188,5 @@ def _bounds(
 
 def clopper_pearson(counts: np.ndarray, trials: int, confidence: float) -> np.ndarray:
     """Upper limits of probabilities after `counts` of `trials`."""
-    limits = scipy.stats.beta.ppf(confidence, counts + 1, np.maximum(trials - counts, 1))
-    return np.where(counts == trials, 1.0, limits)
+    clip_norms = scipy.stats.beta.ppf(confidence, counts + 1, np.maximum(trials - counts, 1))
+    return np.where(counts == trials, 1.0, clip_norms)

@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine
-from dp_clipping.capture.discovery import Establishment
+from dp_clipping.capture.discovery import LayoutDiscovery
 from dp_clipping.capture.losses import Exchange, Watched
 from lm.model import ModelConfig, Transformer
 
-CHECKS = ((Establishment, "ensure"), (Watched, "check_graph"), (Exchange, "check"))
+CHECKS = ((LayoutDiscovery, "ensure"), (Watched, "check_graph"), (Exchange, "check"))
 STEPS, TOKENS = 32, 128
 
 

@@ -64,7 +64,7 @@ class Beside:
         )  # fmt: skip
         self.per_sample_loss = case.per_sample_loss
         self.expected = reference(name, zoo.SIZE, dtype)
-        self.limits = limits_of(self.expected, clipping)
+        self.clip_norms = limits_of(self.expected, clipping)
         self.batch = oracle.move(case.batch(zoo.SIZE), device=context.device, dtype=dtype)
         wrapped = wrap(
             variant,
@@ -73,7 +73,7 @@ class Beside:
             **small_buckets(variant, BUCKET_MB),
             **options,
         )
-        self.model: PrivateModel = private(wrapped, mode, self.limits, clipping)
+        self.model: PrivateModel = private(wrapped, mode, self.clip_norms, clipping)
 
     def backward(self, mine: slice) -> None:
         batch = oracle.pick(self.batch, mine)
@@ -89,9 +89,9 @@ class Beside:
         # Coefficients are a margin below C / n, by which 1e-5 could not see.
         margin = 1 + MARGIN[torch.float32]
         below = (
-            self.limits / margin
-            if isinstance(self.limits, float)
-            else [limit / margin for limit in self.limits]
+            self.clip_norms / margin
+            if isinstance(self.clip_norms, float)
+            else [limit / margin for limit in self.clip_norms]
         )
         expected = oracle.clipped_sum(oracle.pick(self.expected, whose), below, self.clipping)
         assert_close({n: g.cpu() for n, g in sums.items()}, expected, self.tolerance)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from dp_clipping.model import PrivateModel
-from dp_clipping.step.private_step import Session
+from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.verification import reference as oracle
 from lm.rank_pool import Context
 from tests.dp_clipping.conftest import MODES, private, private_loss
@@ -297,14 +297,14 @@ class Counted(TorchDispatchMode):
 def norm_passes(counted: Counted) -> Iterator[list[int]]:
     """How much has been reduced when coefficients are known, of each backward inside."""
     found: list[int] = []
-    clip = Session._clip
+    clip = PrivateStep._clip
 
-    def clipping(session: Session, limits: Tensor) -> Tensor:
+    def clipping(private_step: PrivateStep, clip_norms: Tensor) -> Tensor:
         found.append(counted.reductions)
-        return clip(session, limits)
+        return clip(private_step, clip_norms)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "_clip", clipping)
+        patch.setattr(PrivateStep, "_clip", clipping)
         yield found
 
 

@@ -48,7 +48,7 @@ FILE = "tiles.json"
 SWITCH = "DP_CLIPPING_TUNE"
 ROUNDS = 5
 
-Run = Callable[[Tile], object]
+Launch = Callable[[Tile], object]
 
 _chosen: dict[tuple, Tile] = {}
 
@@ -58,7 +58,7 @@ def best(
     dtype: torch.dtype,
     shape: tuple[int, ...],
     candidates: Sequence[Tile],
-    run: Run,
+    run: Launch,
     device: torch.device,
 ) -> Tile:
     """The tile for a launch.
@@ -79,7 +79,7 @@ def best_for_pairs(
     pairs: Sequence[tuple[Tensor, Tensor]],
     described: bool,
     tiles: Mapping[int, Sequence[Tile]],
-    run: Run,
+    run: Launch,
 ) -> Tile:
     """`best` for one launch over pairs [B, T, d] and [B, T, p] of one B, T and dtype.
 
@@ -105,7 +105,7 @@ def forget() -> None:
     _kept.cache_clear()
 
 
-def _choose(key: tuple, candidates: Sequence[Tile], run: Run) -> Tile:
+def _choose(key: tuple, candidates: Sequence[Tile], run: Launch) -> Tile:
     """The tile of a class that has none in this process."""
     kernel, dtype, sizes, device = key
     default = candidates[0]
@@ -129,7 +129,7 @@ def _kept(device: torch.device) -> dict:
     return cache.read(FILE, device)
 
 
-def _fastest(candidates: Sequence[Tile], run: Run, device: torch.device) -> Tile | None:
+def _fastest(candidates: Sequence[Tile], run: Launch, device: torch.device) -> Tile | None:
     """Of those that run at all, by the median of a few rounds in which they take turns."""
     calls = {tile: lambda _, tile=tile: run(tile) for tile in candidates if _runs(run, tile)}
     if not calls:
@@ -138,7 +138,7 @@ def _fastest(candidates: Sequence[Tile], run: Run, device: torch.device) -> Tile
     return min(samples, key=lambda tile: median(samples[tile]))
 
 
-def _runs(run: Run, tile: Tile) -> bool:
+def _runs(run: Launch, tile: Tile) -> bool:
     try:
         run(tile)
     except torch.OutOfMemoryError:

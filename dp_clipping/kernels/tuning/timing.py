@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-Call = Callable[[int], Any]
+TimedCall = Callable[[int], Any]
 
 SAMPLE_MS = 1.0  # a sample lasts about this long, or one call
 MOST_CALLS = 32  # of a sample: further launches would wait for a place in the queue
@@ -27,7 +27,7 @@ TRIES = 4  # of a sample that the host was not ahead of; the last one counts
 
 
 def interleaved(
-    calls: Mapping[str, Call],
+    calls: Mapping[str, TimedCall],
     device: torch.device,
     rounds: int,
     parts: Mapping[str, int] | None = None,
@@ -47,7 +47,7 @@ def interleaved(
     return samples
 
 
-def _sample_size(call: Call, device: torch.device) -> tuple[int, float]:
+def _sample_size(call: TimedCall, device: torch.device) -> tuple[int, float]:
     """How many calls make a sample, and how many seconds the host takes to launch one."""
     call(0)
     _wait(device)
@@ -61,7 +61,7 @@ def _sample_size(call: Call, device: torch.device) -> tuple[int, float]:
     return min(count, MOST_CALLS), launched / WARM_UP
 
 
-def _sample(call: Call, count: int, launch: float, device: torch.device) -> float:
+def _sample(call: TimedCall, count: int, launch: float, device: torch.device) -> float:
     """Milliseconds of one call, the mean of `count` in a row."""
     if device.type != "cuda":
         started = time.perf_counter()

@@ -478,9 +478,11 @@ def test_a_module_used_more_often_than_in_the_first_batch(mode):
     if mode == "per_sample":  # it sums over uses anyway
         assert_step_is_right(model, plain, batch)
     else:
-        with pytest.raises(RuntimeError, match=r"layer\.weight was used more .*forget_layouts"):
+        with pytest.raises(
+            RuntimeError, match=r"layer\.weight was used more .*reset_batch_layouts"
+        ):
             clipped_sums(model, batch)
-    model.forget_layouts()
+    model.reset_batch_layouts()
     assert_step_is_right(model, plain, batch)
     net.times = plain.times = 1
     assert_step_is_right(model, plain, batch)

@@ -49,7 +49,7 @@ def everything(run, *schedulers):
             run.model.state_dict(), [p.grad for p in run.model.parameters()],
             optimizer.state_dict(), optimizer.noise_multiplier, optimizer.max_grad_norm,
             optimizer.steps, optimizer._noise_key, optimizer.open_draw, optimizer._is_prepared,
-            adaptive and adaptive.state_dict(), vars(run.model.budget),
+            adaptive and adaptive.state_dict(), vars(run.model.usage),
             run.loader.state_dict(), run.loader.batch_sampler._key, run.loader.batch_sampler.step,
             own.keys.master, own.start, list(account.history), account._parts, account._released,
             account._next, account._loaded_for is None,

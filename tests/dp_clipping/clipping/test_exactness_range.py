@@ -13,7 +13,7 @@ from torch import nn
 from dp_clipping.clipping.coefficients import HIGHEST, LOWEST, coefficients
 from dp_clipping.clipping.norms import UNDERFLOW
 from dp_clipping.distributed.norm_reduce import NormReducer
-from dp_clipping.distributed.split_norms import WholeNorms
+from dp_clipping.distributed.split_norms import SplitNorms
 from dp_clipping.layers.accumulation import norms, product_squares
 from dp_clipping.layers.linear import GRAM_ROUNDING
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
@@ -187,13 +187,13 @@ def test_an_adaptive_threshold_stays_within():
     threshold = AdaptiveThreshold(1e-9, expected_batch_size=4, learning_rate=5.0, count_std=0.0)
     for step in range(9):
         threshold.update(torch.zeros(1, 4), step=step, noise_key=bytes(32))
-    assert threshold.limits == [LOWEST]
+    assert threshold.clip_norms == [LOWEST]
 
 
 def test_replicas_of_a_vanishing_norm_are_the_same():
     """float32 rounds such squares by a thousandth and more: ranks do not differ by that."""
-    norms_of_ranks = WholeNorms(NormReducer(), None)
+    norms_of_ranks = SplitNorms(NormReducer(), None)
     for shared, differs in ((1e-42, False), (1.0, True)):
         total = torch.tensor([shared, shared, shared, shared / 90, 0.0, 0.0]).view(6, 1, 1)
-        bounds = norms_of_ranks.judge(total)[1]
+        bounds = norms_of_ranks.unpack(total)[1]
         assert bool(norms_of_ranks.differ) == (not bounds.isfinite().all()) == differs

@@ -50,7 +50,7 @@ def test_an_empty_batch(groups):
 
 
 def test_refused_in_release_mode():
-    model = private(zoo.linear(), release=True)
+    model = private(zoo.linear(), hide_unprotected=True)
     with pytest.raises(RuntimeError, match=r"norm_statistics .* not covered by ε"):
         model.norm_statistics()
     model = private(zoo.linear())
@@ -62,7 +62,7 @@ SIZES = (3, 0, 1, 2)
 
 
 def on_a_rank(context: Context, norms: list[float]):
-    reducer = NormReducer(data_group=context.group)
+    reducer = NormReducer(data_parallel_group=context.group)
     start = sum(SIZES[: context.rank])
     mine = torch.tensor(norms[start : start + SIZES[context.rank]])
     squares = GlobalNorms(reducer, mine.square()[None]).wait()

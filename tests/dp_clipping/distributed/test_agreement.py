@@ -95,13 +95,13 @@ def in_time_again(context: Context, variant: str) -> None:
     run = build(context, variant, clipping="per_layer")
     train(run, 1)
     names = run.model.capture.group_names
-    limits = run.model.limits()
+    clip_norms = run.model.clip_norms()
 
     def change(run) -> None:
-        run.optimizer.max_grad_norm = [*limits[:-1], 0.01]
+        run.optimizer.max_grad_norm = [*clip_norms[:-1], 0.01]
 
     refused(run, context, change, rf"max_grad_norm of {names[-1]} \(0\.01 on rank 0, ")
-    run.optimizer.max_grad_norm = limits
+    run.optimizer.max_grad_norm = clip_norms
     train(run, 1)
     late = set_on("noise_multiplier", 0.01)
     refused(run, context, late, r"noise_multiplier \(0\.8, then 0\.01 on rank 0", mid_step=True)

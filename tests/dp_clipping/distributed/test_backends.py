@@ -164,18 +164,18 @@ def fails_in_the_norm_pass(pair: Beside, rank: int) -> None:
 
 def fails_between_two_sums(pair: Beside, rank: int) -> None:
     """Not between the same two on each rank."""
-    receive, left = pair.model._gradients.receive, [3 + 4 * rank]
+    accumulate, left = pair.model._gradients.accumulate, [3 + 4 * rank]
 
     def receive_some(parameter, total):
         left[0] -= 1
         if left[0] < 0:
             raise_arithmetic_error(total)
-        receive(parameter, total)
+        accumulate(parameter, total)
 
-    pair.model._gradients.receive = receive_some
+    pair.model._gradients.accumulate = receive_some
     with pytest.raises(ArithmeticError):
         pair.backward(ALL)
-    del pair.model._gradients.receive
+    del pair.model._gradients.accumulate
 
 
 def raise_arithmetic_error(_):
@@ -253,14 +253,14 @@ def streamed(context: Context, variant: str, mode: str) -> None:
     with recording(context.group) as group:
         replica = Context(context.rank, context.world_size, context.device, group)
         pair = Beside(replica, variant, mode, dtype=torch.bfloat16, tolerance=3e-2)
-        model, receive = pair.model, pair.model._gradients.receive
+        model, accumulate = pair.model, pair.model._gradients.accumulate
         names = model.capture.names
 
         def marked(parameter, total):
             group.mark("sum", names[parameter])
-            receive(parameter, total)
+            accumulate(parameter, total)
 
-        model._gradients.receive = marked
+        model._gradients.accumulate = marked
         numel = sum(p.numel() for p in model.capture.parameters)
         for step in range(3):
             group.events.clear()

@@ -252,8 +252,10 @@ def fused_steps(context: Context, cases: list[tuple]) -> None:
                 stack.enter_context(patch.object(pace, "UNIT_BYTES", 0))
             if when == "crowded" and context.rank == 1:
                 stack.enter_context(patch.object(pace, "PENDING_BYTES", 0))
-                stack.enter_context(patch.object(pace.Pace, "_has_room", full(most, model)))
-            waiting = stack.enter_context(patch.object(fused.FusedSession, "_wait_for", noted()))
+                stack.enter_context(
+                    patch.object(pace.LaunchSchedule, "_has_room", full(most, model))
+                )
+            waiting = stack.enter_context(patch.object(fused.FusedStep, "_wait_for", noted()))
             one_step(model, oracle.pick(batch, own), zoo.cross_entropy)
         if how == "fsdp2":
             units = len(model.sharding.units)
@@ -281,8 +283,8 @@ def full(most: list[int], model) -> Callable:
     """No more may wait: and how many linear layers do, at most."""
 
     def has_room(pace) -> bool:
-        session = model.last_session
-        most[0] = max(most[0], len(session._waiting.linear), len(session._to_sum))
+        private_step = model.last_step
+        most[0] = max(most[0], len(private_step._waiting.linear), len(private_step._to_sum))
         return False
 
     return has_room
@@ -290,11 +292,11 @@ def full(most: list[int], model) -> Callable:
 
 def noted() -> Callable:
     """`_wait_for`, with what each parameter waits with at `sizes`."""
-    wait_for = fused.FusedSession._wait_for
+    wait_for = fused.FusedStep._wait_for
 
-    def noting(session, parameter, size):
+    def noting(private_step, parameter, size):
         noting.sizes[parameter] = size
-        wait_for(session, parameter, size)
+        wait_for(private_step, parameter, size)
 
     noting.sizes = {}
     return noting
@@ -305,7 +307,7 @@ def note_departures(model) -> list[int]:
     left, launch = [], model.capture.sums._launch
 
     def noted(parameters, totals):
-        if model.last_session._in_backward:
+        if model.last_step._in_backward:
             left.append(len(parameters))
         launch(parameters, totals)
 

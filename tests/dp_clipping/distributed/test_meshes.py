@@ -49,7 +49,7 @@ def layout(context: Context, how: str) -> tuple[Callable[[], nn.Module], dict, s
         counts, place = [1, 0, 2, 0], context.rank
     mine = slice(sum(counts[:place]), sum(counts[: place + 1]))
     if how == "data x tensor":
-        options = {"data_group": mesh["data"].get_group()}
+        options = {"data_parallel_group": mesh["data"].get_group()}
         return lambda: parallelize(transformer(), mesh["tensor"]), options, mine
     if how == "hybrid":
         return lambda: shard_fsdp2(transformer(), "block", mesh), {}, mine
@@ -81,10 +81,14 @@ class HeadNorm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.head, self.narrow = nn.Linear(6, 8), nn.RMSNorm(4), nn.Linear(8, 3)
+        self.accumulation_dtype, self.head, self.narrow = (
+            nn.Linear(6, 8),
+            nn.RMSNorm(4),
+            nn.Linear(8, 3),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.wide(x).unflatten(-1, (-1, 4))
+        heads = self.accumulation_dtype(x).unflatten(-1, (-1, 4))
         return self.narrow(self.head(heads).flatten(-2))
 
 

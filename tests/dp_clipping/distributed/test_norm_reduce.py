@@ -40,8 +40,8 @@ def square(*, names: tuple[str, str]) -> tuple[dist.ProcessGroup, dist.ProcessGr
 def axes_of(context: Context, mesh: str) -> dict:
     if mesh == "data x tensor":
         data, tensor = square(names=("data", "tensor"))
-        return {"data_group": data, "tensor_group": tensor}
-    return {"tensor_group" if "tensor" in mesh else "data_group": context.group}
+        return {"data_parallel_group": data, "tensor_group": tensor}
+    return {"tensor_group" if "tensor" in mesh else "data_parallel_group": context.group}
 
 
 def reducer_of(context: Context, mesh: str, mode: str = "sync", dtype=torch.float64):
@@ -385,11 +385,11 @@ def test_tensor_ranks_have_the_same_samples(cpu_ranks):
 
 def losses_on_ranks(context: Context) -> None:
     own = torch.tensor([0.1, 2.0, math.nan, 1e4]) * (1 + 1e-6 * context.rank)
-    for axis in ("tensor_group", "data_group"):
+    for axis in ("tensor_group", "data_parallel_group"):
         NormReducer(**{axis: context.group}).check_same_samples(own)
         NormReducer(**{axis: context.group}).check_same_samples(own[:0])
     own[1] += 0.1 * context.rank
-    NormReducer(data_group=context.group).check_same_samples(own)
+    NormReducer(data_parallel_group=context.group).check_same_samples(own)
     with pytest.raises(RuntimeError, match="different losses for what should be the same samples"):
         NormReducer(tensor_group=context.group).check_same_samples(own)
 
@@ -449,7 +449,7 @@ def test_the_reducer_on_the_wrong_axis_breaks_it_and_on_the_right_one_does_not(
     cpu_ranks, world_size
 ):
     wrong = cpu_ranks.run(world_size, moved_by_one_sample, "tensor_group")
-    right = cpu_ranks.run(world_size, moved_by_one_sample, "data_group")
+    right = cpu_ranks.run(world_size, moved_by_one_sample, "data_parallel_group")
     assert wrong == pytest.approx([1 + (world_size - 1) ** 0.5] * world_size, rel=1e-4)
     assert max(right) <= 1 + 1e-12
 
@@ -491,7 +491,7 @@ def late(context: Context) -> None:
         (sums.wait, "tensor-parallel"),
         (lambda: of_tensor["sync"].reduce(table).wait(), "tensor-parallel"),
         (lambda: of_tensor["async"].reduce(table).wait(), "tensor-parallel"),
-        (lambda: GlobalNorms(NormReducer(data_group=group), table[0]), "data"),
+        (lambda: GlobalNorms(NormReducer(data_parallel_group=group), table[0]), "data"),
     ):
         with pytest.raises(RuntimeError, match=f"over the {axis} axis .4 ranks. failed") as lost:
             wait()
@@ -503,7 +503,7 @@ def test_a_rank_that_does_not_come_is_named(cpu_ranks):
 
 
 def dies(context: Context) -> None:
-    reducer = NormReducer(data_group=context.group, mode="async")
+    reducer = NormReducer(data_parallel_group=context.group, mode="async")
     GlobalNorms(reducer, torch.ones(1, 2)).wait()
     if context.rank == 1:
         os._exit(3)
@@ -533,7 +533,7 @@ def test_arguments():
 
 def one_group_twice(context: Context) -> None:
     with pytest.raises(ValueError, match="have ranks in common"):
-        NormReducer(data_group=context.group, tensor_group=context.group)
+        NormReducer(data_parallel_group=context.group, tensor_group=context.group)
 
 
 def test_one_group_is_not_two_axes(cpu_ranks):

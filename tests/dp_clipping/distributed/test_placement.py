@@ -10,7 +10,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dp_clipping.distributed.placement import Place, Run, _box, box_of, place_of, runs_of, slices_of
+from dp_clipping.distributed.placement import (
+    Place,
+    Span,
+    _box,
+    box_of,
+    place_of,
+    slices_of,
+    spans_of,
+)
 from lm.rank_pool import Context
 
 SHAPES = [
@@ -79,18 +87,18 @@ def test_runs_of_every_box(shape):
     ]
     for box in itertools.product(*intervals):
         part = whole[tuple(slice(a, a + n) for a, n in box)]
-        assert torch.equal(elements(runs_of(box, shape)), part.flatten()), box
+        assert torch.equal(elements(spans_of(box, shape)), part.flatten()), box
 
 
 def test_common_layouts_are_one_run():
-    assert runs_of(((2, 2), (0, 6)), (8, 6)) == (Run(0, 12, 12, 12, 1),)
-    assert runs_of(((0, 8), (3, 3)), (8, 6)) == (Run(0, 3, 3, 6, 8),)
-    assert runs_of(((4, 2), (3, 3)), (8, 6)) == (Run(0, 27, 3, 6, 2),)
-    assert runs_of(((5, 1), (3, 3)), (8, 6)) == (Run(0, 33, 3, 3, 1),)
-    assert runs_of(((0, 2), (0, 3), (2, 4)), (2, 3, 6)) == (Run(0, 2, 4, 6, 6),)
-    assert len(runs_of(((0, 2), (0, 2), (2, 4)), (2, 3, 6))) == 2
-    assert runs_of(((8, 0), (0, 6)), (8, 6)) == ()
-    assert runs_of((), ()) == (Run(0, 0, 1, 1, 1),)
+    assert spans_of(((2, 2), (0, 6)), (8, 6)) == (Span(0, 12, 12, 12, 1),)
+    assert spans_of(((0, 8), (3, 3)), (8, 6)) == (Span(0, 3, 3, 6, 8),)
+    assert spans_of(((4, 2), (3, 3)), (8, 6)) == (Span(0, 27, 3, 6, 2),)
+    assert spans_of(((5, 1), (3, 3)), (8, 6)) == (Span(0, 33, 3, 3, 1),)
+    assert spans_of(((0, 2), (0, 3), (2, 4)), (2, 3, 6)) == (Span(0, 2, 4, 6, 6),)
+    assert len(spans_of(((0, 2), (0, 2), (2, 4)), (2, 3, 6))) == 2
+    assert spans_of(((8, 0), (0, 6)), (8, 6)) == ()
+    assert spans_of((), ()) == (Span(0, 0, 1, 1, 1),)
 
 
 # ---- placements ----------------------------------------------------------------------------------
@@ -134,7 +142,9 @@ def others(context: Context) -> None:
     assert place_of(replicated) is None
     outside = DeviceMesh("cpu", [0, 1], mesh_dim_names=("data",))
     elsewhere = distribute_tensor(addresses(6), outside, [Shard(0)], src_data_rank=None)
-    assert place_of(elsewhere) == ((Run(0, 3 * context.rank, 3, 3, 1),) if context.rank < 2 else ())
+    assert place_of(elsewhere) == (
+        (Span(0, 3 * context.rank, 3, 3, 1),) if context.rank < 2 else ()
+    )
 
 
 def test_what_is_refused(cpu_ranks):

@@ -1,4 +1,4 @@
-"""The kernels of private steps against their plain twins, which compute in float64.
+"""The kernels of private steps against their reference implementations, which compute in float64.
 
 Without a GPU they run in Triton's interpreter, with small tiles, without bfloat16, whose products
 the interpreter gets wrong. Memory that PyTorch does not initialise holds NaN in these tests, and so
@@ -238,9 +238,9 @@ def check_gram_that_underflows(place: Place) -> None:
 def check_norm_weights(place: Place) -> None:
     """With and without mean and bias, of one program a sample and of several pieces; what shares a
     launch changes no bit."""
-    wide = norm_weights.BLOCK + 5
+    accumulation_dtype = norm_weights.BLOCK + 5
     pieces = 2 * norm_weights.LEAST_STEPS * norm_weights.ELEMENTS // norm_weights.BLOCK + 7
-    shapes = [*place.shapes, (2, pieces, wide, 0), (1, pieces, norm_weights.BLOCK, 0)]
+    shapes = [*place.shapes, (2, pieces, accumulation_dtype, 0), (1, pieces, norm_weights.BLOCK, 0)]
     uses = []
     for (batch_size, tokens, d, _), layouts in product(shapes, place.layouts):
         x = lay_out(place.normal(batch_size, tokens, d, seed=1, shift=0.5), layouts[0])

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from dp_clipping.step.private_step import Session
+from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.verification import reference as oracle
 from lm.parallel import DATA, TENSOR, parallelize
 from lm.rank_pool import Context
@@ -36,25 +36,25 @@ def tensor_mesh(context: Context) -> DeviceMesh:
 @contextmanager
 def recorded(found: dict[str, Tensor]) -> Iterator[None]:
     """Inside, G of every parameter is also put here, whichever way it is handed over."""
-    dense, factors = Session.dense, Session.factors
+    dense, factors = PrivateStep.dense, PrivateStep.factors
 
     def see_dense(self, parameter, gradients):
         if not self._summing:
             found[self.capture.names[parameter]] = gradients.clone()
         dense(self, parameter, gradients)
 
-    def see_factors(self, parameter, remains):
+    def see_factors(self, parameter, saved):
         if not self._summing:
-            found[self.capture.names[parameter]] = remains.dense()
-            norm = remains.norm().squared
-            torch.testing.assert_close(norm, squares(remains.dense()))
-        factors(self, parameter, remains)
+            found[self.capture.names[parameter]] = saved.dense()
+            norm = saved.norm().squared
+            torch.testing.assert_close(norm, squares(saved.dense()))
+        factors(self, parameter, saved)
 
-    Session.dense, Session.factors = see_dense, see_factors
+    PrivateStep.dense, PrivateStep.factors = see_dense, see_factors
     try:
         yield
     finally:
-        Session.dense, Session.factors = dense, factors
+        PrivateStep.dense, PrivateStep.factors = dense, factors
 
 
 def squares(gradients: Tensor) -> Tensor:
@@ -206,14 +206,14 @@ class Layers(nn.Module):
         self.rows = nn.Embedding(11, 8, padding_idx=7)
         self.columns = nn.Embedding(11, 8, padding_idx=2)
         self.norm = nn.LayerNorm(8)
-        self.wide = nn.Linear(8, 12)
+        self.accumulation_dtype = nn.Linear(8, 12)
         self.narrow = nn.Linear(12, 8)
         self.last_norm = nn.RMSNorm(8)
         self.last = nn.Linear(8, 7)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.norm(self.rows(ids) + self.columns(ids))
-        x = x + self.narrow(self.wide(x).tanh())
+        x = x + self.narrow(self.accumulation_dtype(x).tanh())
         return self.last(self.last_norm(x))
 
 

@@ -47,12 +47,15 @@ def test_gradient_and_counts_cost_what_was_asked_for(sigma, count_std, groups):
     assert distance == pytest.approx(1 / sigma, rel=1e-12)
 
 
-def centred_counts(limits: list[float], squares: Tensor) -> list[float]:
+def centred_counts(clip_norms: list[float], squares: Tensor) -> list[float]:
     """Σ (b_i - ½) as it is released, worked back from the thresholds before and after."""
-    threshold = AdaptiveThreshold(limits, expected_batch_size=M, learning_rate=1.0, count_std=0.0)
+    threshold = AdaptiveThreshold(
+        clip_norms, expected_batch_size=M, learning_rate=1.0, count_std=0.0
+    )
     threshold.update(squares, step=0, noise_key=KEY)
     shares = [
-        0.5 - math.log(c / before) for c, before in zip(threshold.limits, limits, strict=True)
+        0.5 - math.log(c / before)
+        for c, before in zip(threshold.clip_norms, clip_norms, strict=True)
     ]
     return [(share - 0.5) * M for share in shares]
 
@@ -96,7 +99,7 @@ def test_noise_on_the_count_has_its_standard_deviation():
     for step in range(steps):
         threshold = adaptive(count_std=count_std, learning_rate=1.0)
         threshold.update(torch.zeros(1, 0), step=step, noise_key=key)
-        noise.append((0.5 - math.log(threshold.limits[0]) - 0.5) * M)
+        noise.append((0.5 - math.log(threshold.clip_norms[0]) - 0.5) * M)
     found = torch.tensor(noise, dtype=torch.float64)
     assert abs(float(found.mean())) < 5 * count_std / steps**0.5
     assert abs(float(found.std()) / count_std - 1) < 5 / (2 * steps) ** 0.5
@@ -106,7 +109,7 @@ def test_an_empty_draw_releases_noise_too():
     threshold = adaptive()
     threshold.update(torch.zeros(1, 0), step=0, noise_key=KEY)
     noiseless = math.exp(-0.2 * (0.5 - 0.5))
-    assert threshold.limits[0] != noiseless
+    assert threshold.clip_norms[0] != noiseless
 
 
 def test_noise_depends_on_key_and_step_and_group():
@@ -114,7 +117,7 @@ def test_noise_depends_on_key_and_step_and_group():
     for key, step in ((KEY, 0), (KEY, 1), (bytes(32), 0)):
         threshold = adaptive([1.0, 1.0])
         threshold.update(torch.zeros(2, 0), step=step, noise_key=key)
-        seen.update(threshold.limits)
+        seen.update(threshold.clip_norms)
     assert len(seen) == 6
 
 
@@ -156,7 +159,9 @@ def test_it_finds_its_quantile(quantile, start):
     for step in range(400):
         drawn = torch.randn(int(M) + step % 21 - 10).exp()  # draws of unequal sizes
         threshold.update(drawn.square()[None], step=step, noise_key=KEY)
-    reached = float(torch.distributions.Normal(0, 1).cdf(torch.tensor(threshold.limits[0]).log()))
+    reached = float(
+        torch.distributions.Normal(0, 1).cdf(torch.tensor(threshold.clip_norms[0]).log())
+    )
     assert reached == pytest.approx(quantile, abs=0.08)
 
 
@@ -187,7 +192,7 @@ def test_without_noise():
 
 
 def after_some_steps(context: Context, sizes: list[tuple[int, ...]]) -> float:
-    reducer = NormReducer(data_group=context.group)
+    reducer = NormReducer(data_parallel_group=context.group)
     threshold = adaptive(expected_batch_size=4.0, count_std=1.0)
     for step, of_ranks in enumerate(sizes):
         every = torch.linspace(0.1, 3.0, max(1, sum(of_ranks)))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dp_clipping.distributed.placement import Run, runs_of
+from dp_clipping.distributed.placement import Span, spans_of
 from dp_clipping.noise import gaussian as noise
 from dp_clipping.noise.gaussian import NoiseStream, add_noise, add_noise_to_all, standard_normal
 
@@ -243,12 +243,12 @@ def test_one_thread_or_two():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_add_noise_computes_in_float32_and_casts_last(dtype):
     total = draw(5000, stream(step=1)) * 100
-    wide = (total + 3.5 * draw(5000, offset=9)) / 7
+    accumulation_dtype = (total + 3.5 * draw(5000, offset=9)) / 7
     noisy = add_noise(total, stream(), std=3.5, divisor=7, dtype=dtype, offset=9)
     assert noisy.dtype == dtype
-    assert torch.equal(noisy, wide.to(dtype))
+    assert torch.equal(noisy, accumulation_dtype.to(dtype))
     exact = (total.double() + 3.5 * draw(5000, offset=9).double()) / 7
-    assert (wide - exact).abs().max() < 1e-5
+    assert (accumulation_dtype - exact).abs().max() < 1e-5
 
 
 def test_add_noise_to_a_float64_sum():
@@ -324,7 +324,7 @@ def test_parts_get_the_noise_of_the_whole(shape):
     written = torch.full(shape, torch.nan)
     for box in GRID[shape]:
         where = tuple(slice(a, a + n) for a, n in box)
-        place = runs_of(box, shape)
+        place = spans_of(box, shape)
         written[where] = add_noise(total[where], stream(), std=2, divisor=3, place=place)
         (part,) = add_noise_to_all(
             [total[where].clone()], [stream()], std=2, divisor=3, dtypes=[torch.float64],
@@ -336,7 +336,7 @@ def test_parts_get_the_noise_of_the_whole(shape):
 
 def test_replicas_draw_the_same_and_shards_their_own():
     n = 256
-    halves = [runs_of(((0, n), (b, n // 2)), (n, n)) for b in (0, n // 2)]
+    halves = [spans_of(((0, n), (b, n // 2)), (n, n)) for b in (0, n // 2)]
     zeros = torch.zeros(n, n // 2)
     left, again, right = (
         add_noise(zeros, stream(), std=1, place=halves[i]).flatten() for i in (0, 0, 1)
@@ -350,7 +350,7 @@ def test_replicas_draw_the_same_and_shards_their_own():
 def test_places_of_many():
     """Whole, part and empty part side by side; no place is a place of its own."""
     totals = [torch.zeros(6), torch.zeros(2, 3), torch.zeros(0, 3), torch.zeros(())]
-    places = [None, (Run(0, 4, 3, 10, 2),), (), None]
+    places = [None, (Span(0, 4, 3, 10, 2),), (), None]
     streams = [stream(parameter=str(i)) for i in range(4)]
     dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float32]
     noisy = add_noise_to_all(totals, streams, std=1, divisor=2, dtypes=dtypes, places=places)
@@ -365,9 +365,9 @@ def test_places_of_many():
     ("place", "message"),
     [
         ((), "has 0 elements, the sum 4"),
-        ((Run(0, 0, 5, 5, 1),), "has 5 elements"),
-        ((Run(0, 0, 2, 2, 1), Run(3, 8, 2, 2, 1)), "begins elsewhere than at element 2"),
-        ((Run(0, -1, 4, 4, 1),), "offset"),
+        ((Span(0, 0, 5, 5, 1),), "has 5 elements"),
+        ((Span(0, 0, 2, 2, 1), Span(3, 8, 2, 2, 1)), "begins elsewhere than at element 2"),
+        ((Span(0, -1, 4, 4, 1),), "offset"),
     ],
 )
 def test_refused_places(place, message, std):
@@ -377,7 +377,7 @@ def test_refused_places(place, message, std):
 
 def test_a_place_and_an_offset_are_refused():
     with pytest.raises(ValueError, match="not both"):
-        add_noise(torch.zeros(4), stream(), std=1, place=(Run(0, 0, 4, 4, 1),), offset=3)
+        add_noise(torch.zeros(4), stream(), std=1, place=(Span(0, 0, 4, 4, 1),), offset=3)
 
 
 def test_no_graph_is_built():

@@ -1,4 +1,4 @@
-"""The fused noise kernel against its plain twin; without a GPU in Triton's interpreter."""
+"""The fused noise kernel against its reference; without a GPU in Triton's interpreter."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dp_clipping.distributed.placement import Run, runs_of
+from dp_clipping.distributed.placement import Span, spans_of
 from dp_clipping.noise import gaussian as noise
 from dp_clipping.noise import kernel as kernels
 from dp_clipping.noise.gaussian import NoiseStream, add_noise, standard_normal
@@ -205,7 +205,7 @@ def check_parts(device: str) -> None:
                 wholes.append(noisy[tuple(slice(a, a + n) for a, n in box)])
                 parts.append(part)
                 streams.append(stream)
-                places.append(runs_of(box, shape))
+                places.append(spans_of(box, shape))
         wholes.append(add_noise(wholes[0].float(), STREAMS[3], std=3.0, divisor=7.0, dtype=dtype))
         parts.append(wholes[0].float())
         streams.append(STREAMS[3])
@@ -225,10 +225,10 @@ def check_places(device: str) -> None:
     """Runs anywhere in a stream: nothing is written outside of the part."""
     for stream in (STREAMS[0], STREAMS[3]):
         for place in (
-            (Run(0, 2**34 - 9, 5, 9, 7),),
-            (Run(0, 2**40 + 3, 3, 2**33 + 1, 3), Run(9, 4, 4, 8, 2), Run(17, 1, 1, 2, 300)),
-            (Run(0, 2**62 + 4, 2 * PROGRAM, 2**35, 2),),
-            (Run(0, 2**34 - 4, 3 * PROGRAM + 1, 1, 1),),
+            (Span(0, 2**34 - 9, 5, 9, 7),),
+            (Span(0, 2**40 + 3, 3, 2**33 + 1, 3), Span(9, 4, 4, 8, 2), Span(17, 1, 1, 2, 300)),
+            (Span(0, 2**62 + 4, 2 * PROGRAM, 2**35, 2),),
+            (Span(0, 2**34 - 4, 3 * PROGRAM + 1, 1, 1),),
         ):
             n = sum(run.numel for run in place)
             guard = torch.full((n + 8,), torch.nan, device=device)
@@ -248,7 +248,7 @@ def check_places(device: str) -> None:
 
 def test_rows_that_32_bits_do_not_count(monkeypatch):
     monkeypatch.setattr(kernels, "LONGEST", 8)
-    place = (Run(0, 3, 5, 9, 4), Run(20, 100, 19, 40, 2))
+    place = (Span(0, 3, 5, 9, 4), Span(20, 100, 19, 40, 2))
     pieces = kernels._within_reach(place)
     assert [(r.local_start, r.offset, r.length) for r in pieces if r.local_start >= 20] == [
         (20, 100, 8), (28, 108, 8), (36, 116, 3), (39, 140, 8), (47, 148, 8), (55, 156, 3),

@@ -12,7 +12,14 @@ from dp_clipping.kernels.gradient import gradient_and_squares_plain
 from dp_clipping.kernels.tuning import cache
 from dp_clipping.planning import calibration
 from dp_clipping.planning.calibration import rates_of
-from dp_clipping.planning.cost_model import ALGORITHMS, Rates, Use, default_rates, predict, steps_of
+from dp_clipping.planning.cost_model import (
+    ALGORITHMS,
+    LinearShape,
+    Rates,
+    default_rates,
+    predict,
+    steps_of,
+)
 
 DEVICE = torch.device("cuda")
 FOUND = replace(
@@ -171,7 +178,7 @@ def test_measured_rates_predict_what_was_measured(monkeypatch):
         half = "single" not in calls
         batch_size, tokens, outputs, inputs = next(shapes) if half else calibration.SINGLE_SHAPE
         size = 2 if half else 4
-        use = Use("layer", batch_size, tokens, inputs, outputs, size, size)
+        use = LinearShape("layer", batch_size, tokens, inputs, outputs, size, size)
 
         def alone(algorithm, name):
             rates = replace(FOUND, **free | {name: getattr(FOUND, name), "step": 0.0})
@@ -193,7 +200,7 @@ def test_measured_rates_predict_what_was_measured(monkeypatch):
     rates = calibration.measure(cpu)
     for name in calibration.MEASURED:
         assert getattr(rates, name) == pytest.approx(getattr(FOUND, name)), name
-    use = Use("layer", 8, 512, 1024, 1024, 2, 2)
+    use = LinearShape("layer", 8, 512, 1024, 1024, 2, 2)
     for algorithm in ALGORITHMS:
         predicted = predict(use, algorithm, rates).seconds
         assert predicted == pytest.approx(predict(use, algorithm, FOUND).seconds)

@@ -12,8 +12,8 @@ from dp_clipping.planning.cost_model import (
     INPUT_LENGTH,
     LONGEST_GRAM,
     WIDTH,
+    LinearShape,
     Rates,
-    Use,
     predict,
 )
 from dp_clipping.planning.plan import Plan, allowed
@@ -28,15 +28,15 @@ SLOWER = 0.05  # than the best algorithm, relative
 MARGIN_MS = 0.01
 
 
-def use(name="layer", batch_size=8, tokens=512, inputs=512, outputs=512, size=2) -> Use:
-    return Use(name, batch_size, tokens, inputs, outputs, size, size)
+def use(name="layer", batch_size=8, tokens=512, inputs=512, outputs=512, size=2) -> LinearShape:
+    return LinearShape(name, batch_size, tokens, inputs, outputs, size, size)
 
 
-def network(count: int = 6, **shape) -> list[Use]:
+def network(count: int = 6, **shape) -> list[LinearShape]:
     return [use(f"layer {n}", **shape) for n in range(count)]
 
 
-def random_uses(generator: random.Random) -> list[Use]:
+def random_uses(generator: random.Random) -> list[LinearShape]:
     return [
         use(
             f"layer {n}",
@@ -50,7 +50,7 @@ def random_uses(generator: random.Random) -> list[Use]:
     ]
 
 
-def options(one: Use, norm_algorithm: str = "auto"):
+def options(one: LinearShape, norm_algorithm: str = "auto"):
     return [predict(one, algorithm, RATES) for algorithm in allowed(one, norm_algorithm)]
 
 

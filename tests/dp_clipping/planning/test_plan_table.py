@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from dp_clipping.planning.cost_model import Rates, Use
+from dp_clipping.planning.cost_model import LinearShape, Rates
 from dp_clipping.planning.plan import Plan
 from tests.dp_clipping.conftest import MODES, clipped_sums, private
 
@@ -26,12 +26,15 @@ def test_before_a_fused_step_there_is_no_plan():
     model = private(network(), "flash_bookkeeping")
     with pytest.raises(RuntimeError, match=r"call plan_table\(\) after loss.backward\(\)"):
         model.plan_table()
-    model.capture.plan = Plan([Use("0.weight", 3, 4, 8, 8, 4, 4)], Rates())
+    model.capture.plan = Plan([LinearShape("0.weight", 3, 4, 8, 8, 4, 4)], Rates())
     assert model.plan_table() == model.capture.plan.table()
 
 
 def test_times_of_ranges_are_the_layers():
-    uses = [Use(name, 2, 4, 8, outputs, 4, 4) for name, outputs in [("a", 8), ("b", 8), ("c", 24)]]
+    uses = [
+        LinearShape(name, 2, 4, 8, outputs, 4, 4)
+        for name, outputs in [("a", 8), ("b", 8), ("c", 24)]
+    ]
     plan = Plan(uses, Rates())
     measured = plan.measured({
         "norm/width/a+c": 6.0, "norm/gradient/d/e": 1.0, "sum/a": 0.5, "sum/a.bias": 9.0,

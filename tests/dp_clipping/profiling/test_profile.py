@@ -34,12 +34,12 @@ def on(monkeypatch):
 class Training:
     """A private transformer, ready to step."""
 
-    def __init__(self, network: nn.Module, mode: str, release: bool = False, **options):
+    def __init__(self, network: nn.Module, mode: str, hide_unprotected: bool = False, **options):
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
         options = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, **options}
         with pytest.warns(UserWarning, match="poisson_sampling=False"):
             self.model, self.optimizer, self.criterion, _ = PrivacyEngine(
-                release=release
+                hide_unprotected=hide_unprotected
             ).make_private(
                 module=network, optimizer=optimizer, poisson_sampling=False,
                 data_loader=DataLoader(TensorDataset(torch.zeros(64, 1)), batch_size=SAMPLES),
@@ -163,12 +163,14 @@ def test_norms_are_those_of_the_step(on):
 
 def test_release_is_not_profiled(on, caplog):
     """Calls and times of a step follow the size of its draw."""
-    training = Training(network(), "bookkeeping", release=True)
-    assert "does nothing with release=True" in caplog.text
+    training = Training(network(), "bookkeeping", hide_unprotected=True)
+    assert "does nothing with hide_unprotected=True" in caplog.text
     training.step()
     assert training.model.profile is None
     for refused in (training.model.profile_report, training.model.plan_table):
-        with pytest.raises(RuntimeError, match="not covered by ε: it is off with release=True"):
+        with pytest.raises(
+            RuntimeError, match="not covered by ε: it is off with hide_unprotected=True"
+        ):
             refused()
 
 
@@ -277,7 +279,7 @@ def check_fused() -> None:
         for mode in ("flash", "flash_bookkeeping"):
             training = Training(network(), mode)
             training.step()
-            assert training.model.last_session is None
+            assert training.model.last_step is None
             (step,) = training.model.profile.steps()
             ranges = step["ranges"]
             assert ranges.keys() >= ALWAYS

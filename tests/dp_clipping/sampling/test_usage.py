@@ -101,7 +101,7 @@ def test_a_backward_that_failed_may_be_repeated(monkeypatch):
     run = make()
     _, batch = first_draw(run)
     with monkeypatch.context() as patch:
-        patch.setattr(run.model._gradients, "receive", lambda *_: 1 / 0)
+        patch.setattr(run.model._gradients, "accumulate", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             backward(run, batch)
     step(run, batch)
@@ -138,7 +138,7 @@ def test_a_made_up_sample_is_none():
     run = make(data_loader=DataLoader(data(6), batch_size=1), rand_on_empty=True)
     for batch in run.loader:
         dummy = run.loader.holds_dummy
-        assert run.model.budget.handed == (0 if dummy else len(batch[0]))
+        assert run.model.usage.handed == (0 if dummy else len(batch[0]))
         step(run, batch)
 
 
@@ -147,7 +147,7 @@ def test_prefetching_workers(workers):
     run = make(data_loader=DataLoader(data(), batch_size=3, num_workers=workers))
     for _ in range(2):
         for batch in run.loader:
-            assert run.model.budget.handed == len(batch[0])
+            assert run.model.usage.handed == len(batch[0])
             step(run, batch)
 
 

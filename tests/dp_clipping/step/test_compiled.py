@@ -169,7 +169,7 @@ def another_number_of_tokens_is_refused() -> None:
         network.keep = given
         with pytest.raises(Exception, match="second is given another number of tokens"):
             clipped_sums(model, BATCH, zoo.product)
-        model.forget_layouts()
+        model.reset_batch_layouts()
         check(model, changing(given), BATCH, zoo.product)
 
 

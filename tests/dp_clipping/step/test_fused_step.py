@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from dp_clipping import modes
 from dp_clipping.clipping.coefficients import MARGIN
 from dp_clipping.layers.linear import LinearFactors
-from dp_clipping.step import launch_schedule as pace
+from dp_clipping.step import launch_schedule as launch_schedule
 from dp_clipping.step import norm_queue as waiting
-from dp_clipping.step.fused_step import FusedSession
+from dp_clipping.step.fused_step import FusedStep
 from tests.dp_clipping.conftest import (
     assert_close,
     clipped_sums,
@@ -152,14 +152,14 @@ class Branches(nn.Module):
 def check_one_bad_group() -> None:
     """Per layer, a sample is left out of every group that is clipped with or after the bad one."""
     torch.manual_seed(0)
-    network, before = Branches(), pace.PENDING_BYTES
+    network, before = Branches(), launch_schedule.PENDING_BYTES
     x, y = torch.randn(3, 8), torch.randn(3, 8)
     options = dict(clipping="per_layer", max_grad_norm=0.5)
     others = clipped_sums(private(network, "flash_bookkeeping", **options), (x[[0, 2]], y[[0, 2]]))
     x[1, :4] = torch.inf
     try:
         for pending, everywhere in ((1 << 28, True), (0, False)):
-            pace.PENDING_BYTES = pending
+            launch_schedule.PENDING_BYTES = pending
             model = private(network, "flash_bookkeeping", **options)
             sums = clipped_sums(model, (x, y))
             assert model.nonfinite_samples == 1
@@ -167,7 +167,7 @@ def check_one_bad_group() -> None:
             assert excess["a.weight"] <= 1e-6
             assert excess["b.weight"] <= (1e-6 if everywhere else 0.5 / 2**0.5 * (1 + 1e-6))
     finally:
-        pace.PENDING_BYTES = before
+        launch_schedule.PENDING_BYTES = before
 
 
 def check_contributions() -> None:
@@ -205,27 +205,30 @@ def visits_of(mode: str, budget: int | None, clipping: str = "flat") -> tuple[di
     model = private(network, mode, policy=policy, clipping=clipping)
     visits = dict.fromkeys(sorted(model.capture.names.values()), 0)
     most = 0
-    arrived = FusedSession.factors
+    arrived = FusedStep.factors
 
-    def factors(self, parameter, remains):
+    def factors(self, parameter, saved):
         nonlocal most
-        visits[self.capture.names[parameter]] += isinstance(remains, LinearFactors)
-        arrived(self, parameter, remains)
+        visits[self.capture.names[parameter]] += isinstance(saved, LinearFactors)
+        arrived(self, parameter, saved)
         most = max(most, len(self._kept) + len(self._to_sum))
 
-    FusedSession.factors = factors
+    FusedStep.factors = factors
     try:
         batch = (torch.randn(2, 8, 16), torch.randn(2, 8, 16))
         clipped_sums(model, batch)
     finally:
-        FusedSession.factors = arrived
+        FusedStep.factors = arrived
     return visits, most
 
 
 def check_depth() -> None:
     """A second backward comes only to layers that were not kept, those nearest the output."""
     one = 2 * 8 * (16 + 16) * 4  # bytes of a layer's factors
-    before, pace.PENDING_BYTES = pace.PENDING_BYTES, 0  # what is not kept does not wait either
+    before, launch_schedule.PENDING_BYTES = (
+        launch_schedule.PENDING_BYTES,
+        0,
+    )  # what is not kept does not wait either
     try:
         for mode, budget, twice in [
             ("flash_bookkeeping", None, 0), ("flash_bookkeeping", 2 * one, 3),
@@ -236,7 +239,7 @@ def check_depth() -> None:
             assert list(visits.values()) == [1] * (5 - twice) + [2] * twice, (mode, budget)
             assert most == 5 - twice
     finally:
-        pace.PENDING_BYTES = before
+        launch_schedule.PENDING_BYTES = before
 
 
 class Towers(nn.Module):
@@ -254,7 +257,7 @@ class Towers(nn.Module):
 
 def check_random_numbers_of_a_backward() -> None:
     """A second backward comes to all layers if the first one drew some, else where it must."""
-    arrived = FusedSession.normalized
+    arrived = FusedStep.normalized
 
     def normalized(self, weight, *rest):
         visits[self.capture.names[weight]] += 1
@@ -264,7 +267,7 @@ def check_random_numbers_of_a_backward() -> None:
         model = private(zoo.seeded(lambda: Towers(preserved)), "flash", max_grad_norm=0.1)  # noqa: B023
         for _ in range(4):
             visits = Counter()
-            with patch.object(FusedSession, "normalized", normalized):
+            with patch.object(FusedStep, "normalized", normalized):
                 sums = clipped_sums(model, (3 * torch.randn(1, 16), torch.randn(1, 16)))
             total = sum(value.double().square().sum() for value in sums.values()).sqrt()
             assert 0.1 * (1 - ALLOWANCE) <= total <= 0.1 * (1 + 1e-6)
@@ -273,40 +276,44 @@ def check_random_numbers_of_a_backward() -> None:
 
 def check_streaming() -> None:
     """Per-layer clipping with one backward holds what waits for a launch, and no more."""
-    before = pace.PENDING_BYTES
+    before = launch_schedule.PENDING_BYTES
     one = 2 * 8 * (16 + 16) * 4 + 16 * 16 * 4  # bytes of a layer's factors and sum
     try:
         for pending, expected in ((0, 0), (2 * one, 2), (100 * one, 5)):
-            pace.PENDING_BYTES = pending
+            launch_schedule.PENDING_BYTES = pending
             visits, most = visits_of("flash_bookkeeping", None, "per_layer")
             assert set(visits.values()) == {1}
             assert most == expected, (pending, most)
             _, most = visits_of("flash_bookkeeping", None, "flat")
             assert most == 5
     finally:
-        pace.PENDING_BYTES = before
+        launch_schedule.PENDING_BYTES = before
 
 
 def check_room() -> None:
     """More may wait in memory that backward has freed, and only there."""
     one = 2 * 8 * (16 + 16) * 4 + 16 * 16 * 4
-    prepare, pending, allocated = FusedSession._prepare, pace.PENDING_BYTES, pace.allocated
+    prepare, pending, allocated = (
+        FusedStep._prepare,
+        launch_schedule.PENDING_BYTES,
+        launch_schedule.allocated,
+    )
     level = [0]
 
-    def freeing(session, losses):
+    def freeing(private_step, losses):
         level[0] = held
-        prepare(session, losses)
+        prepare(private_step, losses)
         level[0] = left
 
-    FusedSession._prepare, pace.allocated = freeing, lambda device: level[0]
-    pace.PENDING_BYTES = one
+    FusedStep._prepare, launch_schedule.allocated = freeing, lambda device: level[0]
+    launch_schedule.PENDING_BYTES = one
     try:
         for held, left, expected in ((0, 0, 1), (100 * one, 0, 5), (100 * one, 100 * one, 1)):
             _, most = visits_of("flash_bookkeeping", None, "per_layer")
             assert most == expected, (held, left, most)
     finally:
-        FusedSession._prepare, pace.allocated = prepare, allocated
-        pace.PENDING_BYTES = pending
+        FusedStep._prepare, launch_schedule.allocated = prepare, allocated
+        launch_schedule.PENDING_BYTES = pending
 
 
 def check_shared_inputs() -> None:
@@ -361,7 +368,7 @@ class Blocks(nn.Module):
 
 def check_norm_layers_wait() -> None:
     """For a common launch, as long as there is room for their operands."""
-    arrived, before = FusedSession.normalized, pace.PENDING_BYTES
+    arrived, before = FusedStep.normalized, launch_schedule.PENDING_BYTES
     one = 2 * 3 * 8 * 16 * 4  # bytes of a norm's operands
     most = 0
 
@@ -373,13 +380,13 @@ def check_norm_layers_wait() -> None:
     batch = torch.randn(3, 8, 16), torch.randn(3, 8, 16)
     try:
         for pending, expected in ((0, 0), (2 * one, 2), (100 * one, 5)):
-            pace.PENDING_BYTES, most = pending, 0
+            launch_schedule.PENDING_BYTES, most = pending, 0
             norms = nn.Sequential(*(nn.LayerNorm(16) for _ in range(5)))
-            with patch.object(FusedSession, "normalized", normalized):
+            with patch.object(FusedStep, "normalized", normalized):
                 clipped_sums(private(norms, "flash_bookkeeping"), batch)
             assert most == expected, (pending, most)
     finally:
-        pace.PENDING_BYTES = before
+        launch_schedule.PENDING_BYTES = before
 
 
 def check_order_of_sums() -> None:
@@ -388,8 +395,8 @@ def check_order_of_sums() -> None:
     orders = []
     for mode in ("bookkeeping", "flash_bookkeeping"):
         model, order = private(zoo.seeded(Blocks), mode), []
-        received = model._gradients.receive
-        model._gradients.receive = lambda p, total: (order.append(p), received(p, total))  # noqa: B023
+        received = model._gradients.accumulate
+        model._gradients.accumulate = lambda p, total: (order.append(p), received(p, total))  # noqa: B023
         clipped_sums(model, batch)
         orders.append([model.capture.names[p].rpartition(".")[0] for p in order])
     assert list(dict.fromkeys(orders[0])) == list(dict.fromkeys(orders[1]))
@@ -415,10 +422,10 @@ class Pair(nn.Module):
 
 def check_a_refused_backward_leaves_nothing() -> None:
     """What an ordinary backward of private outputs hands over is in no sum of the right one."""
-    before = pace.PENDING_BYTES
+    before = launch_schedule.PENDING_BYTES
     try:
         for clipping, pending in product(("flat", "per_layer"), (0, 1 << 28)):
-            pace.PENDING_BYTES = pending
+            launch_schedule.PENDING_BYTES = pending
             sums = []
             for refused in (False, True):
                 torch.manual_seed(0)
@@ -432,7 +439,7 @@ def check_a_refused_backward_leaves_nothing() -> None:
                 sums.append(gradients_of(model))
             assert_close(sums[1], sums[0], 0.0)
     finally:
-        pace.PENDING_BYTES = before
+        launch_schedule.PENDING_BYTES = before
 
 
 BODIES = [

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dp_clipping.step import launch_schedule as pace
-from dp_clipping.step.launch_schedule import Pace
+from dp_clipping.step import launch_schedule as launch_schedule
+from dp_clipping.step.launch_schedule import LaunchSchedule
 
 CPU = torch.device("cpu")
 
@@ -28,38 +28,38 @@ def sharding(sizes: dict[str, int], units: dict[str, int]) -> SimpleNamespace:
 def memory(monkeypatch):
     """What is allocated, as the test sets it."""
     level = [0]
-    monkeypatch.setattr(pace, "allocated", lambda device: level[0])
+    monkeypatch.setattr(launch_schedule, "allocated", lambda device: level[0])
     return level
 
 
 def test_nobody_is_met_without_shards():
-    assert not Pace(None, CPU).is_meeting("a")
+    assert not LaunchSchedule(None, CPU).is_sync_point("a")
 
 
 def test_ranks_meet_when_enough_units_are_complete(monkeypatch):
-    monkeypatch.setattr(pace, "MEETINGS", 2)
+    monkeypatch.setattr(launch_schedule, "MEETINGS", 2)
     names = ("a", "b", "c", "d", "e")
     shards = sharding(dict.fromkeys(names, 10), {"a": 0, "b": 0, "c": 1, "d": 1, "e": 2})
-    mine = Pace(shards, CPU)
+    mine = LaunchSchedule(shards, CPU)
     found = []
     for name in reversed(names):  # e: 10 of the 25 that are enough
-        found.append(mine.is_meeting(name))
+        found.append(mine.is_sync_point(name))
         if found[-1]:
-            mine.met()
+            mine.reset_sync_point()
     assert found == [False, False, True, False, False]
     mine.begin()
-    assert [mine.is_meeting(name) for name in names] == [False, False, False, True, True]
+    assert [mine.is_sync_point(name) for name in names] == [False, False, False, True, True]
 
 
 def test_a_large_unit_is_met_by_itself(monkeypatch):
-    monkeypatch.setattr(pace, "UNIT_BYTES", 10)
-    mine = Pace(sharding({"a": 10, "b": 90}, {"a": 0, "b": 1}), CPU)
-    assert mine.is_meeting("a")
+    monkeypatch.setattr(launch_schedule, "UNIT_BYTES", 10)
+    mine = LaunchSchedule(sharding({"a": 10, "b": 90}, {"a": 0, "b": 1}), CPU)
+    assert mine.is_sync_point("a")
 
 
 def test_it_is_crowded_where_backward_has_freed_nothing(memory):
-    mine = Pace(None, CPU)
-    mine.add(pace.PENDING_BYTES)
+    mine = LaunchSchedule(None, CPU)
+    mine.add(launch_schedule.PENDING_BYTES)
     assert not mine.is_crowded()
     mine.add(1)
     assert mine.is_crowded()
@@ -68,26 +68,26 @@ def test_it_is_crowded_where_backward_has_freed_nothing(memory):
 
 
 def test_half_of_what_backward_has_freed_may_wait(memory):
-    memory[0] = 10 * pace.PENDING_BYTES
-    mine = Pace(None, CPU)
-    memory[0] = 6 * pace.PENDING_BYTES  # freed: 4
-    mine.add(2 * pace.PENDING_BYTES)
+    memory[0] = 10 * launch_schedule.PENDING_BYTES
+    mine = LaunchSchedule(None, CPU)
+    memory[0] = 6 * launch_schedule.PENDING_BYTES  # freed: 4
+    mine.add(2 * launch_schedule.PENDING_BYTES)
     assert not mine.is_crowded()  # 2 are left, 1 of them is granted
-    mine.add(pace.PENDING_BYTES)
+    mine.add(launch_schedule.PENDING_BYTES)
     assert not mine.is_crowded()
-    mine.add(pace.PENDING_BYTES)  # nothing is left
+    mine.add(launch_schedule.PENDING_BYTES)  # nothing is left
     assert mine.is_crowded()
 
 
 def test_never_more_than_the_most(memory):
-    memory[0] = 1000 * pace.PENDING_BYTES
-    mine = Pace(None, CPU)
+    memory[0] = 1000 * launch_schedule.PENDING_BYTES
+    mine = LaunchSchedule(None, CPU)
     memory[0] = 0
-    mine.add(pace.MOST_PENDING_BYTES + 1)
+    mine.add(launch_schedule.MOST_PENDING_BYTES + 1)
     assert mine.is_crowded()
 
 
 def test_what_the_forward_has_left(memory):
-    mine = Pace(None, CPU)
+    mine = LaunchSchedule(None, CPU)
     memory[0] = 123
     assert mine.saved == 123

@@ -88,12 +88,12 @@ def test_every_network(case, mode, clipping):
         model = private(network, mode, clipping=clipping)
         for batch_size, function in zip((zoo.SIZE, 1), functions, strict=True):
             expected = reference(case.name, batch_size)
-            limits = limits_of(expected, clipping)
-            model.max_grad_norm = limits
+            clip_norms = limits_of(expected, clipping)
+            model.max_grad_norm = clip_norms
             model.policy = dataclasses.replace(model.policy, clipping_function=function)
             norms, sums = step_in_float64(model, case, batch_size)
             torch.testing.assert_close(norms, oracle.norms(expected), rtol=1e-9, atol=1e-12)
-            assert_close(sums, oracle.clipped_sum(expected, limits, clipping, function), 1e-9)
+            assert_close(sums, oracle.clipped_sum(expected, clip_norms, clipping, function), 1e-9)
 
 
 @zoo.every_case
@@ -128,7 +128,7 @@ def test_per_layer_thresholds_are_equal_shares_of_the_whole(mode):
     model = private(case.build().double(), mode, limit, "per_layer")
     _, sums = step_in_float64(model, case, zoo.SIZE)
     assert_close(sums, oracle.clipped_sum(expected, limit, "per_layer"), 1e-9)
-    assert sum(c * c for c in model.limits()) == pytest.approx(limit**2)
+    assert sum(c * c for c in model.clip_norms()) == pytest.approx(limit**2)
 
 
 @zoo.every_case

@@ -1,4 +1,4 @@
-"""Kernels that serve many layers at once, and the small ones, beside their plain twins.
+"""Kernels that serve many layers at once, and the small ones, beside their references.
 
 As in test_kernels.py: in the interpreter, and compiled on a GPU.
 """
@@ -92,14 +92,14 @@ def check_clipped_sums(device: str, dtype: torch.dtype, tile: Tile | None) -> No
         "bias": (arrived[2], 4, None),
     }
     names = {torch.nn.Parameter(torch.empty(0)): name for name in parts}
-    remains = {p: parts[name][0] for p, name in names.items()}
+    saved = {p: parts[name][0] for p, name in names.items()}
     groups = {p: parts[name][1] for p, name in names.items()}
     shapes = {p: torch.Size([4, 8]) for p in names}  # only an embedding's is asked for
     size = None if tile is None else tile.rows
     label = lambda *_: nullcontext()  # noqa: E731
-    totals = clipped_sums(remains, Coefficients(c, {9: 0, 4: 1}), groups, shapes, size, label)
+    totals = clipped_sums(saved, Coefficients(c, {9: 0, 4: 1}), groups, shapes, size, label)
     assert [names[p] for p in totals] == list(parts)
-    assert remains == {}
+    assert saved == {}
     for parameter, total in totals.items():
         one, group, product = parts[names[parameter]]
         own = c[{9: 0, 4: 1}[group]]
@@ -127,7 +127,7 @@ def check_coefficients(device: str, dtype: torch.dtype, tile: Tile | None) -> No
         scales = table.sqrt() * 3
         errors = torch.tensor([[0, 0], [2.0**-16, 1e-4]] * 3 + [[0, 0]], device=device)
         starts = torch.tensor([0, 3, 3, 7], dtype=torch.int32, device=device)
-        limits = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64, device=device)
+        clip_norms = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64, device=device)
         for wrong in (None, inf, -inf, nan, -1e-3):
             if wrong is not None:
                 table[4, -1] = wrong
@@ -135,7 +135,7 @@ def check_coefficients(device: str, dtype: torch.dtype, tile: Tile | None) -> No
                 before = torch.zeros(batch_size, dtype=torch.bool, device=device)
                 before[::50] = batch_size > 5
                 bad, expected_bad = before.clone(), before.clone()
-                arguments = (table, scales, errors, starts, limits, 1 + 2e-5, gamma)
+                arguments = (table, scales, errors, starts, clip_norms, 1 + 2e-5, gamma)
                 found = clip_coefficients(*arguments, bad)
                 expected = clip_coefficients_plain(*arguments, expected_bad)
                 torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
@@ -147,17 +147,17 @@ def check_coefficients(device: str, dtype: torch.dtype, tile: Tile | None) -> No
     many[0] = 1.0
     starts = torch.tensor([0, 1001], dtype=torch.int32, device=device)
     nothing = torch.zeros(1001, 2, device=device)
-    limits = torch.tensor([0.5], dtype=torch.float64, device=device)
+    clip_norms = torch.tensor([0.5], dtype=torch.float64, device=device)
     bad = torch.zeros(1, dtype=torch.bool, device=device)
-    c = clip_coefficients(many, many, nothing, starts, limits, 1.0, None, bad)
+    c = clip_coefficients(many, many, nothing, starts, clip_norms, 1.0, None, bad)
     assert (c.double() * many.double().sum().sqrt() / 0.5 - 1).abs().item() < 1e-6
     squares = torch.tensor([[0.0, 1e-38, 1.0, 3e38]], device=device)
     starts, bad = starts.clone().fill_(1), torch.zeros(4, dtype=torch.bool, device=device)
     starts[0] = 0
     for limit in (LOWEST, HIGHEST):
-        limits = torch.tensor([limit], dtype=torch.float64, device=device)
+        clip_norms = torch.tensor([limit], dtype=torch.float64, device=device)
         for gamma in (None, LOWEST):
-            arguments = (squares, squares, nothing[:1], starts, limits, 1.0, gamma)
+            arguments = (squares, squares, nothing[:1], starts, clip_norms, 1.0, gamma)
             c = clip_coefficients(*arguments, bad.clone())
             assert c.isfinite().all(), "an infinite one times zero would be NaN"
             assert (c.double() * squares.double().sqrt() <= limit * (1 + 1e-6)).all()

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dp_clipping import MODES, PrivacyEngine
-from dp_clipping.capture.discovery import Establishment
+from dp_clipping.capture.discovery import LayoutDiscovery
 from dp_clipping.layers.accumulation import Weights
-from dp_clipping.step import private_step as session
-from dp_clipping.step.private_step import Session
+from dp_clipping.step import private_step as private_step
+from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.verification import check
 from dp_clipping.verification import reference as oracle
 from dp_clipping.verification import report as check_report
@@ -150,8 +150,8 @@ def test_the_expected_side_is_the_definition():
     torch.testing.assert_close(report.expected_norms, expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(report.norms.double(), expected, rtol=1e-6, atol=0)
     assert report.clipped == report.expected_clipped == 0.5
-    limits = [1e9, float(expected.max()) / 10]
-    report = check_mlp(clipping="per_layer", max_grad_norm=limits)
+    clip_norms = [1e9, float(expected.max()) / 10]
+    report = check_mlp(clipping="per_layer", max_grad_norm=clip_norms)
     assert report.ok, report
     assert report.clipped == report.expected_clipped > 0
 
@@ -315,18 +315,18 @@ def test_on_a_gpu(dtype):
 
 def break_sums(monkeypatch, factor: float, name: str) -> None:
     """One parameter's coefficients are too large."""
-    hand_on = Session._hand_on
+    hand_on = PrivateStep._emit
 
-    def wrong(self, parameter, remains):
+    def wrong(self, parameter, saved):
         own = self._weights
         if self.capture.names[parameter] == name:
             self._weights = [
                 Weights(w.values * factor, [factor * c for c in w.by_host]) for w in own
             ]
-        hand_on(self, parameter, remains)
+        hand_on(self, parameter, saved)
         self._weights = own
 
-    monkeypatch.setattr(Session, "_hand_on", wrong)
+    monkeypatch.setattr(PrivateStep, "_emit", wrong)
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "ghost", "per_sample"])
@@ -342,8 +342,8 @@ def test_a_sum_that_is_two_percent_too_large(monkeypatch, mode):
 
 
 def test_coefficients_that_are_too_large(monkeypatch):
-    coefficients = session.coefficients
-    monkeypatch.setattr(session, "coefficients", lambda *a: 1.01 * coefficients(*a))
+    coefficients = private_step.coefficients
+    monkeypatch.setattr(private_step, "coefficients", lambda *a: 1.01 * coefficients(*a))
     report = check_mlp()
     assert not report.ok
     assert report.gradient_error == pytest.approx(0.01, rel=0.02)
@@ -354,8 +354,8 @@ def test_a_norm_without_biases(monkeypatch):
         squares = squared_norms(gradients)
         return squares if gradients.dim() > 2 else torch.zeros_like(squares)
 
-    squared_norms = session.squared_norms
-    monkeypatch.setattr(session, "squared_norms", without_vectors)
+    squared_norms = private_step.squared_norms
+    monkeypatch.setattr(private_step, "squared_norms", without_vectors)
     report = check_mlp(max_grad_norm=1e9)  # nothing is clipped: all sums are right
     assert not report.ok
     assert report.gradient_error < report.tolerance.gradient
@@ -367,9 +367,11 @@ def test_a_norm_without_biases(monkeypatch):
 
 def test_a_norm_of_one_group(monkeypatch):
     """What is a small part of the whole norm may be all of a group's."""
-    squared_norms = session.squared_norms
+    squared_norms = private_step.squared_norms
     monkeypatch.setattr(
-        session, "squared_norms", lambda g: squared_norms(g) * (1.21 if g.shape[1:] == (3,) else 1)
+        private_step,
+        "squared_norms",
+        lambda g: squared_norms(g) * (1.21 if g.shape[1:] == (3,) else 1),
     )
 
     def network() -> nn.Module:
@@ -404,7 +406,7 @@ def test_a_backward_that_mixes_samples(monkeypatch):
 
     It would be refused before there is a report.
     """
-    monkeypatch.setattr(Establishment, "_check", lambda self, batch: None)
+    monkeypatch.setattr(LayoutDiscovery, "_check", lambda self, batch: None)
     network = zoo.seeded(
         lambda: zoo.Net(
             lambda net, x: net.b(torch.tanh(MixedBackward.apply(net.a(x)))),
@@ -420,7 +422,7 @@ def test_a_backward_that_mixes_samples(monkeypatch):
 def test_a_bad_sample_that_is_let_in(monkeypatch):
     """Its coefficient is 0, and 0 · NaN is NaN."""
     monkeypatch.setattr(
-        session, "finite_samples", lambda bounds: torch.ones_like(bounds[0], dtype=torch.bool)
+        private_step, "finite_samples", lambda bounds: torch.ones_like(bounds[0], dtype=torch.bool)
     )
     inputs, targets = mlp_batch()
     inputs[1, 0] = torch.nan
@@ -510,8 +512,8 @@ def test_refusals():
 
 
 def test_refused_in_release():
-    run = private(mlp(), engine=PrivacyEngine(accountant="rdp", release=True))
-    refused(run, message="not covered by ε.*release=False", kind=RuntimeError)
+    run = private(mlp(), engine=PrivacyEngine(accountant="rdp", hide_unprotected=True))
+    refused(run, message="not covered by ε.*hide_unprotected=False", kind=RuntimeError)
 
 
 def test_refused_in_the_middle_of_a_step():
@@ -567,7 +569,7 @@ def train(run: SimpleNamespace, look=lambda place: None, steps: int = 3) -> dict
     return {
         "draws": draws, "norms": [n.tolist() for n in norms], "steps": optimizer.steps,
         "account": run.engine.accountant.history, "open draw": optimizer.open_draw,
-        "budget": vars(model.budget) | {}, "random": torch.get_rng_state().tolist(),
+        "budget": vars(model.usage) | {}, "random": torch.get_rng_state().tolist(),
         "parameters": replicas.parameters(run).tolist(),
     }  # fmt: skip
 
@@ -581,10 +583,10 @@ def state_of(run: SimpleNamespace) -> dict:
         "buffers": [b.clone().tolist() for b in model.buffers()],
         "layouts": [(dict(h.layouts), dict(h.output_layouts), h.always_dense)
                     for h in capture.handles],
-        "sessions": [h.session for h in capture.handles],
+        "sessions": [h.private_step for h in capture.handles],
         "plans": (dict(capture.plans), capture.plan, capture.profile),
-        "budget": vars(model.budget) | {}, "random": torch.get_rng_state().tolist(),
-        "session": model.last_session, "steps": run.optimizer.steps,
+        "budget": vars(model.usage) | {}, "random": torch.get_rng_state().tolist(),
+        "session": model.last_step, "steps": run.optimizer.steps,
         "criterion": run.criterion.criterion.reduction,
     }  # fmt: skip
 
