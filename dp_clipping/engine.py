@@ -42,6 +42,7 @@ from dp_clipping.model import PrivateModel
 from dp_clipping.modes import DEFAULT_MODE, policy_of
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.keys import Keys, fixed_keys, fresh_keys
+from dp_clipping.noise.target_epsilon import noise_multiplier_for
 from dp_clipping.optimizer import PrivateOptimizer
 from dp_clipping.sampling.loader import PoissonLoader, batch_size_of, expected_batch_size_of
 from dp_clipping.sampling.memory_manager import MicrobatchLoader
@@ -318,7 +319,8 @@ class PrivacyEngine:
         """`make_private` with the noise that ends `epochs` epochs at (ε, δ).
 
         Further arguments are those of `make_private`. Warns if the accountant has counted steps
-        already, since the budget is taken to start at zero.
+        already, since the budget is taken to start at zero. Raises ValueError for a target that
+        needs (next to) no noise.
         """
         if "noise_multiplier" in arguments:
             raise ValueError(
@@ -333,9 +335,7 @@ class PrivacyEngine:
                 "accountant has counted steps already: the total will be above target_epsilon",
                 stacklevel=2,
             )
-        from opacus.accountants.utils import get_noise_multiplier
-
-        noise_multiplier = get_noise_multiplier(
+        noise_multiplier = noise_multiplier_for(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
             sample_rate=1 / len(data_loader),

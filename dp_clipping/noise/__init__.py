@@ -6,5 +6,6 @@ Files:
     gaussian              counter-based streams in which every value has an address
     kernel                the same in one Triton kernel
     keys                  the secret key of noise and sampling
+    target_epsilon        the noise multiplier that ends a training at a given ε
     adaptive_threshold    a clipping threshold that follows a quantile of the norms
 """

@@ -1,0 +1,29 @@
+"""The noise multiplier for a target ε: Opacus's own, or a refusal within a second."""
+
+import pytest
+from opacus.accountants.utils import get_noise_multiplier
+
+from dp_clipping.noise.target_epsilon import noise_multiplier_for
+
+SETTING = {"target_delta": 1e-5, "sample_rate": 0.01, "epochs": 1}
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "gdp"])
+def test_it_is_the_one_that_opacus_finds(accountant):
+    arguments = {**SETTING, "target_epsilon": 2.0, "accountant": accountant}
+    assert noise_multiplier_for(**arguments) == get_noise_multiplier(**arguments)
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp", "gdp"])
+def test_a_target_that_needs_no_noise_is_refused_without_a_search(accountant, monkeypatch):
+    def search(**_):
+        raise AssertionError("the search would take minutes")
+
+    monkeypatch.setattr("opacus.accountants.utils.get_noise_multiplier", search)
+    with pytest.raises(ValueError, match=r"target_epsilon is 1e\+06: with noise_multiplier 0.2"):
+        noise_multiplier_for(**SETTING, target_epsilon=1e6, accountant=accountant)
+
+
+def test_a_search_that_fails_names_the_target():
+    with pytest.raises(ValueError, match="target_epsilon is 1e-09: accountant rdp finds no noise"):
+        noise_multiplier_for(**SETTING, target_epsilon=1e-9, accountant="rdp")
