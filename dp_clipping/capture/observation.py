@@ -20,13 +20,15 @@ from dp_clipping.capture.backward import flush_ready_nodes
 from dp_clipping.capture.batch import tensors_of
 from dp_clipping.capture.capture import Capture, tensors_in
 from dp_clipping.distributed.dtensor import is_sharded
+from dp_clipping.layers.accumulation import full_float32
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, expand_shared
 from dp_clipping.layers.tensor_parallel import local
 
 SIGNS = 4
 # Relative to the norm of what a sample has in the tensor. Two runs have the same shapes, so mostly
-# the same kernels; what remains is the order in which a GPU's atomic operations add.
+# the same kernels; what remains is the order in which a GPU's atomic operations add. With a sample
+# more it is another kernel, so float32 products are full ones: TensorFloat-32 differs by 5e-4.
 TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 1e-2}
 TOLERANCE = 1e-4
 WHOLE = 1e-12  # of whole numbers: in float64 only norms round, by the order of their sum
@@ -90,7 +92,7 @@ class Observer:
         if seed is not None:
             rounding = torch.Generator(self._capture.trigger.device).manual_seed(seed)
         modules = list(self._capture.network.modules()) if self._capture.sharding is None else ()
-        with untouched(modules), torch.enable_grad():
+        with untouched(modules), torch.enable_grad(), full_float32(convolutions=True):
             args, kwargs = arguments
             device = self._capture.trigger.device.type
             with self._watched(seen, batch_size, rounding) as triggers:

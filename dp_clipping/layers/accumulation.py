@@ -24,9 +24,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @contextmanager
-def full_float32() -> Iterator[None]:
-    """Float32 products inside are float32 products: no TensorFloat-32, no bfloat16."""
+def full_float32(convolutions: bool = False) -> Iterator[None]:
+    """Computes float32 products inside in float32: no TensorFloat-32, no bfloat16.
+
+    With `convolutions` theirs too, which PyTorch computes in TensorFloat-32 by default.
+    """
     backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
+    if convolutions:
+        backends += [torch.backends.cudnn.conv, torch.backends.mkldnn.conv]
     before = [backend.fp32_precision for backend in backends]
     for backend in backends:
         backend.fp32_precision = "ieee"

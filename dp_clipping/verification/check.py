@@ -105,7 +105,7 @@ def compare(run: Run, batch: Any, loss: Loss | None = None) -> Check:
     """See `PrivacyEngine.check`."""
     _refuse(run)
     model = run.model
-    with _without_trace(model), _full_float32():
+    with _without_trace(model), full_float32(convolutions=True):
         stage = Stage(model)
         criterion = PrivateCriterion(stage, run.criterion.criterion, run.criterion.loss_reduction)
         batch = _changed(batch, lambda x: x.to(stage.clip_norms.device))
@@ -303,15 +303,3 @@ def _without_trace(model: PrivateModel) -> Iterator[None]:
             handle.layouts, handle.output_layouts, handle.always_dense = known
         for name, value in found.items():
             setattr(capture, name, value)
-
-
-@contextmanager
-def _full_float32() -> Iterator[None]:
-    """As `layers.arithmetic.full_float32`, and convolutions too: one sample's kernel is another."""
-    convolutions = torch.backends.cudnn.conv
-    before, convolutions.fp32_precision = convolutions.fp32_precision, "ieee"
-    try:
-        with full_float32():
-            yield
-    finally:
-        convolutions.fp32_precision = before

@@ -638,3 +638,18 @@ def test_a_summary_tells_large_whole_numbers_apart():
     assert bool(((one[1] - two[1]).abs() > room).any())
     alone = summary(x[:1], Layout("dimension", 0), 1)
     assert bool(((alone[0] - one[0]).abs() <= WHOLE * one[0, -1]).all())
+
+
+def test_checks_compute_convolutions_in_float32():
+    """With another number of samples cuDNN takes another kernel, in TensorFloat-32 by default."""
+    seen = []
+
+    def noted(net, x):
+        seen.append(torch.backends.cudnn.conv.fp32_precision)
+        return net.second(net.first(x))
+
+    before = torch.backends.cudnn.conv.fp32_precision
+    model = private(Function(noted))
+    model(torch.randn(4, 5))
+    assert seen.count("ieee") >= 4
+    assert seen[-1] == before == torch.backends.cudnn.conv.fp32_precision  # the step itself
