@@ -9,12 +9,13 @@ class Remark(str):
     """The last cell of a row, which runs on to the right and widens no column."""
 
 
-def aligned(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], right: Sequence[bool], rule: bool = True) -> list[str]:
     """Returns the lines of a table: headings, a rule, one line per further row.
 
     Args:
         rows: the headings, then the cells of each row; a row may end early, with a `Remark`.
         right: per column, whether its cells are aligned right.
+        rule: whether the first row is headings, with a rule below.
     """
     widths = [0] * len(rows[0])
     for row in rows:
@@ -28,4 +29,4 @@ def aligned(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
             for cell, width, is_right in zip(row, widths, right, strict=False)
         ]
         lines.append(GAP.join([*cells, *row[len(widths) :]]).rstrip())
-    return [lines[0], GAP.join("-" * width for width in widths), *lines[1:]]
+    return [lines[0], GAP.join("-" * width for width in widths), *lines[1:]] if rule else lines

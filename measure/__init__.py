@@ -1,7 +1,8 @@
 """Measuring room: cells, resume, JSON lines, statistics, tables and the comparison picture.
 
-It imports nothing from the other rooms and knows nothing of what is measured. Matplotlib and
-torch are imported where they are used, so that importing this package is cheap.
+Of the other packages it imports the writers of files and of aligned tables only, which are in
+`dp_clipping`. Matplotlib and torch are imported where they are used, so that importing this package
+is cheap.
 """
 
 from measure.cells import plan_rounds

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from dp_clipping.files import replacing, sync_folder, write_atomically
+from dp_clipping.files import flush_to_disk, replacing, write_atomically
 
 __all__ = ["append_line", "read_lines", "replacing", "write_atomically"]
 
@@ -98,7 +98,7 @@ def _locked(path: Path) -> Iterator[int]:
     finally:
         os.close(descriptor)
     if created:
-        sync_folder(path.parent)
+        flush_to_disk(path.parent)
 
 
 def _repair_tail(descriptor: int) -> None:

@@ -2,8 +2,9 @@
 
 Read in this order: `intervals` (time as sets), `trace` with `cpu_rules` and `gpu_rules` (what is
 computation, what is communication), `waiting` (for a slower rank), `overlap` (the numbers),
-`timeline` (the picture). `phases` and `profiler` are for the code that is being measured. This
-package knows no other room.
+`timeline` (the picture). `phases` and `profiler` are for the code that is being measured. Of the
+other packages it imports the writers of files and of aligned tables only, which are in
+`dp_clipping`.
 """
 
 from .overlap import Overlap, overlap, steps

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity
 
-from .files import written_whole
+from dp_clipping.files import written_whole
+
 from .phases import BOOT
 
 # The profiler's own log goes to stderr, from 2.13 on with a line at each start and stop.
@@ -36,8 +37,10 @@ def profile(
         yield profiler
         if device_type == "cuda":
             torch.cuda.synchronize()  # kernels still in flight belong to the trace
-    with written_whole(trace_path) as temporary:
-        _export(profiler, temporary, Path(trace_path))
+    path = Path(trace_path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(path) as temporary:
+        _export(profiler, temporary, path)
 
 
 def _boot() -> str | None:

@@ -4,13 +4,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .files import written_whole
+from dp_clipping.files import write_atomically
+from dp_clipping.table import aligned
+
 from .overlap import TIMES, Overlap, overlap
 from .phases import EPOCH_PREFIX, LAYER_PREFIXES, PARTS_OF_BACKWARD, PARTS_OF_SHARDED, PHASES
 from .trace import Trace
 from .waiting import share_clock
 
 RANGES = (EPOCH_PREFIX, *LAYER_PREFIXES, "norm_reduce/", "FSDP::")
+LEGEND = (
+    "step = computation + exposed + waiting + idle; overlap = overlapped / communication.",
+    "exposed: communication while this rank computes nothing (PROFILING.md, Exposed "
+    "communication).",
+)
+WAITING = (
+    "waiting: in a collective that a slower rank has not begun, while this rank computes nothing."
+)
+UNKNOWN = (
+    "waiting: not known; it takes the traces of all ranks, on one host's clock. It is in "
+    "communication."
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,7 @@ def write_summary(
     measured = {trace.rank: overlap(trace) for trace in traces}
     sections = [
         [title, "=" * len(title)],
-        _section("Configuration", [f"{name:<28} {value}" for name, value in configuration.items()]),
+        _section("Configuration", _values(configuration)),
         _section("Computation and communication, ms per step", _overlap_table(measured, traces)),
         _section("Time per phase, ms per step", _phase_table(measured, traces)),
         *([_section("Launches of one step, rank 0", list(launches))] if launches else []),
@@ -67,69 +81,66 @@ def write_summary(
         _section("Slowest operators, rank 0, ms over the whole trace", _operator_table(operators)),
     ]
     if memory:
-        sections.append(_section("Memory", [f"{k:<28} {v}" for k, v in memory.items()]))
+        sections.append(_section("Memory", _values(memory)))
     sections.append(_section("How to open the traces", _how_to_open(trace_files)))
     text = "\n\n".join("\n".join(lines) for lines in sections) + "\n"
-    with written_whole(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_atomically(path, text)
 
 
 def _section(title: str, lines: list[str]) -> list[str]:
     return [title, "-" * len(title), *lines]
 
 
+def _values(values: dict) -> list[str]:
+    rows = [(name, str(value)) for name, value in values.items()]
+    return aligned(rows, [False, False], rule=False) if rows else []
+
+
+def _milliseconds(microseconds: float) -> str:
+    return f"{microseconds / 1000:.3f}"
+
+
 def _overlap_table(measured: dict[int, Overlap], traces: list[Trace]) -> list[str]:
-    titles = ("step", *TIMES[1:])
-    widths = [max(len(title) + 2, 11) for title in titles]
-    heading = "".join(f"{title:>{width}}" for title, width in zip(titles, widths, strict=True))
-    lines = [f"{'rank':<6}{heading}{'overlap':>10}"]
+    rows = [["rank", "step", *TIMES[1:], "overlap"]]
     for rank, whole in measured.items():
         step = whole.per_step() or whole
-        columns = zip(TIMES, widths, strict=True)
-        times = "".join(f"{getattr(step, name) / 1000:>{width}.3f}" for name, width in columns)
         fraction = step.overlap_fraction
         share = "none" if fraction is None else f"{fraction:.1%}"
-        lines.append(f"{rank:<6}{times}{share:>10}")
+        rows.append([str(rank), *(_milliseconds(getattr(step, name)) for name in TIMES), share])
+    lines = aligned(rows, [False] + [True] * (len(rows[0]) - 1))
+    bases = ", ".join(sorted({whole.basis for whole in measured.values()}))
     counts = sorted({whole.steps for whole in measured.values()})
-    bases = sorted({whole.basis for whole in measured.values()})
-    steps = ", ".join(str(count) for count in counts)
+    over = f"Averages over {', '.join(map(str, counts))} step(s)."
+    if counts == [0]:
+        over = "The trace does not tell its steps: whole span."
     return [
         *lines,
         "",
-        f"Basis: {', '.join(bases)}. Averages over {steps} step(s)."
-        if counts != [0]
-        else f"Basis: {', '.join(bases)}. The trace does not tell its steps: whole span.",
-        "step = computation + exposed + waiting + idle; overlap = overlapped / communication.",
-        "exposed: communication while this rank computes nothing (PROFILING.md, Exposed "
-        "communication).",
-        "waiting: in a collective that a slower rank has not begun, while this rank computes "
-        "nothing."
-        if share_clock(traces)
-        else "waiting: not known; it takes the traces of all ranks, on one host's clock. It is in "
-        "communication.",
+        f"Basis: {bases}. {over}",
+        *LEGEND,
+        WAITING if share_clock(traces) else UNKNOWN,
     ]
 
 
 def _phase_table(measured: dict[int, Overlap], traces: list[Trace]) -> list[str]:
     names = [name for name in PHASES if any(name in m.phases for m in measured.values())]
-    lines = [f"{'phase':<28}" + "".join(f"{f'rank {rank}':>12}" for rank in measured)]
+    steps = [whole.per_step() or whole for whole in measured.values()]
+    rows = [["phase", *(f"rank {rank}" for rank in measured)]]
     for name in names:
-        steps = [whole.per_step() or whole for whole in measured.values()]
         depth = (name in PARTS_OF_BACKWARD) + 2 * (name in PARTS_OF_SHARDED)
-        title = "  " * depth + name
-        lines.append(
-            f"{title:<28}" + "".join(f"{s.phases.get(name, 0.0) / 1000:>12.3f}" for s in steps)
-        )
+        times = [_milliseconds(step.phases.get(name, 0.0)) for step in steps]
+        rows.append(["  " * depth + name, *times])
+    lines = aligned(rows, [False] + [True] * len(measured))
     placed = sorted({trace.phase_basis for trace in traces})
     return [*lines, "", f"Phases placed by: {', '.join(placed)}."]
 
 
 def _operator_table(operators: list[OperatorRow]) -> list[str]:
-    lines = [f"{'operator':<52}{'calls':>8}{'total':>12}{'self':>12}"]
+    rows = [("operator", "calls", "total", "self")]
     for row in operators:
-        times = f"{row.total_us / 1000:>12.3f}{row.self_us / 1000:>12.3f}"
-        lines.append(f"{_short(row.name, 51):<52}{row.calls:>8}{times}")
-    return lines
+        times = _milliseconds(row.total_us), _milliseconds(row.self_us)
+        rows.append((_short(row.name, 51), str(row.calls), *times))
+    return aligned(rows, [False, True, True, True])
 
 
 def _how_to_open(trace_files: list[str]) -> list[str]:

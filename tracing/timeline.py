@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from .files import written_whole
+from dp_clipping.files import replacing
+
 from .intervals import Interval, difference, intersection, union
 from .overlap import Overlap, overlap, steps
 from .phases import PARTS_OF_BACKWARD
@@ -75,8 +76,8 @@ def draw_timeline(
 ) -> None:
     """Draw one representative step of each implementation, {name: traces, one per rank}."""
     figure = timeline_figure(traces, title)
-    with written_whole(path) as temporary:
-        figure.savefig(temporary, dpi=DOTS_PER_INCH)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
 
 
 def timeline_figure(traces: dict[str, list[Trace]], title: str) -> Figure:

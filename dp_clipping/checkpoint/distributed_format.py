@@ -61,7 +61,7 @@ from dp_clipping.checkpoint.tensors import (
     take_tensors,
     with_tensors,
 )  # fmt: skip
-from dp_clipping.files import sync_folder
+from dp_clipping.files import flush_to_disk
 from dp_clipping.noise.keys import read_keys, write_keys
 
 RUN_FILE = "run.pt"
@@ -169,7 +169,7 @@ def _write_run(path: Path, contents: State, run: Run, torch_kwargs: Mapping[str,
     beside = key_path(path)
     old = read_keys(beside)
     write_keys(beside, old if run.keys in old else [*old, run.keys])
-    sync_folder(path / contents[OWN][TENSORS])  # torch syncs its files, not their names
+    flush_to_disk(path / contents[OWN][TENSORS])  # torch syncs its files, not their names
     write_sealed(path / RUN_FILE, contents, run.keys, torch_kwargs)
     write_keys(beside, [run.keys])
     for other in path.iterdir():

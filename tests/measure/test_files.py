@@ -1,58 +1,15 @@
 """Files survive kills: whole or absent, and a cut last line is dropped and repaired."""
 
 import json
-import os
 import random
 import signal
-import stat
 import subprocess
 import sys
 import time
 
 import pytest
 
-from measure.files import append_line, read_lines, write_atomically
-
-
-def test_write_atomically_replaces_text_and_bytes(tmp_path):
-    path = tmp_path / "summary.txt"
-    write_atomically(path, "größer")
-    assert path.read_text(encoding="utf-8") == "größer"
-    write_atomically(str(path), b"\x00\xff")
-    assert path.read_bytes() == b"\x00\xff"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_an_error_names_the_file_that_was_meant(tmp_path):
-    with pytest.raises(FileNotFoundError) as raised:
-        write_atomically(tmp_path / "no" / "r.html", b"1")
-    assert raised.value.filename == str(tmp_path / "no" / "r.html")
-    with pytest.raises(IsADirectoryError) as raised:
-        write_atomically(tmp_path, b"1")
-    assert raised.value.filename == str(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_write_atomically_has_ordinary_permissions(tmp_path):
-    path = tmp_path / "picture.png"
-    ordinary = tmp_path / "ordinary"
-    ordinary.touch()
-    write_atomically(path, b"1")
-    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(ordinary.stat().st_mode)
-
-
-def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
-    path = tmp_path / "a"
-    write_atomically(path, "old")
-
-    def fail(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_atomically(path, "new")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
+from measure.files import append_line, read_lines
 
 
 def test_append_and_read(tmp_path):

@@ -2,7 +2,8 @@
 
 Writes `{variant}_rank_{rank}_trace.json` for a synchronous and an overlapped all-reduce of a small
 model. With --trim it keeps what a reader needs of rank 0's, small enough to be committed; that is
-how `fixtures/` was made. A script of its own, because worker processes import their main module.
+how `tests/tracing/fixtures/` was made. A script of its own, because worker processes import their
+main module.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Traces without a GPU: two real ones (see gloo_steps.py), and hand-written traps."""
+"""Traces without a GPU: two real ones (see tests/support/gloo_steps.py), and hand-written traps."""
 
 import gzip
 import json

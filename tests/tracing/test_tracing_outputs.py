@@ -20,7 +20,6 @@ from tracing import (
     slowest_operators,
     write_summary,
 )
-from tracing.files import written_whole
 from tracing.timeline import COMPUTATION, EXPOSED, HIDDEN, representative_step, timeline_figure
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -188,28 +187,3 @@ def test_failed_profile_leaves_no_file(tmp_path):
     ):
         raise RuntimeError("step failed")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_failed_writer_keeps_the_old_file(tmp_path):
-    path = tmp_path / "file.txt"
-    path.write_text("old")
-
-    def write_half():
-        with written_whole(path) as temporary:
-            temporary.write_text("half of the n")
-            raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        write_half()
-    assert path.read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["file.txt"]
-
-
-def test_reader_of_the_old_file_is_not_disturbed(tmp_path):
-    path = tmp_path / "file.txt"
-    path.write_text("old")
-    with path.open() as reader:
-        with written_whole(path) as temporary:
-            temporary.write_text("new")
-        assert reader.read() == "old"
-    assert path.read_text() == "new"
