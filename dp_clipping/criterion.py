@@ -159,7 +159,7 @@ class PrivateCriterion:
         if not torch.is_grad_enabled() or not self.model.training:
             losses = self._per_sample(*args, shape=shape, **kwargs)
             return PrivateLoss(self.model, None, losses, self.loss_reduction)
-        private_step = self.model.last_step
+        private_step = self.model.step_state.pending
         if private_step is None:
             raise RuntimeError("the criterion was called before the private model's forward")
         if private_step.is_empty:

@@ -264,6 +264,7 @@ class PrivacyEngine:
             hide_unprotected=self.hide_unprotected,
             sharding=sharding,
             norm_reduction=norm_reduction,
+            usage=loader.usage if isinstance(loader, PoissonLoader) else None,
         )
         try:
             if policy is not None:
@@ -290,11 +291,9 @@ class PrivacyEngine:
             agreement=agreement,
         )
         if isinstance(loader, PoissonLoader):
-            loader.on_draw = private_optimizer.begin_draw
-            model.usage = loader.usage
-            model.holds_dummy = lambda: loader.holds_dummy
+            loader.on_draw = model.begin_draw
         else:
-            model.usage.batch_size = batch_size_of(data_loader)
+            model.step_state.usage.batch_size = batch_size_of(data_loader)
         self._runs.append(
             Run(
                 model, private_optimizer, loader, everyone, keys, settings, self._account,
@@ -529,8 +528,8 @@ class PrivacyEngine:
             optimizer.steps,
             sigma=optimizer.step_noise_multiplier if is_private else 0.0,
             rate=sample_rate * optimizer.accumulated_iterations,
-            clip_norms=tuple(optimizer.model.step_clip_norms) if is_private else (),
-            draw=optimizer.open_draw,
+            clip_norms=tuple(optimizer.step_state.clip_norms) if is_private else (),
+            draw=optimizer.step_state.draw,
         )
         self._account.count(step, key_is_fixed=run.keys.fixed)
 

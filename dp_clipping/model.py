@@ -4,7 +4,6 @@
 """
 
 import warnings
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -29,6 +28,7 @@ from dp_clipping.sampling.usage import SampleUsage
 from dp_clipping.step.forward_backward import ForwardBackward
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
+from dp_clipping.step.state import BatchNorms, StepState
 from dp_clipping.validation import replicas
 
 
@@ -66,6 +66,10 @@ class PrivateModel(nn.Module):
         hide_unprotected: what is not covered by ε raises instead of showing itself.
         sharding: `sharding_of(module)`: how the network is spread over ranks, if it is.
         norm_reduction: how norms are added up over ranks that have parts of the parameters.
+        usage: of the loader, if it makes Poisson draws.
+
+    Attributes:
+        step_state: the state of the step, which everybody else asks too.
     """
 
     def __init__(
@@ -80,25 +84,19 @@ class PrivateModel(nn.Module):
         hide_unprotected: bool = False,
         sharding: Sharding | None = None,
         norm_reduction: str = "async",
+        usage: SampleUsage | None = None,
     ):
         super().__init__()
         self.module = module
         self.mode, self.policy, self.clipping = mode, policy, clipping
         self.max_grad_norm = max_grad_norm
         self.batch_first = batch_first
-        self.accumulating = False  # more microbatches of this draw are to come: nothing leaves yet
-        self.keeps_gradients = False  # the last step was skipped: zero_grad keeps its sums
         self.hide_unprotected = hide_unprotected
-        self._nonfinite_samples = 0
-        self.holds_dummy: Callable[[], bool] = lambda: False  # is the loader's batch made up?
-        self.usage = SampleUsage()  # the loader's, if it makes Poisson draws
+        self.step_state = StepState(usage, is_private=policy is not None)
         self._is_wrapped = hasattr(module, "gradient_ready")
-        self._norms: list[Tensor] = []
-        self._squares: list[Tensor] = []  # the same by clipping group, squared: [K, B] a backward
         self._capture: Capture | None = None
         self.sharding = sharding
         self.profile: Profile | None = None  # None: the switch is off, see `profiling`
-        self.on_step_open: Callable[[], None] = lambda: None  # called when a step's limits are set
         if policy is not None:
             if not self.network.training:
                 raise ValueError(
@@ -118,10 +116,9 @@ class PrivateModel(nn.Module):
             except ValueError:
                 self._capture.remove()
                 raise
-            self._passes = ForwardBackward(self.network, self.capture, mode, batch_first)
-            self._gradients = GradientBuffer(
-                self.network, self.capture, module if self._is_wrapped else None
-            )
+            state, wrapper = self.step_state, module if self._is_wrapped else None
+            self._passes = ForwardBackward(self.network, self.capture, mode, batch_first, state)
+            self._gradients = GradientBuffer(self.network, self.capture, state, wrapper)
 
     # ---- what a user calls ----------------------------------------------------------------------
 
@@ -144,9 +141,7 @@ class PrivateModel(nn.Module):
         self.refuse_in_release("per_sample_gradient_norms")
         if self.policy is None:
             raise RuntimeError(f"mode {self.mode} computes no per-sample norms")
-        if not self._norms:
-            raise RuntimeError("no backward since zero_grad: there are no norms yet")
-        return torch.cat(self._norms)
+        return torch.cat([batch.norms for batch in self._batch_norms()])
 
     def global_norms(self) -> GlobalNorms:
         """Squared norms of all samples of all ranks since `zero_grad`, on their way to every rank.
@@ -166,7 +161,7 @@ class PrivateModel(nn.Module):
         if self.policy is None:
             raise RuntimeError(f"mode {self.mode} computes no per-sample norms")
         squares = self.gather_norms().wait()
-        return norm_statistics(squares, self._gradients.clip_norms)
+        return norm_statistics(squares, self.step_state.clip_norms)
 
     @property
     def nonfinite_samples(self) -> int:
@@ -175,7 +170,7 @@ class PrivateModel(nn.Module):
         Not covered by ε either.
         """
         self.refuse_in_release("nonfinite_samples")
-        return int(self._nonfinite_samples)
+        return int(sum(batch.nonfinite for batch in self.step_state.norms))
 
     def profile_report(self) -> str:
         """Times of a step's phases and layers on this rank, and its norms: see `profiling`.
@@ -224,7 +219,7 @@ class PrivateModel(nn.Module):
                 "modules may stay in evaluation"
             )
         sync = self._sync_context()
-        if not self.step_is_open:
+        if not self.step_state.is_open:
             return self._passes.forward(self.module, args, kwargs, self.policy, sync)
         self._gradients.refuse_unclipped()
         outputs = self._passes.forward(self.module, args, kwargs, self.policy, sync)
@@ -247,10 +242,11 @@ class PrivateModel(nn.Module):
         Private gradients are always set to None: zeros of a 16-bit parameter could not take up
         float32 sums.
         """
-        if self.keeps_gradients:
+        if self.step_state.microbatches.keeps_sums:
             return
         if self.policy is None:
             super().zero_grad(set_to_none)
+            self.step_state.drop()
         else:
             self.clear_gradients()
 
@@ -311,13 +307,8 @@ class PrivateModel(nn.Module):
 
     def gather_norms(self) -> GlobalNorms:
         """As `global_norms`, for what adds noise to them before anybody sees it."""
-        if not self._squares:
-            raise RuntimeError("no backward since zero_grad: there are no norms yet")
-        return GlobalNorms(self.capture.reducer, torch.cat(self._squares, dim=1))
-
-    @property
-    def last_step(self) -> PrivateStep | None:
-        return None if self.policy is None else self._passes.private_step
+        squared = torch.cat([batch.squared for batch in self._batch_norms()], dim=1)
+        return GlobalNorms(self.capture.reducer, squared)
 
     def clip_norms(self) -> list[float]:
         """C_k of each clipping group."""
@@ -329,33 +320,21 @@ class PrivateModel(nn.Module):
             self._clip_norms_of(value)
         self.max_grad_norm = value
 
-    @property
-    def step_clip_norms(self) -> list[float]:
-        """C_k of each clipping group in the step that is open, or was last."""
-        return self._gradients.clip_norms
-
-    def sensitivity(self) -> float:
-        """C of the step that is open: what one sample can move the sum by."""
-        return sum(c * c for c in self.step_clip_norms) ** 0.5
-
     def private_backward(self, private_step: PrivateStep, losses: Tensor) -> None:
         """Add the clipped sum of this batch to `.grad`, in float32, and let it leave.
 
         If it fails half-way, the step's sums are dropped: parameters that have theirs already would
         count the samples twice in a second attempt.
         """
-        if private_step is not self._passes.private_step:
+        state = self.step_state
+        if private_step is not state.pending:
             raise RuntimeError("backward of an earlier forward: run one forward, then its backward")
-        samples = 0 if private_step.is_empty or self.holds_dummy() else private_step.batch_size
-        self.usage.use(samples, self._is_so_on_any_rank, part=self.accumulating)
-        opens = not self.step_is_open
-        self._gradients.begin_backward(self.clip_norms)
-        if opens:
-            try:
-                self.on_step_open()
-            except BaseException:
-                self.clear_gradients()
-                raise
+        is_empty = private_step.is_empty or state.usage.holds_dummy
+        samples = 0 if is_empty else private_step.batch_size
+        part = state.microbatches.accumulating
+        state.usage.use(samples, self._is_so_on_any_rank, part=part)
+        self._gradients.begin_backward()
+        self._open_step()
         try:
             with self._sync_context():
                 self._add_sums(private_step, losses, samples)
@@ -364,7 +343,11 @@ class PrivateModel(nn.Module):
             self.clear_gradients()
             self._passes.recover()
             raise
-        self._passes.private_step = None
+        state.pending = None
+
+    def begin_draw(self, number: int) -> None:
+        """See `StepState.begin_draw`; in evaluation draws may stay unused."""
+        self.step_state.begin_draw(number, self.training)
 
     @ranged("gradient_sync")
     def finish_synchronization(self) -> None:
@@ -373,7 +356,7 @@ class PrivateModel(nn.Module):
         Raises:
             RuntimeError: parameters have no sum, as after a backward that was cut off.
         """
-        self.accumulating = False
+        self.step_state.microbatches.accumulating = False
         if self.policy is not None:
             self._gradients.finish()
         elif hasattr(self.module, "finish_gradient_synchronization"):
@@ -383,24 +366,16 @@ class PrivateModel(nn.Module):
         """See `GradientBuffer.refuse_unclipped`."""
         self._gradients.refuse_unclipped(is_noisy)
 
-    @property
-    def step_is_open(self) -> bool:
-        """Sums have been added to `.grad` since the last step."""
-        return self.policy is not None and self._gradients.step_is_open
-
-    def close_step(self) -> None:
-        if self.policy is not None:
-            self._gradients.close_step()
-
     def clear_gradients(self) -> None:
         """`zero_grad`: gradients are dropped, and may be float32 again."""
-        self._norms.clear()
-        self._squares.clear()
-        self.usage.give_back()
-        if self.step_is_open and self.profile is not None:
+        if self.step_state.is_open and self.profile is not None:
             self.profile.abandon()
-        self._nonfinite_samples = 0
+        self.step_state.drop()
         self._gradients.clear()
+
+    def settle_gradients(self) -> None:
+        """See `GradientBuffer.settle`."""
+        self._gradients.settle()
 
     def apply_gradient(self, parameter: Parameter, gradient: Tensor) -> None:
         """See `GradientBuffer.apply`."""
@@ -408,17 +383,32 @@ class PrivateModel(nn.Module):
 
     # ---- what these are made of -----------------------------------------------------------------
 
-    def _add_sums(self, private_step: PrivateStep, losses: Tensor, samples: int) -> None:
-        passes, gradients = self._passes, self._gradients
-        clip_norms = _on_device(tuple(gradients.clip_norms), losses.device)
-        if not samples:
-            self._norms.append(losses.detach().new_zeros(0, dtype=torch.float32))
-            self._squares.append(self._norms[-1].new_zeros(len(clip_norms), 0))
-            passes.backward_without_samples(private_step, losses, clip_norms, gradients)
+    def _open_step(self) -> None:
+        if self.step_state.is_open:
+            self.step_state.add_backward()
             return
-        self._norms.append(passes.backward(private_step, losses, clip_norms, gradients))
-        self._squares.append(private_step.squares)
-        self._nonfinite_samples += private_step.nonfinite
+        clip_norms = self.clip_norms()
+        try:
+            self.step_state.open(clip_norms)
+        except BaseException:
+            self.clear_gradients()
+            raise
+
+    def _batch_norms(self) -> list[BatchNorms]:
+        if not self.step_state.norms:
+            raise RuntimeError("no backward since zero_grad: there are no norms yet")
+        return self.step_state.norms
+
+    def _add_sums(self, private_step: PrivateStep, losses: Tensor, samples: int) -> None:
+        passes, gradients, state = self._passes, self._gradients, self.step_state
+        clip_norms = _on_device(tuple(state.clip_norms), losses.device)
+        if samples:
+            norms = passes.backward(private_step, losses, clip_norms, gradients)
+            state.norms.append(BatchNorms(norms, private_step.squares, private_step.nonfinite))
+            return
+        nothing = losses.detach().new_zeros(0, dtype=torch.float32)
+        state.norms.append(BatchNorms(nothing, nothing.new_zeros(len(clip_norms), 0)))
+        passes.backward_without_samples(private_step, losses, clip_norms, gradients)
 
     def _make_reducer(self, mode: str) -> NormReducer:
         data_parallel_group, tensor_group = getattr(self.module, "process_group", None), None
@@ -442,7 +432,7 @@ class PrivateModel(nn.Module):
         return bool(reducer.data.sum(count, "whether samples are left", "async").wait() > 0)
 
     def _sync_context(self) -> AbstractContextManager:
-        return self.no_sync() if self.accumulating else nullcontext()
+        return self.no_sync() if self.step_state.microbatches.accumulating else nullcontext()
 
     def _clip_norms_of(self, max_grad_norm: float | list[float]) -> list[float]:
         check_max_grad_norm(max_grad_norm, self.clipping)

@@ -4,7 +4,6 @@ import hashlib
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,17 +24,9 @@ from dp_clipping.model import PrivateModel
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.gaussian import NoiseStream, add_noise_to_all
 from dp_clipping.profiling.profile import ranged
+from dp_clipping.step.state import StepSettings
 
 Hook = Callable[["PrivateOptimizer"], None]
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """What a step's noise and divisor are made of, as they were at its first backward."""
-
-    noise_multiplier: float
-    expected_batch_size: float
-    loss_reduction: str
 
 
 class PrivateOptimizer(Optimizer):
@@ -56,8 +47,6 @@ class PrivateOptimizer(Optimizer):
         max_grad_norm: C, which schedulers change too.
         expected_batch_size: the public constant that a mean is divided by.
         adaptive_threshold: lets C follow a quantile of the norms, or None.
-        steps: steps so far; part of the key of each step's noise.
-        open_draw: number of the draw that the loader has handed out and no step has used yet.
     """
 
     def __init__(
@@ -75,24 +64,21 @@ class PrivateOptimizer(Optimizer):
     ):
         self.original_optimizer = optimizer
         self.model, self.profile = model, model.profile
+        self.step_state = model.step_state
         self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
         self.adaptive_threshold = adaptive_threshold
-        self.steps = 0
-        self.open_draw: int | None = None
         self._hooks: list[Hook] = []
         self._count, self._agreement = count, agreement
         self._noise_key = noise_key
         self._process = os.getpid()
-        self._is_stepping = self._is_in_hooks = False
-        self._skip_next = False
-        self._is_prepared = False  # `.grad` holds what the optimizer applies
+        self._is_in_hooks = False
         self._places: list[Place | None] | None = None  # of this rank's parts, if it has parts
         if model.sharding is not None:
             self._places = [model.sharding.place_of(p) for p in model.capture.parameters]
-        self._settings = self._current()
-        model.on_step_open = self._open
+        self.step_state.settings = self._current()
+        self.step_state.on_open = self._open
         self._refuse()
         self._guard(optimizer)
 
@@ -156,6 +142,11 @@ class PrivateOptimizer(Optimizer):
         self.model.set_max_grad_norm(value)
 
     @property
+    def steps(self) -> int:
+        """Steps so far; part of the key of each step's noise."""
+        return self.step_state.steps
+
+    @property
     def accumulated_iterations(self) -> int:
         """Draws that a step consists of: always one. Accountants multiply the sample rate by it."""
         return 1
@@ -163,7 +154,7 @@ class PrivateOptimizer(Optimizer):
     @property
     def step_noise_multiplier(self) -> float:
         """σ of the step that is open, or was last."""
-        return self._settings.noise_multiplier
+        return self.step_state.settings.noise_multiplier
 
     @property
     def step_hook(self) -> Hook | None:
@@ -206,16 +197,16 @@ class PrivateOptimizer(Optimizer):
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """The next `step()` belongs to a microbatch that is not the last one of its draw."""
-        self._skip_next = do_skip
-        self.model.accumulating = do_skip
+        self.step_state.microbatches.signal(do_skip)
 
     def leave_microbatches(self, half_way: bool) -> bool:
         """No further microbatch comes. Sums of a draw that was left `half_way` are dropped.
 
         Whether there were any.
         """
-        dropped = half_way and (self.model.step_is_open or self.model.keeps_gradients)
-        self._skip_next = self.model.accumulating = self.model.keeps_gradients = False
+        state = self.step_state
+        dropped = half_way and (state.is_open or state.microbatches.keeps_sums)
+        state.microbatches.end()
         if half_way:
             self.zero_grad()
         return dropped
@@ -224,9 +215,8 @@ class PrivateOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the model's: after a skipped step, what is being accumulated is kept."""
-        if self.model.keeps_gradients:
+        if self.step_state.microbatches.keeps_sums:
             return
-        self._is_prepared = False
         self.model.zero_grad(set_to_none)
         self.original_optimizer.zero_grad(set_to_none or self.model.policy is not None)
 
@@ -236,23 +226,17 @@ class PrivateOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        skip, self._skip_next = self._skip_next, False
-        self.model.keeps_gradients = skip
-        if skip:
+        if self.step_state.microbatches.take():
             return loss
         self._refuse()
-        if not self._is_ready():
+        if not self.step_state.is_noisy:
             with record_function("gradient_sync"):
                 self.model.finish_synchronization()
             with record_function("noise"):
                 self._prepare()
-        self._is_prepared = False
-        self._is_stepping = True
-        try:
-            self.original_optimizer.step()
-        finally:
-            self._is_stepping = False
-        self.open_draw = None
+        self.step_state.apply()
+        self.original_optimizer.step()
+        self.step_state.draw = None
         return loss
 
     def pre_step(self) -> bool:
@@ -264,29 +248,20 @@ class PrivateOptimizer(Optimizer):
         Raises:
             RuntimeError: if no backward has been since the last step.
         """
-        if self._skip_next:
+        if self.step_state.microbatches.skips_next:
             return False
         self._refuse()
-        if not self._is_ready():
+        if not self.step_state.is_noisy:
             self.model.finish_synchronization()
             self._prepare()
         return True
-
-    @property
-    def is_mid_step(self) -> bool:
-        """`.grad` holds sums, or what `pre_step` made of them, that no parameter has seen yet."""
-        return self.model.step_is_open or self._is_prepared
-
-    def _is_ready(self) -> bool:
-        """A backward after `pre_step` has opened another step, which has no noise yet."""
-        return self._is_prepared and not self.model.step_is_open
 
     def _refuse(self) -> None:
         """Before anything is counted: what the optimizer must not apply."""
         if self.model.policy is None:
             return
         check_noise_multiplier(self.noise_multiplier)
-        self.model.refuse_unclipped(is_noisy=self._is_ready())
+        self.model.refuse_unclipped(is_noisy=self.step_state.is_noisy)
         capture = self.model.capture
         held = {parameter for group in self.param_groups for parameter in group["params"]}
         missing = [capture.names[p] for p in capture.parameters if p not in held]
@@ -306,7 +281,7 @@ class PrivateOptimizer(Optimizer):
 
         def refuse(*_: Any) -> None:
             owner = me()
-            if owner is not None and owner.model.step_is_open and not owner._is_stepping:
+            if owner is not None and owner.step_state.is_open:
                 raise RuntimeError(
                     "step() of the optimizer that make_private was given would apply clipped sums "
                     "without noise: call step() of the one that make_private returned"
@@ -321,8 +296,8 @@ class PrivateOptimizer(Optimizer):
         check_noise_multiplier(self.noise_multiplier)
         check_expected_batch_size(self.expected_batch_size)
         check_loss_reduction(self.loss_reduction)
-        self._settings = self._current()
-        check_noise(self._std_multiplier(), self.model.sensitivity())
+        self.step_state.settings = self._current()
+        check_noise(self._std_multiplier(), self.step_state.sensitivity)
         if self._agreement is not None:
             self._agreement.begin(self._public())
 
@@ -332,7 +307,7 @@ class PrivateOptimizer(Optimizer):
 
     def _std_multiplier(self) -> float:
         """z of the gradient: σ, or what an adaptive threshold's counts leave of it."""
-        multiplier, adaptive = self._settings.noise_multiplier, self.adaptive_threshold
+        multiplier, adaptive = self.step_noise_multiplier, self.adaptive_threshold
         return multiplier if adaptive is None else adaptive.gradient_noise_multiplier(multiplier)
 
     def _public(self) -> Settings:
@@ -341,15 +316,14 @@ class PrivateOptimizer(Optimizer):
         A value that was changed since the first backward is shown with the one that comes.
         """
         model, adaptive = self.model, self.adaptive_threshold
-        own, coming = vars(self._settings), vars(self._current())
+        own, coming = vars(self.step_state.settings), vars(self._current())
         found: Settings = {
             name: value if value == coming[name] else f"{value}, then {coming[name]}"
             for name, value in own.items()
         }
         groups = model.capture.group_names
-        for name, limit, later in zip(
-            groups, model.step_clip_norms, model.clip_norms(), strict=True
-        ):
+        own = self.step_state.clip_norms
+        for name, limit, later in zip(groups, own, model.clip_norms(), strict=True):
             of_group = f"max_grad_norm of {name}" if len(groups) > 1 else "max_grad_norm"
             found[of_group] = limit if limit == later else f"{limit}, then {later}"
         found |= {"grad_sample_mode": model.mode, "clipping": model.clipping}
@@ -362,11 +336,7 @@ class PrivateOptimizer(Optimizer):
 
     @ranged("noise")
     def _prepare(self) -> None:
-        if self.model.policy is not None and not self.model.step_is_open:
-            raise RuntimeError(
-                "optimizer.step() without a backward since the last one: also an empty batch runs "
-                "forward and backward, so that noise is added on every rank"
-            )
+        self.step_state.require_sums()
         if self.model.policy is not None:
             self._check_process()
             self._agree()
@@ -375,15 +345,14 @@ class PrivateOptimizer(Optimizer):
         else:
             self._count(self)
         # Counted before noise is drawn: what fails from here on never draws the same noise again.
-        number, self.steps = self.steps, self.steps + 1
-        self.model.usage.close()
+        number = self.step_state.count()
         if self.model.policy is not None:
             try:
                 self._apply_noise(number)
             except BaseException:
                 self.model.clear_gradients()  # some may have noise: a second attempt would add more
                 raise
-        self._is_prepared = True
+        self.step_state.add_noise()
 
     def _agree(self) -> None:
         """Raises RuntimeError, after dropping the sums, if ranks have other settings."""
@@ -405,18 +374,15 @@ class PrivateOptimizer(Optimizer):
 
     def resume(self, steps: int, noise_key: bytes) -> None:
         """Go on at a step boundary: the noise of step number `steps` is the next to be drawn."""
-        self.steps, self._noise_key = steps, noise_key
-        self.model.usage.take_back()
-        self.open_draw = None
-        self._is_prepared = False
-        self._skip_next = self.model.accumulating = self.model.keeps_gradients = False
+        self._noise_key = noise_key
+        self.step_state.resume(steps)
 
     @torch.no_grad()
     def _apply_noise(self, number: int) -> None:
-        model, adaptive, settings = self.model, self.adaptive_threshold, self._settings
+        model, adaptive, settings = self.model, self.adaptive_threshold, self.step_state.settings
         if adaptive is not None:
             norms = model.gather_norms()
-        std = self._std_multiplier() * model.sensitivity()
+        std = self._std_multiplier() * self.step_state.sensitivity
         divisor = settings.expected_batch_size if settings.loss_reduction == "mean" else 1.0
         parameters = model.capture.parameters
         streams = [
@@ -439,15 +405,4 @@ class PrivateOptimizer(Optimizer):
             noisy = settings.noise_multiplier > 0
             adaptive.update(norms.wait(), step=number, noise_key=self._noise_key, noisy=noisy)
             model.set_max_grad_norm(adaptive.max_grad_norm)
-        model.close_step()
-
-    def begin_draw(self, number: int) -> None:
-        """The loader is about to hand over a new Poisson draw."""
-        unused = self.model.usage.is_unused and self.model.training
-        if self.model.step_is_open or unused:
-            raise RuntimeError(
-                f"draw {number} of the loader begins before optimizer.step() has used the last "
-                "one: a step is one draw, an empty one too; to split a draw into microbatches use "
-                "BatchMemoryManager, and to leave the loader's iteration begin another"
-            )
-        self.open_draw = number
+        model.settle_gradients()

@@ -101,7 +101,7 @@ class Resume:
 
 def check_save(run: Run) -> None:
     refuse_fsdp1(run)
-    if run.optimizer.is_mid_step:
+    if not run.model.step_state.is_idle:
         raise RuntimeError(
             "a checkpoint in the middle of a step would lose the sums in .grad: save after "
             "optimizer.step(), and with BatchMemoryManager after the last microbatch of a draw"
@@ -110,7 +110,7 @@ def check_save(run: Run) -> None:
 
 def check_load(snapshot: Snapshot) -> None:
     refuse_fsdp1(snapshot.run)
-    if snapshot.run.optimizer.is_mid_step:
+    if not snapshot.run.model.step_state.is_idle:
         raise RuntimeError("load_checkpoint in the middle of a step: call zero_grad() before")
     if snapshot.module_kwargs.get("assign"):
         raise ValueError("assign=True would replace the parameters that are private: drop it")
@@ -232,7 +232,8 @@ class Before:
         run = snapshot.run
         optimizer, loader = run.optimizer, run.poisson
         objects = [
-            run, run.account, run.account.accountant, run.model, run.model.usage, optimizer,
+            run, run.account, run.account.accountant, run.model, run.model.step_state,
+            run.model.step_state.usage, run.model.step_state.microbatches, optimizer,
             optimizer.original_optimizer, optimizer.adaptive_threshold, loader,
             loader and loader.batch_sampler, *snapshot.schedulers.values(),
         ]  # fmt: skip

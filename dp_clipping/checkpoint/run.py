@@ -71,8 +71,8 @@ class Run:
             return None
         state = self.poisson.state_dict()
         used = self.start[0] + self.optimizer.steps - self.start[1]
-        if self.optimizer.open_draw is not None:
-            state["position"] = self.optimizer.open_draw
+        if self.model.step_state.draw is not None:
+            state["position"] = self.model.step_state.draw
         state["position"] = max(state["position"], used)
         return state
 

@@ -37,9 +37,6 @@ class PoissonLoader(DataLoader):
         on_draw: called with a draw's number just before its (first) batch is handed to the user,
             in the main process; what it raises reaches the user instead of the batch.
         usage: how many samples are in the user's hands.
-        holds_dummy: the batch in the user's hands is the made-up sample of `rand_on_empty`. Its
-            gradient must be masked: were it added, taking away the only real sample of a draw
-            could move the sum by 2C.
     """
 
     def __init__(
@@ -63,7 +60,6 @@ class PoissonLoader(DataLoader):
         super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **options)
         sampler.why_not_alone = _why_not_alone(self.num_workers, rand_on_empty)
         self.rand_on_empty = rand_on_empty
-        self.holds_dummy = False
         self._epoch: range | None = None  # of the last iteration that was begun
         self._epoch_end = 0
         self._resuming = False
@@ -130,6 +126,11 @@ class PoissonLoader(DataLoader):
     def usage(self) -> SampleUsage:
         return self.batch_sampler.usage
 
+    @property
+    def holds_dummy(self) -> bool:
+        """The batch in the user's hands is the made-up sample of `rand_on_empty`."""
+        return self.usage.holds_dummy
+
     def __iter__(self) -> Iterator[Any]:
         epoch = self.start_epoch()
         # Of this iteration alone: one that was left early cannot disturb it.
@@ -175,8 +176,7 @@ class PoissonLoader(DataLoader):
                 f"a step has used a part of draw {draw} and would be followed by one on the rest: "
                 "call optimizer.step() once after each microbatch, it skips all but the last"
             )
-        self.usage.hand_over(samples)
-        self.holds_dummy = self.rand_on_empty and samples == 0
+        self.usage.hand_over(samples, is_dummy=self.rand_on_empty and samples == 0)
         if last:
             self.position = draw + 1
 

@@ -20,6 +20,9 @@ class SampleUsage:
         uses: backwards since they were handed out; all ranks count alike.
         steps: how often something was released.
         is_unused: a draw of the iteration in progress was handed out and is in no step yet.
+        holds_dummy: what was handed out is the made-up sample of `rand_on_empty`. Its gradient must
+            be masked: were it added, taking away the only real sample of a draw could move the sum
+            by 2C.
     """
 
     def __init__(self) -> None:
@@ -31,13 +34,15 @@ class SampleUsage:
         self.uses = 0
         self.steps = 0
         self.is_unused = False
+        self.holds_dummy = False
 
     def begin_iteration(self) -> None:
         """A draw of an iteration that was left may stay unused."""
         self.is_unused = False
 
-    def hand_over(self, samples: int) -> None:
+    def hand_over(self, samples: int, is_dummy: bool = False) -> None:
         self.handed = self.left = samples
+        self.holds_dummy = is_dummy
         self.uses = 0
         self.is_unused = True
 

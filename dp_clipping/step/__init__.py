@@ -9,6 +9,7 @@ Files:
     norm_queue            operands whose norms have not been taken yet
     clipped_sums          clipped sums on the device
     launch_schedule       when queued work is launched
+    state                 phase, settings, norms and counts of a step: who asks, asks it
     gradient_buffer       `.grad` from `zero_grad` to the next
     rng_replay            a second backward draws the random numbers of the first
 """

@@ -22,6 +22,7 @@ from dp_clipping.modes import Policy, say_plain
 from dp_clipping.step.fused_step import FusedStep
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
+from dp_clipping.step.state import StepState
 from dp_clipping.step.timed_step import PROFILED
 from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
 
@@ -34,15 +35,14 @@ class ForwardBackward:
         capture: its layers.
         mode: name of the mode, for messages.
         batch_first: the first dimension of the inputs counts the samples, else the second.
-
-    Attributes:
-        private_step: of the last forward, if no backward has used it.
+        state: of the model's step; the private step of a forward is pending in it.
     """
 
-    def __init__(self, network: nn.Module, capture: Capture, mode: str, batch_first: bool):
-        self.network, self.capture = network, capture
+    def __init__(
+        self, network: nn.Module, capture: Capture, mode: str, batch_first: bool, state: StepState
+    ):
+        self.network, self.capture, self.state = network, capture, state
         self.mode, self.batch_first = mode, batch_first
-        self.private_step: PrivateStep | None = None
         self._establishment = LayoutDiscovery(network, capture, capture.sharding, batch_first)
         self._carried = self._establishment.carried
         self._normalizations = normalizations(network)
@@ -95,7 +95,7 @@ class ForwardBackward:
         kind = kind if self.capture.profile is None else PROFILED[kind]
         private_step = kind(self.capture, batch.size, policy, self._forecast(batch, policy))
         private_step.is_empty = not given.size
-        self.private_step = self._batch = None
+        self.state.pending = self._batch = None
         with self.capture.attached(private_step), sync, self._state_is_checked(module, batch):
             try:
                 output = module(*args, **kwargs)
@@ -112,7 +112,7 @@ class ForwardBackward:
             except BaseException:
                 self.recover()
                 raise
-        self.private_step, self._batch = private_step, batch
+        self.state.pending, self._batch = private_step, batch
         if check is not None:
             private_step.watched = Watched(output, self._establishment.layouts_of(output), check)
             output = private_step.watched.outputs

@@ -1,19 +1,19 @@
 """What `.grad` of a private model holds, from one `zero_grad` to the next.
 
     clear            nothing, and room for float32
-    begin_backward   a step is open
+    begin_backward   checked: it may be added to
     accumulate       Σ_i c_i G_i of this rank, one parameter after the other; each leaves at once
     end_backward     of this backward all are there
     finish           (this rank's shard of) the sum of all ranks
     apply            that with noise, in the parameter's own dtype
-    close_step       the optimizer may use it
+    settle           the optimizer may use it
 
 Sums come from a private step and go to the optimizer; nothing goes back. A step may have several
 backwards. Under the wrapper's `no_sync` sums stay on their rank, until a backward outside of it or
 `finish` lets them leave.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from dp_clipping.capture.capture import Capture
 from dp_clipping.capture.modules import every_module
 from dp_clipping.distributed.dtensor import local
 from dp_clipping.layers.accumulation import accumulation_dtype
+from dp_clipping.step.state import StepState
 
 Own = dict[str, Parameter]
 NOTHING: Own = {}
@@ -34,18 +35,14 @@ class GradientBuffer:
     Args:
         network: the bare network.
         capture: its parameters, and what takes clipped sums to the shards of a sharded one.
+        state: of the model's step.
         wrapper: the `ddp` wrapper, which is told of each sum; None: there is none.
-
-    Attributes:
-        step_is_open: sums were added since the last step.
-        clip_norms: C_k of each clipping group, in the step that is open or was last.
     """
 
-    def __init__(self, network: nn.Module, capture: Capture, wrapper: nn.Module | None):
-        self.network, self.capture, self.wrapper = network, capture, wrapper
-        self.step_is_open = False
-        self.clip_norms: list[float]
-        self._is_held_back = False  # `.grad` holds sums that no_sync() kept on this rank
+    def __init__(
+        self, network: nn.Module, capture: Capture, state: StepState, wrapper: nn.Module | None
+    ):
+        self.network, self.capture, self.state, self.wrapper = network, capture, state, wrapper
         # Between forward and backward FSDP has other objects in the place of these.
         self._parameters = dict(network.named_parameters())
         self._trainable = {name for name, p in self._parameters.items() if p.requires_grad}
@@ -82,8 +79,8 @@ class GradientBuffer:
 
     # ---- a backward -----------------------------------------------------------------------------
 
-    def begin_backward(self, clip_norms: Callable[[], list[float]]) -> None:
-        """Open a step, if none is; only then its `clip_norms` are asked for.
+    def begin_backward(self) -> None:
+        """Let a backward add its sums.
 
         Raises:
             RuntimeError: an ordinary backward has added to `.grad`, or parameters were frozen or
@@ -93,15 +90,11 @@ class GradientBuffer:
         self._refuse_replaced()
         self.refuse_unclipped()
         self._unclipped.clear()
-        if self.step_is_open:
-            return
-        if any(p.grad is not None for p in self.capture.parameters):
+        if not self.state.is_open and any(p.grad is not None for p in self.capture.parameters):
             raise ValueError(
                 "gradients of the last step are still there: call optimizer.zero_grad() after "
                 "optimizer.step(), or they would be used twice"
             )
-        self.clip_norms = clip_norms()
-        self.step_is_open = True
 
     def accumulate(self, parameter: Parameter, total: Tensor | None) -> None:
         """Add a clipped sum to `.grad`, in float32 (float64), and let it leave; None: zeros."""
@@ -129,7 +122,7 @@ class GradientBuffer:
 
     def end_backward(self) -> None:
         """Called where `no_sync` still holds, if it does."""
-        self._is_held_back = self.wrapper is not None and not _sends(self.wrapper)
+        self.state.held_back = self.wrapper is not None and not _sends(self.wrapper)
         self.note()
 
     def note(self) -> None:
@@ -137,7 +130,7 @@ class GradientBuffer:
 
         Sums of a sharded network note themselves, each when it arrives.
         """
-        if self.capture.sums is None and self.step_is_open:
+        if self.capture.sums is None and self.state.is_open:
             held = [(p, p.grad) for p in self.capture.parameters]
             self._left = {p: (g, g._version) for p, g in held if g is not None}
 
@@ -145,7 +138,7 @@ class GradientBuffer:
         """Parameters whose `.grad` is not the tensor, or not of the version, that was left."""
         if self.capture.sums is not None:
             changed = self.capture.sums.changed()
-            return [p for p in changed if self.step_is_open or p.grad is not None]
+            return [p for p in changed if self.state.is_open or p.grad is not None]
         return [p for p, (g, version) in self._left.items()
                 if p.grad is not g or g._version != version]  # fmt: skip
 
@@ -241,18 +234,19 @@ class GradientBuffer:
             RuntimeError: under `no_sync`, or a parameter has no sum, as after a backward that was
                 cut off.
         """
-        self.refuse_unclipped(is_noisy=not self.step_is_open)
-        if self._is_held_back:
+        self.refuse_unclipped(is_noisy=not self.state.is_open)
+        if self.state.held_back:
             self._send()
         if self.capture.sums is not None:
             self.capture.sums.finish()
         elif self.wrapper is not None:
             self._finish_wrapper()
         self.note()
+        self.state.reduce()
 
     def _finish_by_wrapper(self) -> None:
         """The wrapper's own, called by a user."""
-        self.refuse_unclipped(is_noisy=not self.step_is_open)
+        self.refuse_unclipped(is_noisy=not self.state.is_open)
         self._finish_wrapper()
         self.note()
 
@@ -264,7 +258,6 @@ class GradientBuffer:
             )
         for parameter in reversed(self.capture.parameters):
             self.wrapper.gradient_ready(parameter)
-        self._is_held_back = False
 
     def apply(self, parameter: Parameter, gradient: Tensor) -> None:
         """Let `.grad` be what the optimizer applies, in the parameter's own dtype.
@@ -279,13 +272,12 @@ class GradientBuffer:
         parameter.grad_dtype = parameter.dtype
         parameter.grad = gradient
 
-    def close_step(self) -> None:
-        self.step_is_open = False
+    def settle(self) -> None:
+        """Each gradient is what the optimizer applies; a user may change it."""
         self._left = {}
 
     def clear(self) -> None:
         """Drop what there is; sums may come in float32 again."""
-        self.step_is_open = self._is_held_back = False
         self._unclipped.clear()
         self._left = {}
         if self.capture.sums is not None:

@@ -29,6 +29,7 @@ from dp_clipping.model import PrivateModel
 from dp_clipping.planning.cost_model import WIDTH
 from dp_clipping.step.forward_backward import ForwardBackward
 from dp_clipping.step.private_step import PrivateStep
+from dp_clipping.step.state import StepState
 from dp_clipping.verification.report import (
     TOLERANCES,
     Check,
@@ -59,13 +60,16 @@ class Stage(nn.Module):
         self.module, self.capture, self.policy = model.network, model.capture, model.policy
         self.batch_first = model.batch_first
         self.clip_norms = self.capture.trigger.new_tensor(model.clip_norms(), dtype=torch.float64)
-        self.last_step: PrivateStep | None = None
+        self.size: int  # of the batch
         self.norms: Tensor  # [B]
         self.group_norms: Tensor  # [K, B]
         self.sums: dict[Parameter, Tensor | None] = {}
         dtypes = {p.dtype for p in model.network.parameters() if p.is_floating_point()}
         self.shortest = min(dtype.itemsize for dtype in dtypes)
-        self._passes = ForwardBackward(model.network, model.capture, model.mode, model.batch_first)
+        self.step_state = StepState()
+        self._passes = ForwardBackward(
+            model.network, model.capture, model.mode, model.batch_first, self.step_state
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
@@ -77,11 +81,11 @@ class Stage(nn.Module):
         if torch.is_autocast_enabled(device):
             self.shortest = min(self.shortest, torch.get_autocast_dtype(device).itemsize)
         outputs = self._passes.forward(self.module, args, kwargs, self.policy, nullcontext())
-        self.last_step = self._passes.private_step
+        self.size = self.step_state.pending.batch_size
         return outputs
 
     def private_backward(self, private_step: PrivateStep, losses: Tensor) -> None:
-        if private_step is not self.last_step:
+        if private_step is not self.step_state.pending:
             raise RuntimeError("loss runs the model twice: it may once for each loss")
         with torch.autocast(losses.device.type, enabled=False):
             self.norms = private_step.backward(losses, self.clip_norms, self.sums.__setitem__)
@@ -197,7 +201,7 @@ def _one_by_one(
 ) -> tuple[Tensor, Sums]:
     """Norms [K, B] and clipped sums, by the definition, in float64."""
     capture, policy, clip_norms = stage.capture, stage.policy, stage.clip_norms
-    size = stage.last_step.batch_size
+    size = stage.size
     groups = torch.tensor(list(capture.groups.values()), device=clip_norms.device)
     sums = {p: torch.zeros_like(p, dtype=torch.float64) for p in capture.parameters}
     norms = clip_norms.new_zeros(len(clip_norms), size)
@@ -273,7 +277,7 @@ def _refuse(run: Run) -> None:
             "a sharded model has no rank that could run one sample alone: check the network before "
             "it is sharded, or run python -m experiments.verify_correctness --use-fsdp / --use-tp"
         )
-    if run.optimizer.is_mid_step:
+    if not run.model.step_state.is_idle:
         raise RuntimeError(
             "check in the middle of a step: call it before loss.backward(), or after "
             "optimizer.step() and optimizer.zero_grad()"

@@ -291,7 +291,7 @@ def test_a_hook_that_steps_is_refused(run, name):
 
 def test_hooks_of_torch_see_the_noisy_gradient(run):
     seen = []
-    run.optimizer.register_step_pre_hook(lambda *_: seen.append(run.model.step_is_open))
+    run.optimizer.register_step_pre_hook(lambda *_: seen.append(run.model.step_state.is_open))
     run.optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     engine.step(run)
     assert seen == [False, "after"]

@@ -306,7 +306,7 @@ def test_a_backward_that_failed_keeps_no_activations(batches, monkeypatch):
     HELD.clear()
     with pytest.raises(torch.OutOfMemoryError):
         private_loss(model, batch, zoo.product).backward()
-    model._passes.private_step = None  # as the next forward does
+    model.step_state.pending = None  # as the next forward does
     gc.collect()
     assert HELD
     assert not any(held() is not None for held in HELD)

@@ -28,6 +28,5 @@ def test_a_replaced_module_is_called_in_training_and_evaluation():
 
 def test_without_privacy_there_is_no_session():
     model = private(zoo.seeded(lambda: zoo.mlp(6, 8, 3)), "no_dp")
-    assert model.last_step is None
-    assert not model.step_is_open
-    model.close_step()
+    assert model.step_state.pending is None
+    assert not model.step_state.is_open

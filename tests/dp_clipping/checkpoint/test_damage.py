@@ -42,14 +42,14 @@ def everything(run, *schedulers):
     """All that a load may change."""
     account, optimizer = run.engine._account, run.optimizer
     own = run.engine._runs[0]
-    adaptive = optimizer.adaptive_threshold
+    adaptive, state = optimizer.adaptive_threshold, run.model.step_state
     return [
         frozen(x)
         for x in (
             run.model.state_dict(), [p.grad for p in run.model.parameters()],
             optimizer.state_dict(), optimizer.noise_multiplier, optimizer.max_grad_norm,
-            optimizer.steps, optimizer._noise_key, optimizer.open_draw, optimizer._is_prepared,
-            adaptive and adaptive.state_dict(), vars(run.model.usage),
+            optimizer.steps, optimizer._noise_key, state.draw, state.phase,
+            adaptive and adaptive.state_dict(), vars(state.usage),
             run.loader.state_dict(), run.loader.batch_sampler._key, run.loader.batch_sampler.step,
             own.keys.master, own.start, list(account.history), account._parts, account._released,
             account._next, account._loaded_for is None,

@@ -44,7 +44,7 @@ def other_learning_rate_of_the_threshold(run) -> None:
 
 
 def one_more_step(run) -> None:
-    run.optimizer.steps += 1
+    run.model.step_state.steps += 1
 
 
 def another_key(run) -> None:

@@ -283,7 +283,7 @@ def full(most: list[int], model) -> Callable:
     """No more may wait: and how many linear layers do, at most."""
 
     def has_room(pace) -> bool:
-        private_step = model.last_step
+        private_step = model.step_state.pending
         most[0] = max(most[0], len(private_step._waiting.linear), len(private_step._to_sum))
         return False
 
@@ -307,7 +307,7 @@ def note_departures(model) -> list[int]:
     left, launch = [], model.capture.sums._launch
 
     def noted(parameters, totals):
-        if model.last_step._in_backward:
+        if model.step_state.pending._in_backward:
             left.append(len(parameters))
         launch(parameters, totals)
 

@@ -279,7 +279,7 @@ def check_fused() -> None:
         for mode in ("flash", "flash_bookkeeping"):
             training = Training(network(), mode)
             training.step()
-            assert training.model.last_step is None
+            assert training.model.step_state.pending is None
             (step,) = training.model.profile.steps()
             ranges = step["ranges"]
             assert ranges.keys() >= ALWAYS

@@ -339,7 +339,7 @@ class TestLeftEarly:
             pytest.raises(KeyError) if how == "raise" else nullcontext(),
         ):
             kept = self.leave(run, how)
-        assert not run.optimizer.is_mid_step
+        assert run.model.step_state.is_idle
         assert all(p.grad is None for p in run.model.parameters())
         if mode != "no_dp":
             with pytest.raises(RuntimeError, match="without a backward"):

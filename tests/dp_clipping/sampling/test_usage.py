@@ -138,7 +138,7 @@ def test_a_made_up_sample_is_none():
     run = make(data_loader=DataLoader(data(6), batch_size=1), rand_on_empty=True)
     for batch in run.loader:
         dummy = run.loader.holds_dummy
-        assert run.model.usage.handed == (0 if dummy else len(batch[0]))
+        assert run.model.step_state.usage.handed == (0 if dummy else len(batch[0]))
         step(run, batch)
 
 
@@ -147,7 +147,7 @@ def test_prefetching_workers(workers):
     run = make(data_loader=DataLoader(data(), batch_size=3, num_workers=workers))
     for _ in range(2):
         for batch in run.loader:
-            assert run.model.usage.handed == len(batch[0])
+            assert run.model.step_state.usage.handed == len(batch[0])
             step(run, batch)
 
 

@@ -568,8 +568,8 @@ def train(run: SimpleNamespace, look=lambda place: None, steps: int = 3) -> dict
             break
     return {
         "draws": draws, "norms": [n.tolist() for n in norms], "steps": optimizer.steps,
-        "account": run.engine.accountant.history, "open draw": optimizer.open_draw,
-        "budget": vars(model.usage) | {}, "random": torch.get_rng_state().tolist(),
+        "account": run.engine.accountant.history, "open draw": model.step_state.draw,
+        "budget": vars(model.step_state.usage) | {}, "random": torch.get_rng_state().tolist(),
         "parameters": replicas.parameters(run).tolist(),
     }  # fmt: skip
 
@@ -585,8 +585,8 @@ def state_of(run: SimpleNamespace) -> dict:
                     for h in capture.handles],
         "sessions": [h.private_step for h in capture.handles],
         "plans": (dict(capture.plans), capture.plan, capture.profile),
-        "budget": vars(model.usage) | {}, "random": torch.get_rng_state().tolist(),
-        "session": model.last_step, "steps": run.optimizer.steps,
+        "budget": vars(model.step_state.usage) | {}, "random": torch.get_rng_state().tolist(),
+        "session": model.step_state.pending, "steps": run.optimizer.steps,
         "criterion": run.criterion.criterion.reduction,
     }  # fmt: skip
 

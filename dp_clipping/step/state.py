@@ -1,0 +1,214 @@
+"""The state of a private step, which model, criterion, optimizer and checkpoint ask.
+
+    phase      `.grad` of the trainable parameters
+    IDLE       is empty, or holds what the optimizer has applied
+    OPEN       holds clipped sums of this rank; the settings of the step are fixed
+    REDUCED    holds (this rank's shards of) the sums of all ranks
+    NOISY      holds what the optimizer may apply
+
+    from       open    add_backward  reduce    add_noise  apply   drop
+    IDLE       OPEN    refused       IDLE      refused    refused IDLE
+    OPEN       refused OPEN          REDUCED   NOISY      refused IDLE
+    REDUCED    refused OPEN          REDUCED   NOISY      refused IDLE
+    NOISY      OPEN    refused       NOISY     refused    IDLE    IDLE
+
+A backward after `pre_step` opens another step, once `.grad` is empty. Mode `no_dp` has no sums: its
+step goes from IDLE to NOISY, and back.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from torch import Tensor
+
+from dp_clipping.sampling.usage import SampleUsage
+
+
+class Phase(Enum):
+    """What `.grad` holds."""
+
+    IDLE = auto()
+    OPEN = auto()
+    REDUCED = auto()
+    NOISY = auto()
+
+
+WITH_SUMS = (Phase.OPEN, Phase.REDUCED)
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step's noise and divisor are made of, as they were at its first backward."""
+
+    noise_multiplier: float
+    expected_batch_size: float
+    loss_reduction: str
+
+
+@dataclass(frozen=True)
+class BatchNorms:
+    """Unclipped norms of one backward.
+
+    Attributes:
+        norms: [B] float32 (float64).
+        squared: [K, B], squared, by clipping group.
+        nonfinite: samples that were left out; a count on the device in fused steps.
+    """
+
+    norms: Tensor
+    squared: Tensor
+    nonfinite: int | Tensor = 0
+
+
+@dataclass
+class Microbatches:
+    """What `signal_skip_step` has said of the parts of a draw.
+
+    Attributes:
+        accumulating: more parts follow, so sums stay on this rank.
+        skips_next: the next `optimizer.step()` is that of a part that is not the last.
+        keeps_sums: the last one was, so `zero_grad` drops nothing.
+    """
+
+    accumulating: bool = False
+    skips_next: bool = False
+    keeps_sums: bool = False
+
+    def signal(self, do_skip: bool) -> None:
+        """The part that comes is not the last one, if `do_skip`."""
+        self.skips_next = self.accumulating = do_skip
+
+    def take(self) -> bool:
+        """Whether this `optimizer.step()` is to be skipped; the signal is used up."""
+        self.keeps_sums, self.skips_next = self.skips_next, False
+        return self.keeps_sums
+
+    def end(self) -> None:
+        """No further part comes."""
+        self.accumulating = self.skips_next = self.keeps_sums = False
+
+
+class StepState:
+    """Phase, settings, norms and counts of one model's private steps.
+
+    Args:
+        usage: the samples that the loader has handed out.
+        is_private: False in mode `no_dp`, whose steps have neither sums nor noise.
+
+    Attributes:
+        phase: what `.grad` holds.
+        clip_norms: C_k of each clipping group in the step that is open, or was last.
+        settings: of that step.
+        on_open: called when a step opens; fixes its settings. If it raises, the step is dropped.
+        norms: of each backward since the sums were dropped last.
+        pending: the private step of the last forward, until its backward.
+        steps: steps counted so far, which is the number of the next one.
+        draw: number of the draw that was handed out and that no step has used.
+        held_back: sums are this rank's alone, because of `no_sync()`.
+        microbatches: whether further parts of the draw follow.
+    """
+
+    def __init__(self, usage: SampleUsage | None = None, is_private: bool = True):
+        self.usage = SampleUsage() if usage is None else usage
+        self.is_private = is_private
+        self.phase = Phase.IDLE
+        self.clip_norms: list[float] = []
+        self.settings: StepSettings | None = None
+        self.on_open: Callable[[], None] = lambda: None
+        self.norms: list[BatchNorms] = []
+        self.pending: Any = None
+        self.steps = 0
+        self.draw: int | None = None
+        self.held_back = False
+        self.microbatches = Microbatches()
+
+    @property
+    def is_idle(self) -> bool:
+        """Between two steps."""
+        return self.phase is Phase.IDLE
+
+    @property
+    def is_open(self) -> bool:
+        """`.grad` holds sums without noise."""
+        return self.phase in WITH_SUMS
+
+    @property
+    def is_noisy(self) -> bool:
+        """`.grad` holds what the optimizer may apply."""
+        return self.phase is Phase.NOISY
+
+    @property
+    def sensitivity(self) -> float:
+        """C of the step: how far one sample can move the sum."""
+        return sum(c * c for c in self.clip_norms) ** 0.5
+
+    # ---- transitions ----------------------------------------------------------------------------
+
+    def open(self, clip_norms: list[float]) -> None:
+        """The first backward of a step begins: its settings are fixed."""
+        if self.is_open:
+            raise RuntimeError("a step is open already: its settings are those of its start")
+        self.clip_norms, self.phase = clip_norms, Phase.OPEN
+        self.on_open()
+
+    def add_backward(self) -> None:
+        """Another backward of the step begins."""
+        self.require_sums()
+        self.phase = Phase.OPEN
+
+    def reduce(self) -> None:
+        """The sums of all ranks have arrived; without a step that is open nothing changes."""
+        self.held_back = False
+        if self.is_open:
+            self.phase = Phase.REDUCED
+
+    def require_sums(self) -> None:
+        """Raises RuntimeError if there is nothing that noise could be added to."""
+        if self.is_private and not self.is_open:
+            raise RuntimeError(
+                "optimizer.step() without a backward since the last one: also an empty batch runs "
+                "forward and backward, so that noise is added on every rank"
+            )
+
+    def count(self) -> int:
+        """Returns the step's number, which no later step has: its noise is about to be drawn."""
+        number, self.steps = self.steps, self.steps + 1
+        self.usage.close()
+        return number
+
+    def add_noise(self) -> None:
+        """`.grad` has its noise."""
+        self.require_sums()
+        self.phase = Phase.NOISY
+
+    def apply(self) -> None:
+        """The optimizer is about to apply `.grad`."""
+        if not self.is_noisy:
+            raise RuntimeError("sums without noise must not be applied: call optimizer.step()")
+        self.phase = Phase.IDLE
+
+    def drop(self) -> None:
+        """`.grad` is emptied: its samples may be used again unless they were counted."""
+        self.phase = Phase.IDLE
+        self.held_back = False
+        self.norms = []
+        self.usage.give_back()
+
+    def resume(self, steps: int) -> None:
+        """Goes on between two steps, `steps` of which were made."""
+        self.phase = Phase.IDLE
+        self.steps, self.draw = steps, None
+        self.usage.take_back()
+        self.microbatches.end()
+
+    def begin_draw(self, number: int, in_training: bool) -> None:
+        """The loader is about to hand over a new Poisson draw."""
+        if self.is_open or (self.usage.is_unused and in_training):
+            raise RuntimeError(
+                f"draw {number} of the loader begins before optimizer.step() has used the last "
+                "one: a step is one draw, an empty one too; to split a draw into microbatches use "
+                "BatchMemoryManager, and to leave the loader's iteration begin another"
+            )
+        self.draw = number

@@ -1,0 +1,197 @@
+"""The state machine of a step: each transition from each phase, and what goes with it."""
+
+import pytest
+import torch
+from torch import nn
+
+from dp_clipping import PrivacyEngine
+from dp_clipping.sampling.usage import SampleUsage
+from dp_clipping.step.state import BatchNorms, Microbatches, Phase, StepSettings, StepState
+from tests.support import zoo
+
+IDLE, OPEN, REDUCED, NOISY = Phase
+
+NO_BACKWARD = "without a backward since the last one"
+NO_NOISE = "sums without noise must not be applied"
+TABLE = {
+    "open": {IDLE: OPEN, OPEN: "open already", REDUCED: "open already", NOISY: OPEN},
+    "add_backward": {IDLE: NO_BACKWARD, OPEN: OPEN, REDUCED: OPEN, NOISY: NO_BACKWARD},
+    "reduce": {IDLE: IDLE, OPEN: REDUCED, REDUCED: REDUCED, NOISY: NOISY},
+    "add_noise": {IDLE: NO_BACKWARD, OPEN: NOISY, REDUCED: NOISY, NOISY: NO_BACKWARD},
+    "apply": {IDLE: NO_NOISE, OPEN: NO_NOISE, REDUCED: NO_NOISE, NOISY: IDLE},
+    "drop": dict.fromkeys(Phase, IDLE),
+    "resume": dict.fromkeys(Phase, IDLE),
+}
+ARGUMENTS = {"open": ([3.0, 4.0],), "resume": (7,)}
+WALK = {IDLE: (), OPEN: ("open",), REDUCED: ("open", "reduce"), NOISY: ("open", "add_noise")}
+
+
+def at(phase: Phase, **options) -> StepState:
+    state = StepState(**options)
+    for transition in WALK[phase]:
+        take(state, transition)
+    assert state.phase is phase
+    return state
+
+
+def take(state: StepState, transition: str) -> None:
+    getattr(state, transition)(*ARGUMENTS.get(transition, ()))
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("transition", TABLE)
+def test_each_transition_from_each_phase(transition, phase):
+    state, after = at(phase), TABLE[transition][phase]
+    if isinstance(after, Phase):
+        take(state, transition)
+        assert state.phase is after
+        return
+    with pytest.raises(RuntimeError, match=after):
+        take(state, transition)
+    assert state.phase is phase
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_what_is_asked_of_it(phase):
+    state = at(phase)
+    assert state.is_idle == (phase is IDLE)
+    assert state.is_open == (phase in (OPEN, REDUCED))
+    assert state.is_noisy == (phase is NOISY)
+
+
+def test_without_privacy_noise_needs_no_sums():
+    state = StepState(is_private=False)
+    state.require_sums()
+    state.add_noise()
+    state.apply()
+    assert state.is_idle
+
+
+class TestASteps:
+    def test_settings_are_fixed_as_it_opens(self):
+        state, seen = StepState(), []
+        state.on_open = lambda: seen.append((state.phase, state.sensitivity))
+        state.open([3.0, 4.0])
+        state.add_backward()
+        assert seen == [(OPEN, 5.0)]
+
+    def test_settings_that_are_refused_leave_nothing_once_it_is_dropped(self):
+        state = StepState()
+        state.on_open = lambda: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            state.open([1.0])
+        state.drop()
+        assert state.is_idle
+
+    def test_norms_last_until_sums_are_dropped(self):
+        state = at(OPEN)
+        state.norms.append(BatchNorms(torch.ones(2), torch.ones(1, 2)))
+        state.add_noise()
+        state.apply()
+        assert state.norms
+        state.drop()
+        assert not state.norms
+
+    def test_numbers_are_never_given_twice(self):
+        state, numbers = StepState(), []
+        for noisy in (True, False, True):
+            state.open([1.0])
+            numbers.append(state.count())
+            if noisy:
+                state.add_noise()
+                state.apply()
+            state.drop()
+        assert (numbers, state.steps) == ([0, 1, 2], 3)
+
+    def test_settings_are_frozen(self):
+        settings = StepSettings(1.0, 8.0, "mean")
+        with pytest.raises(AttributeError):
+            settings.noise_multiplier = 0.0
+
+
+class TestSamples:
+    def test_a_dropped_step_gives_its_samples_back_and_a_counted_one_does_not(self):
+        usage = SampleUsage()
+        state = at(OPEN, usage=usage)
+        usage.hand_over(5)
+        usage.use(5)
+        state.drop()
+        assert usage.left == 5
+        usage.use(5)
+        state.open([1.0])
+        state.count()
+        state.drop()
+        assert usage.left == 0
+
+    def test_a_made_up_sample_is_known_as_such(self):
+        usage = SampleUsage()
+        usage.hand_over(0, is_dummy=True)
+        assert usage.holds_dummy
+        usage.hand_over(3)
+        assert not usage.holds_dummy
+
+    @pytest.mark.parametrize("phase", Phase)
+    def test_a_draw_begins_when_the_last_one_is_used(self, phase):
+        state = at(phase)
+        if phase in (OPEN, REDUCED):
+            with pytest.raises(RuntimeError, match="draw 3 of the loader begins before"):
+                state.begin_draw(3, in_training=True)
+            assert state.draw is None
+        else:
+            state.begin_draw(3, in_training=True)
+            assert state.draw == 3
+
+    def test_a_draw_may_stay_unused_in_evaluation(self):
+        state = StepState()
+        state.usage.hand_over(4)
+        with pytest.raises(RuntimeError, match="draw 1 of the loader begins before"):
+            state.begin_draw(1, in_training=True)
+        state.begin_draw(1, in_training=False)
+
+
+def test_microbatches_skip_all_steps_but_the_last():
+    parts, kept = StepState().microbatches, []
+    for do_skip in (True, True, False):
+        parts.signal(do_skip)
+        assert parts.accumulating == parts.skips_next == do_skip
+        kept.append(parts.take())
+        assert not parts.skips_next
+        assert parts.keeps_sums == do_skip
+    assert kept == [True, True, False]
+    parts.signal(True)
+    parts.end()
+    assert parts == Microbatches()
+
+
+def test_a_resumed_run_is_between_two_steps():
+    state = at(NOISY)
+    state.begin_draw(2, in_training=True)
+    state.microbatches.signal(True)
+    state.resume(9)
+    assert (state.phase, state.steps, state.draw) == (IDLE, 9, None)
+    assert not state.microbatches.accumulating
+
+
+def test_one_step_of_an_engine_passes_through_all_phases():
+    network = nn.Linear(3, 2)
+    dataset = torch.utils.data.TensorDataset(*zoo.classes(8, 3, count=2))
+    model, optimizer, criterion, _ = PrivacyEngine().make_private(
+        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+        data_loader=torch.utils.data.DataLoader(dataset, batch_size=4),
+        noise_multiplier=1.0, max_grad_norm=1.0, noise_generator=torch.Generator(),
+    )  # fmt: skip
+    state, phases = model.step_state, []
+    assert optimizer.step_state is state
+    note = lambda: phases.append(state.phase)  # noqa: E731
+    note()
+    model.step_state.usage.forget()
+    criterion(model(dataset.tensors[0][:4]), dataset.tensors[1][:4]).backward()
+    note()
+    model.finish_synchronization()
+    note()
+    optimizer.pre_step()
+    note()
+    optimizer.step()
+    note()
+    assert phases == [IDLE, OPEN, REDUCED, NOISY, IDLE]
+    assert state.steps == 1
