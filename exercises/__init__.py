@@ -4,6 +4,10 @@ Each folder has a `starter.py`, the specification with blanks to fill in, and a 
 properties that a solution has.
 """
 
+from lm.interrupt import end_quietly_when_interrupted
+
+end_quietly_when_interrupted()
+
 EXERCISES: dict[str, str] = {
     "average": "ex1_average",
     "hooks": "ex2_hooks",

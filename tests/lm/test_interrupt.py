@@ -24,11 +24,15 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize(
-    "name", ["llama_fsdp", "price_sharded", "profile_bottlenecks", "verify_correctness"]
-)
+PROGRAMS = [
+    "benchmark_ddp", "examples.opacus_mnist_like", "examples.private_text", "exercises.check",
+    *(f"experiments.{p.parent.name}" for p in sorted((ROOT / "experiments").glob("*/__main__.py"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_an_import_that_is_interrupted(name):
-    command = [sys.executable, "-c", SLOW, f"experiments.{name}"]
+    command = [sys.executable, "-c", SLOW, name]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=dict(os.environ), **pipes) as process:
         assert process.stdout.readline() == "importing\n"
