@@ -6,6 +6,7 @@ A private step calls, from the top down:
     model, criterion, optimizer     what it returns
     arguments, kinds, validation, modes     what it accepts
     files, table  files written whole or not at all; aligned text tables
+    torch_compat  interfaces of PyTorch that have no public name
     step/         forward, backward, norms, clipped sums, the gradient buffer
     capture/      which layers a network has, where the samples are in them, and that none mix
     layers/       per kind of layer: what a use leaves, its norm, its clipped sum

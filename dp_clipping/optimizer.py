@@ -25,6 +25,7 @@ from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.gaussian import NoiseStream, add_noise_to_all
 from dp_clipping.profiling.profile import ranged
 from dp_clipping.step.state import StepSettings
+from dp_clipping.torch_compat import has_step_hooks, is_hook_registry
 
 Hook = Callable[["PrivateOptimizer"], None]
 
@@ -118,7 +119,7 @@ class PrivateOptimizer(Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Hooks that are registered here are the wrapped optimizer's, whose steps have noise."""
-        if name.startswith("_optimizer_"):
+        if is_hook_registry(name):
             return getattr(self.original_optimizer, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -287,7 +288,7 @@ class PrivateOptimizer(Optimizer):
                     "without noise: call step() of the one that make_private returned"
                 )
 
-        if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # built by Optimizer.__init__
+        if has_step_hooks(optimizer):  # built by Optimizer.__init__
             handle = optimizer.register_step_pre_hook(refuse)
             weakref.finalize(self, handle.remove)
 

@@ -15,21 +15,16 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.rnn import PackedSequence
 from torch.nn.utils.weight_norm import WeightNorm
 
+from dp_clipping.torch_compat import (
+    batch_norms,
+    composable_replicas,
+    forward_pre_hooks,
+    instance_norms,
+    own_buffers,
+    pruned_name,
+)
 
-def _composable_replicas() -> tuple[type, ...]:
-    """The class that `torch.distributed._composable.replicate` adds to a module's own.
-
-    PyTorch's DDP as hooks on the module. No public name for it (torch 2.11 to 2.13). What its
-    `replicate_with_fsdp` makes is of another class: FSDP2 exchanges the sums there.
-    """
-    try:
-        from torch.distributed._composable.replicate import DDP
-    except ImportError:
-        return ()
-    return (DDP,)
-
-
-REPLICAS = (nn.DataParallel, nn.parallel.DistributedDataParallel, *_composable_replicas())
+REPLICAS = (nn.DataParallel, nn.parallel.DistributedDataParallel, *composable_replicas())
 
 
 def replicas() -> tuple[type, ...]:
@@ -40,7 +35,7 @@ def replicas() -> tuple[type, ...]:
     return (*REPLICAS, opacus.DifferentiallyPrivateDistributedDataParallel)
 
 
-BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+BATCH_NORMS, INSTANCE_NORMS = batch_norms(), instance_norms()
 MESSAGE = "{name} ({kind}): {why}; {instead}"
 
 
@@ -73,7 +68,7 @@ def warn_of_other_ranks() -> None:
 
 def normalizations(network: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and module of every one that may mix samples once `train()` reaches it."""
-    kinds = (*BATCH_NORMS, nn.modules.instancenorm._InstanceNorm)
+    kinds = BATCH_NORMS + INSTANCE_NORMS
     return [(name, m) for name, m in network.named_modules() if isinstance(m, kinds)]
 
 
@@ -97,7 +92,7 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
         if fixed and not any(p.requires_grad for p in module.parameters()):
             return None  # frozen in evaluation mode: fixed statistics mix nothing
         return "normalises with statistics of the batch, which mix samples", "use nn.GroupNorm"
-    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+    if isinstance(module, INSTANCE_NORMS) and module.track_running_stats:
         return "carries statistics of earlier samples", "set track_running_stats=False"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         trainable = module.weight.requires_grad
@@ -122,18 +117,17 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
         return "has no per-sample gradients, as its kernels have no rule for torch.vmap", (
             "use opacus.layers.DPLSTM, DPGRU, DPRNN or DPLSTMCell in its place, or freeze it"
         )
-    for hook in module._forward_pre_hooks.values():
+    for hook in forward_pre_hooks(module):
         if isinstance(hook, WeightNorm):
             return "computes its weight before its forward, where no sample is seen", (
                 "use nn.utils.parametrizations.weight_norm"
             )
         if isinstance(hook, BasePruningMethod):
             return "is pruned, with a mask that is multiplied in before its forward", (
-                f'make it permanent: nn.utils.prune.remove(module, "{hook._tensor_name}")'
+                f'make it permanent: nn.utils.prune.remove(module, "{pruned_name(hook)}")'
             )
-    if hasattr(module, "_forward_hooks") and (
-        "weight_u" in module._buffers or {"_u", "_v"} <= module._buffers.keys()
-    ):
+    buffers = set(own_buffers(module).keys())
+    if "weight_u" in buffers or {"_u", "_v"} <= buffers:
         return "updates the power iteration of spectral_norm in training", "remove_spectral_norm"
     return None
 

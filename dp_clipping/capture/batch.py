@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
+
+from dp_clipping.torch_compat import tree_flatten, tree_map
 
 LOOKED_AT = 32
 

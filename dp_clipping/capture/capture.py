@@ -10,14 +10,13 @@ autocast meet plain autograd functions.
 
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils._pytree import tree_flatten
 
 from dp_clipping.capture.modules import every_module
 from dp_clipping.distributed.dtensor import owner_of, plain_name, plain_type
@@ -31,6 +30,7 @@ from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import Recorder
 from dp_clipping.planning.plan import Plan
 from dp_clipping.profiling.profile import Profile
+from dp_clipping.torch_compat import any_size, is_compiled, reusable_backwards, tree_flatten
 from dp_clipping.validation import refuse_offsets
 
 FORWARDS = {
@@ -198,9 +198,9 @@ class Capture:
         try:
             with ExitStack() as stack:
                 if private_step is not None and private_step.is_compiled:
-                    stack.enter_context(_any_size())
+                    stack.enter_context(any_size())
                     if private_step.policy.may_run_twice:
-                        stack.enter_context(_reusable())
+                        stack.enter_context(reusable_backwards())
                 yield
         finally:
             self._session = outer
@@ -220,10 +220,7 @@ class Capture:
     @property
     def is_compiled(self) -> bool:
         """Whether any part of the network is."""
-        return any(
-            module._compiled_call_impl is not None or "_torchdynamo_orig_callable" in vars(module)
-            for module in every_module(self.network)
-        ) or hasattr(self.network, "_orig_mod")
+        return any(is_compiled(module) for module in every_module(self.network))
 
     def slot_value(self, parameter: Parameter) -> Tensor:
         """What a slot expands: the parameter where a module computes with it, else a zero.
@@ -287,32 +284,6 @@ def _owned(module: nn.Module) -> Iterator[Parameter]:
     for child in module.children():
         if isinstance(child, nn.ParameterList | nn.ParameterDict):
             yield from child.parameters()
-
-
-def _any_size() -> AbstractContextManager:
-    """Graphs compiled in here for a second batch size, or number of tokens, serve all others.
-
-    Private settings of torch: without them it takes numbers and tensors that it finds at a module,
-    as a private step's slots, to be constants, and a Poisson draw is seldom as large as the last
-    one.
-    """
-    return torch._dynamo.config.patch(
-        force_nn_module_property_static_shapes=False, allow_unspec_int_on_nn_module=True
-    )
-
-
-@contextmanager
-def _reusable() -> Iterator[None]:
-    """Backwards of graphs compiled in here may run twice: they do not write over their inputs.
-
-    Private settings of torch. Its cache on disk does not know the first one: it would hand out a
-    backward that was compiled for one use, silently wrong in the second.
-    """
-    import torch._functorch.config as functorch
-    import torch._inductor.config as inductor
-
-    with functorch.patch(donated_buffer=False), inductor.patch(fx_graph_cache=False):
-        yield
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
-from torch.utils._pytree import tree_flatten
 
 from dp_clipping.capture.layout_search import LayerCall, Search
 from dp_clipping.clipping.norms import Norm
@@ -24,6 +23,7 @@ from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.linear import LinearFactors
 from dp_clipping.layers.linear_compiled import FACTOR_SLOTS, GRADIENT_SLOTS
 from dp_clipping.planning.cost_model import GRADIENT, LinearShape
+from dp_clipping.torch_compat import tree_flatten
 
 Arguments = tuple[tuple, dict]
 

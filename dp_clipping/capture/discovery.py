@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from dp_clipping.capture.backward import flush_ready_nodes
 from dp_clipping.capture.batch import Batch, tensors_of
@@ -24,6 +23,7 @@ from dp_clipping.capture.sample_independence import PLACES, Company, Schedule
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.layers.handle import LayoutUnknown
+from dp_clipping.torch_compat import tree_map
 
 
 class LayoutDiscovery:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter, functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dp_clipping.capture.batch import tensors_of
 from dp_clipping.capture.capture import Capture, tensors_in
@@ -23,6 +22,7 @@ from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import FEW, MORE, Layout, find_layout
 from dp_clipping.layers.handle import LayerState, LayoutUnknown, product_dtype
 from dp_clipping.layers.tensor_parallel import local
+from dp_clipping.torch_compat import TorchDispatchMode, dropouts, is_dtype_cast
 
 UNSURE = "unsure"
 NETWORK = "\0"  # no module has this name: the network's outputs
@@ -241,7 +241,7 @@ class Routing(TorchDispatchMode):
         if found:
             self.operators.add(function.overloadpacket.__name__)
         result = function(*args, **(kwargs or {}))
-        if function.overloadpacket is aten._to_copy and args[0].is_floating_point():
+        if is_dtype_cast(function) and args[0].is_floating_point():
             self.checks_values |= not (result.is_floating_point() or result.is_complex())
         self.checks_values |= function.overloadpacket.__name__ in OF_SOME_NUMBERS
         return result
@@ -306,13 +306,13 @@ def _causal(args: tuple) -> dict[str, bool]:
 @contextmanager
 def without_dropout(network: nn.Module) -> Iterator[None]:
     """Dropout would make the same sample look different in two runs."""
-    dropouts = [m for m in network.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
-    before = [m.training for m in dropouts]
-    for module in dropouts:
+    layers = [m for m in network.modules() if isinstance(m, dropouts())]
+    before = [m.training for m in layers]
+    for module in layers:
         module.training = False
     try:
         with _NoDropout():
             yield
     finally:
-        for module, training in zip(dropouts, before, strict=True):
+        for module, training in zip(layers, before, strict=True):
             module.training = training

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from dp_clipping.torch_compat import own_modules
+
 
 def every_module(network: nn.Module) -> Iterator[nn.Module]:
     """`network.modules()` in no particular order, in half of the time.
@@ -16,4 +18,4 @@ def every_module(network: nn.Module) -> Iterator[nn.Module]:
         if module not in seen:
             seen.add(module)
             yield module
-            found += [child for child in module._modules.values() if child is not None]
+            found += [child for child in own_modules(module).values() if child is not None]

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from dp_clipping.capture.backward import flush_ready_nodes
 from dp_clipping.capture.batch import tensors_of
@@ -24,6 +23,7 @@ from dp_clipping.layers.accumulation import full_float32
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, expand_shared
 from dp_clipping.layers.tensor_parallel import local
+from dp_clipping.torch_compat import tree_map
 
 SIGNS = 4
 # Relative to the norm of what a sample has in the tensor. Two runs have the same shapes, so mostly

@@ -18,12 +18,21 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from dp_clipping.torch_compat import (
+    TorchDispatchMode,
+    hooks_of,
+    non_persistent_buffers,
+    own_buffers,
+    own_modules,
+    own_parameters,
+    schema_of,
+    version_of,
+)
 
 MODULE = frozenset(vars(nn.Module()))
 # Also what captures a module, and what a private criterion sets for a call.
 SKIPPED = MODULE | {"_private", "forward", "reduction"}
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 OTHERS = {"torch", "dp_clipping", "ddp", "opacus", "builtins", "collections", "logging", "enum"}
 """Packages whose objects are not looked into."""
 PLAIN = (int, float, complex, str, bytes, type(None))
@@ -122,10 +131,10 @@ class Holder:
         owner = self.owner
         if owner is None:
             return False
-        if self.values is owner._parameters:
+        if self.values is own_parameters(owner):
             return True
-        if self.values is owner._buffers:
-            return key not in owner._non_persistent_buffers_set
+        if self.values is own_buffers(owner):
+            return key not in non_persistent_buffers(owner)
         child = self.values.get(key)
         return child is None or any(True for _ in chain(child.parameters(), child.buffers()))
 
@@ -141,7 +150,7 @@ class Named:
     @property
     def is_buffer(self) -> bool:
         owner = self.holder.owner
-        return owner is not None and self.holder.values is owner._buffers
+        return owner is not None and self.holder.values is own_buffers(owner)
 
 
 class State:
@@ -218,13 +227,12 @@ class State:
     def _visit_module(self, module: nn.Module, name: str) -> None:
         prefix = f"{name}." if name else ""
         if not self.is_sharded:
-            self._hold(Holder(prefix, module._parameters, module), 0)
-        self._hold(Holder(prefix, module._buffers, module), 0)
-        self._hold(Holder(prefix, module._modules, module), 0)
-        self._hold(Holder(f"{name} non-persistent", module._non_persistent_buffers_set, module), 0)
-        for hooks in (getattr(module, kind) for kind in HOOKS):
-            for hook in (hooks or {}).values():
-                self._hooks.append((f"{prefix}{getattr(hook, '__name__', 'hook')}", hook))
+            self._hold(Holder(prefix, own_parameters(module), module), 0)
+        self._hold(Holder(prefix, own_buffers(module), module), 0)
+        self._hold(Holder(prefix, own_modules(module), module), 0)
+        self._hold(Holder(f"{name} non-persistent", non_persistent_buffers(module), module), 0)
+        for hook in hooks_of(module):
+            self._hooks.append((f"{prefix}{getattr(hook, '__name__', 'hook')}", hook))
         if not self._is_covered:
             self._hold(Holder(prefix, vars(module)), 0)
 
@@ -340,7 +348,7 @@ def _has_memory(x: Tensor) -> bool:
 
 def _versions(tensors: list[Named]) -> list[tuple[int, int]]:
     """Other numbers after each write and each `x.data = ...`, by the host's own knowledge."""
-    return [(named.tensor._version, named.tensor.data_ptr()) for named in tensors]
+    return [(version_of(named.tensor), named.tensor.data_ptr()) for named in tensors]
 
 
 class Writes(TorchDispatchMode):
@@ -388,7 +396,7 @@ class Writes(TorchDispatchMode):
 @lru_cache(maxsize=4096)
 def _written(function: Any) -> tuple[tuple[int, str], ...]:
     """Place and name of the arguments that an operator writes to."""
-    schema = getattr(function, "_schema", None)
+    schema = schema_of(function)
     if schema is None:
         return ()
     return tuple(

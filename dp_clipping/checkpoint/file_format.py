@@ -24,10 +24,10 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from dp_clipping.files import replacing
 from dp_clipping.noise.keys import Keys, read_keys, write_keys
+from dp_clipping.torch_compat import tree_map_only
 
 VERSION = 2
 UNSEALED = 1  # the version that has no digest

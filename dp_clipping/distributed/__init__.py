@@ -11,6 +11,5 @@ Files:
     split_norms           norms of samples whose parameters are split by tensor parallelism
     gradient_reduce       clipped sums to their shards
     fsdp1                 FSDP1's flat parameters
-    collectives           collectives of several tensors in one launch
     agreement             the settings of a step, compared over all ranks
 """

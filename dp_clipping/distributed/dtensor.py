@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dp_clipping.torch_compat import WRAPPED
+
 if dist.is_available():
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
@@ -34,7 +36,7 @@ def plain_type(module: nn.Module) -> type:
 
 def plain_name(name: str) -> str:
     """What a module or a parameter was called before FSDP1 wrapped what is on the way to it."""
-    return name.replace("_fsdp_wrapped_module.", "").removesuffix("_fsdp_wrapped_module")
+    return name.replace(f"{WRAPPED}.", "").removesuffix(WRAPPED)
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:

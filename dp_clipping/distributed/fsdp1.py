@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,18 +33,25 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FlatParameter, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback, _reshard
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from dp_clipping.distributed.collectives import reduce_scatter_together
 from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.distributed.gradient_reduce import ShardedSums, Transfer
 from dp_clipping.distributed.placement import Place, Span
 from dp_clipping.distributed.sharding import Part, Sharding
+from dp_clipping.torch_compat import (
+    USE_FSDP2,
+    check_fsdp1,
+    fsdp1_end_backward,
+    fsdp1_free,
+    fsdp1_gather_in_backward,
+    fsdp1_handle,
+    fsdp1_stand_ins,
+    reduce_scatter_together,
+)
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
-USE_FSDP2 = "shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead"
 
 Slice = tuple[int, int]
 """(start, length) of what a rank has of a flattened parameter."""
@@ -94,8 +101,7 @@ class FlatSharding(Sharding):
 
     def recover(self) -> bool:
         """By FSDP1's own end of a backward: for a pass that was cut off it has no public name."""
-        _check_torch()
-        _post_backward_final_callback(self.root, self.root)
+        fsdp1_end_backward(self.root)
         _shard_again(self.root)
         return True
 
@@ -294,7 +300,7 @@ def _refuse(module: nn.Module, units: list[FSDP]) -> None:
                 "FSDP1 with CPUOffload(offload_params=True): sums are formed where layers "
                 "compute; leave parameters on the GPU"
             )
-    _check_torch()
+    check_fsdp1()
 
 
 @contextmanager
@@ -308,13 +314,13 @@ def _gathering_again(root: FSDP) -> Iterator[None]:
     """
     stand_ins = {}
     for unit, handle in _handles(root):
-        handle._needs_pre_backward_unshard = True
-        stand_ins[unit] = list(handle.flat_param._tensors)
+        fsdp1_gather_in_backward(handle)
+        stand_ins[unit] = list(fsdp1_stand_ins(handle))
     try:
         yield
     finally:
         for unit, handle in _handles(root):
-            handle.flat_param._tensors[:] = stand_ins[unit]
+            fsdp1_stand_ins(handle)[:] = stand_ins[unit]
         _shard_again(root)
 
 
@@ -331,7 +337,7 @@ def _free(unit: FSDP) -> None:
     """Gathered parameters of a unit go, shards take their place: FSDP1's own end of a backward."""
     for _, handle in _handles(unit, recurse=False):
         if handle.uses_sharded_strategy:
-            _reshard(unit, handle, free_unsharded_flat_param=True)
+            fsdp1_free(unit, handle)
 
 
 def _handles(root: FSDP, recurse: bool = True) -> list[tuple[FSDP, Any]]:
@@ -340,16 +346,6 @@ def _handles(root: FSDP, recurse: bool = True) -> list[tuple[FSDP, Any]]:
     Raises:
         RuntimeError: for a torch whose FSDP1 has not been looked at.
     """
-    _check_torch()
     units = FSDP.fsdp_modules(root) if recurse else [root]
-    return [(unit, unit._handle) for unit in units if unit._handle is not None]
-
-
-@cache
-def _check_torch() -> None:
-    version = tuple(int(n) for n in torch.__version__.split(".")[:2])
-    if not (2, 11) <= version < (2, 14):
-        raise RuntimeError(
-            "private training on FSDP1 reads what has no public name and is known for torch 2.11 "
-            f"to 2.13, not for {torch.__version__}: use one of those, or {USE_FSDP2}"
-        )
+    found = [(unit, fsdp1_handle(unit)) for unit in units]
+    return [(unit, handle) for unit, handle in found if handle is not None]

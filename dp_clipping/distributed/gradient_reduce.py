@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.profiler import record_function
 
-from dp_clipping.distributed.collectives import all_reduce_together, reduce_scatter_together
 from dp_clipping.distributed.dtensor import local, size_of
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.profiling.profile import Profile
+from dp_clipping.torch_compat import all_reduce_together, reduce_scatter_together, version_of
 
 IN_FLIGHT = 2  # units whose sums may be on the wire while the next are formed
 
@@ -234,7 +234,7 @@ class Done:
 
 def _versions(gradient: Tensor) -> tuple[int, int]:
     """Of a DTensor, which counts changes made through it, and of this rank's part of it."""
-    return gradient._version, local(gradient)._version
+    return version_of(gradient), version_of(local(gradient))
 
 
 def _pieces(x: Tensor, count: int, dim: int) -> list[Tensor]:

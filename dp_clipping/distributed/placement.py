@@ -27,6 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from dp_clipping.torch_compat import strided_shard
+
 Box = tuple[tuple[int, int], ...]
 """(start, length) along each dimension."""
 
@@ -153,20 +155,11 @@ def _cuts(dim: int, mesh: tuple[int, ...], placements: tuple[Placement, ...]) ->
 
 
 def _shard_of(placement: Placement) -> tuple[int | None, int]:
-    """The dimension that a placement shards (None: replicated) and its split factor, else 1.
-
-    The strided shard has no public name; it has had these two attributes from torch 2.11 to 2.13.
-    """
+    """The dimension that a placement shards (None: replicated) and its split factor, else 1."""
     if isinstance(placement, Replicate):
         return None, 1
-    strided = type(placement).__name__ == "_StridedShard"
-    if strided and not (hasattr(placement, "dim") and hasattr(placement, "split_factor")):
-        raise RuntimeError(
-            f"torch {torch.__version__} describes {placement!r} otherwise than 2.11 to 2.13 do: "
-            "use one of those"
-        )
-    if strided:
-        return placement.dim, int(placement.split_factor)
+    if (strided := strided_shard(placement)) is not None:
+        return strided
     if type(placement) is Shard:
         return placement.dim, 1
     raise ValueError(f"a parameter placed as {placement!r} is not supported: shard or replicate it")

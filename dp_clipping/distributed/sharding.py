@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dp_clipping.distributed.dtensor import is_sharded, size_of
 from dp_clipping.distributed.placement import Place, place_of
+from dp_clipping.torch_compat import layout_of, with_layout
 
 if dist.is_available():
     from torch.distributed.tensor import DTensor
@@ -106,18 +107,18 @@ class Sharding:
         """This rank's part of something with a parameter's layout, as what the parameter is.
 
         `DTensor.from_local` takes the host as long as several launches, so the layout that it found
-        serves again. The constructor for that has no public name (torch 2.11 to 2.13).
+        serves again.
         """
         if not is_sharded(parameter):
             return part
         layout = self._layouts.get((parameter, part.dtype))
         if layout is not None:
-            return DTensor(part, layout, requires_grad=False)
+            return with_layout(part, layout)
         made = DTensor.from_local(
             part, parameter.device_mesh, parameter.placements, run_check=False,
             shape=parameter.shape, stride=parameter.stride(),
         )  # fmt: skip
-        self._layouts[parameter, part.dtype] = getattr(made, "_spec", None)
+        self._layouts[parameter, part.dtype] = layout_of(made)
         return made
 
     def place_of(self, parameter: Parameter) -> Place | None:

@@ -35,6 +35,7 @@ from dp_clipping.layers.accumulation import (
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, autocast_operands, deliver
 from dp_clipping.planning.cost_model import LONGEST_GRAM
+from dp_clipping.torch_compat import version_of
 
 # Relative to S², what the rounding of two 16-bit Gram matrices and of their product may be: chains
 # of GRAM_PIECE products, 16 of them at a time in a matrix unit, which cuts off and does not round.
@@ -158,7 +159,7 @@ class Grams:
             self._of.data_ptr() == a.data_ptr()
             and self._of.shape == a.shape
             and self._of.stride() == a.stride()
-            and self._of._version == a._version
+            and version_of(self._of) == version_of(a)
         )
         if not same:
             self._of, self._gram = a, gram(a)

@@ -24,6 +24,7 @@ from torch.nn import Parameter
 from dp_clipping.clipping.coefficients import MARGIN
 from dp_clipping.clipping.norms import Norms
 from dp_clipping.layers.linear import LinearFactors
+from dp_clipping.torch_compat import scale_each_
 
 ROUNDING_SLACK = 1.2 * 2.0**-8
 
@@ -83,7 +84,7 @@ def rescale(
 def _scale_rows(y: Tensor, coefficients: list[float]) -> None:
     """c_i y_i in place, rounded once: on CPUs torch would round c_i to the dtype of y before."""
     if y.is_cuda:
-        torch._foreach_mul_(list(y.unbind(0)), coefficients)
+        scale_each_(list(y.unbind(0)), coefficients)
         return
     for row, c in zip(y.unbind(0), coefficients, strict=True):
         row.copy_(row.float() * c)

@@ -19,6 +19,7 @@ from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.accumulation import accumulation_dtype
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, deliver
+from dp_clipping.torch_compat import fused_rms_norm, fused_rms_norm_backward
 
 NOW, LATER = "now", "later"  # later: the private step launches it, for many layers together
 
@@ -106,15 +107,16 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, slot, sink, shape, eps, kind, dim, batch_size, when, twice):
         dims = list(range(-len(shape), 0))
-        if twice and x.is_cuda and x.dtype != torch.float64:
-            normalized, rstd = torch.ops.aten._fused_rms_norm(x, shape, None, eps)
+        fused = fused_rms_norm() if x.is_cuda else None
+        if twice and fused and x.dtype != torch.float64:
+            normalized, rstd = fused(x, shape, None, eps)
             y = weight * normalized
         elif twice:
             wider = x.to(torch.float32)
             rstd = torch.rsqrt(wider.pow(2).mean(-1, keepdim=True) + eps)
             y = weight * (wider * rstd).to(x.dtype)
-        elif x.is_cuda and weight.dtype == x.dtype:
-            y, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
+        elif fused and weight.dtype == x.dtype:
+            y, rstd = fused(x, shape, weight, eps)
         else:
             y = F.rms_norm(x, shape, weight, eps)
             eps = (
@@ -156,8 +158,8 @@ class RMSNorm(torch.autograd.Function):
 
 
 def _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) -> Tensor:
-    if x.is_cuda and weight.dtype == x.dtype == gy.dtype:
-        backward = torch.ops.aten._fused_rms_norm_backward
+    backward = fused_rms_norm_backward() if x.is_cuda else None
+    if backward and weight.dtype == x.dtype == gy.dtype:
         return backward(gy, x, shape, rstd, weight, [True, False])[0]
     dtype = accumulation_dtype(x.dtype)
     normalized, scaled = x.to(dtype) * rstd, gy.to(dtype) * weight

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, check_size
 from dp_clipping.layers.tensor_parallel import refuse_distributed, settled
+from dp_clipping.torch_compat import own_parameters, tree_flatten, tree_unflatten
 
 
 class Body(nn.Module):
@@ -116,7 +116,7 @@ def _uncovered(module: nn.Module, handle: LayerState) -> AbstractContextManager:
 @contextmanager
 def _without_covers(module: nn.Module) -> Iterator[None]:
     """In forward FSDP1 lays a plain tensor over each parameter, which would be found first."""
-    owners = [(owner, name) for owner in module.modules() for name in owner._parameters]
+    owners = [(owner, name) for owner in module.modules() for name in own_parameters(owner)]
     covers = [(vars(owner), name) for owner, name in owners if name in vars(owner)]
     values = [attributes.pop(name) for attributes, name in covers]
     try:

@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 from torch.profiler import record_function
 
 from dp_clipping.table import aligned
+from dp_clipping.torch_compat import is_profiling
 
 LOG = logging.getLogger(__name__)
 NOTHING = nullcontext()
@@ -257,7 +257,7 @@ class _Span(AbstractContextManager):
     def __enter__(self) -> _Span:
         profile = self._profile
         self._label = None  # it costs more than both marks
-        if self._is_labelled and profiler._is_profiler_enabled:
+        if self._is_labelled and is_profiling():
             self._label = record_function(self.name)
             self._label.__enter__()
         self.outer = profile._inner[-1].number if profile._inner else None

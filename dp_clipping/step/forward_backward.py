@@ -24,6 +24,7 @@ from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.state import StepState
 from dp_clipping.step.timed_step import PROFILED
+from dp_clipping.torch_compat import is_compiled_in_place
 from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
 
 
@@ -190,7 +191,7 @@ class ForwardBackward:
         hook = None
         if module is not self.network:  # a wrapper, which writes to buffers before the network runs
             mark.forget_buffers()
-            if self.network._compiled_call_impl is None:
+            if not is_compiled_in_place(self.network):
                 hook = self.network.register_forward_pre_hook(lambda *_: mark.renew(), prepend=True)
         try:
             yield

@@ -24,6 +24,7 @@ from dp_clipping.capture.modules import every_module
 from dp_clipping.distributed.dtensor import local
 from dp_clipping.layers.accumulation import accumulation_dtype
 from dp_clipping.step.state import StepState
+from dp_clipping.torch_compat import own_parameters, version_of
 
 Own = dict[str, Parameter]
 NOTHING: Own = {}
@@ -132,7 +133,7 @@ class GradientBuffer:
         """
         if self.capture.sums is None and self.state.is_open:
             held = [(p, p.grad) for p in self.capture.parameters]
-            self._left = {p: (g, g._version) for p, g in held if g is not None}
+            self._left = {p: (g, version_of(g)) for p, g in held if g is not None}
 
     def _changed(self) -> list[Parameter]:
         """Parameters whose `.grad` is not the tensor, or not of the version, that was left."""
@@ -140,7 +141,7 @@ class GradientBuffer:
             changed = self.capture.sums.changed()
             return [p for p in changed if self.state.is_open or p.grad is not None]
         return [p for p, (g, version) in self._left.items()
-                if p.grad is not g or g._version != version]  # fmt: skip
+                if p.grad is not g or version_of(g) != version]  # fmt: skip
 
     def refuse_unclipped(self, is_noisy: bool = False) -> None:
         """Raises RuntimeError if `.grad` is not as private backwards have left it.
@@ -298,7 +299,7 @@ class GradientBuffer:
 
 def _trainable(module: nn.Module) -> Own:
     """Its own parameters that are trainable, by name."""
-    own = module._parameters
+    own = own_parameters(module)
     if not own:
         return NOTHING
     return {name: p for name, p in own.items() if p is not None and p.requires_grad}

@@ -22,6 +22,7 @@ from dp_clipping.kernels.tiles import tile_of
 from dp_clipping.layers.accumulation import SUM_ROUNDING
 from dp_clipping.layers.linear import GRAM_ROUNDING, LinearFactors
 from dp_clipping.planning.cost_model import GRADIENT, INPUT_LENGTH, WIDTH, LayerPlan
+from dp_clipping.torch_compat import version_of
 
 Label = Callable[..., AbstractContextManager]
 
@@ -107,7 +108,7 @@ class NormQueue:
         shared: dict[tuple, list[list[Parameter]]] = {}
         for parameter, factors in mine.items():
             a = factors.a
-            key = (self._kin[parameter], a.data_ptr(), a.shape, a.stride(), a.dtype, a._version)
+            key = (self._kin[parameter], a.data_ptr(), a.shape, a.stride(), a.dtype, version_of(a))
             rows = shared.setdefault(key, [[]])
             if len(rows[-1]) == MOST_SHARED:
                 rows.append([])

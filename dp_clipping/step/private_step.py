@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 from torch.nn import Parameter
 from torch.profiler import record_function
 
@@ -36,6 +35,7 @@ from dp_clipping.layers.linear import Grams
 from dp_clipping.layers.low_precision_sums import is_rescaled, rescale
 from dp_clipping.modes import Policy
 from dp_clipping.step.rng_replay import Randomness
+from dp_clipping.torch_compat import is_profiling
 
 NOTHING = nullcontext()
 
@@ -352,11 +352,8 @@ class PrivateStep:
         return record_function(name)
 
     def _range(self, what: str, *parameters: Parameter) -> AbstractContextManager:
-        """`{what}/{layer}` in the trace that a profiler records (`+` between layers); else nothing.
-
-        Whether one records is a flag of PyTorch's that has no public name; Dynamo asks it too.
-        """
-        if not profiler._is_profiler_enabled:
+        """Labels `{what}/{layer}` (`+` between layers) in a trace, while a profiler records one."""
+        if not is_profiling():
             return NOTHING
         return record_function(f"{what}/{'+'.join(self.capture.names[p] for p in parameters)}")
 

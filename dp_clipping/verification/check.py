@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils._pytree import tree_map
 
 from dp_clipping.capture.batch import Batch
 from dp_clipping.checkpoint.run import Run
@@ -30,6 +29,7 @@ from dp_clipping.planning.cost_model import WIDTH
 from dp_clipping.step.forward_backward import ForwardBackward
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.state import StepState
+from dp_clipping.torch_compat import tree_map
 from dp_clipping.verification.report import (
     TOLERANCES,
     Check,

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+
+from dp_clipping.torch_compat import tree_leaves, tree_map
 
 Inputs = Tensor | dict[str, Tensor]
 Batch = tuple[Inputs, Tensor]

@@ -4,16 +4,20 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from torch import nn
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("ddp", "dp_clipping")
 COMPATIBILITY = "torch_compat.py"
+OF_MODULES = set(vars(nn.Module()))
+PYTHON = {"_fields"}  # of named tuples
 
 
 def private_uses(package: str) -> list[str]:
     """`file:line: name` of each attribute or import with an underscore that is not our own.
 
     `_x` is our own if a class or function of that name, or an assignment `anything._x = ..`,
-    stands in one of the packages. `torch_compat.py` is left out.
+    stands in one of the packages, and read through `self`. `torch_compat.py` is left out.
     """
     trees = {path: ast.parse(path.read_text()) for path in _files(*PACKAGES)}
     own = {name for tree in trees.values() for node in ast.walk(tree) for name in _defined(node)}
@@ -23,8 +27,14 @@ def private_uses(package: str) -> list[str]:
         if path.name != COMPATIBILITY
         for node in ast.walk(trees[path])
         for name in _used(node)
-        if _is_private(name) and name not in own
+        if _is_private(name) and name not in (own | PYTHON) - _of_others(node)
     ]
+
+
+def _of_others(node: ast.AST) -> set[str]:
+    """Names that are PyTorch's own unless `self` has them."""
+    is_self = isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == "self"
+    return set() if is_self else OF_MODULES
 
 
 def imported_by(file: str) -> list[str]:

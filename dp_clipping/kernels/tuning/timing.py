@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from dp_clipping.torch_compat import spin
+
 TimedCall = Callable[[int], Any]
 
 SAMPLE_MS = 1.0  # a sample lasts about this long, or one call
@@ -71,7 +73,7 @@ def _sample(call: TimedCall, count: int, launch: float, device: torch.device) ->
     lead = LEAD * launch * count
     for _ in range(TRIES):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(int(lead * SPIN_RATE))
+        spin(int(lead * SPIN_RATE))
         start.record()
         for number in range(count):
             call(number)

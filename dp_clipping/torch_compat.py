@@ -1,0 +1,418 @@
+"""What private training uses of PyTorch without a public name, each behind a name of its own.
+
+Everything here was checked with torch 2.11, 2.12 and 2.13. Where another version lacks one of these
+interfaces, its function does without if the result stays exact, else it raises a RuntimeError that
+names it. What only one user needs is imported when it is called: `import dp_clipping` stays cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import profiler
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+    from torch.optim import Optimizer
+
+CHECKED = "2.11 to 2.13"
+
+
+def _missing(api: str) -> RuntimeError:
+    return RuntimeError(
+        f"torch {torch.__version__} has no {api}, needed in private training: use torch {CHECKED}"
+    )
+
+
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import (
+        tree_flatten,
+        tree_leaves,
+        tree_map,
+        tree_map_only,
+        tree_unflatten,
+    )
+except ImportError as error:
+    raise _missing("torch.utils._python_dispatch or torch.utils._pytree") from error
+
+__all__ = [
+    "TorchDispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
+    "tree_unflatten",
+]  # fmt: skip
+
+
+# ---- tensors and operators -----------------------------------------------------------------------
+
+
+def version_of(x: Tensor) -> int:
+    """Returns the number of in-place changes of a tensor, `Tensor._version`.
+
+    Raises:
+        RuntimeError: if torch does not count them.
+    """
+    try:
+        return x._version
+    except AttributeError as error:
+        raise _missing("Tensor._version") from error
+
+
+def scale_each_(tensors: Sequence[Tensor], factors: Sequence[float]) -> None:
+    """Multiplies each tensor by its factor in place, in few launches: `torch._foreach_mul_`.
+
+    Without it, one launch a tensor.
+    """
+    if (multiply := getattr(torch, "_foreach_mul_", None)) is not None:
+        multiply(tensors, factors)
+        return
+    for x, factor in zip(tensors, factors, strict=True):
+        x.mul_(factor)
+
+
+def fused_rms_norm() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Returns `aten._fused_rms_norm` (x, shape, weight, eps) -> (y, rstd), None without it."""
+    return getattr(torch.ops.aten, "_fused_rms_norm", None)
+
+
+def fused_rms_norm_backward() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Returns `aten._fused_rms_norm_backward`, None without it.
+
+    It maps (gy, x, shape, rstd, weight, [input, weight]) to the gradients that the pair asks for.
+    """
+    return getattr(torch.ops.aten, "_fused_rms_norm_backward", None)
+
+
+def is_dtype_cast(operator: Any) -> bool:
+    """Returns whether a dispatched operator is `aten._to_copy`, which `x.to(dtype)` calls.
+
+    Raises:
+        RuntimeError: if there is no such operator, as casts could not be told then.
+    """
+    try:
+        return operator.overloadpacket is torch.ops.aten._to_copy
+    except AttributeError as error:
+        raise _missing("aten._to_copy") from error
+
+
+def schema_of(operator: Any) -> torch.FunctionSchema | None:
+    """Returns an operator's `_schema`; None for a higher-order operator, which has none.
+
+    Raises:
+        RuntimeError: if an operator of ATen has none, as its writes could not be told then.
+    """
+    schema = getattr(operator, "_schema", None)
+    if schema is None and isinstance(operator, torch._ops.OpOverload):
+        raise _missing("OpOverload._schema")
+    return schema
+
+
+def spin(cycles: int) -> None:
+    """Keeps the current CUDA stream busy, `torch.cuda._sleep`; without it, does nothing.
+
+    A benchmark that cannot hold its stream back repeats, and measures the host's launches too.
+    """
+    if (sleep := getattr(torch.cuda, "_sleep", None)) is not None:
+        sleep(cycles)
+
+
+# ---- modules -------------------------------------------------------------------------------------
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Returns the dict that holds a module's own parameters, `Module._parameters`.
+
+    Raises:
+        RuntimeError: if modules have no such dict; also the next five.
+    """
+    try:
+        return module._parameters
+    except AttributeError as error:
+        raise _missing("Module._parameters") from error
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Returns the dict that holds a module's own buffers, `Module._buffers`."""
+    try:
+        return module._buffers
+    except AttributeError as error:
+        raise _missing("Module._buffers") from error
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Returns the dict that holds a module's children, `Module._modules`."""
+    try:
+        return module._modules
+    except AttributeError as error:
+        raise _missing("Module._modules") from error
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Returns the names of the buffers that are not in the state dict."""
+    try:
+        return module._non_persistent_buffers_set
+    except AttributeError as error:
+        raise _missing("Module._non_persistent_buffers_set") from error
+
+
+def forward_pre_hooks(module: nn.Module) -> list[Any]:
+    """Returns the hooks before a module's forward."""
+    try:
+        return list(module._forward_pre_hooks.values())
+    except AttributeError as error:
+        raise _missing("Module._forward_pre_hooks") from error
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Returns the hooks around a module's forward and backward."""
+    try:
+        kinds = (
+            module._forward_pre_hooks, module._forward_hooks,
+            module._backward_pre_hooks, module._backward_hooks,
+        )  # fmt: skip
+    except AttributeError as error:
+        raise _missing("Module._forward_hooks, or another dict of hooks") from error
+    return [hook for hooks in kinds for hook in (hooks or {}).values()]
+
+
+def pruned_name(hook: nn.utils.prune.BasePruningMethod) -> str:
+    """Returns the name of the parameter that a pruning hook computes, "weight" if unknown."""
+    return getattr(hook, "_tensor_name", "weight")
+
+
+def batch_norms() -> tuple[type[nn.Module], ...]:
+    """Returns the base class of batch normalisations; without it, its public subclasses."""
+    base = getattr(nn.modules.batchnorm, "_BatchNorm", None)
+    public = (
+        nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+        nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d,
+    )  # fmt: skip
+    return public if base is None else (base,)
+
+
+def instance_norms() -> tuple[type[nn.Module], ...]:
+    """Returns the base class of instance normalisations; without it, its public subclasses."""
+    base = getattr(nn.modules.instancenorm, "_InstanceNorm", None)
+    public = (
+        nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+        nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d,
+    )  # fmt: skip
+    return public if base is None else (base,)
+
+
+def dropouts() -> tuple[type[nn.Module], ...]:
+    """Returns the base class of dropout layers; without it, its public subclasses."""
+    base = getattr(nn.modules.dropout, "_DropoutNd", None)
+    public = (
+        nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
+        nn.FeatureAlphaDropout,
+    )  # fmt: skip
+    return public if base is None else (base,)
+
+
+def composable_replicas() -> tuple[type, ...]:
+    """Returns the class that `torch.distributed._composable.replicate` adds to a module's own.
+
+    PyTorch's DDP as hooks on the module; without that module, (). What its `replicate_with_fsdp`
+    makes is of another class: FSDP2 exchanges the sums there.
+    """
+    try:
+        from torch.distributed._composable.replicate import DDP
+    except ImportError:
+        return ()
+    return (DDP,)
+
+
+# ---- compilation and profiling -------------------------------------------------------------------
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Returns whether `module.compile()` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether a module itself was compiled, by `module.compile()` or `torch.compile`."""
+    return is_compiled_in_place(module) or "_torchdynamo_orig_callable" in vars(module)
+
+
+def any_size() -> AbstractContextManager:
+    """Lets graphs compiled inside for a second batch size, or number of tokens, serve all others.
+
+    Without these settings torch takes numbers and tensors that it finds at a module, as a step's
+    slots, to be constants, and a Poisson batch is seldom as large as the last one. A torch that
+    lacks them compiles more often.
+    """
+    config = torch._dynamo.config
+    wanted = {
+        "force_nn_module_property_static_shapes": False, "allow_unspec_int_on_nn_module": True,
+    }  # fmt: skip
+    known = {name: value for name, value in wanted.items() if hasattr(config, name)}
+    return config.patch(known) if known else nullcontext()
+
+
+@contextmanager
+def reusable_backwards() -> Iterator[None]:
+    """Lets backwards of graphs compiled inside run twice: they do not write over their inputs.
+
+    The cache on disk does not know the first setting: it would hand out a backward that was
+    compiled for one use, silently wrong in the second.
+
+    Raises:
+        RuntimeError: if torch lacks one of the settings.
+    """
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+
+    for config, name in ((functorch, "donated_buffer"), (inductor, "fx_graph_cache")):
+        if not hasattr(config, name):
+            raise _missing(f"{config.__name__}.{name}")
+    with functorch.patch(donated_buffer=False), inductor.patch(fx_graph_cache=False):
+        yield
+
+
+def is_profiling() -> bool:
+    """Returns whether `torch.profiler` records now; True if torch does not say.
+
+    It spares the host `record_function`, which costs more than the launches it labels.
+    """
+    return getattr(profiler, "_is_profiler_enabled", True)
+
+
+# ---- optimizers ----------------------------------------------------------------------------------
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Returns whether `Optimizer.__init__` has run, so that hooks can be registered."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
+def is_hook_registry(name: str) -> bool:
+    """Returns whether an attribute of an optimizer holds hooks of its steps or state dicts."""
+    return name.startswith("_optimizer_")
+
+
+# ---- process groups and DTensor ------------------------------------------------------------------
+
+
+def reduce_scatter_together(
+    outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup
+) -> dist.Work:
+    """Starts the sums of all ranks' inputs, of which each keeps the rows of its rank.
+
+    One launch costs the host about as much as a small kernel's whole life, and a block of a network
+    has nine parameters. torch has public functions for one tensor only; process groups have methods
+    for lists, with NCCL and gloo.
+
+    Args:
+        outputs: [d / ranks, ..], contiguous, one dtype.
+        inputs: [d, ..], contiguous. Both may be read and written until `.wait()` on the result.
+
+    Raises:
+        RuntimeError: if process groups have no such method.
+    """
+    run = getattr(group, "reduce_scatter_single_coalesced", None)  # torch 2.13's name for it
+    run = run or getattr(group, "reduce_scatter_tensor_coalesced", None)
+    if run is None:
+        raise _missing("ProcessGroup.reduce_scatter_tensor_coalesced")
+    options = dist.ReduceScatterOptions()
+    options.asyncOp = True
+    return run(outputs, inputs, options)
+
+
+def all_reduce_together(tensors: list[Tensor], group: dist.ProcessGroup) -> dist.Work:
+    """Starts the sums of all ranks' tensors, in place: contiguous, one dtype.
+
+    Raises:
+        RuntimeError: if process groups have no such method.
+    """
+    if (run := getattr(group, "allreduce_coalesced", None)) is None:
+        raise _missing("ProcessGroup.allreduce_coalesced")
+    options = dist.AllreduceCoalescedOptions()
+    options.asyncOp = True
+    return run(tensors, options)
+
+
+def layout_of(x: DTensor) -> Any:
+    """Returns a DTensor's `_spec`, for `with_layout`; None if it has none."""
+    return getattr(x, "_spec", None)
+
+
+def with_layout(part: Tensor, layout: Any) -> DTensor:
+    """Returns a DTensor of this rank's part and the layout of another DTensor.
+
+    The constructor has no public name; `DTensor.from_local` takes as long as several launches.
+    """
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(part, layout, requires_grad=False)
+
+
+def strided_shard(placement: Any) -> tuple[int, int] | None:
+    """Returns dimension and split factor of a `_StridedShard`; None for another placement.
+
+    Raises:
+        RuntimeError: if a strided shard has no such attributes.
+    """
+    if type(placement).__name__ != "_StridedShard":
+        return None
+    if not (hasattr(placement, "dim") and hasattr(placement, "split_factor")):
+        raise RuntimeError(
+            f"torch {torch.__version__} describes {placement!r} otherwise than {CHECKED} do: "
+            "use one of those"
+        )
+    return placement.dim, int(placement.split_factor)
+
+
+# ---- FSDP1 ---------------------------------------------------------------------------------------
+
+WRAPPED = "_fsdp_wrapped_module"
+USE_FSDP2 = "shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead"
+
+
+@cache
+def check_fsdp1() -> None:
+    """Raises RuntimeError for a torch whose FSDP1 has not been looked at."""
+    version = tuple(int(n) for n in torch.__version__.split(".")[:2])
+    if not (2, 11) <= version < (2, 14):
+        raise RuntimeError(
+            f"private training on FSDP1 reads what has no public name and is known for torch "
+            f"{CHECKED}, not for {torch.__version__}: use one of those, or {USE_FSDP2}"
+        )
+
+
+def fsdp1_handle(unit: FullyShardedDataParallel) -> Any:
+    """Returns FSDP1's state of a unit's flat parameter; None for a unit without parameters."""
+    check_fsdp1()
+    return unit._handle
+
+
+def fsdp1_stand_ins(handle: Any) -> list[Any]:
+    """Returns the list of what stands for each parameter of a flat one while it is gathered."""
+    return handle.flat_param._tensors
+
+
+def fsdp1_gather_in_backward(handle: Any) -> None:
+    """Lets the next backward gather, also if it is the second one of a forward."""
+    handle._needs_pre_backward_unshard = True
+
+
+def fsdp1_free(unit: FullyShardedDataParallel, handle: Any) -> None:
+    """Frees the gathered parameters of a unit, as FSDP1 does at the end of a backward."""
+    from torch.distributed.fsdp._runtime_utils import _reshard
+
+    _reshard(unit, handle, free_unsharded_flat_param=True)
+
+
+def fsdp1_end_backward(root: FullyShardedDataParallel) -> None:
+    """Does what FSDP1 does when a whole backward has ended."""
+    check_fsdp1()
+    from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback
+
+    _post_backward_final_callback(root, root)

@@ -1,0 +1,280 @@
+"""Private interfaces of PyTorch are there, in one file; without one it falls back or says so."""
+
+import importlib.util
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch.utils._pytree
+from torch import nn
+from torch.autograd import profiler
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from dp_clipping import torch_compat
+from tests.support.private_torch import imported_by, private_uses
+
+
+def test_no_other_file_uses_a_private_torch_interface():
+    assert private_uses("dp_clipping") == []
+
+
+def test_it_imports_nothing_of_the_package():
+    file = "dp_clipping/torch_compat.py"
+    assert not any(name.startswith("dp_clipping") for name in imported_by(file))
+
+
+def test_trees(monkeypatch):
+    assert torch_compat.tree_map(lambda x: 2 * x, {"a": [1, 2]}) == {"a": [2, 4]}
+    monkeypatch.delattr(torch.utils._pytree, "tree_map_only")
+    spec = importlib.util.spec_from_file_location("another", torch_compat.__file__)
+    with pytest.raises(RuntimeError, match=r"torch\.utils\._pytree, needed .* 2\.11 to 2\.13"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+# ---- tensors and operators -----------------------------------------------------------------------
+
+
+def test_versions_count_changes():
+    x = torch.zeros(2)
+    before = torch_compat.version_of(x)
+    x.add_(1)
+    assert torch_compat.version_of(x) == before + 1
+    with pytest.raises(RuntimeError, match=r"has no Tensor\._version"):
+        torch_compat.version_of(object())
+
+
+def test_scaling_with_and_without_foreach(monkeypatch):
+    assert hasattr(torch, "_foreach_mul_")
+    for _ in range(2):
+        tensors = [torch.ones(2), torch.full((3,), 2.0)]
+        torch_compat.scale_each_(tensors, [3.0, 0.5])
+        assert [x.tolist() for x in tensors] == [[3, 3], [1, 1, 1]]
+        monkeypatch.delattr(torch, "_foreach_mul_", raising=False)
+
+
+def test_the_fused_rms_norm(monkeypatch):
+    x, weight = torch.randn(3, 4), torch.randn(4)
+    expected = nn.functional.rms_norm(x, (4,), weight, 1e-6)
+    y, rstd = torch_compat.fused_rms_norm()(x, (4,), weight, 1e-6)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(rstd, (x.square().mean(1, keepdim=True) + 1e-6).rsqrt())
+    assert torch_compat.fused_rms_norm_backward() is not None  # CUDA only
+    monkeypatch.setattr(torch.ops, "aten", SimpleNamespace())
+    assert torch_compat.fused_rms_norm() is torch_compat.fused_rms_norm_backward() is None
+
+
+def test_dtype_casts(monkeypatch):
+    casts = []
+
+    class Seen(torch_compat.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            casts.append(torch_compat.is_dtype_cast(function))
+            return function(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with Seen():
+        x.to(torch.int64)
+        x.neg()
+    assert casts == [True, False]
+    monkeypatch.setattr(torch.ops, "aten", SimpleNamespace())
+    with pytest.raises(RuntimeError, match=r"has no aten\._to_copy"):
+        torch_compat.is_dtype_cast(SimpleNamespace(overloadpacket=None))
+
+
+def test_schemas_say_what_is_written():
+    argument = torch_compat.schema_of(torch.ops.aten.add_.Tensor).arguments[0]
+    assert argument.alias_info.is_write
+    assert torch_compat.schema_of(object()) is None
+
+
+def test_an_operator_without_a_schema_is_refused():
+    operator = object.__new__(torch._ops.OpOverload)
+    with pytest.raises(RuntimeError, match=r"has no OpOverload\._schema"):
+        torch_compat.schema_of(operator)
+
+
+def test_spinning(monkeypatch):
+    assert hasattr(torch.cuda, "_sleep")
+    cycles = []
+    monkeypatch.setattr(torch.cuda, "_sleep", cycles.append)
+    torch_compat.spin(7)
+    monkeypatch.delattr(torch.cuda, "_sleep")
+    torch_compat.spin(8)
+    assert cycles == [7]
+
+
+# ---- modules -------------------------------------------------------------------------------------
+
+
+def test_what_a_module_holds():
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    module.register_buffer("here", torch.ones(1), persistent=False)
+    handle = module.register_forward_pre_hook(lambda *_: None)
+    module.register_full_backward_hook(lambda *_: None)
+    assert list(torch_compat.own_parameters(module[0])) == ["weight", "bias"]
+    assert list(torch_compat.own_buffers(module)) == ["here"]
+    assert list(torch_compat.own_modules(module)) == ["0"]
+    assert torch_compat.non_persistent_buffers(module) == {"here"}
+    assert len(torch_compat.forward_pre_hooks(module)) == 1
+    assert len(torch_compat.hooks_of(module)) == 2
+    handle.remove()
+    assert torch_compat.forward_pre_hooks(module) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["own_parameters", "own_buffers", "own_modules", "non_persistent_buffers", "forward_pre_hooks",
+     "hooks_of"],
+)  # fmt: skip
+def test_a_module_that_holds_nothing_is_refused(name):
+    with pytest.raises(RuntimeError, match=r"torch .* has no Module\._"):
+        getattr(torch_compat, name)(SimpleNamespace())
+
+
+def test_the_name_of_what_is_pruned():
+    layer = nn.utils.prune.l1_unstructured(nn.Linear(2, 2), "bias", 1)
+    (hook,) = torch_compat.forward_pre_hooks(layer)
+    assert torch_compat.pruned_name(hook) == "bias"
+    assert torch_compat.pruned_name(object()) == "weight"
+
+
+@pytest.mark.parametrize(
+    ("function", "module", "base", "layers"),
+    [
+        ("batch_norms", nn.modules.batchnorm, "_BatchNorm",
+         [nn.BatchNorm1d(2), nn.BatchNorm3d(2), nn.LazyBatchNorm2d(), nn.SyncBatchNorm(2)]),
+        ("instance_norms", nn.modules.instancenorm, "_InstanceNorm",
+         [nn.InstanceNorm1d(2), nn.InstanceNorm3d(2), nn.LazyInstanceNorm2d()]),
+        ("dropouts", nn.modules.dropout, "_DropoutNd",
+         [nn.Dropout(), nn.Dropout1d(), nn.Dropout3d(), nn.AlphaDropout(),
+          nn.FeatureAlphaDropout()]),
+    ],
+)  # fmt: skip
+def test_kinds_of_layers_with_and_without_their_base(monkeypatch, function, module, base, layers):
+    assert getattr(torch_compat, function)() == (getattr(module, base),)
+    monkeypatch.delattr(module, base)
+    kinds = getattr(torch_compat, function)()
+    assert all(isinstance(layer, kinds) for layer in layers)
+    assert not isinstance(nn.GroupNorm(1, 2), kinds)
+
+
+def test_composable_replicas(monkeypatch):
+    assert [kind.__name__ for kind in torch_compat.composable_replicas()] == ["DDP"]
+    monkeypatch.setitem(sys.modules, "torch.distributed._composable.replicate", None)
+    assert torch_compat.composable_replicas() == ()
+
+
+# ---- compilation and profiling -------------------------------------------------------------------
+
+
+def test_compiled_modules():
+    plain, in_place = nn.Linear(2, 2), nn.Linear(2, 2)
+    in_place.compile()
+    wrapped = torch.compile(nn.Linear(2, 2))
+    modules = (plain, in_place, wrapped)
+    assert [torch_compat.is_compiled(m) for m in modules] == [False, True, True]
+    assert [torch_compat.is_compiled_in_place(m) for m in modules[:2]] == [False, True]
+
+
+def test_graphs_for_any_size(monkeypatch):
+    config = torch._dynamo.config
+    with torch_compat.any_size():
+        assert config.allow_unspec_int_on_nn_module
+        assert not config.force_nn_module_property_static_shapes
+    assert not config.allow_unspec_int_on_nn_module
+    monkeypatch.setattr(torch, "_dynamo", SimpleNamespace(config=SimpleNamespace()))
+    with torch_compat.any_size():
+        pass
+
+
+def test_reusable_backwards(monkeypatch):
+    config = torch._functorch.config
+    before = config.donated_buffer
+    with torch_compat.reusable_backwards():
+        assert not config.donated_buffer
+    assert config.donated_buffer == before
+    nothing = SimpleNamespace(__name__="torch._functorch.config")
+    monkeypatch.setattr(torch._functorch, "config", nothing)
+    monkeypatch.setitem(sys.modules, "torch._functorch.config", nothing)
+    with (
+        pytest.raises(RuntimeError, match=r"has no torch\._functorch\.config\.donated_buffer"),
+        torch_compat.reusable_backwards(),
+    ):
+        pass
+
+
+def test_whether_a_profiler_records(monkeypatch):
+    assert torch_compat.is_profiling() is False
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert torch_compat.is_profiling() is True
+    monkeypatch.delattr(profiler, "_is_profiler_enabled")
+    assert torch_compat.is_profiling() is True
+
+
+# ---- optimizers ----------------------------------------------------------------------------------
+
+
+def test_hooks_of_optimizers():
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=1)
+    assert torch_compat.has_step_hooks(optimizer)
+    assert not torch_compat.has_step_hooks(object.__new__(torch.optim.SGD))
+    registries = {name for name in vars(optimizer) if torch_compat.is_hook_registry(name)}
+    assert {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"} <= registries
+
+
+# ---- process groups, DTensor and FSDP1 -----------------------------------------------------------
+
+
+def test_grouped_collectives_are_there():
+    """What they compute: `distributed/test_fsdp2.py`."""
+    group = torch.distributed.ProcessGroup
+    assert hasattr(group, "allreduce_coalesced")
+    names = ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+    assert any(hasattr(group, name) for name in names)
+    with pytest.raises(RuntimeError, match=r"has no ProcessGroup\.allreduce_coalesced"):
+        torch_compat.all_reduce_together([], SimpleNamespace())
+    with pytest.raises(RuntimeError, match=r"has no ProcessGroup\.reduce_scatter_tensor_coal"):
+        torch_compat.reduce_scatter_together([], [], SimpleNamespace())
+
+
+def layouts(context):
+    mesh = DeviceMesh.from_group(context.group, "cpu")
+    made = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
+    again = torch_compat.with_layout(torch.zeros(2), torch_compat.layout_of(made))
+    return again.placements == made.placements and again.to_local().tolist() == [0, 0]
+
+
+def test_a_layout_serves_again(cpu_ranks):
+    assert all(cpu_ranks.run(2, layouts))
+    assert torch_compat.layout_of(object()) is None
+
+
+def test_strided_shards():
+    assert torch_compat.strided_shard(_StridedShard(1, split_factor=4)) == (1, 4)
+    assert torch_compat.strided_shard(Replicate()) is None
+    unknown = type("_StridedShard", (), {})()
+    with pytest.raises(RuntimeError, match=r"otherwise than 2\.11 to 2\.13"):
+        torch_compat.strided_shard(unknown)
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.14.0+cpu"])
+def test_fsdp1_of_another_torch_is_refused(monkeypatch, version):
+    torch_compat.check_fsdp1.cache_clear()
+    torch_compat.check_fsdp1()
+    torch_compat.check_fsdp1.cache_clear()
+    monkeypatch.setattr(torch, "__version__", version)
+    for function in (torch_compat.fsdp1_handle, torch_compat.fsdp1_end_backward):
+        with pytest.raises(RuntimeError, match=r"known for torch 2\.11 to 2\.13, not for 2\.1"):
+            function(None)
+
+
+def test_fsdp1_is_as_it_was():
+    from torch.distributed.fsdp import _runtime_utils
+
+    assert callable(_runtime_utils._reshard)
+    assert callable(_runtime_utils._post_backward_final_callback)
