@@ -184,6 +184,10 @@ class PrivateCriterion:
             exchange.check(private_step.watched.number)
         return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
 
+    def for_model(self, model: Any) -> "PrivateCriterion":
+        """Returns the same criterion for another model's outputs, as `engine.check` calls it."""
+        return PrivateCriterion(model, self.criterion, self.loss_reduction)
+
     def _of_no_samples(self, args: tuple, kwargs: dict) -> Tensor:
         """Losses [0] of an empty draw, which many criterions (CTC) cannot be called with."""
         sums = [x.float().sum() for x in tensors_of((args, kwargs)) if x.requires_grad]

@@ -30,11 +30,10 @@ from dp_clipping.arguments import (
 from dp_clipping.checkpoint import save_load as checkpoint
 from dp_clipping.checkpoint.file_format import file_name, given_schedulers
 from dp_clipping.checkpoint.ledger import Account, Step
-from dp_clipping.checkpoint.restore import Snapshot
-from dp_clipping.checkpoint.run import Run, agree_on_settings
+from dp_clipping.checkpoint.run import PrivateRun, Snapshot
 from dp_clipping.clipping.coefficients import GAMMA
 from dp_clipping.criterion import PrivateCriterion
-from dp_clipping.distributed.agreement import Agreement
+from dp_clipping.distributed.agreement import Agreement, agree_on_settings
 from dp_clipping.distributed.detect import sharding_of
 from dp_clipping.distributed.dtensor import shard_again
 from dp_clipping.kinds import check_type, plain
@@ -85,7 +84,7 @@ class PrivacyEngine:
             raise ValueError(f'accountant: {error}; give "prv", "rdp" or "gdp"') from error
         self.secure_mode = False
         self.hide_unprotected = hide_unprotected
-        self._runs: list[Run] = []
+        self._runs: list[PrivateRun] = []
         self._dataset: Any = None
 
     @property
@@ -295,7 +294,7 @@ class PrivacyEngine:
         else:
             model.step_state.usage.batch_size = batch_size_of(data_loader)
         self._runs.append(
-            Run(
+            PrivateRun(
                 model, private_optimizer, loader, everyone, keys, settings, self._account,
                 private_criterion,
             )
@@ -533,7 +532,7 @@ class PrivacyEngine:
         )
         self._account.count(step, key_is_fixed=run.keys.fixed)
 
-    def _run_of(self, module: Any, optimizer: Any, loader: Any) -> Run:
+    def _run_of(self, module: Any, optimizer: Any, loader: Any) -> PrivateRun:
         for run in self._runs:
             if run.model is module:
                 for name, given, own in (

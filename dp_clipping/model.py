@@ -296,6 +296,11 @@ class PrivateModel(nn.Module):
 
     # ---- what criterion and optimizer call ------------------------------------------------------
 
+    def separate_passes(self) -> ForwardBackward:
+        """Returns passes on the same capture beside this model's, as `engine.check` runs them."""
+        state = StepState()
+        return ForwardBackward(self.network, self.capture, self.mode, self.batch_first, state)
+
     def refuse_in_release(self, what: str) -> None:
         """Raises RuntimeError in a run whose every output is to be covered by ε."""
         if self.hide_unprotected:

@@ -12,19 +12,18 @@ from torch import Tensor
 
 from dp_clipping.checkpoint.file_format import (
     ACCOUNTANT,
+    DETAILS,
     MODULE,
     OPTIMIZER,
-    OWN,
     SCHEDULERS,
     check_mac,
     key_path,
     scheduler_state,
 )
-from dp_clipping.checkpoint.ledger import Parts, count, joined
-from dp_clipping.checkpoint.restore import Snapshot, saved_parts
+from dp_clipping.checkpoint.ledger import Parts, count, joined, parts_of
+from dp_clipping.checkpoint.run import Optimizer, Snapshot
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.keys import Keys, read_keys
-from dp_clipping.optimizer import PrivateOptimizer
 
 DATA = ("poisson_sampling", "num_samples", "sample_rate")
 NOISE = (
@@ -46,18 +45,18 @@ def check_fits(
 def _check_account(snapshot: Snapshot, saved: dict[str, Any]) -> Parts:
     """Steps of this engine that the saved account lacks."""
     account = snapshot.run.account
-    kept = account.beyond(saved_parts(saved), snapshot.run)
     history = saved[ACCOUNTANT]["history"]
-    for _, part in kept.values():
+    unsaved = account.beyond(parts_of(saved[DETAILS], history), snapshot.run)
+    for _, part in unsaved.values():
         history = joined(history, part)
     if account.accountant.mechanism() == "gdp" and len(history) > 1:
-        lacking = sum(count(part) for _, part in kept.values())
+        lacking = sum(count(part) for _, part in unsaved.values())
         raise ValueError(
             f"{snapshot.path}: accountant gdp cannot hold {lacking} steps that this engine has "
             "counted beside the saved ones, of another noise_multiplier or sample rate: load in a "
             "new engine, and their ε add up"
         )
-    return kept
+    return unsaved
 
 
 def _check_run(
@@ -65,12 +64,12 @@ def _check_run(
 ) -> tuple[Keys | None, list[str]]:
     """The key to go on with (None: a new one) and notes."""
     run, path, with_optimizer = snapshot.run, snapshot.path, snapshot.with_optimizer
-    own, here = saved[OWN], run.describe()
-    check_mac(path, own, key_path(path))
-    there = own["run"]
+    details, here = saved[DETAILS], run.describe()
+    check_mac(path, details, key_path(path))
+    there = details["run"]
     _check_same("mechanism of the accountant", saved[ACCOUNTANT]["mechanism"],
                 run.account.accountant.mechanism(), path)  # fmt: skip
-    _check_adaptive(own.get("adaptive_threshold"), run.optimizer.adaptive_threshold, path)
+    _check_adaptive(details.get("adaptive_threshold"), run.optimizer.adaptive_threshold, path)
     for name in ("private", "optimizer"):
         _check_same(name, there[name], here[name], path)
     _check_tensors("trainable parameter", there["parameters"], here["parameters"], path)
@@ -95,7 +94,7 @@ def _check_run(
     if notes:
         # Another σ or C, now or later: two results under the same noise could be solved for a sum.
         return None, [f"{note}, so noise and samples are drawn with a new key" for note in notes]
-    return _find_keys(path, own["key_fingerprint"]), notes
+    return _find_keys(path, details["key_fingerprint"]), notes
 
 
 def _check_adaptive(saved: dict | None, adaptive: AdaptiveThreshold | None, path: Path) -> None:
@@ -141,7 +140,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_optimizer(state: dict[str, Any], optimizer: PrivateOptimizer, path: Path) -> None:
+def _check_optimizer(state: dict[str, Any], optimizer: Optimizer, path: Path) -> None:
     groups = optimizer.param_groups
     _check_same(
         "number of parameters in the optimizer's groups",

@@ -32,11 +32,11 @@ from dp_clipping.torch_compat import tree_map_only
 VERSION = 2
 UNSEALED = 1  # the version that has no digest
 PIECE = 1 << 20  # bytes that are read and hashed at a time
-SEAL = "seal"  # in the own entry of a checkpoint that was read: its digest and HMAC
+SEAL = "seal"  # in the details of a checkpoint that was read: its digest and HMAC
 SEAL_LINE = re.compile(rb"\ndp_clipping sha256 ([0-9a-f]{64}) hmac ([0-9a-f]{64})\n")
 SEAL_BYTES = len("\ndp_clipping sha256  hmac \n") + 2 * 64
-OWN = "dp_clipping"  # the entry that Opacus does not have
-OWN_ENTRIES = (
+DETAILS = "dp_clipping"  # the entry that Opacus does not have
+DETAIL_ENTRIES = (
     "run", "key_fingerprint", "steps", "sampler", "start", "noise_multiplier", "max_grad_norm",
     "random",
 )  # fmt: skip
@@ -44,7 +44,7 @@ MODULE, OPTIMIZER = "module_state_dict", "optimizer_state_dict"
 ACCOUNTANT = "privacy_accountant_state_dict"
 ALWAYS = (MODULE, ACCOUNTANT)
 SCHEDULERS = ("noise_scheduler_state_dict", "grad_clip_scheduler_state_dict")
-RESERVED = {OWN, *ALWAYS, *SCHEDULERS, OPTIMIZER}
+RESERVED = {DETAILS, *ALWAYS, *SCHEDULERS, OPTIMIZER}
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, LookupError)
 
 
@@ -127,22 +127,22 @@ def _read_seal(path: Path) -> tuple[str, str] | None:
     return digest, mac
 
 
-def check_mac(path: Path, own: Mapping[str, Any], file: Path) -> None:
+def check_mac(path: Path, details: Mapping[str, Any], file: Path) -> None:
     """Raises ValueError if the key of the checkpoint is at hand and did not seal this content.
 
     Args:
-        own: the entry of a checkpoint that `read` has returned.
+        details: those of the checkpoint that `read` has returned.
         file: the key file.
     """
-    if SEAL not in own:
+    if SEAL not in details:
         return
     try:
         keys = read_keys(file)
     except ValueError:
         return  # an error only where the key is needed
-    digest, mac = own[SEAL]
+    digest, mac = details[SEAL]
     for key in keys:
-        if key.fingerprint == own["key_fingerprint"] and not hmac.compare_digest(
+        if key.fingerprint == details["key_fingerprint"] and not hmac.compare_digest(
             key.mac(digest), mac
         ):
             raise damaged(path, f"it was changed after saving, by somebody without {file}")
@@ -161,20 +161,22 @@ def read(path: Path, torch_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         raise
     except UNREADABLE as error:
         raise damaged(path, "it is cut short, or another kind of file") from error
-    own = saved.get(OWN) if isinstance(saved, dict) else None
-    if not isinstance(own, dict):
+    details = saved.get(DETAILS) if isinstance(saved, dict) else None
+    if not isinstance(details, dict):
         raise ValueError(f"{path} was not written by dp_clipping's save_checkpoint")
-    if own.get("version") not in (VERSION, UNSEALED):
-        raise ValueError(f"{path} has version {own.get('version')}, this program reads {VERSION}")
-    if own["version"] == VERSION and seal is None:
+    if details.get("version") not in (VERSION, UNSEALED):
+        raise ValueError(
+            f"{path} has version {details.get('version')}, this program reads {VERSION}"
+        )
+    if details["version"] == VERSION and seal is None:
         raise damaged(path, "it has no digest, so it was cut short, or changed after saving")
-    missing = ({*ALWAYS} - {*saved}) | ({*OWN_ENTRIES} - {*own})
+    missing = ({*ALWAYS} - {*saved}) | ({*DETAIL_ENTRIES} - {*details})
     if missing:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: it was changed after saving")
     check_structure(path, saved)
-    own.pop(SEAL, None)
+    details.pop(SEAL, None)
     if seal is not None:
-        own[SEAL] = seal
+        details[SEAL] = seal
     else:
         warnings.warn(
             f"{path} was written by a version that saves no digest: whether it was damaged or "
@@ -186,9 +188,9 @@ def read(path: Path, torch_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_structure(path: Path, saved: Mapping[str, Any]) -> None:
     """Raises ValueError if an entry is not what a save writes; tensors are compared elsewhere."""
-    own, account = saved[OWN], saved[ACCOUNTANT]
-    limits = own["max_grad_norm"]
-    random = own["random"]
+    details, account = saved[DETAILS], saved[ACCOUNTANT]
+    limits = details["max_grad_norm"]
+    random = details["random"]
     state = saved.get(OPTIMIZER, {"state": {}, "param_groups": []})
     for name, right in (
         (MODULE, _has_names(saved[MODULE])),
@@ -197,14 +199,14 @@ def check_structure(path: Path, saved: Mapping[str, Any]) -> None:
         (OPTIMIZER, isinstance(state, dict) and isinstance(state.get("state"), dict)
          and all(isinstance(one, dict) for one in state["state"].values())
          and _are_groups(state.get("param_groups"))),
-        ("run", _has_names(own["run"])),
-        ("key_fingerprint", isinstance(own["key_fingerprint"], str)),
-        ("account", _are_parts(own.get("account", {}))),
-        ("steps", _is_count(own["steps"])),
-        ("sampler", own["sampler"] is None or _is_sampler(own["sampler"])),
-        ("start", isinstance(own["start"], list | tuple) and len(own["start"]) == 2
-         and all(map(_is_count, own["start"]))),
-        ("noise_multiplier", _is_number(own["noise_multiplier"])),
+        ("run", _has_names(details["run"])),
+        ("key_fingerprint", isinstance(details["key_fingerprint"], str)),
+        ("account", _are_parts(details.get("account", {}))),
+        ("steps", _is_count(details["steps"])),
+        ("sampler", details["sampler"] is None or _is_sampler(details["sampler"])),
+        ("start", isinstance(details["start"], list | tuple) and len(details["start"]) == 2
+         and all(map(_is_count, details["start"]))),
+        ("noise_multiplier", _is_number(details["noise_multiplier"])),
         ("max_grad_norm", all(map(_is_number, limits)) if isinstance(limits, list | tuple)
          else _is_number(limits)),
         ("random", isinstance(random, list) and all(map(_is_random_state, random))),

@@ -98,6 +98,17 @@ def joined(first: History, second: History) -> History:
     return whole
 
 
+def parts_of(saved: Mapping[str, Any], history: History) -> Parts:
+    """Returns the steps by key of a saved account; without that entry all may be of the saved key.
+
+    Args:
+        saved: the details in a checkpoint.
+        history: of its accountant.
+    """
+    whole = saved["steps"] - count(history), history
+    return saved.get("account", {saved["key_fingerprint"]: whole})
+
+
 def _single(history: History) -> Iterator[tuple[float, float]]:
     for sigma, rate, steps in history:
         for _ in range(steps):
@@ -264,9 +275,13 @@ class Account:
         return released
 
     def load(
-        self, state: Mapping[str, Any], saved: Mapping[str, HistoryPart], kept: Parts, run: object
+        self,
+        state: Mapping[str, Any],
+        saved: Mapping[str, HistoryPart],
+        unsaved: Parts,
+        run: object,
     ) -> None:
-        """Become, for this run, a saved account and what `beyond` has found.
+        """Becomes, for this run, a saved account and the steps that `beyond` has found.
 
         Args:
             state: the saved accountant's `state_dict`.
@@ -275,7 +290,7 @@ class Account:
         self._released, self._is_used = self._released_until(run), False
         self.accountant.load_state_dict(deepcopy(state))
         self._parts = {key: (first, list(part)) for key, (first, part) in saved.items()}
-        for key, (first, part) in kept.items():
+        for key, (first, part) in unsaved.items():
             self.accountant.history = joined(self.history, part)
             first, there = self._parts.get(key, (first, []))
             self._parts[key] = first, joined(there, part)

@@ -1,57 +1,116 @@
-"""One private run: what `make_private` returned, and what its ranks agree on."""
+"""One private run as a checkpoint sees it, and how its ranks agree.
 
+The classes of the model and the optimizer lie above this folder: the protocols here say what a
+checkpoint needs of their objects.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dp_clipping.checkpoint.ledger import Account
-from dp_clipping.criterion import PrivateCriterion
-from dp_clipping.distributed.agreement import differences
-from dp_clipping.model import PrivateModel
 from dp_clipping.noise.keys import Keys
-from dp_clipping.optimizer import PrivateOptimizer
 from dp_clipping.sampling.loader import PoissonLoader
 
 
-@dataclass
-class Run:
-    """What one `make_private` returned, and its public settings.
+class Model(Protocol):
+    """What a checkpoint needs of a `PrivateModel`."""
 
-    `account`: of the engine.
-    `start`: position of the loader and number of steps at which the key came into use.
+    policy: Any
+    sharding: Any
+    step_state: Any
+
+    @property
+    def network(self) -> nn.Module: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def clear_gradients(self) -> None: ...
+
+
+class Optimizer(Protocol):
+    """What a checkpoint needs of a `PrivateOptimizer`."""
+
+    original_optimizer: torch.optim.Optimizer
+    param_groups: list[dict[str, Any]]
+    noise_multiplier: float
+    max_grad_norm: float | list[float]
+    adaptive_threshold: Any
+    steps: int
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def resume(self, steps: int, noise_key: bytes) -> None: ...
+
+
+class StepAccount(Protocol):
+    """What a checkpoint needs of the engine's account (`ledger.Account`, where methods say what
+    they do)."""
+
+    accountant: Any
+
+    def parts(self) -> dict: ...
+
+    def beyond(self, saved: Mapping, run: object) -> dict: ...
+
+    def load(self, state: Mapping, saved: Mapping, unsaved: dict, run: object) -> None: ...
+
+
+@dataclass
+class PrivateRun:
+    """What one `make_private` returned, with its key and its public settings.
+
+    `PrivacyEngine` makes one per `make_private` and keeps it; saving reads it, loading changes it.
+
+    Attributes:
+        group: all ranks of the run; None: this process alone.
+        settings: arguments of `make_private`, public.
+        account: the engine's.
+        start: position of the loader and number of steps at which the key came into use.
     """
 
-    model: PrivateModel
-    optimizer: PrivateOptimizer
+    model: Model
+    optimizer: Optimizer
     loader: DataLoader
     group: dist.ProcessGroup | None
     keys: Keys = field(repr=False)
     settings: dict[str, Any]
-    account: Account = field(repr=False)
-    criterion: PrivateCriterion
+    account: StepAccount = field(repr=False)
+    criterion: Any
     start: tuple[int, int] = (0, 0)
 
     @property
     def poisson(self) -> PoissonLoader | None:
+        """Returns the loader, if its batches are Poisson samples."""
         return self.loader if isinstance(self.loader, PoissonLoader) else None
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
     def describe(self) -> dict[str, Any]:
-        """Its public settings; a load compares all of them but the mode (see compatibility.py)."""
+        """Returns the public settings; a load compares all of them but the mode."""
         network, sharding = self.model.network, self.model.sharding
         data_parallel_group = self.group if sharding is None else sharding.data_parallel_group
         parameters = {n: list(p.shape) for n, p in network.named_parameters() if p.requires_grad}
         return {
             **self.settings,
-            "world_size": 1 if self.group is None else dist.get_world_size(self.group),
+            "world_size": self.world_size,
             "data_ranks": 1
             if data_parallel_group is None
             else dist.get_world_size(data_parallel_group),
@@ -62,10 +121,10 @@ class Run:
         }
 
     def sampler_state(self) -> dict[str, int | float] | None:
-        """Where the loader goes on after a resume.
+        """Returns where the loader goes on after a resume.
 
-        A draw that was handed out and not used is drawn again. One that was used is not, also if
-        the loader was not told of it.
+        A Poisson batch that was handed out and not used is drawn again. One that was used is not,
+        also if the loader was not told of it.
         """
         if self.poisson is None:
             return None
@@ -77,69 +136,113 @@ class Run:
         return state
 
 
-def random_states(run: Run) -> list[dict[str, Tensor]]:
-    """torch's random state of each rank: dropout must go on where it was.
+@dataclass(frozen=True)
+class Snapshot:
+    """What is saved of a run or loaded into it, and where.
 
-    Python's and numpy's, and a generator that the user gave the loader, are the user's.
+    Attributes:
+        path: the file, or the folder of a sharded model.
+        with_optimizer: the wrapped optimizer's state (momentum) is part of it.
+        schedulers: entry in the checkpoint -> scheduler whose state is part of it.
+        module_kwargs: for the network's `state_dict`, or `load_state_dict`.
+        torch_kwargs: for `torch.save`, or `torch.load`.
+    """
+
+    run: PrivateRun
+    path: Path
+    with_optimizer: bool
+    schedulers: Mapping[str, Any]
+    module_kwargs: Mapping[str, Any]
+    torch_kwargs: Mapping[str, Any]
+
+
+# ---- random states -------------------------------------------------------------------------------
+
+
+def random_states(run: PrivateRun) -> list[dict[str, Tensor]]:
+    """Returns torch's random state of each rank: dropout must go on where it was.
+
+    Not those of Python and numpy, nor of a generator that the user gave the loader.
     """
     states = [torch.get_rng_state()]
     if run.device.type == "cuda":
         states.append(torch.cuda.get_rng_state(run.device))
     joined = torch.cat(states).to(run.device)
     lengths = [len(state) for state in states]
-    of_ranks = [joined]
-    if run.group is not None:
-        of_ranks = [torch.empty_like(joined) for _ in range(dist.get_world_size(run.group))]
-        dist.all_gather(of_ranks, joined, group=run.group)
     names = ("cpu", "cuda")
+    of_ranks = _gathered(run, joined)
     return [dict(zip(names, x.cpu().split(lengths), strict=False)) for x in of_ranks]
 
 
-def set_random_state(run: Run, states: list[dict[str, Tensor]]) -> None:
-    """Only with as many ranks as were saved: otherwise no rank is the one that it was."""
-    world_size = 1 if run.group is None else dist.get_world_size(run.group)
-    if len(states) != world_size:
+def set_random_state(run: PrivateRun, states: list[dict[str, Tensor]]) -> None:
+    """Sets this rank's, if as many ranks as now were saved: otherwise each is another one."""
+    if len(states) != run.world_size:
         return
-    state = states[0 if run.group is None else dist.get_rank(run.group)]
+    state = states[run.rank]
     # Not views of one another: torch reads the storage.
     torch.set_rng_state(state["cpu"].clone())
     if "cuda" in state and run.device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"].clone(), run.device)
 
 
-def agree_on_settings(settings: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Every rank raises ValueError, naming the settings in which ranks differ.
-
-    Each would add another noise or draw other samples, and no replica would be what ε is about.
-    """
-    if group is not None and (found := differences(settings, group)):
-        raise ValueError(f"{found}: give the same on all")
+# ---- agreement -----------------------------------------------------------------------------------
 
 
-def agree_on_success(run: Run, path: Path, problem: Exception | None) -> None:
-    """All ranks go on when rank 0 has written, or all raise."""
+def agree(run: PrivateRun, what: str, problem: BaseException | None) -> None:
+    """Returns on all ranks, or raises on all: a rank's own problem, or the number of one that has
+    a problem."""
     if run.group is None:
+        if problem is not None:
+            raise problem
         return
     success = torch.tensor([problem is None], dtype=torch.uint8, device=run.device)
-    dist.broadcast(success, group=run.group, group_src=0)
+    of_ranks = _gathered(run, success)
     if problem is not None:
         raise problem
-    if not success.item():
-        raise RuntimeError(f"rank 0 could not write {path}: its own error says why")
+    failed = [rank for rank, success in enumerate(of_ranks) if not success.item()]
+    if failed:
+        raise RuntimeError(f"rank {failed[0]} could not {what}: its own error says why")
 
 
-def agree_on_content(run: Run, path: Path, digest: bytes | None, problem: Exception | None) -> None:
-    """All ranks have read the same (31 bytes, None if nothing) and may go on, or all raise."""
+def together(run: PrivateRun, what: str, action: Callable[[], Any]) -> Any:
+    """Returns what `action` returns, on all ranks, or raises on all; see `agree`."""
+    result, problem = None, None
+    try:
+        result = action()
+    except Exception as error:
+        problem = error
+    agree(run, what, problem)
+    return result
+
+
+def agree_on_content(
+    run: PrivateRun, path: Path, digest: bytes | None, problem: Exception | None
+) -> None:
+    """Returns if all ranks have read the same, else raises on all.
+
+    Args:
+        digest: of what this rank has read, 31 bytes; None if it could not.
+    """
     if run.group is None:
+        if problem is not None:
+            raise problem
         return
-    mine = bytes(32) if digest is None else b"\1" + digest
-    message = torch.tensor(list(mine), dtype=torch.uint8, device=run.device)
-    gathered = [torch.empty_like(message) for _ in range(dist.get_world_size(run.group))]
-    dist.all_gather(gathered, message, group=run.group)
+    content = bytes(32) if digest is None else b"\1" + digest
+    message = torch.tensor(list(content), dtype=torch.uint8, device=run.device)
+    of_ranks = _gathered(run, message)
     if problem is not None:
         raise problem
-    failed = [rank for rank, answer in enumerate(gathered) if not answer[0]]
+    failed = [rank for rank, answer in enumerate(of_ranks) if not answer[0]]
     if failed:
         raise ValueError(f"rank {failed[0]} could not load {path}: its own error says why")
-    if any(not torch.equal(answer, gathered[0]) for answer in gathered):
+    if any(not torch.equal(answer, of_ranks[0]) for answer in of_ranks):
         raise ValueError(f"ranks have read different checkpoints from {path}: is the disk shared?")
+
+
+def _gathered(run: PrivateRun, x: Tensor) -> list[Tensor]:
+    """Returns the tensors of all ranks, of one shape."""
+    if run.group is None:
+        return [x]
+    of_ranks = [torch.empty_like(x) for _ in range(run.world_size)]
+    dist.all_gather(of_ranks, x, group=run.group)
+    return of_ranks

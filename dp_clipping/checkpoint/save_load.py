@@ -44,58 +44,154 @@ A sharded model is saved as a folder: see distributed_format.py. A load takes ei
 model that it is for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-import torch.distributed as dist
+from torch import Tensor
 
-from dp_clipping.checkpoint import distributed_format as checkpoint_sharded
+from dp_clipping.checkpoint import distributed_format as folder_format
 from dp_clipping.checkpoint.compatibility import check_fits
-from dp_clipping.checkpoint.file_format import check_contents, read, write
-from dp_clipping.checkpoint.restore import (
-    Resume,
-    Snapshot,
-    as_refusal,
-    check_load,
-    check_save,
-    go_on,
+from dp_clipping.checkpoint.file_format import (
+    ACCOUNTANT,
+    DETAILS,
+    MODULE,
+    OPTIMIZER,
+    VERSION,
+    check_contents,
+    plain,
+    read,
+    scheduler_state,
+    write,
 )
-from dp_clipping.checkpoint.run import agree_on_content, agree_on_success, random_states
-from dp_clipping.checkpoint.tensors import is_sharded, lay_out
+from dp_clipping.checkpoint.restore import Resume, as_refusal, check_load, check_save, go_on
+from dp_clipping.checkpoint.run import (
+    PrivateRun,
+    Snapshot,
+    agree_on_content,
+    random_states,
+    together,
+)
+from dp_clipping.checkpoint.tensors import (
+    State,
+    by_name,
+    by_number,
+    check_groups,
+    check_part,
+    is_sharded,
+    lay_out,
+    room_for,
+    take_tensors,
+    with_tensors,
+)
 
 
 def save(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
-    """Write both files on rank 0; every rank returns when they are whole.
+    """Writes a checkpoint, one file by rank 0 or a folder by all; every rank calls it.
 
-    `extra`: further entries of the user's.
+    Args:
+        extra: further entries of the user's.
 
     Raises:
-        RuntimeError: in the middle of a step, or if rank 0 could not write.
-        ValueError: if a load without executing code could not read what is to be saved.
+        RuntimeError: in the middle of a step, or if a rank could not write.
+        ValueError: if a load without executing code could not read what is to be saved, or could
+            not find the parts of a parameter again.
     """
-    run = snapshot.run
-    check_save(run)
-    if is_sharded(run):
-        checkpoint_sharded.save(snapshot, extra)
-        return
+    check_save(snapshot.run)
+    if is_sharded(snapshot.run):
+        _save_folder(snapshot, extra)
+    else:
+        _save_file(snapshot, extra)
+
+
+def _save_file(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
+    run, path = snapshot.run, snapshot.path
     random = random_states(run)
-    problem = None
-    if run.group is None or dist.get_rank(run.group) == 0:
-        try:
-            contents = snapshot.contents(extra, random, run.optimizer.state_dict)
+
+    def write_all() -> None:
+        if run.rank == 0:
+            contents = _contents(snapshot, extra, random, run.optimizer.state_dict)
             check_contents(contents, extra)
-            write(snapshot.path, contents, run.keys, snapshot.torch_kwargs)
-        except Exception as error:
-            if run.group is None:
-                raise
-            problem = error
-    agree_on_success(run, snapshot.path, problem)
+            write(path, contents, run.keys, snapshot.torch_kwargs)
+
+    together(run, f"write {path}", write_all)
+
+
+def _save_folder(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
+    run, path = snapshot.run, snapshot.path
+    random = random_states(run)
+    name = folder_format.new_name(run)
+
+    def prepare() -> tuple[State, dict[str, Tensor]]:
+        folder_format.check_path(path)
+        contents = _contents(snapshot, extra, random, partial(by_name, run))
+        contents[DETAILS][folder_format.TENSORS] = name
+        tensors = take_tensors(contents)
+        for key, x in tensors.items():
+            check_part(run, key, x)
+        check_contents(contents, extra)
+        (path / name).mkdir(parents=True, exist_ok=True)
+        return contents, tensors
+
+    def write_run() -> None:
+        if run.rank == 0:
+            folder_format.write_run(run, path, contents, snapshot.torch_kwargs)
+
+    contents, tensors = together(run, f"save {path}", prepare)
+    write_part = partial(folder_format.write_part, run, path / name, tensors)
+    digests = together(run, f"write its part of {path}", write_part)
+    contents[DETAILS][folder_format.FILES] = folder_format.of_all_ranks(run, digests)
+    together(run, f"write {path}", write_run)
+
+
+def _contents(
+    snapshot: Snapshot,
+    extra: Mapping[str, Any],
+    random: list[dict[str, Tensor]],
+    optimizer_state: Callable[[], State],
+) -> State:
+    """Returns the entries of a checkpoint, `extra` ones of the user's among them."""
+    run = snapshot.run
+    contents = {
+        **extra,
+        MODULE: run.model.network.state_dict(**snapshot.module_kwargs),
+        ACCOUNTANT: plain(run.account.accountant.state_dict()),
+        DETAILS: _details(run, random),
+    }
+    if snapshot.with_optimizer:
+        contents[OPTIMIZER] = optimizer_state()
+    for entry, scheduler in snapshot.schedulers.items():
+        contents[entry] = scheduler_state(scheduler)
+    return contents
+
+
+def _details(run: PrivateRun, random: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """Returns the entry that Opacus does not have."""
+    adaptive = run.optimizer.adaptive_threshold
+    return {
+        "version": VERSION,
+        "run": run.describe(),
+        "key_fingerprint": run.keys.fingerprint,
+        "account": plain(run.account.parts()),
+        "steps": run.optimizer.steps,
+        "sampler": run.sampler_state(),
+        "start": list(run.start),
+        # As schedulers have left them; in "run" are the ones that make_private was given.
+        "noise_multiplier": plain(run.optimizer.noise_multiplier),
+        "max_grad_norm": plain(run.optimizer.max_grad_norm),
+        "adaptive_threshold": None if adaptive is None else adaptive.state_dict(),
+        "random": random,
+    }
 
 
 def load(snapshot: Snapshot, new_keys: bool) -> dict[str, Any]:
-    """Read and check on every rank, agree, and only then change anything.
+    """Reads and checks on every rank, agrees, and only then changes anything.
 
-    `new_keys`: noise and samples get a new key, whatever the saved one.
+    A file or a folder, on any number of ranks, sharded or not: each rank takes its parts of the
+    tensors.
+
+    Args:
+        new_keys: noise and samples get a new key, whatever the saved one.
 
     Returns:
         The entries that are not read here, and those of module and accountant, as in Opacus.
@@ -105,18 +201,45 @@ def load(snapshot: Snapshot, new_keys: bool) -> dict[str, Any]:
         ValueError: it is cut short, of another run, or its key is missing; or another rank failed.
     """
     run, path = snapshot.run, snapshot.path
-    if path.is_dir():
-        return checkpoint_sharded.load(snapshot, new_keys)
-    resume, problem = None, None
+    resume, fill, problem = None, None, None
     try:
         check_load(snapshot)
-        saved = read(path, snapshot.torch_kwargs)
-        keys, kept, notes = check_fits(snapshot, saved, new_keys)
-        resume = Resume(lay_out(run, saved), keys, kept, notes)
+        if path.is_dir():
+            resume, fill = _read_folder(snapshot, new_keys)
+        else:
+            resume = _read_file(snapshot, new_keys)
     except Exception as error:
         problem = as_refusal(path, error)
-        if run.group is None:
-            raise problem from problem.__cause__
     agree_on_content(run, path, resume and resume.digest(), problem)
     assert resume is not None
+    if fill is not None:
+        together(run, f"load {path}", fill)
     return go_on(snapshot, resume)
+
+
+def _read_file(snapshot: Snapshot, new_keys: bool) -> Resume:
+    saved = read(snapshot.path, snapshot.torch_kwargs)
+    keys, unsaved, notes = check_fits(snapshot, saved, new_keys)
+    return Resume(lay_out(snapshot.run, saved), keys, unsaved, notes)
+
+
+def _read_folder(snapshot: Snapshot, new_keys: bool) -> tuple[Resume, Callable[[], None]]:
+    """Returns what was read, without its tensors, and a function of all ranks that reads those."""
+    run, path = snapshot.run, snapshot.path
+    saved = read(path / folder_format.RUN_FILE, snapshot.torch_kwargs)
+    folder_format.verify(run, path, saved)
+    reader, known = folder_format.read_shapes(path, saved)
+    keys, unsaved, notes = check_fits(snapshot, with_tensors(saved, known), new_keys)
+    check_groups(run, saved, path)
+    if not snapshot.with_optimizer:
+        saved.pop(OPTIMIZER, None)
+    tensors = room_for(run, saved, known)
+
+    def fill() -> None:
+        with folder_format.reading(path):
+            folder_format.read_tensors(run, reader, tensors)
+            saved.update(with_tensors(saved, tensors))
+            if OPTIMIZER in saved:
+                saved[OPTIMIZER] = by_number(run, saved[OPTIMIZER])
+
+    return Resume(saved, keys, unsaved, notes), fill

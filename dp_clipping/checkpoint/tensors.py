@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dp_clipping.checkpoint.file_format import MODULE, OPTIMIZER
-from dp_clipping.checkpoint.run import Run
+from dp_clipping.checkpoint.run import PrivateRun
 from dp_clipping.distributed.placement import box_of, slices_of
 
 State = dict[str, Any]
 
 
-def is_sharded(run: Run) -> bool:
+def is_sharded(run: PrivateRun) -> bool:
     """Whether the model's parameters lie in parts on several ranks. Every rank calls it."""
     return any(isinstance(x, DTensor) for x in run.model.network.state_dict().values())
 
@@ -29,14 +29,14 @@ def is_sharded(run: Run) -> bool:
 # ---- out of a run --------------------------------------------------------------------------------
 
 
-def names_of(run: Run) -> dict[nn.Parameter, str]:
+def names_of(run: PrivateRun) -> dict[nn.Parameter, str]:
     """Of parameters where they lie in parts, which is how an optimizer holds them."""
     network = run.model.network
     network.state_dict()  # FSDP2 puts back into parts what a forward has left gathered
     return {parameter: name for name, parameter in network.named_parameters()}
 
 
-def by_name(run: Run) -> State:
+def by_name(run: PrivateRun) -> State:
     """The optimizer's state with names of parameters for their numbers."""
     names, state = names_of(run), run.optimizer.state_dict()
     name_of = {}
@@ -84,7 +84,7 @@ def take_tensors(contents: State) -> dict[str, Tensor]:
     return tensors
 
 
-def check_part(run: Run, name: str, x: Tensor) -> None:
+def check_part(run: PrivateRun, name: str, x: Tensor) -> None:
     """torch writes and reads a part where it believes it to lie: where several axes cut a dimension
     unevenly, that may be where another part lies."""
     if not isinstance(x, DTensor):
@@ -127,7 +127,7 @@ def with_tensors(saved: State, tensors: Mapping[str, Tensor]) -> State:
     return whole
 
 
-def check_groups(run: Run, saved: State, path: Path) -> None:
+def check_groups(run: PrivateRun, saved: State, path: Path) -> None:
     """The optimizer's groups hold the same parameters, in any order within one."""
     if OPTIMIZER not in saved:
         return
@@ -142,7 +142,7 @@ def check_groups(run: Run, saved: State, path: Path) -> None:
             )
 
 
-def room_for(run: Run, saved: State, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def room_for(run: PrivateRun, saved: State, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Memory for this rank's part of each tensor that is to be loaded, laid out as the run's."""
     models = _models(run)
     room = {}
@@ -165,14 +165,14 @@ def room_for(run: Run, saved: State, known: Mapping[str, Tensor]) -> dict[str, T
     return room
 
 
-def _models(run: Run) -> dict[str, Tensor]:
+def _models(run: PrivateRun) -> dict[str, Tensor]:
     """Tensors by whose shape and layout those of a checkpoint are laid out, by name."""
     state = run.model.network.state_dict()
     named = {name: parameter for parameter, name in names_of(run).items()}
     return {name: x for name, x in state.items() if isinstance(x, Tensor)} | named
 
 
-def lay_out(run: Run, saved: State) -> State:
+def lay_out(run: PrivateRun, saved: State) -> State:
     """The entries of a checkpoint of one file, each rank with its parts of what it shards."""
     models = _models(run)
     module = {
@@ -203,7 +203,7 @@ def _part_of(x: Any, model: Tensor) -> Any:
     )  # fmt: skip
 
 
-def by_number(run: Run, state: State) -> State:
+def by_number(run: PrivateRun, state: State) -> State:
     """What `by_name` made, with this run's numbers."""
     names = names_of(run)
     groups, number_of = [], {}

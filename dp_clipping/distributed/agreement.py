@@ -66,6 +66,15 @@ class Agreement:
         return extremes, work
 
 
+def agree_on_settings(settings: Settings, group: dist.ProcessGroup | None) -> None:
+    """Raises ValueError on every rank, naming the settings in which ranks differ.
+
+    Each rank would add other noise or draw other samples, and no replica would be what ε is about.
+    """
+    if group is not None and (found := differences(settings, group)):
+        raise ValueError(f"{found}: give the same on all")
+
+
 def differences(settings: Settings, group: dist.ProcessGroup) -> str:
     """In which settings ranks differ, with the values by rank; empty where they agree."""
     of_ranks: list[Settings] = [{}] * dist.get_world_size(group)

@@ -1,5 +1,6 @@
-"""What a check has found: two sides, what rounding may do to them, a verdict, a table."""
+"""The result of a check: both sides, what rounding may do to them, a verdict, a table."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,10 +40,13 @@ class Check:
         expected_norms: of one backward a sample, [B] float64.
         norm_errors: relative, the largest over clipping groups, [B] float64. 0 where a norm is
             finite on neither side, infinite where it is on one.
-        gradient_error: relative, of the clipped sum of `worst_parameter`, a name.
+        gradient_error: of the clipped sum of `worst_parameter`, a name; relative to the sum, or,
+            where summands cancel, to Σ_i c_i‖g_i‖ / √B, the length of a sum that they do not.
         clipped, expected_clipped: the part of the samples with finite norms that is clipped.
         tolerance: what rounding may do.
         setting: what was run, in words.
+        random_sample: a sample whose loss differs between two runs, looked for where both sides
+            disagree; None if there is none.
     """
 
     norms: Tensor
@@ -54,6 +58,7 @@ class Check:
     expected_clipped: float
     tolerance: Tolerance
     setting: str
+    random_sample: int | None = None
 
     @property
     def norm_error(self) -> float:
@@ -67,6 +72,12 @@ class Check:
     @property
     def faults(self) -> list[str]:
         """What is off by more than rounding explains; nothing if both sides agree."""
+        if self.random_sample is not None:
+            return [
+                f"the loss of sample {self.random_sample} differs between two runs of the same "
+                "sample: the network or the criterion is random in evaluation too, say by "
+                "torch.rand, so norms cannot be compared; let it draw only if self.training"
+            ]
         tolerance, sample = self.tolerance, int(self.norm_errors.argmax())
         found = []
         if not self.norm_error <= tolerance.norm:
@@ -119,15 +130,23 @@ def norm_errors(found: Tensor, expected: Tensor, clip_norms: Tensor, floor: floa
 
 
 def gradient_errors(
-    found: dict[Parameter, Tensor | None], expected: dict[Parameter, Tensor], floor: float
+    found: Mapping[Parameter, Tensor | None],
+    expected: Mapping[Parameter, Tensor],
+    scales: Mapping[Parameter, float],
+    floor: float,
 ) -> dict[Parameter, float]:
-    """‖Σ - Σ'‖ / ‖Σ'‖ of each parameter; the whole is ‖Σ'‖ of all together."""
+    """Returns ‖Σ - Σ'‖ / max(‖Σ'‖, s) for each parameter; the whole is ‖Σ'‖ of all together.
+
+    Args:
+        scales: s, of the length that a sum of such summands has unless they cancel. What cancels
+            leaves rounding errors that are relative to the summands.
+    """
     smallest = floor * float(torch.stack([total.norm() for total in expected.values()]).norm())
     errors = {}
     for parameter, total in expected.items():
-        own = found[parameter]
-        distance = float((total if own is None else total - own.view_as(total)).norm())
-        whole = float(total.norm()) + smallest
+        sum_ = found[parameter]
+        distance = float((total if sum_ is None else total - sum_.view_as(total)).norm())
+        whole = max(float(total.norm()), scales[parameter]) + smallest
         error = (distance / whole if whole else torch.inf) if distance else 0.0
         errors[parameter] = error if error == error else torch.inf
     return errors

@@ -540,7 +540,7 @@ def stopped_in_between(context: Context, path: Path, at: str, call: int) -> None
             raise Stop
         return original(*args, **options)
 
-    if context.rank == 0 or at == "_write_tensors":
+    if context.rank == 0 or at == "write_tensors":
         setattr(checkpoint_sharded, at, stops)
     try:
         with pytest.raises((Stop, RuntimeError)):
@@ -561,7 +561,7 @@ def found_again(context: Context, path: Path, steps: int) -> None:
 
 @pytest.mark.parametrize(
     ("at", "call", "steps"),
-    [("_write_tensors", 1, 1), ("write_keys", 1, 1), ("write_sealed", 1, 1), ("write_keys", 2, 2)],
+    [("write_tensors", 1, 1), ("write_keys", 1, 1), ("write_sealed", 1, 1), ("write_keys", 2, 2)],
 )
 def test_stopped_in_between(cpu_ranks, path, at, call, steps):
     """The old checkpoint is there with its key, or the new one; what is left over goes away."""

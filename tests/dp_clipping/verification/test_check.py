@@ -113,8 +113,91 @@ def test_float32_rounding_of_a_sample_s_own_backward_is_no_fault(monkeypatch):
     assert report.worst_parameter == "head.bias"
     assert not report.ok
     monkeypatch.undo()
-    monkeypatch.setattr("dp_clipping.verification.check._in_float64", lambda *_: None)
+    monkeypatch.setattr("dp_clipping.verification.check.in_float64", lambda *_: None)
     assert not run.engine.check(run.model, batch).ok  # so the case is one
+
+
+class Opposed(nn.Module):
+    """Gradients of the two classes cancel in a batch that has both; a cast forbids float64."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.classifier = nn.Linear(6, 8), nn.Linear(8, 2)
+        with torch.no_grad():
+            self.classifier.weight.mul_(1e-6)
+            self.classifier.bias.zero_()
+
+    def forward(self, x):
+        return self.classifier(torch.tanh(self.first(x.float())))
+
+
+def opposed_batch() -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(1, 6).expand(8, 6) + 1e-6 * torch.randn(8, 6)
+    return inputs, torch.tensor([0, 1] * 4)
+
+
+def test_a_sum_of_gradients_that_cancel_is_judged_by_what_was_summed(monkeypatch):
+    run = private(Opposed(), nn.CrossEntropyLoss())
+    report = run.engine.check(run.model, opposed_batch())
+    assert report.ok, report
+    break_sums(monkeypatch, 1.02, "classifier.bias")
+    inputs, _ = opposed_batch()
+    report = run.engine.check(run.model, (inputs, torch.zeros(8, dtype=torch.int64)))
+    assert report.worst_parameter == "classifier.bias"
+    assert not report.ok
+
+
+class InnerAutocast(nn.Module):
+    """Parameters in float32, computed with in bfloat16; a cast forbids float64."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(6, 64), nn.Linear(64, 3)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.head(torch.tanh(self.first(x.float()))).float()
+
+
+def test_the_tolerance_is_that_of_what_layers_compute_in():
+    run = private(InnerAutocast(), nn.CrossEntropyLoss())
+    report = run.engine.check(run.model, (torch.randn(8, 6), torch.arange(8) % 3))
+    assert report.ok, report
+    assert report.tolerance == check_report.TOLERANCES[2]
+
+
+def test_rounding_of_16_bit_numbers_is_measured_where_it_exceeds_the_tolerance(monkeypatch):
+    tight = check_report.Tolerance(norm=6e-2, gradient=1e-4, floor=1e-2)
+    monkeypatch.setitem(check.TOLERANCES, 2, tight)
+    run = private(mlp())
+    with torch.autocast("cpu", torch.bfloat16):
+        report = run.engine.check(run.model, mlp_batch())
+        assert report.ok, report
+        break_sums(monkeypatch, 1.2, "0.bias")
+        assert not run.engine.check(run.model, mlp_batch()).ok
+
+
+class StochasticDepth(nn.Module):
+    """Leaves out its first layer for some samples, in evaluation too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        keeps = (torch.rand(len(x), 1) > 0.3).float()
+        return self.head(x + keeps * torch.tanh(self.first(x)))
+
+
+def test_randomness_is_named():
+    report = check_mlp(StochasticDepth())
+    assert not report.ok
+    (fault,) = report.faults
+    assert "differs between two runs of the same sample" in fault
+    assert "torch.rand" in fault
 
 
 @pytest.mark.slow

@@ -1,0 +1,182 @@
+"""The definition of clipping on the user's own network: one ordinary backward per sample.
+
+Sample i alone runs through the user's modules, not captured, and autograd gives g_i:
+
+    n_ik = ‖g_ik‖ for clipping group k,    Σ_i c(n_ik) g_ik
+
+with c(n) = min(1, C_k / n) (`abadi`, arXiv:1607.00133) or C_k / (n + γ) (`automatic`,
+arXiv:2206.07136), in float64 and by nothing of `clipping` or `layers`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+from dp_clipping.torch_compat import tree_leaves, tree_map
+
+RUNS = 4  # of a sample, and so many samples, that are compared to find randomness
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one sample's backward, and the sum over samples, depend on.
+
+    Attributes:
+        losses_of: a batch -> losses [B], by the network in evaluation.
+        batch: dimension 0 of its tensors counts samples (1 of inputs, without `batch_first`).
+        size: number of samples.
+        groups: trainable parameter -> number of its clipping group.
+        clip_norms: C_k, [K] float64.
+        function, gamma: of clipping, see `clipping.coefficients`.
+    """
+
+    losses_of: Callable[[Any], Tensor]
+    batch: Any
+    size: int
+    batch_first: bool
+    groups: dict[Parameter, int]
+    clip_norms: Tensor
+    function: str
+    gamma: float
+
+    def sample(self, number: int) -> Any:
+        """Returns one sample; what has no dimension of so many samples belongs to all of them."""
+
+        def pick(x: Tensor) -> Tensor:
+            candidates = (0,) if self.batch_first else (1, 0)
+            dims = [d for d in candidates if d < x.dim() and x.shape[d] == self.size]
+            return x.narrow(dims[0], number, 1) if dims else x
+
+        return changed(self.batch, pick)
+
+    def losses_of_sample(self, number: int) -> Tensor:
+        """Returns the loss [1] of one sample, run alone and not compiled."""
+        with torch.compiler.set_stance("force_eager"):
+            losses = self.losses_of(self.sample(number))
+        if losses.shape != (1,):
+            raise ValueError(
+                f"sample {number} alone has losses of shape {tuple(losses.shape)}: dimension 0 (of "
+                "inputs 1, with batch_first=False) of every tensor in the batch must count samples"
+            )
+        return losses
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the definition gives, in float64.
+
+    Attributes:
+        norms: [K, B].
+        sums: parameter -> its clipped sum.
+        scales: parameter -> Σ_i c_i ‖g_i‖, what its sum is of: rounding is relative to that.
+        shortest: bytes of the shortest floating-point number that a sample was computed with.
+    """
+
+    norms: Tensor
+    sums: dict[Parameter, Tensor]
+    scales: dict[Parameter, float]
+    shortest: int
+
+
+def one_by_one(setting: Setting) -> Reference:
+    """Returns norms and clipped sums by the definition, one backward per sample."""
+    clip_norms, parameters = setting.clip_norms, list(setting.groups)
+    groups = torch.tensor(list(setting.groups.values()), device=clip_norms.device)
+    sums = {p: torch.zeros_like(p, dtype=torch.float64) for p in parameters}
+    scales = clip_norms.new_zeros(len(parameters))
+    norms = clip_norms.new_zeros(len(clip_norms), setting.size)
+    dtypes = _Dtypes()
+    for i in range(setting.size):
+        with dtypes:
+            losses = setting.losses_of_sample(i)
+        with torch.autocast(clip_norms.device.type, enabled=False):
+            found = torch.autograd.grad(losses.sum(), parameters, allow_unused=True)
+        gradients = [p.new_zeros(()) if g is None else g for p, g in zip(sums, found, strict=True)]
+        lengths = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
+        squares = torch.stack(lengths).square()
+        norms[:, i] = n = squares.new_zeros(len(clip_norms)).index_add(0, groups, squares).sqrt()
+        if not n.isfinite().all():
+            continue  # it contributes nothing
+        c = _coefficients(n, setting)[groups]
+        scales += c * torch.stack(lengths)
+        for total, g, factor in zip(sums.values(), gradients, c.tolist(), strict=True):
+            total.add_(g, alpha=factor)
+    of_parameters = dict(zip(parameters, scales.tolist(), strict=True))
+    return Reference(norms, sums, of_parameters, dtypes.shortest)
+
+
+def _coefficients(norms: Tensor, setting: Setting) -> Tensor:
+    """Returns c [K] of one sample."""
+    if setting.function == "automatic":
+        return setting.clip_norms / (norms + setting.gamma)
+    return (setting.clip_norms / norms).clamp(max=1)
+
+
+class _Dtypes(TorchFunctionMode):
+    """Notes the shortest floating-point number that operations inside return.
+
+    Under autocast, inside the network or around it, that is another one than the parameters'.
+    """
+
+    shortest = torch.float64.itemsize
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.is_floating_point():
+                self.shortest = min(self.shortest, x.dtype.itemsize)
+        return result
+
+
+def in_float64(network: nn.Module, setting: Setting) -> Reference | None:
+    """Returns `one_by_one` of the network in float64; None if it cannot run there."""
+    values = (*network.parameters(), *network.buffers())
+    tensors = [x for x in values if x.is_floating_point()]
+    before = [x.data for x in tensors]
+    try:
+        for x in tensors:
+            x.data = x.data.double()
+        found = one_by_one(replace(setting, batch=changed(setting.batch, _doubled)))
+    except (RuntimeError, TypeError, ValueError):  # say, a table or a cast in float32
+        return None
+    finally:
+        for x, data in zip(tensors, before, strict=True):
+            x.data = data
+        torch.clear_autocast_cache()  # copies of weights in it have lost the way to their gradients
+    return found
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
+def random_sample(setting: Setting, tolerance: float) -> int | None:
+    """Returns the number of a sample whose loss differs between two runs; None if none does.
+
+    Args:
+        tolerance: relative, what is taken for rounding.
+    """
+    for i in range(min(RUNS, setting.size)):
+        # Not under no_grad: autocast would cache weights without their gradients.
+        runs = [setting.losses_of_sample(i).detach() for _ in range(RUNS)]
+        losses = torch.cat(runs).double()
+        if losses.amax() - losses.amin() > tolerance * losses.abs().amax():
+            return i
+    return None
+
+
+def changed(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Returns the batch with every tensor changed, also in mappings that torch does not know (a
+    tokenizer's)."""
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return changed(dict(x), change)
+        return change(x) if isinstance(x, Tensor) else x
+
+    return tree_map(leaf, batch)
