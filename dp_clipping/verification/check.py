@@ -40,6 +40,9 @@ ROUNDING = {2: 5, 4: 10}
 """By the bytes of a number, times the error of one sample's own backward: what the private step may
 be off by. Kernels of batches round otherwise than those of one sample."""
 GRAM_ROUNDING = 2.0**-16  # a token: what norms from Gram matrices leave room for before they clip
+CANCELLED = 0.1
+"""A sum shorter than so much of Σ_i c_i‖g_i‖ / √B, the length of a sum of unrelated gradients, is
+judged by that length: rounding errors are relative to what was summed."""
 RANDOM = 0.1  # of the tolerance of a norm: losses of one sample that differ by more are random
 EXAMPLE = 'loss=lambda model, criterion, batch: criterion(model(**batch).logits, batch["labels"])'
 
@@ -179,7 +182,8 @@ def _verdict(
     """
     model, capture, clip_norms = stage.model, stage.capture, stage.clip_norms.tolist()
     floor, norm, norms = tolerance.floor, tolerance.norm, reference.norms
-    scales = {p: scale / norms.shape[1] ** 0.5 for p, scale in reference.scales.items()}
+    shortest = CANCELLED / norms.shape[1] ** 0.5
+    scales = {p: shortest * scale for p, scale in reference.scales.items()}
     errors = gradient_errors(stage.sums, reference.sums, scales, floor)
     allowed = dict.fromkeys(errors, tolerance.gradient)
     if beside is not None:

@@ -41,7 +41,7 @@ class Check:
         norm_errors: relative, the largest over clipping groups, [B] float64. 0 where a norm is
             finite on neither side, infinite where it is on one.
         gradient_error: of the clipped sum of `worst_parameter`, a name; relative to the sum, or,
-            where summands cancel, to Σ_i c_i‖g_i‖ / √B, the length of a sum that they do not.
+            where summands cancel, to a tenth of Σ_i c_i‖g_i‖ / √B.
         clipped, expected_clipped: the part of the samples with finite norms that is clipped.
         tolerance: what rounding may do.
         setting: what was run, in words.
@@ -138,8 +138,7 @@ def gradient_errors(
     """Returns ‖Σ - Σ'‖ / max(‖Σ'‖, s) for each parameter; the whole is ‖Σ'‖ of all together.
 
     Args:
-        scales: s, of the length that a sum of such summands has unless they cancel. What cancels
-            leaves rounding errors that are relative to the summands.
+        scales: s, below which summands have cancelled and left what rounding adds to them.
     """
     smallest = floor * float(torch.stack([total.norm() for total in expected.values()]).norm())
     errors = {}
