@@ -184,10 +184,10 @@ def _verdict(
     floor, norm, norms = tolerance.floor, tolerance.norm, reference.norms
     shortest = CANCELLED / norms.shape[1] ** 0.5
     scales = {p: shortest * scale for p, scale in reference.scales.items()}
-    errors = gradient_errors(stage.sums, reference.sums, scales, floor)
+    errors = gradient_errors(stage.sums, reference.sums, floor, scales)
     allowed = dict.fromkeys(errors, tolerance.gradient)
     if beside is not None:
-        rounding = gradient_errors(beside.sums, reference.sums, scales, floor)
+        rounding = gradient_errors(beside.sums, reference.sums, floor, scales)
         allowed = {p: max(allowed[p], times * rounding[p]) for p in errors}
         lost = norm_errors(beside.norms, norms, stage.clip_norms, floor)
         norm = max(norm, times * float(lost.max()))

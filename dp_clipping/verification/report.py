@@ -132,20 +132,20 @@ def norm_errors(found: Tensor, expected: Tensor, clip_norms: Tensor, floor: floa
 def gradient_errors(
     found: Mapping[Parameter, Tensor | None],
     expected: Mapping[Parameter, Tensor],
-    scales: Mapping[Parameter, float],
     floor: float,
+    scales: Mapping[Parameter, float] | None = None,
 ) -> dict[Parameter, float]:
     """Returns ‖Σ - Σ'‖ / max(‖Σ'‖, s) for each parameter; the whole is ‖Σ'‖ of all together.
 
     Args:
-        scales: s, below which summands have cancelled and left what rounding adds to them.
+        scales: s, below which summands have cancelled and left what rounding adds; default 0.
     """
     smallest = floor * float(torch.stack([total.norm() for total in expected.values()]).norm())
-    errors = {}
+    errors, scales = {}, scales or {}
     for parameter, total in expected.items():
         sum_ = found[parameter]
         distance = float((total if sum_ is None else total - sum_.view_as(total)).norm())
-        whole = max(float(total.norm()), scales[parameter]) + smallest
+        whole = max(float(total.norm()), scales.get(parameter, 0.0)) + smallest
         error = (distance / whole if whole else torch.inf) if distance else 0.0
         errors[parameter] = error if error == error else torch.inf
     return errors
