@@ -70,7 +70,7 @@ class Profiling:
             self._memory = self._record_memory(subject, run)
             self._stats = run.model.stats() if hasattr(run.model, "stats") else {}
             self._launches = describe_launches(run.model)
-            self._plan = run.model.capture.plan if subject.is_fused else None
+            self._plan = run.model.step_context.plans.last if subject.is_fused else None
             is_on = getattr(run.model, "profile", None) is not None
             self._phases = run.model.profile_report() if is_on else ""
             del run

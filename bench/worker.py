@@ -236,7 +236,7 @@ class Benchmark:
             outside = getattr(run.model, "bytes_outside_allocator", 0)
             peak = memory.bytes()
             stats = run.model.stats() if hasattr(run.model, "stats") else {}
-            plan = run.model.capture.plan if cell.subject.is_fused else None
+            plan = run.model.step_context.plans.last if cell.subject.is_fused else None
             del run
         timed = milliseconds[self._untimed_steps() :]
         peak = max_over_ranks([-1.0 if peak is None else peak + outside], self.worker.device)[0]

@@ -5,7 +5,7 @@
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,12 +19,11 @@ from dp_clipping.clipping.coefficients import clip_norms_of
 from dp_clipping.clipping.statistics import NormStatistics, norm_statistics
 from dp_clipping.distributed.dtensor import FSDP_MODULES
 from dp_clipping.distributed.global_norms import GlobalNorms
-from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.distributed.sharding import Sharding
-from dp_clipping.layers.accumulation import accumulation_dtype
 from dp_clipping.modes import REFERENCE_MODE, Policy
-from dp_clipping.profiling.profile import SWITCH, Profile, profile_of, ranged
+from dp_clipping.profiling.profile import SWITCH, Profile, ranged
 from dp_clipping.sampling.usage import SampleUsage
+from dp_clipping.step.context import Plans, StepContext, context_of
 from dp_clipping.step.forward_backward import ForwardBackward
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
@@ -92,33 +91,25 @@ class PrivateModel(nn.Module):
         self.max_grad_norm = max_grad_norm
         self.batch_first = batch_first
         self.hide_unprotected = hide_unprotected
-        self.step_state = StepState(usage, is_private=policy is not None)
-        self._is_wrapped = hasattr(module, "gradient_ready")
-        self._capture: Capture | None = None
         self.sharding = sharding
-        self.profile: Profile | None = None  # None: the switch is off, see `profiling`
-        if policy is not None:
-            if not self.network.training:
-                raise ValueError(
-                    "the network is in evaluation, as from_pretrained() and eval() leave it: call "
-                    "network.train() before make_private (single modules may stay in evaluation)"
-                )
-            self._capture = Capture(self.network, clipping, sharding)
-            self._capture.reducer = self._make_reducer(norm_reduction)
-            alone = self._capture.reducer.data.size == 1
-            self.profile = profile_of(self._capture.trigger.device, hide_unprotected, alone)
-            self._capture.profile = self.profile
-            if sharding is not None:
-                self._capture.sums = sharding.sums_class(sharding)
-                self._capture.sums.profile = self.profile
-            try:
-                self.clip_norms()
-            except ValueError:
-                self._capture.remove()
-                raise
-            state, wrapper = self.step_state, module if self._is_wrapped else None
-            self._passes = ForwardBackward(self.network, self.capture, mode, batch_first, state)
-            self._gradients = GradientBuffer(self.network, self.capture, state, wrapper)
+        self.step_state = StepState(usage, is_private=policy is not None)
+        self.step_context: StepContext | None = None
+        self._is_wrapped = hasattr(module, "gradient_ready")
+        if policy is None:
+            return
+        self.step_context = context_of(
+            self.network, policy, mode=mode, clipping=clipping, batch_first=batch_first,
+            sharding=sharding, data_parallel_group=getattr(module, "process_group", None),
+            norm_reduction=norm_reduction, hide_unprotected=hide_unprotected,
+        )  # fmt: skip
+        try:
+            self.clip_norms()
+        except ValueError:
+            self.capture.remove()
+            raise
+        wrapper = module if self._is_wrapped else None
+        self._gradients = GradientBuffer(self.step_context, self.step_state, wrapper)
+        self._passes = ForwardBackward(self.step_context, self.step_state, self._gradients)
 
     # ---- what a user calls ----------------------------------------------------------------------
 
@@ -129,8 +120,13 @@ class PrivateModel(nn.Module):
 
     @property
     def capture(self) -> Capture:
-        assert self._capture is not None
-        return self._capture
+        assert self.step_context is not None
+        return self.step_context.capture
+
+    @property
+    def profile(self) -> Profile | None:
+        """Of the model's steps; None: the switch is off."""
+        return None if self.step_context is None else self.step_context.profile
 
     @property
     def per_sample_gradient_norms(self) -> Tensor:
@@ -197,13 +193,14 @@ class PrivateModel(nn.Module):
                 f"mode {self.mode} has no plan: choose "
                 f"grad_sample_mode={' or '.join(REFERENCE_MODE)}"
             )
-        if self.capture.plan is None:
+        plan = self.step_context.plans.last
+        if plan is None:
             raise RuntimeError(
                 "no step has run on fused kernels yet: call plan_table() after loss.backward(); "
                 f"where they are not available, {self.mode} runs as {REFERENCE_MODE[self.mode]}, "
                 "which has no plan"
             )
-        return self.capture.plan.table()
+        return plan.table()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.policy is None:
@@ -220,9 +217,9 @@ class PrivateModel(nn.Module):
             )
         sync = self._sync_context()
         if not self.step_state.is_open:
-            return self._passes.forward(self.module, args, kwargs, self.policy, sync)
+            return self._passes.forward(self.module, args, kwargs, sync)
         self._gradients.refuse_unclipped()
-        outputs = self._passes.forward(self.module, args, kwargs, self.policy, sync)
+        outputs = self._passes.forward(self.module, args, kwargs, sync)
         self._gradients.note()  # a data-parallel wrapper may have waited for sums under way
         return outputs
 
@@ -274,8 +271,8 @@ class PrivateModel(nn.Module):
 
     def to_standard_module(self) -> nn.Module:
         """The network with its own forwards, as before `make_private`."""
-        if self._capture is not None:
-            self._capture.remove()
+        if self.step_context is not None:
+            self.capture.remove()
             self._gradients.remove()
         return self.network
 
@@ -298,8 +295,8 @@ class PrivateModel(nn.Module):
 
     def separate_passes(self) -> ForwardBackward:
         """Returns passes on the same capture beside this model's, as `engine.check` runs them."""
-        state = StepState()
-        return ForwardBackward(self.network, self.capture, self.mode, self.batch_first, state)
+        context = replace(self.step_context, plans=Plans(), profile=None)
+        return ForwardBackward(context, StepState())
 
     def refuse_in_release(self, what: str) -> None:
         """Raises RuntimeError in a run whose every output is to be covered by ε."""
@@ -313,7 +310,7 @@ class PrivateModel(nn.Module):
     def gather_norms(self) -> GlobalNorms:
         """As `global_norms`, for what adds noise to them before anybody sees it."""
         squared = torch.cat([batch.squared for batch in self._batch_norms()], dim=1)
-        return GlobalNorms(self.capture.reducer, squared)
+        return GlobalNorms(self.step_context.reducer, squared)
 
     def clip_norms(self) -> list[float]:
         """C_k of each clipping group."""
@@ -326,29 +323,8 @@ class PrivateModel(nn.Module):
         self.max_grad_norm = value
 
     def private_backward(self, private_step: PrivateStep, losses: Tensor) -> None:
-        """Add the clipped sum of this batch to `.grad`, in float32, and let it leave.
-
-        If it fails half-way, the step's sums are dropped: parameters that have theirs already would
-        count the samples twice in a second attempt.
-        """
-        state = self.step_state
-        if private_step is not state.pending:
-            raise RuntimeError("backward of an earlier forward: run one forward, then its backward")
-        is_empty = private_step.is_empty or state.usage.holds_dummy
-        samples = 0 if is_empty else private_step.batch_size
-        part = state.microbatches.accumulating
-        state.usage.use(samples, self._is_so_on_any_rank, part=part)
-        self._gradients.begin_backward()
-        self._open_step()
-        try:
-            with self._sync_context():
-                self._add_sums(private_step, losses, samples)
-                self._gradients.end_backward()
-        except BaseException:
-            self.clear_gradients()
-            self._passes.recover()
-            raise
-        state.pending = None
+        """See `ForwardBackward.backward`."""
+        self._passes.backward(private_step, losses, self.clip_norms, self._sync_context())
 
     def begin_draw(self, number: int) -> None:
         """See `StepState.begin_draw`; in evaluation draws may stay unused."""
@@ -373,10 +349,7 @@ class PrivateModel(nn.Module):
 
     def clear_gradients(self) -> None:
         """`zero_grad`: gradients are dropped, and may be float32 again."""
-        if self.step_state.is_open and self.profile is not None:
-            self.profile.abandon()
-        self.step_state.drop()
-        self._gradients.clear()
+        self._passes.drop()
 
     def settle_gradients(self) -> None:
         """See `GradientBuffer.settle`."""
@@ -388,53 +361,10 @@ class PrivateModel(nn.Module):
 
     # ---- what these are made of -----------------------------------------------------------------
 
-    def _open_step(self) -> None:
-        if self.step_state.is_open:
-            self.step_state.add_backward()
-            return
-        clip_norms = self.clip_norms()
-        try:
-            self.step_state.open(clip_norms)
-        except BaseException:
-            self.clear_gradients()
-            raise
-
     def _batch_norms(self) -> list[BatchNorms]:
         if not self.step_state.norms:
             raise RuntimeError("no backward since zero_grad: there are no norms yet")
         return self.step_state.norms
-
-    def _add_sums(self, private_step: PrivateStep, losses: Tensor, samples: int) -> None:
-        passes, gradients, state = self._passes, self._gradients, self.step_state
-        clip_norms = _on_device(tuple(state.clip_norms), losses.device)
-        if samples:
-            norms = passes.backward(private_step, losses, clip_norms, gradients)
-            state.norms.append(BatchNorms(norms, private_step.squares, private_step.nonfinite))
-            return
-        nothing = losses.detach().new_zeros(0, dtype=torch.float32)
-        state.norms.append(BatchNorms(nothing, nothing.new_zeros(len(clip_norms), 0)))
-        passes.backward_without_samples(private_step, losses, clip_norms, gradients)
-
-    def _make_reducer(self, mode: str) -> NormReducer:
-        data_parallel_group, tensor_group = getattr(self.module, "process_group", None), None
-        if self.sharding is not None:
-            data_parallel_group, tensor_group = (
-                self.sharding.data_parallel_group,
-                self.sharding.tensor_group,
-            )
-        widest = max(
-            (accumulation_dtype(p.dtype) for p in self.capture.parameters), key=lambda d: d.itemsize
-        )
-        return NormReducer(
-            data_parallel_group=data_parallel_group, tensor_group=tensor_group, mode=mode,
-            device=self.capture.trigger.device, dtype=widest,
-        )  # fmt: skip
-
-    def _is_so_on_any_rank(self, flag: bool) -> bool:
-        """Of those with other samples; the host waits."""
-        reducer = self.capture.reducer
-        count = self.capture.trigger.new_tensor([float(flag)], dtype=torch.float32)
-        return bool(reducer.data.sum(count, "whether samples are left", "async").wait() > 0)
 
     def _sync_context(self) -> AbstractContextManager:
         return self.no_sync() if self.step_state.microbatches.accumulating else nullcontext()
@@ -450,12 +380,6 @@ class PrivateModel(nn.Module):
                 "or one number"
             )
         return clip_norms
-
-
-@lru_cache(maxsize=8)
-def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Float64, kept: a copy to a GPU would make the host wait for what runs there."""
-    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 @torch.compiler.disable

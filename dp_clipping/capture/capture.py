@@ -20,16 +20,12 @@ from torch.nn import Parameter
 
 from dp_clipping.capture.modules import every_module
 from dp_clipping.distributed.dtensor import owner_of, plain_name, plain_type
-from dp_clipping.distributed.gradient_reduce import ShardedSums
-from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers import embedding, linear, norm
 from dp_clipping.layers import vmap as vectorized
 from dp_clipping.layers.accumulation import accumulation_dtype
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import Recorder
-from dp_clipping.planning.plan import Plan
-from dp_clipping.profiling.profile import Profile
 from dp_clipping.torch_compat import any_size, is_compiled, reusable_backwards, tree_flatten
 from dp_clipping.validation import refuse_offsets
 
@@ -77,14 +73,9 @@ class Capture:
         groups: parameter -> clipping group; `group_names` has one line a group.
         members: the parameters of each clipping group.
         anchors: parameter -> the leaf that makes autograd visit what uses it; `trigger` is any.
-        plans: what linear layers were used for -> the plan for that (see `planning.plan`);
-            `plan` is the last one that a step ran by.
         sharding: how the network is spread over ranks; None: it is not.
-        reducer: adds norms up over ranks (see `dp_clipping.distributed.norm_reduce`).
-        sums: takes clipped sums to the shards of a sharded network; None: it is not.
         norm_group_key: parameter -> what it shares with those whose norms may be taken together:
             the clipping group, and whether other ranks of a tensor axis have other parts of it.
-        profile: of the model's steps; None: the switch is off (see `profiling.profile`).
         shapes: parameter -> shape of what its layer computes with, a part under tensor parallelism.
     """
 
@@ -92,8 +83,6 @@ class Capture:
         self, network: nn.Module, clipping: str = "flat", sharding: Sharding | None = None
     ):
         self.network, self.sharding = network, sharding
-        self.reducer = NormReducer()
-        self.sums: ShardedSums | None = None
         self.handles = self._install()
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         self.names = {p: plain_name(n) for n, p in reversed(list(network.named_parameters()))}
@@ -110,9 +99,6 @@ class Capture:
             p: torch.zeros((), device=p.device, requires_grad=True) for p in self.parameters
         }
         self.trigger = next(iter(self.triggers.values()))
-        self.plans: dict[tuple, Plan] = {}
-        self.plan: Plan | None = None
-        self.profile: Profile | None = None
         self._copied = {
             parameter: owner_of(module, name)
             for module in network.modules()

@@ -77,7 +77,6 @@ class LayoutDiscovery:
         self._schedule = Schedule()
         self._search.forget()
         self._forecaster.forget()
-        self._capture.plans.clear()
 
     def skip_checks(self, batches: int) -> None:
         """Counts so many batches as looked at."""

@@ -41,9 +41,8 @@ class ShardedSums:
         is_held: what is received stays until `launch_ready`, each time.
     """
 
-    def __init__(self, sharding: Sharding):
-        self.sharding = sharding
-        self.profile: Profile | None = None
+    def __init__(self, sharding: Sharding, profile: Profile | None = None):
+        self.sharding, self.profile = sharding, profile
         self.deferred = False
         self._order = sorted(sharding.units, reverse=True)
         self._waiting: dict[int, dict[Parameter, Tensor]] = {}

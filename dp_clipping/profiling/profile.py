@@ -117,10 +117,13 @@ class Profile:
     Args:
         device: whose clock is read.
         alone: no other rank has other samples, so no sum travels: nothing in TRAVEL happens.
+
+    Attributes:
+        is_on: False pauses it: nothing is timed, and no norm is noted.
     """
 
     def __init__(self, device: torch.device, alone: bool = True):
-        self.alone = alone
+        self.alone, self.is_on = alone, True
         self._clock = _Events(device) if device.type == "cuda" else _HostClock()
         self._spans: list[_Span] = []  # of the step that is open
         self._inner: list[_Span] = []  # ranges that are open, the innermost last
@@ -132,13 +135,16 @@ class Profile:
 
     def range(self, name: str, is_labelled: bool = True) -> AbstractContextManager:
         """To be entered: what runs in it is timed, and labelled in a profiler's trace."""
-        return NOTHING if self.alone and name in TRAVEL else _Span(self, name, is_labelled)
+        if not self.is_on or (self.alone and name in TRAVEL):
+            return NOTHING
+        return _Span(self, name, is_labelled)
 
     def note_norms(self, before: Tensor | None, after: Tensor) -> None:
         """Squared norms [K, B] of one backward; `before`: of this rank's parts alone, None where
         no all-reduce adds up parts."""
-        found = {} if before is None else {"before": before}
-        self._norms.append(found | {"after": after})
+        if self.is_on:
+            found = {} if before is None else {"before": before}
+            self._norms.append(found | {"after": after})
 
     def abandon(self) -> None:
         """The step has failed, or its sums are dropped: it is no step."""

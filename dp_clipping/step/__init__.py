@@ -2,6 +2,7 @@
 
 Files:
 
+    context               what all steps of one model have in common
     forward_backward      runs the passes of a private model
     private_step          one step in plain PyTorch
     fused_step            the same on the kernels, with few launches

@@ -4,25 +4,27 @@ Before the first forward it is found out where the samples are (`establish`). Wh
 half-way, a sharded network is put back into a state from which the next one can be right.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dp_clipping.capture.batch import Batch
-from dp_clipping.capture.capture import Capture
 from dp_clipping.capture.compile_forecast import CompiledShapes
 from dp_clipping.capture.discovery import LayoutDiscovery
 from dp_clipping.capture.losses import Watched
 from dp_clipping.capture.state import Mark
 from dp_clipping.kernels import available
 from dp_clipping.layers.handle import LayoutUnknown
-from dp_clipping.modes import Policy, say_plain
+from dp_clipping.modes import say_plain
+from dp_clipping.step.context import StepContext
 from dp_clipping.step.fused_step import FusedStep
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
-from dp_clipping.step.state import StepState
+from dp_clipping.step.state import BatchNorms, StepState
 from dp_clipping.step.timed_step import PROFILED
 from dp_clipping.torch_compat import is_compiled_in_place
 from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
@@ -32,21 +34,22 @@ class ForwardBackward:
     """The passes of one private model.
 
     Args:
-        network: the bare network.
-        capture: its layers.
-        mode: name of the mode, for messages.
-        batch_first: the first dimension of the inputs counts the samples, else the second.
-        state: of the model's step; the private step of a forward is pending in it.
+        context: of the model's steps.
+        state: of the step; the private step of a forward is pending in it.
+        gradients: what backwards add their sums to; None: only forwards are run.
     """
 
     def __init__(
-        self, network: nn.Module, capture: Capture, mode: str, batch_first: bool, state: StepState
+        self, context: StepContext, state: StepState, gradients: GradientBuffer | None = None
     ):
-        self.network, self.capture, self.state = network, capture, state
-        self.mode, self.batch_first = mode, batch_first
-        self._establishment = LayoutDiscovery(network, capture, capture.sharding, batch_first)
+        self.context, self.state = context, state
+        self._gradients = gradients
+        self.network, self.capture = context.network, context.capture
+        self._establishment = LayoutDiscovery(
+            self.network, self.capture, context.sharding, context.batch_first
+        )
         self._carried = self._establishment.carried
-        self._normalizations = normalizations(network)
+        self._normalizations = normalizations(self.network)
         self._samples_are_checked = False
         self._batch: Batch | None = None  # of that private step
         self._is_broken = False  # a sharded step failed, and nothing can be computed any more
@@ -54,6 +57,7 @@ class ForwardBackward:
     def reset_batch_layouts(self) -> None:
         """Look for the batch dimension again."""
         self._establishment.forget()
+        self.context.plans.known.clear()
 
     def skip_checks(self, batches: int) -> None:
         """See `PrivateModel.skip_checks`."""
@@ -64,7 +68,6 @@ class ForwardBackward:
         module: nn.Module,
         args: tuple,
         kwargs: dict,
-        policy: Policy,
         sync: AbstractContextManager,
     ) -> Any:
         """Outputs of the module, the network or its data-parallel wrapper, called inside of `sync`;
@@ -83,18 +86,19 @@ class ForwardBackward:
             )
         check_still_fixed(self._normalizations)
         refuse_packed(args, kwargs)
-        given = batch = Batch(args, kwargs, self.batch_first)
+        given = batch = Batch(args, kwargs, self.context.batch_first)
         if not given.size:
             args, kwargs = given.with_a_row_of_zeros()
-            batch = Batch(args, kwargs, self.batch_first)
+            batch = Batch(args, kwargs, self.context.batch_first)
         try:
             check = self._establishment.ensure(batch)
         except BaseException:
             self.recover()
             raise
-        kind = self._session_class(policy)
-        kind = kind if self.capture.profile is None else PROFILED[kind]
-        private_step = kind(self.capture, batch.size, policy, self._forecast(batch, policy))
+        kind = self._kind()
+        forecast = self._forecast(batch) if kind.fused else None
+        kind = kind if self.context.profile is None else PROFILED[kind]
+        private_step = kind(self.context, batch.size, forecast)
         private_step.is_empty = not given.size
         self.state.pending = self._batch = None
         with self.capture.attached(private_step), sync, self._state_is_checked(module, batch):
@@ -123,20 +127,91 @@ class ForwardBackward:
         self,
         private_step: PrivateStep,
         losses: Tensor,
-        clip_norms: Tensor,
-        gradients: GradientBuffer,
-    ) -> Tensor:
-        """`PrivateStep.backward` into `gradients`: unclipped norms [B].
+        clip_norms: Callable[[], list[float]],
+        sync: AbstractContextManager,
+    ) -> None:
+        """Adds the clipped sum of a batch to `.grad`, in float32, inside of `sync`.
+
+        If it fails half-way, the step's sums are dropped: parameters that have theirs already would
+        count the samples twice in a second attempt.
+
+        Args:
+            losses: [B], one a sample.
+            clip_norms: asked for C_k of each clipping group when a step opens.
 
         Raises:
             RuntimeError: in the first one, if the ranks of a tensor-parallel axis have other
                 samples, or other gradients of a parameter that all of them have whole.
         """
-        is_first = self.capture.reducer.splits_parameters and not self._samples_are_checked
+        state = self.state
+        if private_step is not state.pending:
+            raise RuntimeError("backward of an earlier forward: run one forward, then its backward")
+        is_empty = private_step.is_empty or state.usage.holds_dummy
+        samples = 0 if is_empty else private_step.batch_size
+        part = state.microbatches.accumulating
+        state.usage.use(samples, self._is_so_on_any_rank, part=part)
+        self._gradients.begin_backward()
+        self._open_step(clip_norms)
+        try:
+            with sync:
+                self._add_sums(private_step, losses, samples)
+                self._gradients.end_backward()
+        except BaseException:
+            self.drop()
+            self.recover()
+            raise
+        state.pending = None
+
+    def drop(self) -> None:
+        """`zero_grad`: gradients are dropped, and may be float32 again."""
+        if self.state.is_open and self.context.profile is not None:
+            self.context.profile.abandon()
+        self.state.drop()
+        self._gradients.clear()
+
+    def _open_step(self, clip_norms: Callable[[], list[float]]) -> None:
+        if self.state.is_open:
+            self.state.add_backward()
+            return
+        values = clip_norms()
+        try:
+            self.state.open(values)
+        except BaseException:
+            self.drop()
+            raise
+
+    def _is_so_on_any_rank(self, flag: bool) -> bool:
+        """Of those with other samples; the host waits."""
+        count = self.capture.trigger.new_tensor([float(flag)], dtype=torch.float32)
+        data = self.context.reducer.data
+        return bool(data.sum(count, "whether samples are left", "async").wait() > 0)
+
+    def _add_sums(self, private_step: PrivateStep, losses: Tensor, samples: int) -> None:
+        clip_norms = _on_device(tuple(self.state.clip_norms), losses.device)
+        if samples:
+            norms = self._add_sums_of_samples(private_step, losses, clip_norms)
+            found = BatchNorms(norms, private_step.squares, private_step.nonfinite)
+            self.state.norms.append(found)
+            return
+        nothing = losses.detach().new_zeros(0, dtype=torch.float32)
+        self.state.norms.append(BatchNorms(nothing, nothing.new_zeros(len(clip_norms), 0)))
+        gradients = self._gradients
+        if self.context.sharding is None:
+            gradients.accumulate_zeros()
+        else:
+            # Ranks with samples need this one's shards, and its sums, zeros, in their order.
+            private_step.backward(losses, clip_norms, lambda p, _: gradients.accumulate(p, None))
+
+    def _add_sums_of_samples(
+        self, private_step: PrivateStep, losses: Tensor, clip_norms: Tensor
+    ) -> Tensor:
+        """Returns unclipped norms [B]."""
+        reducer = self.context.reducer
+        is_first = reducer.splits_parameters and not self._samples_are_checked
         if is_first:
-            self.capture.reducer.check_same_samples(losses)
+            reducer.check_same_samples(losses)
         mark = Mark(self._carried.state)
-        norms = private_step.backward(losses, clip_norms, gradients.accumulate)
+        norms = private_step.backward(losses, clip_norms, self._gradients.accumulate)
         self._carried.check(mark, self._batch, "a backward")
         self._batch = None
         if is_first:
@@ -150,20 +225,6 @@ class ForwardBackward:
                 )
             self._samples_are_checked = True
         return norms
-
-    def backward_without_samples(
-        self,
-        private_step: PrivateStep,
-        losses: Tensor,
-        clip_norms: Tensor,
-        gradients: GradientBuffer,
-    ) -> None:
-        """Zeros into `gradients`, as other ranks expect them."""
-        if self.capture.sharding is None:
-            gradients.accumulate_zeros()
-        else:
-            # Ranks with samples need this one's shards, and its sums, zeros, in their order.
-            private_step.backward(losses, clip_norms, lambda p, _: gradients.accumulate(p, None))
 
     def recover(self) -> None:
         """After a pass that failed."""
@@ -200,18 +261,23 @@ class ForwardBackward:
                 hook.remove()
         self._carried.check(mark, batch, "a forward in training")
 
-    def _session_class(self, policy: Policy) -> type[PrivateStep]:
+    def _kind(self) -> type[PrivateStep]:
         """On fused kernels, if the mode asks for them and all parameters are where they run."""
-        if not policy.fused:
+        if not self.context.policy.fused:
             return PrivateStep
         serve = all(available(p.device, p.dtype) for p in self.capture.parameters)
         if not serve:
-            say_plain(self.mode)
+            say_plain(self.context.mode)
         return FusedStep if serve else PrivateStep
 
-    def _forecast(self, batch: Batch, policy: Policy) -> CompiledShapes | None:
+    def _forecast(self, batch: Batch) -> CompiledShapes | None:
         """Of the linear layers' operands, where compiled code must know it beforehand."""
-        is_sharded = self.capture.sharding is not None
-        if not policy.fused or not self.capture.is_compiled or is_sharded:
+        if not self.capture.is_compiled or self.context.sharding is not None:
             return None
-        return self._establishment.forecast(batch) if self._session_class(policy).fused else None
+        return self._establishment.forecast(batch)
+
+
+@lru_cache(maxsize=8)
+def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Float64, kept: a copy to a GPU would make the host wait for what runs there."""
+    return torch.tensor(values, dtype=torch.float64, device=device)

@@ -204,14 +204,14 @@ class FusedStep(PrivateStep):
     def _let_go(self) -> None:
         """At a meeting: sums that have been formed leave."""
         self.launch_schedule.reset_sync_point()
-        if self.capture.sums is not None:
-            self.capture.sums.launch_ready()
+        if self.context.sums is not None:
+            self.context.sums.launch_ready()
 
     # ---- the step -------------------------------------------------------------------------------
 
     def _prepare(self, losses: Tensor) -> None:
         self.plan = self._plan_of(list(self._uses.values()))
-        self.capture.plan = self.plan
+        self.context.plans.last = self.plan
         self.launch_schedule.begin_backward()
         self._streams = self.policy.per_layer and not self._needs_second_pass()
         self._bad = torch.zeros(self.batch_size, dtype=torch.bool, device=losses.device)
@@ -220,7 +220,7 @@ class FusedStep(PrivateStep):
 
     def _plan_of(self, uses: list[LinearShape]) -> Plan:
         key = tuple(uses)
-        plans = self.capture.plans
+        plans = self.context.plans.known
         if key not in plans:
             plans[key] = Plan(
                 uses, rates_of(self.trigger.device), self._budget(), self.policy.norm_algorithm,
@@ -342,7 +342,7 @@ class FusedStep(PrivateStep):
 
     def _run_backward(self, losses: Tensor, triggers: list[Tensor], retain_graph: bool) -> None:
         """Sums leave at meetings only, and in the end."""
-        sums = self.capture.sums
+        sums = self.context.sums
         if sums is not None:
             sums.deferred = True
         super()._run_backward(losses, triggers, retain_graph)
@@ -374,7 +374,7 @@ class FusedStep(PrivateStep):
     def _sum_bytes(self, parameter: Parameter) -> int:
         """What forming its sum takes for a moment. In a backward, sums of a sharded model stay
         until ranks meet, whenever they are formed: then it is no reason to form them early."""
-        sums = self.capture.sums
+        sums = self.context.sums
         if sums is not None and sums.deferred:
             return 0
         return SUM_BYTES * self.capture.shapes[parameter].numel()

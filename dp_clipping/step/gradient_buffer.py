@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dp_clipping.capture.capture import Capture
 from dp_clipping.capture.modules import every_module
 from dp_clipping.distributed.dtensor import local
 from dp_clipping.layers.accumulation import accumulation_dtype
+from dp_clipping.step.context import StepContext
 from dp_clipping.step.state import StepState
 from dp_clipping.torch_compat import own_parameters, version_of
 
@@ -34,16 +34,15 @@ class GradientBuffer:
     """`.grad` of the trainable parameters of one private model.
 
     Args:
-        network: the bare network.
-        capture: its parameters, and what takes clipped sums to the shards of a sharded one.
+        context: the model's parameters, and what takes clipped sums to their shards.
         state: of the model's step.
         wrapper: the `ddp` wrapper, which is told of each sum; None: there is none.
     """
 
-    def __init__(
-        self, network: nn.Module, capture: Capture, state: StepState, wrapper: nn.Module | None
-    ):
-        self.network, self.capture, self.state, self.wrapper = network, capture, state, wrapper
+    def __init__(self, context: StepContext, state: StepState, wrapper: nn.Module | None):
+        self.context, self.state, self.wrapper = context, state, wrapper
+        self.capture = capture = context.capture
+        self.network = network = context.network
         # Between forward and backward FSDP has other objects in the place of these.
         self._parameters = dict(network.named_parameters())
         self._trainable = {name for name, p in self._parameters.items() if p.requires_grad}
@@ -103,8 +102,8 @@ class GradientBuffer:
         if total is None:
             total = torch.zeros(shape, dtype=dtype, device=parameter.device)
         total = total.to(dtype).view(shape)
-        if self.capture.sums is not None:
-            self.capture.sums.accumulate(parameter, total)
+        if self.context.sums is not None:
+            self.context.sums.accumulate(parameter, total)
             return
         if parameter.grad is None:
             parameter.grad = total
@@ -131,14 +130,14 @@ class GradientBuffer:
 
         Sums of a sharded network note themselves, each when it arrives.
         """
-        if self.capture.sums is None and self.state.is_open:
+        if self.context.sums is None and self.state.is_open:
             held = [(p, p.grad) for p in self.capture.parameters]
             self._left = {p: (g, version_of(g)) for p, g in held if g is not None}
 
     def _changed(self) -> list[Parameter]:
         """Parameters whose `.grad` is not the tensor, or not of the version, that was left."""
-        if self.capture.sums is not None:
-            changed = self.capture.sums.changed()
+        if self.context.sums is not None:
+            changed = self.context.sums.changed()
             return [p for p in changed if self.state.is_open or p.grad is not None]
         return [p for p, (g, version) in self._left.items()
                 if p.grad is not g or version_of(g) != version]  # fmt: skip
@@ -238,8 +237,8 @@ class GradientBuffer:
         self.refuse_unclipped(is_noisy=not self.state.is_open)
         if self.state.held_back:
             self._send()
-        if self.capture.sums is not None:
-            self.capture.sums.finish()
+        if self.context.sums is not None:
+            self.context.sums.finish()
         elif self.wrapper is not None:
             self._finish_wrapper()
         self.note()
@@ -281,8 +280,8 @@ class GradientBuffer:
         """Drop what there is; sums may come in float32 again."""
         self._unclipped.clear()
         self._left = {}
-        if self.capture.sums is not None:
-            self.capture.sums.forget()
+        if self.context.sums is not None:
+            self.context.sums.forget()
         for parameter in self.capture.parameters:
             parameter.grad = None
         self._widen()

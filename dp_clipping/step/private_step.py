@@ -33,7 +33,7 @@ from dp_clipping.layers.accumulation import Weights, squared_norms, weighted_sum
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.linear import Grams
 from dp_clipping.layers.low_precision_sums import is_rescaled, rescale
-from dp_clipping.modes import Policy
+from dp_clipping.step.context import StepContext
 from dp_clipping.step.rng_replay import Randomness
 from dp_clipping.torch_compat import is_profiling
 
@@ -46,20 +46,21 @@ class PrivateStep:
     fused = False
 
     def __init__(
-        self, capture: Any, batch_size: int, policy: Policy, forecast: CompiledShapes | None = None
+        self, context: StepContext, batch_size: int, forecast: CompiledShapes | None = None
     ):
-        self.capture, self.batch_size, self.policy = capture, batch_size, policy
+        self.context, self.batch_size = context, batch_size
+        self.capture, self.policy = context.capture, context.policy
         self.forecast = forecast  # of what linear layers are given, where compiled code needs it
-        self.trigger: Tensor = capture.trigger
-        self.reducer: NormReducer = capture.reducer
+        self.trigger: Tensor = self.capture.trigger
+        self.reducer: NormReducer = context.reducer
         self._taps: dict[Parameter, Tensor] = {}
         self.leaves: dict[Parameter, Tensor] = {}  # what stands for sharded ones now
         self.watched: Watched | None = None  # outputs, if the losses are to be looked at
         self._running = False
-        self.split_norms = SplitNorms(self.reducer, capture.sharding)
-        self.is_compiled: bool = capture.is_compiled  # asked once: it looks at every module
+        self.split_norms = SplitNorms(self.reducer, context.sharding)
+        self.is_compiled: bool = self.capture.is_compiled  # asked once: it looks at every module
         self._forget()
-        self.slots = capture.make_slots(self)
+        self.slots = self.capture.make_slots(self)
 
     def _forget(self) -> None:
         self._summing = self._in_backward = False

@@ -42,7 +42,7 @@ class _Profiled(PrivateStep):
         self._parts: list[Tensor] = []  # this rank's squared norms, chunk by chunk
 
     def _phase(self, name: str) -> Any:
-        return self.capture.profile.range(name)
+        return self.context.profile.range(name)
 
     def _range(self, what: str, *parameters: Parameter) -> Any:
         return self._phase(f"{what}/{'+'.join(self.capture.names[p] for p in parameters)}")
@@ -53,7 +53,7 @@ class _Profiled(PrivateStep):
         clip_norms: Tensor,
         accumulate: Callable[[Parameter, Tensor | None], None],
     ) -> Tensor:
-        profile = self.capture.profile
+        profile = self.context.profile
 
         def hand_over(parameter: Parameter, total: Tensor | None) -> None:
             with profile.range("hand_over"):
@@ -96,7 +96,7 @@ class _Profiled(PrivateStep):
         return table
 
     def _table(self, groups: int, samples: Tensor | None = None) -> Norms:
-        return TimedNorms(super()._table(groups, samples), self.capture.profile)
+        return TimedNorms(super()._table(groups, samples), self.context.profile)
 
 
 class TimedStep(_Profiled):

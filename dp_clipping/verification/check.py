@@ -74,7 +74,7 @@ class Stage(nn.Module):
         self.group_norms: Tensor  # [K, B]
         self.sums: dict[Parameter, Tensor | None] = {}
         self._passes = model.separate_passes()
-        self.step_state = self._passes.state
+        self.step_state, self.plans = self._passes.state, self._passes.context.plans
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
@@ -82,7 +82,7 @@ class Stage(nn.Module):
                 return self.module(*args, **kwargs)
         if not Batch(args, kwargs, self.batch_first).size:
             raise ValueError("the batch has no samples, so there is nothing to check: take another")
-        outputs = self._passes.forward(self.module, args, kwargs, self.policy, nullcontext())
+        outputs = self._passes.forward(self.module, args, kwargs, nullcontext())
         self.size = self.step_state.pending.batch_size
         return outputs
 
@@ -126,7 +126,7 @@ def compare(run: Run, batch: Any, loss: Loss | None = None) -> Check:
             return made
 
         loss_of(batch).backward()
-        allowance = GRAM_ROUNDING * _tokens_of_grams(model)
+        allowance = GRAM_ROUNDING * _tokens_of_grams(stage.plans.last)
         stage.training = False
         setting = _setting(stage, batch, lambda batch: loss_of(batch).loss_per_sample)
         reference = one_by_one(setting)
@@ -214,9 +214,8 @@ def _plain_loss(model: nn.Module, criterion: Any, batch: Any) -> Any:
     return criterion(model(batch[0]), batch[1])
 
 
-def _tokens_of_grams(model: Any) -> int:
+def _tokens_of_grams(plan: Any) -> int:
     """Returns the number of tokens in the longest Gram matrix of the step."""
-    plan = model.capture.plan
     pairs = () if plan is None else zip(plan.uses, plan.choices, strict=True)
     return max((use.tokens for use, choice in pairs if choice.algorithm == WIDTH), default=0)
 
@@ -244,14 +243,12 @@ def _without_trace(model: Any) -> Iterator[None]:
     capture, network = model.capture, model.network
     flags = [(module, module.training) for module in network.modules()]
     layouts = [(h, h.layouts, h.output_layouts, h.always_dense) for h in capture.handles]
-    found = {name: getattr(capture, name) for name in ("plans", "plan", "profile")}
     devices = [p.device for p in network.parameters() if p.is_cuda]
     try:
         for module, _ in flags:
             module.training = False
         for handle in capture.handles:
             handle.layouts, handle.output_layouts = {}, {}
-        capture.plans, capture.plan, capture.profile = {}, None, None
         with torch.random.fork_rng(set(devices)), torch.enable_grad():
             yield
     finally:
@@ -259,5 +256,3 @@ def _without_trace(model: Any) -> Iterator[None]:
             module.training = training
         for handle, *known in layouts:
             handle.layouts, handle.output_layouts, handle.always_dense = known
-        for name, value in found.items():
-            setattr(capture, name, value)

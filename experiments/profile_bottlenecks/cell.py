@@ -82,28 +82,19 @@ def take_turns(
     run: Run, batches: Sequence[Batch], worker: Worker, watch: Any
 ) -> tuple[list[list[float]], list[list[float]]]:
     """The four parts of each step, with the switch on and off."""
-    switch = run.profile
     clocks = {True: [], False: []}
     for number, batch in enumerate(batches):
         watch.at(f"step {number + 1}")
         for is_on in (True, False) if number % 2 else (False, True):
-            turn(run, switch if is_on else None)
+            run.profile.is_on = is_on
             clock = StepClock(worker.device)
             clock.mark()
             step(run, batch, clock)
             clocks[is_on].append(clock)
-    turn(run, switch)
+    run.profile.is_on = True
     wait(worker)
     with_it, without = ([c.milliseconds() for c in clocks[is_on]] for is_on in (True, False))
     return with_it, without
-
-
-def turn(run: Run, switch: Any) -> None:
-    """On with a profile, off with None."""
-    model = run.model
-    for holder in (model, model.capture, model.capture.sums, run.optimizer):
-        if holder is not None:
-            holder.profile = switch
 
 
 def phases_of(parts: Sequence[Sequence[float]], steps: Sequence[dict]) -> dict[str, float]:
@@ -171,12 +162,12 @@ def plan_seconds(run: Run) -> dict[str, float] | None:
     from dp_clipping.planning.calibration import rates_of
     from dp_clipping.planning.plan import Plan
 
-    capture = run.model.capture
-    if capture.plan is None:
+    plan = run.model.step_context.plans.last
+    if plan is None:
         return None
-    free = Plan(capture.plan.uses, rates_of(capture.anchor.device))
+    free = Plan(plan.uses, rates_of(run.model.capture.trigger.device))
     return {
-        "planned": sum(choice.seconds for choice in capture.plan.choices),
+        "planned": sum(choice.seconds for choice in plan.choices),
         "auto": sum(choice.seconds for choice in free.choices),
     }
 

@@ -201,8 +201,8 @@ class Training:
             grad_sample_mode=case.mode, **options,
         )  # fmt: skip
         self._sent = None
-        if listening and self.model.capture.reducer.splits_parameters:
-            self._sent = listen(self.model.capture.reducer)
+        if listening and self.model.step_context.reducer.splits_parameters:
+            self._sent = listen(self.model.step_context.reducer)
 
     def step(self, samples: list[list[int]]) -> Step:
         """On these samples of the batch, by data rank."""

@@ -304,14 +304,14 @@ def noted() -> Callable:
 
 def note_departures(model) -> list[int]:
     """Grows with each FSDP module whose sums leave while a backward is under way."""
-    left, launch = [], model.capture.sums._launch
+    left, launch = [], model.step_context.sums._launch
 
     def noted(parameters, totals):
         if model.step_state.pending._in_backward:
             left.append(len(parameters))
         launch(parameters, totals)
 
-    model.capture.sums._launch = noted
+    model.step_context.sums._launch = noted
     return left
 
 

@@ -26,8 +26,8 @@ def test_before_a_fused_step_there_is_no_plan():
     model = private(network(), "flash_bookkeeping")
     with pytest.raises(RuntimeError, match=r"call plan_table\(\) after loss.backward\(\)"):
         model.plan_table()
-    model.capture.plan = Plan([LinearShape("0.weight", 3, 4, 8, 8, 4, 4)], Rates())
-    assert model.plan_table() == model.capture.plan.table()
+    model.step_context.plans.last = Plan([LinearShape("0.weight", 3, 4, 8, 8, 4, 4)], Rates())
+    assert model.plan_table() == model.step_context.plans.last.table()
 
 
 def test_times_of_ranges_are_the_layers():

@@ -86,7 +86,7 @@ def graphs() -> int:
 
 
 def algorithms(model) -> set[str]:
-    return {choice.algorithm for choice in model.capture.plan.choices}
+    return {choice.algorithm for choice in model.step_context.plans.last.choices}
 
 
 # The bodies
@@ -102,7 +102,7 @@ def norms_and_sums_are_right_and_compiled_once(every: int = 5, backend: str = "a
         with torch.compiler.set_stance("fail_on_recompile"):
             check_tokens(model, transformer(), 3, 6, **shared)
         assert algorithm == "auto" or algorithms(model) == {algorithm}
-        assert model.capture.plan.is_one_pass == (mode != "flash")
+        assert model.step_context.plans.last.is_one_pass == (mode != "flash")
 
 
 def gradients_and_factors_are_both_delivered(
@@ -132,8 +132,8 @@ def a_budget_takes_a_second_backward() -> None:
     model = compiled(transformer(), memory_budget=8000)
     for _ in range(2):
         check_tokens(model, transformer(), 3, 6)
-        assert not model.capture.plan.is_one_pass
-        assert not all(choice.recomputed for choice in model.capture.plan.choices)
+        assert not model.step_context.plans.last.is_one_pass
+        assert not all(choice.recomputed for choice in model.step_context.plans.last.choices)
 
 
 class Changing(nn.Module):
@@ -225,7 +225,7 @@ def transposed_weights_and_autocast() -> None:
         for _ in range(2):
             with torch.autocast("cpu", torch.float16):
                 sums = clipped_sums(model, BATCH, zoo.product)
-        assert model.capture.plan.uses[0].element_size == 2
+        assert model.step_context.plans.last.uses[0].element_size == 2
         assert graphs() == 1
         gradients = oracle.per_sample_gradients(changing(), BATCH, zoo.product)
         assert_close(sums, oracle.clipped_sum(gradients, LIMIT), 2e-2)

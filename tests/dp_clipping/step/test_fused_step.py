@@ -407,7 +407,7 @@ def check_lengths_that_change() -> None:
     model = private(nn.Linear(16, 16, bias=False), "flash_bookkeeping")
     for tokens in (8, 24, 8):
         clipped_sums(model, (torch.randn(3, tokens, 16), torch.randn(3, tokens, 16)))
-        (use,) = model.capture.plan.uses
+        (use,) = model.step_context.plans.last.uses
         assert (use.tokens, use.element_size) == (tokens, 4)
 
 

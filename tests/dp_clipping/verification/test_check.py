@@ -341,8 +341,8 @@ def check_kernels() -> None:
     case = zoo.BY_NAME["tokens"]
     run = private(mlp())
     assert run.engine.check(run.model, mlp_batch()).ok
-    assert run.model.capture.plan is None
-    assert not run.model.capture.plans
+    assert run.model.step_context.plans.last is None
+    assert not run.model.step_context.plans.known
     for mode, options in (
         ("flash_bookkeeping", {}), ("flash_bookkeeping", {"clipping": "per_layer"}),
         ("flash", {"norm_algorithm": "width"}),
@@ -659,7 +659,7 @@ def train(run: SimpleNamespace, look=lambda place: None, steps: int = 3) -> dict
 
 def state_of(run: SimpleNamespace) -> dict:
     """What a check might change, between two steps or in the middle of one."""
-    model, capture = run.model, run.model.capture
+    model, capture, context = run.model, run.model.capture, run.model.step_context
     return {
         "gradients": [None if p.grad is None else id(p.grad) for p in model.parameters()],
         "training": [m.training for m in model.modules()],
@@ -667,7 +667,7 @@ def state_of(run: SimpleNamespace) -> dict:
         "layouts": [(dict(h.layouts), dict(h.output_layouts), h.always_dense)
                     for h in capture.handles],
         "sessions": [h.private_step for h in capture.handles],
-        "plans": (dict(capture.plans), capture.plan, capture.profile),
+        "plans": (dict(context.plans.known), context.plans.last, context.profile),
         "budget": vars(model.step_state.usage) | {}, "random": torch.get_rng_state().tolist(),
         "session": model.step_state.pending, "steps": run.optimizer.steps,
         "criterion": run.criterion.criterion.reduction,

@@ -1,0 +1,106 @@
+"""What all steps of one model have in common, settled when the model is made.
+
+Nothing in it is replaced later. Who runs steps of another kind beside a model's own, as
+`verification.check` does, makes another context with `dataclasses.replace`.
+"""
+
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import nn
+
+from dp_clipping.capture.capture import Capture
+from dp_clipping.distributed.gradient_reduce import ShardedSums
+from dp_clipping.distributed.norm_reduce import NormReducer
+from dp_clipping.distributed.sharding import Sharding
+from dp_clipping.layers.accumulation import accumulation_dtype
+from dp_clipping.modes import Policy
+from dp_clipping.planning.plan import Plan
+from dp_clipping.profiling.profile import Profile, profile_of
+
+
+@dataclass
+class Plans:
+    """Plans of the steps so far.
+
+    Attributes:
+        known: what linear layers were used for -> the plan for that.
+        last: the plan of the last step on fused kernels.
+    """
+
+    known: dict[tuple, Plan] = field(default_factory=dict)
+    last: Plan | None = None
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What steps of one model are made of.
+
+    Attributes:
+        capture: the captured layers of the network: parameters, names, groups.
+        policy: how the mode works.
+        mode: its name, for messages.
+        batch_first: the first dimension of the inputs counts the samples, else the second.
+        reducer: adds norms up over ranks.
+        sums: takes clipped sums to the shards of a sharded network; None: it is not sharded.
+        profile: of the model's steps; None: the switch is off.
+        plans: of linear layers, in steps on fused kernels.
+    """
+
+    capture: Capture
+    policy: Policy
+    mode: str
+    batch_first: bool
+    reducer: NormReducer
+    sums: ShardedSums | None = None
+    profile: Profile | None = None
+    plans: Plans = field(default_factory=Plans)
+
+    @property
+    def network(self) -> nn.Module:
+        return self.capture.network
+
+    @property
+    def sharding(self) -> Sharding | None:
+        return self.capture.sharding
+
+
+def context_of(
+    network: nn.Module,
+    policy: Policy,
+    *,
+    mode: str,
+    clipping: str,
+    batch_first: bool,
+    sharding: Sharding | None,
+    data_parallel_group: dist.ProcessGroup | None,
+    norm_reduction: str,
+    hide_unprotected: bool,
+) -> StepContext:
+    """Captures the network's layers, for which `capture.remove()` is the way back.
+
+    Args:
+        data_parallel_group: of a data-parallel wrapper around a network that is not sharded.
+
+    Raises:
+        ValueError: the network is in evaluation.
+    """
+    if not network.training:
+        raise ValueError(
+            "the network is in evaluation, as from_pretrained() and eval() leave it: call "
+            "network.train() before make_private (single modules may stay in evaluation)"
+        )
+    capture = Capture(network, clipping, sharding)
+    tensor_group = None
+    if sharding is not None:
+        data_parallel_group, tensor_group = sharding.data_parallel_group, sharding.tensor_group
+    widest = max(
+        (accumulation_dtype(p.dtype) for p in capture.parameters), key=lambda d: d.itemsize
+    )
+    reducer = NormReducer(
+        data_parallel_group=data_parallel_group, tensor_group=tensor_group, mode=norm_reduction,
+        device=capture.trigger.device, dtype=widest,
+    )  # fmt: skip
+    profile = profile_of(capture.trigger.device, hide_unprotected, reducer.data.size == 1)
+    sums = None if sharding is None else sharding.sums_class(sharding, profile)
+    return StepContext(capture, policy, mode, batch_first, reducer, sums, profile)
