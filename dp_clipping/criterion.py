@@ -9,7 +9,7 @@ from torch import Tensor
 from dp_clipping.capture.batch import tensors_of
 from dp_clipping.capture.carried import Carried
 from dp_clipping.capture.losses import Exchange
-from dp_clipping.capture.observation import same_generators
+from dp_clipping.capture.randomness import same_generators
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.model import PrivateModel
 

@@ -14,7 +14,7 @@ LOOKED_AT = 32
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """A copy of the tree with every tensor changed; also in dataclasses and unknown mappings."""
+    """Returns the tree with every tensor changed, also in dataclasses and unknown mappings."""
 
     def leaf(x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -34,8 +34,13 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return tree_map(leaf, tree)
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Returns the tensors among the leaves that PyTorch finds in the tree."""
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Every tensor in the tree, in the order of `map_tensors`."""
+    """Returns every tensor in the tree, also in what PyTorch does not open, as `map_tensors`."""
     found: list[Tensor] = []
 
     def note(x: Tensor) -> Tensor:
@@ -59,7 +64,7 @@ class Batch:
         self.size = self._size()
 
     def _size(self) -> int:
-        """The largest batch dimension of the inputs; inputs of batch 1 are broadcast, even to 0.
+        """Returns the largest batch dimension of the inputs; one of 1 is broadcast, even to 0.
 
         Raises ValueError if there is no tensor.
         """
@@ -75,7 +80,7 @@ class Batch:
         return 0 if self._batch_first or x.dim() == 1 else 1
 
     def _map(self, change: Callable[[Tensor, int], Tensor]) -> tuple[tuple, dict]:
-        """The arguments with every tensor that has the samples changed."""
+        """Returns the arguments with every tensor that has the samples changed."""
 
         def leaf(x: Any) -> Any:
             if not isinstance(x, Tensor) or not x.dim():
@@ -86,16 +91,16 @@ class Batch:
         return tree_map(leaf, (self.args, self.kwargs))
 
     def with_samples(self, count: int) -> tuple[tuple, dict]:
-        """Arguments with that many samples, the first ones, repeated where there are fewer."""
+        """Returns arguments of the first samples, so many, repeated where there are fewer."""
         return self.with_rows([i % self.size for i in range(count)])
 
     def with_rows(self, rows: Sequence[int]) -> tuple[tuple, dict]:
-        """Arguments whose sample i is this batch's sample rows[i]."""
+        """Returns arguments whose sample i is this batch's sample rows[i]."""
         index = torch.tensor(rows, dtype=torch.long)
         return self._map(lambda x, dim: x.index_select(dim, index.to(x.device)))
 
     def with_factor(self, row: int, factor: float) -> "Batch":
-        """A batch in which one sample's floating-point numbers are larger."""
+        """Returns a batch in which one sample's floating-point numbers are larger."""
 
         def larger(x: Tensor, dim: int) -> Tensor:
             if not x.is_floating_point():
@@ -106,8 +111,20 @@ class Batch:
 
         return Batch(*self._map(larger), self._batch_first)
 
+    @property
+    def has_floats(self) -> bool:
+        """Returns whether any of the samples' tensors has floating-point numbers."""
+        found: list[bool] = []
+
+        def note(x: Tensor, dim: int) -> Tensor:
+            found.append(x.is_floating_point())
+            return x
+
+        self._map(note)
+        return any(found)
+
     def distinct(self, count: int) -> list[int]:
-        """The first so many samples that differ from each other, or as many as there are.
+        """Returns the first so many samples that differ from each other, or as many as there are.
 
         Looks at the first `LOOKED_AT` samples only; on a GPU the host waits.
         """
@@ -128,11 +145,11 @@ class Batch:
         return found
 
     def first_sample(self) -> tuple[tuple, dict]:
-        """A view of the first sample."""
+        """Returns a view of the first sample."""
         return self._map(lambda x, dim: x.narrow(dim, 0, 1))
 
     def with_a_row_of_zeros(self) -> tuple[tuple, dict]:
-        """For an empty batch: many networks cannot run on nothing."""
+        """Returns arguments of one sample of zeros: many networks cannot run on an empty batch."""
 
         def one_row(x: Tensor, dim: int) -> Tensor:
             shape = list(x.shape)
@@ -142,7 +159,7 @@ class Batch:
         return self._map(one_row)
 
     def without_rows(self, output: Any) -> Any:
-        """A network's output without the row that stood in."""
+        """Returns a network's output without the row that stood in."""
 
         def leaf(y: Any) -> Any:
             if not isinstance(y, Tensor) or not y.dim():

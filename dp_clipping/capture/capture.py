@@ -12,21 +12,22 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dp_clipping.capture.modules import every_module
+from dp_clipping.capture.batch import tensors_in
+from dp_clipping.capture.network import every_module
+from dp_clipping.capture.randomness import fork_randomness
+from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.distributed.dtensor import owner_of, plain_name, plain_type
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers import embedding, linear, norm
 from dp_clipping.layers import vmap as vectorized
-from dp_clipping.layers.accumulation import accumulation_dtype
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import Recorder
-from dp_clipping.torch_compat import any_size, is_compiled, reusable_backwards, tree_flatten
+from dp_clipping.torch_compat import any_size, is_compiled, reusable_backwards
 from dp_clipping.validation import refuse_offsets
 
 FORWARDS = {
@@ -42,7 +43,7 @@ CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
 
 
 def kind_of(module: nn.Module) -> str:
-    """Which of `FORWARDS` computes what this module does; `vectorized` is right for any."""
+    """Returns which of `FORWARDS` computes what this module does; `vectorized` is right for any."""
     own = {name for name, _ in module.named_parameters(recurse=False)}
     if not own <= {"weight", "bias"} or nn.utils.parametrize.is_parametrized(module):
         return "vectorized"
@@ -154,7 +155,7 @@ class Capture:
         args: tuple,
         kwargs: dict,
     ) -> None:
-        """What stands for sharded parameters now: a use of it elsewhere would give it a gradient.
+        """Notes what stands for sharded parameters now: used elsewhere it would get a gradient.
 
         Before the forward of what gathers them, since nothing of theirs may be called at all.
         """
@@ -164,7 +165,7 @@ class Capture:
             self.sharding.entered(module, lambda: tensors_in((args, kwargs)))
 
     def _make_groups(self, clipping: str) -> tuple[dict[Parameter, int], list[str]]:
-        """One group over all parameters, or one a module; a tied weight is its first owner's."""
+        """Makes one group of all parameters, or one a module: a tied weight's first one."""
         if clipping == "flat":
             return dict.fromkeys(self.parameters, 0), ["all parameters"]
         owners = {p: self.names[p].rpartition(".")[0] for p in self.parameters}
@@ -194,7 +195,7 @@ class Capture:
                 handle.private_step, handle.slots = old_session, old_slots
 
     def make_slots(self, private_step: Recorder) -> dict[str, dict[str, Tensor]]:
-        """handle -> parameter's name -> slot.
+        """Returns handle -> parameter's name -> slot.
 
         Slots are made where a layer asks for one; inside a compiled region none can be made, so a
         network with one gets them all beforehand.
@@ -205,11 +206,11 @@ class Capture:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether any part of the network is."""
+        """Returns whether any part of the network is."""
         return any(is_compiled(module) for module in every_module(self.network))
 
     def slot_value(self, parameter: Parameter) -> Tensor:
-        """What a slot expands: the parameter where a module computes with it, else a zero.
+        """Returns what a slot expands: the parameter where a module computes with it, else a zero.
 
         Its dtype is that of the G it receives: float16's largest number is too small for a sum
         over tokens, so there G is float32.
@@ -226,7 +227,7 @@ class Capture:
         return self.zero(dtype)
 
     def zero(self, dtype: torch.dtype) -> Tensor:
-        """One number, kept."""
+        """Returns one number, kept."""
         if dtype not in self._zeros:
             self._zeros[dtype] = torch.zeros((), dtype=dtype, device=self.trigger.device)
         return self._zeros[dtype]
@@ -240,7 +241,7 @@ class Capture:
         with ExitStack() as stack:
             stack.enter_context(self.attached(None))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(_fork_randomness(self.trigger.device))
+            stack.enter_context(fork_randomness(self.trigger.device))
             for module in self.network.modules():
                 if isinstance(module, nn.EmbeddingBag):
                     hook = module.register_forward_pre_hook(refuse_offsets, with_kwargs=True)
@@ -254,12 +255,8 @@ class Capture:
             yield
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
-
-
 def _owned(module: nn.Module) -> Iterator[Parameter]:
-    """The module's own parameters, those in its parameter lists and parametrizations included."""
+    """Yields the module's own parameters, also those of its lists and parametrizations."""
     yield from module.parameters(recurse=False)
     if nn.utils.parametrize.is_parametrized(module):
         yield from module.parametrizations.parameters()
@@ -270,11 +267,3 @@ def _owned(module: nn.Module) -> Iterator[Parameter]:
     for child in module.children():
         if isinstance(child, nn.ParameterList | nn.ParameterDict):
             yield from child.parameters()
-
-
-@contextmanager
-def _fork_randomness(device: torch.device) -> Iterator[None]:
-    """The user's random streams do not notice the search."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        yield

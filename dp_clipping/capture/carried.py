@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.batch import Batch
-from dp_clipping.capture.capture import tensors_in
+from dp_clipping.capture.batch import Batch, tensors_in
 from dp_clipping.capture.state import (
     DEPTH,
     PLAIN,
@@ -58,12 +57,12 @@ class Kept:
 
     def __init__(self, state: State):
         state.walk()
+        state.changes = self.changes = []
         self.mark = state.mark()
         self.writes = Writes(self.mark)
-        self.changes: list[Change] = []
 
     def left(self) -> Left:
-        """Name -> what has changed so far, values of tensors copied."""
+        """Returns name -> what has changed so far, values of tensors copied."""
         found: Left = {}
         for change in self.mark.replaced():
             if not change.holder.is_log:

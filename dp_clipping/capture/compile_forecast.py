@@ -2,7 +2,7 @@
 
 In there a layer can make no slots and ask no plan, and a slot has a shape. So the shapes that
 linear layers are given are looked for beforehand, in plain forwards of a few samples, once for each
-set of input shapes; the plan is made from them, and with it the slots. `layers.linear_compiled` is
+set of input shapes; the plan is made from them, and with it the slots. `layers.linear` says
 what the compiler then sees.
 """
 
@@ -15,17 +15,17 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from dp_clipping.capture.layout_search import LayerCall, Search
+from dp_clipping.capture.network import CapturedNetwork, LayerCall
+from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.clipping.norms import Norm
-from dp_clipping.kernels.gradient import stored_dtype
 from dp_clipping.layers.batch_layout import FEW, MORE
-from dp_clipping.layers.handle import LayerState
-from dp_clipping.layers.linear import LinearFactors
-from dp_clipping.layers.linear_compiled import FACTOR_SLOTS, GRADIENT_SLOTS
+from dp_clipping.layers.handle import FACTOR_SLOTS, GRADIENT_SLOTS, LayerState
+from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.planning.cost_model import GRADIENT, LinearShape
 from dp_clipping.torch_compat import tree_flatten
 
 Arguments = tuple[tuple, dict]
+Observe = Callable[[tuple, dict, int], dict[str, list[LayerCall]]]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class CompiledShapes:
 
     @staticmethod
     def planned(batch_size: int) -> int:
-        """The batch size that plans are made for: the next power of two.
+        """Returns the batch size that plans are made for: the next power of two.
 
         Draws vary in size. With a plan of its own each of them would ask for other slots, which
         is another function to compile.
@@ -57,7 +57,7 @@ class CompiledShapes:
         return {p: replace(use, batch_size=planned) for p, use in self.uses.items()}
 
     def slots(self, private_step: Any, handle: LayerState, algorithm: str) -> dict[str, Tensor]:
-        """Those of a layer's weight."""
+        """Returns the slots of a layer's weight."""
         parameter, batch_size = handle.parameter("weight"), private_step.batch_size
         use, dtype = self.uses[parameter], self.dtypes[parameter]
         transposed = handle.kind == "conv1d"
@@ -112,17 +112,21 @@ def refuse_repeated(
 
 
 class Forecaster:
-    """Looks where a search has found the samples; remembers by shapes."""
+    """Looks at plain forwards once for each set of input shapes, and remembers what it has seen.
 
-    def __init__(self, search: Search):
-        self._search, self._capture = search, search.capture
+    Args:
+        observe: arguments of so many samples -> the calls of each layer (`Search.observe`).
+    """
+
+    def __init__(self, capture: CapturedNetwork, observe: Observe):
+        self._capture, self._observe_calls = capture, observe
         self._known: dict[tuple, CompiledShapes] = {}
 
     def forget(self) -> None:
         self._known.clear()
 
     def of(self, one: Arguments, rows: Callable[[int], Arguments]) -> CompiledShapes:
-        """From the arguments of one sample and what makes those of several."""
+        """Returns the shapes for the arguments of one sample; `rows` makes those of several."""
         key = self._key(one)
         if key not in self._known:
             calls, few = self._observe(rows(FEW), FEW)
@@ -150,7 +154,7 @@ class Forecaster:
             return x
 
         with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
-            calls = self._search.observe(*batch, size)
+            calls = self._observe_calls(*batch, size)
         return calls, sum(held.values())
 
     def _once_used(
@@ -173,7 +177,7 @@ class Forecaster:
 
 
 def _kind(leaf: Any) -> Any:
-    """What of an argument may decide about shapes inside the network."""
+    """Returns what of an argument may decide about shapes inside the network."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype
     return type(leaf), leaf if isinstance(leaf, int | float | str) else None

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dp_clipping.capture.backward import flush_ready_nodes
-from dp_clipping.capture.batch import Batch, tensors_of
-from dp_clipping.capture.capture import Capture, tensors_in
+from dp_clipping.capture.batch import Batch, tensors_in, tensors_of
 from dp_clipping.capture.carried import Carried, kept
 from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster
-from dp_clipping.capture.layout_search import Search, without_dropout
-from dp_clipping.capture.observation import same_generators
+from dp_clipping.capture.layout_search import Search
+from dp_clipping.capture.network import CapturedNetwork
+from dp_clipping.capture.observation import Observer
+from dp_clipping.capture.randomness import same_generators, without_dropout
 from dp_clipping.capture.sample_independence import PLACES, Company, Schedule
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.batch_layout import FEW, Layout
@@ -34,16 +35,21 @@ class LayoutDiscovery:
     """
 
     def __init__(
-        self, network: nn.Module, capture: Capture, sharding: Sharding | None, batch_first: bool
+        self,
+        network: nn.Module,
+        capture: CapturedNetwork,
+        sharding: Sharding | None,
+        batch_first: bool,
     ):
         self._network, self._capture, self._sharding = network, capture, sharding
         self.carried = Carried(
             network, self._forward_and_backward, batch_first, is_sharded=sharding is not None
         )
         self._search = Search(capture)
-        self._company = Company(capture, self._search.layouts_of)
+        observer = Observer(capture, self.carried.state)
+        self._company = Company(capture, observer.run, self._search.layouts_of)
         self._schedule = Schedule()
-        self._forecaster = Forecaster(self._search)
+        self._forecaster = Forecaster(capture, self._search.observe)
         self._is_known = self._is_provisional = False
 
     def ensure(self, batch: Batch) -> int | None:
@@ -72,7 +78,7 @@ class LayoutDiscovery:
         self._look(self._arguments(batch), batch.size)
 
     def forget(self) -> None:
-        """The way in which layers are called has changed: look at the next batch."""
+        """Forgets all that was found: the next batch is looked at again."""
         self._is_known = False
         self._schedule = Schedule()
         self._search.forget()
@@ -83,22 +89,22 @@ class LayoutDiscovery:
         self._schedule.skip(batches)
 
     def forecast(self, batch: Batch) -> CompiledShapes:
-        """What linear layers will be given, where compiled code must know it beforehand."""
+        """Returns what linear layers will be given, where compiled code must know it beforehand."""
         return self._forecaster.of(batch.first_sample(), batch.with_samples)
 
     def layouts_of(self, outputs: Any) -> list[Layout | None]:
-        """Of the tensors in what the network has returned; None: it has no samples."""
+        """Returns the layouts of the tensors that were returned; None: without samples."""
         return self._search.layouts_of(tensors_of(outputs))
 
     def _arguments(self, batch: Batch) -> list[tuple]:
-        """Of three forwards: see `Search.establish`."""
+        """Returns the arguments of three forwards: see `Search.establish`."""
         rows = batch.distinct(PLACES)
         rows = rows + [i % batch.size for i in range(PLACES) if i % batch.size not in rows]
         rows = (rows * PLACES)[:PLACES]
         return [batch.with_rows(r) for r in (rows[:FEW], rows, [rows[0], rows[-1]])]
 
     def _look(self, arguments: list[tuple], size: int) -> None:
-        """From the arguments of forwards, made of a batch of so many samples."""
+        """Looks, with the arguments of forwards that were made of a batch of so many samples."""
         if self._is_provisional or size < FEW:
             self._search.forget()
             self._forecaster.forget()
@@ -120,7 +126,7 @@ class LayoutDiscovery:
             return self._check(batch)
 
     def _check(self, batch: Batch) -> int | None:
-        """The number of the check; None: a sample alone has no company."""
+        """Returns the number of the check; None: a sample alone has no company."""
         if self._sharding is None and batch.size < FEW:
             return None
         with kept(self.carried.state, partial(self._refuse_carried, batch)):
@@ -133,7 +139,7 @@ class LayoutDiscovery:
         return number if batch.size >= FEW else None
 
     def _refuse_carried(self, batch: Batch) -> None:
-        """Not on ranks that run forwards together: another one could have nothing to look at."""
+        """Refuses carried data, unless ranks run forwards together: another may have nothing."""
         if self._sharding is None:
             self.carried.refuse(batch.with_samples(FEW))
 
@@ -152,7 +158,7 @@ class LayoutDiscovery:
         self._schedule.settled = self._most(len(distinct)) == PLACES
 
     def _most(self, count: int) -> int:
-        """Over all ranks that run the same forwards."""
+        """Returns the largest count of all ranks that run the same forwards."""
         if self._sharding is None:
             return count
         counts = [count] * dist.get_world_size(self._sharding.everyone)
@@ -162,7 +168,7 @@ class LayoutDiscovery:
     # ---- what is carried from batch to batch ----------------------------------------------------
 
     def _forward_and_backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Outputs, and where it is one rank's affair gradients, of a plain step."""
+        """Returns outputs of a plain step and, unless ranks compute them together, gradients."""
         with (
             self._capture.looked_at(lambda *_: None),
             without_dropout(self._network),
@@ -181,7 +187,7 @@ class LayoutDiscovery:
             return ()
 
     def _ensure_together(self, batch: Batch) -> None:
-        """With the samples of one rank, which has most.
+        """Looks on all ranks, with the samples of the one that has most.
 
         Once all have done so with a batch of some samples no rank asks the others again.
         """

@@ -6,31 +6,30 @@ how often a parameter is used, since the cross terms of several uses belong to i
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter, functional
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
+from torch.nn import Parameter
 
-from dp_clipping.capture.batch import tensors_of
-from dp_clipping.capture.capture import Capture, tensors_in
-from dp_clipping.capture.observation import expanded_input, expanded_output, same_generators
+from dp_clipping.capture.batch import tensors_in, tensors_of
+from dp_clipping.capture.network import (
+    CapturedNetwork,
+    LayerCall,
+    expanded_input,
+    expanded_output,
+)
+from dp_clipping.capture.randomness import same_generators, without_dropout
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import FEW, MORE, Layout, find_layout
 from dp_clipping.layers.handle import LayerState, LayoutUnknown, product_dtype
 from dp_clipping.layers.tensor_parallel import local
-from dp_clipping.torch_compat import TorchDispatchMode, dropouts, is_dtype_cast
+from dp_clipping.torch_compat import TorchDispatchMode, is_dtype_cast
 
 UNSURE = "unsure"
 NETWORK = "\0"  # no module has this name: the network's outputs
 
-DROPOUTS = {
-    torch.dropout, functional.dropout, functional.dropout1d, functional.dropout2d,
-    functional.dropout3d, functional.alpha_dropout, functional.feature_alpha_dropout,
-}  # fmt: skip
 OF_SOME_NUMBERS = ("bernoulli", "bernoulli_", "multinomial", "binary_cross_entropy", "poisson",
                    "binomial")  # fmt: skip
 
@@ -38,7 +37,7 @@ OF_SOME_NUMBERS = ("bernoulli", "bernoulli_", "multinomial", "binary_cross_entro
 class Search:
     """Finds, and keeps in their handles, the layouts of a network's layers."""
 
-    def __init__(self, capture: Capture):
+    def __init__(self, capture: CapturedNetwork):
         self.capture = capture
         self._uses: dict[Parameter, int] = {}
         self._routing: set[str] = set()
@@ -63,13 +62,13 @@ class Search:
         `more` has one sample more than `few`, and `other` has it in the place of the last one.
 
         A layer whose input is shared by all samples gets it expanded to the batch, which changes
-        the shapes that later layers see: the search is repeated until nothing new is found.
+        the shapes that later layers see: the search is repeated until no other one is found.
 
         Raises:
             ValueError: naming the layer whose input or output has no layout.
         """
         known = -1
-        while known != (known := self._count_layouts()):
+        while known != (known := self._count_shared()):
             runs = self.observe(*few, FEW), self.observe(*more, MORE), self.observe(*other, FEW)
             uses: dict[Parameter, int] = {}
             for handle in self.capture.handles:
@@ -84,32 +83,15 @@ class Search:
         for handle in self.capture.handles:
             handle.always_dense = any(self._uses[p] > 1 for p in handle.parameters().values())
 
-    @contextmanager
-    def _shared_are_named(self) -> Iterator[None]:
-        """An error of a network that has run before comes of an input that has become a batch."""
-        shared = [
-            handle.name
+    def _count_shared(self) -> int:
+        known = chain.from_iterable(
+            (*handle.layouts.values(), *handle.output_layouts.values())
             for handle in self.capture.handles
-            if any(x.kind == "shared" for found in handle.layouts.values() for x in found)
-        ]
-        try:
-            yield
-        except RuntimeError as error:
-            if not shared:
-                raise
-            raise ValueError(
-                f"{', '.join(shared[:5])}: called once for all samples, and what it gives is not "
-                "broadcast to them but repeated or used as a matrix, so that no sample has a "
-                "gradient of its own there; give it an input with a row for each sample "
-                "(ids.expand(batch_size, -1)), or freeze it; in place of PEFT's prompt tuning use "
-                "PrefixTuningConfig"
-            ) from error
-
-    def _count_layouts(self) -> int:
-        return sum(len(handle.layouts) for handle in self.capture.handles)
+        )
+        return sum(layout.kind == "shared" for layouts in known for layout in layouts)
 
     def learn_outputs(self, few: list[Tensor], more: list[Tensor], other: list[Tensor]) -> None:
-        """Where the samples are in the network's outputs."""
+        """Returns where the samples are in the network's outputs."""
         layouts: list[Layout | None] = []
         for y in zip(few, more, other, strict=False):
             try:
@@ -120,7 +102,7 @@ class Search:
         self.last_outputs = tuple(y.dim() for y in few)
 
     def layouts_of(self, outputs: list[Tensor]) -> list[Layout | None]:
-        """Of what the network has returned.
+        """Returns where the samples are in what the network has returned.
 
         Raises:
             LayoutUnknown: it has not returned such tensors in the search.
@@ -131,7 +113,7 @@ class Search:
         return found
 
     def guesses(self) -> Iterator[None]:
-        """Where the values of the last flattened outputs do not tell, the orders to be tried.
+        """Yields once for each order to be tried where values of flattened outputs do not tell.
 
         The one at which an iteration is left is the one that is known from then on.
         """
@@ -142,9 +124,7 @@ class Search:
             self.output_layouts[self.last_outputs] = guess
             yield
 
-    def _learn(
-        self, handle: LayerState, few: "LayerCall", more: "LayerCall", other: "LayerCall"
-    ) -> None:
+    def _learn(self, handle: LayerState, few: LayerCall, more: LayerCall, other: LayerCall) -> None:
         name = handle.name or type(self.capture.network).__name__
         dims = tuple(x.dim() for x in few.inputs)
         sides = [("input", handle.layouts, few.inputs, more.inputs, other.inputs)]
@@ -165,7 +145,7 @@ class Search:
                 )
 
     def _refuse_routed(self, name: str, layouts: tuple[Layout, ...]) -> None:
-        """Rows picked or sorted by their values may look like whole samples by chance, once."""
+        """Refuses flattened samples where rows are picked by value: they may fit by chance."""
         if self._routing and any(x.kind in ("sample_major", "time_major") for x in layouts):
             raise ValueError(
                 f"{name} gets its samples flattened, in a network that picks or sorts rows by "
@@ -174,8 +154,8 @@ class Search:
                 "mask its output"
             )
 
-    def observe(self, args: tuple, kwargs: dict, batch_size: int) -> dict[str, list["LayerCall"]]:
-        """handle -> its calls in one plain forward of `batch_size` samples, in their order."""
+    def observe(self, args: tuple, kwargs: dict, batch_size: int) -> dict[str, list[LayerCall]]:
+        """Returns name of a layer -> its calls in a plain forward of `batch_size` samples."""
         calls: dict[str, list[LayerCall]] = {}
         routing = Routing()
         shared: list[str] = []
@@ -270,49 +250,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-@dataclass(frozen=True)
-class LayerCall:
-    """What one call of a layer was given and gave: shapes (on the meta device) where they tell.
-
-    `product_dtype` is what a matrix product of its first input would be taken in.
-    """
-
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-    product_dtype: torch.dtype | None
-
-
 def _if_flattened(x: Tensor, batch_size: int) -> Tensor:
-    """Values are needed, and kept, only of what may hold flattened samples."""
+    """Returns x if it may hold flattened samples, which values tell apart; else its shape alone."""
     flattened = x.dim() > 0 and x.shape[0] != batch_size and x.shape[0] % batch_size == 0
     return x if flattened else torch.empty_like(x, device="meta")
-
-
-class _NoDropout(TorchFunctionMode):
-    """Functional dropout, and that of attention, is none."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in DROPOUTS:
-            return args[0]
-        if function is scaled_dot_product_attention:
-            args, kwargs = args[:4], {**(kwargs or {}), "dropout_p": 0.0, **_causal(args)}
-        return function(*args, **(kwargs or {}))
-
-
-def _causal(args: tuple) -> dict[str, bool]:
-    return {"is_causal": args[5]} if len(args) > 5 else {}
-
-
-@contextmanager
-def without_dropout(network: nn.Module) -> Iterator[None]:
-    """Dropout would make the same sample look different in two runs."""
-    layers = [m for m in network.modules() if isinstance(m, dropouts())]
-    before = [m.training for m in layers]
-    for module in layers:
-        module.training = False
-    try:
-        with _NoDropout():
-            yield
-    finally:
-        for module, training in zip(layers, before, strict=True):
-            module.training = training

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from dp_clipping.capture.batch import map_tensors, tensors_of
 from dp_clipping.capture.carried import kept as state_kept
-from dp_clipping.capture.observation import SIGNS, TOLERANCE, TOLERANCES, generator_states, summary
+from dp_clipping.capture.randomness import generator_states
 from dp_clipping.capture.state import State
+from dp_clipping.capture.summaries import Summary, differ, summary
 from dp_clipping.layers.batch_layout import Layout
 
 REMEDY = "per-sample gradients need a loss for each sample alone"
@@ -52,7 +53,7 @@ class Watched:
         self._pairs = [(y, layout) for y, layout in found if y.requires_grad]
 
     def check_graph(self, losses: Tensor) -> None:
-        """losses: [B].
+        """Looks from the losses [B] back to the outputs.
 
         Raises:
             ValueError: if a sample's loss depends on another one's outputs, or on one that has no
@@ -71,13 +72,13 @@ class Watched:
                 )
         patterns = halves(size, self.number)
         for stays in patterns if self.number == 0 else patterns[:1]:
-            kept = torch.tensor(stays, device=losses.device)
-            weights = torch.where(kept, 1.0, -3.0).to(losses.dtype)
-            if not same(base, self._gradients(losses, weights), kept):
+            stays = torch.tensor(stays, device=losses.device)
+            weights = torch.where(stays, 1.0, -3.0).to(losses.dtype)
+            if _any_differs(base, self._gradients(losses, weights), stays):
                 raise ValueError(OF_OUTPUTS)
 
-    def _gradients(self, losses: Tensor, weights: Tensor) -> list[tuple[Tensor, float] | None]:
-        """Summaries of the gradients of the outputs; None: zero, of one without samples."""
+    def _gradients(self, losses: Tensor, weights: Tensor) -> list[Summary | None]:
+        """Returns summaries of the gradients of the outputs; None: zero, of one without samples."""
         ys = [y for y, _ in self._pairs]
         found = torch.autograd.grad(
             losses, ys, weights, retain_graph=True, allow_unused=True, materialize_grads=True
@@ -85,9 +86,9 @@ class Watched:
         summaries = []
         for gradient, (_, layout) in zip(found, self._pairs, strict=True):
             if _is_of_all(layout):
-                summaries.append((gradient, 1.0) if bool((gradient != 0).any()) else None)
+                summaries.append(Summary(gradient, 1.0) if bool((gradient != 0).any()) else None)
             else:
-                summaries.append(summarised(gradient, layout, len(losses)))
+                summaries.append(summary(gradient, layout, len(losses)))
         return summaries
 
 
@@ -96,36 +97,27 @@ def _is_of_all(layout: Layout | None) -> bool:
 
 
 def halves(size: int, number: int) -> list[list[bool]]:
-    """Which samples stay: in the first check so that each two are parted, later in one way."""
+    """Returns which samples stay: first in ways that part each two, later in one way."""
     bits = range(max(1, (size - 1).bit_length()))
     pairs = [[[(i >> bit) % 2 == side for i in range(size)] for side in (0, 1)] for bit in bits]
     return [half for pair in pairs for half in pair] if number == 0 else pairs[number % len(pairs)]
 
 
 def company(stays: list[bool], number: int) -> list[int]:
-    """Which sample stands in each place: those that stay, and copies of one of them.
+    """Returns which sample stands in each place: those that stay, and copies of one of them.
 
     What was extreme in the batch is gone in one of two halves.
     """
-    kept = [i for i, stay in enumerate(stays) if stay]
-    source = kept[-1 - number % len(kept)]
+    candidates = [i for i, stay in enumerate(stays) if stay]
+    source = candidates[-1 - number % len(candidates)]
     return [i if stay else source for i, stay in enumerate(stays)]
 
 
-def summarised(x: Tensor, layout: Layout, size: int) -> tuple[Tensor, float]:
-    return summary(x, layout, size), TOLERANCES.get(x.dtype, TOLERANCE)
-
-
-def same(first: Sequence[Any], second: Sequence[Any], kept: Tensor) -> bool:
-    """Whether summaries agree for the samples that stayed."""
-    flags = []
-    for one, other in zip(first, second, strict=True):
-        if one is None or other is None:
-            continue
-        (a, tolerance), (b, _) = one, other
-        room = tolerance * torch.maximum(a[kept, SIGNS:], b[kept, SIGNS:])
-        flags.append(((a[kept] - b[kept]).abs() > room).any())
-    return not flags or not bool(torch.stack(flags).any())
+def _any_differs(
+    first: Sequence[Summary | None], second: Sequence[Summary | None], stays: Tensor
+) -> bool:
+    both = zip(first, second, strict=True)
+    return any(differ([pair for pair in both if None not in pair], stays))
 
 
 class Exchange:
@@ -183,7 +175,7 @@ class Exchange:
             self._check_size(base, places)
 
     def _check_size(self, base: dict, places: dict[int, Layout]) -> None:
-        """With one sample more, in front, all have other places among more.
+        """Compares with a run of one sample more, in front: all have other places among more.
 
         Random numbers of another shape are others: what draws some is not compared.
         """
@@ -192,9 +184,9 @@ class Exchange:
                 more = self._run(places, [self._size - 1, *range(self._size)])
             except (*REFUSALS, TypeError):
                 return
-        kept = torch.ones(self._size, dtype=torch.bool, device=self._tensors[0].device)
-        more = {key: (values[1:], tolerance) for key, (values, tolerance) in more.items()}
-        if not self._is_random and not _agree(base, more, places, kept):
+        stays = torch.ones(self._size, dtype=torch.bool, device=self._tensors[0].device)
+        more = {key: found.without_first() for key, found in more.items()}
+        if not self._is_random and not _agree(base, more, places, stays):
             raise ValueError(OF_SIZE)
 
     def _devices(self) -> list[torch.device]:
@@ -202,7 +194,7 @@ class Exchange:
         return [device] if device.type == "cuda" else []
 
     def _find(self, base: dict, first: dict[int, Layout], rows: list[int]) -> dict[int, Layout]:
-        """Which argument it is; its samples may also lie otherwise than was tried first.
+        """Finds the argument that it is; its samples may also lie otherwise than was tried first.
 
         Where they lie; nothing: it cannot be told.
         """
@@ -232,17 +224,17 @@ class Exchange:
         )
 
     def _agrees(self, base: dict, places: dict[int, Layout], rows: list[int]) -> bool | None:
-        """None: the criterion does not take such samples together, so it tells nothing."""
-        kept = torch.tensor([i == row for i, row in enumerate(rows)])
+        """Returns whether runs agree; None: the criterion does not take such samples together."""
+        stays = torch.tensor([i == row for i, row in enumerate(rows)])
         with state_kept(self._state):
             try:
                 found = self._run(places, rows)
             except REFUSALS:
                 return None
-        return _agree(base, found, places, kept.to(self._tensors[0].device))
+        return _agree(base, found, places, stays.to(self._tensors[0].device))
 
     def _candidates(self, x: Tensor) -> list[Layout]:
-        """How its samples may lie, the likeliest first; none: it has no samples."""
+        """Returns how its samples may lie, the likeliest first; none: it has no samples."""
         if not x.dim():
             return []
         dims = [d for d in range(x.dim()) if x.shape[d] == self._size]
@@ -254,7 +246,7 @@ class Exchange:
         return found
 
     def _run(self, places: dict[int, Layout], rows: Sequence[int] = ()) -> dict:
-        """Losses, and the gradients of arguments by each layout that they may have: summaries.
+        """Returns summaries of losses, and of gradients by each layout that they may have.
 
         Args:
             places: of the tensors that are given other samples.
@@ -283,7 +275,7 @@ class Exchange:
             self._is_random = generator_states((), self._tensors[0].device) != before
             if losses.shape != (size,):
                 raise ValueError(f"{tuple(losses.shape)} losses of {size} samples")
-            found = {"losses": summarised(losses.detach(), Layout(), size)}
+            found = {"losses": summary(losses.detach(), Layout(), size)}
             if losses.requires_grad and leaves:
                 gradients = torch.autograd.grad(
                     losses.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
@@ -291,17 +283,20 @@ class Exchange:
                 for n, gradient in zip(leaves, gradients, strict=True):
                     known = (places[n],) if n in places else self._places.get(n, ())
                     for layout in known:
-                        found[n, layout] = summarised(gradient, layout, size)
+                        found[n, layout] = summary(gradient, layout, size)
         return found
 
 
-def _agree(first: dict, second: dict, places: dict[int, Layout], kept: Tensor) -> bool:
-    """Losses, and the gradients of each tensor by its layout, or by any that it may have."""
-    if not same([first["losses"]], [second["losses"]], kept):
+def _agree(first: dict, second: dict, places: dict[int, Layout], stays: Tensor) -> bool:
+    """Returns whether losses agree, and gradients by a layout that their tensor may have."""
+
+    def agrees(key: Any) -> bool:
+        return not _any_differs([first[key]], [second[key]], stays)
+
+    if not agrees("losses"):
         return False
-    tensors = {key[0] for key in first if key != "losses"}
-    for n in tensors:
-        keys = [(n, places[n])] if n in places else [k for k in first if k[0] == n]
-        if not any(same([first[k]], [second[k]], kept) for k in keys if k in second):
+    for n in {key[0] for key in first if key != "losses"}:
+        keys = [(n, places[n])] if n in places else [key for key in first if key[0] == n]
+        if not any(agrees(key) for key in keys if key in second):
             return False
     return True

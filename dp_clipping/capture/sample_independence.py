@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dp_clipping.capture.batch import Batch
-from dp_clipping.capture.capture import Capture
-from dp_clipping.capture.layout_search import without_dropout
-from dp_clipping.capture.observation import SIGNS, Observer, Seen
+from dp_clipping.capture.network import CapturedNetwork
+from dp_clipping.capture.randomness import without_dropout
+from dp_clipping.capture.summaries import Seen, differ
 from dp_clipping.layers.batch_layout import Layout
 
 RANDOM = 100  # tolerances: what changes more in a repeated run is no rounding
@@ -60,13 +60,13 @@ class Schedule:
         self.batches += batches
 
     def next_is_due(self, size: int, alone: bool) -> bool:
-        """Of a batch of so many samples, which counts; `alone`: no other rank must do the same."""
+        """Counts a batch; returns whether it is checked. `alone`: no rank must do the same."""
         self.batches += 1
         is_power = self.batches & (self.batches - 1) == 0
         return is_power or (alone and size >= 2 * self._largest > 0)
 
     def next_check(self, size: int) -> tuple[int, bool]:
-        """Number of the check, from 0, and whether all samples of the batch take part in it.
+        """Returns the number of the check, from 0, and whether all samples take part in it.
 
         They do if no batch as large has been checked.
         """
@@ -81,15 +81,21 @@ class Company:
     """Runs batches of a captured network beside batches with exchanged samples.
 
     Args:
+        observe: runs the network, forward and backward, and returns what was seen (`Observer.run`).
         layouts_of: output tensors of the network -> where the samples are in each.
     """
 
-    def __init__(self, capture: Capture, layouts_of: Callable[[list[Tensor]], Layouts]):
-        self._capture, self._observer = capture, Observer(capture)
+    def __init__(
+        self,
+        capture: CapturedNetwork,
+        observe: Callable[..., Seen],
+        layouts_of: Callable[[list[Tensor]], Layouts],
+    ):
+        self._capture, self._observe = capture, observe
         self._layouts_of = layouts_of
 
     def check_places(self, batch: Batch, distinct: list[int], extremes: bool) -> None:
-        """Each of a few different samples is exchanged in turn, for another one of them.
+        """Exchanges each of a few different samples in turn, for another one of them.
 
         With `extremes`, one is then made `LARGE` times larger, which not every network takes.
 
@@ -98,31 +104,46 @@ class Company:
         """
         rows = (distinct * PLACES)[: max(2, len(distinct))]
         size = len(rows)
-        base = self._run(batch, rows)
+        base = self._run(batch, rows, drawn=size + 1)
         for place in range(PLACES if self._capture.sharding is not None else size):
             place %= size
             company = list(rows)
             company[place] = rows[(place + 1) % size]
-            stays = [i != place for i in range(size)]
-            self._compare(batch, rows, stays, base, self._run(batch, company, stays))
-        if extremes and len(distinct) > 1:
+            self._exchange(batch, rows, place, base, batch, company)
+        if extremes and len(distinct) > 1 and batch.has_floats:
             place = size // 2
-            stays = [i != place for i in range(size)]
             with suppress(ArithmeticError, LookupError, AssertionError, RuntimeError):
-                larger = self._run(batch.with_factor(rows[place], LARGE), rows, stays)
-                self._compare(batch, rows, stays, base, larger)
-        self._check_size(batch, rows)
+                larger = batch.with_factor(rows[place], LARGE)
+                self._exchange(batch, rows, place, base, larger, rows)
+        self._check_size(batch, rows, base)
 
-    def _check_size(self, batch: Batch, rows: list[int]) -> None:
-        """With one sample more, in front, all have other places among more.
+    def _exchange(
+        self,
+        batch: Batch,
+        rows: list[int],
+        place: int,
+        base: Seen,
+        other: Batch,
+        company: list[int],
+    ) -> None:
+        """Compares with a run of another batch, in which one place has another sample."""
+        stays, drawn = [i != place for i in range(len(rows))], len(rows) + 1
+        beside = self._run(other, company, stays, drawn=drawn)
+        self._compare(batch, rows, stays, base, beside, drawn)
+
+    def _check_size(self, batch: Batch, rows: list[int], base: Seen) -> None:
+        """Compares with a run of one sample more, in front: all have other places among more.
 
         Random numbers of another shape are others. Dropout is off, therefore, and a network that
-        draws numbers then is not compared.
+        draws numbers then is not compared. `base` is of a run with dropout, which serves where
+        nothing was drawn.
         """
         size = len(rows)
+        has_drawn = self._on_any_rank(base.is_random)
         try:
             with without_dropout(self._capture.network):
-                base = self._run(batch, rows, drawn=size + 1)
+                if has_drawn:
+                    base = self._run(batch, rows, drawn=size + 1)
                 stays = [False] + [True] * size
                 more = self._run(batch, [rows[-1], *rows], stays, drawn=size + 1)
         except Exception:
@@ -131,12 +152,12 @@ class Company:
             return  # it cannot run with so many: nothing can be told
         if base.is_random or more.is_random:
             more.summaries = {}
-        more.summaries = {key: values[1:] for key, values in more.summaries.items()}
+        more.summaries = {key: found.without_first() for key, found in more.summaries.items()}
         with without_dropout(self._capture.network):
             self._compare(batch, rows, [True] * size, base, more, drawn=size + 1)
 
     def check_batch(self, batch: Batch, number: int, whole: bool) -> None:
-        """About half of the samples are exchanged: which ones differs from check to check.
+        """Exchanges about half of the samples: which ones differs from check to check.
 
         All samples take part in a whole check, at most `PART` in others.
 
@@ -150,9 +171,9 @@ class Company:
         rows = list(range(start, start + size))
         bit = (number // 2) % max(1, (size - 1).bit_length())
         stays = [(i >> bit) % 2 == number % 2 for i in range(size)]
-        kept = [r for r, stay in zip(rows, stays, strict=True) if stay] or rows
+        sources = [r for r, stay in zip(rows, stays, strict=True) if stay] or rows
         company = [
-            r if stay else kept[(i + number) // 2 % len(kept)]
+            r if stay else sources[(i + number) // 2 % len(sources)]
             for i, (r, stay) in enumerate(zip(rows, stays, strict=True))
         ]
         base = self._run(batch, rows)
@@ -171,9 +192,7 @@ class Company:
             others = torch.tensor([4.0, -2.0, 0.25, -1.0]).repeat(len(rows) // 4 + 1)[: len(rows)]
             scale = torch.where(torch.tensor(stays), scale, others)
         scale = scale.to(self._capture.trigger.device)
-        return self._observer.run(
-            batch.with_rows(rows), len(rows), self._layouts_of, scale, seed, drawn
-        )
+        return self._observe(batch.with_rows(rows), len(rows), self._layouts_of, scale, seed, drawn)
 
     def _compare(
         self,
@@ -189,12 +208,14 @@ class Company:
         Where the two differ, the first run is repeated with errors of the size of rounding. What
         changes as much by them, or by numbers that the network draws of its own, tells nothing.
         """
-        kept = torch.tensor(stays, device=self._capture.trigger.device)
-        differ = _different(base, beside, kept)
-        if self._on_any_rank(bool(differ)):
+        stays = torch.tensor(stays, device=self._capture.trigger.device)
+        keys = [key for key in base.summaries if key in beside.summaries]
+        flags = differ([(base.summaries[key], beside.summaries[key]) for key in keys], stays)
+        changed = [key for key, flag in zip(keys, flags, strict=True) if flag]
+        if self._on_any_rank(bool(changed)):
             again = [self._run(batch, rows, seed=seed, drawn=drawn) for seed in range(REPEATS)]
-            differ = [key for key in differ if _is_larger(key, base, beside, again, kept)]
-        self._refuse(differ[0] if differ else None)
+            changed = [key for key in changed if _is_larger(key, base, beside, again, stays)]
+        self._refuse(changed[0] if changed else None)
 
     def _on_any_rank(self, flag: bool) -> bool:
         sharding = self._capture.sharding
@@ -217,28 +238,14 @@ class Company:
                 raise ValueError(CAUSES[what].format(layer=layer or "the network"))
 
 
-def _different(first: Seen, second: Seen, kept: Tensor) -> list[Key]:
-    """What differs for a sample that stayed, by more than a tolerance; in order."""
-    keys = [key for key in first.summaries if key in second.summaries]
-    if not keys:
-        return []
-    flags = []
-    for key in keys:
-        one, other = first.summaries[key][kept], second.summaries[key][kept]
-        room = first.tolerances[key] * torch.maximum(one[:, SIGNS:], other[:, SIGNS:])
-        flags.append(((one - other).abs() > room).any())
-    return [key for key, flag in zip(keys, torch.stack(flags).tolist(), strict=True) if flag]
-
-
-def _is_larger(key: Key, base: Seen, beside: Seen, again: list[Seen], kept: Tensor) -> bool:
-    """Whether some sample that stayed has changed more than in any of the repeated runs."""
-    one, other = base.summaries[key][kept], beside.summaries[key][kept]
-    tolerance = base.tolerances[key]
-    room = tolerance * torch.maximum(one[:, SIGNS:], other[:, SIGNS:])
+def _is_larger(key: Key, base: Seen, beside: Seen, again: list[Seen], stays: Tensor) -> bool:
+    """Returns whether a sample that stays has changed more than in any of the repeated runs."""
+    one, other = base.summaries[key], beside.summaries[key]
+    room = one.room(other, stays)
     for run in again:
         if key not in run.summaries:
             return False
-        change = (run.summaries[key][kept] - one).abs().amax(1, keepdim=True)
-        is_random = change > RANDOM * tolerance * one[:, SIGNS:]
+        change = run.summaries[key].change(one, stays).amax(1, keepdim=True)
+        is_random = change > RANDOM * one.room(one, stays)
         room = torch.maximum(room, ROUNDINGS * change).where(~is_random, torch.inf)
-    return bool(((one - other).abs() > room).any())
+    return bool((one.change(other, stays) > room).any())

@@ -8,6 +8,7 @@ before the first operator that writes to it. `carried` says what may change.
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
@@ -88,7 +89,7 @@ class Holder:
             (values.update if isinstance(values, set) else values.extend)(copy)
 
     def is_as(self, copy: Any) -> bool:
-        """Whether it holds the same objects; of what is no dict."""
+        """Returns whether it holds the same objects; of what is no dict."""
         values = self.values
         if type(values) is CellType:
             return values.cell_contents is copy
@@ -99,7 +100,7 @@ class Holder:
         return len(values) == len(copy) and all(map(is_, values, copy))
 
     def changed(self, copy: Any) -> list[Any]:
-        """Keys of what is another object, and no equal number or string; None: all of it."""
+        """Returns keys of what is another object, and no equal plain value; None: all of it."""
         if isinstance(self.values, set) and self.owner is not None:
             return []  # names of non-persistent buffers
         if is_array(self.values):
@@ -127,7 +128,7 @@ class Holder:
         return Change(name.lstrip("."), self.is_model(key), self, key)
 
     def is_model(self, key: Any) -> bool:
-        """See `Change`."""
+        """Returns what `Change` says."""
         owner = self.owner
         if owner is None:
             return False
@@ -166,6 +167,7 @@ class State:
     def __init__(self, root: Any, is_sharded: bool = False):
         self.root, self.is_sharded = root, is_sharded
         self.harmless: set[tuple[int, Any]] = set()  # changes, and does not carry data
+        self.changes: list[Change] = []  # of what has been rewound
         self.walk()
 
     def walk(self) -> None:
@@ -258,7 +260,7 @@ class State:
                 self._visit(value, holder.name.rstrip("."), holder, None, depth + 1)
 
     def mark(self) -> "Mark":
-        """What is held now, also in what is held since the last one."""
+        """Returns a mark of what is held now, also in what is held since the last one."""
         before, self._ids = self._ids, self._all_ids()
         if before != self._ids and self._has_new(set(before)):
             self.walk()
@@ -269,7 +271,7 @@ class State:
         return list(map(id, chain.from_iterable(map(dict.values, dicts))))
 
     def _has_new(self, known: set[int]) -> bool:
-        """Whether a dict holds another object than before that may be a place itself."""
+        """Returns whether a dict holds another object than before that may be a place itself."""
         return any(
             id(value) not in known
             and not isinstance(value, PLAIN)
@@ -278,6 +280,16 @@ class State:
             for holder in self.dicts
             for key, value in holder.values.items()
         )
+
+    @contextmanager
+    def rewound(self) -> Iterator[None]:
+        """Puts back what the body replaces; `changes` of it are told to the `kept` around."""
+        mark = self.mark()
+        try:
+            yield
+        finally:
+            self.changes += mark.replaced()
+            mark.put_back()
 
     def is_harmless(self, change: Change) -> bool:
         return (id(change.holder.values), change.key) in self.harmless
@@ -295,7 +307,7 @@ class Mark:
         self.renew()
 
     def renew(self) -> None:
-        """Be of now."""
+        """Takes the present for its moment."""
         dicts = [holder.values for holder in self._dicts]
         self._sizes = list(map(len, dicts))
         self._keys = list(chain.from_iterable(map(dict.keys, dicts)))
@@ -305,12 +317,12 @@ class Mark:
         self._versions = _versions(self.tensors)
 
     def forget_buffers(self) -> None:
-        """Take no notice of what is written to them."""
+        """Takes no notice of what is written to buffers."""
         self.tensors = [named for named in self.tensors if not named.is_buffer]
         self._versions = _versions(self.tensors)
 
     def _differing(self) -> Iterator[tuple[Holder, Any]]:
-        """Holders of other objects now, and copies of what they held."""
+        """Returns holders of other objects now, and copies of what they held."""
         dicts = [holder.values for holder in self._dicts]
         now = chain.from_iterable(map(dict.values, dicts))
         if list(map(len, dicts)) != self._sizes or not all(map(is_, self._values, now)):
@@ -323,11 +335,11 @@ class Mark:
         yield from ((holder, copy) for holder, copy in self._others if not holder.is_as(copy))
 
     def replaced(self) -> list[Change]:
-        """What is another object now, or gone, or new."""
+        """Returns what is another object now, or gone, or new."""
         return [h.change(key) for h, copy in self._differing() for key in h.changed(copy)]
 
     def changes(self) -> list[Change]:
-        """That, and tensors that were written to; without what is known to be harmless."""
+        """Returns what was replaced or written to, without what is known to be harmless."""
         found = self.replaced()
         now = _versions(self.tensors)
         if now != self._versions:
@@ -336,7 +348,7 @@ class Mark:
         return [change for change in dict.fromkeys(found) if not self.state.is_harmless(change)]
 
     def put_back(self) -> None:
-        """Let everything be held again that was."""
+        """Puts back everything that was held."""
         for holder, copy in list(self._differing()):
             holder.put_back(copy)
 
@@ -347,7 +359,7 @@ def _has_memory(x: Tensor) -> bool:
 
 
 def _versions(tensors: list[Named]) -> list[tuple[int, int]]:
-    """Other numbers after each write and each `x.data = ...`, by the host's own knowledge."""
+    """Returns numbers that each write and each `x.data = ...` change; the host does not wait."""
     return [(version_of(named.tensor), named.tensor.data_ptr()) for named in tensors]
 
 
@@ -395,7 +407,7 @@ class Writes(TorchDispatchMode):
 
 @lru_cache(maxsize=4096)
 def _written(function: Any) -> tuple[tuple[int, str], ...]:
-    """Place and name of the arguments that an operator writes to."""
+    """Returns place and name of the arguments that an operator writes to."""
     schema = schema_of(function)
     if schema is None:
         return ()
@@ -407,25 +419,25 @@ def _written(function: Any) -> tuple[tuple[int, str], ...]:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is one of NumPy's."""
+    """Returns whether it is one of NumPy's arrays."""
     return type(value).__name__ == "ndarray"
 
 
 def has_attributes(value: Any) -> bool:
-    """Whether it is an object of a class that may keep values for a network."""
+    """Returns whether it is an object of a class that may keep values for a network."""
     package = type(value).__module__.partition(".")[0]
     return package not in OTHERS and not isinstance(value, type) and hasattr(value, "__dict__")
 
 
 def equal(now: Tensor, value: Tensor) -> bool:
-    """Also of NaN with NaN; the host waits."""
+    """Returns whether two tensors are equal, NaN to NaN; the host waits."""
     if now.shape != value.shape or now.dtype != value.dtype:
         return False
     return bool(((now == value) | ((now != now) & (value != value))).all())
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """One object, or equal numbers or strings."""
+    """Returns whether both are one object, or equal numbers or strings."""
     return a is b or (type(a) is type(b) and isinstance(a, PLAIN) and (a == b or a != a))
 
 

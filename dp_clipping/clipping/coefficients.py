@@ -35,7 +35,7 @@ MARGIN = {torch.float64: 2.0**-40, torch.float32: 2e-5}
 def clip_norms_of(
     max_grad_norm: float | Sequence[float], groups: int, clipping: str
 ) -> list[float]:
-    """C_k of each group: C itself for one, C/√K for K groups, or the list that was given.
+    """Returns C_k of each group: C itself for one, C/√K for K groups, or the list that was given.
 
     Σ C_k² = C² in each case: the sum over groups has sensitivity C.
 
@@ -66,7 +66,7 @@ def check_range(name: str, value: float, of: str = "") -> None:
 def coefficients(
     squared_bounds: Tensor, clip_norms: Tensor, function: str, gamma: float = GAMMA
 ) -> Tensor:
-    """c [K, B] from upper bounds of squared norms [K, B] and thresholds [K], K groups.
+    """Returns c [K, B] from upper bounds of squared norms [K, B] and thresholds [K], K groups.
 
     Zero for a sample of which any group's bound is not finite.
     """
@@ -81,5 +81,5 @@ def coefficients(
 
 
 def finite_samples(squared_bounds: Tensor) -> Tensor:
-    """Which samples have finite norms in all groups: bool [B] from [K, B]."""
+    """Returns which samples have finite norms in all groups: bool [B] from [K, B]."""
     return torch.isfinite(squared_bounds).all(dim=0)

@@ -10,7 +10,7 @@ keep numbers down to 2⁻¹⁴⁹). What it does depends on how a squared norm i
   at most N·τ of n². Beside any C that is admitted this is nothing. What G itself has lost was
   not summed either: what is normed is what is summed.
 - As ‖a‖²‖y‖², of one token: a lost ‖y‖² of 1e-45 times ‖a‖² of 1e38 is 1e-7. So both norms are
-  taken in float64, and multiplied before they are squared (`arithmetic.product_squares`).
+  taken in float64, and multiplied before they are squared (`accumulation.product_squares`).
 - From Gram matrices: an entry y_t·y_s of d features loses at most d·τ, and is multiplied with an
   entry of the other matrix, at most ‖a_t‖‖a_s‖. Over all t and s n² loses at most (Σ_t ‖a_t‖)²·d·τ,
   and (Σ_t ‖y_t‖)²·p·τ by the other matrix. An error that is allowed for already is ε·S², ε = 2⁻¹⁶,
@@ -36,6 +36,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 UNDERFLOW = 2.0**9  # u above
+# Relative to S², what the rounding of two 16-bit Gram matrices and of their product may be: chains
+# of GRAM_PIECE products, 16 of them at a time in a matrix unit, which cuts off and does not round.
+GRAM_ROUNDING = 2.0**-16
+GRAM_PIECE = 512
 
 
 @dataclass(frozen=True)
@@ -71,17 +75,17 @@ class Norms:
         self._of[parameter] = norm
 
     def only(self, parameters: set[Parameter]) -> "Norms":
-        """Those of some parameters."""
+        """Returns those of some parameters."""
         part = copy(self)
         part._of = {p: norm for p, norm in self._of.items() if p in parameters}
         return part
 
     def squared(self) -> Tensor:
-        """Squared norms of each group: [K, B]."""
+        """Returns squared norms of each group: [K, B]."""
         return self._by_group(self._stack())
 
     def bounds(self) -> Tensor:
-        """Upper bounds of the squared norms of what will be summed: [K, B]."""
+        """Returns upper bounds of the squared norms of what will be summed: [K, B]."""
         squared = self._stack()
         norms = self._of.values()
         scale = torch.stack(
@@ -94,7 +98,7 @@ class Norms:
         return self._by_group(bound.square())
 
     def _stack(self) -> Tensor:
-        """[P, B], one row of zeros if there is no parameter.
+        """Returns [P, B], one row of zeros if there is no parameter.
 
         What rounding has left below 0 is 0; minus infinity is no norm to clip by.
         """
@@ -112,5 +116,5 @@ class Norms:
 
 @lru_cache(maxsize=4096)
 def on_device(values: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Kept: a copy to a GPU would make the host wait for what runs there."""
+    """Returns a tensor that is cached: a copy to a GPU would make the host wait for it."""
     return torch.tensor(values, dtype=dtype, device=device)

@@ -37,12 +37,12 @@ class NormStatistics:
 
     @property
     def clipped_fraction(self) -> float:
-        """Of the samples with finite norms; 0 of none."""
+        """Returns the part of the samples with finite norms that was clipped; 0 of none."""
         return self.clipped / max(1, self.samples - self.nonfinite)
 
 
 def norm_statistics(squares: Tensor, clip_norms: Sequence[float]) -> NormStatistics:
-    """Statistics of squared norms [K, G] (`global_norms.GlobalNorms.wait()`).
+    """Returns statistics of squared norms [K, G] (`global_norms.GlobalNorms.wait()`).
 
     Args:
         squares: the same on every rank.

@@ -13,23 +13,6 @@ Files:
     weighted_sum          clipped sum of kept per-sample gradients
     grouped_launch        one launch for many layers
     tiles                 what the matrix kernels share
-    tuning/               which tile is fastest on this machine's GPU
+    tuning                which tile is fastest on this machine's GPU, kept in files
+    timing                times of calls that can be compared with each other
 """
-
-import os
-
-import torch
-
-from dp_clipping.kernels.tiles import DTYPES, triton
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether kernels run on tensors of that device and dtype.
-
-    On a GPU with Triton, or anywhere in Triton's interpreter, whose bfloat16 products are wrong.
-    """
-    if triton is None or dtype not in DTYPES:
-        return False
-    return device.type == "cuda" or (INTERPRETED and dtype != torch.bfloat16)

@@ -28,7 +28,7 @@ def clip_coefficients(
         float,
     gamma: float | None, bad: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Coefficients [K, B] float32.
+    """Returns coefficients [K, B] float32.
 
     Args:
         squares, scales: [P, B] float32, parameters in order of their groups.
@@ -55,7 +55,7 @@ def clip_coefficients_plain(
         float,
     gamma: float | None, bad: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The reference implementation, in float64, rounded once."""
+    """Reference implementation, in float64, rounded once."""
     e, f = errors.double()[:, :1], errors.double()[:, 1:]
     squares = squares.double()
     squares = torch.where(squares.isfinite(), squares.clamp_min(0), torch.inf)

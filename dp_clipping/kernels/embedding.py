@@ -48,7 +48,7 @@ class TokenSums:
 
     @classmethod
     def of(cls, ids: Tensor, y: Tensor) -> TokenSums:
-        """From tokens and output gradients.
+        """Returns the sums of tokens and their output gradients.
 
         Args:
             ids: [B, T], int64 or int32.
@@ -69,7 +69,7 @@ class TokenSums:
         return cls(squares.sum(1), sums, keys, starts)
 
     def weighted_sum(self, coefficients: Tensor, vocabulary: int) -> Tensor:
-        """Σ_i c_i G_i [V, d] float32, over the samples with c_i > 0; c [B] float32."""
+        """Returns Σ_i c_i G_i [V, d] float32, over the samples with c_i > 0; c [B] float32."""
         features = self.sums.shape[1]
         total = self.sums.new_zeros(vocabulary, features)
         if not self.sums.numel():
@@ -84,7 +84,7 @@ class TokenSums:
 
 
 def _runs(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys [N] in ascending order, the tokens b·T + t that have them [N], starts [N + 1]."""
+    """Returns sorted keys [N], the tokens b·T + t that have them [N], starts [N + 1]."""
     batch_size = len(ids)
     samples = torch.arange(batch_size, device=ids.device)[:, None]
     keys, order = (ids.long() * batch_size + samples).flatten().sort(stable=True)
@@ -94,20 +94,20 @@ def _runs(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _blocks(features: int) -> tuple[int, int]:
-    """Features of a block, and how many blocks."""
+    """Returns features of a block, and how many blocks."""
     block = min(BLOCK, triton.next_power_of_2(features))
     return block, ceil_div(features, block)
 
 
 def token_squares_plain(ids: Tensor, y: Tensor) -> Tensor:
-    """Reference of `squares`, in float64: Σ y_it · y_is over pairs of equal tokens."""
+    """Reference implementation of `squares`, in float64: Σ y_it · y_is of equal tokens."""
     y = y.double()
     equal = ids[:, :, None] == ids[:, None, :]
     return (torch.bmm(y, y.mT) * equal).sum((1, 2)).float()
 
 
 def weighted_tokens_plain(ids: Tensor, y: Tensor, coefficients: Tensor, vocabulary: int) -> Tensor:
-    """The reference implementation of `weighted_sum`, in float64, rounded once."""
+    """Reference implementation of `weighted_sum`, in float64, rounded once."""
     good = coefficients > 0
     rows = coefficients[good].double()[:, None, None] * y[good].double()
     total = y.new_zeros(vocabulary, y.shape[2], dtype=torch.float64)

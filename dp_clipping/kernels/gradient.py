@@ -10,8 +10,7 @@ later.
 Traffic: y and a are read about once from memory (tiles meet in the second-level cache), B·d·p
 values are written. Operations: 2·B·T·d·p, those of the ordinary weight gradient.
 
-Without storing, the same loop is `input_length`: the norm accumulated over tokens with nothing
-materialised.
+Without storing, the same loop accumulates the norm over tokens with nothing materialised.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.kernels.grouped_launch import (
     MOST_ROWS,
     WORDS,
@@ -32,7 +32,7 @@ from dp_clipping.kernels.grouped_launch import (
     table,
 )
 from dp_clipping.kernels.tiles import TRITON_DTYPES, Tile, ceil_div, is_described, triton
-from dp_clipping.kernels.tuning.choice import best_for_pairs
+from dp_clipping.kernels.tuning import best_for_pairs
 
 if triton is not None:
     import triton.language as tl
@@ -49,15 +49,10 @@ TILES = {  # bytes of an element -> the choice that needs no tuning, first, and 
 }  # fmt: skip
 
 
-def stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of G. A sum over tokens may exceed float16's largest number."""
-    return torch.float32 if dtype == torch.float16 else dtype
-
-
 def gradients_and_squares(
     pairs: Sequence[Pair], tile: Tile | None = None, store: bool = True
 ) -> list[tuple[Tensor | None, Tensor]]:
-    """G [B, d, p] in `stored_dtype` (None unless `store`) and squared norms [B] float32 of each.
+    """Returns each G [B, d, p] in `stored_dtype` (None unless `store`), squared norms [B].
 
     Args:
         pairs: output gradients y [B, T, d] and inputs a [B, T, p] of linear layers, in float32,
@@ -90,7 +85,7 @@ def _launch(
         results = [y.new_zeros(batch_size, *shape, dtype=dtype) for shape in shapes if store]
         return list(zip(results or [None] * len(pairs), squares.unbind(0), strict=True))
     tile = tile or best_for_pairs(
-        "gradient" if store else "input_length", pairs, described, TILES,
+        "instantiate" if store else "accumulate", pairs, described, TILES,
         lambda tile: _launch(pairs, tile, store),
     )  # fmt: skip
     results = [y.new_empty(batch_size, *shape, dtype=dtype) if store else None for shape in shapes]
@@ -116,10 +111,10 @@ def _launch(
         share = ceil_div(batch_size, min(batch_size, ceil_div(PROGRAMS, sum(counts))))
         splits = ceil_div(batch_size, share)
         programs = [count * splits for count in counts]
-        rows = table(pairs, results, programs, [0] * len(pairs), described)
-        _gradients_kernel[(rows.programs,)](
-            rows.words, rows.starts, squares, len(pairs), batch_size, tokens, max(counts), share,
-            DTYPE=TRITON_DTYPES[y.dtype], STORED=TRITON_DTYPES[dtype], DESCRIBED=described,
+        operands = table(pairs, results, programs, [0] * len(pairs), described)
+        _gradients_kernel[(operands.programs,)](
+            operands.words, operands.starts, squares, len(pairs), batch_size, tokens, max(counts),
+            share, DTYPE=TRITON_DTYPES[y.dtype], STORED=TRITON_DTYPES[dtype], DESCRIBED=described,
             WRITTEN=written_in_loop, MOST=MOST_ROWS, WORDS=WORDS, **shared,
         )  # fmt: skip
     # In float64: a norm's last bit must not tell how many tiles the launch's other layers had.
@@ -130,7 +125,7 @@ def _launch(
 def gradient_and_squares_plain(
     y: Tensor, a: Tensor, store: bool = True
 ) -> tuple[Tensor | None, Tensor]:
-    """Reference implementation: products in float64, rounded once, only if they are stored."""
+    """Returns the same by reference: in float64, rounded once, only if G is stored."""
     gradients = torch.bmm(y.double().mT, a.double())
     if store:
         gradients = gradients.to(stored_dtype(y.dtype))
@@ -146,7 +141,7 @@ if triton is not None:
         DESCRIBED: tl.constexpr, STORE: tl.constexpr, WRITTEN: tl.constexpr, EXACT: tl.constexpr,
         BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
     ):  # fmt: skip
-        """A tile of one sample's G from (o_d, o_p) on, and the sum of its squares."""
+        """Returns a tile of one sample's G from (o_d, o_p) on, and the sum of its squares."""
         b_g = tl.zeros((BLOCK_D, BLOCK_P), tl.float32)
         for o_t in range(0, T, BLOCK_T):
             b_y = _load_tile(y, i_b, o_t, o_d, T, D, s_yb, s_yt, DESCRIBED, BLOCK_T, BLOCK_D)

@@ -8,8 +8,8 @@ count twice. Layers that read the same input share its tile: with a common a, Σ
 same expression with Σ_l y_l,it · y_l,is. One launch serves many layers, the programs of which find
 theirs in a table: a single layer's would leave a part of the device idle at its end.
 
-A matrix unit's sums are cut off, not rounded, so that long chains of products drift. After CHUNK
-features the accumulator is added to another one and starts again from zero.
+A matrix unit's sums are cut off, not rounded, so that long chains of products drift. After
+GRAM_PIECE features the accumulator is added to another one and starts again from zero.
 
 Traffic: y and a are read T / BLOCK times, mostly from the second-level cache; two numbers a program
 are written. Operations: B·T·(T + BLOCK)·(p + d), a little over half of the full matrices'.
@@ -24,7 +24,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dp_clipping.clipping.norms import UNDERFLOW
+from dp_clipping.clipping.norms import GRAM_PIECE, UNDERFLOW
 from dp_clipping.kernels.grouped_launch import allocate
 from dp_clipping.kernels.tiles import (
     TRITON_DTYPES,
@@ -35,14 +35,13 @@ from dp_clipping.kernels.tiles import (
     readable,
     triton,
 )
-from dp_clipping.kernels.tuning.choice import best, name_of
+from dp_clipping.kernels.tuning import best, name_of
 
 if triton is not None:
     import triton.language as tl
 
     from dp_clipping.kernels.tiles import _load_tile
 
-CHUNK = 512  # features that are summed in one chain
 LOST = UNDERFLOW * torch.finfo(torch.float32).tiny ** 0.5
 TILES = {
     2: (Tile(128, 128, 128, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 64, 128, 4, 3)),
@@ -55,7 +54,7 @@ LinearShape = tuple[Tensor, Sequence[Tensor]]
 
 
 def gram_squares(uses: Sequence[LinearShape], tile: Tile | None = None) -> tuple[Tensor, Tensor]:
-    """Squared norms [L, B] and their scales S = Σ_t ‖a_t‖‖y_t‖ [L, B], float32.
+    """Returns squared norms [L, B] and their scales S = Σ_t ‖a_t‖‖y_t‖ [L, B], float32.
 
     S has in it what underflow may have taken from the squared norms: see norms.py.
 
@@ -87,7 +86,7 @@ def gram_squares(uses: Sequence[LinearShape], tile: Tile | None = None) -> tuple
         rows, pairs, partial, batch_size, tokens, len(pairs), partial[0].numel(),
         DTYPE=TRITON_DTYPES[a.dtype], DESCRIBED=described, EXACT=a.element_size() == 4,
         OPERANDS=1 + MOST_SHARED, WORDS=OPERAND_WORDS,
-        BLOCK=tile.rows, BLOCK_X=tile.depth, CHUNK=CHUNK, LOST=LOST,
+        BLOCK=tile.rows, BLOCK_X=tile.depth, CHUNK=GRAM_PIECE, LOST=LOST,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     squares, scale = partial.sum(3).unbind(0)
@@ -95,7 +94,7 @@ def gram_squares(uses: Sequence[LinearShape], tile: Tile | None = None) -> tuple
 
 
 def gram_squares_plain(uses: Sequence[LinearShape]) -> tuple[Tensor, Tensor]:
-    """The reference implementation, in float64, rounded once."""
+    """Reference implementation, in float64, rounded once."""
     squares, scales = [], []
     for a, ys in uses:
         a, y = a.double(), torch.cat([y.double() for y in ys], dim=2)
@@ -107,7 +106,7 @@ def gram_squares_plain(uses: Sequence[LinearShape]) -> tuple[Tensor, Tensor]:
 
 
 def _rows(uses: Sequence[LinearShape]) -> tuple[int, ...]:
-    """The table: a row a use, of 1 + MOST_SHARED operands; those without features are none."""
+    """Returns the table: rows of 1 + MOST_SHARED operands; those without features are none."""
     numbers: list[int] = []
     for a, ys in uses:
         for x in (a, *ys):
@@ -118,7 +117,7 @@ def _rows(uses: Sequence[LinearShape]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _pairs(blocks: int, device: torch.device) -> Tensor:
-    """Blocks (i, j) with i ≤ j of a symmetric matrix: [pairs, 2] int32."""
+    """Returns blocks (i, j) with i ≤ j of a symmetric matrix: [pairs, 2] int32."""
     return torch.triu_indices(blocks, blocks, device=device).t().int().contiguous()
 
 
@@ -164,7 +163,7 @@ if triton is not None:
 
     @triton.jit
     def _token_norms(b_gram, m_own, features, LOST: tl.constexpr):
-        """Norms of tokens from the diagonal of their Gram tile, with what may be lost of it."""
+        """Returns norms of tokens from their Gram tile, with what may be lost of it."""
         b_squares = tl.sum(tl.where(m_own, b_gram, 0.0), axis=1)
         return tl.sqrt(tl.maximum(b_squares, 0.0)) + tl.sqrt(features.to(tl.float32)) * LOST
 
@@ -173,7 +172,7 @@ if triton is not None:
         b_gram, p_operand, i_b, o_i, o_j, T, DTYPE: tl.constexpr, DESCRIBED: tl.constexpr,
         EXACT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr, CHUNK: tl.constexpr,
     ):  # fmt: skip
-        """b_gram [BLOCK, BLOCK] plus the Gram tile of tokens from o_i and from o_j on."""
+        """Returns b_gram [BLOCK, BLOCK] plus the Gram tile of tokens from o_i and from o_j on."""
         p_x = tl.load(p_operand).to(tl.pointer_type(DTYPE))
         X = tl.load(p_operand + 1).to(tl.int32)
         s_b, s_t = tl.load(p_operand + 2), tl.load(p_operand + 3)

@@ -49,7 +49,7 @@ def table(
     pairs: Sequence[Pair], results: Sequence[Tensor | None], counts: Sequence[int],
     groups: Sequence[int], described: bool,
 ) -> Table:  # fmt: skip
-    """Of left [B, T, d] and right [B, T, p] operands, their results and numbers of programs.
+    """Returns the table of left [B, T, d] and right [B, T, p] operands and their results.
 
     Args:
         described: the bulk copy engine takes all operands (`are_described`).
@@ -72,7 +72,7 @@ def table(
 
 
 def launches(pairs: Sequence[Pair]) -> Iterator[list[int]]:
-    """Numbers of pairs that one launch takes: a large one, or small ones of one B, T and dtype."""
+    """Yields the pairs of each launch: a large one, or small ones of one B, T and dtype."""
     small: dict[tuple, list[int]] = {}
     for number, (left, right) in enumerate(pairs):
         if 2.0 * left.numel() * right.shape[2] >= LARGE:
@@ -86,12 +86,12 @@ def launches(pairs: Sequence[Pair]) -> Iterator[list[int]]:
 
 
 def are_described(pairs: Sequence[Pair]) -> bool:
-    """Whether the bulk copy engine takes all operands."""
+    """Returns whether the bulk copy engine takes all operands."""
     return all(is_described(x) for pair in pairs for x in pair)
 
 
 def describe(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """For the bulk copy engine, made on the host: of x [B, T, n]."""
+    """Returns a descriptor of x [B, T, n] for the bulk copy engine, made on the host."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, *block])
 
 
@@ -100,7 +100,7 @@ def readable_pair(left: Tensor, right: Tensor) -> Pair:
 
 
 def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Memory in which programs write their tensor descriptors."""
+    """Returns memory in which programs write their tensor descriptors."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
@@ -108,7 +108,7 @@ if triton is not None:
 
     @triton.jit
     def _row_of(p_starts, n_rows, MOST: tl.constexpr):
-        """The row of this program, and its number within it."""
+        """Returns the row of this program, and its number within it."""
         i_program = tl.program_id(0)
         o_row = tl.arange(0, MOST)
         b_starts = tl.load(p_starts + o_row, mask=o_row < n_rows, other=2147483647)
@@ -120,7 +120,7 @@ if triton is not None:
         p_word, s_b, s_t, B, T, X, DTYPE: tl.constexpr, DESCRIBED: tl.constexpr,
         BLOCK_T: tl.constexpr, BLOCK_X: tl.constexpr,
     ):  # fmt: skip
-        """What `_load_tile` reads [B, T, X] from, at the address that the table's word holds."""
+        """Returns what `_load_tile` reads [B, T, X] from, at the address in the table's word."""
         p_x = tl.load(p_word).to(tl.pointer_type(DTYPE))
         if DESCRIBED:
             x = tl.make_tensor_descriptor(

@@ -61,7 +61,7 @@ class Normalized:
         return self.y.nbytes + self.x.nbytes
 
     def readable(self) -> Normalized:
-        """As the kernel can read it."""
+        """Returns it as the kernel can read it."""
         mean = None if self.mean is None else self.mean.contiguous()
         return Normalized(
             readable(self.y), readable(self.x), self.rstd.contiguous(), mean, self.with_bias
@@ -69,21 +69,21 @@ class Normalized:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether rows may be read 16 bytes at a time."""
+        """Returns whether rows may be read 16 bytes at a time."""
         return self.y.data_ptr() % ALIGNMENT == self.x.data_ptr() % ALIGNMENT == 0
 
     @property
     def kind(self) -> tuple:
-        """Those of one kind share a launch."""
+        """Returns what those have in common that share a launch."""
         x, y = self.x, self.y
         dtypes = y.dtype, x.dtype, self.rstd.dtype, None if self.mean is None else self.mean.dtype
         return (y.shape, y.stride(), x.stride(), dtypes, self.with_bias, self.is_aligned)
 
 
-def norm_weight_gradients(
+def norm_layer_gradients(
     uses: Sequence[Normalized],
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """The weight's G [B, d] float32 of each and, if asked for, the bias's [B, d] float32.
+    """Returns the weight's G [B, d] float32 of each and, if asked for, the bias's [B, d] float32.
 
     Few launches serve those that are alike, and a result does not depend on what shares its launch.
     """
@@ -100,7 +100,7 @@ def norm_weight_gradients(
 
 
 def _launch(uses: list[Normalized]) -> Tensor:
-    """[uses, 1 or 2, B, d]."""
+    """Returns [uses, 1 or 2, B, d]."""
     first, aligned = uses[0], all(use.is_aligned for use in uses)
     y, x = first.y, first.x
     batch_size, tokens, features = y.shape
@@ -116,7 +116,7 @@ def _launch(uses: list[Normalized]) -> Tensor:
     partial = torch.empty(shape, dtype=torch.float32, device=y.device)
     operands = [(u.y, u.x, u.rstd, u.mean if with_mean else u.rstd) for u in uses]
     table = kept_table_on(y.device, tuple(t.data_ptr() for row in operands for t in row))
-    _norm_weights_kernel[(len(uses) * pieces * batch_size * blocks,)](
+    _norm_layer_kernel[(len(uses) * pieces * batch_size * blocks,)](
         table, partial, batch_size, tokens, features, y.stride(0), y.stride(1), x.stride(0),
         x.stride(1), piece, pieces, Y=TRITON_DTYPES[y.dtype], X=TRITON_DTYPES[x.dtype],
         STATISTICS=TRITON_DTYPES[first.rstd.dtype], ALIGNED=ALIGNMENT if aligned else 1,
@@ -126,14 +126,14 @@ def _launch(uses: list[Normalized]) -> Tensor:
 
 
 def _split(tokens: int, rows: int, programs: int) -> tuple[int, int]:
-    """Tokens of a piece, a multiple of `rows`, and how many pieces; `programs` without a split."""
+    """Returns tokens of a piece, a multiple of `rows`, and how many; `programs` unsplit."""
     wanted = ceil_div(PROGRAMS, programs)
     steps = max(ceil_div(ceil_div(tokens, rows), wanted), LEAST_STEPS)
     return steps * rows, ceil_div(tokens, steps * rows)
 
 
-def norm_weight_gradients_plain(use: Normalized) -> tuple[Tensor, Tensor | None]:
-    """The reference implementation for one, in float64, rounded once."""
+def norm_layer_gradients_plain(use: Normalized) -> tuple[Tensor, Tensor | None]:
+    """Reference implementation for one, in float64, rounded once."""
     y, normalized = use.y.double(), use.x.double()
     if use.mean is not None:
         normalized = normalized - use.mean.double()[..., None]
@@ -144,7 +144,7 @@ def norm_weight_gradients_plain(use: Normalized) -> tuple[Tensor, Tensor | None]
 if triton is not None:
     # Batches and lengths change: no compiled variant may depend on them.
     @triton.jit(do_not_specialize=["B", "T", "n_piece", "n_pieces"])
-    def _norm_weights_kernel(
+    def _norm_layer_kernel(
         p_table, p_partial, B, T, D, s_yb, s_yt, s_xb, s_xt, n_piece, n_pieces,
         Y: tl.constexpr, X: tl.constexpr, STATISTICS: tl.constexpr, ALIGNED: tl.constexpr,
         MEAN: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,

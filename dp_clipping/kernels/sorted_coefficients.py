@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels import available
-from dp_clipping.kernels.tiles import triton
+from dp_clipping.kernels.tiles import available, triton
 
 if triton is not None:
     import triton.language as tl
@@ -23,7 +22,7 @@ MOST = 128  # samples, of which each program compares all with all
 
 
 @dataclass(frozen=True)
-class Ascending:
+class SortedCoefficients:
     """Coefficients of K clipping groups, in the order that the kernel takes samples in.
 
     All on the device.
@@ -41,8 +40,8 @@ class Ascending:
     last: Tensor
 
     @classmethod
-    def of(cls, coefficients: Tensor) -> Ascending:
-        """From c [K, B] or [B] float32, not negative, B at least 1; NaN counts as 0."""
+    def of(cls, coefficients: Tensor) -> SortedCoefficients:
+        """Returns those of c [K, B] or [B] float32, not negative, B at least 1; NaN counts as 0."""
         c = coefficients.view(-1, coefficients.shape[-1])
         if c.shape[1] > MOST or not available(c.device, c.dtype):
             return cls.plain(c)
@@ -52,15 +51,15 @@ class Ascending:
             torch.empty_like(c, dtype=torch.int32), torch.empty_like(c),
             c.new_empty(groups, dtype=torch.int32), c.new_empty(groups),
         )  # fmt: skip
-        _ascending_kernel[(groups,)](
+        _sort_kernel[(groups,)](
             c, found.order, found.ratio, found.first, found.last, batch_size,
             BLOCK=16 if batch_size <= 16 else MOST, num_warps=4,
         )  # fmt: skip
         return found
 
     @classmethod
-    def plain(cls, c: Tensor) -> Ascending:
-        """The reference implementation, for c [K, B]."""
+    def plain(cls, c: Tensor) -> SortedCoefficients:
+        """Reference implementation, for c [K, B]."""
         c, order = c.nan_to_num(0, torch.inf).sort(dim=1, stable=True)
         before = torch.cat((torch.zeros_like(c[:, :1]), c[:, :-1]), dim=1)
         ratio = torch.where(c > 0, before / c, 0.0)
@@ -70,7 +69,7 @@ class Ascending:
 if triton is not None:
 
     @triton.jit(do_not_specialize=["B"])
-    def _ascending_kernel(p_c, p_order, p_ratio, p_first, p_last, B, BLOCK: tl.constexpr):
+    def _sort_kernel(p_c, p_order, p_ratio, p_first, p_last, B, BLOCK: tl.constexpr):
         i_group = tl.program_id(0)
         o_b = tl.arange(0, BLOCK)
         b_c = tl.load(p_c + i_group * B + o_b, mask=o_b < B, other=float("inf"))

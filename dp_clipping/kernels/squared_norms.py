@@ -20,22 +20,22 @@ BLOCK = 4096
 WARPS = 8
 
 
-def squares(gradients: Tensor) -> Tensor:
-    """[B] float32 from G [B, ...], float32, bfloat16 or float16."""
+def squared_norms(gradients: Tensor) -> Tensor:
+    """Returns [B] float32 from G [B, ...], float32, bfloat16 or float16."""
     gradients = gradients.contiguous()
     batch_size, n = len(gradients), gradients.shape[1:].numel()
     pieces = ceil_div(n, BLOCK)
     if not (batch_size and n):
         return gradients.new_zeros(batch_size, dtype=torch.float32)
     partial = gradients.new_empty(batch_size, pieces, dtype=torch.float32)
-    _squares_kernel[(batch_size * pieces,)](
+    _squared_norms_kernel[(batch_size * pieces,)](
         gradients, partial, n, pieces, BLOCK=BLOCK, num_warps=WARPS
     )
     return partial[:, 0] if pieces == 1 else partial.sum(1)
 
 
-def squares_plain(gradients: Tensor) -> Tensor:
-    """The reference implementation, in float64, rounded once."""
+def squared_norms_plain(gradients: Tensor) -> Tensor:
+    """Reference implementation, in float64, rounded once."""
     shape = gradients.shape
     return gradients.reshape(shape[0], shape[1:].numel()).double().square().sum(1).float()
 
@@ -43,7 +43,7 @@ def squares_plain(gradients: Tensor) -> Tensor:
 if triton is not None:
 
     @triton.jit(do_not_specialize=["pieces"])
-    def _squares_kernel(p_g, p_partial, n, pieces, BLOCK: tl.constexpr):
+    def _squared_norms_kernel(p_g, p_partial, n, pieces, BLOCK: tl.constexpr):
         i_b, i_piece = tl.program_id(0) // pieces, tl.program_id(0) % pieces
         o_n = i_piece.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         b_g = tl.load(p_g + i_b.to(tl.int64) * n + o_n, mask=o_n < n, other=0).to(tl.float32)

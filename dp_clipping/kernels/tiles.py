@@ -7,6 +7,7 @@ a sample's last token is filled with zeros. Any other operand is read through po
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +24,7 @@ except ImportError:  # no Triton on this platform: reference implementations ser
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes, of addresses and strides that the bulk copy engine takes
 LARGEST_STRIDE = 1 << 40  # bytes
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,23 @@ class Tile:
     stages: int
 
 
+def available(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether kernels run on tensors of that device and dtype.
+
+    On a GPU with Triton, or anywhere in Triton's interpreter, whose bfloat16 products are wrong.
+    """
+    if triton is None or dtype not in DTYPES:
+        return False
+    return device.type == "cuda" or (INTERPRETED and dtype != torch.bfloat16)
+
+
 def ceil_div(a: int, b: int) -> int:
-    """⌈a / b⌉; Triton's own is made for kernels, and takes microseconds on the host."""
+    """Returns ⌈a / b⌉; Triton's own is made for kernels, and takes microseconds on the host."""
     return -(-a // b)
 
 
 def table_on(device: torch.device, numbers: Sequence) -> Tensor:
-    """Numbers (int64) that a launch reads, copied in the order of the device's work.
+    """Returns numbers (int64) that a launch reads, copied in the order of the device's work.
 
     From pinned memory: a copy from any other may first wait for all that the device has to do.
     """
@@ -67,7 +79,7 @@ def kept_table_on(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
 
 
 def stream_on(device: torch.device) -> int:
-    """Where launches on a GPU go now: an address, in a tenth of the time of PyTorch's object."""
+    """Returns where launches go now: an address, in a tenth of the time of PyTorch's object."""
     return triton.runtime.driver.active.get_current_stream(device.index)
 
 
@@ -80,7 +92,7 @@ def tile_of(size: int | None, *dtypes: torch.dtype) -> Tile | None:
 
 
 def is_described(x: Tensor) -> bool:
-    """Whether the bulk copy engine takes x [B, T, n]."""
+    """Returns whether the bulk copy engine takes x [B, T, n]."""
     size, (sample, token, feature) = x.element_size(), x.stride()
     sample, token = sample * size, token * size
     return (
@@ -93,7 +105,7 @@ def is_described(x: Tensor) -> bool:
 
 
 def readable(x: Tensor) -> Tensor:
-    """x [B, T, n] itself, or a copy of it where the kernels cannot read its strides."""
+    """Returns x [B, T, n] itself, or a copy of it where the kernels cannot read its strides."""
     return x if x.stride(2) == 1 or x.numel() == 0 else x.contiguous()
 
 
@@ -109,7 +121,7 @@ if triton is not None:
         x, i_b, o_t, o_x, T, X, s_b, s_t,
         DESCRIBED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_X: tl.constexpr,
     ):  # fmt: skip
-        """[BLOCK_T, BLOCK_X] of sample i_b from (o_t, o_x) on; zeros outside of [T, X]."""
+        """Returns [BLOCK_T, BLOCK_X] of sample i_b from (o_t, o_x) on; zeros outside of [T, X]."""
         if DESCRIBED:
             b_x = x.load([i_b, o_t, o_x]).reshape(BLOCK_T, BLOCK_X)
         else:

@@ -32,9 +32,9 @@ from dp_clipping.kernels.grouped_launch import (
     readable_pair,
     table,
 )
-from dp_clipping.kernels.sorted_coefficients import Ascending
+from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.tiles import TRITON_DTYPES, Tile, ceil_div, triton
-from dp_clipping.kernels.tuning.choice import best_for_pairs
+from dp_clipping.kernels.tuning import best_for_pairs
 
 if triton is not None:
     import triton.language as tl
@@ -51,9 +51,12 @@ TILES = {
 
 
 def weighted_products(
-    pairs: Sequence[Pair], weights: Ascending, groups: Sequence[int], tile: Tile | None = None
+    pairs: Sequence[Pair],
+    weights: SortedCoefficients,
+    groups: Sequence[int],
+    tile: Tile | None = None,
 ) -> list[Tensor]:
-    """Σ_i c_i y_iᵀ a_i of each pair: [d, p] float32.
+    """Returns Σ_i c_i y_iᵀ a_i of each pair: [d, p] float32.
 
     Args:
         pairs: y [B, T, d] and a [B, T, p], float32, bfloat16 or float16, any strides. Few launches
@@ -62,20 +65,22 @@ def weighted_products(
     """
     found: list = [None] * len(pairs)
     for numbers in launches(pairs):
-        mine = [readable_pair(*pairs[n]) for n in numbers]
-        launched = _launch(mine, weights, [groups[n] for n in numbers], tile)
+        chunk = [readable_pair(*pairs[n]) for n in numbers]
+        launched = _launch(chunk, weights, [groups[n] for n in numbers], tile)
         for number, result in zip(numbers, launched, strict=True):
             found[number] = result
     return found
 
 
-def weighted_product(y: Tensor, a: Tensor, weights: Ascending, tile: Tile | None = None) -> Tensor:
+def weighted_product(
+    y: Tensor, a: Tensor, weights: SortedCoefficients, tile: Tile | None = None
+) -> Tensor:
     """`weighted_products` of one layer."""
     return weighted_products([(y, a)], weights, [0], tile)[0]
 
 
 def _launch(
-    pairs: list[Pair], weights: Ascending, groups: list[int], tile: Tile | None
+    pairs: list[Pair], weights: SortedCoefficients, groups: list[int], tile: Tile | None
 ) -> list[Tensor]:
     y, _ = pairs[0]
     batch_size, tokens, _ = y.shape
@@ -101,17 +106,17 @@ def _launch(
             batch_size, tokens, y.shape[2], a.shape[2], **shared,
         )  # fmt: skip
     else:
-        rows = table(pairs, totals, counts, groups, described)
-        _weighted_products_kernel[(rows.programs,)](
-            rows.words, rows.starts, weights.order, weights.ratio, weights.first, weights.last,
-            len(pairs), batch_size, tokens, DTYPE=TRITON_DTYPES[y.dtype],
+        operands = table(pairs, totals, counts, groups, described)
+        _weighted_products_kernel[(operands.programs,)](
+            operands.words, operands.starts, weights.order, weights.ratio, weights.first,
+            weights.last, len(pairs), batch_size, tokens, DTYPE=TRITON_DTYPES[y.dtype],
             DESCRIBED=described, MOST=MOST_ROWS, WORDS=WORDS, **shared,
         )  # fmt: skip
     return totals
 
 
 def weighted_product_plain(y: Tensor, a: Tensor, coefficients: Tensor) -> Tensor:
-    """The reference implementation, in float64, rounded once."""
+    """Reference implementation, in float64, rounded once."""
     good = coefficients > 0
     y, a = y[good].double(), a[good].double()
     return torch.einsum("btd,btp,b->dp", y, a, coefficients[good].double()).float()
@@ -125,7 +130,7 @@ if triton is not None:
         s_yb, s_yt, s_ab, s_at, DESCRIBED: tl.constexpr, EXACT: tl.constexpr,
         BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
     ):  # fmt: skip
-        """A tile of the sum from (o_d, o_p) on."""
+        """Returns a tile of the sum from (o_d, o_p) on."""
         b_total = tl.zeros((BLOCK_D, BLOCK_P), tl.float32)
         for i in range(tl.load(p_first), B):
             i_b = tl.load(p_order + i)

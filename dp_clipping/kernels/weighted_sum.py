@@ -33,7 +33,7 @@ ALIGNED = 16  # values: samples that start at multiples of it are read in 16 byt
 def weighted_sums(
     gradients: Sequence[Tensor], coefficients: Tensor, groups: Sequence[int]
 ) -> list[Tensor]:
-    """Σ_i c_i G_i of each: float32, of the shape of one sample.
+    """Returns Σ_i c_i G_i of each: float32, of the shape of one sample.
 
     Args:
         gradients: G [B, *shape] each, float32, bfloat16 or float16. Few launches serve many.
@@ -53,10 +53,10 @@ def weighted_sums(
             total.zero_()
     for (dtype, _, aligned), numbers in alike.items():
         for first in range(0, len(numbers), MOST_ROWS):
-            mine = numbers[first : first + MOST_ROWS]
+            chunk = numbers[first : first + MOST_ROWS]
             _launch(
-                [gradients[n] for n in mine], [totals[n] for n in mine], coefficients,
-                [groups[n] for n in mine], dtype, aligned,
+                [gradients[n] for n in chunk], [totals[n] for n in chunk], coefficients,
+                [groups[n] for n in chunk], dtype, aligned,
             )  # fmt: skip
     return totals
 
@@ -85,7 +85,7 @@ def _launch(
 
 
 def weighted_sum_plain(gradients: Tensor, coefficients: Tensor) -> Tensor:
-    """The reference implementation, in float64, rounded once."""
+    """Reference implementation, in float64, rounded once."""
     good = coefficients > 0
     shape = gradients.shape[1:]
     rows = gradients[good].reshape(int(good.sum()), shape.numel()).double()

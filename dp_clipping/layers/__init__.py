@@ -6,9 +6,8 @@ Files:
     recorder              what a layer may ask of a private step, and must deliver to it
     batch_layout          where the samples are in a tensor
     linear, embedding, norm     layers with arithmetic of their own
-    linear_compiled       linear layers in a region that `torch.compile` traces
+    linear_factors        norms and sums of a linear layer from its inputs and output gradients
     vmap                  any other module
     tensor_parallel       layers whose parameters are DTensors
-    accumulation          products and sums whose rounding is part of the guarantee
     low_precision_sums    weighted sums of 16-bit factors in one product
 """

@@ -31,7 +31,7 @@ class Layout:
     dim: int = 0
 
     def batch_first(self, x: Tensor, batch_size: int) -> Tensor:
-        """A view or copy of x whose first dimension is the sample."""
+        """Returns a view or copy of x whose first dimension is the sample."""
         if self.kind == "dimension":
             return x.movedim(self.dim, 0) if self.dim else x
         if self.kind == "sample_major":
@@ -41,14 +41,14 @@ class Layout:
         raise ValueError("a shared tensor has no samples")
 
     def batch_tokens(self, x: Tensor, batch_size: int) -> Tensor:
-        """[.., features] -> [B, T, features]."""
+        """Returns x [.., features] as [B, T, features]."""
         x = self.batch_first(x, batch_size)
         if x.dim() == 3:
             return x
         return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
 
     def restore(self, x: Tensor) -> Tensor:
-        """The inverse of `batch_first`."""
+        """Returns the inverse of `batch_first`."""
         if self.kind == "dimension":
             return x.movedim(0, self.dim)
         if self.kind == "sample_major":
@@ -58,11 +58,11 @@ class Layout:
         raise ValueError("a shared tensor has no samples")
 
     def sample_dim(self) -> int:
-        """Which dimension `split` has put the samples in."""
+        """Returns which dimension `split` has put the samples in."""
         return {"dimension": self.dim, "sample_major": 0, "time_major": 1}[self.kind]
 
     def split(self, x: Tensor, batch_size: int) -> Tensor:
-        """x with a dimension of its own for the samples, in place: for `torch.vmap`."""
+        """Returns x with a dimension of its own for the samples, in place: for `torch.vmap`."""
         if self.kind == "sample_major":
             return rearrange(x, "(b t) ... -> b t ...", b=batch_size)
         if self.kind == "time_major":
@@ -73,7 +73,7 @@ class Layout:
 def find_layout(
     few: Tensor, more: Tensor, what: str, other: Tensor | None = None, unsure: str = ""
 ) -> Layout:
-    """The layout of a tensor that was seen with `FEW` samples and again with one sample more.
+    """Returns the layout of a tensor seen with `FEW` samples and again with one more.
 
     Args:
         other: seen with `FEW` samples, of which the last is another one: where noise is added, two
@@ -115,7 +115,7 @@ def find_layout(
 def _flattened_order(
     few: Tensor, more: Tensor, length: int, what: str, other: Tensor | None, unsure: str
 ) -> Layout:
-    """Which of the two orders; both runs start with the same samples, so values tell."""
+    """Returns which of the two orders; both runs start with the same samples, so values tell."""
     sample_major = _same(more[: FEW * length], few)
     by_time = more.unflatten(0, (length, MORE))[:, :FEW].flatten(0, 1)
     time_major = _same(by_time, few)
@@ -136,7 +136,7 @@ def _flattened_order(
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Equal up to what kernels for another batch size round differently."""
+    """Returns whether both are equal up to what kernels of another batch size round."""
     if not a.is_floating_point():
         return torch.equal(a, b)
     a, b = a.double(), b.double()

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dp_clipping.clipping.accumulation import Weights, accumulation_dtype, squared_norms
 from dp_clipping.clipping.norms import Norm
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.accumulation import Weights, accumulation_dtype, squared_norms
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState
 
@@ -30,7 +30,7 @@ def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
 
 
 def batch_tokens(ids: Tensor, gy: Tensor, layout: Layout, batch_size: int) -> tuple[Tensor, Tensor]:
-    """ids [..] and gy [.., d] -> [B, T] and [B, T, d]."""
+    """Returns ids [..] and gy [.., d] -> [B, T] and [B, T, d]."""
     width = gy.shape[-1]
     ids = layout.batch_first(ids, batch_size).reshape(batch_size, -1)
     gy = layout.batch_first(gy, batch_size).reshape(batch_size, -1, width)
@@ -38,7 +38,7 @@ def batch_tokens(ids: Tensor, gy: Tensor, layout: Layout, batch_size: int) -> tu
 
 
 def without_padding(ids: Tensor, gy: Tensor, padding_idx: int | None) -> Tensor:
-    """Output gradients [B, T, d] with those of padding tokens zero: they train nothing."""
+    """Returns output gradients [B, T, d] with those of padding tokens zero: they train nothing."""
     if padding_idx is None:
         return gy
     return gy.masked_fill((ids == padding_idx).unsqueeze(-1), 0)
@@ -91,7 +91,7 @@ class EmbeddingFactors:
         self._sums: tuple[Tensor, Tensor] | None = None
 
     def norm(self, _grams: object = None) -> Norm:
-        """‖G_i‖² of the sums over a sample's equal tokens, which are what `weighted_sum` adds."""
+        """Returns ‖G_i‖² of the sums over equal tokens, which are what `weighted_sum` adds."""
         sums, _ = self._distinct()
         return Norm(squared_norms(sums.view(len(self.ids), -1)))
 
@@ -116,13 +116,13 @@ class EmbeddingFactors:
         return self._sums
 
     def weighted_sum(self, weights: Weights) -> Tensor:
-        """Σ_i c_i G_i [V, d] in `accumulation_dtype(dtype)`."""
+        """Returns Σ_i c_i G_i [V, d] in `accumulation_dtype(dtype)`."""
         sums, which = self._distinct()
         c = weights.values.repeat_interleave(self.ids.shape[1])[:, None]
         return sums.new_zeros(self.vocabulary, sums.shape[1]).index_add_(0, which, sums * c)
 
     def dense(self) -> Tensor:
-        """G [B, V, d] in `accumulation_dtype(dtype)`: the reference implementation."""
+        """Returns G [B, V, d] in `accumulation_dtype(dtype)`: the reference implementation."""
         batch_size, tokens = self.ids.shape
         y = self.y.to(accumulation_dtype(self.y.dtype))
         total = y.new_zeros(batch_size, self.vocabulary, y.shape[-1])

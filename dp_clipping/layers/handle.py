@@ -11,14 +11,22 @@ from torch.nn import Parameter
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.recorder import Recorder
 
+# What arrives at the slots of a linear layer in a compiled region: see linear.py.
+GRADIENT_SLOTS = (
+    "gradient",
+    "squares",
+    "count",
+)
+FACTOR_SLOTS = ("y", "a", "count")
+
 GradientTarget = Callable[[Tensor], None]
 
 
-def deliver(sink: GradientTarget | None, gradients: Tensor | None) -> Tensor | None:
-    """Give G to the sink, or return it as the gradient of its slot."""
-    if sink is None:
+def deliver(target: GradientTarget | None, gradients: Tensor | None) -> Tensor | None:
+    """Give G to the target, or return it as the gradient of its slot."""
+    if target is None:
         return gradients
-    sink(gradients)
+    target(gradients)
     return None
 
 
@@ -54,7 +62,7 @@ class LayerState:
         return self._parameters
 
     def slot(self, name: str) -> Tensor | None:
-        """Where G of this parameter arrives; None for one that is frozen."""
+        """Returns where G of this parameter arrives; None for one that is frozen."""
         if name not in self._parameters:
             return None
         if name not in self.slots:
@@ -86,7 +94,7 @@ class LayerState:
         return found
 
     def batched(self, x: Tensor) -> tuple[Layout, Tensor]:
-        """The layout of the only input, which gets a batch dimension if it has none.
+        """Returns the layout of the only input, which gets a batch dimension if it has none.
 
         A layer that reads the same values for every sample ([1, T] or [T] position ids) has one
         output gradient for all of them, in which the samples are added up already. With the input
@@ -99,7 +107,7 @@ class LayerState:
         return layout, x
 
     def keeps_dense(self, x: Tensor | None = None, weight: Tensor | None = None) -> bool:
-        """Whether this use keeps G rather than its factors."""
+        """Returns whether this use keeps G rather than its factors."""
         if self.always_dense or torch.compiler.is_compiling():
             return True
         if x is None:
@@ -109,13 +117,13 @@ class LayerState:
 
 
 def expand_shared(x: Tensor, batch_size: int) -> Tensor:
-    """[1, ..] -> [B, ..]; anything else gets a new first dimension."""
+    """Returns x [1, ..] as [B, ..]; anything else gets a new first dimension."""
     x = x if x.dim() > 1 and x.shape[0] == 1 else x.unsqueeze(0)
     return x.expand(batch_size, *x.shape[1:])
 
 
 def check_size(x: Tensor, layout: Layout, handle: LayerState) -> None:
-    """A batch of another size inside the network has no row of its own for every sample."""
+    """Refuses an input without rows of its own for every sample."""
     batch_size = handle.private_step.batch_size
     if layout.kind == "shared":
         fits = not layout.dim or x.shape[0] == 1
@@ -133,7 +141,7 @@ def check_size(x: Tensor, layout: Layout, handle: LayerState) -> None:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """Of a matrix product of x, as autocast has it."""
+    """Returns the dtype of a matrix product of x, as autocast has it."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x.dtype
@@ -141,7 +149,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def autocast_operands(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
-    """The operands as autocast would make them for a matrix product."""
+    """Returns the operands as autocast would make them for a matrix product."""
     if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
         return (x, *parameters)
     dtype = product_dtype(x)

@@ -1,50 +1,50 @@
 """Linear layers: y = x Wᵀ + b, so G_i = Σ_t y_it a_itᵀ for W and Σ_t y_it for b.
 
-y are output gradients [B, T, d], a inputs [B, T, p]. The squared norm needs no G:
+Backward delivers G itself (`Dense`), or the output gradients y and the inputs a, from which the
+private step takes norms and sums (`Factors`, see `linear_factors`).
 
-    ‖G_i‖² = Σ_{t,s} (a_it · a_is)(y_it · y_is)
+**In a region that `torch.compile` traces** nothing can be handed to a private step. So there the
+layer's function (`CompiledLinear`) has three inputs that forward ignores, slots without memory, and
+what arrives as their gradients is, by the plan,
 
-the inner product of two Gram matrices (Goodfellow 2015, "Efficient per-example gradient
-computations", for T = 1; Li et al. 2022, arXiv:2110.05679, "ghost clipping", for sequences).
+    gradient, squares, count    G [B, *parameter] with ‖G_i‖² [B] from the kernel that writes it
+    y, a, count                 the factors [B, T, d] and [B, T, p] themselves
 
-Its rounding is of the order of ε·S² with S = Σ_t ‖a_t‖‖y_t‖, which exceeds ‖G‖² where tokens
-cancel, and ε grows with the length of the sums. In 16 bit, where a contribution may be a hundredth
-too small, an allowance for it is added to the norm that clips. In float32 none would be small
-enough, so there one sample's G is formed at a time, normed, and the very same numbers are summed.
+The kernel is one opaque operator: the compiler calls it where it stands. Autograd adds the
+gradients of two uses of a slot, which is right for G and for nothing else here; the count, 1 for
+each use, gives that away. Autograd also sums a gradient down to the slot's shape where it can be
+broadcast from it (T = 1), and casts it to the slot's dtype, without a word. So both are compared in
+forward, while it is traced, and are guards of the compiled function.
 """
-
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dp_clipping.clipping.norms import UNDERFLOW, Norm
+from dp_clipping.clipping.accumulation import accumulation_dtype, stored_dtype, wide_bmm
 from dp_clipping.distributed.dtensor import is_sharded
-from dp_clipping.layers import linear_compiled, tensor_parallel
-from dp_clipping.layers.accumulation import (
-    SUM_ROUNDING,
-    Weights,
-    accumulation_dtype,
-    full_float32,
-    product_squares,
-    squared_norms,
-    wide_bmm,
-    wide_mm,
-)
+from dp_clipping.kernels.gradient import gradient_and_squares
+from dp_clipping.kernels.tiles import tile_of
+from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import LayerState, autocast_operands, deliver
-from dp_clipping.planning.cost_model import LONGEST_GRAM
-from dp_clipping.torch_compat import version_of
+from dp_clipping.layers.handle import (
+    FACTOR_SLOTS,
+    GRADIENT_SLOTS,
+    LayerState,
+    autocast_operands,
+    deliver,
+)
+from dp_clipping.layers.linear_factors import LinearFactors
 
-# Relative to S², what the rounding of two 16-bit Gram matrices and of their product may be: chains
-# of GRAM_PIECE products, 16 of them at a time in a matrix unit, which cuts off and does not round.
-GRAM_ROUNDING = 2.0**-16
-GRAM_PIECE = 512
+CHANGED = (
+    "than in the plain forward that was made for network inputs of these shapes: a compiled layer "
+    "must be known beforehand; if the network has changed call model.reset_batch_layouts(), if it "
+    "depends on its inputs' values do not compile it"
+)
 
 
 def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
-    """Of `nn.Linear` and of Hugging Face's `Conv1D`, whose weight is [p, d]."""
+    """Computes `nn.Linear`, or Hugging Face's `Conv1D`, whose weight is [p, d]."""
     handle: LayerState = self._private
     if handle.private_step is None:
         return type(self).forward(self, x)
@@ -62,39 +62,40 @@ def _run(
     bias = None if bias is None else bias.detach()
     x, weight, bias = autocast_operands(x, weight.detach(), bias)
     weight = weight.t() if transposed else weight
-    if linear_compiled.serves(handle):
-        return linear_compiled.run(handle, x, weight, bias, layout, transposed)
+    if _serves_compiled(handle):
+        return _run_compiled(handle, x, weight, bias, layout, transposed)
     private_step = handle.private_step
-    bias_slot, bias_sink = handle.gradient_target("bias")
-    arguments = (x, weight, bias, bias_slot, bias_sink)
+    bias_slot, bias_target = handle.gradient_target("bias")
+    arguments = (x, weight, bias, bias_slot, bias_target)
     if "weight" not in handle.trainable or handle.keeps_dense(x, weight):
-        weight_slot, weight_sink = handle.gradient_target("weight")
+        weight_slot, weight_target = handle.gradient_target("weight")
         place = (layout.kind, layout.dim, private_step.batch_size)
-        return Dense.apply(*arguments, weight_slot, weight_sink, *place, transposed)
+        return Dense.apply(*arguments, weight_slot, weight_target, *place, transposed)
     parameter = handle.parameter("weight")
     private_step.will_use(parameter, x, weight.shape[0])
     trigger = private_step.trigger_of(parameter)
     return Factors.apply(
-        x, weight, bias, bias_slot, trigger, (handle, layout, transposed, bias_sink)
+        x, weight, bias, bias_slot, trigger, (handle, layout, transposed, bias_target)
     )
 
 
 class Dense(torch.autograd.Function):
     """`F.linear`, which in backward computes G [B, d, p] and delivers it.
 
-    Slots are inputs that forward ignores (see `Handle.gradient_target`). All arguments are tensors,
-    plain constants and, outside of compiled regions, sinks. `transposed`: the parameter is [p, d].
+    Slots are inputs that forward ignores (see `LayerState.gradient_target`). All arguments are
+    tensors, plain constants and, outside of compiled regions, targets. `transposed`: the parameter
+    is [p, d].
     """
 
     @staticmethod
     def forward(
-        ctx, x, weight, bias, bias_slot, bias_sink, weight_slot, weight_sink, kind, dim, batch_size,
-        transposed,
+        ctx, x, weight, bias, bias_slot, bias_target, weight_slot, weight_target, kind, dim,
+        batch_size, transposed,
     ):  # fmt: skip
         ctx.save_for_backward(x, weight)
         ctx.layout = (kind, dim, batch_size)
         ctx.wants = (x.requires_grad, weight_slot is not None, bias_slot is not None)
-        ctx.sinks = (weight_sink, bias_sink)
+        ctx.targets = (weight_target, bias_target)
         ctx.transposed = transposed
         return F.linear(x, weight, bias)
 
@@ -104,7 +105,7 @@ class Dense(torch.autograd.Function):
         gy = tensor_parallel.settled(gy)
         kind, dim, batch_size = ctx.layout
         wants_x, wants_weight, wants_bias = ctx.wants
-        weight_sink, bias_sink = ctx.sinks
+        weight_target, bias_target = ctx.targets
         layout = Layout(kind, dim)
         y = layout.batch_tokens(gy, batch_size)
         gx = gy @ weight if wants_x else None
@@ -114,9 +115,9 @@ class Dense(torch.autograd.Function):
             left, right = (a, y) if ctx.transposed else (y, a)
             # In float16 a sum over tokens may exceed the largest number.
             product = wide_bmm if y.dtype == torch.float16 else torch.bmm
-            gradients = deliver(weight_sink, product(left.mT, right))
+            gradients = deliver(weight_target, product(left.mT, right))
         if wants_bias:
-            biases = deliver(bias_sink, y.sum(1, dtype=accumulation_dtype(y.dtype)))
+            biases = deliver(bias_target, y.sum(1, dtype=accumulation_dtype(y.dtype)))
         return gx, None, None, biases, None, gradients, None, None, None, None, None
 
 
@@ -134,7 +135,7 @@ class Factors(torch.autograd.Function):
     def backward(ctx, gy):
         x, weight = ctx.saved_tensors
         gy = tensor_parallel.settled(gy)
-        private_step, handle, layout, transposed, bias_sink = ctx.rest
+        private_step, handle, layout, transposed, bias_target = ctx.rest
         wants_x, wants_bias = ctx.wants
         y = layout.batch_tokens(gy, private_step.batch_size)
         gx = gy @ weight if wants_x else None
@@ -142,138 +143,89 @@ class Factors(torch.autograd.Function):
         private_step.factors(handle.parameter("weight"), LinearFactors(a, y, transposed))
         biases = None
         if wants_bias:
-            biases = deliver(bias_sink, y.sum(1, dtype=accumulation_dtype(y.dtype)))
+            biases = deliver(bias_target, y.sum(1, dtype=accumulation_dtype(y.dtype)))
         return gx, None, None, biases, None, None
 
 
-class Grams:
-    """Gram matrices of the activations last seen: layers that read the same input share one."""
-
-    def __init__(self) -> None:
-        self._of: Tensor | None = None
-        self._gram: Tensor | None = None
-
-    def of(self, a: Tensor) -> Tensor:
-        """[B, T, p] -> [B, T, T] in `accumulation_dtype(dtype)`."""
-        same = self._of is not None and (
-            self._of.data_ptr() == a.data_ptr()
-            and self._of.shape == a.shape
-            and self._of.stride() == a.stride()
-            and version_of(self._of) == version_of(a)
-        )
-        if not same:
-            self._of, self._gram = a, gram(a)
-        return self._gram
+# ---- in compiled regions ------------------------------------------------------------------------
 
 
-def gram(x: Tensor) -> Tensor:
-    """x xᵀ of 16-bit x [B, T, p]: [B, T, T], in float32 by short chains on a GPU, else float64."""
-    if not x.is_cuda:
-        x = x.double()
-        return torch.bmm(x, x.mT)
-    total = None
-    for piece in x.split(GRAM_PIECE, dim=2):
-        if total is None:
-            total = torch.bmm(piece, piece.mT, out_dtype=torch.float32)
+@torch.library.custom_op(
+    "dp_clipping::gradient_and_squares",
+    mutates_args=(),
+    schema="(Tensor left, Tensor right, int? tile_size) -> (Tensor, Tensor)",
+)
+def _gradient_and_squares(
+    left: Tensor, right: Tensor, tile_size: int | None
+) -> tuple[Tensor, Tensor]:
+    """Returns G_i = left_iᵀ right_i and its squared norms; see `kernels.gradient`."""
+    return gradient_and_squares(left, right, tile_of(tile_size, left.dtype))
+
+
+@_gradient_and_squares.register_fake
+def _(left: Tensor, right: Tensor, tile_size: int | None) -> tuple[Tensor, Tensor]:
+    shape = (left.shape[0], left.shape[2], right.shape[2])
+    gradients = left.new_empty(shape, dtype=stored_dtype(left.dtype))
+    return gradients, left.new_empty(shape[0], dtype=torch.float32)
+
+
+def _serves_compiled(handle: LayerState) -> bool:
+    """Returns whether the private step has made the slots for a layer whose weight is used once."""
+    return torch.compiler.is_compiling() and "count" in handle.slots and not handle.always_dense
+
+
+def _run_compiled(
+    handle: LayerState,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layout: Layout,
+    transposed: bool,
+) -> Tensor:
+    """Returns `F.linear` of operands that autocast has seen to already."""
+    names = FACTOR_SLOTS if "y" in handle.slots else GRADIENT_SLOTS
+    first, second, count = (handle.slots[name] for name in names)
+    keeps_factors = names is FACTOR_SLOTS
+    if first.dtype != (x.dtype if keeps_factors else stored_dtype(x.dtype)):
+        raise ValueError(f"{handle.name} is given another dtype {CHANGED}")
+    if keeps_factors and second.numel() != x.numel():
+        raise ValueError(f"{handle.name} is given another number of tokens {CHANGED}")
+    private_step = handle.private_step
+    how = (layout.kind, layout.dim, private_step.batch_size, transposed, keeps_factors)
+    bias_slot, _ = handle.gradient_target("bias")
+    return CompiledLinear.apply(
+        x, weight, bias, bias_slot, first, second, count, *how, private_step.policy.tile_size
+    )
+
+
+class CompiledLinear(torch.autograd.Function):
+    """`F.linear`, whose backward returns what the slots are for."""
+
+    @staticmethod
+    def forward(
+        ctx, x, weight, bias, bias_slot, first, second, count, kind, dim, batch_size, transposed,
+        keeps_factors, tile_size,
+    ):  # fmt: skip
+        ctx.save_for_backward(x, weight)
+        ctx.layout = (kind, dim, batch_size)
+        ctx.wants = (x.requires_grad, bias_slot is not None)
+        ctx.rest = (transposed, keeps_factors, tile_size)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, gy):
+        x, weight = ctx.saved_tensors
+        kind, dim, batch_size = ctx.layout
+        wants_x, wants_bias = ctx.wants
+        transposed, keeps_factors, tile_size = ctx.rest
+        layout = Layout(kind, dim)
+        y, a = layout.batch_tokens(gy, batch_size), layout.batch_tokens(x, batch_size)
+        gx = gy @ weight if wants_x else None
+        biases = y.sum(1, dtype=accumulation_dtype(y.dtype)) if wants_bias else None
+        if keeps_factors:
+            first, second = y, a
         else:
-            total = torch.baddbmm(total, piece, piece.mT, out_dtype=torch.float32)
-    return total
-
-
-def _token_norms(gram: Tensor, x: Tensor) -> Tensor:
-    """‖x_it‖ [B, T] from Gram matrices, plus what they may have lost of it: see norms.py."""
-    lost = (x.shape[2] * torch.finfo(gram.dtype).tiny) ** 0.5 * UNDERFLOW
-    return gram.diagonal(dim1=1, dim2=2).sqrt() + lost
-
-
-class LinearFactors:
-    """What one use left: a [B, T, p], y [B, T, d]; the parameter is [d, p], transposed [p, d]."""
-
-    def __init__(self, a: Tensor, y: Tensor, transposed: bool):
-        self.a, self.y, self.transposed = a, y, transposed
-        self.is_scaled = False  # y contains the coefficients
-        self._gram_a: Tensor | None = None
-
-    @property
-    def operands(self) -> tuple[Tensor, Tensor]:
-        """left and right [B, T, ..], with G_i = left_iᵀ right_i in the parameter's shape."""
-        return (self.a, self.y) if self.transposed else (self.y, self.a)
-
-    @property
-    def bytes(self) -> int:
-        return self.a.nbytes + self.y.nbytes
-
-    @property
-    def is_16_bit(self) -> bool:
-        return self.y.element_size() == 2
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether G_i is formed, one sample after the other, rather than Gram matrices.
-
-        In float32, where Gram products cost more operations, or where their rounding would be felt.
-        """
-        tokens, inputs, outputs = self.a.shape[1], self.a.shape[2], self.y.shape[2]
-        if tokens == 1:
-            return False
-        longest = LONGEST_GRAM if self.is_16_bit else 0
-        return tokens > longest or tokens * (inputs + outputs) >= inputs * outputs
-
-    def norm(self, grams: Grams | None = None) -> Norm:
-        """‖G_i‖², with the rounding of Gram products and of what `weighted_sum` adds."""
-        if self.accumulates:  # what is summed is what is normed, to the last bit
-            return Norm(torch.cat([squared_norms(gradient) for gradient in self._samples()]))
-        if self.a.shape[1] == 1:  # one token cannot cancel
-            return Norm(product_squares(self.y[:, 0], self.a[:, 0]))
-        if self._gram_a is None:
-            self._gram_a = (grams or Grams()).of(self.a)
-        gram_a, gram_y = self._gram_a, gram(self.y)
-        squared = (gram_a * gram_y).sum((1, 2), dtype=torch.float64)
-        for each in (gram_a, gram_y):  # a factor whose square is infinite: see `product_squares`
-            is_large = each.diagonal(dim1=1, dim2=2).amax(1) > torch.finfo(torch.float32).max
-            squared = torch.where(is_large, torch.inf, squared)
-        scale = (_token_norms(gram_a, self.a) * _token_norms(gram_y, self.y)).sum(1)
-        dtype = accumulation_dtype(self.y.dtype)
-        sum_error = self.a.shape[1] * SUM_ROUNDING[dtype]
-        return Norm(squared.to(dtype), scale.to(dtype), GRAM_ROUNDING, sum_error)
-
-    def _samples(self) -> Iterator[Tensor]:
-        """G_i [1, *parameter] in `accumulation_dtype(dtype)`, one after the other."""
-        for i in range(len(self.a)):
-            yield self.select(slice(i, i + 1)).dense()
-
-    def weighted_sum(self, weights: Weights) -> Tensor:
-        """Σ_i c_i G_i in `accumulation_dtype(dtype)`, in the parameter's shape.
-
-        16-bit factors on a GPU are multiplied sample by sample, each product scaled where it is
-        accumulated, in float32; scaled ones (see `rescale`) by one product.
-        """
-        left, right = self.operands
-        dtype = accumulation_dtype(left.dtype)
-        if self.is_scaled:
-            return wide_mm(left.flatten(0, 1).t(), right.flatten(0, 1))
-        if self.accumulates:
-            total = left.new_zeros(left.shape[-1], right.shape[-1], dtype=dtype)
-            for gradient, c in zip(self._samples(), weights.by_host, strict=True):
-                total.add_(gradient[0], alpha=c)
-            return total
-        if left.is_cuda and self.is_16_bit:
-            return self._sum_by_sample(left, right, weights.by_host)
-        left = left.to(dtype) * weights.values.to(dtype)[:, None, None]
-        with full_float32():
-            return left.flatten(0, 1).t() @ right.flatten(0, 1).to(dtype)
-
-    def _sum_by_sample(self, left: Tensor, right: Tensor, coefficients: list[float]) -> Tensor:
-        shape = (left.shape[-1], right.shape[-1])
-        total = torch.zeros(shape, dtype=torch.float32, device=left.device)
-        for y, a, c in zip(left, right, coefficients, strict=True):
-            total = torch.addmm(total, y.t(), a, out_dtype=torch.float32, alpha=c)
-        return total
-
-    def dense(self) -> Tensor:
-        """G itself: the reference implementation."""
-        left, right = self.operands
-        return wide_bmm(left.mT, right)
-
-    def select(self, samples: Tensor | slice) -> "LinearFactors":
-        return LinearFactors(self.a[samples], self.y[samples], self.transposed)
+            left, right = (a, y) if transposed else (y, a)
+            first, second = torch.ops.dp_clipping.gradient_and_squares(left, right, tile_size)
+        count = torch.ones(1, dtype=torch.float32, device=gy.device)
+        return gx, None, None, biases, first, second, count, *[None] * 6

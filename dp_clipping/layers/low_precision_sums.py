@@ -23,14 +23,14 @@ from torch.nn import Parameter
 
 from dp_clipping.clipping.coefficients import MARGIN
 from dp_clipping.clipping.norms import Norms
-from dp_clipping.layers.linear import LinearFactors
+from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.torch_compat import scale_each_
 
 ROUNDING_SLACK = 1.2 * 2.0**-8
 
 
 def rescale(
-    kept: dict[Parameter, Any],
+    saved: dict[Parameter, Any],
     others: Norms,
     groups: dict[Parameter, int],
     coefficients: Tensor,
@@ -38,10 +38,10 @@ def rescale(
     counted: Container[Parameter],
     over_parts: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Scale 16-bit linear factors in place, so that summing them without weights is safe.
+    """Scales 16-bit linear factors in place, so that summing them without weights is safe.
 
     Args:
-        kept: what each parameter left, of the samples whose coefficients are given.
+        saved: what each parameter left, of the samples whose coefficients are given.
         others: norms of all other parameters, of the same samples.
         groups: parameter -> k.
         coefficients: [K, B] float32.
@@ -52,20 +52,20 @@ def rescale(
     Returns:
         The coefficients that hold for the other parameters [K, B].
     """
-    mine = {p: one for p, one in kept.items() if is_rescaled(one)}
+    factors = {p: one for p, one in saved.items() if is_rescaled(one)}
     scale = torch.where(coefficients < 1, coefficients * (1 - ROUNDING_SLACK), coefficients)
     if not scale.shape[1]:
         return scale
-    _own_storage(mine, kept, groups)
+    _own_storage(factors, saved, groups)
     by_host = scale.tolist()
     done: set[int] = set()
-    for parameter, one in mine.items():
+    for parameter, one in factors.items():
         if one.y.data_ptr() not in done:
             done.add(one.y.data_ptr())
             _scale_rows(one.y, by_host[groups[parameter]])
     while True:
         scaled = others.only(set())
-        for parameter, one in mine.items():
+        for parameter, one in factors.items():
             if parameter in counted:
                 scaled.add(parameter, one.norm())
         bounds = over_parts(scale.square() * others.bounds() + scaled.bounds())
@@ -73,16 +73,16 @@ def rescale(
         if not bool((excess > 1).any()):
             break
         halved = torch.exp2(-excess.clamp_min(1).log2().ceil())
-        for parameter, one in mine.items():
+        for parameter, one in factors.items():
             one.y = one.y * halved[groups[parameter], :, None, None].to(one.y.dtype)
         scale = scale * halved
-    for one in mine.values():
+    for one in factors.values():
         one.is_scaled = True
     return scale
 
 
 def _scale_rows(y: Tensor, coefficients: list[float]) -> None:
-    """c_i y_i in place, rounded once: on CPUs torch would round c_i to the dtype of y before."""
+    """Scales y_i by c_i in place, rounded once: on CPUs torch would round c_i to y's dtype."""
     if y.is_cuda:
         scale_each_(list(y.unbind(0)), coefficients)
         return
@@ -91,27 +91,27 @@ def _scale_rows(y: Tensor, coefficients: list[float]) -> None:
 
 
 def is_rescaled(saved: Any) -> bool:
-    """Whether these are factors that are summed after scaling: 16-bit ones of a linear layer."""
+    """Returns whether these are summed after scaling: 16-bit factors of a linear layer."""
     return isinstance(saved, LinearFactors) and saved.is_16_bit and not saved.accumulates
 
 
 def _own_storage(
-    mine: dict[Parameter, LinearFactors], kept: dict[Parameter, Any], groups: dict[Parameter, int]
+    factors: dict[Parameter, LinearFactors],
+    saved: dict[Parameter, Any],
+    groups: dict[Parameter, int],
 ) -> None:
-    """Output gradients that several layers share may be scaled once, by one coefficient.
+    """Copies output gradients that layers share: they may be scaled once, by one coefficient.
 
     Layers whose outputs are added have one output gradient, the very same tensor.
     """
     seen: dict[int, tuple | None] = {
-        saved.untyped_storage().data_ptr(): None
-        for saved in kept.values()
-        if isinstance(saved, Tensor)
+        one.untyped_storage().data_ptr(): None for one in saved.values() if isinstance(one, Tensor)
     }
-    for parameter, saved in kept.items():
-        if isinstance(saved, Tensor):
+    for parameter, one in saved.items():
+        if isinstance(one, Tensor):
             continue
-        y = saved.y
+        y = one.y
         storage = y.untyped_storage().data_ptr()
-        use = (groups[parameter], y.data_ptr(), y.shape, y.stride(), parameter in mine)
+        use = (groups[parameter], y.data_ptr(), y.shape, y.stride(), parameter in factors)
         if seen.setdefault(storage, use) != use or 0 in y.stride():
-            saved.y = y.clone(memory_format=torch.contiguous_format)
+            one.y = y.clone(memory_format=torch.contiguous_format)

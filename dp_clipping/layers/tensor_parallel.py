@@ -22,7 +22,7 @@ and ‖Σ_r G_r‖² is not Σ_r ‖G_r‖². Those are refused.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,17 @@ from torch import Tensor
 from dp_clipping.distributed import dtensor
 from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.distributed.norm_reduce import refuse_split_samples
-from dp_clipping.layers.handle import LayerState
 
 if dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+
+class Layer(Protocol):
+    """A captured layer (`handle.LayerState`), as far as errors name it."""
+
+    name: str
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class ShardedCall:
     outside: Tensor | None = None
 
     def leave(self, y: Tensor) -> Tensor:
-        """The output that the hooks around the layer expect."""
+        """Returns the output that the hooks around the layer expect."""
         if self.mesh is None:
             return y
         if self.outside is not None:  # forward adds a zero there, backward gets one
@@ -81,36 +87,36 @@ class ShardedCall:
 
 
 def linear(
-    handle: LayerState, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
+    layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
 ) -> ShardedCall:
-    """Of y = x Wᵀ + b; `transposed`: W, a DTensor, is stored [p, d]."""
+    """Returns the call for y = x Wᵀ + b; `transposed`: W, a DTensor, is stored [p, d]."""
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
-    mesh, placement = _placement(handle, weight, "weight")
+    mesh, placement = _placement(layer, weight, "weight")
     width = weight.shape[out_dim]
     if placement.is_shard(in_dim):
-        x = _local(handle, x, mesh, Shard(x.dim() - 1), Shard(x.dim() - 1))
-        late = None if bias is None else _same_place(handle, bias, mesh, Replicate())
+        x = _local(layer, x, mesh, Shard(x.dim() - 1), Shard(x.dim() - 1))
+        late = None if bias is None else _same_place(layer, bias, mesh, Replicate())
         return ShardedCall(x, local(weight), None, mesh, Partial(), width, late_bias=late)
     is_split = placement.is_shard(out_dim)
-    own = Shard(0) if is_split else Replicate()
-    x = _local(handle, x, mesh, Replicate(), Partial() if is_split else Replicate())
-    bias = None if bias is None else _same_place(handle, bias, mesh, own)
-    return ShardedCall(x, local(weight), bias, mesh, own, width)
+    of_output = Shard(0) if is_split else Replicate()
+    x = _local(layer, x, mesh, Replicate(), Partial() if is_split else Replicate())
+    bias = None if bias is None else _same_place(layer, bias, mesh, of_output)
+    return ShardedCall(x, local(weight), bias, mesh, of_output, width)
 
 
 def embedding(
-    handle: LayerState, ids: Tensor, weight: Tensor, padding_idx: int | None
+    layer: Layer, ids: Tensor, weight: Tensor, padding_idx: int | None
 ) -> tuple[ShardedCall, int | None]:
-    """Of y = W[ids], with the padding's id among the rows of this rank (None: it is another's)."""
+    """Returns the call for y = W[ids], and the padding's id here (None: another rank's)."""
     if not is_sharded(weight):
-        return ShardedCall(plain(handle, ids), weight), padding_idx
-    mesh, placement = _placement(handle, weight, "weight")
-    ids = _local(handle, ids, mesh, Replicate(), Replicate())
+        return ShardedCall(plain(layer, ids), weight), padding_idx
+    mesh, placement = _placement(layer, weight, "weight")
+    ids = _local(layer, ids, mesh, Replicate(), Replicate())
     vocabulary, width = weight.shape
     rows = local(weight)
     if not placement.is_shard(0):
-        own = Shard(-1) if placement.is_shard() else Replicate()
-        return ShardedCall(ids, rows, None, mesh, own, width), padding_idx
+        of_output = Shard(-1) if placement.is_shard() else Replicate()
+        return ShardedCall(ids, rows, None, mesh, of_output, width), padding_idx
     start = mesh.get_local_rank() * -(-vocabulary // mesh.size())  # as `torch.chunk` cuts
     ids = ids - start
     outside = (ids < 0) | (ids >= len(rows))
@@ -121,38 +127,38 @@ def embedding(
     return ShardedCall(ids, rows, None, mesh, Partial(), width, outside=outside), padding_idx
 
 
-def norm(handle: LayerState, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> ShardedCall:
-    """Of a normalisation, whose weights, DTensors, are whole on every rank."""
-    mesh, placement = _placement(handle, weight, "weight")
+def norm(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> ShardedCall:
+    """Returns the call of a normalisation, whose weights, DTensors, are whole on every rank."""
+    mesh, placement = _placement(layer, weight, "weight")
     if not placement.is_replicate():
-        _refuse_placement(handle, "weight", placement)
-    x = _local(handle, x, mesh, Replicate(), Replicate())
-    bias = None if bias is None else _same_place(handle, bias, mesh, Replicate())
+        _refuse_placement(layer, "weight", placement)
+    x = _local(layer, x, mesh, Replicate(), Replicate())
+    bias = None if bias is None else _same_place(layer, bias, mesh, Replicate())
     return ShardedCall(x, local(weight), bias, mesh, Replicate(), x.shape[-1])
 
 
-def refuse_distributed(handle: LayerState, *tensors: Tensor) -> None:
-    """For layers whose arithmetic is not known here."""
+def refuse_distributed(layer: Layer, *tensors: Tensor) -> None:
+    """Refuses DTensors, for layers whose arithmetic is not known here."""
     if any(is_sharded(x) for x in tensors):
         raise ValueError(
-            f"{handle.name or 'the network'} is given DTensors, and tensor parallel is supported "
+            f"{layer.name or 'the network'} is given DTensors, and tensor parallel is supported "
             "for linear layers, embeddings and norms: leave it out of the plan, or freeze it"
         )
 
 
-def refuse_split_rows(handle: LayerState, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    """From what goes into a layer's hooks and comes out of them, local: are there the same rows?
+def refuse_split_rows(layer: Layer, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    """Refuses a layer whose hooks are given other rows than they return, by its local parts.
 
     Where they gather or scatter tokens (sequence parallel), plain layers between two such have only
     some of each sample's, and nothing in them shows it.
     """
-    if handle.kind == "vectorized":
+    if layer.kind == "vectorized":
         return
     given, returned = inputs[0].shape, outputs[0].shape[:-1]
-    given = given if handle.kind == "embedding" else given[:-1]
+    given = given if layer.kind == "embedding" else given[:-1]
     if given != returned:
         raise ValueError(
-            f"{handle.name}: it is given rows {list(given)} and returns rows {list(returned)}, "
+            f"{layer.name}: it is given rows {list(given)} and returns rows {list(returned)}, "
             "so its hooks gather or scatter tokens or samples over the tensor-parallel axis "
             "(sequence parallel). Layers beside it would hold a partial sum of one sample's "
             "gradient, and ‖Σ_r g_r‖² is not Σ_r ‖g_r‖². Use a plan that shards features only"
@@ -160,12 +166,12 @@ def refuse_split_rows(handle: LayerState, inputs: list[Tensor], outputs: list[Te
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's part, detached; of a plain tensor, all."""
+    """Returns this rank's part, detached; of a plain tensor, all."""
     return settled(dtensor.local(x.detach()))
 
 
 def settled(x: Tensor) -> Tensor:
-    """A tensor that collectives are done with.
+    """Returns a tensor that collectives are done with.
 
     What arrives from a hook may be a wrapper that waits when it is used, which kernels cannot take.
     """
@@ -175,7 +181,7 @@ def settled(x: Tensor) -> Tensor:
 
 
 def _is_under_way(x: Tensor) -> bool:
-    """The wrapper's class has no public name; in torch 2.11 to 2.13 it is this one."""
+    """Returns whether it is the wrapper, whose class has no public name in torch 2.11 to 2.13."""
     return type(x).__name__ == "AsyncCollectiveTensor"
 
 
@@ -191,75 +197,75 @@ class Settle(torch.autograd.Function):
         return gy
 
 
-def _placement(handle: LayerState, parameter: DTensor, name: str) -> tuple[DeviceMesh, Placement]:
-    """Of a parameter on a mesh of one axis."""
+def _placement(layer: Layer, parameter: DTensor, name: str) -> tuple[DeviceMesh, Placement]:
+    """Returns the mesh, of one axis, and the placement of a parameter."""
     mesh = parameter.device_mesh
     if mesh.ndim != 1:
         raise ValueError(
-            f"{handle.name}: its {name} is spread over a mesh of {mesh.ndim} axes "
+            f"{layer.name}: its {name} is spread over a mesh of {mesh.ndim} axes "
             f"({parameter.placements}) while it computes: parallelize it on one axis of the mesh"
         )
     (placement,) = parameter.placements
     if placement.is_replicate():
         return mesh, placement
     if not any(placement.is_shard(d) for d in (0, 1)):
-        _refuse_placement(handle, name, placement)
+        _refuse_placement(layer, name, placement)
     size, ranks = parameter.shape[placement.dim], mesh.size()
     if -(-size // ranks) * (ranks - 1) >= size:  # on all ranks, or the others would wait for one
         raise ValueError(
-            f"{handle.name}: {size} rows or columns of its {name} leave the last of {ranks} ranks "
+            f"{layer.name}: {size} rows or columns of its {name} leave the last of {ranks} ranks "
             "none: use fewer tensor-parallel ranks, or leave this layer out of the plan"
         )
     return mesh, placement
 
 
-def _same_place(handle: LayerState, bias: Tensor, mesh: DeviceMesh, expected: Placement) -> Tensor:
-    """The local part of a bias that must lie as the weight asks for."""
+def _same_place(layer: Layer, bias: Tensor, mesh: DeviceMesh, expected: Placement) -> Tensor:
+    """Returns the local part of a bias that must lie as the weight asks for."""
     if not is_sharded(bias) or bias.device_mesh != mesh:
-        raise ValueError(f"{handle.name}: its bias is not on the mesh of its weight")
+        raise ValueError(f"{layer.name}: its bias is not on the mesh of its weight")
     if bias.placements != (expected,):
-        _refuse_placement(handle, "bias", bias.placements[0])
+        _refuse_placement(layer, "bias", bias.placements[0])
     return local(bias)
 
 
 def _local(
-    handle: LayerState, x: Tensor, mesh: DeviceMesh, expected: Placement, gradient: Placement
+    layer: Layer, x: Tensor, mesh: DeviceMesh, expected: Placement, gradient: Placement
 ) -> Tensor:
-    """An input's local part; its gradient here will be as `gradient` says."""
+    """Returns an input's local part; its gradient here will be as `gradient` says."""
     if not is_sharded(x) or x.device_mesh != mesh:
         raise ValueError(
-            f"{handle.name}: its parameters are DTensors and its input is none on their mesh: the "
+            f"{layer.name}: its parameters are DTensors and its input is none on their mesh: the "
             "hooks of parallelize_module, or a DTensor, must say how the input is spread"
         )
-    features = 0 if handle.kind == "embedding" else 1
-    refuse_split_samples(handle.name, "input", x.placements, x.shape, features)
+    features = 0 if layer.kind == "embedding" else 1
+    refuse_split_samples(layer.name, "input", x.placements, x.shape, features)
     (placement,) = x.placements
     if placement.is_shard(-1):
         placement = Shard(x.dim() - 1)
     if placement != expected:
-        _refuse_placement(handle, "input", placement)
+        _refuse_placement(layer, "input", placement)
     return settled(x.to_local(grad_placements=(gradient,)))
 
 
-def plain(handle: LayerState, x: Tensor) -> Tensor:
-    """The input of a layer whose parameters are plain tensors."""
+def plain(layer: Layer, x: Tensor) -> Tensor:
+    """Returns the input of a layer whose parameters are plain tensors."""
     if is_sharded(x):
         raise ValueError(
-            f"{handle.name}: its input is a DTensor and its parameters are plain tensors: give it "
+            f"{layer.name}: its input is a DTensor and its parameters are plain tensors: give it "
             "x.to_local(), or name it in the plan"
         )
     return settled(x)
 
 
-def _refuse_placement(handle: LayerState, what: str, placement: Placement) -> NoReturn:
+def _refuse_placement(layer: Layer, what: str, placement: Placement) -> NoReturn:
     raise ValueError(
-        f"{handle.name or 'the network'} ({handle.kind}): its {what} is placed {placement}, for "
+        f"{layer.name or 'the network'} ({layer.kind}): its {what} is placed {placement}, for "
         "which per-sample gradients are not to be had: use ColwiseParallel or RowwiseParallel"
     )
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """Returns the strides of a contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

@@ -50,12 +50,12 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     rest: list[Any] = []  # what is not a tensor in the output, and how it all fits together
 
     def one_sample(parameters: dict[str, Tensor], *rows: Tensor) -> tuple[Tensor, ...]:
-        own = list(leaves)
+        inputs = list(leaves)
         for n, row, layout in zip(places, rows, layouts, strict=True):
-            own[n] = row.unsqueeze(layout.dim) if layout.kind == "dimension" else row
-        own_args, own_kwargs = tree_unflatten(own, structure)
+            inputs[n] = row.unsqueeze(layout.dim) if layout.kind == "dimension" else row
+        sample_args, sample_kwargs = tree_unflatten(inputs, structure)
         prefixed = {f"module.{name}": value for name, value in parameters.items()}
-        outputs, shape = tree_flatten(functional_call(body, prefixed, own_args, own_kwargs))
+        outputs, shape = tree_flatten(functional_call(body, prefixed, sample_args, sample_kwargs))
         rest[:] = [[None if isinstance(y, Tensor) else y for y in outputs], shape]
         found = [y for y in outputs if isinstance(y, Tensor)]
         rest.append([n for n, y in enumerate(outputs) if isinstance(y, Tensor)])
@@ -102,7 +102,7 @@ def _sample_dim(layout: Layout) -> int | None:
 
 
 def _join(y: Tensor, layout: Layout) -> Tensor:
-    """Out of vmap, where `split` put it in: [.., B, ..]."""
+    """Returns an output of vmap, as `split` put it in, with its samples where they were."""
     if layout.kind == "shared":  # it has a batch now: every sample has its own parameters
         return y.squeeze(1) if layout.dim else y
     return y if layout.kind == "dimension" else y.flatten(0, 1)
@@ -115,7 +115,7 @@ def _uncovered(module: nn.Module, handle: LayerState) -> AbstractContextManager:
 
 @contextmanager
 def _without_covers(module: nn.Module) -> Iterator[None]:
-    """In forward FSDP1 lays a plain tensor over each parameter, which would be found first."""
+    """Takes away the plain tensors that FSDP1 lays over parameters: they would be found first."""
     owners = [(owner, name) for owner in module.modules() for name in own_parameters(owner)]
     covers = [(vars(owner), name) for owner, name in owners if name in vars(owner)]
     values = [attributes.pop(name) for attributes, name in covers]

@@ -5,7 +5,7 @@
 The plan compares algorithms by the rates of `cost_model.Rates`. Those that are known without
 measuring are an H200's, scaled by the number of multiprocessors: on another kind of GPU they may be
 wrong relative to each other, and only that matters. Measured rates are kept in `rates.json` by
-device, torch and Triton (see `kernels.tuning.cache` for the folder), and `rates_of`
+device, torch and Triton (see `kernels.tuning` for the folder), and `rates_of`
 takes them from there. They are those of the tiles that the kernels take (`kernels.tuning`).
 
 With `DP_CLIPPING_CALIBRATE=1` the first plan of a process measures too if none are kept: below two
@@ -27,11 +27,11 @@ from statistics import geometric_mean, median
 import torch
 from torch import Tensor
 
+from dp_clipping.kernels import tuning
 from dp_clipping.kernels.gradient import gradient_and_squares
 from dp_clipping.kernels.gram import gram_squares
-from dp_clipping.kernels.sorted_coefficients import Ascending
-from dp_clipping.kernels.tuning import cache
-from dp_clipping.kernels.tuning.timing import interleaved
+from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
+from dp_clipping.kernels.timing import interleaved
 from dp_clipping.kernels.weighted_product import weighted_product
 from dp_clipping.kernels.weighted_sum import weighted_sum
 from dp_clipping.planning.cost_model import (
@@ -62,7 +62,7 @@ ROUNDS = 7
 
 def stored(device: torch.device) -> Rates | None:
     """The rates that are kept for a device."""
-    values = cache.read(FILE, device)
+    values = tuning.read(FILE, device)
     if not all(_is_rate(values.get(name)) for name in MEASURED):
         return None
     return replace(default_rates(device), **{name: values[name] for name in MEASURED})
@@ -70,7 +70,7 @@ def stored(device: torch.device) -> Rates | None:
 
 def store(device: torch.device, rates: Rates) -> None:
     """Keep them, beside those of other devices."""
-    cache.keep(FILE, device, {name: getattr(rates, name) for name in MEASURED})
+    tuning.keep(FILE, device, {name: getattr(rates, name) for name in MEASURED})
 
 
 def _is_rate(value: object) -> bool:
@@ -126,7 +126,7 @@ def _half_precision(shape: tuple[int, ...], rates: Rates, device: torch.device) 
     use = _use(shape, torch.bfloat16)
     sets = _operands(shape, torch.bfloat16, device)
     coefficients = torch.linspace(0.1, 1.0, use.batch_size, device=device)
-    weights = Ascending.of(coefficients)
+    weights = SortedCoefficients.of(coefficients)
     kept = [gradient_and_squares(*operands)[0] for operands in sets]
     rows = [(a, [y]) for y, a in islice(cycle(sets), GRAM_LAYERS)]
     calls = {
@@ -206,9 +206,9 @@ def main() -> int:
         return 2
     device = torch.device("cuda", torch.cuda.current_device())
     before = stored(device)
-    print(f"{cache.key_of(device)}: before {'by default' if before is None else 'kept'}")
+    print(f"{tuning.key_of(device)}: before {'by default' if before is None else 'kept'}")
     print(table(before or default_rates(device), calibrate(device)))
-    print(f"kept in {cache.path_of(FILE)}")
+    print(f"kept in {tuning.path_of(FILE)}")
     return 0
 
 

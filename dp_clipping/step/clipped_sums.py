@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dp_clipping.kernels.sorted_coefficients import Ascending
+from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.tiles import tile_of
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
-from dp_clipping.layers.linear import LinearFactors
+from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.step.norm_queue import Label
 
 
@@ -30,8 +30,8 @@ class Coefficients:
     rows: dict[int, int]
 
     @cached_property
-    def ascending(self) -> Ascending:
-        return Ascending.of(self.values)
+    def sorted(self) -> SortedCoefficients:
+        return SortedCoefficients.of(self.values)
 
 
 def clipped_sums(
@@ -65,7 +65,7 @@ def clipped_sums(
         with label("sum", *linear):
             pairs, rows = [saved[p].operands for p in linear], [row_of[p] for p in linear]
             tile = tile_of(tile_size, *(left.dtype for left, _ in pairs))
-            found = weighted_products(pairs, scale.ascending, rows, tile)
+            found = weighted_products(pairs, scale.sorted, rows, tile)
         totals.update(zip(linear, found, strict=True))
     for parameter, one in saved.items():
         if parameter not in totals:

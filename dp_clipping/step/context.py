@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_clipping.capture.capture import Capture
+from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.distributed.gradient_reduce import ShardedSums
 from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.distributed.sharding import Sharding
-from dp_clipping.layers.accumulation import accumulation_dtype
 from dp_clipping.modes import Policy
 from dp_clipping.planning.plan import Plan
 from dp_clipping.profiling.profile import Profile, profile_of

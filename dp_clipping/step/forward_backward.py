@@ -17,7 +17,7 @@ from dp_clipping.capture.compile_forecast import CompiledShapes
 from dp_clipping.capture.discovery import LayoutDiscovery
 from dp_clipping.capture.losses import Watched
 from dp_clipping.capture.state import Mark
-from dp_clipping.kernels import available
+from dp_clipping.kernels.tiles import available
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.modes import say_plain
 from dp_clipping.step.context import StepContext

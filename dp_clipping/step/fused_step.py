@@ -21,17 +21,17 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dp_clipping.capture.compile_forecast import refuse_repeated
+from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.clipping.coefficients import MARGIN, coefficients, finite_samples
 from dp_clipping.clipping.norms import Norm, on_device
 from dp_clipping.distributed.dtensor import local
 from dp_clipping.kernels.coefficients import clip_coefficients
 from dp_clipping.kernels.embedding import TokenSums
-from dp_clipping.kernels.gradient import stored_dtype
 from dp_clipping.kernels.norm_layer_gradients import Normalized
-from dp_clipping.kernels.squared_norms import squares
+from dp_clipping.kernels.squared_norms import squared_norms
 from dp_clipping.kernels.tiles import stream_on
 from dp_clipping.layers.handle import LayerState
-from dp_clipping.layers.linear import LinearFactors
+from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.planning.calibration import rates_of
 from dp_clipping.planning.cost_model import GRADIENT, SUM_BYTES, LayerPlan, LinearShape
 from dp_clipping.planning.plan import Plan
@@ -121,7 +121,7 @@ class FusedStep(PrivateStep):
             self._wait_for(parameter, 0)
             return
         with self._range("norm/dense", parameter):
-            self._norms[parameter] = Norm(squares(gradients) if own is None else own)
+            self._norms[parameter] = Norm(squared_norms(gradients) if own is None else own)
         self._wait_for(parameter, gradients.nbytes if self._streams else 0)
 
     def factors(self, parameter: Parameter, factors: Any) -> None:

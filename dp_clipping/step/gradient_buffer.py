@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dp_clipping.capture.modules import every_module
+from dp_clipping.capture.network import every_module
+from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.distributed.dtensor import local
-from dp_clipping.layers.accumulation import accumulation_dtype
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.state import StepState
 from dp_clipping.torch_compat import own_parameters, version_of

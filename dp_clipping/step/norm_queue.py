@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dp_clipping.clipping.norms import Norm
+from dp_clipping.clipping.accumulation import SUM_ROUNDING
+from dp_clipping.clipping.norms import GRAM_ROUNDING, Norm
 from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
-from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_weight_gradients
-from dp_clipping.kernels.squared_norms import squares
+from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_layer_gradients
+from dp_clipping.kernels.squared_norms import squared_norms
 from dp_clipping.kernels.tiles import tile_of
-from dp_clipping.layers.accumulation import SUM_ROUNDING
-from dp_clipping.layers.linear import GRAM_ROUNDING, LinearFactors
+from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.planning.cost_model import GRADIENT, INPUT_LENGTH, WIDTH, LayerPlan
 from dp_clipping.torch_compat import version_of
 
@@ -130,7 +130,7 @@ class NormQueue:
         if not waiting:
             return
         with label("norm/normalization", *(p for own, _ in waiting for p in own if p is not None)):
-            results = norm_weight_gradients([use for _, use in waiting])
+            results = norm_layer_gradients([use for _, use in waiting])
         for (own, _), formed in zip(waiting, results, strict=True):
             mine = {p: g for p, g in zip(own, formed, strict=True) if p is not None}
             found.gradients.update(mine)
@@ -144,7 +144,7 @@ class NormQueue:
         for (shape, _), mine in alike.items():
             with label("norm/dense", *mine):
                 rows = torch.stack([vectors[p] for p in mine]).view(-1, shape[1])
-                results = squares(rows).view(len(mine), -1)
+                results = squared_norms(rows).view(len(mine), -1)
             found.norms.update({p: Norm(own) for p, own in zip(mine, results, strict=True)})
 
 

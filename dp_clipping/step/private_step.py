@@ -25,13 +25,13 @@ from torch.profiler import record_function
 from dp_clipping.capture.backward import flush_ready_nodes
 from dp_clipping.capture.compile_forecast import CompiledShapes
 from dp_clipping.capture.losses import Watched
+from dp_clipping.clipping.accumulation import Weights, squared_norms, weighted_sum
 from dp_clipping.clipping.coefficients import coefficients, finite_samples
 from dp_clipping.clipping.norms import Norm, Norms
 from dp_clipping.distributed.norm_reduce import Layerwise, NormReducer
 from dp_clipping.distributed.split_norms import SplitNorms
-from dp_clipping.layers.accumulation import Weights, squared_norms, weighted_sum
 from dp_clipping.layers.handle import LayerState
-from dp_clipping.layers.linear import Grams
+from dp_clipping.layers.linear_factors import Grams
 from dp_clipping.layers.low_precision_sums import is_rescaled, rescale
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.rng_replay import Randomness

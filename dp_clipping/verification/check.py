@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dp_clipping.capture.batch import Batch
+from dp_clipping.clipping.accumulation import full_float32
+from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.clipping.statistics import norm_statistics
-from dp_clipping.layers.accumulation import full_float32
 from dp_clipping.planning.cost_model import WIDTH
 from dp_clipping.verification.one_by_one import (
     Reference,
@@ -39,7 +40,6 @@ Loss = Callable[[nn.Module, Any, Any], Any]
 ROUNDING = {2: 5, 4: 10}
 """By the bytes of a number, times the error of one sample's own backward: what the private step may
 be off by. Kernels of batches round otherwise than those of one sample."""
-GRAM_ROUNDING = 2.0**-16  # a token: what norms from Gram matrices leave room for before they clip
 CANCELLED = 0.1
 """A sum shorter than so much of Σ_i c_i‖g_i‖ / √B, the length of a sum of unrelated gradients, is
 judged by that length: rounding errors are relative to what was summed."""

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.gradient import gradient_and_squares, stored_dtype
+from dp_clipping.clipping.accumulation import stored_dtype
+from dp_clipping.kernels.gradient import gradient_and_squares
 from dp_clipping.kernels.gram import gram_squares
-from dp_clipping.kernels.sorted_coefficients import Ascending
-from dp_clipping.kernels.tuning.timing import TimedCall, interleaved
+from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
+from dp_clipping.kernels.timing import TimedCall, interleaved
 from dp_clipping.kernels.weighted_product import weighted_product
 from dp_clipping.kernels.weighted_sum import weighted_sum
 from dp_clipping.planning.cost_model import (
@@ -77,7 +78,7 @@ class OneLayer:
         sets = _sets(B * T * (d + p) * dtype.itemsize)
         self.factors = [(self._normal(B, T, d), self._normal(B, T, p)) for _ in range(sets)]
         self.coefficients = torch.rand(B, generator=self._generator, device=device) + 1e-3
-        self.weights = Ascending.of(self.coefficients)
+        self.weights = SortedCoefficients.of(self.coefficients)
 
     def _normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from dp_clipping.clipping.norms import GRAM_ROUNDING
 from experiments.verify_correctness.cases import Case, Sizes
 
 MOST = 1 + 1e-6  # of C: what one sample may add
-GRAM_ROUNDING = 2.0**-16  # a token: norms from Gram matrices have an allowance, see `tolerance`
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.modes import REFERENCE_MODE
 from dp_clipping.profiling.profile import switch_on
 from experiments.verify_correctness.cases import (
@@ -24,7 +25,7 @@ from experiments.verify_correctness.cases import (
     Ranks,
     plan,
 )
-from experiments.verify_correctness.findings import GRAM_ROUNDING, MOST, TOLERANCES, Finding
+from experiments.verify_correctness.findings import MOST, TOLERANCES, Finding
 from experiments.verify_correctness.phases import phase_table
 from experiments.verify_correctness.step import verify
 from lm.launch import INTERRUPTED, run_ranks

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from bench import main as command
-from bench.gate import GRAM_ROUNDING, tolerance
+from bench.gate import tolerance
 from bench.options import (
     CLIPPING_FUNCTIONS,
     CLIPPING_MODES,
@@ -24,7 +24,6 @@ from dp_clipping import MODES
 from dp_clipping import arguments as dp_arguments
 from dp_clipping import modes as dp_modes
 from dp_clipping.clipping import coefficients as dp_clip
-from dp_clipping.layers import linear as dp_linear
 from dp_clipping.planning import plan as dp_plan
 from measure import Results
 from tests.bench.test_profile import ranges
@@ -53,7 +52,6 @@ def test_the_names_are_those_of_the_library():
     assert tuple(dp_modes.REFERENCE_MODE) == FUSED_MODES
     assert ("auto", *NORM_ALGORITHMS) == dp_plan.NORM_ALGORITHMS
     assert dp_arguments.TILE_SIZES == TILE_SIZES
-    assert dp_linear.GRAM_ROUNDING == GRAM_ROUNDING
 
 
 def test_every_implementation_meets_every_mode_in_every_round():

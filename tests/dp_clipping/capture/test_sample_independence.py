@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.capture.batch import tensors_of
-from dp_clipping.capture.observation import WHOLE, summary
+from dp_clipping.capture.summaries import WHOLE, summary
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.validation import check_module
@@ -608,6 +608,7 @@ def test_a_module_without_a_batching_rule_is_named():
 
 
 FORWARDS: list[int] = []  # not a hook's own: what a check leaves there is put back
+PRECISIONS: list[str] = []
 
 
 @pytest.mark.parametrize("skips", [False, True])
@@ -632,24 +633,24 @@ def test_a_summary_tells_large_whole_numbers_apart():
     x = torch.randint(2**30, (3, 1000), generator=torch.Generator().manual_seed(0))
     other = x.clone()
     other[1, 500] += 1
-    one, two = (summary(ids, Layout("dimension", 0), 3) for ids in (x, other))
+    one, two = (summary(ids, Layout("dimension", 0), 3).values for ids in (x, other))
     assert torch.equal(one[0], two[0])
     room = WHOLE * one[1, -1]
     assert bool(((one[1] - two[1]).abs() > room).any())
-    alone = summary(x[:1], Layout("dimension", 0), 1)
+    alone = summary(x[:1], Layout("dimension", 0), 1).values
     assert bool(((alone[0] - one[0]).abs() <= WHOLE * one[0, -1]).all())
 
 
 def test_checks_compute_convolutions_in_float32():
     """With another number of samples cuDNN takes another kernel, in TensorFloat-32 by default."""
-    seen = []
+    PRECISIONS.clear()
 
     def noted(net, x):
-        seen.append(torch.backends.cudnn.conv.fp32_precision)
+        PRECISIONS.append(torch.backends.cudnn.conv.fp32_precision)
         return net.second(net.first(x))
 
     before = torch.backends.cudnn.conv.fp32_precision
     model = private(Function(noted))
     model(torch.randn(4, 5))
-    assert seen.count("ieee") >= 4
-    assert seen[-1] == before == torch.backends.cudnn.conv.fp32_precision  # the step itself
+    assert PRECISIONS.count("ieee") >= 4
+    assert PRECISIONS[-1] == before == torch.backends.cudnn.conv.fp32_precision  # the step itself

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dp_clipping.layers.accumulation import full_float32, squared_norms, wide_mm
+from dp_clipping.clipping.accumulation import full_float32, squared_norms, wide_mm
 from tests.dp_clipping.conftest import MODES, private, private_loss
 from tests.support import zoo
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from dp_clipping.clipping.accumulation import norms, product_squares
 from dp_clipping.clipping.coefficients import HIGHEST, LOWEST, coefficients
-from dp_clipping.clipping.norms import UNDERFLOW
+from dp_clipping.clipping.norms import GRAM_ROUNDING, UNDERFLOW
 from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.distributed.split_norms import SplitNorms
-from dp_clipping.layers.accumulation import norms, product_squares
-from dp_clipping.layers.linear import GRAM_ROUNDING
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from tests.dp_clipping.conftest import MODES, clipped_sums, private
 from tests.support import zoo

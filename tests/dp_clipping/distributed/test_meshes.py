@@ -81,14 +81,14 @@ class HeadNorm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.accumulation_dtype, self.head, self.narrow = (
+        self.wide, self.head, self.narrow = (
             nn.Linear(6, 8),
             nn.RMSNorm(4),
             nn.Linear(8, 3),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.accumulation_dtype(x).unflatten(-1, (-1, 4))
+        heads = self.wide(x).unflatten(-1, (-1, 4))
         return self.narrow(self.head(heads).flatten(-2))
 
 

@@ -17,15 +17,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from dp_clipping.kernels import embedding, gradient, gram, weighted_product
-from dp_clipping.kernels import norm_layer_gradients as norm_weights
+from dp_clipping.clipping.norms import GRAM_ROUNDING
+from dp_clipping.kernels import embedding, gradient, gram, norm_layer_gradients, weighted_product
 from dp_clipping.kernels import weighted_sum as weighted_sum_file
 from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.norm_layer_gradients import Normalized
-from dp_clipping.kernels.sorted_coefficients import Ascending
+from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.tiles import Tile, is_described
 from dp_clipping.kernels.weighted_sum import weighted_sum, weighted_sum_plain
-from dp_clipping.layers.linear import GRAM_ROUNDING
 
 NORM_BOUND = 2e-5  # of squared norms, relative
 STORED_BOUND = 2e-6  # the same, against the values that were stored
@@ -167,7 +166,7 @@ def check_weighted_product(place: Place) -> None:
         for c in (some, torch.ones_like(some), torch.zeros_like(some)) if batch_size else ():
             y, a = place.normal(batch_size, tokens, d, seed=1), place.normal(batch_size, tokens, p)
             y, a = lay_out(poison(y, c), layouts[0]), lay_out(poison(a, c), layouts[1])
-            found = weighted_product.weighted_product(y, a, Ascending.of(c), place.tile)
+            found = weighted_product.weighted_product(y, a, SortedCoefficients.of(c), place.tile)
             expected = weighted_product.weighted_product_plain(y, a, c)
             assert found.dtype == torch.float32
             magnitude = weighted_product.weighted_product_plain(y.abs(), a.abs(), c)
@@ -235,12 +234,13 @@ def check_gram_that_underflows(place: Place) -> None:
     torch.testing.assert_close(scale[-1], ordinary, rtol=1e-5, atol=0)
 
 
-def check_norm_weights(place: Place) -> None:
+def check_norm_layers(place: Place) -> None:
     """With and without mean and bias, of one program a sample and of several pieces; what shares a
     launch changes no bit."""
-    accumulation_dtype = norm_weights.BLOCK + 5
-    pieces = 2 * norm_weights.LEAST_STEPS * norm_weights.ELEMENTS // norm_weights.BLOCK + 7
-    shapes = [*place.shapes, (2, pieces, accumulation_dtype, 0), (1, pieces, norm_weights.BLOCK, 0)]
+    block = norm_layer_gradients.BLOCK
+    steps = norm_layer_gradients.LEAST_STEPS * norm_layer_gradients.ELEMENTS
+    tokens = 2 * steps // block + 7
+    shapes = [*place.shapes, (2, tokens, block + 5, 0), (1, tokens, block, 0)]
     uses = []
     for (batch_size, tokens, d, _), layouts in product(shapes, place.layouts):
         x = lay_out(place.normal(batch_size, tokens, d, seed=1, shift=0.5), layouts[0])
@@ -251,11 +251,11 @@ def check_norm_weights(place: Place) -> None:
         uses.append(Normalized(y, x, rstd))
         uses.append(Normalized(y, x, rstd, mean, layouts[0] != "contiguous"))
         uses.append(Normalized(2 * y, x, rstd))
-    alone = [norm_weights.norm_weight_gradients([use])[0] for use in uses]
+    alone = [norm_layer_gradients.norm_layer_gradients([use])[0] for use in uses]
     for use, found, by_itself in zip(
-        uses, norm_weights.norm_weight_gradients(uses), alone, strict=True
+        uses, norm_layer_gradients.norm_layer_gradients(uses), alone, strict=True
     ):
-        expected = norm_weights.norm_weight_gradients_plain(use)
+        expected = norm_layer_gradients.norm_layer_gradients_plain(use)
         x, y, rstd = use.x.double(), use.y.double(), use.rstd.double()[..., None]
         shift = 0 if use.mean is None else use.mean.double().abs()[..., None]
         magnitudes = ((y.abs() * (x.abs() + shift) * rstd).sum(1), y.abs().sum(1))
@@ -269,12 +269,12 @@ def check_norm_weights(place: Place) -> None:
                     assert_squares(f.square().sum(1), e.double().square().sum(1))
 
 
-def check_norm_weights_of_two_dtypes(place: Place) -> None:
+def check_norm_layers_of_two_dtypes(place: Place) -> None:
     """Under autocast inputs may be wider than output gradients."""
     y, x = place.normal(2, 20, 24, seed=1), place.normal(2, 20, 24, seed=2).float() / 3
     use = Normalized(y, x, torch.ones(2, 20, device=place.device))
-    found, _ = norm_weights.norm_weight_gradients([use])[0]
-    expected, _ = norm_weights.norm_weight_gradients_plain(use)
+    found, _ = norm_layer_gradients.norm_layer_gradients([use])[0]
+    expected, _ = norm_layer_gradients.norm_layer_gradients_plain(use)
     assert_squares(found.square().sum(1), expected.double().square().sum(1))
 
 

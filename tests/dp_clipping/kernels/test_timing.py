@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dp_clipping.kernels.tuning import timing
+from dp_clipping.kernels import timing
 
 
 class Device:

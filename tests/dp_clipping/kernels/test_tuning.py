@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dp_clipping.kernels import gradient, gram, weighted_product
-from dp_clipping.kernels.sorted_coefficients import Ascending
+from dp_clipping.kernels import gradient, gram, tuning, weighted_product
+from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.tiles import Tile, triton
-from dp_clipping.kernels.tuning import cache
-from dp_clipping.kernels.tuning import choice as tuning
 
 DEVICE = torch.device("cuda", 0)
 TILES = [Tile(64, 64, 32, 4, 3), Tile(128, 64, 32, 4, 3), Tile(32, 64, 32, 4, 3)]
@@ -55,7 +53,7 @@ def choose(shape=SHAPE, kernel="gradient", dtype=torch.bfloat16, run=lambda tile
 
 
 def path() -> Path:
-    return cache.path_of(tuning.FILE)
+    return tuning.path_of(tuning.FILE)
 
 
 def content() -> dict:
@@ -89,7 +87,7 @@ def test_kernels_and_dtypes_have_choices_of_their_own(timed):
     choose(kernel=tuning.name_of("gradient", described=False))
     choose(dtype=torch.float16)
     assert len(timed) == 4
-    assert len(content()[cache.key_of(DEVICE)]) == 4
+    assert len(content()[tuning.key_of(DEVICE)]) == 4
 
 
 @pytest.mark.parametrize("error", [RuntimeError("passes"), "resources"])
@@ -183,8 +181,8 @@ def test_another_process_takes_what_is_kept(monkeypatch, timed, value):
 
 def test_the_file_is_read_once(monkeypatch):
     reads = []
-    read = cache.read
-    monkeypatch.setattr(cache, "read", lambda *args: reads.append(args) or read(*args))
+    read = tuning.read
+    monkeypatch.setattr(tuning, "read", lambda *args: reads.append(args) or read(*args))
     for tokens in (10, 10, 100, 1000):
         choose((8, tokens))
     assert reads == [(tuning.FILE, DEVICE)]
@@ -205,7 +203,7 @@ def test_devices_and_versions_have_choices_of_their_own(monkeypatch, timed):
     "text", ["", "{", "[]", "3", "\x00", '{"a": 1}', "KEY:[1]", "KEY:{}", "KEY:null"], ids=repr
 )
 def test_files_that_hold_something_else_count_as_none(timed, text):
-    key = json.dumps(cache.key_of(DEVICE))
+    key = json.dumps(tuning.key_of(DEVICE))
     path().parent.mkdir()
     path().write_text(text if text[:3] != "KEY" else f"{{{key}: {text[4:]}}}")
     assert choose() == TILES[1]
@@ -219,9 +217,9 @@ def test_files_that_hold_something_else_count_as_none(timed, text):
 def test_what_is_no_candidate_counts_as_none(timed, value):
     choose()
     kept = content()
-    (name,) = kept[cache.key_of(DEVICE)]
-    old = kept[cache.key_of(DEVICE)][name]
-    kept[cache.key_of(DEVICE)][name] = old | value if isinstance(value, dict) else value
+    (name,) = kept[tuning.key_of(DEVICE)]
+    old = kept[tuning.key_of(DEVICE)][name]
+    kept[tuning.key_of(DEVICE)][name] = old | value if isinstance(value, dict) else value
     if value == {"rows": 128}:
         assert old["rows"] == 128  # the one that counts
     path().write_text(json.dumps(kept))
@@ -282,16 +280,16 @@ def launches(monkeypatch):
 def launch(name: str, width: int, tile: Tile | None) -> None:
     """One launch of a kernel on operands whose rows the bulk copy engine takes, or does not."""
     y, a = torch.zeros(2, 8, width), torch.zeros(2, 8, 2 * width)
-    if name in ("gradient", "input_length"):
-        gradient.gradient_and_squares(y, a, tile, store=name == "gradient")
+    if name in ("instantiate", "accumulate"):
+        gradient.gradient_and_squares(y, a, tile, store=name == "instantiate")
     elif name == "weighted_product":
-        weighted_product.weighted_product(y, a, Ascending.of(torch.ones(2)), tile)
+        weighted_product.weighted_product(y, a, SortedCoefficients.of(torch.ones(2)), tile)
     else:
         gram.gram_squares([(a, [y])], tile)
 
 
 KERNELS = {
-    "gradient": gradient, "input_length": gradient, "weighted_product": weighted_product,
+    "instantiate": gradient, "accumulate": gradient, "weighted_product": weighted_product,
     "gram": gram,
 }  # fmt: skip
 
@@ -335,7 +333,7 @@ def test_a_tile_is_tuned_for_a_launch_that_is_not_empty(monkeypatch, launches, n
     elif name == "weighted_product":
         weighted_product.weighted_product(y, a, None)
     else:
-        gradient.gradient_and_squares(y, a, store=name == "gradient")
+        gradient.gradient_and_squares(y, a, store=name == "instantiate")
     assert launches.tiles == []
 
 
@@ -352,7 +350,7 @@ def test_on_a_gpu(monkeypatch, tmp_path):
         monkeypatch.setitem(module.TILES, 2, (large, first, second))
     normal = lambda n: torch.randn(4, 512, n, device="cuda", dtype=torch.bfloat16)  # noqa: E731
     y, a = normal(1024), normal(768)
-    ones = Ascending.of(torch.ones(4, device="cuda"))
+    ones = SortedCoefficients.of(torch.ones(4, device="cuda"))
     for operands in ((y, a), (y[..., 1:], a[..., 1:])):
         found, squares = gradient.gradient_and_squares(*operands)
         plain, plain_squares = gradient.gradient_and_squares_plain(*operands)
@@ -361,6 +359,6 @@ def test_on_a_gpu(monkeypatch, tmp_path):
         gradient.gradient_and_squares(*operands, store=False)
         weighted_product.weighted_product(*operands, ones)
         gram.gram_squares([(operands[1], [operands[0]])])
-    kept = content()[cache.key_of(y.device)]
+    kept = content()[tuning.key_of(y.device)]
     assert len(kept) == 8
     assert asdict(large) not in kept.values()

@@ -206,14 +206,14 @@ class Layers(nn.Module):
         self.rows = nn.Embedding(11, 8, padding_idx=7)
         self.columns = nn.Embedding(11, 8, padding_idx=2)
         self.norm = nn.LayerNorm(8)
-        self.accumulation_dtype = nn.Linear(8, 12)
+        self.wide = nn.Linear(8, 12)
         self.narrow = nn.Linear(12, 8)
         self.last_norm = nn.RMSNorm(8)
         self.last = nn.Linear(8, 7)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.norm(self.rows(ids) + self.columns(ids))
-        x = x + self.narrow(self.accumulation_dtype(x).tanh())
+        x = x + self.narrow(self.wide(x).tanh())
         return self.last(self.last_norm(x))
 
 

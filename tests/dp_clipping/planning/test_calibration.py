@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dp_clipping.kernels import tuning
 from dp_clipping.kernels.gradient import gradient_and_squares_plain
-from dp_clipping.kernels.tuning import cache
 from dp_clipping.planning import calibration
 from dp_clipping.planning.calibration import rates_of
 from dp_clipping.planning.cost_model import (
@@ -54,7 +54,7 @@ def measured(monkeypatch):
 
 
 def path() -> Path:
-    return cache.path_of(calibration.FILE)
+    return tuning.path_of(calibration.FILE)
 
 
 def content() -> dict:
@@ -93,7 +93,7 @@ def test_devices_and_versions_have_rates_of_their_own(monkeypatch):
     "text", ["", "{", "[]", "3", "\x00", '{"a": 1}', "KEY:[1]", "KEY:{}", "KEY:null"], ids=repr
 )
 def test_files_that_hold_something_else_count_as_none(text, measured):
-    key = json.dumps(cache.key_of(DEVICE))
+    key = json.dumps(tuning.key_of(DEVICE))
     path().parent.mkdir()
     path().write_text(text if text[:3] != "KEY" else f"{{{key}: {text[4:]}}}")
     assert calibration.stored(DEVICE) is None
@@ -107,7 +107,7 @@ def test_files_that_hold_something_else_count_as_none(text, measured):
 def test_what_is_no_rate_counts_as_none(name, value):
     calibration.store(DEVICE, FOUND)
     values = content()
-    values[cache.key_of(DEVICE)][name] = value
+    values[tuning.key_of(DEVICE)][name] = value
     path().write_text(json.dumps(values))
     assert calibration.stored(DEVICE) is None
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dp_clipping import modes
 from dp_clipping.clipping.coefficients import MARGIN
-from dp_clipping.layers.linear import LinearFactors
+from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.step import launch_schedule as launch_schedule
 from dp_clipping.step import norm_queue as waiting
 from dp_clipping.step.fused_step import FusedStep
@@ -341,13 +341,13 @@ def check_shared_inputs() -> None:
 def check_norm_layers() -> None:
     """Weights of norms have a kernel of their own, which is what runs, once for all of them."""
     for name in ("rms_norm", "layer_norm", "llama_labels"):
-        counted = count_calls(waiting.norm_weight_gradients)
-        waiting.norm_weight_gradients, before = counted, waiting.norm_weight_gradients
+        counted = count_calls(waiting.norm_layer_gradients)
+        waiting.norm_layer_gradients, before = counted, waiting.norm_layer_gradients
         try:
             case, network, batch = network_and_batch(name)
             clipped_sums(private(network, "flash_bookkeeping"), batch, case.per_sample_loss)
         finally:
-            waiting.norm_weight_gradients = before
+            waiting.norm_layer_gradients = before
         assert counted.count == 1, (name, counted.count)
 
 

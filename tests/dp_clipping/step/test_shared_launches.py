@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from dp_clipping.clipping.coefficients import HIGHEST, LOWEST
-from dp_clipping.kernels import grouped_launch as rows
+from dp_clipping.kernels import grouped_launch
 from dp_clipping.kernels.coefficients import clip_coefficients, clip_coefficients_plain
 from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.gradient import gradient_and_squares, gradients_and_squares
-from dp_clipping.kernels.sorted_coefficients import MOST, Ascending
-from dp_clipping.kernels.squared_norms import BLOCK, squares, squares_plain
+from dp_clipping.kernels.sorted_coefficients import MOST, SortedCoefficients
+from dp_clipping.kernels.squared_norms import BLOCK, squared_norms, squared_norms_plain
 from dp_clipping.kernels.tiles import Tile, tile_of
 from dp_clipping.kernels.weighted_product import (
     weighted_product,
@@ -23,7 +23,7 @@ from dp_clipping.kernels.weighted_product import (
     weighted_products,
 )
 from dp_clipping.kernels.weighted_sum import weighted_sum_plain, weighted_sums
-from dp_clipping.layers.linear import LinearFactors
+from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.step.clipped_sums import Coefficients, clipped_sums
 
 SHAPES = [(16, 24), (33, 7), (40, 16), (1, 1), (64, 48), (24, 16)]  # d, p; more than one table's
@@ -40,7 +40,7 @@ def pairs(device: str, dtype: torch.dtype, batch_size: int, tokens: int, count: 
 
 def check_products(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
     """Each layer gets what a launch of its own would give it, whatever is beside it."""
-    many = pairs(device, dtype, 3, 20, rows.MOST_ROWS + 3) + pairs(device, dtype, 2, 9, 2)
+    many = pairs(device, dtype, 3, 20, grouped_launch.MOST_ROWS + 3) + pairs(device, dtype, 2, 9, 2)
     for store in (True, False):
         together = gradients_and_squares(many, tile, store)
         for (y, a), (g, own) in zip(many, together, strict=True):
@@ -48,14 +48,14 @@ def check_products(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
             torch.testing.assert_close(own, alone, rtol=1e-6, atol=0)
             assert (g is None and g_alone is None) or torch.equal(g, g_alone)
     c = torch.tensor([[0.5, 0.0, 2.0], [0.0, 0.0, 0.0], [1.0, 0.25, 1e-6]], device=device)
-    three = many[: rows.MOST_ROWS + 3]
+    three = many[: grouped_launch.MOST_ROWS + 3]
     three[1][0][1] = torch.nan  # left out by the first group, which it belongs to
     groups = [0 if n == 1 else n % 3 for n in range(len(three))]
-    totals = weighted_products(three, Ascending.of(c), groups, tile)
+    totals = weighted_products(three, SortedCoefficients.of(c), groups, tile)
     for (y, a), total, group in zip(three, totals, groups, strict=True):
         expected = weighted_product_plain(y, a, c[group])
         torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
-        alone = weighted_product(y, a, Ascending.of(c[group]), tile)
+        alone = weighted_product(y, a, SortedCoefficients.of(c[group]), tile)
         torch.testing.assert_close(total, alone, rtol=1e-6, atol=1e-6)
 
 
@@ -114,9 +114,9 @@ def check_squares(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
     torch.manual_seed(0)
     for shape in [(3, 1), (1, BLOCK), (2, BLOCK + 1), (4, 3, 50), (0, 5), (2, 0)]:
         g = torch.randn(shape).to(device, dtype)
-        torch.testing.assert_close(squares(g), squares_plain(g), rtol=2e-6, atol=0)
+        torch.testing.assert_close(squared_norms(g), squared_norms_plain(g), rtol=2e-6, atol=0)
     g = torch.randn(6, 4).to(device, dtype).t()
-    torch.testing.assert_close(squares(g), squares_plain(g), rtol=2e-6, atol=0)
+    torch.testing.assert_close(squared_norms(g), squared_norms_plain(g), rtol=2e-6, atol=0)
 
 
 def check_coefficients(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
@@ -175,12 +175,12 @@ def check_ascending(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
         c[3] = c[3].mul(3).ceil() / 3
         c[4] *= 1e-30
         c[0, -1] = torch.nan
-        found, expected = Ascending.of(c), Ascending.plain(c)
+        found, expected = SortedCoefficients.of(c), SortedCoefficients.plain(c)
         assert torch.equal(found.order, expected.order)
         assert torch.equal(found.ratio, expected.ratio)
         assert torch.equal(found.first, expected.first)
         assert torch.equal(found.last, expected.last)
-        one, row = Ascending.of(c[2]), Ascending.plain(c[2:3])
+        one, row = SortedCoefficients.of(c[2]), SortedCoefficients.plain(c[2:3])
         assert torch.equal(one.order, row.order)
         assert torch.equal(one.ratio, row.ratio)
 

@@ -19,8 +19,13 @@ CHUNK_ELEMENTS = 1 << 24  # of float32 temporaries, where a product must be wide
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums are accumulated in: float32, or float64 for float64."""
+    """Returns the dtype that sums are accumulated in: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of a stored G: a sum over tokens may exceed float16's largest number."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 @contextmanager
@@ -54,7 +59,7 @@ def wide_bmm(left: Tensor, right: Tensor) -> Tensor:
 
 
 def wide_mm(left: Tensor, right: Tensor) -> Tensor:
-    """[m, k] @ [k, n] -> [m, n], accumulated and returned in `accumulation_dtype(dtype)`."""
+    """Returns [m, k] @ [k, n], accumulated and in `accumulation_dtype(dtype)`."""
     dtype = accumulation_dtype(left.dtype)
     if left.dtype == dtype:
         with full_float32():
@@ -65,7 +70,9 @@ def wide_mm(left: Tensor, right: Tensor) -> Tensor:
 
 
 def squared_norms(gradients: Tensor) -> Tensor:
-    """‖G_i‖² of G [B, ...]: [B] in `accumulation_dtype(dtype)`, of exactly the rounded values in G.
+    """Returns ‖G_i‖² of G [B, ...], of exactly the rounded values in it.
+
+    The result, [B], is in `accumulation_dtype(dtype)`.
 
     A float32 sum over millions of squares loses up to some percent where it is made in one chain,
     as on CPUs. So norms of short pieces are taken first, and their squares added in float64.
@@ -86,7 +93,7 @@ def squared_norms(gradients: Tensor) -> Tensor:
 
 
 def norms(rows: Tensor) -> Tensor:
-    """‖x_i‖ of x [B, n]: [B] float64, right for every finite x, however small or large."""
+    """Returns ‖x_i‖ of x [B, n]: [B] float64, right for every finite x, however small or large."""
     if rows.dtype != torch.float64:
         return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     largest = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
@@ -95,7 +102,7 @@ def norms(rows: Tensor) -> Tensor:
 
 
 def product_squares(left: Tensor, right: Tensor) -> Tensor:
-    """‖y_i a_iᵀ‖² = (‖y_i‖‖a_i‖)² of y [B, d] and a [B, p]: [B] in `accumulation_dtype(dtype)`.
+    """Returns ‖y_i a_iᵀ‖² = (‖y_i‖‖a_i‖)² of y [B, d], a [B, p]: [B] in `accumulation_dtype`.
 
     Infinite where a square of one factor is: scaled by a coefficient the other factor may then be
     so small that its rounding makes the product larger.
@@ -107,7 +114,7 @@ def product_squares(left: Tensor, right: Tensor) -> Tensor:
 
 
 def round_down(coefficients: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest values of `dtype` that are not above the coefficients (which are ≥ 0)."""
+    """Returns the largest values of `dtype` that are not above the coefficients (which are ≥ 0)."""
     rounded = coefficients.to(dtype)
     too_large = rounded.to(coefficients.dtype) > coefficients
     below = torch.nextafter(rounded, torch.zeros_like(rounded))
@@ -125,7 +132,7 @@ class Weights:
         self._blocks: dict[tuple[torch.dtype, int], tuple[Tensor, float]] = {}
 
     def block(self, dtype: torch.dtype, pieces: int) -> tuple[Tensor, float]:
-        """C [g, B·g] with c_i on the diagonal of its i-th block, rounded down, and a factor.
+        """Returns C [g, B·g], its i-th block c_i on the diagonal, rounded down, and a factor.
 
         The factor is a power of two that brings float16 coefficients, small beside the largest of
         them or not, into that dtype's range; 1 for bfloat16, which has float32's.
@@ -142,7 +149,7 @@ class Weights:
 
 
 def weighted_sum(weights: Weights, gradients: Tensor) -> Tensor:
-    """Σ_i c_i G_i in `accumulation_dtype(dtype)`; G [B, *shape].
+    """Returns Σ_i c_i G_i in `accumulation_dtype(dtype)`; G [B, *shape].
 
     On a GPU 16-bit gradients are read once by a matrix product, with coefficients rounded *down* to
     their dtype (by less than 2⁻⁷): a product of two such numbers is exact in float32, so a sample's
@@ -157,7 +164,7 @@ def weighted_sum(weights: Weights, gradients: Tensor) -> Tensor:
 
 
 def _sum_by_pieces(weights: Weights, rows: Tensor) -> Tensor:
-    """c @ rows [B, N] as C @ rows' with rows' [B·g, N/g], a view, and C [g, B·g] block by block.
+    """Returns c @ rows [B, N] as C @ rows' with rows' [B·g, N/g], a view, and C [g, B·g].
 
     A product with one row has next to nothing for the matrix units to do with the 64 rows that
     they load at a time; cutting each sample into g pieces fills them.

@@ -1,4 +1,4 @@
-"""Which tile a matrix kernel takes: the fastest of its candidates, found once and kept.
+"""Which tile a matrix kernel takes: the fastest of its candidates, measured once and kept.
 
 A kernel's first candidate needs no tuning, but another may suit a shape or a GPU better. With
 `DP_CLIPPING_TUNE=1` in the environment a kernel's first launch on a class of operands times all
@@ -8,32 +8,46 @@ pointers), the dtype, the number of layers in the launch, and the dimensions, ea
 to a power of two: batches and lengths that vary fall into few classes. Each costs the compilation
 of all candidates and a few launches of each.
 
-What is found is kept in `tiles.json` beside the rates (see `cache` for the folder), by
-device, torch and Triton, and later processes take it from there with or without the variable. They
-read the file once; then a launch is one look in a dictionary. Deleting the file forgets all.
-`tile_size` comes before any choice.
+Measurements are kept in files in `$XDG_CACHE_HOME/dp_clipping` (`~/.cache/dp_clipping` without that
+variable), by device, torch and Triton: tiles in `tiles.json`, rates (`planning.calibration`) in
+`rates.json`. A file that cannot be read, or that holds something else, counts as none. Later
+processes read the tiles once, with or without the variable; then a launch is one look in a
+dictionary. Deleting the file forgets all. `tile_size` comes before any choice.
 
 Neither tuned nor looked up: on the CPU, in Triton's interpreter, while `torch.compile` traces. Not
 tuned, but a later launch is: while a CUDA graph is captured. Tiles differ in the order of their
 sums, so a run before tuning and one after it may differ in the last bits. Processes that tune at
 the same time may choose differently: tune before a run on several GPUs rather than in it.
+
+`triton.autotune` does not replace this, because
+
+- it always tunes, also inside of a step and while a CUDA graph is captured, by noisy times: two
+  processes then sum in different orders, and a run cannot be repeated bit by bit;
+- its key is exact: with Poisson sampling nearly each batch size would be tuned anew;
+- a tile decides more than the kernel's own constants: the block shapes of the tensor descriptors,
+  the table of a grouped launch, and how many partial sums there are. Block shapes need hooks, and
+  configurations with hooks are not kept on disk;
+- it refuses a launch that pins the tile, as `tile_size` does, and needs a GPU: neither the CPU nor
+  Triton's interpreter, in which the kernels are tested, has a benchmark.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
+from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels import INTERPRETED
-from dp_clipping.kernels.tiles import Tile, triton
-from dp_clipping.kernels.tuning import cache
-from dp_clipping.kernels.tuning.timing import interleaved
+from dp_clipping.files import write_atomically
+from dp_clipping.kernels.tiles import INTERPRETED, Tile, triton
+from dp_clipping.kernels.timing import interleaved
 
 if triton is None:
     FAILURES: tuple[type[Exception], ...] = (RuntimeError,)
@@ -61,7 +75,7 @@ def best(
     run: Launch,
     device: torch.device,
 ) -> Tile:
-    """The tile for a launch.
+    """Returns the tile for a launch.
 
     Args:
         kernel: its name, and what else than dtype and shape decides which tile is fastest.
@@ -95,18 +109,18 @@ def best_for_pairs(
 
 
 def name_of(kernel: str, described: bool) -> str:
-    """Of a kernel by how it reads its operands."""
+    """Returns a kernel's name with how it reads its operands."""
     return kernel if described else kernel + " by pointers"
 
 
 def forget() -> None:
-    """What this process remembers; the file stays."""
+    """Forgets what this process remembers; the file stays."""
     _chosen.clear()
     _kept.cache_clear()
 
 
 def _choose(key: tuple, candidates: Sequence[Tile], run: Launch) -> Tile:
-    """The tile of a class that has none in this process."""
+    """Returns the tile of a class that has none in this process."""
     kernel, dtype, sizes, device = key
     default = candidates[0]
     if INTERPRETED or device.type != "cuda" or torch.compiler.is_compiling():
@@ -119,18 +133,18 @@ def _choose(key: tuple, candidates: Sequence[Tile], run: Launch) -> Tile:
             return default
         tile = _fastest(candidates, run, device)
         if tile is not None:
-            cache.keep(FILE, device, {name: asdict(tile)})
+            keep(FILE, device, {name: asdict(tile)})
     _chosen[key] = tile or default
     return _chosen[key]
 
 
 @lru_cache(maxsize=16)
 def _kept(device: torch.device) -> dict:
-    return cache.read(FILE, device)
+    return read(FILE, device)
 
 
 def _fastest(candidates: Sequence[Tile], run: Launch, device: torch.device) -> Tile | None:
-    """Of those that run at all, by the median of a few rounds in which they take turns."""
+    """Returns the fastest that runs at all, by the median of rounds in which they take turns."""
     calls = {tile: lambda _, tile=tile: run(tile) for tile in candidates if _runs(run, tile)}
     if not calls:
         return None
@@ -146,3 +160,45 @@ def _runs(run: Launch, tile: Tile) -> bool:
     except FAILURES:
         return False
     return True
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def path_of(name: str) -> Path:
+    """Returns the file that holds the values of all devices."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "dp_clipping" / name
+
+
+def key_of(device: torch.device) -> str:
+    """Returns what the values of a device depend on."""
+    version = None if triton is None else triton.__version__
+    return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {version}"
+
+
+def read(name: str, device: torch.device) -> dict:
+    """Returns the values that are kept for a device."""
+    return _object(_devices(name).get(key_of(device)))
+
+
+def keep(name: str, device: torch.device, values: dict) -> None:
+    """Writes values beside those of other devices, or warns why it cannot."""
+    devices, key = _devices(name), key_of(device)
+    devices[key] = _object(devices.get(key)) | values
+    try:
+        path_of(name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path_of(name), json.dumps(devices, indent=1) + "\n")
+    except OSError as error:
+        warnings.warn(f"what was measured is not kept: {error}", stacklevel=2)
+
+
+def _devices(name: str) -> dict:
+    try:
+        return _object(json.loads(path_of(name).read_bytes()))
+    except (OSError, ValueError):
+        return {}
+
+
+def _object(content: object) -> dict:
+    return content if isinstance(content, dict) else {}

@@ -34,7 +34,7 @@ def interleaved(
     rounds: int,
     parts: Mapping[str, int] | None = None,
 ) -> dict[str, list[float]]:
-    """Milliseconds of one call of each: name -> a sample a round. Every second round is backward.
+    """Returns name -> milliseconds of one call, a sample a round; each second one backward.
 
     Each is called before, once to be compiled and then WARM_UP times. What a call returns is freed.
     The time of a call that does several things of one kind is divided by their number in `parts`.
@@ -50,7 +50,7 @@ def interleaved(
 
 
 def _sample_size(call: TimedCall, device: torch.device) -> tuple[int, float]:
-    """How many calls make a sample, and how many seconds the host takes to launch one."""
+    """Returns how many calls make a sample, and how many seconds the host takes to launch one."""
     call(0)
     _wait(device)
     started = time.perf_counter()
@@ -64,7 +64,7 @@ def _sample_size(call: TimedCall, device: torch.device) -> tuple[int, float]:
 
 
 def _sample(call: TimedCall, count: int, launch: float, device: torch.device) -> float:
-    """Milliseconds of one call, the mean of `count` in a row."""
+    """Returns milliseconds of one call, the mean of `count` in a row."""
     if device.type != "cuda":
         started = time.perf_counter()
         for number in range(count):

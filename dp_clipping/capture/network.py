@@ -1,0 +1,78 @@
+"""A captured network, as far as the searches for its samples know it; and its modules."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils._pytree import tree_map
+
+from dp_clipping.distributed.sharding import Sharding
+from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.layers.handle import LayerState, expand_shared
+from dp_clipping.torch_compat import own_modules
+
+
+class CapturedNetwork(Protocol):
+    """What `capture.Capture` is for those that run its network plainly: see there."""
+
+    network: nn.Module
+    sharding: Sharding | None
+    handles: list[LayerState]
+    parameters: list[Parameter]
+    names: dict[Parameter, str]
+    shapes: dict[Parameter, torch.Size]
+    trigger: Tensor
+
+    def looked_at(
+        self, before: Callable[..., Any], after: Callable[..., Any] | None = None
+    ) -> AbstractContextManager[None]:
+        """Inside, forwards are plain ones, and hooks run around each captured module."""
+        ...
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """What one call of a layer was given and gave: shapes (on the meta device) where they tell.
+
+    `product_dtype` is what a matrix product of its first input would be taken in.
+    """
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    product_dtype: torch.dtype | None
+
+
+def expanded_input(
+    handle: LayerState, layouts: Sequence[Layout], inputs: list[Tensor], batch_size: int
+) -> tuple[tuple, dict] | None:
+    """Returns, for a hook before a layer, its shared input expanded to the batch; else None."""
+    if handle.kind != "vectorized" and layouts and layouts[0].kind == "shared":
+        return (expand_shared(inputs[0], batch_size),), {}
+    return None
+
+
+def expanded_output(
+    handle: LayerState, layouts: Sequence[Layout], output: Any, batch_size: int
+) -> Any:
+    """Returns shared outputs with the batch's dimension, as a module under vmap has them."""
+    if handle.kind != "vectorized" or not any(x.kind == "shared" for x in layouts):
+        return output
+    return tree_map(lambda y: expand_shared(y, batch_size) if isinstance(y, Tensor) else y, output)
+
+
+def every_module(network: nn.Module) -> Iterator[nn.Module]:
+    """Yields `network.modules()` in no particular order, in half of the time.
+
+    PyTorch's own makes all names on the way, through a generator for each level.
+    """
+    seen, found = set(), [network]
+    while found:
+        module = found.pop()
+        if module not in seen:
+            seen.add(module)
+            yield module
+            found += [child for child in own_modules(module).values() if child is not None]

@@ -1,0 +1,99 @@
+"""What a tensor has of each sample, in a few numbers that two runs can be compared by.
+
+A summary of a tensor with B samples is [B, SIGNS + 1]: each sample's sum under several fixed random
+signs, and its norm. Two samples of different values have different sums but for chance.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from dp_clipping.layers.batch_layout import Layout
+
+SIGNS = 4
+# Relative to the norm of what a sample has in the tensor. Two runs have the same shapes, so mostly
+# the same kernels; what remains is the order in which a GPU's atomic operations add. With a sample
+# more it is another kernel, so float32 products are full ones: TensorFloat-32 differs by 5e-4.
+TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 1e-2}
+TOLERANCE = 1e-4
+WHOLE = 1e-12  # of whole numbers: in float64 only norms round, by the order of their sum
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of a tensor with B samples.
+
+    Attributes:
+        values: [B, SIGNS + 1].
+        tolerance: of a difference that says nothing, relative to the norm of a sample.
+    """
+
+    values: Tensor
+    tolerance: float
+
+    def without_first(self) -> "Summary":
+        """Returns that of the other samples."""
+        return replace(self, values=self.values[1:])
+
+    def room(self, other: "Summary", stays: Tensor) -> Tensor:
+        """Returns what the samples that stay may differ by."""
+        return self.tolerance * torch.maximum(
+            self.values[stays, SIGNS:], other.values[stays, SIGNS:]
+        )
+
+    def change(self, other: "Summary", stays: Tensor) -> Tensor:
+        """Returns what the samples that stay differ by."""
+        return (self.values[stays] - other.values[stays]).abs()
+
+
+@dataclass
+class Seen:
+    """What was seen in one run.
+
+    Attributes:
+        summaries: (layer, what, number of its call) -> what it had of each sample, in the order of
+            the run; `what` is `"input"`, `"output"` (of the network) or `"gradient"`.
+        is_random: the network has drawn random numbers.
+    """
+
+    summaries: dict[tuple[str, str, int], Summary] = field(default_factory=dict)
+    is_random: bool = False
+
+    def add(self, name: str, what: str, summary: Summary) -> None:
+        number = 0
+        while (name, what, number) in self.summaries:
+            number += 1
+        self.summaries[name, what, number] = summary
+
+
+def differ(pairs: Sequence[tuple[Summary, Summary]], stays: Tensor) -> list[bool]:
+    """Returns which summaries of two runs differ in a sample that stays; the host waits once."""
+    flags = [(one.change(other, stays) > one.room(other, stays)).any() for one, other in pairs]
+    return torch.stack(flags).tolist() if flags else []
+
+
+@torch.no_grad()
+def summary(x: Tensor, layout: Layout, batch_size: int) -> Summary:
+    """Returns what x has of each sample; what is not finite is zero, which is no mixing."""
+    is_float = x.is_floating_point() or x.is_complex()
+    tolerance = TOLERANCES.get(x.dtype, TOLERANCE) if is_float else WHOLE
+    x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
+    if not x.numel():
+        return Summary(x.new_zeros(batch_size, SIGNS + 1, dtype=torch.float64), tolerance)
+    rows = layout.batch_first(x, batch_size)
+    rows = rows.reshape(batch_size, -1, rows.shape[-1] if rows.dim() > 1 else 1)
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32) if is_float else torch.float64)
+    sums = rows @ _signs(rows.shape[2], 0, rows.dtype, rows.device)
+    sums = (sums * _signs(rows.shape[1], 1, rows.dtype, rows.device)).sum(1)
+    norms = torch.linalg.vector_norm(rows.flatten(1), dim=1, keepdim=True)
+    return Summary(torch.cat((sums, norms), 1).double().nan_to_num(0, 0, 0), tolerance)
+
+
+@lru_cache(maxsize=256)
+def _signs(size: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns [size, SIGNS] of 1 and -1."""
+    draw = torch.Generator().manual_seed(seed)
+    return (torch.randint(2, (size, SIGNS), generator=draw) * 2 - 1).to(device, dtype)

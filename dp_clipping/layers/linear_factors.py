@@ -1,0 +1,167 @@
+"""The factors of a linear layer's per-sample gradients, their norms and their weighted sums.
+
+y are output gradients [B, T, d], a inputs [B, T, p], and G_i = Σ_t y_it a_itᵀ. The squared norm
+needs no G:
+
+    ‖G_i‖² = Σ_{t,s} (a_it · a_is)(y_it · y_is)
+
+the inner product of two Gram matrices (Goodfellow 2015, "Efficient per-example gradient
+computations", for T = 1; Li et al. 2022, arXiv:2110.05679, "ghost clipping", for sequences).
+
+Its rounding is of the order of ε·S² with S = Σ_t ‖a_t‖‖y_t‖, which exceeds ‖G‖² where tokens
+cancel, and ε grows with the length of the sums. In 16 bit, where a contribution may be a hundredth
+too small, an allowance for it is added to the norm that clips. In float32 none would be small
+enough, so there one sample's G is formed at a time, normed, and the very same numbers are summed.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dp_clipping.clipping.accumulation import (
+    SUM_ROUNDING,
+    Weights,
+    accumulation_dtype,
+    full_float32,
+    product_squares,
+    squared_norms,
+    wide_bmm,
+    wide_mm,
+)
+from dp_clipping.clipping.norms import GRAM_PIECE, GRAM_ROUNDING, UNDERFLOW, Norm
+from dp_clipping.planning.cost_model import LONGEST_GRAM
+from dp_clipping.torch_compat import version_of
+
+
+class Grams:
+    """Gram matrices of the activations last seen: layers that read the same input share one."""
+
+    def __init__(self) -> None:
+        self._of: Tensor | None = None
+        self._gram: Tensor | None = None
+
+    def of(self, a: Tensor) -> Tensor:
+        """Returns a aᵀ [B, T, T] of a [B, T, p] in `accumulation_dtype(dtype)`."""
+        same = self._of is not None and (
+            self._of.data_ptr() == a.data_ptr()
+            and self._of.shape == a.shape
+            and self._of.stride() == a.stride()
+            and version_of(self._of) == version_of(a)
+        )
+        if not same:
+            self._of, self._gram = a, gram(a)
+        return self._gram
+
+
+def gram(x: Tensor) -> Tensor:
+    """Returns x xᵀ [B, T, T] of 16-bit x: in float32 by short chains on a GPU, else float64."""
+    if not x.is_cuda:
+        x = x.double()
+        return torch.bmm(x, x.mT)
+    total = None
+    for piece in x.split(GRAM_PIECE, dim=2):
+        if total is None:
+            total = torch.bmm(piece, piece.mT, out_dtype=torch.float32)
+        else:
+            total = torch.baddbmm(total, piece, piece.mT, out_dtype=torch.float32)
+    return total
+
+
+def _token_norms(gram: Tensor, x: Tensor) -> Tensor:
+    """Returns ‖x_it‖ [B, T] from Gram matrices, plus what they may lose: see norms.py."""
+    lost = (x.shape[2] * torch.finfo(gram.dtype).tiny) ** 0.5 * UNDERFLOW
+    return gram.diagonal(dim1=1, dim2=2).sqrt() + lost
+
+
+class LinearFactors:
+    """What one use left: a [B, T, p], y [B, T, d]; the parameter is [d, p], transposed [p, d]."""
+
+    def __init__(self, a: Tensor, y: Tensor, transposed: bool):
+        self.a, self.y, self.transposed = a, y, transposed
+        self.is_scaled = False  # y contains the coefficients
+        self._gram_a: Tensor | None = None
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """Returns left and right [B, T, ..]: G_i = left_iᵀ right_i has the parameter's shape."""
+        return (self.a, self.y) if self.transposed else (self.y, self.a)
+
+    @property
+    def bytes(self) -> int:
+        return self.a.nbytes + self.y.nbytes
+
+    @property
+    def is_16_bit(self) -> bool:
+        return self.y.element_size() == 2
+
+    @property
+    def accumulates(self) -> bool:
+        """Returns whether G_i is formed, one sample after the other, rather than Gram matrices.
+
+        In float32, where Gram products cost more operations, or where their rounding would be felt.
+        """
+        tokens, inputs, outputs = self.a.shape[1], self.a.shape[2], self.y.shape[2]
+        if tokens == 1:
+            return False
+        longest = LONGEST_GRAM if self.is_16_bit else 0
+        return tokens > longest or tokens * (inputs + outputs) >= inputs * outputs
+
+    def norm(self, grams: Grams | None = None) -> Norm:
+        """Returns ‖G_i‖², with the rounding of Gram products and of what `weighted_sum` adds."""
+        if self.accumulates:  # what is summed is what is normed, to the last bit
+            return Norm(torch.cat([squared_norms(gradient) for gradient in self._samples()]))
+        if self.a.shape[1] == 1:  # one token cannot cancel
+            return Norm(product_squares(self.y[:, 0], self.a[:, 0]))
+        if self._gram_a is None:
+            self._gram_a = (grams or Grams()).of(self.a)
+        gram_a, gram_y = self._gram_a, gram(self.y)
+        squared = (gram_a * gram_y).sum((1, 2), dtype=torch.float64)
+        for each in (gram_a, gram_y):  # a factor whose square is infinite: see `product_squares`
+            is_large = each.diagonal(dim1=1, dim2=2).amax(1) > torch.finfo(torch.float32).max
+            squared = torch.where(is_large, torch.inf, squared)
+        scale = (_token_norms(gram_a, self.a) * _token_norms(gram_y, self.y)).sum(1)
+        dtype = accumulation_dtype(self.y.dtype)
+        sum_error = self.a.shape[1] * SUM_ROUNDING[dtype]
+        return Norm(squared.to(dtype), scale.to(dtype), GRAM_ROUNDING, sum_error)
+
+    def _samples(self) -> Iterator[Tensor]:
+        """Returns G_i [1, *parameter] in `accumulation_dtype(dtype)`, one after the other."""
+        for i in range(len(self.a)):
+            yield self.select(slice(i, i + 1)).dense()
+
+    def weighted_sum(self, weights: Weights) -> Tensor:
+        """Returns Σ_i c_i G_i in `accumulation_dtype(dtype)`, in the parameter's shape.
+
+        16-bit factors on a GPU are multiplied sample by sample, each product scaled where it is
+        accumulated, in float32; scaled ones (see `low_precision_sums`) by one product.
+        """
+        left, right = self.operands
+        dtype = accumulation_dtype(left.dtype)
+        if self.is_scaled:
+            return wide_mm(left.flatten(0, 1).t(), right.flatten(0, 1))
+        if self.accumulates:
+            total = left.new_zeros(left.shape[-1], right.shape[-1], dtype=dtype)
+            for gradient, c in zip(self._samples(), weights.by_host, strict=True):
+                total.add_(gradient[0], alpha=c)
+            return total
+        if left.is_cuda and self.is_16_bit:
+            return self._sum_by_sample(left, right, weights.by_host)
+        left = left.to(dtype) * weights.values.to(dtype)[:, None, None]
+        with full_float32():
+            return left.flatten(0, 1).t() @ right.flatten(0, 1).to(dtype)
+
+    def _sum_by_sample(self, left: Tensor, right: Tensor, coefficients: list[float]) -> Tensor:
+        shape = (left.shape[-1], right.shape[-1])
+        total = torch.zeros(shape, dtype=torch.float32, device=left.device)
+        for y, a, c in zip(left, right, coefficients, strict=True):
+            total = torch.addmm(total, y.t(), a, out_dtype=torch.float32, alpha=c)
+        return total
+
+    def dense(self) -> Tensor:
+        """Returns G itself: the reference implementation."""
+        left, right = self.operands
+        return wide_bmm(left.mT, right)
+
+    def select(self, samples: Tensor | slice) -> "LinearFactors":
+        return LinearFactors(self.a[samples], self.y[samples], self.transposed)
