@@ -1,6 +1,5 @@
 """From the command line to the workers and back: parse, check, launch, report."""
 
-import argparse
 import faulthandler
 import gc
 import json
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bench.options import parse
+from bench.options import Options, parse
 from bench.profiling import Profiling
 from bench.report import describe_privacy, report
 from bench.settings import Settings, check_world, settings_from
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def check_output(settings: Settings, options: argparse.Namespace) -> None:
+def check_output(settings: Settings, options: Options) -> None:
     """Refuse a folder that cannot take the results; make it, unless this is a rehearsal."""
     if options.profile:
         check_folder("--profile-output-dir", options.profile_output_dir, not options.dry_run)
@@ -84,7 +83,7 @@ def check_output(settings: Settings, options: argparse.Namespace) -> None:
             raise ValueError(f"--output-dir: {error}") from error
 
 
-def launch(settings: Settings, hardware: Hardware, options: argparse.Namespace) -> int:
+def launch(settings: Settings, hardware: Hardware, options: Options) -> int:
     """Start the ranks; when a cell ends them, record it and start again for the rest."""
     print(hardware.sentence, flush=True)
     command = [sys.executable, *sys.orig_argv[1:]]
@@ -110,7 +109,7 @@ def launch(settings: Settings, hardware: Hardware, options: argparse.Namespace) 
     return max(status, int(outcome.status != 0))
 
 
-def work(settings: Settings, hardware: Hardware, options: argparse.Namespace) -> int:
+def work(settings: Settings, hardware: Hardware, options: Options) -> int:
     """One rank."""
     faulthandler.enable()  # a crash below Python shows where in Python it was
     torch._dynamo.reset()  # imports it, as the first optimizer would
@@ -170,7 +169,7 @@ def world_size_of(hardware: Hardware) -> int:
     return launched_world_size() if launched() else hardware.num_processes
 
 
-def describe_plan(settings: Settings, hardware: Hardware, options: argparse.Namespace) -> str:
+def describe_plan(settings: Settings, hardware: Hardware, options: Options) -> str:
     """What would run, for `--dry-run`."""
     world_size = world_size_of(hardware)
     with torch.device("meta"):

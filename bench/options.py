@@ -1,29 +1,30 @@
 """The command line: every option with its unit, its default and its effect."""
 
-import argparse
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.sharded import SPLIT
 from ddp import IMPLEMENTATIONS
+from dp_clipping.arguments import CLIPPINGS, TILE_SIZES
+from dp_clipping.clipping.coefficients import CLIPPING_FUNCTIONS
+from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
+from dp_clipping.modes import MODES, REFERENCE_MODE
+from dp_clipping.planning.plan import NORM_ALGORITHMS
 from lm.model import PRESETS
 from lm.runtime import is_first_of_host
-from measure.command_line import Parser
+from measure.options import not_negative, option, parse_options, positive, requires
 
 NOT_PRIVATE = "none"
-# As dp_clipping has them: importing it imports Opacus, two seconds that an ordinary run can spare.
-CLIPPING_MODES = ("per_sample", "ghost", "flash", "bookkeeping", "flash_bookkeeping")
-FUSED_MODES = ("flash", "flash_bookkeeping")
-NORM_ALGORITHMS = ("input_length", "width")  # behind a fused mode's name; without: "auto"
-CLIPPING_NAMES = tuple(
+PRIVATE_MODES = MODES[1:]
+FUSED_MODES = tuple(REFERENCE_MODE)
+CLIPPING_NAMES = tuple(  # a norm algorithm may stand behind a fused mode's name
     name
-    for mode in CLIPPING_MODES
-    for name in (mode, *(f"{mode}:{a}" for a in NORM_ALGORITHMS if mode in FUSED_MODES))
+    for mode in PRIVATE_MODES
+    for name in (mode, *(f"{mode}:{a}" for a in NORM_ALGORITHMS[1:] if mode in FUSED_MODES))
 )
-TILE_SIZES = (16, 32, 64, 128, 256)
-CLIPPING_STYLES = ("flat", "per_layer")
-CLIPPING_FUNCTIONS = ("abadi", "automatic")
-NORM_REDUCTIONS = ("sync", "async", "layerwise")
 DTYPES = ("float32", "mixed", "bfloat16")
 EXAMPLES = """\
 examples:
@@ -43,196 +44,123 @@ examples:
   python benchmark_ddp.py --implementations none fsdp2 tp --clipping none flash_bookkeeping
       the same price where the model is sharded
 """
+_from_zero = requires(lambda x: 0 <= x < math.inf, "{}: give a finite number of 0 or more")
+_above_zero = requires(lambda x: 0 < x < math.inf, "{}: give a finite number above 0")
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Exit with status 2 and one line for what argparse itself can tell is wrong."""
-    parser = Parser(
-        prog="benchmark_ddp.py",
-        description="Prove, time and profile data-parallel implementations beside PyTorch's own.",
-        epilog=EXAMPLES,
-        speaks=is_first_of_host,
-    )
-    _add_what(parser.add_argument_group("what to compare"))
-    _add_privacy(parser.add_argument_group("privacy (what --clipping MODE adds to every step)"))
-    _add_model(parser.add_argument_group("model (each overrides the preset)"))
-    _add_run(parser.add_argument_group("run"))
-    _add_output(parser.add_argument_group("output"))
-    _add_profile(parser.add_argument_group("profile mode (instead of the benchmark)"))
-    return parser.parse_args(arguments)
+def _size(what: str) -> Any:
+    return option(None, f"{what} (default: preset's)", metavar="N", check=positive)
 
 
-def _add_what(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--implementations", nargs="+", metavar="NAME", default=list(IMPLEMENTATIONS),
-        help=f"any of {', '.join(IMPLEMENTATIONS)}, or path/to/file.py:ClassName (default: all "
+# fmt: off
+@dataclass(frozen=True)
+class Options:
+    implementations: tuple[str, ...] = option(tuple(IMPLEMENTATIONS), group="what to compare",
+        metavar="NAME", help=(
+        f"any of {', '.join(IMPLEMENTATIONS)}, or path/to/file.py:ClassName (default: all "
         "of these); or of those that shard the model: fsdp2 (PyTorch's FSDP2, gathered block by "
         "block), fsdp2_root (all at once), tp (tensor parallel on all ranks), fsdp2_tp (FSDP2 x "
-        "two tensor-parallel ranks; 4 ranks or more). Ranks of a tensor axis share a batch",
-    )  # fmt: skip
-    group.add_argument(
-        "--bucket-size-mb", type=float, metavar="MIB",
-        help="gradient bytes reduced together, in MiB, for every implementation that batches "
+        "two tensor-parallel ranks; 4 ranks or more). Ranks of a tensor axis share a batch"))
+    bucket_size_mb: float | None = option(None, metavar="MIB", check=positive, help=(
+        "gradient bytes reduced together, in MiB, for every implementation that batches "
         "(default: each one's own: 200 for ddp_individual_v2 and ddp_bucketed, 100 for "
-        "ddp_copy_engine and torch_ddp_tuned, 25 for torch_ddp)",
-    )  # fmt: skip
+        "ddp_copy_engine and torch_ddp_tuned, 25 for torch_ddp)"))
 
-
-def _add_privacy(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--clipping", nargs="+", metavar="MODE", default=[NOT_PRIVATE],
-        help=f"{NOT_PRIVATE} (or no_dp): ordinary training; or any of {', '.join(CLIPPING_MODES)}: "
+    clipping: tuple[str, ...] = option((NOT_PRIVATE,),
+        group="privacy (what --clipping MODE adds to every step)", metavar="MODE", help=(
+        f"{NOT_PRIVATE} (or no_dp): ordinary training; or any of {', '.join(PRIVATE_MODES)}: "
         "clip every sample's gradient, sum, add noise (DP-SGD). The flash modes plan by cost how "
         "each linear layer's norm is taken; MODE:width (Gram matrices of tokens) and "
         "MODE:input_length (accumulated over tokens) set it for all. With several, every "
         "implementation is measured with each. Batches are of fixed size, not Poisson samples: "
-        "a benchmark, for which no epsilon is stated (default: none)",
-    )  # fmt: skip
-    group.add_argument(
-        "--noise-multiplier", type=float, metavar="SIGMA",
-        help="standard deviation of the noise, in units of --max-grad-norm; 0 adds none "
-        "(default: 1.0)",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-grad-norm", type=float, metavar="C",
-        help="what the gradient of a sample is clipped to, its Euclidean norm, above 0 "
-        "(default: 1.0)",
-    )  # fmt: skip
-    group.add_argument(
-        "--clipping-style", choices=CLIPPING_STYLES,
-        help="flat: one norm over all parameters; per_layer: one for each of the K modules, "
-        "clipped to C/sqrt(K) (default: flat)",
-    )  # fmt: skip
-    group.add_argument(
-        "--clipping-function", choices=CLIPPING_FUNCTIONS,
-        help="factor for a gradient of norm n; abadi: min(1, C/n); automatic: C/(n + 0.01) "
-        "(default: abadi)",
-    )  # fmt: skip
-    group.add_argument(
-        "--tile-size", type=int, choices=TILE_SIZES,
-        help="rows and columns of the tiles that the flash modes' kernels work on, in elements "
-        "(default: chosen by the kernels)",
-    )  # fmt: skip
-    group.add_argument(
-        "--memory-budget-mb", type=float, metavar="MIB",
-        help="what the flash modes' linear layers may keep from backward to their sums, in MiB a "
+        "a benchmark, for which no epsilon is stated"))
+    noise_multiplier: float | None = option(None, metavar="SIGMA", check=_from_zero, help=(
+        "standard deviation of the noise, in units of --max-grad-norm; 0 adds none (default: 1.0)"))
+    max_grad_norm: float | None = option(None, metavar="C", check=_above_zero, help=(
+        "what the gradient of a sample is clipped to, its Euclidean norm, above 0 (default: 1.0)"))
+    clipping_style: str | None = option(None, choices=CLIPPINGS, help=(
+        "flat: one norm over all parameters; per_layer: one for each of the K modules, "
+        "clipped to C/sqrt(K) (default: flat)"))
+    clipping_function: str | None = option(None, choices=CLIPPING_FUNCTIONS, help=(
+        "factor for a gradient of norm n; abadi: min(1, C/n); automatic: C/(n + 0.01) "
+        "(default: abadi)"))
+    tile_size: int | None = option(None, choices=TILE_SIZES, help=(
+        "rows and columns of the tiles that the flash modes' kernels work on, in elements "
+        "(default: chosen by the kernels)"))
+    memory_budget_mb: float | None = option(None, metavar="MIB", check=_from_zero, help=(
+        "what the flash modes' linear layers may keep from backward to their sums, in MiB a "
         "rank; what does not fit is formed in a second backward (default: what an ordinary step "
-        "would hold there; 0 for flash)",
-    )  # fmt: skip
-    group.add_argument(
-        "--norm-reduction", choices=NORM_REDUCTIONS,
-        help=f"how {' and '.join(SPLIT)} add up norms over the ranks that split parameters; sync: "
+        "would hold there; 0 for flash)"))
+    norm_reduction: str | None = option(None, choices=NORM_REDUCTIONS, help=(
+        f"how {' and '.join(SPLIT)} add up norms over the ranks that split parameters; sync: "
         "one all-reduce that blocks; async: one, beside independent work; layerwise: partial sums "
-        "leave during backward (default: async)",
-    )  # fmt: skip
-    group.add_argument(
-        "--show-plan", action="store_true",
-        help="print below the table what the flash modes do with each linear layer: shapes, "
+        "leave during backward (default: async)"))
+    show_plan: bool = option(False, help=(
+        "print below the table what the flash modes do with each linear layer: shapes, "
         "algorithm of the norm, predicted time, MiB kept (default: off; with --profile it is in "
-        "the summaries, with measured times)",
-    )  # fmt: skip
+        "the summaries, with measured times)"))
 
-
-def _add_model(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--preset", choices=list(PRESETS),
-        help="model size (default: laptop on a CPU, small on GPUs)",
-    )  # fmt: skip
-    for name, what in {
-        "d-model": "width of the residual stream, in features",
-        "num-layers": "number of blocks",
-        "num-heads": "attention heads a block",
-        "d-ff": "width of the feed-forward layer, in features",
-        "vocab-size": "number of different tokens; at least 256 for text",
-        "context-length": "sequence length, in tokens",
-    }.items():
-        group.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} (default: preset's)")
-    group.add_argument(
-        "--dtype", choices=DTYPES, default="float32",
-        help="float32; mixed: float32 parameters, bfloat16 arithmetic (autocast); "
+    preset: str | None = option(None, group="model (each overrides the preset)",
+        choices=tuple(PRESETS), help=(
+        "model size (default: laptop on a CPU, small on GPUs)"))
+    d_model: int | None = _size("width of the residual stream, in features")
+    num_layers: int | None = _size("number of blocks")
+    num_heads: int | None = _size("attention heads a block")
+    d_ff: int | None = _size("width of the feed-forward layer, in features")
+    vocab_size: int | None = _size("number of different tokens; at least 256 for text")
+    context_length: int | None = _size("sequence length, in tokens")
+    dtype: str = option("float32", choices=DTYPES, help=(
+        "float32; mixed: float32 parameters, bfloat16 arithmetic (autocast); "
         "bfloat16: parameters too, in which sharded ones are gathered and ordinary gradients "
-        "reduced; private sums are float32 (default: float32)",
-    )  # fmt: skip
-    group.add_argument(
-        "--compile", action="store_true",
-        help="compile each block with torch.compile (default: off); slow to start",
-    )  # fmt: skip
+        "reduced; private sums are float32"))
+    compile: bool = option(False,
+        help="compile each block with torch.compile (default: off); slow to start")
+
+    batch_size: int = option(8, group="run", metavar="N", check=positive,
+        help="sequences a rank and step")
+    data: str = option("stdlib", metavar="SOURCE", help=(
+        "stdlib: the bytes of Python's own sources; synthetic: seeded random tokens; "
+        "or a file or folder of text"))
+    num_epochs: int = option(2, metavar="N", check=positive,
+        help="epochs each implementation trains in a round, warmup included")
+    warmup_epochs: int = option(1, metavar="N", check=not_negative, help=(
+        "of these, epochs with rising learning rate and clipped gradients (private ones "
+        "after noise), which are not timed"))
+    steps_per_epoch: int | None = option(None, metavar="N", check=positive,
+        help="optimizer steps an epoch (default: 6; 3 in profile mode)")
+    rounds: int = option(5, metavar="N", check=positive, help=(
+        "how often each implementation is built, trained and timed; rounds are "
+        "interleaved so that drift hits all alike"))
+    seed: int = option(0, "of parameters and batches, 0 or more", metavar="N", check=not_negative)
+    device: str = option("auto", choices=("auto", "cpu", "cuda"),
+        help="auto: all GPUs with NCCL if there are any, else CPU with gloo")
+    num_processes: int | None = option(None, metavar="N", check=positive,
+        help="ranks to start when not under torchrun (default: one a GPU, two on a CPU)")
+    timeout: float = option(300.0, metavar="SECONDS", check=positive, help=(
+        "give up when no rank makes progress for so long, and name the one that the others "
+        "wait for"))
+
+    output_dir: Path | None = option(None, group="output", metavar="FOLDER", help=(
+        "receives results.jsonl, comparison.png and report.html; an existing one is resumed "
+        "(default: results_ddp/ and the time)"))
+    dry_run: bool = option(False,
+        help="check the options, print the plan, start and write nothing (default: off)")
+
+    profile: bool = option(False, group="profile mode (instead of the benchmark)",
+        help="record traces with the PyTorch profiler (default: benchmark)")
+    profile_implementation: str | None = option(None, metavar="NAME",
+        help="one implementation, or all on one time axis (default: all of --implementations)")
+    enable_profiling: bool = option(False, help=(
+        "with a private --clipping also time each phase and layer of a step "
+        "(DP_CLIPPING_PROFILE=1), into *_phases.txt (default: off)"))
+    profile_output_dir: Path = option(Path("profiler_output"), metavar="FOLDER",
+        help="receives traces, summaries and pictures (default: ./profiler_output)")
+# fmt: on
 
 
-def _add_run(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--batch-size", type=int, default=8, metavar="N",
-        help="sequences a rank and step (default: 8)",
-    )  # fmt: skip
-    group.add_argument(
-        "--data", default="stdlib", metavar="SOURCE",
-        help="stdlib: the bytes of Python's own sources; synthetic: seeded random tokens; "
-        "or a file or folder of text (default: stdlib)",
-    )  # fmt: skip
-    group.add_argument(
-        "--num-epochs", type=int, default=2, metavar="N",
-        help="epochs each implementation trains in a round, warmup included (default: 2)",
-    )  # fmt: skip
-    group.add_argument(
-        "--warmup-epochs", type=int, default=1, metavar="N",
-        help="of these, epochs with rising learning rate and clipped gradients (private ones "
-        "after noise), which are not timed (default: 1)",
-    )  # fmt: skip
-    group.add_argument(
-        "--steps-per-epoch", type=int, metavar="N",
-        help="optimizer steps an epoch (default: 6; 3 in profile mode)",
-    )  # fmt: skip
-    group.add_argument(
-        "--rounds", type=int, default=5, metavar="N",
-        help="how often each implementation is built, trained and timed; rounds are "
-        "interleaved so that drift hits all alike (default: 5)",
-    )  # fmt: skip
-    group.add_argument(
-        "--seed", type=int, default=0, metavar="N",
-        help="of parameters and batches, 0 or more (default: 0)",
-    )  # fmt: skip
-    group.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto",
-        help="auto: all GPUs with NCCL if there are any, else CPU with gloo (default: auto)",
-    )  # fmt: skip
-    group.add_argument(
-        "--num-processes", type=int, metavar="N",
-        help="ranks to start when not under torchrun (default: one a GPU, two on a CPU)",
-    )  # fmt: skip
-    group.add_argument(
-        "--timeout", type=float, default=300.0, metavar="SECONDS",
-        help="give up when no rank makes progress for so long, and name the one that the others "
-        "wait for (default: 300)",
-    )  # fmt: skip
-
-
-def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--output-dir", type=Path, metavar="FOLDER",
-        help="receives results.jsonl, comparison.png and report.html; an existing one is resumed "
-        "(default: results_ddp/ and the time)",
-    )  # fmt: skip
-    group.add_argument(
-        "--dry-run", action="store_true",
-        help="check the options, print the plan, start and write nothing (default: off)",
-    )  # fmt: skip
-
-
-def _add_profile(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--profile", action="store_true",
-        help="record traces with the PyTorch profiler (default: benchmark)",
-    )  # fmt: skip
-    group.add_argument(
-        "--profile-implementation", metavar="NAME",
-        help="one implementation, or all on one time axis (default: all of --implementations)",
-    )  # fmt: skip
-    group.add_argument(
-        "--enable-profiling", action="store_true",
-        help="with a private --clipping also time each phase and layer of a step "
-        "(DP_CLIPPING_PROFILE=1), into *_phases.txt (default: off)",
-    )  # fmt: skip
-    group.add_argument(
-        "--profile-output-dir", type=Path, default=Path("profiler_output"), metavar="FOLDER",
-        help="receives traces, summaries and pictures (default: ./profiler_output)",
+def parse(arguments: Sequence[str]) -> Options:
+    """Exits with status 2 and one line for what is wrong with an option alone."""
+    return parse_options(
+        Options, arguments, prog="benchmark_ddp.py", epilog=EXAMPLES, speaks=is_first_of_host,
+        description="Prove, time and profile data-parallel implementations beside PyTorch's own.",
     )  # fmt: skip

@@ -1,27 +1,21 @@
 """What the options mean together, checked before any worker starts."""
 
-import argparse
 import functools
 import hashlib
-import math
 import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from bench.names import class_of, file_stem, is_plugin, numbered, plain, plugin_file, titles
-from bench.options import CLIPPING_MODES, CLIPPING_NAMES, FUSED_MODES, NOT_PRIVATE
+from bench.options import CLIPPING_NAMES, FUSED_MODES, NOT_PRIVATE, PRIVATE_MODES, Options
 from bench.sharded import SHARDED, SPLIT, Layout, check_ranks, layout_of
 from ddp import IMPLEMENTATIONS, implementation, options_of
 from lm.data import Batches, Corpus, open_data
 from lm.failures import locate
 from lm.model import PRESETS, ModelConfig
-from measure.command_line import check_numbers, option
+from measure.options import flag, shared_values
 
-POSITIVE = (
-    "d_model", "num_layers", "num_heads", "d_ff", "vocab_size", "context_length", "batch_size",
-    "num_epochs", "steps_per_epoch", "rounds", "num_processes", "bucket_size_mb", "timeout",
-)  # fmt: skip
 KERNEL_OPTIONS = ("tile_size", "memory_budget_mb")  # of `Privacy`, for fused modes only
 SEAM = ("before_gradient", "gradient_ready")  # through which private gradients are handed over
 
@@ -160,13 +154,12 @@ class Settings:
         return {k: v for k, v in common.items() if k not in KERNEL_OPTIONS}
 
 
-def settings_from(options: argparse.Namespace, device_type: str, default_folder: Path) -> Settings:
+def settings_from(options: Options, device_type: str, default_folder: Path) -> Settings:
     """Check what the options mean together.
 
     Raises:
         ValueError: one line that names the option, what is wrong, and what to do.
     """
-    check_numbers(options, POSITIVE, not_negative=("warmup_epochs", "seed"))
     names = _names(options)
     clippings, privacy = _clippings(options), _privacy(options)
     _check_show_plan(options)
@@ -185,24 +178,17 @@ def settings_from(options: argparse.Namespace, device_type: str, default_folder:
             f"--warmup-epochs {options.warmup_epochs} leaves no epoch to time, "
             "give a larger --num-epochs"
         )
-    settings = Settings(
+    settings = shared_values(
+        options,
+        Settings,
         implementations=tuple(names),
         clippings=tuple(clippings),
         privacy=privacy,
         model=_model(options, device_type),
-        batch_size=options.batch_size,
-        bucket_size_mb=options.bucket_size_mb,
-        num_epochs=options.num_epochs,
-        warmup_epochs=options.warmup_epochs,
         steps_per_epoch=options.steps_per_epoch or (3 if options.profile else 6),
-        rounds=options.rounds,
-        seed=options.seed,
-        dtype=options.dtype,
-        compile=options.compile,
         data=_data_source(options.data),
         timeout_s=options.timeout,
         output_dir=options.output_dir or default_folder,
-        show_plan=options.show_plan,
     )
     batches_for(settings, rank=0, world_size=1)  # unreadable, empty or too short a text
     return settings
@@ -248,7 +234,7 @@ def _corpus(source: str, vocab_size: int) -> Corpus:
     return open_data(source, vocab_size)
 
 
-def _names(options: argparse.Namespace) -> list[str]:
+def _names(options: Options) -> list[str]:
     names, option = options.implementations, "--implementations"
     if options.profile_implementation and not options.profile:
         raise ValueError("--profile-implementation: give --profile too")
@@ -284,7 +270,7 @@ def _import_place(name: str, error: ValueError) -> str:
     return f", at {places[0]}"
 
 
-def _clippings(options: argparse.Namespace) -> list[str]:
+def _clippings(options: Options) -> list[str]:
     synonyms = {"no_dp": NOT_PRIVATE, **{f"{mode}:auto": mode for mode in FUSED_MODES}}
     modes = [synonyms.get(mode, mode) for mode in options.clipping]
     for mode in modes:
@@ -299,7 +285,7 @@ def _clippings(options: argparse.Namespace) -> list[str]:
     return modes
 
 
-def _privacy(options: argparse.Namespace) -> Privacy:
+def _privacy(options: Options) -> Privacy:
     """Options that would have no effect are refused: somebody meant them."""
     names = [field.name for field in fields(Privacy)]
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
@@ -308,24 +294,13 @@ def _privacy(options: argparse.Namespace) -> Privacy:
             _require_fused(name, options)
     if given and set(_clippings(options)) == {NOT_PRIVATE}:
         raise ValueError(
-            f"{option(next(iter(given)))}: only --clipping MODE clips and adds noise, give one of "
-            f"{', '.join(CLIPPING_MODES)} too"
+            f"{flag(next(iter(given)))}: only --clipping MODE clips and adds noise, give one of "
+            f"{', '.join(PRIVATE_MODES)} too"
         )
-    privacy = Privacy(**given)
-    if not 0 <= privacy.noise_multiplier < math.inf:
-        raise ValueError(
-            f"--noise-multiplier {privacy.noise_multiplier}: give a finite number of 0 or more"
-        )
-    if not 0 < privacy.max_grad_norm < math.inf:
-        raise ValueError(f"--max-grad-norm {privacy.max_grad_norm}: give a finite number above 0")
-    if not 0 <= (privacy.memory_budget_mb or 0) < math.inf:
-        raise ValueError(
-            f"--memory-budget-mb {privacy.memory_budget_mb}: give a finite number of 0 or more"
-        )
-    return privacy
+    return Privacy(**given)
 
 
-def _check_show_plan(options: argparse.Namespace) -> None:
+def _check_show_plan(options: Options) -> None:
     if options.show_plan:
         _require_fused("show_plan", options)
         if options.profile:
@@ -334,15 +309,15 @@ def _check_show_plan(options: argparse.Namespace) -> None:
             )
 
 
-def _require_fused(name: str, options: argparse.Namespace) -> None:
+def _require_fused(name: str, options: Options) -> None:
     if not any(Subject("", clipping).is_fused for clipping in _clippings(options)):
         raise ValueError(
-            f"{option(name)}: only fused kernels have use for it, give --clipping "
+            f"{flag(name)}: only fused kernels have use for it, give --clipping "
             f"{' or '.join(FUSED_MODES)} too"
         )
 
 
-def _check_sharded(options: argparse.Namespace, names: list[str]) -> None:
+def _check_sharded(options: Options, names: list[str]) -> None:
     """Settings that sharded models cannot follow, or that only they can."""
     sharded = next((name for name in names if name in SHARDED), None)
     if sharded and options.memory_budget_mb is not None:
@@ -372,7 +347,7 @@ def _check_can_clip(name: str, clippings: list[str]) -> None:
         )
 
 
-def _model(options: argparse.Namespace, device_type: str) -> ModelConfig:
+def _model(options: Options, device_type: str) -> ModelConfig:
     preset = options.preset or ("small" if device_type == "cuda" else "laptop")
     names = {field.name for field in fields(ModelConfig)}
     given = {k: v for k, v in vars(options).items() if k in names and v is not None}
@@ -385,7 +360,7 @@ def _model(options: argparse.Namespace, device_type: str) -> ModelConfig:
 def _with_options(message: str, fields: set[str]) -> str:
     """`d_model` is what the model calls it; the user knows it as `--d-model`."""
     names = "|".join(sorted(fields))
-    return re.sub(rf"\b({names})\b", lambda m: option(m[0]), message)
+    return re.sub(rf"\b({names})\b", lambda m: flag(m[0]), message)
 
 
 def _data_source(source: str) -> str:

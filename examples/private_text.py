@@ -25,7 +25,6 @@ import json
 import shlex
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddp import wrap
 from dp_clipping import BatchMemoryManager, PrivacyEngine
-from examples.private_text_options import RESUMABLE, check, parse
+from examples.private_text_options import RESUMABLE, Options, parse
 from examples.private_text_picture import draw_training
 from lm.data import open_data
 from lm.model import ModelConfig, Transformer
@@ -79,7 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = parse(arguments)
     try:
-        check(options)
         text = cut_windows(options.data, options.context_length)
         settings = public_settings(options, text)
         check_folder(options.output_dir, settings, text)
@@ -112,7 +110,7 @@ def cut_windows(source: str, context_length: int) -> Text:
     return Text(windows[:kept], windows[kept:][:EVALUATED], digest)
 
 
-def public_settings(options: Namespace, text: Text) -> dict:
+def public_settings(options: Options, text: Text) -> dict:
     """What identifies a run, δ filled in; raises ValueError for what the text does not allow."""
     windows = len(text.training)
     settings = {k: v for k, v in vars(options).items() if k not in RESUMABLE} | {"windows": windows}
@@ -177,7 +175,7 @@ def command(arguments: Sequence[str]) -> str:
 class Training:
     """One private run, from the beginning or from its checkpoint."""
 
-    def __init__(self, options: Namespace, settings: dict, text: Text, device: torch.device):
+    def __init__(self, options: Options, settings: dict, text: Text, device: torch.device):
         self.options, self.settings, self.text, self.device = options, settings, text, device
         self.is_first = launched_rank() == 0
         self.log = options.output_dir / "not_covered_by_epsilon.jsonl"

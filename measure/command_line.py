@@ -3,12 +3,11 @@
 import argparse
 import errno
 import functools
-import math
 import os
 import select
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -103,34 +102,6 @@ def refuse(program: str, error: Exception | str, speaks: bool = True) -> int:
     if speaks:
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
     return BAD_INPUT
-
-
-def option(name: str) -> str:
-    """`seq_length` is what a program calls it; the user knows it as `--seq-length`."""
-    return f"--{name.replace('_', '-')}"
-
-
-def check_numbers(
-    options: argparse.Namespace, positive: Iterable[str], not_negative: Iterable[str] = ()
-) -> None:
-    """Check options by name, each number of those that take several; None is not given.
-
-    Raises:
-        ValueError: one is not finite, or too small; it names the option and what to give.
-    """
-    for name in positive:
-        for value in _numbers(options, name):
-            if not 0 < value < math.inf:
-                raise ValueError(f"{option(name)} {value}: give a positive number")
-    for name in not_negative:
-        for value in _numbers(options, name):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{option(name)} {value}: give 0 or more")
-
-
-def _numbers(options: argparse.Namespace, name: str) -> list:
-    value = getattr(options, name)
-    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def check_folder(name: str, folder: Path, create: bool) -> None:

@@ -32,7 +32,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from measure.command_line import Parser, check_numbers, ending_quietly, refuse
+from measure.command_line import ending_quietly, refuse
+from measure.options import not_negative, option, parse_options
 from measure.report_tables import milliseconds
 from measure.report_text import ENOUGH, environment
 from measure.results import OK, UNAVAILABLE
@@ -66,33 +67,40 @@ class Comparison:
         return any(row["status"] != NOT_COMPARABLE for row in self.rows)
 
 
+@dataclass(frozen=True)
+class Options:
+    before: Path = option(metavar="A", help="results folder, or file of rows")
+    after: Path = option(metavar="B", help="the same, judged against A")
+    threshold: float = option(
+        0.05,
+        "the least change that counts, of times and of memory, as a fraction of A: a larger "
+        "one calls less a regression (default: 0.05, that is 5 %%)",
+        metavar="FRACTION",
+        check=not_negative,
+    )
+    metric: str = option(
+        STEP,
+        "which times are judged: any list in the rows that ends with _ms, in milliseconds, "
+        f"such as forward_backward_ms (default: {STEP}, complete steps)",
+        metavar="NAME",
+    )
+    allow_missing: bool = option(
+        False,
+        "B may lack cells of A (default: one that was measured in A and is not in B is exit "
+        "status 1)",
+    )
+
+    def __post_init__(self) -> None:
+        if self.threshold >= 1:
+            raise ValueError(
+                f"--threshold {self.threshold:g}: give a fraction below 1, 0.05 for 5 %"
+            )
+
+
 @ending_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog=PROGRAM, description=__doc__)
-    parser.add_argument("before", type=Path, metavar="A", help="results folder, or file of rows")
-    parser.add_argument("after", type=Path, metavar="B", help="the same, judged against A")
-    parser.add_argument(
-        "--threshold", type=float, default=0.05, metavar="FRACTION",
-        help="the least change that counts, of times and of memory, as a fraction of A: a larger "
-        "one calls less a regression (default: 0.05, that is 5 %%)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--metric", default=STEP, metavar="NAME",
-        help="which times are judged: any list in the rows that ends with _ms, in milliseconds, "
-        f"such as forward_backward_ms (default: {STEP}, complete steps)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--allow-missing", action="store_true",
-        help="B may lack cells of A (default: one that was measured in A and is not in B is exit "
-        "status 1)",
-    )  # fmt: skip
-    options = parser.parse_args(arguments)
+    options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
     try:
-        check_numbers(options, [], not_negative=["threshold"])
-        if options.threshold >= 1:
-            raise ValueError(
-                f"--threshold {options.threshold:g}: give a fraction below 1, 0.05 for 5 %"
-            )
         before, after = read_cells(options.before), read_cells(options.after)
         for path, cells in ((options.before, before), (options.after, after)):
             check_metric(path, cells, options.metric)

@@ -14,10 +14,12 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from measure.command_line import Parser, ending_quietly, refuse
+from measure.command_line import ending_quietly, refuse
 from measure.files import write_atomically
+from measure.options import option, parse_options
 from measure.picture import read_picture
 from measure.report_page import Block, page, table
 from measure.report_phases import PHASES, phase_tables
@@ -40,23 +42,21 @@ PROGRAM = "measure.report"
 FILE = "report.html"
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 2 for what is no results folder."""
-    parser = Parser(prog=PROGRAM, description=__doc__)
-    parser.add_argument(
-        "folder",
-        type=Path,
+@dataclass(frozen=True)
+class Options:
+    folder: Path = option(
         metavar="FOLDER",
         help="whose results are shown: results.jsonl or *_result.json files, and pictures",
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help=f"where the report is written (default: {FILE} in FOLDER)",
+    output: Path | None = option(
+        None, f"where the report is written (default: {FILE} in FOLDER)", metavar="FILE"
     )
-    options = parser.parse_args(arguments)
+
+
+@ending_quietly
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0, or 2 for what is no results folder."""
+    options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
     try:
         text = render(options.folder)
     except (ValueError, OSError) as error:

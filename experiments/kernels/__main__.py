@@ -12,10 +12,12 @@ with operands that are not in the second-level cache. Times are milliseconds of 
 norms of eight layers share a launch, and the time is a layer's; `alone`: in a launch of its own.
 """
 
-import argparse
 import gc
 import json
 import sys
+from argparse import ArgumentTypeError
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,7 +35,9 @@ from experiments.kernels.one_layer import (
     sums_of_pieces,
 )
 from measure import Column, environment, format_table, write_atomically
+from measure.options import option, parse_options, requires
 
+PROGRAM = "experiments.kernels"
 LLAMA_1B = [(8192, 2048), (2048, 2048), (512, 2048)]
 LLAMA_8B = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)]
 SHAPES = [
@@ -81,8 +85,23 @@ def shape_of(text: str) -> Shape:
     except ValueError:
         values = []
     if len(values) != 4 or min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 8x1024x8192x2048")
+        raise ArgumentTypeError(f"{text!r} is not of the form 8x1024x8192x2048")
     return Shape(*values)
+
+
+# fmt: off
+@dataclass(frozen=True)
+class Options:
+    shapes: tuple[Shape, ...] = option(tuple(SHAPES), metavar="BxTxdxp", type=shape_of,
+        help=f"layers of the table (default: {len(SHAPES)}, of Llama 1B and 8B)")
+    rounds: int = option(10, check=requires(lambda n: n >= 1, "must be at least 1"),
+        help="samples of each call; one lasts a millisecond or one call")
+    output: Path | None = option(None, "JSON of all samples (default: none)")
+    crossing: Path | None = option(None, metavar="PNG",
+        help="in place of the table, a picture: which algorithm pays at which length")
+    redraw: tuple[Path, Path] | None = option(None, metavar=("JSON", "PNG"),
+        help="the same picture from the results of an earlier run, without measuring")
+# fmt: on
 
 
 def copy_bandwidth(device: torch.device, rounds: int, size: int = COPY_BYTES) -> float:
@@ -143,7 +162,7 @@ def plan_line(judgements: list[dict]) -> str:
     )
 
 
-def run_table(options: argparse.Namespace, device: torch.device) -> None:
+def run_table(options: Options, device: torch.device) -> None:
     results = {
         "environment": environment(),
         "rounds": options.rounds,
@@ -161,7 +180,7 @@ def run_table(options: argparse.Namespace, device: torch.device) -> None:
     print(report(results))
 
 
-def run_crossing(options: argparse.Namespace, device: torch.device) -> None:
+def run_crossing(options: Options, device: torch.device) -> None:
     results = {"environment": environment(), "rounds": options.rounds, "cells": []}
     rates = rates_of(device)
     for shape in crossing.shapes():
@@ -188,43 +207,14 @@ def forget(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="experiments.kernels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--shapes", nargs="+", type=shape_of, default=SHAPES, metavar="BxTxdxp",
-        help=f"layers of the table (default: {len(SHAPES)}, of Llama 1B and 8B)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--rounds", type=int, default=10,
-        help="samples of each call; one lasts a millisecond or one call (default: 10)",
-    )  # fmt: skip
-    parser.add_argument("--output", type=Path, help="JSON of all samples (default: none)")
-    parser.add_argument(
-        "--crossing", type=Path, metavar="PNG",
-        help="in place of the table, a picture: which algorithm pays at which length",
-    )  # fmt: skip
-    parser.add_argument(
-        "--redraw", nargs=2, type=Path, metavar=("JSON", "PNG"),
-        help="the same picture from the results of an earlier run, without measuring",
-    )  # fmt: skip
-    options = parser.parse_args(arguments)
-    if options.rounds < 1:
-        parser.error("--rounds must be at least 1")
-    return options
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
     if options.redraw:
         source, target = options.redraw
         crossing.draw(json.loads(source.read_text()), target)
         return 0
     if not torch.cuda.is_available():
-        print("experiments.kernels: needs a CUDA device", file=sys.stderr)
+        print(f"{PROGRAM}: needs a CUDA device", file=sys.stderr)
         return 2
     (run_crossing if options.crossing else run_table)(options, torch.device("cuda"))
     return 0

@@ -7,7 +7,6 @@ it was stopped; `--help` says what the results folder receives.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -22,6 +21,7 @@ from experiments.llama_fsdp.left import TimeLeft
 from experiments.llama_fsdp.network import SHAPES, config_of, files_of, without_token
 from experiments.llama_fsdp.options import (
     PROGRAM,
+    Options,
     cell_arguments,
     folder_of,
     output_of,
@@ -103,7 +103,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def check(options: argparse.Namespace, world_size: int) -> None:
+def check(options: Options, world_size: int) -> None:
     """What can be known before a worker starts.
 
     Raises:
@@ -135,7 +135,7 @@ def redraw(folder: Path) -> int:
 # ---- one cell and the grid -----------------------------------------------------------------------
 
 
-def run_one(options: argparse.Namespace, hardware: Hardware, start: Start) -> int:
+def run_one(options: Options, hardware: Hardware, start: Start) -> int:
     (cell,) = plan(options)
     if twin := say_twins([cell.mode], hardware.device_type):
         print(twin, flush=True)
@@ -147,7 +147,7 @@ def run_one(options: argparse.Namespace, hardware: Hardware, start: Start) -> in
 
 def measure(
     cell: Cell,
-    options: argparse.Namespace,
+    options: Options,
     hardware: Hardware,
     world_size: int,
     start: Start,
@@ -186,13 +186,12 @@ def run_cell(
     return json.loads(output.read_text())
 
 
-def run_grid(options: argparse.Namespace, hardware: Hardware, world_size: int, start: Start) -> int:
+def run_grid(options: Options, hardware: Hardware, world_size: int, start: Start) -> int:
     """Every cell that is not finished, then pictures and summary; 1 if a cell has failed."""
     from experiments.llama_fsdp.cell import write_result
 
     planned = Plan(options, hardware, world_size)
     folder, keys, todo = planned.folder, planned.keys, planned.todo
-    options.output_dir = folder
     results = Results(folder)
     if finished := planned.say_finished():
         print(finished)

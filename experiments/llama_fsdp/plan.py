@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 
 import torch
 
 from experiments.llama_fsdp.network import config_of, on_meta
-from experiments.llama_fsdp.options import folder_of, settings_of
-from experiments.llama_fsdp.results import GIB, Cell, ran_as
+from experiments.llama_fsdp.options import LENGTHS, Options, folder_of, settings_of
+from experiments.llama_fsdp.results import GIB, MODES, Cell, ran_as
 from lm.runtime import Hardware
 from measure import Results, plan_rounds
 from measure.words import counted
 
 
-def plan(options: argparse.Namespace) -> list[Cell]:
+def plan(options: Options) -> list[Cell]:
     """Lengths from short to long; the modes of one take turns in interleaved rounds."""
     if options.mode:
         return [Cell(options.mode, options.seq_length, options.round)]
+    modes = list(dict.fromkeys(options.modes or MODES))
     return [
         Cell(mode, length, number)
-        for length in sorted(options.seq_lengths)
-        for number, mode in plan_rounds(options.modes, options.rounds, seed=0)
+        for length in sorted({*(options.seq_lengths or LENGTHS)})
+        for number, mode in plan_rounds(modes, options.rounds or 1, seed=0)
     ]
 
 
@@ -32,7 +32,7 @@ class Plan:
     Of one cell alone nothing is finished: it is measured whenever it is asked for.
     """
 
-    def __init__(self, options: argparse.Namespace, hardware: Hardware, world_size: int):
+    def __init__(self, options: Options, hardware: Hardware, world_size: int):
         self._settings, self._world_size = settings_of(options), world_size
         on_cpu = hardware.device_type == "cpu"
         self._device = "cpu" if on_cpu else torch.cuda.get_device_name(0)
@@ -60,7 +60,7 @@ def say_twins(modes: Iterable[str], device_type: str) -> str:
     return f"{twins}, in plain PyTorch: fused kernels need a CUDA device and Triton" * bool(twins)
 
 
-def describe_plan(options: argparse.Namespace, hardware: Hardware, world_size: int) -> str:
+def describe_plan(options: Options, hardware: Hardware, world_size: int) -> str:
     """What would run, for `--dry-run`."""
     network = on_meta(config_of(options.model_name), options.train_embedding)
     count = sum(p.numel() for p in network.parameters())

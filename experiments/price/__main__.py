@@ -13,15 +13,13 @@ figures a step: forward, backward and clipping alone, and the complete step with
 AdamW. With --compile every variant's decoder layers are compiled, also those without privacy.
 """
 
-import argparse
 import gc
 import json
-import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,13 +29,42 @@ from torch.utils.data import DataLoader, TensorDataset
 from dp_clipping import MODES, PrivacyEngine
 from experiments.price.models import LABELS, MODELS, VOCABULARY, compile_layers
 from experiments.price.report import report
+from experiments.rounds import Row, row_of
 from measure import environment, plan_rounds, summarize, write_atomically
+from measure.options import option, parse_options, positive
 
+PROGRAM = "experiments.price"
 VARIANTS = ("ordinary", "flash_bookkeeping", "flash", "bookkeeping", "opacus_ghost")
 PER_LAYER = "_per_layer"  # behind a mode's name: clipping="per_layer"
 CHOICES = ("ordinary", *MODES, *(mode + PER_LAYER for mode in MODES[1:]), "opacus_ghost")
 WARM_UP = 3  # steps of a round that are not timed
 Batch = tuple[Tensor, Tensor]
+
+
+# fmt: off
+@dataclass(frozen=True)
+class Options:
+    model: str = option(next(iter(MODELS)), "shape of the network", choices=tuple(MODELS))
+    rows: tuple[Row, ...] | None = option(None, metavar="BxT", type=row_of, help=(
+        "batch x tokens (default: five of the model's, 8192 to 16384 tokens of the 1B, "
+        "4096 to 8192 of the 8B shape)"))
+    variants: tuple[str, ...] = option(VARIANTS, choices=CHOICES, metavar="VARIANT",
+        help=f"of {', '.join(CHOICES)}")
+    rounds: int = option(3, "times each is built", check=positive)
+    steps: int = option(5, "timed steps a round", check=positive)
+    layers: int | None = option(None, "decoder layers (default: 16 of 1B, 4 of 8B)", check=positive)
+    compile: bool = option(False, "compile each decoder layer, in all variants")
+    profile: bool = option(False, "print the slowest kernels")
+    output: Path | None = option(None, "JSON of all samples (default: none)")
+# fmt: on
+
+
+def parse(arguments: Sequence[str] | None) -> Options:
+    """With the model's rows and layers where none are given."""
+    options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
+    model = MODELS[options.model]
+    rows = options.rows or tuple(Row(*row) for row in model.rows)
+    return replace(options, rows=rows, layers=options.layers or model.layers)
 
 
 @dataclass(frozen=True)
@@ -96,15 +123,14 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def batch_of(row: str, device: torch.device) -> Batch:
+def batch_of(row: Row, device: torch.device) -> Batch:
     """Random tokens [B, T] and labels [B]."""
-    batch_size, length = map(int, row.split("x"))
     generator = torch.Generator(device).manual_seed(1)
-    tokens = torch.randint(1, VOCABULARY, (batch_size, length), generator=generator, device=device)
-    return tokens, torch.randint(0, LABELS, (batch_size,), generator=generator, device=device)
+    tokens = torch.randint(1, VOCABULARY, row, generator=generator, device=device)
+    return tokens, torch.randint(0, LABELS, row[:1], generator=generator, device=device)
 
 
-def measure(variant: str, row: str, setting: Setting) -> dict:
+def measure(variant: str, row: Row, setting: Setting) -> dict:
     """Milliseconds of each step and the peak of allocated memory, in MiB."""
     batch = batch_of(row, setting.device)
     run = Run(variant, len(batch[0]), setting)
@@ -150,15 +176,13 @@ def slowest(recorder: torch.profiler.profile, count: int = 30) -> list[str]:
     return lines
 
 
-def run_all(
-    options: argparse.Namespace, setting: Setting, say: Callable[[str], None]
-) -> list[dict]:
+def run_all(options: Options, setting: Setting, say: Callable[[str], None]) -> list[dict]:
     results = []
     for row in options.rows:
         for number, variant in plan_rounds(options.variants, options.rounds, 0):
             started = time.perf_counter()
             cell = {
-                "row": row, "variant": variant, "round": number, "model": setting.model,
+                "row": str(row), "variant": variant, "round": number, "model": setting.model,
                 "layers": setting.layers, "compiled": setting.compiled,
             }  # fmt: skip
             try:
@@ -191,48 +215,10 @@ def describe(cell: dict) -> str:
     return f"{name}: {summarize(cell['step_ms']).median:.1f} ms, {cell['peak_mib']:.0f} MiB"
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="experiments.price",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--model", choices=list(MODELS), default=next(iter(MODELS)),
-        help=f"shape of the network (default: {next(iter(MODELS))})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--rows", nargs="+", metavar="BxT",
-        help="batch x tokens (default: five of the model's, 8192 to 16384 tokens of the 1B, "
-        "4096 to 8192 of the 8B shape)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--variants", nargs="+", choices=CHOICES, metavar="VARIANT",
-        default=list(VARIANTS),
-        help=f"of {', '.join(CHOICES)} (default: {' '.join(VARIANTS)})",
-    )  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=3, help="times each is built (default: 3)")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps a round (default: 5)")
-    parser.add_argument("--layers", type=int, help="decoder layers (default: 16 of 1B, 4 of 8B)")
-    parser.add_argument(
-        "--compile", action="store_true", help="compile each decoder layer, in all variants"
-    )
-    parser.add_argument("--profile", action="store_true", help="print the slowest kernels")
-    parser.add_argument("--output", type=Path, help="JSON of all samples (default: none)")
-    options = parser.parse_args(arguments)
-    model = MODELS[options.model]
-    options.rows = options.rows or [f"{b}x{t}" for b, t in model.rows]
-    options.layers = options.layers or model.layers
-    for row in options.rows:
-        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", row):
-            parser.error(f"--rows: {row!r} is not of the form 8x1024")
-    return options
-
-
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if not torch.cuda.is_available():
-        print("experiments.price: needs a CUDA device", file=sys.stderr)
+        print(f"{PROGRAM}: needs a CUDA device", file=sys.stderr)
         return 2
     setting = Setting(
         options.model, options.layers, options.compile, options.steps, options.profile,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from experiments.llama_fsdp.plan import say_twins
 from experiments.llama_fsdp.results import MODES as GRID
 from experiments.llama_fsdp.results import Cell, Settings
 from experiments.price.report import legend, report
+from experiments.rounds import Row, row_of
 from lm.launch import INTERRUPTED, run_ranks
 from lm.runtime import (
     Hardware,
@@ -34,7 +33,8 @@ from lm.runtime import (
 )
 from lm.watch import Watch
 from measure import environment, plan_rounds, summarize, write_atomically
-from measure.command_line import Parser, check_folder, check_numbers, refuse
+from measure.command_line import check_folder, refuse
+from measure.options import not_negative, option, parse_options, positive
 
 PROGRAM = "experiments.price_sharded"
 ORDINARY, PER_LAYER = "ordinary", "_per_layer"  # behind a mode's name: clipping="per_layer"
@@ -61,51 +61,38 @@ examples:
 """
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    made = Parser(prog=PROGRAM, description=DESCRIPTION, epilog=EXAMPLES, speaks=is_first_of_host)
-    made.add_argument(
-        "--model-name", choices=tuple(SHAPES), default="llama-3.1-8b", metavar="NAME",
-        help=f"shape of the network: {', '.join(SHAPES)} (default: llama-3.1-8b)",
+# fmt: off
+@dataclass(frozen=True)
+class Options:
+    model_name: str = option("llama-3.1-8b", choices=tuple(SHAPES), metavar="NAME",
+        help=f"shape of the network: {', '.join(SHAPES)}")
+    rows: tuple[Row, ...] | None = option(None, unique=True, metavar="BxT", type=row_of,
+        help=f"samples a rank x tokens a sample (default: {' '.join(ROWS)}; of tiny {TINY})")
+    variants: tuple[str, ...] = option(DEFAULT, choices=CHOICES, unique=True, metavar="VARIANT",
+        help=(
+        f"of {', '.join(CHOICES)}"))
+    rounds: int = option(3, "times each is built", check=positive)
+    steps: int = option(6, "timed steps a round", check=positive)
+    warm_up: int = option(3, "steps of a round before those", check=not_negative)
+    output: Path | None = option(None, "JSON of all samples (default: none)")
+    num_processes: int | None = option(None, metavar="N", check=positive,
+        help="ranks, unless torchrun says it (default: one a GPU, two on a CPU)")
+    timeout: float = option(300.0, metavar="S", check=positive,
+        help="seconds without progress after which the run ends")
+# fmt: on
+
+    def __post_init__(self) -> None:
+        if self.output:
+            check_folder("--output", self.output.absolute().parent, create=False)
+
+
+def parse(arguments: Sequence[str] | None) -> Options:
+    options = parse_options(
+        Options, arguments, prog=PROGRAM, description=DESCRIPTION, epilog=EXAMPLES,
+        speaks=is_first_of_host,
     )  # fmt: skip
-    made.add_argument(
-        "--rows", nargs="+", metavar="BxT",
-        help=f"samples a rank x tokens a sample (default: {' '.join(ROWS)}; of tiny {TINY})",
-    )  # fmt: skip
-    made.add_argument(
-        "--variants", nargs="+", choices=CHOICES, default=list(DEFAULT), metavar="VARIANT",
-        help=f"of {', '.join(CHOICES)} (default: {' '.join(DEFAULT)})",
-    )  # fmt: skip
-    made.add_argument("--rounds", type=int, default=3, help="times each is built (default: 3)")
-    made.add_argument("--steps", type=int, default=6, help="timed steps a round (default: 6)")
-    made.add_argument(
-        "--warm-up", type=int, default=3, help="steps of a round before those (default: 3)"
-    )
-    made.add_argument("--output", type=Path, help="JSON of all samples (default: none)")
-    made.add_argument(
-        "--num-processes", type=int, metavar="N",
-        help="ranks, unless torchrun says it (default: one a GPU, two on a CPU)",
-    )  # fmt: skip
-    made.add_argument(
-        "--timeout", type=float, default=300.0, metavar="S",
-        help="seconds without progress after which the run ends (default: 300)",
-    )  # fmt: skip
-    options = made.parse_args(arguments)
-    try:
-        check_numbers(options, ("rounds", "steps", "num_processes", "timeout"), ("warm_up",))
-    except ValueError as error:
-        made.error(str(error))
-    if options.output:
-        try:
-            check_folder("--output", options.output.absolute().parent, create=False)
-        except ValueError as error:
-            made.error(str(error))
-    options.variants = list(dict.fromkeys(options.variants))
-    rows = options.rows or ([TINY] if options.model_name == "tiny" else ROWS)
-    options.rows = list(dict.fromkeys(rows))
-    for row in options.rows:
-        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", row):
-            made.error(f"--rows: {row!r} is not of the form 2x1024")
-    return options
+    default = (TINY,) if options.model_name == "tiny" else ROWS
+    return replace(options, rows=options.rows or tuple(map(row_of, default)))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -127,7 +114,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     return int(outcome.status != 0)
 
 
-def work(options: argparse.Namespace, hardware: Hardware) -> int:
+def work(options: Options, hardware: Hardware) -> int:
     """One rank of all cells."""
     with process_group(hardware, options.timeout) as worker:
         store = connect_store(timedelta(seconds=options.timeout))
@@ -159,30 +146,29 @@ def mode_of(variant: str) -> str:
 
 
 def measure(
-    row: str, variant: str, number: int, options: argparse.Namespace, worker: Worker, watch: Watch
+    row: Row, variant: str, number: int, options: Options, worker: Worker, watch: Watch
 ) -> dict:
     """Milliseconds of each step on the slowest rank, peak memory in MiB of the largest."""
     from experiments.llama_fsdp.cell import Run, make_batches, time_steps
 
     watch.at(f"{variant} {row}, round {number + 1}")
-    batch_size, length = map(int, row.split("x"))
     is_per_layer = variant.endswith(PER_LAYER)
     settings = Settings(
-        model_name=options.model_name, batch_size=batch_size, num_iter=options.steps,
+        model_name=options.model_name, batch_size=row.samples, num_iter=options.steps,
         warmup_iter=options.warm_up, learning_rate=1e-5, sigma=1.0, max_grad_norm=1.0,
         clipping="per_layer" if is_per_layer else "flat", train_embedding=False, seed=0,
         timeout_s=options.timeout,
     )  # fmt: skip
-    cell = replace(Cell(OF_GRID[mode_of(variant)], length), round=number)
+    cell = replace(Cell(OF_GRID[mode_of(variant)], row.tokens), round=number)
     run = Run(cell, settings, worker)
-    batches = make_batches(length, run.config.vocab_size, settings, worker)
+    batches = make_batches(row.tokens, run.config.vocab_size, settings, worker)
     steps, parts, peak = time_steps(run, batches, options.warm_up, worker, watch)
     del run, batches
     gc.collect()
     if worker.device.type == "cuda":
         torch.cuda.empty_cache()
     return {
-        "row": row, "variant": variant, "round": number, "model": options.model_name,
+        "row": str(row), "variant": variant, "round": number, "model": options.model_name,
         "ranks": worker.world_size, "step_ms": steps, "without_step_ms": parts,
         "peak_mib": (peak or 0) / 2**20,
     }  # fmt: skip

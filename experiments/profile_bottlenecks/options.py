@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import SUPPRESS
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dp_clipping.arguments import CLIPPINGS
+from dp_clipping.planning.plan import NORM_ALGORITHMS
 from experiments.llama_fsdp.network import SHAPES, without_token
 from experiments.llama_fsdp.results import Settings
 from lm.runtime import Hardware, invocation, is_first_of_host, typed_command
-from measure.command_line import Parser, check_numbers
+from measure.options import as_arguments, not_negative, option, parse_options, positive
 
 PROGRAM = "experiments.profile_bottlenecks"
 ON_GPU, ON_CPU = (1024, 2048, 4096, 8192, 16_384), (64, 128, 256, 512, 1024)
-POSITIVE = ("seq_lengths", "batch_size", "num_iter", "num_processes", "timeout", "memory_limit_gb")
 DESCRIPTION = """\
 What bounds private training of a Llama under FSDP2: communication, memory, norms or the host.
 
@@ -39,113 +41,92 @@ examples:
 """
 
 
-def parser() -> Parser:
-    made = Parser(prog=PROGRAM, description=DESCRIPTION, epilog=EXAMPLES, speaks=is_first_of_host)
-    add = made.add_argument
-    add(
-        "--seq-lengths", nargs="+", type=int, metavar="T",
-        help="tokens a sample: each is measured, and growths are fitted to three or more (default: "
-        f"{' '.join(map(str, ON_GPU))}; without a GPU {' '.join(map(str, ON_CPU))})",
-    )  # fmt: skip
-    add(
-        "--batch-size", type=int, default=4, metavar="B",
-        help="samples a rank and step: more of them take more memory, and share what a step costs "
-        "whatever its batch (default: 4)",
-    )  # fmt: skip
-    add(
-        "--use-flash", action="store_true",
-        help="norms and sums by fused kernels; without a GPU these run in plain PyTorch, and "
-        "results say so (default: plain PyTorch)",
-    )  # fmt: skip
-    add(
-        "--bookkeeping", action="store_true",
-        help="one backward, which keeps what the sums need and so takes memory (default: two)",
-    )  # fmt: skip
-    add(
-        "--cpu", action="store_true",
-        help="run on the CPU (default: on all GPUs; on the CPU where there is none)",
-    )  # fmt: skip
-    add(
-        "--model-name", metavar="NAME",
-        help=f"a built-in shape with random weights ({', '.join(SHAPES)}), or a Hugging Face name "
-        "or folder with its weights (default: llama-3.2-1b; without a GPU tiny)",
-    )  # fmt: skip
-    add(
-        "--num-iter", type=int, default=6, metavar="N",
-        help="timed steps a length, with profiling and again without (default: 6)",
-    )  # fmt: skip
-    add(
-        "--warmup-iter", type=int, default=3, metavar="N",
-        help="steps before them, which are not timed: first ones are slower; with 0 it is not "
-        "said what profiling costs (default: 3)",
-    )  # fmt: skip
-    add(
-        "--norm-algorithm", choices=("auto", "input_length", "width"), default="auto",
-        help="how fused kernels take the norms of linear layers: summing over tokens "
-        "(input_length), from Gram matrices (width), or what is cheaper for each (default: auto)",
-    )  # fmt: skip
-    add(
-        "--clipping", choices=("flat", "per_layer"), default="flat",
-        help="one norm and threshold for all parameters, or one a module (default: flat)",
-    )  # fmt: skip
-    add(
-        "--memory-limit-gb", type=float, metavar="G",
-        help="GiB that a rank may use: the verdict judges memory by it, nothing enforces it "
-        "(default: the GPU's; none on a CPU)",
-    )  # fmt: skip
-    add(
-        "--output-dir", type=Path, metavar="DIR",
-        help="receives the results; an existing one of the same options resumes "
-        "(default: a new results/bottlenecks_YYYYMMDD_HHMMSS)",
-    )  # fmt: skip
-    add(
-        "--num-processes", type=int, metavar="N",
-        help="ranks, unless torchrun says it (default: one a GPU, two on a CPU)",
-    )  # fmt: skip
-    add(
-        "--timeout", type=float, default=600.0, metavar="S",
-        help="seconds without progress after which a length is given up (default: 600)",
-    )  # fmt: skip
-    for name, kind in (("--length", int), ("--output", Path)):  # one length, by the sweep
-        add(name, type=kind, help=argparse.SUPPRESS)
-    return made
+# fmt: off
+@dataclass(frozen=True)
+class Options:
+    """As given; `typed` is the command."""
+
+    seq_lengths: tuple[int, ...] | None = option(None, metavar="T", check=positive, help=(
+        "tokens a sample: each is measured, and growths are fitted to three or more (default: "
+        f"{' '.join(map(str, ON_GPU))}; without a GPU {' '.join(map(str, ON_CPU))})"))
+    batch_size: int = option(4, metavar="B", check=positive, help=(
+        "samples a rank and step: more of them take more memory, and share what a step costs "
+        "whatever its batch"))
+    use_flash: bool = option(False, help=(
+        "norms and sums by fused kernels; without a GPU these run in plain PyTorch, and "
+        "results say so (default: plain PyTorch)"))
+    bookkeeping: bool = option(False,
+        help="one backward, which keeps what the sums need and so takes memory (default: two)")
+    cpu: bool = option(False,
+        help="run on the CPU (default: on all GPUs; on the CPU where there is none)")
+    model_name: str | None = option(None, metavar="NAME", help=(
+        f"a built-in shape with random weights ({', '.join(SHAPES)}), or a Hugging Face name "
+        "or folder with its weights (default: llama-3.2-1b; without a GPU tiny)"))
+    num_iter: int = option(6, metavar="N", check=positive,
+        help="timed steps a length, with profiling and again without")
+    warmup_iter: int = option(3, metavar="N", check=not_negative, help=(
+        "steps before them, which are not timed: first ones are slower; with 0 it is not "
+        "said what profiling costs"))
+    norm_algorithm: str = option("auto", choices=NORM_ALGORITHMS, help=(
+        "how fused kernels take the norms of linear layers: summing over tokens "
+        "(input_length), from Gram matrices (width), or what is cheaper for each"))
+    clipping: str = option("flat", choices=CLIPPINGS,
+        help="one norm and threshold for all parameters, or one a module")
+    memory_limit_gb: float | None = option(None, metavar="G", check=positive, help=(
+        "GiB that a rank may use: the verdict judges memory by it, nothing enforces it "
+        "(default: the GPU's; none on a CPU)"))
+    output_dir: Path | None = option(None, metavar="DIR", help=(
+        "receives the results; an existing one of the same options resumes "
+        "(default: a new results/bottlenecks_YYYYMMDD_HHMMSS)"))
+    num_processes: int | None = option(None, metavar="N", check=positive,
+        help="ranks, unless torchrun says it (default: one a GPU, two on a CPU)")
+    timeout: float = option(600.0, metavar="S", check=positive,
+        help="seconds without progress after which a length is given up")
+    length: int | None = option(None, SUPPRESS)
+    output: Path | None = option(None, SUPPRESS)
+    typed: tuple[str, ...] = ()
+# fmt: on
+
+    def __post_init__(self) -> None:
+        lengths = self.seq_lengths or ()
+        if twice := sorted({n for n in lengths if lengths.count(n) > 1}):
+            raise ValueError(
+                f"--seq-lengths {' '.join(map(str, twice))}: given twice, give each once"
+            )
+        if self.norm_algorithm != "auto" and not self.use_flash:
+            raise ValueError("--norm-algorithm is for fused kernels: give --use-flash too")
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Exit with status 2 and one line for what is wrong."""
-    made = parser()
-    options = made.parse_args(arguments)
-    try:
-        check_numbers(options, POSITIVE, ("warmup_iter",))
-    except ValueError as error:
-        made.error(str(error))
-    lengths = options.seq_lengths or []
-    if twice := sorted({n for n in lengths if lengths.count(n) > 1}):
-        made.error(f"--seq-lengths {' '.join(map(str, twice))}: given twice, give each once")
-    if options.norm_algorithm != "auto" and not options.use_flash:
-        made.error("--norm-algorithm is for fused kernels: give --use-flash too")
+def parse(arguments: Sequence[str] | None) -> Options:
+    """Exits with status 2 and one line for what is wrong."""
+    options = parse_options(
+        Options, arguments, prog=PROGRAM, description=DESCRIPTION, epilog=EXAMPLES,
+        speaks=is_first_of_host,
+    )  # fmt: skip
     words = [without_token(w) for w in (sys.argv[1:] if arguments is None else arguments)]
-    options.typed = typed_command(["-m", PROGRAM], words)
-    return options
+    return replace(options, typed=tuple(typed_command(["-m", PROGRAM], words)))
 
 
-def complete(options: argparse.Namespace, hardware: Hardware) -> None:
-    """Defaults that depend on the machine."""
+def complete(options: Options, hardware: Hardware) -> Options:
+    """With the defaults that depend on the machine."""
     on_gpu = hardware.device_type == "cuda"
-    options.model_name = options.model_name or ("llama-3.2-1b" if on_gpu else "tiny")
-    options.seq_lengths = sorted(options.seq_lengths or (ON_GPU if on_gpu else ON_CPU))
     stamp = invocation()[: len("YYYYMMDD_HHMMSS")]
-    options.output_dir = options.output_dir or Path("results") / f"bottlenecks_{stamp}"
+    return replace(
+        options,
+        model_name=options.model_name or ("llama-3.2-1b" if on_gpu else "tiny"),
+        seq_lengths=tuple(sorted(options.seq_lengths or (ON_GPU if on_gpu else ON_CPU))),
+        output_dir=options.output_dir or Path("results") / f"bottlenecks_{stamp}",
+    )
 
 
-def mode_of(options: argparse.Namespace) -> str:
+def mode_of(options: Options) -> str:
     """As `experiments.llama_fsdp` calls it."""
     if options.use_flash:
         return "flash_bookkeeping_fsdp" if options.bookkeeping else "flash_fsdp"
     return "bookkeeping_fsdp" if options.bookkeeping else "ghost_fsdp"
 
 
-def settings_of(options: argparse.Namespace) -> Settings:
+def settings_of(options: Options) -> Settings:
     return Settings(
         model_name=options.model_name, batch_size=options.batch_size, num_iter=options.num_iter,
         warmup_iter=options.warmup_iter, learning_rate=1e-5, sigma=1.0, max_grad_norm=1.0,
@@ -154,13 +135,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
     )  # fmt: skip
 
 
-def cell_command(options: argparse.Namespace, length: int, output: Path) -> list[str]:
-    found = [sys.executable, "-m", PROGRAM, "--length", str(length), "--output", str(output)]
-    taken = (
-        "model_name", "batch_size", "num_iter", "warmup_iter", "norm_algorithm", "clipping",
-        "timeout",
-    )  # fmt: skip
-    for name in taken:
-        found += ["--" + name.replace("_", "-"), str(getattr(options, name))]
-    flags = ("use_flash", "bookkeeping", "cpu")
-    return found + ["--" + name.replace("_", "-") for name in flags if getattr(options, name)]
+def cell_command(options: Options, length: int, output: Path) -> list[str]:
+    none = dict.fromkeys(("seq_lengths", "output_dir", "num_processes", "memory_limit_gb"))
+    one = replace(options, length=length, output=output, **none)
+    return [sys.executable, "-m", PROGRAM, *as_arguments(one)]

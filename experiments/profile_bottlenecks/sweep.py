@@ -6,7 +6,6 @@ the others. The same command with the same --output-dir goes on where it was sto
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from experiments.llama_fsdp.network import SHAPES, config_of, files_of, without_
 from experiments.llama_fsdp.results import MODES, Cell, Settings, differs
 from experiments.profile_bottlenecks.options import (
     PROGRAM,
+    Options,
     cell_command,
     complete,
     mode_of,
@@ -59,7 +59,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         hardware = find_hardware("cpu" if options.cpu else "auto", options.num_processes)
-        complete(options, hardware)
+        options = complete(options, hardware)
         if options.length and launched():
             return one_rank(options, hardware)
         if launched_rank() == 0:
@@ -83,7 +83,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def check_results(options: argparse.Namespace, world_size: int) -> None:
+def check_results(options: Options, world_size: int) -> None:
     """Raises ValueError if the folder cannot be written, or holds results of something else: they
     would be tabled and fitted together."""
     folder, settings, mode = options.output_dir, settings_of(options), mode_of(options)
@@ -100,7 +100,7 @@ def _another(row: dict, mode: str, settings: Settings, world_size: int) -> str:
     return differs(settings, world_size, row)
 
 
-def one_rank(options: argparse.Namespace, hardware: Hardware) -> int:
+def one_rank(options: Options, hardware: Hardware) -> int:
     from experiments.llama_fsdp.cell import work
     from experiments.profile_bottlenecks.cell import measure
 
@@ -108,7 +108,7 @@ def one_rank(options: argparse.Namespace, hardware: Hardware) -> int:
     return work(cell, settings_of(options), hardware, options.output, measure)
 
 
-def sweep(options: argparse.Namespace, hardware: Hardware, world_size: int, start: Start) -> int:
+def sweep(options: Options, hardware: Hardware, world_size: int, start: Start) -> int:
     """Every length that is not finished, then picture and verdict."""
     folder, settings = options.output_dir, settings_of(options)
     results = Results(folder)
@@ -130,7 +130,7 @@ def sweep(options: argparse.Namespace, hardware: Hardware, world_size: int, star
 
 
 def run_length(
-    options: argparse.Namespace, cell: Cell, hardware: Hardware, world_size: int, start: Start
+    options: Options, cell: Cell, hardware: Hardware, world_size: int, start: Start
 ) -> dict:
     """One length's result, that of a failure too."""
     output = options.output_dir / ".cell.json"
@@ -140,7 +140,7 @@ def run_length(
     return row
 
 
-def report(rows: Sequence[dict], options: argparse.Namespace) -> None:
+def report(rows: Sequence[dict], options: Options) -> None:
     """Summary, verdict, picture and report, from what has been measured; written before they are
     shown, since nobody may read on."""
     folder = options.output_dir

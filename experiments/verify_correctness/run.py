@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import time
@@ -26,6 +25,7 @@ from experiments.verify_correctness.cases import (
     plan,
 )
 from experiments.verify_correctness.findings import MOST, TOLERANCES, Finding
+from experiments.verify_correctness.options import Options
 from experiments.verify_correctness.phases import phase_table
 from experiments.verify_correctness.step import verify
 from lm.launch import INTERRUPTED, run_ranks
@@ -49,24 +49,24 @@ SILENCE = 5.0  # seconds without a line, where there is no terminal
 TENSOR_RANKS = 2  # of a mesh of two axes
 
 
-def prepare(options: argparse.Namespace) -> Hardware:
-    """Backend, device and number of ranks; what is not installed is left out.
+def prepare(options: Options) -> tuple[Options, Hardware]:
+    """Backend, device and number of ranks; what is not installed is left out of the options.
 
     Raises:
         ValueError: what is asked for cannot be had here.
     """
-    options.remarks = []
     if "llama" in options.networks and not find_spec("transformers"):
-        if options.networks == ["llama"]:
+        networks = tuple(name for name in options.networks if name != "llama")
+        if not networks:
             raise ValueError("--networks llama needs transformers: pip install transformers")
-        options.networks.remove("llama")
-        options.remarks = ["transformers is not installed: Hugging Face's Llama is left out"]
+        remark = "transformers is not installed: Hugging Face's Llama is left out"
+        options = replace(options, networks=networks, remarks=(remark,))
     hardware = hardware_for(options)
     check_ranks(options, hardware.num_processes)
-    return hardware
+    return options, hardware
 
 
-def run(options: argparse.Namespace, hardware: Hardware, command: Sequence[str]) -> int:
+def run(options: Options, hardware: Hardware, command: Sequence[str]) -> int:
     """The exit status; `command` starts one of several ranks."""
     if options.enable_profiling:
         switch_on()
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace, hardware: Hardware, command: Sequence[str])
 # ---- which ranks ---------------------------------------------------------------------------------
 
 
-def hardware_for(options: argparse.Namespace) -> Hardware:
+def hardware_for(options: Options) -> Hardware:
     device, sharded = DEVICES[options.backend], options.use_fsdp or options.use_tp
     count = options.num_processes or (None if sharded else 1)
     try:
@@ -113,7 +113,7 @@ def _mesh_size(hardware: Hardware) -> int:
     return gpus - gpus % TENSOR_RANKS
 
 
-def check_ranks(options: argparse.Namespace, world_size: int) -> None:
+def check_ranks(options: Options, world_size: int) -> None:
     """Raises ValueError if the networks cannot be spread over so many ranks."""
     if not options.use_tp:
         return
@@ -134,7 +134,7 @@ def check_ranks(options: argparse.Namespace, world_size: int) -> None:
             ) from error
 
 
-def axes_of(options: argparse.Namespace, world_size: int) -> tuple[int, int]:
+def axes_of(options: Options, world_size: int) -> tuple[int, int]:
     """Ranks on the data axis and on the tensor axis."""
     tensor = 1
     if options.use_tp:
@@ -142,7 +142,7 @@ def axes_of(options: argparse.Namespace, world_size: int) -> tuple[int, int]:
     return world_size // tensor, tensor
 
 
-def ranks_of(options: argparse.Namespace, worker: Worker) -> Ranks:
+def ranks_of(options: Options, worker: Worker) -> Ranks:
     data, tensor = axes_of(options, worker.world_size)
     sizes = {DATA: data} if options.use_fsdp else {}
     sizes |= {TENSOR: tensor} if options.use_tp else {}
@@ -156,7 +156,7 @@ def ranks_of(options: argparse.Namespace, worker: Worker) -> Ranks:
 # ---- one process, or one of several --------------------------------------------------------------
 
 
-def alone(options: argparse.Namespace, hardware: Hardware) -> int:
+def alone(options: Options, hardware: Hardware) -> int:
     on_gpu = hardware.device_type == "cuda"
     place = torch.cuda.get_device_name(0) if on_gpu else hardware.sentence.partition(" on ")[2]
     print(f"one process on {place}", flush=True)
@@ -171,7 +171,7 @@ def alone(options: argparse.Namespace, hardware: Hardware) -> int:
     return report.finish()
 
 
-def work(options: argparse.Namespace, hardware: Hardware) -> int:
+def work(options: Options, hardware: Hardware) -> int:
     """One rank; the first one prints, and its exit status is that of all."""
     with process_group(hardware, options.timeout) as worker:
         report = Report(options, ranks_of(options, worker))
@@ -215,7 +215,7 @@ def work(options: argparse.Namespace, hardware: Hardware) -> int:
 class Report:
     """The cases, what they have shown so far, and what is said about it."""
 
-    def __init__(self, options: argparse.Namespace, ranks: Ranks):
+    def __init__(self, options: Options, ranks: Ranks):
         self.options, self.ranks = options, ranks
         self.dtype = DTYPES[options.dtype]
         self._cases = plan(options.networks, options.modes, ranks, self.dtype)

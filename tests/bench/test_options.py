@@ -11,10 +11,11 @@ import pytest
 
 from bench import main as command
 from bench.names import plain
-from bench.options import EXAMPLES, Parser, parse
+from bench.options import EXAMPLES, Options, parse
 from bench.settings import settings_from, source_digest
 from bench.worker import plan
 from measure import SCHEMA_VERSION
+from measure.options import parser_of
 from tests.support.benchmark_command import PLUGINS, ROOT, benchmark
 
 CPU = ["--device", "cpu"]
@@ -177,11 +178,9 @@ def test_help_tells_default_and_effect_of_every_option(capsys):
         assert f"\n{group}" in text
 
 
-def test_every_option_has_help_with_its_default(monkeypatch):
-    seen = []
-    monkeypatch.setattr(Parser, "parse_args", lambda self, _: seen.extend(self._actions))
-    parse([])
-    options = [action for action in seen if not isinstance(action, argparse._HelpAction)]
+def test_every_option_has_help_with_its_default():
+    actions = parser_of(Options)._actions
+    options = [action for action in actions if not isinstance(action, argparse._HelpAction)]
     assert len(options) >= 30
     for action in options:
         assert "(default: " in action.help, action.option_strings

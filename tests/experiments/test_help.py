@@ -6,14 +6,15 @@ import pytest
 
 from experiments.llama_fsdp import options as llama_fsdp
 from experiments.profile_bottlenecks import options as profile_bottlenecks
-from experiments.verify_correctness import __main__ as verify_correctness
+from experiments.verify_correctness import options as verify_correctness
+from measure.options import parser_of
 
 
 @pytest.mark.parametrize("module", [llama_fsdp, profile_bottlenecks, verify_correctness])
 def test_every_option_says_its_default(module):
     options = [
         action
-        for action in module.parser()._actions
+        for action in parser_of(module.Options)._actions
         if action.help != argparse.SUPPRESS and action.dest != "help"
     ]
     assert len(options) > 8

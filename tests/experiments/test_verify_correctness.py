@@ -27,9 +27,10 @@ from experiments.verify_correctness import cases as cases_module
 from experiments.verify_correctness import findings as findings_module
 from experiments.verify_correctness import run as run_module
 from experiments.verify_correctness import step as step_module
-from experiments.verify_correctness.__main__ import main, parse
+from experiments.verify_correctness.__main__ import main
 from experiments.verify_correctness.cases import DTYPES, PRIVATE_MODES, Case, Ranks, plan
 from experiments.verify_correctness.findings import Finding
+from experiments.verify_correctness.options import Options
 from experiments.verify_correctness.step import (
     deals,
     gradient_error,
@@ -39,6 +40,7 @@ from experiments.verify_correctness.step import (
 )
 from lm.rank_pool import Context
 from lm.runtime import Hardware
+from measure.options import parse_options
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "experiments.verify_correctness"]
@@ -517,12 +519,12 @@ def test_ranks_that_it_launches(arguments, gpus, ranks, monkeypatch):
         return Hardware(*kind, "here")
 
     monkeypatch.setattr(run_module, "find_hardware", find)
-    options = parse(arguments)
+    options = parse_options(Options, arguments)
     if ranks is None:
         with pytest.raises(ValueError, match="need 4 GPUs, and this machine has 3"):
             run_module.prepare(options)
     else:
-        assert run_module.prepare(options).num_processes == ranks
+        assert run_module.prepare(options)[1].num_processes == ranks
 
 
 def test_without_transformers(capsys, monkeypatch):
