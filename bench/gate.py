@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from bench.settings import Settings, Subject, batches_for, mode_and_algorithm
 from bench.sharded import whole
-from bench.training import Batch, assemble, build_network, release_memory
+from bench.training import Batch, assemble, build_network
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from lm.model import forward_loss
 from lm.runtime import Worker
+from lm.timing import release_memory
 
 TOLERANCE = 1e-4  # float32 sums in another order differ by about 1e-6; a wrong one by far more
 STEPS = 2  # the second step meets rebuilt buckets and gradients that were cleared

@@ -7,11 +7,9 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from bench.options import Options, parse
 from bench.profiling import Profiling
@@ -21,9 +19,9 @@ from bench.sharded import layout_of
 from bench.worker import Benchmark, device_name, failure_row, plan, record_failure
 from lm.launch import INTERRUPTED, run_ranks
 from lm.model import Transformer
+from lm.ranks import watched_rank
 from lm.runtime import (
     Hardware,
-    connect_store,
     find_hardware,
     has_parent,
     invocation,
@@ -31,9 +29,8 @@ from lm.runtime import (
     launched,
     launched_rank,
     launched_world_size,
-    process_group,
 )
-from lm.watch import Watch
+from lm.watch import Cause
 from measure import Results
 from measure.command_line import check_folder, refuse
 from measure.files import say_unwritten
@@ -114,32 +111,22 @@ def work(settings: Settings, hardware: Hardware, options: Options) -> int:
     faulthandler.enable()  # a crash below Python shows where in Python it was
     torch._dynamo.reset()  # imports it, as the first optimizer would
     gc.freeze()  # what is imported stays: collections, in a step too, need not look through it
-    with process_group(hardware, settings.timeout_s) as worker:
-        task: Benchmark | Profiling
+    task: Benchmark | Profiling | None = None
+
+    def on_failure(cause: Cause) -> None:
+        if task is not None:
+            task.on_failure(cause)
+
+    own = settings.plugin_files
+    with watched_rank(hardware, settings.timeout_s, on_failure, own=own) as (worker, watch):
         if options.profile:
             if options.enable_profiling:
                 os.environ["DP_CLIPPING_PROFILE"] = "1"  # read when a model is made private
             task = Profiling(settings, worker, options.profile_output_dir)
         else:
             task = Benchmark(settings, worker)
-        store = connect_store(timedelta(seconds=settings.timeout_s))
-        task.watch = Watch(
-            store,
-            worker.rank,
-            worker.world_size,
-            settings.timeout_s,
-            task.on_failure,
-            own=settings.plugin_files,
-        )
-        try:
-            task.run()
-            dist.barrier()  # nobody leaves, and falls silent, while others work
-        except KeyboardInterrupt:
-            os._exit(INTERRUPTED)  # the others may be gone: an orderly end is not possible
-        except BaseException as error:  # SystemExit of a plug-in too
-            task.watch.fail(error)
-        task.watch.close()
-        dist.barrier()  # the first rank may host the store, which the other watches use
+        task.watch = watch
+        task.run()
     if worker.is_first and isinstance(task, Benchmark) and not has_parent():
         device = device_name(worker.device)
         return print_report(settings, worker.world_size, device, task.unwritten)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from bench.settings import Settings, mode_and_algorithm
-from bench.training import Batch, Parts
+from bench.training import Batch, StepParts
 from dp_clipping import PrivacyEngine
 
 MIB = 1 << 20
@@ -26,7 +26,7 @@ def private_parts(
     settings: Settings,
     data_ranks: int,
     noise_multiplier: float | None = None,
-) -> Parts:
+) -> StepParts:
     """What a private step is made of.
 
     Args:
@@ -74,7 +74,7 @@ def private_parts(
         wide = torch.promote_types(logits.dtype, torch.float32)
         return criterion(logits.flatten(0, 1).to(wide), targets.flatten(), shape=logits.shape)
 
-    return Parts(
+    return StepParts(
         model=private,
         optimizer=private_optimizer,
         forward_loss=forward_loss,

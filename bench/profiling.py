@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.settings import Settings, Subject
-from bench.training import Phase, Run, building, train
+from bench.training import Phase, TrainingRun, building, train
 from ddp import Unavailable
-from lm.runtime import StepClock, Worker
+from lm.runtime import Worker
+from lm.timing import StepClock
 from lm.watch import Cause, Watch
 from measure import Progress, write_atomically
 from measure.files import say_unwritten
@@ -75,7 +76,7 @@ class Profiling:
             self._phases = run.model.profile_report() if is_on else ""
             del run
 
-    def _record_memory(self, subject: Subject, run: Run) -> dict[str, str]:
+    def _record_memory(self, subject: Subject, run: TrainingRun) -> dict[str, str]:
         """Peak of this rank, and a snapshot of one more step.
 
         Recording allocations slows the host down, which would show in the trace: hence a step of

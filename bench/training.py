@@ -1,6 +1,5 @@
 """Build one implementation, train it for some epochs, take it down again."""
 
-import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from bench.settings import Settings, Subject, batches_for
 from bench.sharded import REPLICATED, Layout, by_mesh, clip_gradients, fill, shard
 from ddp import implementation, options_of, wrap
 from lm.model import Transformer, forward_loss
-from lm.runtime import StepClock, Worker, seed_everything
+from lm.runtime import Worker, seed_everything
 from lm.schedule import MAX_WARMUP_GRADIENT_NORM, in_warmup, learning_rate
+from lm.timing import StepClock, release_memory
 from lm.training import training_step
 from tracing import phase
 
@@ -25,7 +25,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepParts:
     """What a step is made of, with privacy or without; see `lm.training.training_step`."""
 
     model: nn.Module
@@ -36,10 +36,10 @@ class Parts:
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """One implementation in training on this rank; batches are on the device already."""
 
-    parts: Parts
+    parts: StepParts
     batches: list[Batch]
     settings: Settings
     device: torch.device
@@ -101,7 +101,7 @@ def assemble(
     settings: Settings,
     world_size: int,
     noise_multiplier: float | None = None,
-) -> Parts:
+) -> StepParts:
     """`noise_multiplier` overrides that of the settings."""
     is_sharded = subject.layout is not REPLICATED
     model = network
@@ -116,7 +116,7 @@ def assemble(
             subject.clipping, model, optimizer, settings,
             subject.layout.sizes(world_size)[0], noise_multiplier,
         )  # fmt: skip
-    return Parts(
+    return StepParts(
         model=model,
         optimizer=optimizer,
         forward_loss=partial(forward_loss, model),
@@ -134,11 +134,11 @@ def wrap_network(name: str, network: nn.Module, bucket_size_mb: float | None) ->
 
 
 @contextmanager
-def building(settings: Settings, subject: Subject, worker: Worker) -> Iterator[Run]:
+def building(settings: Settings, subject: Subject, worker: Worker) -> Iterator[TrainingRun]:
     """A run of `subject`, whose memory is free again afterwards."""
     network = build_network(settings, worker.device, settings.dtype, subject.layout)
     batches = batches_for(settings, *subject.layout.data_place(worker.rank, worker.world_size))
-    run = Run(
+    run = TrainingRun(
         parts=assemble(subject, network, settings, worker.world_size),
         batches=[
             tuple(tokens.to(worker.device) for tokens in batches(step))
@@ -155,14 +155,7 @@ def building(settings: Settings, subject: Subject, worker: Worker) -> Iterator[R
         release_memory(worker.device)
 
 
-def release_memory(device: torch.device) -> None:
-    gc.collect()
-    torch._dynamo.reset()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def train(run: Run, clock: StepClock, step_phase: Callable[[int], Phase]) -> Tensor:
+def train(run: TrainingRun, clock: StepClock, step_phase: Callable[[int], Phase]) -> Tensor:
     """All epochs; returns the last loss. Each epoch's range tells its kind and learning rates."""
     settings, loss = run.settings, torch.zeros(())
     clock.mark()
@@ -182,10 +175,3 @@ def epoch_name(settings: Settings, epoch: int) -> str:
     high = learning_rate(first + settings.steps_per_epoch - 1, warmup)
     kind = "warmup" if in_warmup(first, warmup) else "training"
     return f"epoch_{epoch}_{kind}_lr_{low:.2g}" + (f"_to_{high:.2g}" if high != low else "")
-
-
-def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """The maximum over ranks of each value, on every rank."""
-    together = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(together, op=dist.ReduceOp.MAX)
-    return together.tolist()

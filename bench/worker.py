@@ -12,9 +12,10 @@ import torch.distributed as dist
 from bench.gate import Gate, tolerance
 from bench.options import NOT_PRIVATE
 from bench.settings import Settings, Subject, source_digest
-from bench.training import building, max_over_ranks, train
+from bench.training import building, train
 from ddp import Unavailable
-from lm.runtime import PeakMemory, StepClock, Worker, has_parent, invocation, typed_command
+from lm.runtime import Worker, has_parent, invocation, typed_command
+from lm.timing import PeakMemory, StepClock, max_over_ranks
 from lm.watch import Cause, Watch
 from measure import (
     FINISHED,
@@ -33,7 +34,7 @@ GATE, TIMING = "gate", "timing"
 
 
 @dataclass(frozen=True)
-class Cell:
+class BenchmarkCell:
     """One measurement: the gate of an implementation (round -1), or one of its timed rounds."""
 
     implementation: str
@@ -68,7 +69,7 @@ class Cell:
         return f"{self.subject.label} ({part})"
 
 
-def plan(settings: Settings) -> list[Cell]:
+def plan(settings: Settings) -> list[BenchmarkCell]:
     """The same order on every rank: all gates, then rounds in which every one takes its turn.
 
     Gates of ordinary training come first: it and private training have different references, as
@@ -78,8 +79,8 @@ def plan(settings: Settings) -> list[Cell]:
     def reference(subject: Subject) -> tuple[bool, int]:
         return subject.is_private, subject.layout.tensor_ranks or 0
 
-    def cell(subject: Subject, kind: str, number: int) -> Cell:
-        return Cell(subject.implementation, kind, number, subject.clipping, subject.title)
+    def cell(subject: Subject, kind: str, number: int) -> BenchmarkCell:
+        return BenchmarkCell(subject.implementation, kind, number, subject.clipping, subject.title)
 
     by_reference = sorted(settings.subjects, key=reference)
     rounds = plan_rounds(settings.subjects, settings.rounds, settings.seed)
@@ -151,7 +152,7 @@ class Benchmark:
                     unavailable.add(cell.subject)
                 progress.finished(f"{cell.label}: {describe_row(row)}")
 
-    def _unfinished(self) -> list[Cell]:
+    def _unfinished(self) -> list[BenchmarkCell]:
         """Finished cells are skipped; so is the rest of a subject that failed just now."""
         if not self.worker.is_first:
             return []
@@ -171,18 +172,18 @@ class Benchmark:
             if not (row and row["status"] in FINISHED) and cell.subject not in given_up
         ]
 
-    def _agree_on(self, cells: list[Cell]) -> list[Cell]:
+    def _agree_on(self, cells: list[BenchmarkCell]) -> list[BenchmarkCell]:
         """The first rank has read the results; other hosts may not have the file."""
         box = [cells]
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def _row(self, cell: Cell) -> dict:
+    def _row(self, cell: BenchmarkCell) -> dict:
         row = cell.row(self.settings, self.worker.world_size, device_name(self.worker.device))
         command = typed_command(sys.argv[:1], sys.argv[1:])
         return {**row, "invocation": invocation(), "command": command}
 
-    def _measure(self, cell: Cell) -> dict:
+    def _measure(self, cell: BenchmarkCell) -> dict:
         """Returns the cell's row, which the first rank has recorded.
 
         All ranks are in the same cell, so that what fails is that cell's: none begins before the
@@ -219,14 +220,14 @@ class Benchmark:
             self.unwritten.append(row)
             self.watch.hand_over(json.dumps(self.unwritten))
 
-    def _prove(self, cell: Cell) -> dict:
+    def _prove(self, cell: BenchmarkCell) -> dict:
         self._gate = self._gate or Gate(self.settings, self.worker, self.watch.at)
         worst = self._gate.error(cell.subject)
         limit = tolerance(cell.subject, self.settings)
         wrong = {} if worst.error <= limit else {"worst_gradient": worst.describe()}
         return {"gradient_error": worst.error, "tolerance": limit, **wrong}
 
-    def _time(self, cell: Cell) -> dict:
+    def _time(self, cell: BenchmarkCell) -> dict:
         self._gate = None  # its reference gradients would count as memory
         memory = PeakMemory(self.worker.device)
         with building(self.settings, cell.subject, self.worker) as run:
@@ -250,7 +251,7 @@ class Benchmark:
             **({"plan": plan.table()} if plan and cell.round == 0 else {}),
         }
 
-    def _data_ranks(self, cell: Cell) -> int:
+    def _data_ranks(self, cell: BenchmarkCell) -> int:
         """Ranks with batches of their own: those of a tensor axis share one."""
         return cell.subject.layout.sizes(self.worker.world_size)[0]
 
@@ -258,7 +259,7 @@ class Benchmark:
         """Warmup epochs, and of a run without them its first steps, which build and allocate."""
         return max(self.settings.warmup_steps, min(3, self.settings.num_steps - 1))
 
-    def _phase(self, cell: Cell, number: int):
+    def _phase(self, cell: BenchmarkCell, number: int):
         @contextmanager
         def noted(name: str):
             self.watch.at(f"{cell.label}, step {number}, {name}")

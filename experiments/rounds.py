@@ -1,8 +1,28 @@
-"""Variants beside each other on several batches, in interleaved rounds."""
+"""Variants beside each other on several batches: interleaved rounds of cells, one results format.
 
+A cell is a variant on a row's batch in one round. What was measured of it is a dictionary:
+
+| entry | |
+| --- | --- |
+| `row`, `variant`, `round` | which cell; a row is `samples x tokens`, written 8x1024 |
+| `status`, `reason` | `ok`; or how it failed, and why, in one line |
+| `step_ms`, `without_step_ms` | of each timed step: complete, and without noise and optimizer |
+| `peak_mib` | the peak of memory after the warm-up |
+"""
+
+import json
 import re
 from argparse import ArgumentTypeError
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lm.timing import StepCosts
+from lm.watch import describe, status_of
+from measure import OK, environment, plan_rounds, summarize, write_atomically
+
+BASELINE = "ordinary"
+PER_LAYER = "_per_layer"  # behind a mode's name: clipping="per_layer"
 
 
 class Row(NamedTuple):
@@ -20,3 +40,74 @@ def row_of(text: str) -> Row:
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
         raise ArgumentTypeError(f"{text!r} is not of the form 8x1024")
     return Row(*map(int, text.split("x")))
+
+
+class RoundCell(NamedTuple):
+    row: Row
+    variant: str
+    round: int
+
+    def names(self) -> dict:
+        return {"row": str(self.row), "variant": self.variant, "round": self.round}
+
+    def __str__(self) -> str:
+        return f"{self.variant} {self.row}, round {self.round + 1}"
+
+
+def interleave(rows: Iterable[Row], variants: Sequence[str], rounds: int) -> list[RoundCell]:
+    """Row after row, its variants in interleaved rounds."""
+    return [
+        RoundCell(row, variant, number)
+        for row in rows
+        for number, variant in plan_rounds(variants, rounds, seed=0)
+    ]
+
+
+def attempt(measure: Callable[[], dict]) -> dict:
+    """Returns what was measured, or how it failed."""
+    try:
+        return {"status": OK, **measure()}
+    except Exception as error:
+        return {"status": status_of(error), "reason": describe(error)}
+
+
+def costs_of(costs: StepCosts) -> dict:
+    """What a cell says of them."""
+    return {
+        "step_ms": costs.step_ms,
+        "without_step_ms": costs.backward_ms,
+        "peak_mib": costs.peak_mb or 0,
+    }
+
+
+class Recorder:
+    """All cells that were measured so far, in a file too.
+
+    `common` stands in the file beside them.
+    """
+
+    def __init__(self, output: Path | None, **common: Any):
+        self.cells: list[dict] = []
+        self._output = output
+        self._common = {"environment": environment(), **common}
+
+    @property
+    def results(self) -> dict:
+        return {**self._common, "cells": self.cells}
+
+    def add(self, cell: dict, line: str) -> None:
+        """`line` is printed, as progress."""
+        self.cells.append(cell)
+        if self._output:
+            self._output.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._output, json.dumps(self.results, indent=1))
+        if line:
+            print(line, flush=True)
+
+
+def describe_cell(cell: dict) -> str:
+    """One line of progress."""
+    name = f"{cell['row']} {cell['variant']} round {cell['round'] + 1}"
+    if cell["status"] != OK:
+        return f"{name}: {cell['status']}: {cell['reason']}"
+    return f"{name}: {summarize(cell['step_ms']).median:.1f} ms, {cell['peak_mib']:,.0f} MiB"

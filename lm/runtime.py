@@ -1,4 +1,4 @@
-"""Where this process runs: ranks, devices, process group, seeds and clocks.
+"""Where this process runs: ranks, devices, process group and seeds.
 
 The environment is read here and nowhere else.
 """
@@ -215,63 +215,3 @@ def seed_everything(seed: int) -> None:
     """Seed Python's and torch's generators (all devices): the same model on every rank."""
     random.seed(seed)
     torch.manual_seed(seed)
-
-
-class StepClock:
-    """Durations of consecutive steps, without stopping the device in between.
-
-    On a GPU a mark is an event in the stream, read when all steps are over; on a CPU it is the
-    monotonic clock. `mark()` before the first step and after each.
-    """
-
-    def __init__(self, device: torch.device):
-        self._on_gpu = device.type == "cuda"
-        self._marks: list = []
-
-    def mark(self) -> None:
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    def milliseconds(self) -> list[float]:
-        """One duration a step; waits for the device."""
-        pairs = list(zip(self._marks[:-1], self._marks[1:], strict=True))
-        if self._on_gpu:
-            torch.cuda.synchronize()
-            return [start.elapsed_time(end) for start, end in pairs]
-        return [(end - start) * 1e3 for start, end in pairs]
-
-
-class PeakMemory:
-    """Peak bytes of this process since construction: the GPU's, or the process's resident set."""
-
-    def __init__(self, device: torch.device):
-        self._on_gpu = device.type == "cuda"
-        if self._on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            self._can_reset = _reset_resident_peak()
-
-    def bytes(self) -> int | None:
-        """None where the system cannot tell."""
-        if self._on_gpu:
-            return torch.cuda.max_memory_allocated()
-        return _resident_peak() if self._can_reset else None
-
-
-def _reset_resident_peak() -> bool:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # man 5 proc: reset VmHWM
-    except OSError:
-        return False
-    return True
-
-
-def _resident_peak() -> int | None:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return None

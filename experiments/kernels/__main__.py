@@ -12,11 +12,10 @@ with operands that are not in the second-level cache. Times are milliseconds of 
 norms of eight layers share a launch, and the time is a layer's; `alone`: in a launch of its own.
 """
 
-import gc
 import json
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +33,9 @@ from experiments.kernels.one_layer import (
     predicted_ms,
     sums_of_pieces,
 )
-from measure import Column, environment, format_table, write_atomically
+from experiments.rounds import Recorder
+from lm.timing import release_memory
+from measure import Column, format_table
 from measure.options import option, parse_options, requires
 
 PROGRAM = "experiments.kernels"
@@ -146,10 +147,10 @@ def row_of(cell: dict, bandwidth: float) -> dict:
 def report(results: dict) -> str:
     """The table of all shapes, with the targets below it."""
     bandwidth = results["copy_bytes_per_second"]
-    rows = [row_of(cell, bandwidth) for cell in results["shapes"]]
+    rows = [row_of(cell, bandwidth) for cell in results["cells"]]
     lines = [format_table(COLUMNS, rows), "", f"copy: {bandwidth / 1e12:.2f} TB/s"]
     lines += [f"target of {name} ({meaning}): {figure}" for name, meaning, figure in TARGETS]
-    lines += [plan_line([cell["plan"] for cell in results["shapes"]])]
+    lines += [plan_line([cell["plan"] for cell in results["cells"]])]
     return "\n".join(lines)
 
 
@@ -163,48 +164,37 @@ def plan_line(judgements: list[dict]) -> str:
 
 
 def run_table(options: Options, device: torch.device) -> None:
-    results = {
-        "environment": environment(),
-        "rounds": options.rounds,
-        "copy_bytes_per_second": copy_bandwidth(device, options.rounds),
-        "targets": [list(target) for target in TARGETS],
-        "shapes": [],
-    }
-    rates = rates_of(device)
-    for shape in options.shapes:
-        results["shapes"].append(measure(shape, device, options.rounds, rates))
-        ms = medians(results["shapes"][-1]["samples_ms"])
-        print(f"{shape}: " + ", ".join(f"{k} {v:.3f}" for k, v in ms.items()), flush=True)
-        save(options.output, results)
-        forget(device)
-    print(report(results))
+    recorder = Recorder(
+        options.output,
+        rounds=options.rounds,
+        copy_bytes_per_second=copy_bandwidth(device, options.rounds),
+        targets=[list(target) for target in TARGETS],
+    )
+    run_shapes(options.shapes, measure, options, device, recorder)
+    print(report(recorder.results))
 
 
 def run_crossing(options: Options, device: torch.device) -> None:
-    results = {"environment": environment(), "rounds": options.rounds, "cells": []}
+    recorder = Recorder(options.output, rounds=options.rounds)
+    run_shapes(crossing.shapes(), crossing.measure, options, device, recorder)
+    print(crossing.report(recorder.results))
+    print(plan_line([cell["plan"] for cell in recorder.cells]))
+    crossing.draw(recorder.results, options.crossing)
+
+
+def run_shapes(
+    shapes: Sequence[Shape],
+    measure: Callable[[Shape, torch.device, int, Rates], dict],
+    options: Options,
+    device: torch.device,
+    recorder: Recorder,
+) -> None:
     rates = rates_of(device)
-    for shape in crossing.shapes():
-        cell = crossing.measure(shape, device, options.rounds, rates)
-        results["cells"].append(cell)
+    for shape in shapes:
+        cell = measure(shape, device, options.rounds, rates)
         ms = medians(cell["samples_ms"])
-        print(f"{shape}: " + ", ".join(f"{k} {v:.3f}" for k, v in ms.items()), flush=True)
-        save(options.output, results)
-        forget(device)
-    print(crossing.report(results))
-    print(plan_line([cell["plan"] for cell in results["cells"]]))
-    crossing.draw(results, options.crossing)
-
-
-def save(path: Path | None, results: dict) -> None:
-    if path:
-        write_atomically(path, json.dumps(results, indent=1))
-
-
-def forget(device: torch.device) -> None:
-    """Give back what a shape has used: the next may need it in other pieces."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+        recorder.add(cell, f"{shape}: " + ", ".join(f"{k} {v:.3f}" for k, v in ms.items()))
+        release_memory(device)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -30,8 +30,8 @@ from experiments.llama_fsdp.options import (
 )
 from experiments.llama_fsdp.plan import Plan, describe_plan, plan, say_twins
 from experiments.llama_fsdp.results import (
-    Cell,
-    Settings,
+    GridCell,
+    GridSettings,
     differs,
     merge,
     read_results,
@@ -73,7 +73,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if options.mode and launched():  # a rank of a cell: its launcher has checked the rest
             from experiments.llama_fsdp.cell import work
 
-            cell = Cell(options.mode, options.seq_length, options.round)
+            cell = GridCell(options.mode, options.seq_length, options.round)
             return work(cell, settings_of(options), hardware, output_of(options, cell))
         world_size = launched_world_size() if launched() else hardware.num_processes
         if launched_rank() == 0 or options.dry_run:
@@ -146,7 +146,7 @@ def run_one(options: Options, hardware: Hardware, start: Start) -> int:
 
 
 def measure(
-    cell: Cell,
+    cell: GridCell,
     options: Options,
     hardware: Hardware,
     world_size: int,
@@ -160,8 +160,8 @@ def measure(
 
 def run_cell(
     words: list[str],
-    cell: Cell,
-    settings: Settings,
+    cell: GridCell,
+    settings: GridSettings,
     hardware: Hardware,
     world_size: int,
     start: Start,
@@ -200,7 +200,7 @@ def run_grid(options: Options, hardware: Hardware, world_size: int, start: Start
     temporary = folder / ".cell.json"
     earlier = [row for row in results.rows() if row["key"] in keys.values()]
     time_left = TimeLeft(options.warmup_iter + options.num_iter, earlier)
-    given_up: set[Cell] = set()
+    given_up: set[GridCell] = set()
     with Progress(len(todo)) as progress:
         for number, cell in enumerate(todo):
             place = replace(cell, round=0)
@@ -227,11 +227,11 @@ def run_grid(options: Options, hardware: Hardware, world_size: int, start: Start
     return int(any(newest.get(key, {}).get("status", OK) != OK for key in keys.values()))
 
 
-def _all_rounds(rows: list[dict], cell: Cell, key_of: Callable[[Cell], str]) -> dict:
+def _all_rounds(rows: list[dict], cell: GridCell, key_of: Callable[[GridCell], str]) -> dict:
     """Every round of the cell's mode and length on these devices, as one result."""
     own = []
     for row in rows:
-        where = Cell(row["mode"], row["seq_length"], row["rounds"][0]["round"])
+        where = GridCell(row["mode"], row["seq_length"], row["rounds"][0]["round"])
         if replace(where, round=0) == replace(cell, round=0) and row["key"] == key_of(where):
             own.append(row)
     found = merge(own)
@@ -239,7 +239,7 @@ def _all_rounds(rows: list[dict], cell: Cell, key_of: Callable[[Cell], str]) -> 
     return found
 
 
-def describe(cell: Cell, result: dict) -> str:
+def describe(cell: GridCell, result: dict) -> str:
     if result["status"] != OK:
         return f"{cell.label}: {result['status']}: {result['reason']}"
     step = summarize(result["rounds"][-1]["step_ms"])

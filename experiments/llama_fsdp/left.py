@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import mean, median
 
-from experiments.llama_fsdp.results import Cell
+from experiments.llama_fsdp.results import GridCell
 from measure import OK
 
 
@@ -34,7 +34,7 @@ class TimeLeft:
             taken = self._steps * self._step_s[result["mode"], result["seq_length"]]
             self._starts.append(max(0.0, seconds - taken))
 
-    def of(self, cells: Sequence[Cell]) -> float | None:
+    def of(self, cells: Sequence[GridCell]) -> float | None:
         """Seconds that these will take; None before anything is known."""
         if not self._seconds:
             return None

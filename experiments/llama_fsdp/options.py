@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dp_clipping.arguments import CLIPPINGS
 from experiments.llama_fsdp.network import SHAPES, TOKEN, without_token
-from experiments.llama_fsdp.results import MODES, Cell, Settings
+from experiments.llama_fsdp.results import MODES, GridCell, GridSettings
 from lm.runtime import invocation, is_first_of_host, typed_command
 from measure.options import (
     as_arguments,
@@ -151,11 +151,11 @@ def parse(arguments: Sequence[str] | None) -> Options:
     return replace(options, typed=tuple(typed_command(["-m", PROGRAM], words)))
 
 
-def settings_of(options: Options) -> Settings:
-    return shared_values(options, Settings, timeout_s=options.timeout)
+def settings_of(options: Options) -> GridSettings:
+    return shared_values(options, GridSettings, timeout_s=options.timeout)
 
 
-def cell_arguments(cell: Cell, options: Options, output: Path) -> list[str]:
+def cell_arguments(cell: GridCell, options: Options, output: Path) -> list[str]:
     """The command line of one cell. No secrets: the token stays in the environment."""
     none = dict.fromkeys((*OF_A_GRID, "output_dir", "num_processes"))
     one = {"mode": cell.mode, "seq_length": cell.seq_length, "round": cell.round}
@@ -167,5 +167,5 @@ def folder_of(options: Options) -> Path:
     return options.output_dir or Path("results") / f"run_{stamp}"
 
 
-def output_of(options: Options, cell: Cell) -> Path:
+def output_of(options: Options, cell: GridCell) -> Path:
     return options.output or folder_of(options) / cell.file

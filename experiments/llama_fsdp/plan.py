@@ -8,19 +8,19 @@ import torch
 
 from experiments.llama_fsdp.network import config_of, on_meta
 from experiments.llama_fsdp.options import LENGTHS, Options, folder_of, settings_of
-from experiments.llama_fsdp.results import GIB, MODES, Cell, ran_as
+from experiments.llama_fsdp.results import GIB, MODES, GridCell, ran_as
 from lm.runtime import Hardware
 from measure import Results, plan_rounds
 from measure.words import counted
 
 
-def plan(options: Options) -> list[Cell]:
+def plan(options: Options) -> list[GridCell]:
     """Lengths from short to long; the modes of one take turns in interleaved rounds."""
     if options.mode:
-        return [Cell(options.mode, options.seq_length, options.round)]
+        return [GridCell(options.mode, options.seq_length, options.round)]
     modes = list(dict.fromkeys(options.modes or MODES))
     return [
-        Cell(mode, length, number)
+        GridCell(mode, length, number)
         for length in sorted({*(options.seq_lengths or LENGTHS)})
         for number, mode in plan_rounds(modes, options.rounds or 1, seed=0)
     ]
@@ -41,7 +41,7 @@ class Plan:
         results = Results(self.folder)
         self.todo = [c for c, k in self.keys.items() if options.mode or not results.finished(k)]
 
-    def key_of(self, cell: Cell) -> str:
+    def key_of(self, cell: GridCell) -> str:
         return cell.key(self._settings, self._world_size, self._device, torch.__version__)
 
     def say_finished(self) -> str:

@@ -26,7 +26,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True)
-class Settings:
+class GridSettings:
     """What all cells of a run have in common; units as in `--help`."""
 
     model_name: str
@@ -45,7 +45,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Cell:
+class GridCell:
     mode: str
     seq_length: int
     round: int = 0
@@ -62,14 +62,14 @@ class Cell:
     def file(self) -> str:
         return f"{self.mode}_seq{self.seq_length}_result.json"
 
-    def key(self, settings: Settings, world_size: int, device: str, torch_version: str) -> str:
+    def key(self, settings: GridSettings, world_size: int, device: str, torch_version: str) -> str:
         """What it is recognised by when a run is resumed."""
         common = recorded(settings)
         place = {"world_size": world_size, "device": device, "torch": torch_version}
         return cell_key({**asdict(self), **common, **place})
 
 
-def recorded(settings: Settings) -> dict:
+def recorded(settings: GridSettings) -> dict:
     """What a result says of its settings: RARE ones where they are not as usual, no timeout."""
     found = asdict(settings)
     del found["timeout_s"]
@@ -95,8 +95,8 @@ def ran_as(mode: str, device_type: str) -> str:
 
 
 def single_result(
-    cell: Cell,
-    settings: Settings,
+    cell: GridCell,
+    settings: GridSettings,
     hardware: Hardware,
     world_size: int,
     *,
@@ -168,7 +168,7 @@ def merge(results: Sequence[dict]) -> dict:
     }
 
 
-def differs(settings: Settings, world_size: int, result: dict) -> str:
+def differs(settings: GridSettings, world_size: int, result: dict) -> str:
     """In what a result is of another experiment; empty if in nothing."""
     wanted = {**RARE, **recorded(settings), "num_processes": world_size}
     found = {**RARE, **result, **result["config"]}

@@ -13,32 +13,38 @@ figures a step: forward, backward and clipping alone, and the complete step with
 AdamW. With --compile every variant's decoder layers are compiled, also those without privacy.
 """
 
-import gc
-import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import MODES, PrivacyEngine
 from experiments.price.models import LABELS, MODELS, VOCABULARY, compile_layers
 from experiments.price.report import report
-from experiments.rounds import Row, row_of
-from measure import environment, plan_rounds, summarize, write_atomically
+from experiments.rounds import (
+    BASELINE,
+    PER_LAYER,
+    Recorder,
+    RoundCell,
+    Row,
+    attempt,
+    costs_of,
+    describe_cell,
+    interleave,
+    row_of,
+)
+from experiments.training import Batch, ClassifierTraining
+from lm.timing import release_memory, time_steps
+from measure import ERROR
 from measure.options import option, parse_options, positive
 
 PROGRAM = "experiments.price"
-VARIANTS = ("ordinary", "flash_bookkeeping", "flash", "bookkeeping", "opacus_ghost")
-PER_LAYER = "_per_layer"  # behind a mode's name: clipping="per_layer"
-CHOICES = ("ordinary", *MODES, *(mode + PER_LAYER for mode in MODES[1:]), "opacus_ghost")
+VARIANTS = (BASELINE, "flash_bookkeeping", "flash", "bookkeeping", "opacus_ghost")
+CHOICES = (BASELINE, *MODES, *(mode + PER_LAYER for mode in MODES[1:]), "opacus_ghost")
 WARM_UP = 3  # steps of a round that are not timed
-Batch = tuple[Tensor, Tensor]
 
 
 # fmt: off
@@ -67,60 +73,24 @@ def parse(arguments: Sequence[str] | None) -> Options:
     return replace(options, rows=rows, layers=options.layers or model.layers)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What all cells of a run have in common."""
-
-    model: str
-    layers: int
-    compiled: bool
-    steps: int
-    profile: bool
-    device: torch.device
-
-
-class Run:
-    """One variant, ready to step."""
-
-    def __init__(self, variant: str, batch_size: int, setting: Setting):
-        device = setting.device
-        torch.manual_seed(0)
-        self.network = MODELS[setting.model].build(setting.layers, device)
-        optimizer = torch.optim.AdamW(
-            self.network.parameters(), lr=1e-5, fused=device.type == "cuda"
-        )
-        self.model, self.optimizer, self.criterion = self.network, optimizer, nn.CrossEntropyLoss()
-        if variant != "ordinary":
-            self._make_private(variant, optimizer, batch_size)
-        if setting.compiled:
-            compile_layers(self.network)
-
-    def _make_private(
-        self, variant: str, optimizer: torch.optim.Optimizer, batch_size: int
-    ) -> None:
+def training_of(variant: str, samples: int, options: Options, device: torch.device):
+    """The variant, ready to step."""
+    torch.manual_seed(0)
+    network = MODELS[options.model].build(options.layers, device)
+    training = ClassifierTraining(network, device)
+    if variant != BASELINE:
         if variant.startswith("opacus_"):
             from opacus import PrivacyEngine as Engine
         else:
             Engine = PrivacyEngine
-        data = TensorDataset(torch.zeros(64 * batch_size, 1))
-        self.model, self.optimizer, self.criterion, _ = Engine(accountant="rdp").make_private(
-            module=self.network, optimizer=optimizer, criterion=self.criterion,
-            data_loader=DataLoader(data, batch_size=batch_size), noise_multiplier=1.0,
-            max_grad_norm=1.0, poisson_sampling=False,
+        training.make_private(
+            Engine(accountant="rdp"), samples, noise_multiplier=1.0, max_grad_norm=1.0,
             clipping="per_layer" if variant.endswith(PER_LAYER) else "flat",
             grad_sample_mode=variant.removeprefix("opacus_").removesuffix(PER_LAYER),
         )  # fmt: skip
-        if Engine is PrivacyEngine:
-            self.model.skip_checks()  # they would be in some of the few steps that are timed
-
-    def backward(self, batch: Batch) -> None:
-        tokens, labels = batch
-        loss = self.criterion(self.model(input_ids=tokens).logits, labels)
-        loss.backward()
-
-    def finish(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+    if options.compile:
+        compile_layers(network)
+    return training
 
 
 def batch_of(row: Row, device: torch.device) -> Batch:
@@ -130,33 +100,18 @@ def batch_of(row: Row, device: torch.device) -> Batch:
     return tokens, torch.randint(0, LABELS, row[:1], generator=generator, device=device)
 
 
-def measure(variant: str, row: Row, setting: Setting) -> dict:
-    """Milliseconds of each step and the peak of allocated memory, in MiB."""
-    batch = batch_of(row, setting.device)
-    run = Run(variant, len(batch[0]), setting)
-    recorder = torch.profiler.profile() if setting.profile else nullcontext()
-    marks = []
-    count = WARM_UP + setting.steps
-    for number in range(count):
-        if number == WARM_UP:
+def measure(cell: RoundCell, options: Options, device: torch.device) -> dict:
+    batch = batch_of(cell.row, device)
+    training = training_of(cell.variant, cell.row.samples, options, device)
+    found = costs_of(time_steps(training, [batch] * (WARM_UP + options.steps), WARM_UP, device))
+    if options.profile:
+        with torch.profiler.profile() as recorder:
+            training.backward(batch)
+            training.step()
             torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        with recorder if number == count - 1 else nullcontext():
-            marks.append([torch.cuda.Event(enable_timing=True) for _ in range(3)])
-            start, middle, end = marks[-1]
-            start.record()
-            run.backward(batch)
-            middle.record()
-            run.finish()
-            end.record()
-    torch.cuda.synchronize()
-    partial = [start.elapsed_time(middle) for start, middle, _ in marks[WARM_UP:]]
-    complete = [start.elapsed_time(end) for start, _, end in marks[WARM_UP:]]
-    peak = torch.cuda.max_memory_allocated() / (1 << 20)
-    if setting.profile:
-        print(f"{variant} {row}: kernels by time")
+        print(f"{cell.variant} {cell.row}: kernels by time")
         print("\n".join(slowest(recorder)))
-    return {"without_step_ms": partial, "step_ms": complete, "peak_mib": peak}
+    return found
 
 
 def slowest(recorder: torch.profiler.profile, count: int = 30) -> list[str]:
@@ -176,43 +131,15 @@ def slowest(recorder: torch.profiler.profile, count: int = 30) -> list[str]:
     return lines
 
 
-def run_all(options: Options, setting: Setting, say: Callable[[str], None]) -> list[dict]:
-    results = []
-    for row in options.rows:
-        for number, variant in plan_rounds(options.variants, options.rounds, 0):
-            started = time.perf_counter()
-            cell = {
-                "row": str(row), "variant": variant, "round": number, "model": setting.model,
-                "layers": setting.layers, "compiled": setting.compiled,
-            }  # fmt: skip
-            try:
-                cell |= measure(variant, row, setting)
-            except torch.cuda.OutOfMemoryError as error:
-                cell["status"] = f"oom: {str(error)[:80]}"
-            forget()
-            results.append(cell)
-            if options.output:
-                write_atomically(
-                    options.output,
-                    json.dumps({"environment": environment(), "cells": results}, indent=1),
-                )
-            say(f"{describe(cell)}, {time.perf_counter() - started:.1f} s")
-    return results
-
-
-def forget() -> None:
-    """Nothing of a cell helps or burdens the next: neither memory nor graphs for other shapes."""
-    torch.compiler.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def describe(cell: dict) -> str:
-    """One line of progress."""
-    name = f"{cell['row']} {cell['variant']} round {cell['round']}"
-    if "step_ms" not in cell:
-        return f"{name}: {cell['status']}"
-    return f"{name}: {summarize(cell['step_ms']).median:.1f} ms, {cell['peak_mib']:.0f} MiB"
+def run_all(options: Options, device: torch.device) -> list[dict]:
+    recorder = Recorder(options.output)
+    common = {"model": options.model, "layers": options.layers, "compiled": options.compile}
+    for cell in interleave(options.rows, options.variants, options.rounds):
+        started = time.perf_counter()
+        found = cell.names() | common | attempt(lambda: measure(cell, options, device))  # noqa: B023
+        release_memory(device)
+        recorder.add(found, f"{describe_cell(found)}, {time.perf_counter() - started:.1f} s")
+    return recorder.cells
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -220,13 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print(f"{PROGRAM}: needs a CUDA device", file=sys.stderr)
         return 2
-    setting = Setting(
-        options.model, options.layers, options.compile, options.steps, options.profile,
-        torch.device("cuda"),
-    )  # fmt: skip
-    results = run_all(options, setting, lambda text: print(text, flush=True))
+    results = run_all(options, torch.device("cuda"))
     print(report(results))
-    return 0
+    return int(any(cell["status"] == ERROR for cell in results))
 
 
 if __name__ == "__main__":

@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-import gc
-import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
 
 from dp_clipping.modes import MODES
 from experiments.llama_fsdp.network import SHAPES
 from experiments.llama_fsdp.plan import say_twins
 from experiments.llama_fsdp.results import MODES as GRID
-from experiments.llama_fsdp.results import Cell, Settings
+from experiments.llama_fsdp.results import GridCell, GridSettings
 from experiments.price.report import legend, report
-from experiments.rounds import Row, row_of
-from lm.launch import INTERRUPTED, run_ranks
-from lm.runtime import (
-    Hardware,
-    Worker,
-    connect_store,
-    find_hardware,
-    is_first_of_host,
-    launched,
-    process_group,
+from experiments.rounds import (
+    BASELINE,
+    PER_LAYER,
+    Recorder,
+    RoundCell,
+    Row,
+    costs_of,
+    describe_cell,
+    interleave,
+    row_of,
 )
+from lm.launch import INTERRUPTED, run_ranks
+from lm.ranks import watched_rank
+from lm.runtime import Hardware, Worker, find_hardware, is_first_of_host, launched
+from lm.timing import release_memory, time_steps
 from lm.watch import Watch
-from measure import environment, plan_rounds, summarize, write_atomically
+from measure import OK
 from measure.command_line import check_folder, refuse
 from measure.options import not_negative, option, parse_options, positive
 
 PROGRAM = "experiments.price_sharded"
-ORDINARY, PER_LAYER = "ordinary", "_per_layer"  # behind a mode's name: clipping="per_layer"
 OF_GRID = {mode: name for name, mode in GRID.items()}  # modes that `llama_fsdp` measures
-CHOICES = (ORDINARY, *(m for m in MODES if m in OF_GRID and m != "no_dp"))
+CHOICES = (BASELINE, *(m for m in MODES if m in OF_GRID and m != "no_dp"))
 CHOICES += tuple(mode + PER_LAYER for mode in CHOICES[1:])
-DEFAULT = (ORDINARY, "flash_bookkeeping", "flash_bookkeeping" + PER_LAYER, "flash")
+DEFAULT = (BASELINE, "flash_bookkeeping", "flash_bookkeeping" + PER_LAYER, "flash")
 ROWS, TINY = ("2x1024", "2x2048", "2x4096"), "2x32"
 DESCRIPTION = """\
 What a private step of a Llama costs under FSDP2, against the same step without privacy.
@@ -116,73 +112,39 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def work(options: Options, hardware: Hardware) -> int:
     """One rank of all cells."""
-    with process_group(hardware, options.timeout) as worker:
-        store = connect_store(timedelta(seconds=options.timeout))
-        watch = Watch(store, worker.rank, worker.world_size, options.timeout, lambda cause: None)
-        try:
-            results: list[dict] = []
-            modes = (OF_GRID[mode_of(variant)] for variant in options.variants)
-            if worker.is_first and (twins := say_twins(modes, worker.device.type)):
-                print(twins.replace("_fsdp", ""), flush=True)
-            for row in options.rows:
-                for number, variant in plan_rounds(options.variants, options.rounds, 0):
-                    results.append(measure(row, variant, number, options, worker, watch))
-                    if worker.is_first:
-                        tell(results, options.output)
-            if worker.is_first:
-                print(report(results), legend(results), sep="\n\n")
-            dist.barrier()
-        except KeyboardInterrupt:
-            os._exit(INTERRUPTED)  # the others may be gone: an orderly end is not possible
-        except Exception as error:
-            watch.fail(error)
-        watch.close()
-        dist.barrier()
+    with watched_rank(hardware, options.timeout) as (worker, watch):
+        modes = (OF_GRID[mode_of(variant)] for variant in options.variants)
+        if worker.is_first and (twins := say_twins(modes, worker.device.type)):
+            print(twins.replace("_fsdp", ""), flush=True)
+        recorder = Recorder(options.output if worker.is_first else None)
+        for cell in interleave(options.rows, options.variants, options.rounds):
+            found = measure(cell, options, worker, watch)
+            recorder.add(found, describe_cell(found) if worker.is_first else "")
+        if worker.is_first:
+            print(report(recorder.cells), legend(recorder.cells), sep="\n\n")
     return 0
 
 
 def mode_of(variant: str) -> str:
-    return "no_dp" if variant == ORDINARY else variant.removesuffix(PER_LAYER)
+    return "no_dp" if variant == BASELINE else variant.removesuffix(PER_LAYER)
 
 
-def measure(
-    row: Row, variant: str, number: int, options: Options, worker: Worker, watch: Watch
-) -> dict:
-    """Milliseconds of each step on the slowest rank, peak memory in MiB of the largest."""
-    from experiments.llama_fsdp.cell import Run, make_batches, time_steps
+def measure(cell: RoundCell, options: Options, worker: Worker, watch: Watch) -> dict:
+    """One that fails on a rank ends all ranks: others would wait for it."""
+    from experiments.llama_fsdp.cell import LlamaTraining, make_batches
 
-    watch.at(f"{variant} {row}, round {number + 1}")
-    is_per_layer = variant.endswith(PER_LAYER)
-    settings = Settings(
-        model_name=options.model_name, batch_size=row.samples, num_iter=options.steps,
+    watch.at(str(cell))
+    settings = GridSettings(
+        model_name=options.model_name, batch_size=cell.row.samples, num_iter=options.steps,
         warmup_iter=options.warm_up, learning_rate=1e-5, sigma=1.0, max_grad_norm=1.0,
-        clipping="per_layer" if is_per_layer else "flat", train_embedding=False, seed=0,
-        timeout_s=options.timeout,
+        clipping="per_layer" if cell.variant.endswith(PER_LAYER) else "flat",
+        train_embedding=False, seed=0, timeout_s=options.timeout,
     )  # fmt: skip
-    cell = replace(Cell(OF_GRID[mode_of(variant)], row.tokens), round=number)
-    run = Run(cell, settings, worker)
-    batches = make_batches(row.tokens, run.config.vocab_size, settings, worker)
-    steps, parts, peak = time_steps(run, batches, options.warm_up, worker, watch)
-    del run, batches
-    gc.collect()
-    if worker.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return {
-        "row": str(row), "variant": variant, "round": number, "model": options.model_name,
-        "ranks": worker.world_size, "step_ms": steps, "without_step_ms": parts,
-        "peak_mib": (peak or 0) / 2**20,
-    }  # fmt: skip
-
-
-def tell(results: list[dict], output: Path | None) -> None:
-    """One line of progress, and all that is known so far."""
-    cell = results[-1]
-    step = summarize(cell["step_ms"]).median
-    print(
-        f"{cell['row']} {cell['variant']} round {cell['round'] + 1}: {step:.1f} ms, "
-        f"{cell['peak_mib']:,.0f} MiB", flush=True,
-    )  # fmt: skip
-    if output:
-        content = {"environment": environment(), "cells": results}
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(output, json.dumps(content, indent=1))
+    mode, length = OF_GRID[mode_of(cell.variant)], cell.row.tokens
+    training = LlamaTraining(GridCell(mode, length, cell.round), settings, worker)
+    batches = make_batches(length, training.config.vocab_size, settings, worker)
+    costs = time_steps(training, batches, options.warm_up, worker.device, watch.at)
+    del training, batches
+    release_memory(worker.device)
+    place = {"model": options.model_name, "ranks": worker.world_size, "status": OK}
+    return {**cell.names(), **place, **costs_of(costs)}

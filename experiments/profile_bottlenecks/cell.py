@@ -14,85 +14,87 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from experiments.llama_fsdp.cell import Batch, Run, make_batches
-from experiments.llama_fsdp.results import Cell, Settings, single_result
+from experiments.llama_fsdp.cell import LlamaTraining, make_batches
+from experiments.llama_fsdp.results import GridCell, GridSettings, single_result
 from experiments.profile_bottlenecks.verdict import PHASES
-from lm.runtime import Hardware, PeakMemory, StepClock, Worker
+from experiments.training import Batch
+from lm.runtime import Hardware, Worker
+from lm.timing import PeakMemory, StepClock, max_over_ranks, wait_for_all
 from measure import OK, environment
 from tracing import load_trace, overlap, phase, profile
 
 COLLECTIVES = ("norm_all_reduce", "hand_over", "reduce_scatter", "gradient_sync")
 
 
-def measure(cell: Cell, settings: Settings, hardware: Hardware, worker: Worker, watch: Any) -> dict:
+def measure(
+    cell: GridCell, settings: GridSettings, hardware: Hardware, worker: Worker, watch: Any
+) -> dict:
     """The result of this length; times in milliseconds, phases those of rank 0."""
     watch.at("building the model")
-    run = Run(cell, settings, worker)
-    batches = make_batches(cell.seq_length, run.config.vocab_size, settings, worker)
+    training = LlamaTraining(cell, settings, worker)
+    batches = make_batches(cell.seq_length, training.config.vocab_size, settings, worker)
     warm_up, timed = batches[: settings.warmup_iter], batches[settings.warmup_iter :]
     for number, batch in enumerate(warm_up):
         watch.at(f"warm-up step {number + 1}")
-        step(run, batch)
-    run.profile.forget()
-    wait(worker)
+        step(training, batch)
+    training.forget_warm_up()
+    wait_for_all(worker.device)
     memory = PeakMemory(worker.device)
-    with_it, without = take_turns(run, timed, worker, watch)
-    peak = slowest([float(memory.bytes() or 0)], worker)[0]
-    phases = phases_of(with_it, run.profile.steps())
-    data = run.profile.data()
+    with_it, without = take_turns(training, timed, worker, watch)
+    peak = max_over_ranks([float(memory.bytes() or 0)], worker.device)[0]
+    phases = phases_of(with_it, training.profile.steps())
+    data = training.profile.data()
     watch.at("the traced step")
-    trace = traced(run, timed[-1], worker)
-    totals = slowest([sum(parts) for parts in without], worker)
-    backward = slowest([sum(parts[:3]) for parts in without], worker)
+    trace = traced(training, timed[-1], worker)
+    totals = max_over_ranks([sum(parts) for parts in without], worker.device)
+    backward = max_over_ranks([sum(parts[:3]) for parts in without], worker.device)
     result = single_result(
         cell, settings, hardware, worker.world_size, status=OK, step_ms=totals,
-        forward_backward_ms=backward, peak_bytes=peak or None, vocab_size=run.config.vocab_size,
-        parameters=run.parameters, trained_parameters=run.trained, environment=environment(),
-        profile=data,
+        forward_backward_ms=backward, peak_bytes=peak or None, environment=environment(),
+        profile=data, **training.sizes(),
     )  # fmt: skip
     return result | {
         "phases_ms": phases,
         "layer_norm_ms": layer_norms(data["ranges"]),
-        "step_with_profiling_ms": slowest([sum(parts) for parts in with_it], worker),
+        "step_with_profiling_ms": max_over_ranks([sum(parts) for parts in with_it], worker.device),
         "trace": trace,
-        "plan_seconds": plan_seconds(run),
+        "plan_seconds": plan_seconds(training),
         "device_memory_mb": device_memory(worker.device),
     }
 
 
-def step(run: Run, batch: Batch, clock: StepClock | None = None) -> None:
+def step(training: LlamaTraining, batch: Batch, clock: StepClock | None = None) -> None:
     """Marks after forward, backward, the exchange of sums, and noise with AdamW."""
     mark = (lambda: None) if clock is None else clock.mark
     tokens, labels = batch
     with phase("forward_pass"):
-        loss = run.criterion(run.model(input_ids=tokens).logits, labels)
+        loss = training.criterion(training.model(input_ids=tokens).logits, labels)
     mark()
     loss.backward()
     mark()
-    run.model.finish_synchronization()
+    training.model.finish_synchronization()
     mark()
     with phase("optimizer_step"):
-        run.step()
+        training.step()
     mark()
 
 
 def take_turns(
-    run: Run, batches: Sequence[Batch], worker: Worker, watch: Any
+    training: LlamaTraining, batches: Sequence[Batch], worker: Worker, watch: Any
 ) -> tuple[list[list[float]], list[list[float]]]:
     """The four parts of each step, with the switch on and off."""
     clocks = {True: [], False: []}
     for number, batch in enumerate(batches):
         watch.at(f"step {number + 1}")
         for is_on in (True, False) if number % 2 else (False, True):
-            run.profile.is_on = is_on
+            training.profile.is_on = is_on
             clock = StepClock(worker.device)
             clock.mark()
-            step(run, batch, clock)
+            step(training, batch, clock)
             clocks[is_on].append(clock)
-    run.profile.is_on = True
-    wait(worker)
+    training.profile.is_on = True
+    wait_for_all(worker.device)
     with_it, without = ([c.milliseconds() for c in clocks[is_on]] for is_on in (True, False))
     return with_it, without
 
@@ -140,29 +142,29 @@ def layer_norms(ranges: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return found
 
 
-def traced(run: Run, batch: Batch, worker: Worker) -> dict[str, Any]:
+def traced(training: LlamaTraining, batch: Batch, worker: Worker) -> dict[str, Any]:
     """Of one step of rank 0, in milliseconds: see `tracing.Overlap`."""
     if not worker.is_first:
-        step(run, batch)
-        wait(worker)
+        step(training, batch)
+        wait_for_all(worker.device)
         return {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         with profile(path, device_type=worker.device.type, memory=False):
-            step(run, batch)
+            step(training, batch)
         found = overlap(load_trace(path))
-    wait(worker)
+    wait_for_all(worker.device)
     names = ("span", "computation", "communication", "exposed", "idle")
     return {"basis": found.basis} | {n: getattr(found, n) / 1000 for n in names}
 
 
-def plan_seconds(run: Run) -> dict[str, float] | None:
+def plan_seconds(training: LlamaTraining) -> dict[str, float] | None:
     """Predicted seconds of all linear norms and sums, as planned and as `auto` would; None where
     no fused kernels ran."""
     from dp_clipping.planning.calibration import rates_of
     from dp_clipping.planning.plan import Plan
 
-    plan = run.model.step_context.plans.last
+    plan = training.model.step_context.plans.last
     if plan is None:
         return None
     free = Plan(plan.uses, rates_of(run.model.capture.trigger.device))
@@ -177,16 +179,3 @@ def device_memory(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     return torch.cuda.get_device_properties(device).total_memory / 2**20
-
-
-def wait(worker: Worker) -> None:
-    if worker.device.type == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
-
-
-def slowest(values: Sequence[float], worker: Worker) -> list[float]:
-    """Each value's maximum over the ranks."""
-    x = torch.tensor(values, dtype=torch.float64, device=worker.device)
-    dist.all_reduce(x, op=dist.ReduceOp.MAX)
-    return x.tolist()

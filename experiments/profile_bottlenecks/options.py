@@ -11,7 +11,7 @@ from pathlib import Path
 from dp_clipping.arguments import CLIPPINGS
 from dp_clipping.planning.plan import NORM_ALGORITHMS
 from experiments.llama_fsdp.network import SHAPES, without_token
-from experiments.llama_fsdp.results import Settings
+from experiments.llama_fsdp.results import GridSettings
 from lm.runtime import Hardware, invocation, is_first_of_host, typed_command
 from measure.options import as_arguments, not_negative, option, parse_options, positive
 
@@ -126,8 +126,8 @@ def mode_of(options: Options) -> str:
     return "bookkeeping_fsdp" if options.bookkeeping else "ghost_fsdp"
 
 
-def settings_of(options: Options) -> Settings:
-    return Settings(
+def settings_of(options: Options) -> GridSettings:
+    return GridSettings(
         model_name=options.model_name, batch_size=options.batch_size, num_iter=options.num_iter,
         warmup_iter=options.warmup_iter, learning_rate=1e-5, sigma=1.0, max_grad_norm=1.0,
         clipping=options.clipping, train_embedding=False, seed=0, timeout_s=options.timeout,

@@ -14,7 +14,7 @@ import torch
 
 from experiments.llama_fsdp.grid import Start, run_cell, run_under_torchrun
 from experiments.llama_fsdp.network import SHAPES, config_of, files_of, without_token
-from experiments.llama_fsdp.results import MODES, Cell, Settings, differs
+from experiments.llama_fsdp.results import MODES, GridCell, GridSettings, differs
 from experiments.profile_bottlenecks.options import (
     PROGRAM,
     Options,
@@ -93,7 +93,7 @@ def check_results(options: Options, world_size: int) -> None:
             raise ValueError(f"--output-dir {folder} holds results of {what}; name another folder")
 
 
-def _another(row: dict, mode: str, settings: Settings, world_size: int) -> str:
+def _another(row: dict, mode: str, settings: GridSettings, world_size: int) -> str:
     """What else than this experiment the row is of; empty if nothing."""
     if row.get("mode") != mode:
         return f"mode {MODES.get(row.get('mode'), 'none')}, not {MODES[mode]}"
@@ -104,7 +104,7 @@ def one_rank(options: Options, hardware: Hardware) -> int:
     from experiments.llama_fsdp.cell import work
     from experiments.profile_bottlenecks.cell import measure
 
-    cell = Cell(mode_of(options), options.length)
+    cell = GridCell(mode_of(options), options.length)
     return work(cell, settings_of(options), hardware, options.output, measure)
 
 
@@ -113,7 +113,7 @@ def sweep(options: Options, hardware: Hardware, world_size: int, start: Start) -
     folder, settings = options.output_dir, settings_of(options)
     results = Results(folder)
     device = "cpu" if hardware.device_type == "cpu" else torch.cuda.get_device_name(0)
-    cells = [Cell(mode_of(options), length) for length in options.seq_lengths]
+    cells = [GridCell(mode_of(options), length) for length in options.seq_lengths]
     keys = {cell.key(settings, world_size, device, torch.__version__): cell for cell in cells}
     todo = {key: cell for key, cell in keys.items() if not results.finished(key)}
     if done := len(keys) - len(todo):
@@ -130,7 +130,7 @@ def sweep(options: Options, hardware: Hardware, world_size: int, start: Start) -
 
 
 def run_length(
-    options: Options, cell: Cell, hardware: Hardware, world_size: int, start: Start
+    options: Options, cell: GridCell, hardware: Hardware, world_size: int, start: Start
 ) -> dict:
     """One length's result, that of a failure too."""
     output = options.output_dir / ".cell.json"

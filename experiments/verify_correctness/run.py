@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from importlib.util import find_spec
 
 import torch
@@ -30,17 +28,17 @@ from experiments.verify_correctness.phases import phase_table
 from experiments.verify_correctness.step import verify
 from lm.launch import INTERRUPTED, run_ranks
 from lm.parallel import DATA, TENSOR, plan_of
+from lm.ranks import watched_rank
 from lm.runtime import (
     Hardware,
     Worker,
-    connect_store,
     find_hardware,
     has_parent,
     launched,
+    launched_rank,
     launched_world_size,
-    process_group,
 )
-from lm.watch import Cause, Watch
+from lm.watch import Cause
 from measure import Column, Progress, format_table
 from measure.words import counted
 
@@ -173,40 +171,30 @@ def alone(options: Options, hardware: Hardware) -> int:
 
 def work(options: Options, hardware: Hardware) -> int:
     """One rank; the first one prints, and its exit status is that of all."""
-    with process_group(hardware, options.timeout) as worker:
+    report: Report | None = None
+
+    def print_what_is_done(*_: Cause) -> None:
+        if launched_rank() == 0 and report is not None:
+            report.print_unfinished()
+
+    with watched_rank(
+        hardware, options.timeout, print_what_is_done, on_interrupt=print_what_is_done
+    ) as (worker, watch):
         report = Report(options, ranks_of(options, worker))
         if worker.is_first and has_parent():  # which ends its ranks so, also after Ctrl-C
             signal.signal(signal.SIGTERM, signal.default_int_handler)
+        if worker.is_first and not has_parent():
+            print(hardware.sentence, flush=True)
+        with Progress(report.total, enabled=None if worker.is_first else False) as progress:
 
-        def print_what_is_done(cause: Cause) -> None:
-            if worker.is_first:
-                report.print_unfinished()
+            def note(label: str) -> None:
+                watch.at(label)
+                if worker.is_first and not progress.enabled:
+                    report.say_progress(label)
+                progress.update(label)
 
-        store = connect_store(timedelta(seconds=options.timeout))
-        watch = Watch(store, worker.rank, worker.world_size, options.timeout, print_what_is_done)
-        try:
-            if worker.is_first and not has_parent():
-                print(hardware.sentence, flush=True)
-            with Progress(report.total, enabled=None if worker.is_first else False) as progress:
-
-                def note(label: str) -> None:
-                    watch.at(label)
-                    if worker.is_first and not progress.enabled:
-                        report.say_progress(label)
-                    progress.update(label)
-
-                report.check(note)
-            status = report.finish() if worker.is_first else 0
-            dist.barrier()  # nobody leaves, and falls silent, while others work
-        except KeyboardInterrupt:
-            if worker.is_first:
-                report.print_unfinished()
-            os._exit(INTERRUPTED)  # the others may be gone: an orderly end is not possible
-        except Exception as error:
-            watch.fail(error)
-        watch.close()
-        dist.barrier()  # the first rank may host the store, which the other watches use
-    return status
+            report.check(note)
+        return report.finish() if worker.is_first else 0
 
 
 # ---- what is printed -----------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from experiments.llama_fsdp.options import cell_arguments, parse, settings_of
 from experiments.llama_fsdp.plan import plan
 from experiments.llama_fsdp.results import (
     MODES,
-    Cell,
-    Settings,
+    GridCell,
+    GridSettings,
     differs,
     merge,
     read_results,
@@ -48,7 +48,7 @@ TINY = ["--model-name", "tiny", "--device", "cpu", "--warmup-iter", "1", "--num-
 ONE = ["--mode", "no_dp", "--seq-length", "8", "--model-name", "tiny"]
 CPU = Hardware("gloo", "cpu", 2, "gloo, 2 processes")
 GPUS = Hardware("nccl", "cuda", 8, "NCCL, 8 processes")
-SETTINGS = Settings("tiny", 1, 2, 1, 1e-5, 1.0, 1.0, "flat", False, 0, 60.0)
+SETTINGS = GridSettings("tiny", 1, 2, 1, 1e-5, 1.0, 1.0, "flat", False, 0, 60.0)
 CONTRACT = {
     "mode", "seq_length", "batch_size", "total_batch_size", "num_gpus", "peak_memory_mb",
     "peak_memory_gb", "avg_time_ms", "config", "status", "schema_version", "environment",
@@ -234,7 +234,7 @@ def starter(fail: dict[str, Outcome], started: list[str]):
         started.append(f"{options.mode} {options.seq_length} {options.round}")
         if options.mode in fail:
             return fail[options.mode]
-        cell = Cell(options.mode, options.seq_length, options.round)
+        cell = GridCell(options.mode, options.seq_length, options.round)
         ms = 100.0 + 50 * list(MODES).index(options.mode)
         result = single_result(
             cell, settings_of(options), CPU, 2, status="ok", step_ms=[ms, 1.02 * ms],
@@ -277,7 +277,12 @@ def finished(mode: str, length: int, ms: float, status: str = "ok") -> dict:
 
 def test_the_time_left_follows_from_cells_of_like_length():
     left = TimeLeft(steps=10)
-    cells = [Cell("no_dp", 16), Cell("ghost_fsdp", 16), Cell("no_dp", 64), Cell("ghost_fsdp", 64)]
+    cells = [
+        GridCell("no_dp", 16),
+        GridCell("ghost_fsdp", 16),
+        GridCell("no_dp", 64),
+        GridCell("ghost_fsdp", 64),
+    ]
     assert left.of(cells) is None
     left.note(3.0, finished("flash_fsdp", 16, 0, "oom"))
     assert left.of(cells) == 12.0  # nothing better is known
@@ -285,14 +290,14 @@ def test_the_time_left_follows_from_cells_of_like_length():
     assert left.of(cells[1:2]) == pytest.approx(5 + 1)  # as the other mode
     left.note(7.0, finished("ghost_fsdp", 16, 200.0))
     assert left.of(cells[2:]) == pytest.approx((5 + 4) + (5 + 8))  # four times the tokens
-    assert left.of([Cell("no_dp", 16, 1)]) == pytest.approx(6)
+    assert left.of([GridCell("no_dp", 16, 1)]) == pytest.approx(6)
     assert left.of([]) == 0
 
 
 def test_the_time_left_knows_what_an_earlier_call_has_measured():
     left = TimeLeft(10, [finished("no_dp", 64, 400.0), finished("flash_fsdp", 16, 0, "error")])
     left.note(7.0, finished("ghost_fsdp", 64, 200.0))
-    assert left.of([Cell("no_dp", 64, 1)]) == pytest.approx(5 + 4)
+    assert left.of([GridCell("no_dp", 64, 1)]) == pytest.approx(5 + 4)
 
 
 def test_rounds_are_interleaved():
@@ -308,10 +313,10 @@ def test_a_token_in_an_error_is_hidden(tmp_path, monkeypatch):
     outcome = Outcome(70, Cause(0, "error", f"HTTPError: Bearer {SECRET} was refused"))
     options = options_of(tmp_path)
     path = tmp_path / "one.json"
-    measure(Cell("no_dp", 8), options, CPU, 2, lambda _: outcome, path)
+    measure(GridCell("no_dp", 8), options, CPU, 2, lambda _: outcome, path)
     assert SECRET not in path.read_text()
     assert "Bearer *** was refused" in path.read_text()
-    assert not any(SECRET in word for word in cell_arguments(Cell("no_dp", 8), options, path))
+    assert not any(SECRET in word for word in cell_arguments(GridCell("no_dp", 8), options, path))
 
 
 # ---- what is made of results ---------------------------------------------------------------------
@@ -326,10 +331,10 @@ def results_like(ratios: dict[str, float | str], lengths=(1024, 2048), rounds=2)
             ms = length / 10 * (1.5 if isinstance(times, str) else times)
             one = [
                 single_result(
-                    Cell(mode, length, number), SETTINGS, GPUS, 8, status=times, reason="no more",
-                    environment={},
+                    GridCell(mode, length, number), SETTINGS, GPUS, 8, status=times,
+                    reason="no more", environment={},
                 ) if lost else single_result(
-                    Cell(mode, length, number), SETTINGS, GPUS, 8, status="ok",
+                    GridCell(mode, length, number), SETTINGS, GPUS, 8, status="ok",
                     step_ms=[ms, ms * 1.01, ms * 0.99], forward_backward_ms=[0.9 * ms] * 3,
                     peak_bytes=2**30 * (10 + ms / 100), vocab_size=512, environment={
                         "torch": "2.13", "date": "2026-11-21", "gpus": [{"name": "NVIDIA H200"}],
@@ -438,7 +443,7 @@ def test_every_panel_says_its_unit_and_where_its_axis_begins():
 
 def test_redraw_needs_only_the_results(tmp_path, capsys):
     for result in results_like(ALL):
-        name = Cell(result["mode"], result["seq_length"]).file
+        name = GridCell(result["mode"], result["seq_length"]).file
         write_result(tmp_path / name, result)
     assert main(["--redraw", str(tmp_path)]) == 0
     names = {path.name for path in files_below(tmp_path) if path.suffix != ".json"}
@@ -471,7 +476,7 @@ def test_dry_run_lists_what_is_left(grid, capsys):
     text = capsys.readouterr().out
     assert f"1 of 2 cells are finished in {folder}\n1 cell left, in 2 processes" in text
     assert [line for line in text.splitlines() if line.startswith("  ")] == [
-        f"  {Cell('flash_bookkeeping_fsdp', 24).label}"
+        f"  {GridCell('flash_bookkeeping_fsdp', 24).label}"
     ]
     assert {path: path.read_bytes() for path in files_below(folder)} == before
 
@@ -516,7 +521,7 @@ def test_wrong_options_are_one_line(arguments, said, capsys, monkeypatch):
 def test_profiled_results_are_not_mixed_with_others():
     profiled = replace(SETTINGS, enable_profiling=True)
     place = 2, "cpu", "2.13"
-    cell = Cell("flash_fsdp", 16)
+    cell = GridCell("flash_fsdp", 16)
     assert cell.key(SETTINGS, *place) != cell.key(profiled, *place)
     plain = single_result(cell, SETTINGS, CPU, 2, status="error")
     assert "enable_profiling" not in plain["config"]  # as in results from before it existed

@@ -13,7 +13,7 @@ from matplotlib.text import Text
 
 from dp_clipping.distributed import gradient_reduce as sharded_sums
 from dp_clipping.profiling.profile import SWITCH
-from experiments.llama_fsdp.results import Cell, Settings, recorded
+from experiments.llama_fsdp.results import GridCell, GridSettings, recorded
 from experiments.profile_bottlenecks import plot
 from experiments.profile_bottlenecks.__main__ import main
 from experiments.profile_bottlenecks.cell import measure, split
@@ -38,17 +38,17 @@ from tests.support.alone import Watching, worker_of
 from tests.support.page import Page
 
 CPU = Hardware("gloo", "cpu", 2, "gloo, 2 processes")
-SETTINGS = Settings(
+SETTINGS = GridSettings(
     "tiny", 2, 2, 1, 1e-5, 1.0, 1.0, "flat", False, 0, 60.0, enable_profiling=True
 )  # fmt: skip
 SLEEP_S, UNITS = 0.1, 3  # of a collective on purpose; FSDP modules of the tiny shape
 
 
-def row_of(context: Context, mode: str, length: int, settings: Settings) -> dict:
+def row_of(context: Context, mode: str, length: int, settings: GridSettings) -> dict:
     """What one rank measures; the switch is left as it was."""
     worker = worker_of(context)
     try:
-        return measure(Cell(mode, length), settings, CPU, worker, Watching())
+        return measure(GridCell(mode, length), settings, CPU, worker, Watching())
     finally:
         os.environ.pop(SWITCH, None)
 

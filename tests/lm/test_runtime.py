@@ -1,6 +1,5 @@
-"""Where a process runs: hardware and its sentence, launch variables, clocks, memory, seeds."""
+"""Where a process runs: hardware and its sentence, launch variables, seeds."""
 
-import mmap
 import random
 import time
 import warnings
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from lm import runtime
-from lm.runtime import PeakMemory, StepClock, find_hardware, seed_everything
+from lm.runtime import find_hardware, seed_everything
 
 CPU = torch.device("cpu")
 
@@ -142,46 +141,6 @@ def test_the_command_that_was_typed(monkeypatch):
     assert typed() == "torchrun --nnodes=2 --nproc_per_node=4 -m x --y 1"
     monkeypatch.setenv(runtime.LAUNCHED_HERE, "1")
     assert typed() == "python -m x --y 1"
-
-
-def test_the_clock_measures_what_is_between_marks():
-    clock = StepClock(CPU)
-    clock.mark()
-    for seconds in (0.01, 0.03):
-        time.sleep(seconds)
-        clock.mark()
-    first, second = clock.milliseconds()
-    assert 10 <= first < second
-    assert 30 <= second < 300
-
-
-def test_a_clock_with_one_mark_has_no_steps():
-    clock = StepClock(CPU)
-    clock.mark()
-    assert clock.milliseconds() == []
-
-
-def touch_new_pages(size):
-    """Pages of the system: a tensor may lie in memory that earlier tests left resident."""
-    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
-        for start in range(0, size, mmap.PAGESIZE):
-            pages[start] = 1
-
-
-def test_peak_memory_sees_what_was_freed_and_starts_anew():
-    size = 200 << 20
-    memory = PeakMemory(CPU)
-    before = memory.bytes()
-    if before is None:
-        pytest.skip("this system does not reset the peak")
-    touch_new_pages(size)
-    assert memory.bytes() >= before + 0.9 * size
-    assert PeakMemory(CPU).bytes() < before + 0.5 * size
-
-
-def test_peak_memory_is_unknown_where_it_cannot_be_reset(monkeypatch):
-    monkeypatch.setattr(runtime, "_reset_resident_peak", lambda: False)
-    assert PeakMemory(CPU).bytes() is None
 
 
 def test_seeds_decide_both_generators():
