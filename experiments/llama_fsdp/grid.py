@@ -49,7 +49,7 @@ from lm.runtime import (
     launched_world_size,
 )
 from measure import OK, Progress, Results, duration, summarize, write_atomically
-from measure.command_line import check_file, check_folder, refuse
+from measure.command_line import check_file, check_folder, ending_quietly, is_alone, refuse
 from measure.report import say_report
 
 A_DAY = timedelta(days=1)
@@ -63,7 +63,8 @@ def command(arguments: Sequence[str]) -> list[str]:
 # ---- run -----------------------------------------------------------------------------------------
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
+@ending_quietly(speaks=is_alone)
+def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0, 1 if a cell failed, 2 for bad input, 130 after Ctrl-C."""
     options = parse(arguments)
     try:

@@ -30,7 +30,7 @@ from lm.runtime import Hardware, Worker, find_hardware, is_first_of_host, launch
 from lm.timing import release_memory, time_steps
 from lm.watch import Watch
 from measure import OK
-from measure.command_line import check_folder, refuse
+from measure.command_line import check_folder, ending_quietly, is_alone, refuse
 from measure.options import not_negative, option, parse_options, positive
 
 PROGRAM = "experiments.price_sharded"
@@ -91,7 +91,8 @@ def parse(arguments: Sequence[str] | None) -> Options:
     return replace(options, rows=options.rows or tuple(map(row_of, default)))
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
+@ending_quietly(speaks=is_alone)
+def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0, 1 if a rank failed, 2 for bad input, 130 after Ctrl-C."""
     options = parse(arguments)
     try:

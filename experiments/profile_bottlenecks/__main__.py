@@ -1,24 +1,9 @@
 #!/usr/bin/env python3
-"""What bounds private training: `python -m experiments.profile_bottlenecks --help`.
-
-`sweep` does it. It is imported late: that takes seconds, in which Ctrl-C is to be as
-quiet as later.
-"""
+"""What bounds private training: `python -m experiments.profile_bottlenecks --help`."""
 
 import sys
-from collections.abc import Sequence
 
-from measure.command_line import ending_quietly, is_alone
-
-
-@ending_quietly(speaks=is_alone)
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 if a length failed and not by memory, 2 for bad input, 130
-    after Ctrl-C."""
-    from experiments.profile_bottlenecks.sweep import run
-
-    return run(arguments)
-
+from experiments.profile_bottlenecks.sweep import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -167,7 +167,7 @@ def plan_seconds(training: LlamaTraining) -> dict[str, float] | None:
     plan = training.model.step_context.plans.last
     if plan is None:
         return None
-    free = Plan(plan.uses, rates_of(run.model.capture.trigger.device))
+    free = Plan(plan.uses, rates_of(training.model.capture.trigger.device))
     return {
         "planned": sum(choice.seconds for choice in plan.choices),
         "auto": sum(choice.seconds for choice in free.choices),

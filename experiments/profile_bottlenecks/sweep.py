@@ -46,7 +46,7 @@ from lm.runtime import (
     launched_world_size,
 )
 from measure import OK, OOM, Column, Results, format_table, write_atomically
-from measure.command_line import check_folder, refuse
+from measure.command_line import check_folder, ending_quietly, is_alone, refuse
 from measure.report import say_report
 from measure.words import counted
 
@@ -54,7 +54,8 @@ LAYERS_SHOWN = 5
 MIB_OF_GIB = 1024
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
+@ending_quietly(speaks=is_alone)
+def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0, 1 if a length failed and not by memory, 2 for bad input."""
     options = parse(arguments)
     try:

@@ -16,6 +16,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from experiments.verify_correctness.options import Options
+from experiments.verify_correctness.run import prepare, run
+from lm.runtime import is_first_of_host
 from measure.command_line import ending_quietly, is_alone, refuse
 from measure.options import parse_options
 
@@ -41,11 +44,6 @@ examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0, 1 if a case is wrong, 2 for bad input, 130 after Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    # Imported here: it takes seconds, in which Ctrl-C is to be as quiet as later.
-    from experiments.verify_correctness.options import Options
-    from experiments.verify_correctness.run import prepare, run
-    from lm.runtime import is_first_of_host
-
     options = parse_options(
         Options, arguments, prog=PROGRAM, description=__doc__, epilog=EXAMPLES,
         speaks=is_first_of_host,
