@@ -1,5 +1,6 @@
 """Every solution passes; every starter and every usual mistake fails, and is told why."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from exercises import EXERCISES
 from exercises.attempt import Verdict
 from exercises.check import main
 from exercises.judge import Ranks, Result, explain, explain_stall, judge, load_check
+from tests.exercises.mistakes import MISTAKES
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -25,48 +27,8 @@ CLASSES = {
     "flat": "FlatDDP",
 }
 
-# file of wrong/ -> the first property that it lacks, and part of what is said
-MISTAKES = {
-    "average_no_buffers": ("Every rank begins with rank 0's buffers", "broadcast module.buffers()"),
-    "average_sum": ("After finish every gradient is the mean", "the sum over the ranks, divide"),
-    "average_parameters": ("After finish every gradient is the mean", "nothing was averaged"),
-    "average_frozen": ("After finish every gradient is the mean", "raised TypeError"),
-    "average_one_rank": ("Every rank begins with rank 0's param", "not matched on rank 0: call 1"),
-    "hooks_parameter": ("After finish every gradient", "itself was reduced, and not its .grad"),
-    "hooks_leaked_handles": ("In each of three steps finish waits", "[8, 16, 24]"),
-    "hooks_blocking": ("Nothing waits while backward goes on", "without async_op=True"),
-    "hooks_all_at_the_end": ("The first all-reduce starts before", "none was started before"),
-    "hooks_before_accumulation": ("After finish every gradient", "after it was accumulated"),
-    "measure_lengths": ("An instant that two intervals", "computation is 15 and should be 10"),
-    "measure_pairs": ("An instant that two intervals", "overlapped is 14 and should be 6"),
-    "measure_idle": ("Communication beside computation", "idle is 4 and should be 8"),
-    "measure_window": ("What lies outside the window", "computation is 18 and should be 6"),
-    "plan_forward_order": ("Gradients stand in their order of arrival", "bucket [0, 1, 2]"),
-    "plan_mixed_dtypes": ("A bucket holds one dtype", "bucket [7, 6, 5] holds two dtypes"),
-    "plan_no_tail": ("The bucket that is complete last", "[2, 1, 0] has 120 bytes"),
-    "plan_overfull": ("A bucket of several gradients", "bucket [6, 4, 2] has 120 bytes"),
-    "plan_one_each": ("Buckets are filled", "10 buckets of float32"),
-    "order_of_readiness": ("When each rank takes them in its own order", "no error was raised"),
-    "order_own_observation": ("When each rank takes them in its own order", "mixes different"),
-    "order_all_at_the_end": ("The first all-reduce starts before", "none was started during"),
-    "order_not_reset": ("Two more steps", "raised TypeError"),
-    "no_sync_without_finally": ("After an exception inside no_sync", "restore it in a `finally`"),
-    "no_sync_not_nested": ("The end of an inner block", "restore what was there before it"),
-    "no_sync_ignored": ("Inside no_sync no collective starts", "16 calls of all_reduce"),
-    "no_sync_divides_all": ("Finish after backwards inside no_sync", "what was reduced may be"),
-    "unused_zeros_for_all": ("What no rank used keeps .grad None", "AdamW would decay it"),
-    "unused_divided_by_users": ("What only rank 0 used", "divide by all"),
-    "unused_skipped": ("What only rank 0 used", "a collective was not matched on rank 1"),
-    "ring_all_send_first": ("Twelve numbers", "a send was not matched on rank 1"),
-    "ring_drops_remainder": ("So do numbers that the ranks do not divide", "is number 12"),
-    "ring_ready_made": ("No ready-made collective", "all_reduce was called"),
-    "ring_whole_tensor": ("Each rank sends 2 (W - 1) / W", "with 3 ranks, rank 0 sent 9600"),
-    "flat_copied_back": ("After finish every .grad is a view", "lies outside of the flat tensors"),
-    "flat_bound_once": ("Right after zero_grad(), which", "must be brought into the flat tensor"),
-    "flat_as_complete": ("When each rank's gradients", "a collective was not matched on rank 1"),
-    "flat_forward_order": ("The first bucket starts before", "no bucket was started"),
-    "flat_no_tail": ("The bucket that starts last", "nothing to hide behind"),
-}
+FUNCTIONS = {"measure": "measure", "plan": "plan_buckets", "ring": "ring_all_reduce"}
+SOLUTIONS = HERE / "solutions.py"
 FAST_PER_EXERCISE = 2
 
 
@@ -77,14 +39,21 @@ def ranks():
     pool.close()
 
 
-def exercise_of(mistake: str) -> str:
-    return next(name for name in EXERCISES if mistake.startswith(name + "_"))
+def write_mistake(name: str, folder: Path) -> Path:
+    """A learner's file that makes this mistake."""
+    exercise, code = MISTAKES[name].exercise, MISTAKES[name].code
+    path = folder / f"{name}.py"
+    path.write_text(
+        f"from tests.exercises.mistakes import *\n\n\n{inspect.getsource(code)}\n\n"
+        f"{(CLASSES | FUNCTIONS)[exercise]} = {name}\n"
+    )
+    return path
 
 
 def mistakes() -> list:
     """The first two of each exercise in every run, the others as slow ones."""
     cases = []
-    for _, group in groupby(MISTAKES, exercise_of):
+    for _, group in groupby(MISTAKES, lambda name: MISTAKES[name].exercise):
         for place, name in enumerate(group):
             marks = [pytest.mark.slow] if place >= FAST_PER_EXERCISE else []
             cases.append(pytest.param(name, marks=marks))
@@ -97,8 +66,7 @@ def first_wrong(results) -> Result:
 
 @pytest.mark.parametrize("name", EXERCISES)
 def test_solution_is_right(ranks, name):
-    solution = HERE / "solutions" / f"{name}.py"
-    results = list(judge(EXERCISES[name], solution, ranks, patience_s=60))
+    results = list(judge(EXERCISES[name], SOLUTIONS, ranks, patience_s=60))
     assert [r for r in results if r.verdict != "right"] == []
 
 
@@ -111,27 +79,29 @@ def test_starter_is_told_what_to_fill_in(ranks, name):
     assert "(starter.py, line " in result.why
 
 
-@pytest.mark.parametrize("mistake", mistakes())
-def test_mistake_is_told(ranks, mistake):
-    path = HERE / "wrong" / f"{mistake}.py"
-    result = first_wrong(judge(EXERCISES[exercise_of(mistake)], path, ranks, patience_s=2))
-    prefix, why = MISTAKES[mistake]
-    assert result.text.startswith(prefix)
+@pytest.mark.parametrize("name", mistakes())
+def test_mistake_is_told(ranks, tmp_path, name):
+    exercise, text, why, _ = MISTAKES[name]
+    path = write_mistake(name, tmp_path)
+    result = first_wrong(judge(EXERCISES[exercise], path, ranks, patience_s=2))
+    assert result.text.startswith(text)
     assert why in result.why
 
 
-def test_every_mistake_is_in_the_table_twice_an_exercise():
-    assert {p.stem for p in (HERE / "wrong").glob("*.py")} == set(MISTAKES)
+def test_each_exercise_has_two_mistakes():
     for name in EXERCISES:
-        assert sum(exercise_of(mistake) == name for mistake in MISTAKES) >= 2
+        assert sum(mistake.exercise == name for mistake in MISTAKES.values()) >= 2
 
 
-def test_after_a_stall_the_rest_is_skipped_and_the_pool_still_works(ranks):
-    results = list(judge("ex7_unused", HERE / "wrong/unused_skipped.py", ranks, patience_s=1))
+def test_after_a_stall_the_rest_is_skipped_and_the_pool_still_works(ranks, tmp_path):
+    path = write_mistake("UnusedSkipped", tmp_path)
+    results = list(judge("ex7_unused", path, ranks, patience_s=1))
     assert [r.verdict for r in results] == ["right", "wrong", "skipped", "skipped", "skipped"]
     assert "a collective was not matched on rank 1: call 13 of rank 0" in results[1].why
-    assert "; rank 0 waits (unused_skipped.py, line 14)" in results[1].why
-    assert next(judge("ex4_plan", HERE / "solutions/plan.py", ranks)).verdict == "right"
+    lines = path.read_text().splitlines()
+    line = 1 + next(i for i, text in enumerate(lines) if "dist.all_reduce(" in text)
+    assert f"; rank 0 waits (UnusedSkipped.py, line {line})" in results[1].why
+    assert next(judge("ex4_plan", SOLUTIONS, ranks)).verdict == "right"
 
 
 @pytest.mark.slow
@@ -141,7 +111,7 @@ def test_endless_loop_and_death(ranks, tmp_path, body):
     path.write_text(f"def plan_buckets(*a, **k):\n    {body}\n")
     result = next(judge("ex4_plan", path, ranks, patience_s=1))
     assert "rank 0 gave no answer" in result.why
-    assert next(judge("ex4_plan", HERE / "solutions/plan.py", ranks)).verdict == "right"
+    assert next(judge("ex4_plan", SOLUTIONS, ranks)).verdict == "right"
 
 
 @pytest.mark.parametrize(
@@ -212,12 +182,12 @@ def test_wrong_command(capsys, arguments, text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["solutions/plan.py", "wrong/plan_no_tail.py"])
-def test_command(which):
+@pytest.mark.parametrize("right", [True, False])
+def test_command(right, tmp_path):
     """Its fast siblings call what it calls."""
-    command = [sys.executable, "-m", "exercises.check", "plan", str(HERE / which)]
+    path = SOLUTIONS if right else write_mistake("plan_no_tail", tmp_path)
+    command = [sys.executable, "-m", "exercises.check", "plan", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    right = which.startswith("solutions")
     assert done.returncode == (0 if right else 1), done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == len(load_check("ex4_plan").PROPERTIES) + 1
@@ -237,13 +207,13 @@ def test_texts_name_the_commands():
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_class_fits_the_benchmark(name):
-    implementation(f"{HERE / 'solutions' / name}.py:{CLASSES[name]}")
+    implementation(f"{SOLUTIONS}:{CLASSES[name]}")
 
 
 @pytest.mark.slow
 def test_classes_run_in_the_benchmark(tmp_path):
     """Each passes the benchmark's own gate and is timed; its fast sibling loads it."""
-    names = [f"{HERE / 'solutions' / name}.py:{CLASSES[name]}" for name in CLASSES]
+    names = [f"{SOLUTIONS}:{CLASSES[name]}" for name in CLASSES]
     options = (
         "--d-model 16 --num-layers 1 --num-heads 2 --d-ff 32 --context-length 16 --batch-size 2 "
         f"--rounds 1 --steps-per-epoch 2 --device cpu --data synthetic --output-dir {tmp_path}"
