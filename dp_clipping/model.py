@@ -93,13 +93,15 @@ class PrivateModel(nn.Module):
         self.hide_unprotected = hide_unprotected
         self.sharding = sharding
         self.step_state = StepState(usage, is_private=policy is not None)
+        self._capture: Capture | None = None
         self.step_context: StepContext | None = None
         self._is_wrapped = hasattr(module, "gradient_ready")
         if policy is None:
             return
+        self._capture = Capture(self.network, clipping, sharding)
         self.step_context = context_of(
-            self.network, policy, mode=mode, clipping=clipping, batch_first=batch_first,
-            sharding=sharding, data_parallel_group=getattr(module, "process_group", None),
+            self._capture, policy, mode=mode, batch_first=batch_first,
+            data_parallel_group=getattr(module, "process_group", None),
             norm_reduction=norm_reduction, hide_unprotected=hide_unprotected,
         )  # fmt: skip
         try:
@@ -120,8 +122,8 @@ class PrivateModel(nn.Module):
 
     @property
     def capture(self) -> Capture:
-        assert self.step_context is not None
-        return self.step_context.capture
+        assert self._capture is not None
+        return self._capture
 
     @property
     def profile(self) -> Profile | None:

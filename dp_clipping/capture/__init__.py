@@ -3,7 +3,7 @@
 Files:
 
     capture               replaces the layers' forwards; the parameters, their groups and slots
-    network               a captured network as the searches know it; its modules
+    network               a captured network as steps and searches know it; its modules
     batch                 the samples in a forward's arguments
     layout_search         where the samples are in each layer's tensors
     sample_independence   refuses networks and losses that mix samples

@@ -67,13 +67,21 @@ def kind_of(module: nn.Module) -> str:
 class Capture:
     """The layers of one network, captured.
 
+    `PrivateModel` makes it, and `remove` gives the network its own layers back. In between each
+    forward of a private step runs in `attached`, in which the layers deliver to that step; outside
+    of it they compute what they did. The searches for samples run plain forwards in `looked_at`.
+
+    Raises:
+        ValueError: the network is in evaluation.
+
     Attributes:
+        network: bare, as it computes.
         handles: of every captured module.
         parameters: trainable ones in order of registration, tied ones once.
         names: parameter -> its full name.
         groups: parameter -> clipping group; `group_names` has one line a group.
         members: the parameters of each clipping group.
-        anchors: parameter -> the leaf that makes autograd visit what uses it; `trigger` is any.
+        triggers: parameter -> the leaf that makes autograd visit what uses it; `trigger` is any.
         sharding: how the network is spread over ranks; None: it is not.
         norm_group_key: parameter -> what it shares with those whose norms may be taken together:
             the clipping group, and whether other ranks of a tensor axis have other parts of it.
@@ -83,6 +91,11 @@ class Capture:
     def __init__(
         self, network: nn.Module, clipping: str = "flat", sharding: Sharding | None = None
     ):
+        if not network.training:
+            raise ValueError(
+                "the network is in evaluation, as from_pretrained() and eval() leave it: call "
+                "network.train() before make_private (single modules may stay in evaluation)"
+            )
         self.network, self.sharding = network, sharding
         self.handles = self._install()
         self.parameters = [p for p in network.parameters() if p.requires_grad]

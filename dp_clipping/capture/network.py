@@ -1,4 +1,4 @@
-"""A captured network, as far as the searches for its samples know it; and its modules."""
+"""A captured network as steps and searches know it; its modules, and calls of its layers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -10,22 +10,40 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
-from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, expand_shared
+from dp_clipping.layers.recorder import Recorder
 from dp_clipping.torch_compat import own_modules
 
 
 class CapturedNetwork(Protocol):
-    """What `capture.Capture` is for those that run its network plainly: see there."""
+    """What `capture.Capture` is for steps and searches, which do not know its layers: see there."""
 
     network: nn.Module
-    sharding: Sharding | None
+    sharding: Any  # a `distributed.sharding.Sharding`, or None
     handles: list[LayerState]
     parameters: list[Parameter]
     names: dict[Parameter, str]
     shapes: dict[Parameter, torch.Size]
+    groups: dict[Parameter, int]
+    group_names: list[str]
+    members: list[list[Parameter]]
+    norm_group_key: dict[Parameter, tuple[int, bool]]
+    triggers: dict[Parameter, Tensor]
     trigger: Tensor
+
+    @property
+    def is_compiled(self) -> bool: ...
+
+    def attached(self, private_step: Recorder | None) -> AbstractContextManager[None]: ...
+
+    def make_slots(self, private_step: Recorder) -> dict[str, dict[str, Tensor]]: ...
+
+    def slot_value(self, parameter: Parameter) -> Tensor: ...
+
+    def zero(self, dtype: torch.dtype) -> Tensor: ...
+
+    def remove(self) -> None: ...
 
     def looked_at(
         self, before: Callable[..., Any], after: Callable[..., Any] | None = None

@@ -14,5 +14,4 @@ Files:
     grouped_launch        one launch for many layers
     tiles                 what the matrix kernels share
     tuning                which tile is fastest on this machine's GPU, kept in files
-    timing                times of calls that can be compared with each other
 """

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import nn
 
-from dp_clipping.capture.capture import Capture
+from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.distributed.gradient_reduce import ShardedSums
 from dp_clipping.distributed.norm_reduce import NormReducer
@@ -47,7 +47,7 @@ class StepContext:
         plans: of linear layers, in steps on fused kernels.
     """
 
-    capture: Capture
+    capture: CapturedNetwork
     policy: Policy
     mode: str
     batch_first: bool
@@ -66,32 +66,21 @@ class StepContext:
 
 
 def context_of(
-    network: nn.Module,
+    capture: CapturedNetwork,
     policy: Policy,
     *,
     mode: str,
-    clipping: str,
     batch_first: bool,
-    sharding: Sharding | None,
     data_parallel_group: dist.ProcessGroup | None,
     norm_reduction: str,
     hide_unprotected: bool,
 ) -> StepContext:
-    """Captures the network's layers, for which `capture.remove()` is the way back.
+    """Returns the context of steps on a captured network.
 
     Args:
         data_parallel_group: of a data-parallel wrapper around a network that is not sharded.
-
-    Raises:
-        ValueError: the network is in evaluation.
     """
-    if not network.training:
-        raise ValueError(
-            "the network is in evaluation, as from_pretrained() and eval() leave it: call "
-            "network.train() before make_private (single modules may stay in evaluation)"
-        )
-    capture = Capture(network, clipping, sharding)
-    tensor_group = None
+    sharding, tensor_group = capture.sharding, None
     if sharding is not None:
         data_parallel_group, tensor_group = sharding.data_parallel_group, sharding.tensor_group
     widest = max(
