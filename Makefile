@@ -39,6 +39,7 @@ lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -c 'from importlinter.cli import lint_imports_command as run; run()'
+	$(RUN) -m mypy
 
 # ensurepip is missing from some distributions' Python: virtualenv, itself from pip, stands in.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -50,4 +51,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache

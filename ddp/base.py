@@ -85,6 +85,7 @@ class DataParallel(Rounds, Arithmetic, Copyable, nn.Module):
         self.module = module
         self.reduce = reduce
         self.process_group = process_group or dist.group.WORLD
+        assert self.process_group is not None  # there is one, as is_initialized() says
         self.world_size = dist.get_world_size(self.process_group)
         self.find_unused_parameters = find_unused_parameters
 
@@ -133,7 +134,7 @@ class DataParallel(Rounds, Arithmetic, Copyable, nn.Module):
 
     # ---- what a user calls ---------------------------------------------------------------------
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         trains = self.training and torch.is_grad_enabled()
         if trains:
             self._prepare_forward()
@@ -313,7 +314,7 @@ class DataParallel(Rounds, Arithmetic, Copyable, nn.Module):
 
     # ---- between steps --------------------------------------------------------------------------
 
-    def load_state_dict(self, *args, **kwargs):
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         result = super().load_state_dict(*args, **kwargs)
         self._watch.accept_changes()
         return result

@@ -91,9 +91,7 @@ def ddp_record(wrapper: nn.parallel.DistributedDataParallel) -> dict[str, Any]:
     return {} if record is None else record()
 
 
-def coalesced_all_reduce(
-    tensors: list[Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
-) -> dist.Work:
+def coalesced_all_reduce(tensors: list[Tensor], op: Any, group: dist.ProcessGroup) -> dist.Work:
     """Starts one grouped all-reduce of `tensors` (one dtype, in place); `.wait()` on the result.
 
     torch has no public function for this that is not deprecated: `dist.all_reduce_coalesced` is,

@@ -21,6 +21,7 @@ A private step calls, from the top down:
     verification/ `PrivacyEngine.check`, and the reference that every mode is compared with
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,15 +32,16 @@ if TYPE_CHECKING:
 __all__ = ["MODES", "BatchMemoryManager", "PrivacyEngine"]
 
 
+_HOMES = {
+    "MODES": "dp_clipping.modes",
+    "BatchMemoryManager": "dp_clipping.sampling.memory_manager",
+    "PrivacyEngine": "dp_clipping.engine",
+}
+
+
 def __getattr__(name: str) -> Any:
     """Imports a public name when it is first used: `import dp_clipping` itself costs nothing."""
-    if name == "PrivacyEngine":
-        from dp_clipping.engine import PrivacyEngine as found
-    elif name == "BatchMemoryManager":
-        from dp_clipping.sampling.memory_manager import BatchMemoryManager as found
-    elif name == "MODES":
-        from dp_clipping.modes import MODES as found
-    else:
+    if name not in _HOMES:
         raise AttributeError(f"module 'dp_clipping' has no attribute {name!r}")
-    globals()[name] = found
+    found = globals()[name] = getattr(import_module(_HOMES[name]), name)
     return found

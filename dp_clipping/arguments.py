@@ -78,7 +78,7 @@ def check_loss_reduction(loss_reduction: str) -> None:
 
 def check_max_grad_norm(max_grad_norm: float | Sequence[float], clipping: str) -> None:
     is_list = isinstance(max_grad_norm, list | tuple)
-    clip_norms = max_grad_norm if is_list else [max_grad_norm]
+    clip_norms: Any = max_grad_norm if is_list else [max_grad_norm]
     for limit in clip_norms:
         check_number("max_grad_norm", limit, "a finite number above 0, or a list of such numbers")
     if not clip_norms or not all(0 < limit < math.inf for limit in clip_norms):
@@ -139,11 +139,11 @@ def check_kinds(
             "nn.CrossEntropyLoss()"
         )
     if data_parallel_group is not None:
-        kind = dist.ProcessGroup if dist.is_available() else ()
+        group_class: Any = dist.ProcessGroup if dist.is_available() else ()
         check_type(
             "data_parallel_group",
             data_parallel_group,
-            kind,
+            group_class,
             "a torch.distributed.ProcessGroup or None",
         )
     for name, flag in flags.items():

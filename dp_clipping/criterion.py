@@ -1,7 +1,7 @@
 """The loss of a batch as one loss a sample, and a `backward` that clips."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ class PrivateLoss:
     def __neg__(self) -> "PrivateLoss":
         return self._with(-self._losses)
 
-    def __iter__(self):
+    def __iter__(self) -> NoReturn:
         """What `torch.amp.GradScaler` tries with a loss that is not a tensor."""
         raise TypeError(
             "a private loss is one number, not to be iterated over; if torch.amp.GradScaler asked: "

@@ -228,6 +228,8 @@ class PrivacyEngine:
             expected_batch_size = expected_batch_size_of(data_loader, world_size)
         check_expected_batch_size(expected_batch_size)
         expected_batch_size = plain(expected_batch_size)
+        dataset: Any = data_loader.dataset
+        num_samples, sample_rate = len(dataset), 1 / len(data_loader)
         settings = {
             "mode": grad_sample_mode,
             "noise_multiplier": noise_multiplier,
@@ -238,8 +240,8 @@ class PrivacyEngine:
             "loss_reduction": loss_reduction,
             "expected_batch_size": expected_batch_size,
             "poisson_sampling": poisson_sampling,
-            "num_samples": len(data_loader.dataset),
-            "sample_rate": 1 / len(data_loader),
+            "num_samples": num_samples,
+            "sample_rate": sample_rate,
         }
         together = {
             "accountant": self.accountant.mechanism(),
@@ -286,7 +288,7 @@ class PrivacyEngine:
             loss_reduction=loss_reduction,
             noise_key=keys.noise,
             adaptive_threshold=adaptive_threshold,
-            count=partial(self._count, sample_rate=settings["sample_rate"]),
+            count=partial(self._count, sample_rate=sample_rate),
             agreement=agreement,
         )
         if isinstance(loader, PoissonLoader):

@@ -86,7 +86,7 @@ class PrivateModel(nn.Module):
         usage: SampleUsage | None = None,
     ):
         super().__init__()
-        self.module = module
+        self.module: Any = module  # a network, or a wrapper with methods of its own
         self.mode, self.policy, self.clipping = mode, policy, clipping
         self.max_grad_norm = max_grad_norm
         self.batch_first = batch_first
@@ -297,6 +297,7 @@ class PrivateModel(nn.Module):
 
     def separate_passes(self) -> ForwardBackward:
         """Returns passes on the same capture beside this model's, as `engine.check` runs them."""
+        assert self.step_context is not None  # the model is private
         context = replace(self.step_context, plans=Plans(), profile=None)
         return ForwardBackward(context, StepState())
 

@@ -4,7 +4,7 @@ import hashlib
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch.optim import Optimizer
@@ -221,6 +221,12 @@ class PrivateOptimizer(Optimizer):
         self.model.zero_grad(set_to_none)
         self.original_optimizer.zero_grad(set_to_none or self.model.policy is not None)
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Raises RuntimeError if no backward has been since the last step."""
         loss = None
@@ -323,8 +329,8 @@ class PrivateOptimizer(Optimizer):
             for name, value in own.items()
         }
         groups = model.capture.group_names
-        own = self.step_state.clip_norms
-        for name, limit, later in zip(groups, own, model.clip_norms(), strict=True):
+        clip_norms = self.step_state.clip_norms
+        for name, limit, later in zip(groups, clip_norms, model.clip_norms(), strict=True):
             of_group = f"max_grad_norm of {name}" if len(groups) > 1 else "max_grad_norm"
             found[of_group] = limit if limit == later else f"{limit}, then {later}"
         found |= {"grad_sample_mode": model.mode, "clipping": model.clipping}
@@ -386,6 +392,7 @@ class PrivateOptimizer(Optimizer):
         std = self._std_multiplier() * self.step_state.sensitivity
         divisor = settings.expected_batch_size if settings.loss_reduction == "mean" else 1.0
         parameters = model.capture.parameters
+        gradients: list[Any] = [p.grad for p in parameters]
         streams = [
             NoiseStream.derive(
                 self._noise_key, step=number, parameter=model.capture.names[p], share=0
@@ -393,7 +400,7 @@ class PrivateOptimizer(Optimizer):
             for p in parameters
         ]
         noisy = add_noise_to_all(
-            [local(p.grad) for p in parameters],
+            [local(gradient) for gradient in gradients],
             streams,
             std=std,
             divisor=divisor,
@@ -403,7 +410,7 @@ class PrivateOptimizer(Optimizer):
         for parameter, gradient in zip(parameters, noisy, strict=True):
             model.apply_gradient(parameter, gradient)
         if adaptive is not None:
-            noisy = settings.noise_multiplier > 0
-            adaptive.update(norms.wait(), step=number, noise_key=self._noise_key, noisy=noisy)
+            is_noisy = settings.noise_multiplier > 0
+            adaptive.update(norms.wait(), step=number, noise_key=self._noise_key, noisy=is_noisy)
             model.set_max_grad_norm(adaptive.max_grad_norm)
         model.settle_gradients()

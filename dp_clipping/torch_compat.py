@@ -181,7 +181,7 @@ def hooks_of(module: nn.Module) -> list[Any]:
     return [hook for hooks in kinds for hook in (hooks or {}).values()]
 
 
-def pruned_name(hook: nn.utils.prune.BasePruningMethod) -> str:
+def pruned_name(hook: Any) -> str:
     """Returns the name of the parameter that a pruning hook computes, "weight" if unknown."""
     return getattr(hook, "_tensor_name", "weight")
 

@@ -41,7 +41,9 @@ class Optimizer(Protocol):
     noise_multiplier: float
     max_grad_norm: float | list[float]
     adaptive_threshold: Any
-    steps: int
+
+    @property
+    def steps(self) -> int: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 

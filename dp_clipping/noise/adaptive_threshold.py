@@ -98,7 +98,8 @@ class AdaptiveThreshold:
         highest: float = 1e6,
     ):
         self._is_list = isinstance(max_grad_norm, list | tuple)
-        given = list(max_grad_norm) if self._is_list else [max_grad_norm]
+        norms: Any = max_grad_norm
+        given = list(norms) if self._is_list else [norms]
         for limit in given:
             check_number("max_grad_norm", limit, "a finite number above 0, or a list of them")
         for name, value in (

@@ -132,11 +132,12 @@ class MicrobatchLoader(DataLoader):
         self._epoch: range | None = None  # of the iteration in progress
         self._counted = (range(0), 0)  # draws and their microbatches, when last asked
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.leave()
         poisson = self._poisson
-        epoch = self._epoch = poisson.start_epoch() if poisson else None
-        place = self._place = Position(self._epoch.start if poisson else 0)
+        epoch = poisson.start_epoch() if poisson else range(0)
+        self._epoch = epoch if poisson else None
+        place = self._place = Position(epoch.start)
         # Of this iteration alone: one that was left early cannot disturb it.
         sizes = self.batch_sampler.sizes = deque()
         try:
@@ -194,7 +195,8 @@ class MicrobatchLoader(DataLoader):
                 f"how a {type(batches).__name__} fills its batches is not known, and so not their "
                 "number of microbatches: use len() of the loader before the split"
             )
-        full, rest = divmod(len(batches.sampler), batches.batch_size)
+        indices: Any = batches.sampler
+        full, rest = divmod(len(indices), batches.batch_size)
         length = full * sampler.count(batches.batch_size)
         return length if batches.drop_last or not rest else length + sampler.count(rest)
 
