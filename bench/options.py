@@ -42,7 +42,7 @@ examples:
     --clipping none flash_bookkeeping flash_bookkeeping:width flash_bookkeeping:input_length
       what planning each layer's norm by cost gains over one algorithm for all
   python benchmark_ddp.py --implementations none fsdp2 tp --clipping none flash_bookkeeping
-      the same price where the model is sharded
+      the same overhead where the model is sharded
 """
 _from_zero = requires(lambda x: 0 <= x < math.inf, "{}: give a finite number of 0 or more")
 _above_zero = requires(lambda x: 0 < x < math.inf, "{}: give a finite number above 0")

@@ -1,7 +1,6 @@
 """Profile mode: each rank records its trace, the first one draws and sums up what they show."""
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.settings import Settings, Subject
-from bench.training import Phase, TrainingRun, building, train
+from bench.training import TrainingRun, building, noted_phases, train
 from ddp import Unavailable
 from lm.runtime import Worker
 from lm.timing import StepClock
@@ -66,7 +65,7 @@ class Profiling:
                 torch.cuda.reset_peak_memory_stats()
             dist.barrier()
             with profile(trace_path, device_type=device.type) as profiler:
-                train(run, StepClock(device), lambda number: self._phase(subject, number))
+                train(run, StepClock(device), noted_phases(self.watch, subject.label))
             self._operators = slowest_operators(profiler)
             self._memory = self._record_memory(subject, run)
             self._stats = run.model.stats() if hasattr(run.model, "stats") else {}
@@ -92,15 +91,6 @@ class Profiling:
         torch.cuda.memory._dump_snapshot(str(snapshot))
         torch.cuda.memory._record_memory_history(enabled=None)
         return {"peak allocated, MiB": f"{peak:.0f}", "snapshot": str(snapshot)}
-
-    def _phase(self, subject: Subject, number: int) -> Phase:
-        @contextmanager
-        def noted(part: str):
-            self.watch.at(f"{subject.label}, step {number}, {part}")
-            with phase(part):
-                yield
-
-        return noted
 
     def _summarize(self, subject: Subject) -> None:
         """Print the figures, then write: what cannot be written has been seen at least."""

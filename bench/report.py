@@ -26,7 +26,7 @@ from measure.files import say_unwritten
 from measure.statistics import NOISY
 
 REFERENCE = "torch_ddp"
-WITHOUT_PRIVACY = "not private"  # what the price of privacy is relative to, in the picture
+WITHOUT_PRIVACY = "not private"  # what the overhead of privacy is relative to, in the picture
 MIB = 1 << 20
 
 
@@ -66,14 +66,14 @@ def report(
 
 
 def _draw(settings: Settings, rows: list[dict], subtitle: str, picture: Path) -> None:
-    has_price = any(row.get("ratio_to_ordinary") for row in rows)
+    has_overhead = any(row.get("ratio_to_ordinary") for row in rows)
     labels = {row["label"] for row in rows}
-    reference = WITHOUT_PRIVACY if has_price else REFERENCE if REFERENCE in labels else None
+    reference = WITHOUT_PRIVACY if has_overhead else REFERENCE if REFERENCE in labels else None
     heading = "Step time, and the exposed communication in it"
     if settings.has_private:
         heading = "Step time with privacy and without, and the exposed communication in it"
     draw_comparison(
-        [_for_picture(row, has_price) for row in rows],
+        [_for_picture(row, has_overhead) for row in rows],
         picture,
         title=heading,
         subtitle=subtitle,
@@ -85,13 +85,13 @@ def _draw(settings: Settings, rows: list[dict], subtitle: str, picture: Path) ->
 def columns(rows: list[dict]) -> list[Column]:
     """About 130 characters together, and 40 more of private training.
 
-    MFU only where the device's peak is known, the price only where something has it.
+    MFU only where the device's peak is known, the overhead of privacy only where something has it.
     """
     mfu = [Column("mfu", "MFU", ".1%")] if any(row.get("mfu") for row in rows) else []
     private = any(row["clipping"] != NOT_PRIVATE for row in rows)
     clipping = [Column("clipping")] if private else []
-    has_price = any(row.get("price") for row in rows)
-    price = [Column("price", "price [95 %]", right=True)] if has_price else []
+    has_overhead = any(row.get("overhead") for row in rows)
+    overhead = [Column("overhead", "overhead [95 %]", right=True)] if has_overhead else []
     return [
         Column("label", "implementation"),
         *clipping,
@@ -99,7 +99,7 @@ def columns(rows: list[dict]) -> list[Column]:
         Column("step", "step ms [p10, p90]", right=True),
         Column("tokens_per_second", "tokens/s", ",.0f"),
         Column("exposed_ms", "exposed ms", _milliseconds),
-        *price,
+        *overhead,
         Column("to_floor", f"× {FLOOR}", right=True),
         Column("to_reference", f"× {REFERENCE} [95 %]", right=True),
         Column("collectives", "calls", ",d"),
@@ -178,7 +178,7 @@ def _row(
         f"[{_milliseconds(times.p10)}, {_milliseconds(times.p90)}]",
         "tokens_per_second": tokens / times.median * 1e3,
         "exposed_ms": _exposed(subject, times.median, rounds),
-        "price": _ratio_text(to_ordinary, interval=True),
+        "overhead": _ratio_text(to_ordinary, interval=True),
         "to_floor": _ratio_text(to_floor, interval=False),
         "to_reference": _ratio_text(to_reference, interval=True),
         "ratio_to_ordinary": to_ordinary,
@@ -238,14 +238,16 @@ def _is_bad(row: dict) -> bool:
     return row.get("is_wrong", False) or row["status"] not in (OK, UNAVAILABLE)
 
 
-def _for_picture(row: dict, has_price: bool) -> dict:
-    """Behind a bar: the ratio to the floor, and the price of privacy where that is measured."""
+def _for_picture(row: dict, has_overhead: bool) -> dict:
+    """Behind a bar: the ratio to the floor, and the overhead of privacy where that is measured."""
     keys = ("samples_ms", "median_ms", "low_ms", "high_ms", "exposed_ms", "peak_memory_mb")
     rest = ("status", "reason", "ratio_to_baseline")
     wrong = row.get("is_wrong") and row["name"] not in (FLOOR, REFERENCE)
     return {
         "label": row["name"] + (" (WRONG)" if wrong else ""),
-        "ratio_to_reference": row.get("ratio_to_ordinary" if has_price else "ratio_to_reference"),
+        "ratio_to_reference": row.get(
+            "ratio_to_ordinary" if has_overhead else "ratio_to_reference"
+        ),
         **{key: row.get(key) for key in (*rest, *keys)},
     }
 
@@ -329,9 +331,9 @@ def _privacy_legend(rows: list[dict], settings: Settings) -> list[str]:
             "              width: norms with an allowance for their rounding, which grows with the "
             f"sequence, so the error is wrong above {limit:.2g}"
         )
-    if any(row.get("price") for row in rows):
+    if any(row.get("overhead") for row in rows):
         lines.append(
-            "price         step time over that of the same implementation, clipping "
+            "overhead      step time over that of the same implementation, clipping "
             f"{NOT_PRIVATE}, in the same rounds"
         )
     if any(row["label"].startswith(REFERENCE) for row in rows):

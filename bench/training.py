@@ -18,6 +18,7 @@ from lm.runtime import Worker, seed_everything
 from lm.schedule import MAX_WARMUP_GRADIENT_NORM, in_warmup, learning_rate
 from lm.timing import StepClock, release_memory
 from lm.training import training_step
+from lm.watch import Watch
 from tracing import phase
 
 Phase = Callable[[str], AbstractContextManager]
@@ -166,6 +167,21 @@ def train(run: TrainingRun, clock: StepClock, step_phase: Callable[[int], Phase]
                 loss = run.step(number, step_phase(number))
                 clock.mark()
     return loss
+
+
+def noted_phases(watch: Watch, label: str) -> Callable[[int], Phase]:
+    """Step number -> ranges of its phases, of which the watch is told."""
+
+    def of_step(number: int) -> Phase:
+        @contextmanager
+        def noted(name: str) -> Iterator[None]:
+            watch.at(f"{label}, step {number}, {name}")
+            with phase(name):
+                yield
+
+        return noted
+
+    return of_step
 
 
 def epoch_name(settings: Settings, epoch: int) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from bench.gate import Gate, tolerance
 from bench.options import NOT_PRIVATE
 from bench.settings import Settings, Subject, source_digest
-from bench.training import building, train
+from bench.training import building, noted_phases, train
 from ddp import Unavailable
 from lm.runtime import Worker, has_parent, invocation, typed_command
 from lm.timing import PeakMemory, StepClock, max_over_ranks
@@ -28,7 +27,6 @@ from measure import (
     plan_rounds,
 )
 from measure.files import say_unwritten
-from tracing import phase
 
 GATE, TIMING = "gate", "timing"
 
@@ -232,7 +230,7 @@ class Benchmark:
         memory = PeakMemory(self.worker.device)
         with building(self.settings, cell.subject, self.worker) as run:
             clock = StepClock(self.worker.device)
-            loss = train(run, clock, lambda number: self._phase(cell, number))
+            loss = train(run, clock, noted_phases(self.watch, cell.label))
             milliseconds = max_over_ranks(clock.milliseconds(), self.worker.device)
             outside = getattr(run.model, "bytes_outside_allocator", 0)
             peak = memory.bytes()
@@ -258,12 +256,3 @@ class Benchmark:
     def _untimed_steps(self) -> int:
         """Warmup epochs, and of a run without them its first steps, which build and allocate."""
         return max(self.settings.warmup_steps, min(3, self.settings.num_steps - 1))
-
-    def _phase(self, cell: BenchmarkCell, number: int):
-        @contextmanager
-        def noted(name: str):
-            self.watch.at(f"{cell.label}, step {number}, {name}")
-            with phase(name):
-                yield
-
-        return noted

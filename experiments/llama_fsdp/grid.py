@@ -88,15 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(describe_plan(options, hardware, world_size))
         return 0
     try:
-        if launched():
-            return run_under_torchrun(
-                lambda start: run_grid(options, hardware, world_size, start), hardware
-            )
-        print(hardware.sentence, flush=True)
-        start = lambda command: run_ranks(command, hardware.num_processes)  # noqa: E731
         if options.mode:
-            return run_one(options, hardware, start)
-        return run_grid(options, hardware, world_size, start)
+            return from_first(lambda start: run_one(options, hardware, start), hardware)
+        return from_first(lambda start: run_grid(options, hardware, world_size, start), hardware)
     except KeyboardInterrupt:
         folder = options.output or folder_of(options)
         print(f"interrupted: what is finished is in {folder}; the same command with "
@@ -249,14 +243,17 @@ def describe(cell: GridCell, result: dict) -> str:
     return f"{cell.label}: {step.median:.1f} ms a step{memory}"
 
 
-# ---- under torchrun ------------------------------------------------------------------------------
+# ---- on all ranks --------------------------------------------------------------------------------
 
 
-def run_under_torchrun(run: Callable[[Start], int], hardware: Hardware) -> int:
-    """torchrun's processes stay; each starts its own rank of every cell, as the first one says.
+def from_first(run: Callable[[Start], int], hardware: Hardware) -> int:
+    """Calls `run` in the first process, with what starts a cell's command on all ranks.
 
-    `run` is called there alone, with what starts a cell's command on all ranks.
+    torchrun's processes stay; each starts its own rank of every cell, as the first one says.
     """
+    if not launched():
+        print(hardware.sentence, flush=True)
+        return run(lambda command: run_ranks(command, hardware.num_processes))
     rank, world_size = launched_rank(), launched_world_size()
     store = connect_store(A_DAY, host_it=rank == 0)
     if rank > 0:

@@ -35,7 +35,7 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 @dataclass(frozen=True)
-class Shape:
+class LlamaShape:
     """The sizes of a Llama; weights are random."""
 
     hidden: int
@@ -57,9 +57,9 @@ class Shape:
 
 
 SHAPES = {
-    "llama-3.1-8b": Shape(4096, 14_336, 32, 32, 8, 128_256),
-    "llama-3.2-1b": Shape(2048, 8192, 16, 32, 8, 128_256),
-    "tiny": Shape(64, 160, 2, 4, 2, 512),
+    "llama-3.1-8b": LlamaShape(4096, 14_336, 32, 32, 8, 128_256),
+    "llama-3.2-1b": LlamaShape(2048, 8192, 16, 32, 8, 128_256),
+    "tiny": LlamaShape(64, 160, 2, 4, 2, 512),
 }
 
 

@@ -45,7 +45,7 @@ def draw_overhead(results: Sequence[dict]) -> Any:
     panel, between = 2.1, 0.62
     inches = len(panels) * (panel + between) - between
     figure, height = new_figure(
-        HEAD + KEY + inches + FOOT, f"The price of privacy: each mode over {BASELINE}",
+        HEAD + KEY + inches + FOOT, f"The cost of privacy: each mode over {BASELINE}",
         describe_run(results),
     )  # fmt: skip
     for number, (title, key) in enumerate(panels):

@@ -5,7 +5,7 @@
 | memory_comparison | how much memory does a mode need, at each length? |
 | time_comparison | how long is a step, and what part of it is noise and AdamW? |
 | memory_vs_time_tradeoff | what does a mode pay in one for the other? |
-| overhead_analysis | how does the price over `no_dp` change with the length? |
+| overhead_analysis | how does the overhead over `no_dp` change with the length? |
 
 Every mark is labelled: where it stands, on its right, or beside the shape of its point. A cell that
 failed says so in words.
@@ -29,8 +29,8 @@ SENTENCES = {
     f"the grey end noise and AdamW: a mode is cheap where both end near those of {BASELINE}.",
     "memory_vs_time_tradeoff": "A point left of and below another is better in both; one near the "
     f"crossing of the dashed lines costs hardly more than {BASELINE}.",
-    "overhead_analysis": "A line that falls towards 1 is a price that longer samples pay off, a "
-    "level one is paid at every length; intervals that overlap show no difference between modes.",
+    "overhead_analysis": "A line that falls towards 1 is an overhead that longer samples pay off, "
+    "a level one is paid at every length; intervals that overlap show no difference between modes.",
 }
 """What to read off each, for those who show it."""
 

@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 
 from dp_clipping import MODES, PrivacyEngine
-from experiments.price.models import LABELS, MODELS, VOCABULARY, compile_layers
+from experiments.llama_fsdp.network import LABELS, PAD
+from experiments.price.models import MODELS, compile_layers
 from experiments.price.report import report
 from experiments.rounds import (
     BASELINE,
@@ -93,15 +94,15 @@ def training_of(variant: str, samples: int, options: Options, device: torch.devi
     return training
 
 
-def batch_of(row: Row, device: torch.device) -> Batch:
+def batch_of(row: Row, vocabulary: int, device: torch.device) -> Batch:
     """Random tokens [B, T] and labels [B]."""
     generator = torch.Generator(device).manual_seed(1)
-    tokens = torch.randint(1, VOCABULARY, row, generator=generator, device=device)
+    tokens = torch.randint(PAD + 1, vocabulary, row, generator=generator, device=device)
     return tokens, torch.randint(0, LABELS, row[:1], generator=generator, device=device)
 
 
 def measure(cell: RoundCell, options: Options, device: torch.device) -> dict:
-    batch = batch_of(cell.row, device)
+    batch = batch_of(cell.row, MODELS[options.model].shape.vocabulary, device)
     training = training_of(cell.variant, cell.row.samples, options, device)
     found = costs_of(time_steps(training, [batch] * (WARM_UP + options.steps), WARM_UP, device))
     if options.profile:

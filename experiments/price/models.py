@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from experiments.attention import register_attention
-
-VOCABULARY = 128_256
-LABELS = 3
+from experiments.llama_fsdp.network import LABELS, PAD, SHAPES, LlamaShape
 
 
 @dataclass(frozen=True)
@@ -22,23 +20,16 @@ class Model:
         rows: (samples, tokens) of the batches that it is measured with.
     """
 
-    hidden: int
-    intermediate: int
+    shape: LlamaShape
     layers: int
     rows: tuple[tuple[int, int], ...]
-    heads: int = 32
-    key_value_heads: int = 8
 
     def build(self, layers: int, device: torch.device) -> nn.Module:
-        from transformers import LlamaConfig, LlamaForSequenceClassification
+        from transformers import LlamaForSequenceClassification
 
-        config = LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=self.hidden, intermediate_size=self.intermediate,
-            num_hidden_layers=layers, num_attention_heads=self.heads,
-            num_key_value_heads=self.key_value_heads, max_position_embeddings=16_384,
-            num_labels=LABELS, pad_token_id=0, use_cache=False,
-            attn_implementation=register_attention(),
-        )  # fmt: skip
+        config = replace(self.shape, layers=layers).config()
+        config.num_labels, config.pad_token_id, config.use_cache = LABELS, PAD, False
+        config._attn_implementation = register_attention()
         with torch.device(device):
             network = LlamaForSequenceClassification(config).to(torch.bfloat16)
             for module in list(network.modules()):
@@ -51,11 +42,11 @@ class Model:
 
 MODELS = {
     "llama-3.2-1b": Model(
-        hidden=2048, intermediate=8192, layers=16,
+        SHAPES["llama-3.2-1b"], layers=16,
         rows=((16, 512), (8, 1024), (4, 2048), (4, 4096), (2, 8192)),
     ),
     "llama-3.1-8b-block": Model(
-        hidden=4096, intermediate=14_336, layers=4,
+        SHAPES["llama-3.1-8b"], layers=4,
         rows=((8, 512), (4, 1024), (2, 2048), (2, 4096), (1, 8192)),
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tables of the price experiments: ratios to the ordinary step, growth with the length."""
+"""Tables of what variants cost: ratios to the ordinary step, growth with the length."""
 
 from collections.abc import Iterable
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from experiments.llama_fsdp.grid import Start, run_cell, run_under_torchrun
+from experiments.llama_fsdp.grid import Start, from_first, run_cell
 from experiments.llama_fsdp.network import SHAPES, config_of, files_of, without_token
 from experiments.llama_fsdp.results import MODES, GridCell, GridSettings, differs
 from experiments.profile_bottlenecks.options import (
@@ -36,7 +36,7 @@ from experiments.profile_bottlenecks.verdict import (
     overhead,
     profiled_ms,
 )
-from lm.launch import INTERRUPTED, run_ranks
+from lm.launch import INTERRUPTED
 from lm.runtime import (
     Hardware,
     find_hardware,
@@ -63,21 +63,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = complete(options, hardware)
         if options.length and launched():
             return one_rank(options, hardware)
+        size = launched_world_size() if launched() else hardware.num_processes
         if launched_rank() == 0:
             config_of(options.model_name)
-            size = launched_world_size() if launched() else hardware.num_processes
             check_results(options, size)
             if options.model_name not in SHAPES:
                 files_of(options.model_name)
     except (ValueError, OSError) as error:
         return refuse(PROGRAM, without_token(str(error)), speaks=is_first_of_host())
     try:
-        if launched():
-            size = launched_world_size()
-            return run_under_torchrun(lambda s: sweep(options, hardware, size, s), hardware)
-        print(hardware.sentence, flush=True)
-        start = lambda command: run_ranks(command, hardware.num_processes)  # noqa: E731
-        return sweep(options, hardware, hardware.num_processes, start)
+        return from_first(lambda start: sweep(options, hardware, size, start), hardware)
     except KeyboardInterrupt:
         print(f"interrupted: the same command with --output-dir {options.output_dir} resumes",
               file=sys.stderr)  # fmt: skip

@@ -168,7 +168,7 @@ def lines_of(text: str) -> dict[tuple[str, str], str]:
     return {tuple(line.split()[:2]): line for line in body.splitlines()}
 
 
-def test_a_private_row_is_compared_with_its_own_mode_and_has_a_price(tmp_path, pictures):
+def test_a_private_row_is_compared_with_its_own_mode_and_has_an_overhead(tmp_path, pictures):
     settings = settings_for("--implementations", *NAMES, *BOTH, folder=tmp_path)
     record(settings)
     text, status = report(settings, 2, "cpu")
@@ -195,19 +195,19 @@ def test_the_legend_says_what_is_private_and_what_is_not_stated(tmp_path, pictur
     settings = settings_for("--implementations", *NAMES, *BOTH, folder=tmp_path)
     record(settings)
     text = report(settings, 2, "cpu")[0]
-    for words in ("\nprice ", "\nclipping ", "no ε is stated", "all-reduced by our own calls"):
+    for words in ("\noverhead ", "\nclipping ", "no ε is stated", "all-reduced by our own calls"):
         assert words in text
     ordinary = report(settings_for("--implementations", *NAMES, folder=tmp_path), 2, "cpu")[0]
-    for words in ("price", "clipping", "ε", "noise"):
+    for words in ("overhead", "clipping", "ε", "noise"):
         assert words not in ordinary
 
 
-def test_without_ordinary_rows_there_is_no_price(tmp_path, pictures):
+def test_without_ordinary_rows_there_is_no_overhead(tmp_path, pictures):
     line = ["--implementations", *NAMES, "--clipping", "bookkeeping"]
     settings = settings_for(*line, folder=tmp_path)
     record(settings)
     text, _ = report(settings, 2, "cpu")
-    assert "price" not in text
+    assert "overhead" not in text
     assert pictures[0][2]["reference"] == "torch_ddp"
     assert pictures[0][0][1]["ratio_to_reference"] == pytest.approx((0.8, 0.8, 0.8))
 

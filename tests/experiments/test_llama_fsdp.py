@@ -277,12 +277,7 @@ def finished(mode: str, length: int, ms: float, status: str = "ok") -> dict:
 
 def test_the_time_left_follows_from_cells_of_like_length():
     left = TimeLeft(steps=10)
-    cells = [
-        GridCell("no_dp", 16),
-        GridCell("ghost_fsdp", 16),
-        GridCell("no_dp", 64),
-        GridCell("ghost_fsdp", 64),
-    ]
+    cells = [GridCell(mode, length) for length in (16, 64) for mode in ("no_dp", "ghost_fsdp")]
     assert left.of(cells) is None
     left.note(3.0, finished("flash_fsdp", 16, 0, "oom"))
     assert left.of(cells) == 12.0  # nothing better is known

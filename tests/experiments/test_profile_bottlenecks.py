@@ -359,8 +359,8 @@ def fake_start(row: dict, oom_at: int):
 
 
 def test_sweep_isolates_what_runs_out_of_memory_and_resumes(slow_row, tmp_path, capsys):
-    options = parse(["--cpu", "--seq-lengths", "16", "32", "64", "--output-dir", str(tmp_path)])
-    options.model_name = "tiny"
+    lengths = ["--seq-lengths", "16", "32", "64", "--model-name", "tiny"]
+    options = parse(["--cpu", *lengths, "--output-dir", str(tmp_path)])
     row = {k: v for k, v in slow_row.items() if k != "key"}
     assert sweep(options, CPU, 2, fake_start(row, oom_at=32)) == 0
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
@@ -389,8 +389,7 @@ def test_sweep_isolates_what_runs_out_of_memory_and_resumes(slow_row, tmp_path, 
 )
 def test_a_folder_of_other_settings_is_refused(slow_row, tmp_path, capsys, changed, said):
     common = ["--cpu", "--num-processes", "2", "--seq-lengths", "16", "--output-dir", str(tmp_path)]
-    options = parse([*common, "--num-iter", "3"])
-    options.model_name = "tiny"
+    options = parse([*common, "--num-iter", "3", "--model-name", "tiny"])
     config = recorded(settings_of(options)) | {"vocab_size": 8}
     row = slow_row | {"mode": mode_of(options), "batch_size": 4, "num_processes": 2}
     row = {k: v for k, v in row.items() if k != "key"} | {"config": config}
