@@ -1,13 +1,15 @@
 """Variants beside each other on several batches: interleaved rounds of cells, one results format.
 
-A cell is a variant on a row's batch in one round. What was measured of it is a dictionary:
+A cell is a variant on a row, such as a batch, in one round. Its results are a row of those that
+`measure.runs` reads, so `python -m measure.compare` takes the files:
 
 | entry | |
 | --- | --- |
-| `row`, `variant`, `round` | which cell; a row is `samples x tokens`, written 8x1024 |
+| `row`, `variant`, `round` | which cell |
+| `config` | what else it was measured with |
 | `status`, `reason` | `ok`; or how it failed, and why, in one line |
 | `step_ms`, `without_step_ms` | of each timed step: complete, and without noise and optimizer |
-| `peak_mib` | the peak of memory after the warm-up |
+| `peak_memory_mb` | the peak of memory after the warm-up, in MiB |
 """
 
 import json
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 
 from lm.timing import StepCosts
 from lm.watch import describe, status_of
-from measure import OK, environment, plan_rounds, summarize, write_atomically
+from measure import OK, SCHEMA_VERSION, environment, plan_rounds, summarize, write_atomically
 
 BASELINE = "ordinary"
 PER_LAYER = "_per_layer"  # behind a mode's name: clipping="per_layer"
@@ -43,7 +45,9 @@ def row_of(text: str) -> Row:
 
 
 class RoundCell(NamedTuple):
-    row: Row
+    """A variant on a row, which is a batch or anything that is called by its `str`."""
+
+    row: Any
     variant: str
     round: int
 
@@ -54,7 +58,7 @@ class RoundCell(NamedTuple):
         return f"{self.variant} {self.row}, round {self.round + 1}"
 
 
-def interleave(rows: Iterable[Row], variants: Sequence[str], rounds: int) -> list[RoundCell]:
+def interleave(rows: Iterable[Any], variants: Sequence[str], rounds: int) -> list[RoundCell]:
     """Row after row, its variants in interleaved rounds."""
     return [
         RoundCell(row, variant, number)
@@ -63,10 +67,10 @@ def interleave(rows: Iterable[Row], variants: Sequence[str], rounds: int) -> lis
     ]
 
 
-def attempt(measure: Callable[[], dict]) -> dict:
-    """Returns what was measured, or how it failed."""
+def attempt(measure: Callable[..., dict], *arguments: Any) -> dict:
+    """Returns what `measure` does, or how it failed; other cells can then be measured."""
     try:
-        return {"status": OK, **measure()}
+        return {"status": OK, **measure(*arguments)}
     except Exception as error:
         return {"status": status_of(error), "reason": describe(error)}
 
@@ -76,7 +80,7 @@ def costs_of(costs: StepCosts) -> dict:
     return {
         "step_ms": costs.step_ms,
         "without_step_ms": costs.backward_ms,
-        "peak_mib": costs.peak_mb or 0,
+        "peak_memory_mb": costs.peak_mb or 0,
     }
 
 
@@ -89,7 +93,9 @@ class Recorder:
     def __init__(self, output: Path | None, **common: Any):
         self.cells: list[dict] = []
         self._output = output
-        self._common = {"environment": environment(), **common}
+        self._common = {
+            "schema_version": SCHEMA_VERSION, "environment": environment(), **common,
+        }  # fmt: skip
 
     @property
     def results(self) -> dict:
@@ -110,4 +116,4 @@ def describe_cell(cell: dict) -> str:
     name = f"{cell['row']} {cell['variant']} round {cell['round'] + 1}"
     if cell["status"] != OK:
         return f"{name}: {cell['status']}: {cell['reason']}"
-    return f"{name}: {summarize(cell['step_ms']).median:.1f} ms, {cell['peak_mib']:,.0f} MiB"
+    return f"{name}: {summarize(cell['step_ms']).median:.1f} ms, {cell['peak_memory_mb']:,.0f} MiB"

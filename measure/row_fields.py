@@ -15,6 +15,7 @@ _KINDS = {
 }  # fmt: skip
 _ROW = {
     "implementation": TEXT, "clipping": TEXT, "mode": TEXT, "ran_as": TEXT, "status": TEXT,
+    "variant": TEXT, "row": TEXT,
     "seq_length": NUMBER, "batch_size": NUMBER, "num_processes": NUMBER, "round": NUMBER,
     "rounds": LIST,
 }  # fmt: skip

@@ -4,12 +4,13 @@ What is read of a row of `results.jsonl`, or of a `*_result.json`; anything else
 
 | entry | meaning |
 | --- | --- |
-| `implementation`, `clipping`, `mode`, `seq_length` | what the cell is called |
+| `implementation`, `clipping`, `mode`, `seq_length`, `variant`, `row` | what the cell is called |
 | `config` and, beside it, `batch_size`, `num_processes` | its settings |
 | `config.device`, `config.torch`, `config.source`, `device_type`, `backend` | what it ran on |
 | `kind`: `gate` | a proof, not a time: `gradient_error`, wrong above `tolerance` |
 | `round`, `status`, `reason`, `*_ms`, `peak_memory_bytes` | one round: lists of times, bytes |
 | `rounds` | or a list of such, with `peak_memory_mb` |
+| `cells` | of a JSON file: its rows, which share what stands beside them |
 | `total_batch_size`, `collectives`, `bytes`, `plan`, sizes of the network | facts |
 | `phases_ms` | phase -> its milliseconds in a step |
 | `ran_as` | the mode whose way of computing it was, where its own could not be |
@@ -29,9 +30,12 @@ from measure.row_fields import check_fields
 from measure.statistics import Ratio, ratio
 
 STEP = "step_ms"
-NAMES = ("implementation", "clipping", "mode", "seq_length")
+NAMES = ("implementation", "clipping", "mode", "variant", "row", "seq_length")
 SECTION = "seq_length"  # of the names: other lengths are other work, so each has its own table
-BASELINES = {"implementation": ("none", "torch_ddp"), "clipping": ("none",), "mode": ("no_dp",)}
+BASELINES = {
+    "implementation": ("none", "torch_ddp"), "clipping": ("none",), "mode": ("no_dp",),
+    "variant": ("ordinary",),
+}  # fmt: skip
 """Which values of a name the others are compared with, where they have been measured."""
 ORDER = ("ghost_fsdp", "flash_fsdp", "bookkeeping_fsdp", "flash_bookkeeping_fsdp")
 """Modes as tables and pictures show them; others come behind, as they came."""
@@ -185,7 +189,7 @@ def _rows(path: Path) -> Iterable[tuple[str, dict]]:
     for file in files:
         try:
             if file.suffix == ".json":
-                rows = [(str(file), json.loads(file.read_text()))]
+                rows = _rows_of_json(file)
             else:
                 rows = [(f"{file}, line {number}", row) for number, row in numbered_rows(file)]
         except (ValueError, OSError) as error:
@@ -195,6 +199,17 @@ def _rows(path: Path) -> Iterable[tuple[str, dict]]:
         for where, row in rows:
             check_version(where, row)
             yield where, row
+
+
+def _rows_of_json(file: Path) -> list[tuple[str, dict]]:
+    content = json.loads(file.read_text())
+    if not isinstance(content, dict) or not isinstance(content.get("cells"), list):
+        return [(str(file), content)]
+    shared = {key: value for key, value in content.items() if key != "cells"}
+    return [
+        (f"{file}, cell {number}", {**shared, **cell})
+        for number, cell in enumerate(content["cells"], start=1)
+    ]
 
 
 def _add(cells: dict[str, Cell], row: dict) -> None:

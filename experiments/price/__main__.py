@@ -134,10 +134,10 @@ def slowest(recorder: torch.profiler.profile, count: int = 30) -> list[str]:
 
 def run_all(options: Options, device: torch.device) -> list[dict]:
     recorder = Recorder(options.output)
-    common = {"model": options.model, "layers": options.layers, "compiled": options.compile}
+    config = {"model": options.model, "layers": options.layers, "compiled": options.compile}
     for cell in interleave(options.rows, options.variants, options.rounds):
         started = time.perf_counter()
-        found = cell.names() | common | attempt(lambda: measure(cell, options, device))  # noqa: B023
+        found = {**cell.names(), "config": config} | attempt(measure, cell, options, device)
         release_memory(device)
         recorder.add(found, f"{describe_cell(found)}, {time.perf_counter() - started:.1f} s")
     return recorder.cells

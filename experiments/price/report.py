@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from experiments.rounds import BASELINE
 from measure import Column, format_table, ratio, summarize
 from measure.growth import FEWEST, Growth, fit_growth
 
@@ -15,7 +16,7 @@ PLACES = "times are of the slowest rank, peaks of the largest"
 def legend(results: list[dict]) -> str:
     """Of `report` over several ranks; without ordinary steps there are no ratios to explain."""
     measured = {cell["variant"] for cell in results}
-    return f"{RATIOS}; {PLACES}" if "ordinary" in measured and len(measured) > 1 else PLACES
+    return f"{RATIOS}; {PLACES}" if BASELINE in measured and len(measured) > 1 else PLACES
 
 
 def report(results: list[dict]) -> str:
@@ -24,19 +25,19 @@ def report(results: list[dict]) -> str:
     lines = []
     for row in dict.fromkeys(cell["row"] for cell in results):
         cells = [c for c in results if c["row"] == row and "step_ms" in c]
-        base = [c for c in cells if c["variant"] == "ordinary"]
+        base = [c for c in cells if c["variant"] == BASELINE]
         variants = dict.fromkeys(c["variant"] for c in cells)
-        for variant in sorted(variants, key=lambda name: name != "ordinary"):
+        for variant in sorted(variants, key=lambda name: name != BASELINE):
             own = [c for c in cells if c["variant"] == variant]
-            peak = max(c["peak_mib"] for c in own)
+            peak = max(c["peak_memory_mb"] for c in own)
             step = summarize([x for c in own for x in c["step_ms"]]).median
             line = {"row": row, "variant": variant, "step ms": step, "peak MiB": peak}
-            if base:
+            if {c["round"] for c in own} & {c["round"] for c in base}:
                 whole, part = (_ratio(own, base, key) for key in ("step_ms", "without_step_ms"))
                 line |= {
                     "ratio": whole.value, "low": whole.low, "high": whole.high,
                     "without step": part.value,
-                    "peak ratio": peak / max(c["peak_mib"] for c in base),
+                    "peak ratio": peak / max(c["peak_memory_mb"] for c in base),
                 }  # fmt: skip
             lines.append(line)
     columns = ["row", "variant", Column("step ms", format=".1f")]

@@ -147,5 +147,5 @@ def measure(cell: RoundCell, options: Options, worker: Worker, watch: Watch) -> 
     costs = time_steps(training, batches, options.warm_up, worker.device, watch.at)
     del training, batches
     release_memory(worker.device)
-    place = {"model": options.model_name, "ranks": worker.world_size, "status": OK}
-    return {**cell.names(), **place, **costs_of(costs)}
+    place = {"ranks": worker.world_size, "config": {"model": options.model_name}}
+    return {**cell.names(), **place, "status": OK, **costs_of(costs)}

@@ -8,7 +8,7 @@ from experiments.price.report import growths_of, legend, report
 def cell(row: str, variant: str, ms: float, peak: float, number: int = 0) -> dict:
     return {
         "row": row, "variant": variant, "round": number, "step_ms": [ms, ms * 1.01, ms * 0.99],
-        "without_step_ms": [ms * 0.9] * 3, "peak_mib": peak,
+        "without_step_ms": [ms * 0.9] * 3, "peak_memory_mb": peak,
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import pytest
 from experiments.price.report import report
 from experiments.price_sharded.__main__ import main
 from experiments.price_sharded.run import measure, parse
+from experiments.rounds import interleave
 from lm.rank_pool import Context
 from tests.support.alone import Watching, worker_of
 
@@ -24,7 +25,8 @@ REHEARSAL = [
 def cells_of(context: Context) -> list[dict]:
     worker = worker_of(context)
     options = parse(REHEARSAL)
-    return [measure("2x16", name, 0, options, worker, Watching()) for name in VARIANTS]
+    cells = interleave(options.rows, VARIANTS, 1)
+    return [measure(cell, options, worker, Watching()) for cell in cells]
 
 
 def check(cells: list[dict], text: str, ranks: int) -> None:
