@@ -1,9 +1,17 @@
 """Distributed data parallel, built by hand, from the obvious to the fast.
 
-Read in this order: base.py (the seam), synchronous.py, individual.py, individual_v2.py, buckets.py,
-bucketed.py, copy_engine.py; none.py is the floor and torch_ddp.py the oracle. What a course can do
-without: ownership.py (several wrappers), watch.py (changed parameters), copies.py (deepcopy),
-torch_compat.py (private PyTorch interfaces).
+The steps, in the order of reading:
+
+1. synchronous.py: all-reduce after backward; opens with the 15 lines that are the whole idea
+2. individual.py, with base.py and schedule.py: a hook per gradient starts its all-reduce
+3. individual_v2.py, with buckets.py: coalesced groups
+4. bucketed.py: flat buckets whose slices are the gradients
+5. copy_engine.py, with peer_memory.py and kernels.py: buckets that the copy engines exchange
+
+none.py is the floor of every comparison, torch_ddp.py the oracle.
+
+Skip at the first reading: internals/ (robustness, one object per concern), torch_compat.py (PyTorch
+interfaces without a public name), and buckets.py before step 3.
 """
 
 import importlib.util

@@ -57,17 +57,19 @@ class BucketedDDP(DataParallel):
     def before_forward(self) -> None:
         """Let go of buffers whose views `zero_grad(set_to_none=True)` has dropped."""
         for bucket in list(self._flats):
-            if any(self._parameters_by_index[i].grad is None for i in bucket.members):
+            if any(self.gradients.parameters[i].grad is None for i in bucket.members):
                 del self._flats[bucket]
 
     def collect(self, i: int) -> None:
-        bucket = self._buckets[self._bucket_of[i]]
+        bucket = self.schedule.bucket_of[i]
         self._move(i, self._flat(bucket).slices[bucket.members.index(i)])
 
     def launch(self, bucket: Bucket) -> dist.Work:
         buffer = self.fill(bucket)
         self.count(collectives=1, nbytes=bucket.nbytes)
-        return dist.all_reduce(buffer, op=self.reduce_op, group=self.process_group, async_op=True)
+        return dist.all_reduce(
+            buffer, op=self.reduction.op, group=self.process_group, async_op=True
+        )
 
     def wait(self, bucket: Bucket, handle: dist.Work) -> None:
         handle.wait()
@@ -82,13 +84,13 @@ class BucketedDDP(DataParallel):
     def allocate(self, bucket: Bucket) -> Tensor:
         """The bucket's buffer, with whatever is in that memory."""
         first = bucket.members[0]
-        device = self._parameters_by_index[first].device
-        return torch.empty(bucket.numel, dtype=self.dtype_of(first), device=device)
+        device = self.gradients.parameters[first].device
+        return torch.empty(bucket.numel, dtype=self.gradients.dtypes.of(first), device=device)
 
     def _flat(self, bucket: Bucket) -> Flat:
         if bucket not in self._flats:
             buffer = self.allocate(bucket)
-            parameters = [self._parameters_by_index[i] for i in bucket.members]
+            parameters = [self.gradients.parameters[i] for i in bucket.members]
             self._flats[bucket] = Flat(
                 buffer,
                 [
@@ -100,9 +102,10 @@ class BucketedDDP(DataParallel):
 
     def _move(self, i: int, view: Tensor) -> None:
         """Make the gradient of parameter `i` the given slice of a flat buffer."""
-        parameter = self._parameters_by_index[i]
+        parameter = self.gradients.parameters[i]
         if parameter.grad is None:
-            absent = self._stand_ins.get(i)  # reduced already, if an earlier backward had none
-            self.stand_in(i, view.fill_(self._absent) if absent is None else view.copy_(absent))
+            stand_ins, fill = self.gradients.stand_ins, self.gradients.absent
+            absent = stand_ins.get(i)  # reduced already, if an earlier backward had none
+            stand_ins[i] = view.fill_(fill) if absent is None else view.copy_(absent)
         elif parameter.grad.data_ptr() != view.data_ptr():
             parameter.grad = view.copy_(parameter.grad)

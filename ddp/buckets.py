@@ -71,7 +71,7 @@ def mebibytes(bucket_size_mb: float | None) -> int | None:
 
 
 def one_bucket_each(gradients: Sequence[Gradient], order: Sequence[int]) -> list[Bucket]:
-    """The plan without batching: every gradient travels alone."""
+    """Returns the plan without batching: every gradient travels alone."""
     return plan_buckets(gradients, order, bucket_bytes=0)
 
 

@@ -70,7 +70,7 @@ class CopyEngineDDP(BucketedDDP):
         if self._memory is None or end > self._capacity:  # the first plan, or a wider type
             self._close()
             self._capacity = end + ALIGNMENT_BYTES * len(gradients)
-            if not self._is_copy:  # all ranks open it together, and one may copy alone
+            if not self.is_copy:  # all ranks open it together, and one may copy alone
                 self._open()
         return buckets
 
@@ -91,14 +91,14 @@ class CopyEngineDDP(BucketedDDP):
             torch.cuda.current_stream().wait_event(handle)
 
     def allocate(self, bucket: Bucket) -> Tensor:
-        dtype = self.dtype_of(bucket.members[0])
+        dtype = self.gradients.dtypes.of(bucket.members[0])
         if self._memory is None:
             self._open()
         memory = self._memory
         return memory.view(memory.rank, self._start_of[bucket], bucket.numel, dtype)
 
     def _prepare(self, bucket: Bucket) -> "Exchange":
-        dtype = self.dtype_of(bucket.members[0])
+        dtype = self.gradients.dtypes.of(bucket.members[0])
         exchange = Exchange(self._memory, self._start_of[bucket], bucket.numel, dtype, self._pulled)
         self._exchange_of[bucket] = exchange
         return exchange
@@ -106,7 +106,7 @@ class CopyEngineDDP(BucketedDDP):
     # ---- memory and streams --------------------------------------------------------------------
 
     def _open(self) -> None:
-        device = self._parameters_by_index[0].device
+        device = self.gradients.parameters[0].device
         self._check_available(device)
         self._memory = self.open_memory(self._capacity, device)
         largest = max(128 * 8 * self.world_size, min(PIECE_BYTES, self._capacity))
@@ -140,12 +140,12 @@ class CopyEngineDDP(BucketedDDP):
     def _unbind_gradients(self) -> None:
         """Before the slices move: gradients that live in them get memory of their own."""
         if self._memory is not None:
-            for parameter in self._parameters_by_index:
+            for parameter in self.gradients.parameters:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
 
     def _bytes_of(self, bucket: Bucket) -> int:
-        return bucket.numel * self.dtype_of(bucket.members[0]).itemsize
+        return bucket.numel * self.gradients.dtypes.of(bucket.members[0]).itemsize
 
 
 class Exchange:

@@ -7,9 +7,8 @@ The idea: autograd calls a hook when a parameter's gradient has been accumulated
 an asynchronous all-reduce and returns at once, so the transfer runs beside the rest of backward.
 `finish_gradient_synchronization` waits for the handles and divides.
 
-What it leaves: one collective a parameter. A norm's weight of a few kilobytes pays the same
-latency and the same launch as a matrix of many megabytes, and the division is one more pass over
-every gradient, after the wait.
+What it leaves: one collective per parameter. A norm's weight of a few kilobytes pays the same
+latency as a matrix of many megabytes, and the division is one more pass over every gradient.
 """
 
 import torch.distributed as dist
@@ -20,21 +19,19 @@ from ddp.buckets import Bucket
 
 
 class IndividualDDP(DataParallel):
-    """One asynchronous all-reduce a parameter, in the agreed order, while backward goes on."""
+    """One asynchronous all-reduce per parameter, in the agreed order, while backward goes on."""
 
-    def launch(self, bucket: Bucket) -> list[tuple[dist.Work, Tensor]]:
-        pending = []
-        for i in bucket.members:
-            gradient = self.gradient(i)
-            work = dist.all_reduce(
-                gradient, op=dist.ReduceOp.SUM, group=self.process_group, async_op=True
-            )
-            self.count(collectives=1, nbytes=gradient.nbytes)
-            pending.append((work, gradient))
-        return pending
+    def launch(self, bucket: Bucket) -> tuple[dist.Work, Tensor]:
+        (i,) = bucket.members
+        gradient = self.gradient(i)
+        work = dist.all_reduce(
+            gradient, op=dist.ReduceOp.SUM, group=self.process_group, async_op=True
+        )
+        self.count(collectives=1, nbytes=gradient.nbytes)
+        return work, gradient
 
-    def wait(self, bucket: Bucket, handle: list[tuple[dist.Work, Tensor]]) -> None:
-        for work, gradient in handle:
-            work.wait()
-            if self.reduce == "mean":
-                gradient.div_(self.world_size)
+    def wait(self, bucket: Bucket, handle: tuple[dist.Work, Tensor]) -> None:
+        work, gradient = handle
+        work.wait()
+        if self.reduce == "mean":
+            gradient.div_(self.world_size)

@@ -40,7 +40,7 @@ class IndividualV2DDP(DataParallel):
         # gloo writes from a thread of its own: versions of `.grad` shall tell of users alone.
         gradients = [self.gradient(i).data for i in bucket.members]
         self.count(collectives=1, nbytes=bucket.nbytes)
-        return coalesced_all_reduce(gradients, self.reduce_op, self.process_group)
+        return coalesced_all_reduce(gradients, self.reduction.op, self.process_group)
 
     def wait(self, bucket: Bucket, handle: dist.Work) -> None:
         handle.wait()

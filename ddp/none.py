@@ -6,6 +6,8 @@ longer than this is its exposed communication, or the price of making the model'
 beside the transfer.
 """
 
+from torch import nn
+
 from ddp.base import DataParallel
 from ddp.buckets import Bucket
 
@@ -13,11 +15,12 @@ from ddp.buckets import Bucket
 class NoCommunication(DataParallel):
     """Hooks and bookkeeping of the others, and no collective of gradients."""
 
+    def __init__(self, module: nn.Module, **options):
+        super().__init__(module, **options)
+        self.reduction.contributors = 1  # no other rank has added anything
+
     def launch(self, bucket: Bucket) -> None:
         pass
 
     def wait(self, bucket: Bucket, handle: None) -> None:
         pass
-
-    def _take_back_share(self, i: int) -> None:
-        """No other rank has added anything."""

@@ -4,30 +4,52 @@ The problem: each rank has the gradient of its own shard of the batch, and all m
 mean of all shards.
 
 The idea: when backward is over, visit the parameters in the same order on every rank, sum each
-gradient over the ranks and divide by their number. It is right and it is simple.
+gradient over the ranks and divide by their number. `NaiveDDP` is all of it. `SynchronousDDP` does
+the same on the common base (base.py), as every further step of the course does: ranks with
+different models are refused, a parameter without a gradient is named, buffers stay equal, several
+backwards may precede one finish.
 
 What it leaves: nothing is computed while gradients travel and nothing travels while gradients are
 computed. Look for it in the picture: one long bar of communication after the end of backward.
 """
 
 import torch.distributed as dist
+from torch import nn
 
 from ddp.base import DataParallel
 from ddp.buckets import Bucket
 
 
+class NaiveDDP(nn.Module):
+    """The whole idea: `wrap("ddp/synchronous.py:NaiveDDP", module)`."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.detach(), src=0)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        for parameter in self.module.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(dist.get_world_size())
+
+
 class SynchronousDDP(DataParallel):
-    """One blocking all-reduce a parameter, all of them in `finish_gradient_synchronization`."""
+    """One blocking all-reduce per parameter, all of them in `finish_gradient_synchronization`."""
 
     launches_in_backward = False
 
     def launch(self, bucket: Bucket) -> None:
-        for i in bucket.members:
-            gradient = self.gradient(i)
-            dist.all_reduce(gradient, op=dist.ReduceOp.SUM, group=self.process_group)
-            self.count(collectives=1, nbytes=gradient.nbytes)
-            if self.reduce == "mean":
-                gradient.div_(self.world_size)
+        (i,) = bucket.members
+        gradient = self.gradient(i)
+        dist.all_reduce(gradient, op=dist.ReduceOp.SUM, group=self.process_group)
+        self.count(collectives=1, nbytes=gradient.nbytes)
+        if self.reduce == "mean":
+            gradient.div_(self.world_size)
 
     def wait(self, bucket: Bucket, handle: None) -> None:
         """Nothing is under way: each launch returned when its values were there."""

@@ -10,7 +10,6 @@ it: those gradients are reduced by our own calls at finish, and a table must say
 A comparison with the defaults alone would flatter the variants built by hand.
 """
 
-import weakref
 from typing import Any
 
 import torch
@@ -21,12 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp.base import DataParallel
 from ddp.buckets import mebibytes
-from ddp.copies import Copyable
-from ddp.hooks import register_hooks
-from ddp.ownership import activate, enter
+from ddp.internals.hooks import AutogradHooks, Backward
+from ddp.internals.ownership import activate, enter
+from ddp.internals.step import Record
+from ddp.internals.wrapper import Copyable
 from ddp.synchronous import SynchronousDDP
 from ddp.torch_compat import ddp_record, scale_
-from ddp.watch import Watch
 
 
 class TorchDDP(Copyable, DistributedDataParallel):
@@ -40,8 +39,7 @@ class TorchDDP(Copyable, DistributedDataParallel):
 
     options = (*DataParallel.options, "bucket_size_mb")
 
-    _is_active: bool = True
-    _in_backward: bool = False
+    is_active: bool = True
 
     _hands_over: bool = False
     """The last forward was in eval mode: gradients of its backward are reduced as by hand."""
@@ -68,7 +66,7 @@ class TorchDDP(Copyable, DistributedDataParallel):
             settings["bucket_cap_mb"] = (everything if nbytes is None else nbytes) / (1 << 20)
         by_hand = _WithoutHooks(
             module,
-            self._is_copy,
+            self.is_copy,
             reduce=reduce,
             process_group=process_group,
             find_unused_parameters=find_unused_parameters,
@@ -77,65 +75,62 @@ class TorchDDP(Copyable, DistributedDataParallel):
             module,
             process_group=process_group,
             find_unused_parameters=find_unused_parameters,
-            init_sync=not self._is_copy,
+            init_sync=not self.is_copy,
             **settings,
         )
         self._by_hand = (by_hand,)  # in a tuple, so that it is not a submodule
-        self._arrived: set[Parameter] = set()
+        self.gradients, self.watch = by_hand.gradients, by_hand.watch
+        self._arrived: set[int] = set()
         self._holds_sums = False
         self._forget_step()
-        self._listener = _Listener(self, by_hand._names)
-        handles = register_hooks(self._listener, by_hand._parameters_by_index)
-        self._given_dtypes = by_hand._given_dtypes
-        enter(self, handles)
+        enter(self, AutogradHooks(self, Backward()), self.gradients)
 
     def forward(self, *args, **kwargs):
-        by_hand = self._by_hand[0]
         if not torch.is_grad_enabled():
-            return by_hand._watch.call(self.module, args, kwargs)
-        self._hands_over = False
+            return self.watch.call(self.module, args, kwargs)
+        self.watch.raise_if_replaced(self.module)
+        by_hand, self._hands_over = self._by_hand[0], False
         if not self.training:  # PyTorch's forward would communicate, but a rank may be alone here
             self._raise_if_changed()
             self._backward_reduces = self._awaits_backward
             self._hands_over = self.require_backward_grad_sync and not self._awaits_backward
-            return by_hand._watch.call(self.module, args, kwargs)
-        by_hand._watch.raise_if_replaced(self.module)
-        self._activate()
+            return self.watch.call(self.module, args, kwargs)
+        activate(self)
         if self.gradients_come_by_hand:
-            by_hand._synchronizing = self.require_backward_grad_sync
+            by_hand.require_backward_grad_sync = self.require_backward_grad_sync
             return by_hand(*args, **kwargs)
         self._raise_if_changed()
-        by_hand._stats["collectives"] = 0
-        by_hand._conform_all()
-        by_hand._discard_partial_step()
-        by_hand._unfinished = by_hand._is_in_mid_step()  # a forward without a gradient is forgotten
+        by_hand.step.finished = Record()
+        self.gradients.dtypes.conform()
+        by_hand.step.discard_partial(by_hand)
+        by_hand.step.unfinished = by_hand.is_in_mid_step()  # one without a gradient is forgotten
         # PyTorch decides at the end of a forward whether the next one broadcasts buffers.
         self.require_forward_param_sync = self.require_backward_grad_sync
         if self.require_backward_grad_sync:
             self._unfinished = self._awaits_backward = True
         self._backward_reduces = self._awaits_backward  # PyTorch decides here too
-        return by_hand._watch.call(super().forward, args, kwargs)
+        return self.watch.call(super().forward, args, kwargs)
 
     def load_state_dict(self, *args, **kwargs):
         result = super().load_state_dict(*args, **kwargs)
-        self._by_hand[0]._watch.accept_changes()
+        self.watch.accept_changes()
         return result
 
     def before_gradient(self, parameter: Parameter) -> None:
         """Before a gradient is added to without autograd; afterwards `gradient_ready`."""
-        self._activate()
+        activate(self)
         self._by_hand[0].before_gradient(parameter)
 
     def gradient_ready(self, parameter: Parameter) -> None:
         """Reduce a gradient that autograd did not accumulate, by our own call at finish."""
-        self._activate()
+        activate(self)
         by_hand = self._by_hand[0]
-        by_hand._synchronizing = self.require_backward_grad_sync
+        by_hand.require_backward_grad_sync = self.require_backward_grad_sync
         by_hand.gradient_ready(parameter)
 
     def finish_gradient_synchronization(self) -> None:
         by_hand = self._by_hand[0]
-        if by_hand._unfinished:
+        if by_hand.step.unfinished:
             by_hand.finish_gradient_synchronization()
             self._holds_sums = self.reduce == "sum"
         elif self._unfinished:
@@ -143,7 +138,7 @@ class TorchDDP(Copyable, DistributedDataParallel):
             self._check_that_all_arrived()
             if self.reduce == "sum" and not self._is_frozen():
                 self._scale(self.world_size)
-            by_hand._reduced.update(by_hand._index.values())
+            self.gradients.reduced.update(range(len(self.gradients.parameters)))
         self._forget_step()
 
     def stats(self) -> dict[str, int]:
@@ -188,47 +183,41 @@ class TorchDDP(Copyable, DistributedDataParallel):
         self._holds_sums = factor > 1
 
     def _check_that_all_arrived(self) -> None:
-        by_hand = self._by_hand[0]
-        trainable = by_hand._parameters_by_index  # as at construction, when the reducer was built
-        missing = [by_hand._names[p] for p in trainable if p not in self._arrived]
+        trainable = range(len(self.gradients.parameters))  # at construction, as PyTorch's reducer
+        missing = [i for i in trainable if i not in self._arrived]
         if missing and not self.find_unused_parameters and not self._is_frozen():
             self._forget_step()
             raise RuntimeError(
-                f"unfinished reduction: {', '.join(missing)} got no gradient in the last "
+                f"unfinished reduction: {self.gradients.show(missing)} got no gradient in the last "
                 "backward; if that is meant, pass find_unused_parameters=True"
             )
 
     def _is_frozen(self) -> bool:
-        trainable = self._by_hand[0]._parameters_by_index
-        return not self._arrived and not any(p.requires_grad for p in trainable)
+        return not self._arrived and not any(p.requires_grad for p in self.gradients.parameters)
 
     def _raise_if_changed(self) -> None:
         """An optimizer has stepped before the end of the step."""
-        if complaint := self._by_hand[0]._watch.complaint():
+        if complaint := self.watch.complaint():
             self._forget_step()
             raise RuntimeError(complaint)
 
     def _forget_step(self) -> None:
         self._unfinished = self._awaits_backward = self._backward_reduces = False
         self._arrived.clear()
-        self._by_hand[0]._watch.end_step()
+        self.watch.end_step()
 
-    def _is_in_mid_step(self) -> bool:
-        return bool(self._arrived) or self._by_hand[0]._is_in_mid_step()
+    def is_in_mid_step(self) -> bool:
+        return bool(self._arrived) or self._by_hand[0].is_in_mid_step()
 
     def deactivate(self) -> None:
         """Another wrapper of this network takes over: forget an unfinished step."""
         self._forget_step()
         self._by_hand[0].deactivate()
-        self._by_hand[0]._is_active = True  # whenever this one is
-        self._is_active = False
+        self._by_hand[0].is_active = True  # whenever this one is
+        self.is_active = False
 
-    def _activate(self) -> None:
-        if not self._is_active:
-            activate(self)
-
-    def _arrive(self, parameter: Parameter) -> None:
-        """Autograd is about to accumulate a gradient."""
+    def before_accumulation(self, i: int) -> None:
+        """Autograd is about to accumulate gradient `i`."""
         by_hand = self._by_hand[0]
         if self.gradients_come_by_hand and self.require_backward_grad_sync:
             raise RuntimeError(
@@ -236,22 +225,28 @@ class TorchDDP(Copyable, DistributedDataParallel):
                 "unset it before an ordinary forward"
             )
         if self._hands_over:
-            by_hand.before_gradient(parameter)
+            by_hand.before_accumulation(i)
         elif self._holds_sums:  # PyTorch's reducer averages: gradients of before must be means
             self._scale(1 / self.world_size)
-            by_hand._reduced.clear()
+            self.gradients.reduced.clear()
         if not self._backward_reduces:
             return
-        if by_hand.dtype_of(by_hand._index[parameter]) != parameter.dtype:
+        if self.gradients.dtypes.of(i) != self.gradients.parameters[i].dtype:
             raise RuntimeError(
-                f"{by_hand._names[parameter]} has a gradient of another type, and PyTorch's "
+                f"{self.gradients.name(i)} has a gradient of another type, and PyTorch's "
                 "reducer works in the parameters' own type: gradient_dtype is for gradients that "
                 "are handed to gradient_ready; set no grad_dtype, or use another variant"
             )
         self._awaits_backward = False
-        self._arrived.add(parameter)
+        self._arrived.add(i)
         self._unfinished = True
-        by_hand._watch.gradient_arrived(parameter)
+        self.watch.gradient_arrived(self.gradients.parameters[i])
+
+    def after_accumulation(self, i: int) -> None:
+        """PyTorch's own hook takes it, or counts zero, unless the forward was in eval mode."""
+        if self._hands_over:
+            self._by_hand[0].require_backward_grad_sync = True
+            self._by_hand[0].after_accumulation(i)
 
 
 class TunedTorchDDP(TorchDDP):
@@ -290,57 +285,22 @@ class TunedTorchDDP(TorchDDP):
         self._learned_nothing = not (self._learns_the_graph or self._knows_the_graph)
         super().gradient_ready(parameter)
 
-    def _arrive(self, parameter: Parameter) -> None:
+    def before_accumulation(self, i: int) -> None:
         if self._learned_nothing:
             raise RuntimeError(
                 "torch_ddp_tuned: its static graph was learned in a private step, where it sees "
                 "no gradient; for ordinary steps wrap the network anew, or use torch_ddp"
             )
         self._knows_the_graph = True
-        super()._arrive(parameter)
+        super().before_accumulation(i)
 
 
 class _WithoutHooks(SynchronousDDP):
+    """Reduces what is handed to `gradient_ready`."""
+
     def __init__(self, module: nn.Module, is_copy: bool, **options):
-        self._is_copy = is_copy
+        self.is_copy = is_copy
         super().__init__(module, **options)
 
-    def _register_hooks(self) -> None:
-        """Only `gradient_ready` speaks to this one."""
-
-
-class _Listener:
-    """Hears autograd's hooks for a wrapper whose own `gradient_ready` is for other gradients."""
-
-    def __init__(self, wrapper: TorchDDP, names: dict[Parameter, str]):
-        self._wrapper, self._names = weakref.ref(wrapper), names
-        self._in_backward = False
-
-    @property
-    def _is_active(self) -> bool:
-        return (wrapper := self._wrapper()) is not None and wrapper._is_active
-
-    @property
-    def _watch(self) -> Watch:
-        return self._wrapper()._by_hand[0]._watch
-
-    def before_gradient(self, parameter: Parameter) -> None:
-        self._wrapper()._arrive(parameter)
-
-    def gradient_ready(self, parameter: Parameter) -> None:
-        """PyTorch's own hook sees it, unless the forward was in eval mode."""
-        if by_hand := self._taker():
-            by_hand.gradient_ready(parameter)
-
-    def gradient_absent(self, parameter: Parameter) -> None:
-        """PyTorch's own hook counts zero, unless the forward was in eval mode."""
-        if by_hand := self._taker():
-            by_hand.gradient_absent(parameter)
-
-    def _taker(self) -> DataParallel | None:
-        wrapper = self._wrapper()
-        if not wrapper._hands_over:
-            return None
-        by_hand = wrapper._by_hand[0]
-        by_hand._synchronizing = True
-        return by_hand
+    def register_hooks(self) -> None:
+        """Autograd does not speak to this one."""

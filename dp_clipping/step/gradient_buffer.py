@@ -305,6 +305,5 @@ def _trainable(module: nn.Module) -> Own:
 
 
 def _sends(wrapper: nn.Module) -> bool:
-    """Not under its `no_sync`; PyTorch's DDP has another name for it than ours."""
-    ours = getattr(wrapper, "_synchronizing", True)
-    return getattr(wrapper, "require_backward_grad_sync", ours)
+    """Returns whether the wrapper's next backward reduces: not under its `no_sync`."""
+    return getattr(wrapper, "require_backward_grad_sync", True)

@@ -21,7 +21,7 @@ You need
 
 Check it        python -m exercises.check average my_average.py
 Benchmark it    python benchmark_ddp.py --implementations none torch_ddp my_average.py:AverageDDP
-Then read       ddp/synchronous.py, and `broadcast_from_rank_0` in ddp/checks.py
+Then read       ddp/synchronous.py, and ddp/internals/replicas.py
 """
 
 import torch

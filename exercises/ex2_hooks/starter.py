@@ -27,7 +27,7 @@ Beware
 
 Check it        python -m exercises.check hooks my_hooks.py
 Benchmark it    python benchmark_ddp.py --implementations none torch_ddp my_hooks.py:OverlapDDP
-Then read       ddp/individual.py, then ddp/hooks.py for what a hook meets in real life
+Then read       ddp/individual.py, then ddp/internals/hooks.py for what a hook meets in real life
 """
 
 import torch

@@ -24,7 +24,7 @@ Rules
 
 Check it        python -m exercises.check order my_order.py
 Benchmark it    python benchmark_ddp.py --implementations none torch_ddp my_order.py:OrderedDDP
-Then read       ddp/rounds.py (`_launch_complete_buckets`), and `_agree_on_order` in ddp/base.py,
+Then read       ddp/schedule.py, and `_agree_on_order` in ddp/internals/step.py,
                 which replaces the reverse order once by the one that rank 0 has seen
 """
 

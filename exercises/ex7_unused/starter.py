@@ -26,7 +26,7 @@ Overlap is not asked for. Reduce in finish, as in exercise 1.
 
 Check it        python -m exercises.check unused my_unused.py
 Benchmark it    python benchmark_ddp.py --implementations none torch_ddp my_unused.py:UnusedDDP
-Then read       ddp/unused.py, and `stand_in` in ddp/base.py: there it overlaps
+Then read       ddp/internals/unused.py, and `stand_ins` in gradients.py: there it overlaps
 """
 
 import torch

@@ -46,7 +46,10 @@ def position(events: list[Event], what: str, last: bool = False) -> int:
 
 
 def plan_of(model: nn.Module) -> list[tuple[int, ...]]:
-    return [tuple(model._parameters_by_index[i].numel() for i in b.members) for b in model._buckets]
+    return [
+        tuple(model.gradients.parameters[i].numel() for i in b.members)
+        for b in model.schedule.buckets
+    ]
 
 
 def with_steps(body):
@@ -148,8 +151,8 @@ def forward_order_observed(context: Context, name: str) -> list:
             steps.run(backwards if r == 0 else [(r + i) % 6 for i in range(6)]) for _ in range(3)
         )
         model = steps.model
-        names = [model._names[p] for p in model._parameters_by_index]
-        launched = [names[i] for b in model._buckets for i in b.members]
+        names = [model.gradients.names[p] for p in model.gradients.parameters]
+        launched = [names[i] for b in model.schedule.buckets for i in b.members]
         if r == 0:
             assert launched == [e.detail for e in first if e.what == "ready"]
         sizes = [[(c.numels, c.op) for c in gradient_collectives(e)] for e in [first, *later]]

@@ -8,7 +8,7 @@ from torch import nn
 
 from ddp import implementation, wrap
 from lm.rank_pool import Context
-from tests.ddp.test_failures import FailingChain
+from tests.ddp.test_step import FailingChain
 from tests.support.beside import (
     Beside,
     Branches,

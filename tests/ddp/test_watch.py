@@ -89,7 +89,7 @@ def no_fault(context: Context, name: str) -> None:
 
 
 def replaced(context: Context, name: str) -> None:
-    """Each is named at the next training forward, with or without unused parameters."""
+    """Each is named at the next forward with gradients, with or without unused parameters."""
 
     def assign(model: nn.Module) -> None:
         state = {key: value.clone() for key, value in model.state_dict().items()}
@@ -111,8 +111,12 @@ def replaced(context: Context, name: str) -> None:
             options = dict(process_group=context.group, find_unused_parameters=unused)
             model = wrap(name, network, **options)
             change(model)
-            with pytest.raises(RuntimeError, match=rf"layers\.{which}\.weight is trainable, but"):
-                chain_loss(0)(model, context.rank)
+            for training in (True, False):
+                model.train(training)
+                with pytest.raises(
+                    RuntimeError, match=rf"layers\.{which}\.weight is trainable, but"
+                ):
+                    chain_loss(0)(model, context.rank)
             network.float()
             Beside(context, name, network).step(chain_loss(1))  # the remedy
 

@@ -29,46 +29,47 @@ class Mutant:
     tests: tuple[str, ...]
 
 
-LAUNCH = """            bucket = self._buckets[self._launched]
-            if not (everything or self._ready.issuperset(bucket.members)):
+LAUNCH = """            bucket = self.buckets[self.launched]
+            if not (everything or self.ready.issuperset(bucket.members)):
                 return
 """
-LAUNCH_AS_READY = """            rest = self._buckets[self._launched :]
-            done = [b for b in rest if everything or self._ready.issuperset(b.members)]
+LAUNCH_AS_READY = """            rest = self.buckets[self.launched :]
+            done = [b for b in rest if everything or self.ready.issuperset(b.members)]
             if not done:
                 return
             bucket = done[0]
-            self._buckets.remove(bucket)
-            self._buckets.insert(self._launched, bucket)
-            self._bucket_of = {i: n for n, b in enumerate(self._buckets) for i in b.members}
+            self.buckets.remove(bucket)
+            self.buckets.insert(self.launched, bucket)
 """
+WAIT = "self.wait(bucket, self.schedule.in_flight.pop(bucket))"
 BY_DTYPE = "for dtype in dict.fromkeys(gradients[i].dtype for i in order)"
-BUFFERS = "self._buffers_of_module.broadcast()"
+BUFFERS = "self.replicas.broadcast_buffers()"
 
 MUTANTS = [
     Mutant(
         "buffers not broadcast at construction",
-        (("base.py", "[*module.parameters(), *module.buffers()]", "[*module.parameters()]"),),
-        ("tests/ddp/test_buffers.py",),
+        (("internals/replicas.py", "*self._module.parameters(), *self._module.buffers()",
+          "*self._module.parameters()"),),
+        ("tests/ddp/test_replicas.py",),
     ),
     Mutant(
         "buffers not broadcast before a forward",
         (("base.py", BUFFERS, "pass"),),
-        ("tests/ddp/test_buffers.py",),
+        ("tests/ddp/test_replicas.py",),
     ),
     Mutant(
         "buffers broadcast in eval too",
-        (("base.py", "self.training and torch.is_grad_enabled()", "torch.is_grad_enabled()"),),
-        ("tests/ddp/test_buffers.py",),
+        (("internals/step.py", "if not variant.training:", "if False:"),),
+        ("tests/ddp/test_replicas.py",),
     ),
     Mutant(
         "no initial broadcast",
-        (("checks.py", "dist.broadcast(", "(lambda *_a, **_k: None)("),),
+        (("internals/replicas.py", "dist.broadcast(", "(lambda *_a, **_k: None)("),),
         ("tests/ddp/test_construction.py", "initial_values"),
     ),
     Mutant(
         "blocking all-reduce in the hook",
-        (("individual.py", "pending.append(", "work.wait()\n            pending.append("),),
+        (("individual.py", "return work, gradient", "work.wait()\n        return work, gradient"),),
         ("tests/ddp/test_collectives.py",),
     ),
     Mutant(
@@ -81,36 +82,36 @@ MUTANTS = [
         "leaked handles",
         (
             (
-                "rounds.py",
-                "self.wait(bucket, self._in_flight.pop(number))",
-                "self.__dict__.setdefault('_old', []).append(self._in_flight[number])\n"
-                "        self.wait(bucket, self._in_flight.pop(number))",
+                "base.py",
+                WAIT,
+                "self.__dict__.setdefault('_old', []).append(self.schedule.in_flight[bucket])\n"
+                f"                {WAIT}",
             ),
         ),
-        ("tests/ddp/test_failures.py", "leaks"),
+        ("tests/ddp/test_step.py", "leaks"),
     ),
     Mutant(
         "handles not cleared, waited for twice",
-        (("rounds.py", "self._in_flight.pop(number)", "self._in_flight[number]"),),
+        (("base.py", "self.schedule.in_flight.pop(bucket)", "self.schedule.in_flight[bucket]"),),
         ("tests/ddp/test_accumulation.py",),
     ),
     Mutant(
         "hooks outlive the wrapper",
-        (("ownership.py", "        handle.remove()", "        pass"),),
-        ("tests/ddp/test_failures.py", "trace"),
+        (("internals/hooks.py", "            handle.remove()", "            pass"),),
+        ("tests/ddp/test_step.py", "trace"),
     ),
     Mutant(
         "buckets launched in forward order",
         (
-            ("base.py", "list(reversed(range(len(self._parameters_by_index))))",
-             "list(range(len(self._parameters_by_index)))"),
-            ("base.py", "if not self._order_is_observed:", "if False:"),
+            ("base.py", "list(reversed(range(len(self.gradients.parameters))))",
+             "list(range(len(self.gradients.parameters)))"),
+            ("internals/step.py", "if not self._order_is_observed:", "if False:"),
         ),
         ("tests/ddp/test_collectives.py",),
     ),
     Mutant(
         "buckets launched in order of readiness",
-        (("rounds.py", LAUNCH, LAUNCH_AS_READY),),
+        (("schedule.py", LAUNCH, LAUNCH_AS_READY),),
         ("tests/ddp/test_models.py", "networks"),
     ),
     Mutant(
@@ -129,71 +130,70 @@ MUTANTS = [
     ),
     Mutant(
         "no_sync does nothing",
-        (("base.py", "= self._synchronizing, False", "= self._synchronizing, True"),),
+        (("base.py", "= self.require_backward_grad_sync, False",
+          "= self.require_backward_grad_sync, True"),),
         ("tests/ddp/test_collectives.py", "stats"),
     ),
     Mutant(
         "no_sync forgets after an exception",
-        (("base.py", "        try:\n            yield\n        finally:\n            self._sync",
-          "        if True:\n            yield\n            self._sync"),),
+        (("base.py", "        try:\n            yield\n        finally:\n            self.require",
+          "        if True:\n            yield\n            self.require"),),
         ("tests/ddp/test_accumulation.py", "exception"),
     ),
     Mutant(
         "an unused parameter breaks the bucket",
-        (("rounds.py", "self._launch_complete_buckets(everything=True)",
-          "self._launch_complete_buckets()"),),
+        (("base.py", "self.launch_buckets(everything=True)", "self.launch_buckets()"),
+         ("internals/step.py", "variant.launch_buckets(everything=True)",
+          "variant.launch_buckets()")),
         ("tests/ddp/test_unused.py",),
     ),
     Mutant(
         "unused everywhere becomes zero",
-        (("rounds.py", "            if i in used:\n", "            if True:\n"),),
+        (("internals/gradients.py", "            if i in used:\n", "            if True:\n"),),
         ("tests/ddp/test_unused.py",),
     ),
     Mutant(
         "averages the parameter instead of its gradient",
-        (("individual.py", "self.gradient(i)", "self._parameters_by_index[i].data"),),
+        (("individual.py", "self.gradient(i)", "self.gradients.parameters[i].data"),),
         ("tests/ddp/test_gradients.py",),
     ),
     Mutant(
         "gradients doubled by a pre-accumulate hook",
-        (("hooks.py", "wrapper.before_gradient(parameter)\n\n",
-          "parameter.grad = _gradients[0].clone()\n\n"),),
+        (("internals/hooks.py", "listener.before_accumulation(i)\n\n",
+          "listener.gradients.parameters[i].grad = _gradients[0].clone()\n\n"),),
         ("tests/ddp/test_gradients.py",),
     ),
     Mutant(
         "a further clipped sum is added to what other ranks have added",
-        (("base.py", "        self._conform(i)\n        self._take_back_share(i)",
-          "        self._conform(i)"),),
-        ("tests/ddp/test_gradient_ready.py", "rounds"),
+        (("base.py", "[i])\n        self.gradients.make_local(i)",
+          "[i])\n        self.gradients.dtypes.conform(i)"),),
+        ("tests/ddp/test_manual_gradients.py", "rounds"),
     ),
     Mutant(
         "float32 sums travel in 16 bits",
-        (("bucketed.py", "dtype=self.dtype_of(first)",
-          "dtype=self._parameters_by_index[first].dtype"),),
-        ("tests/ddp/test_gradient_dtype.py", "sums"),
+        (("bucketed.py", "dtype=self.gradients.dtypes.of(first)",
+          "dtype=self.gradients.parameters[first].dtype"),),
+        ("tests/ddp/test_dtypes.py", "sums"),
     ),
     Mutant(
         "the optimizer's 16-bit gradients stay in the next step",
-        (("arithmetic.py", "_dtype is not None:\n            self._give_dtype(",
-          "_dtype is None:\n            self._give_dtype("),
-         ("arithmetic.py", "_dtype is not None:\n            self._give_dtypes",
-          "_dtype is None:\n            self._give_dtypes")),
-        ("tests/ddp/test_gradient_dtype.py", "sums"),
+        (("internals/dtypes.py", "if self.least is not None:", "if self.least is None:"),),
+        ("tests/ddp/test_dtypes.py", "sums"),
     ),
     Mutant(
         "mean of means of sums: the share is not taken back",
-        (("rounds.py", "gradient.div_(self.world_size)", "pass"),),
+        (("internals/gradients.py", "reduced.div_(self.contributors)", "pass"),),
         ("tests/ddp/test_accumulation.py", "never_zeroed"),
     ),
     Mutant(
         "late gradients are not reduced",
-        (("base.py", "if anything_late:", "if False:"),),
+        (("internals/step.py", "if anything_late:", "if False:"),),
         ("tests/ddp/test_accumulation.py", "behind"),
     ),
     Mutant(
         "a failed backward is not discarded",
-        (("base.py", "if self._in_backward:", "if False:"),),
-        ("tests/ddp/test_failures.py", "failed_backward"),
+        (("internals/step.py", "if self.backward.running:", "if False:"),),
+        ("tests/ddp/test_step.py", "failed_backward"),
     ),
     Mutant(
         "the copy engine pulls before its peers have filled their buffers",
@@ -204,18 +204,21 @@ MUTANTS = [
     ),
     Mutant(
         "a discarded step passes for zeros",
-        (("base.py", "self._absent = torch.nan", "self._absent = 0.0"),),
+        (("internals/gradients.py", "self.absent = torch.nan", "self.absent = 0.0"),),
         ("tests/ddp/test_disagreement.py", "discards"),
     ),
     Mutant(
         "a user's later hooks run behind the reduction",
-        (("hooks.py", "node.register_hook(after)",
-          "parameter.register_post_accumulate_grad_hook(lambda p, after=after: after((), ()))"),),
+        (("internals/hooks.py", "node.register_hook(after)",
+          "parameters[i].register_post_accumulate_grad_hook(\n"
+          "                lambda p, after=after: after((), ()))"),),
         ("tests/ddp/test_hooks.py", "hooks_of"),
     ),
     Mutant(
         "a gradient of None is missing",
-        (("hooks.py", "wrapper.gradient_absent(parameter)", "pass"),),
+        (("internals/hooks.py", "            listener.after_accumulation(i)",
+          "            if listener.gradients.parameters[i].grad is not None:\n"
+          "                listener.after_accumulation(i)"),),
         ("tests/ddp/test_hooks.py", "none"),
     ),
     Mutant(
@@ -225,58 +228,61 @@ MUTANTS = [
     ),
     Mutant(
         "two wrappers of one network reduce at once",
-        (("hooks.py", "wrapper is not None and wrapper._is_active", "wrapper is not None"),),
+        (("internals/hooks.py", "listener is not None and listener.is_active",
+          "listener is not None"),),
         ("tests/ddp/test_ownership.py",),
     ),
     Mutant(
         "networks that share parameters are wrapped both",
-        (("ownership.py", "if parameter in names:", "if False:"),),
+        (("internals/ownership.py", "if parameter in names:", "if False:"),),
         ("tests/ddp/test_ownership.py",),
     ),
     Mutant(
         "a broadcast of buffers counts as a change",
-        (("buffers.py", "buffer.data.copy_(values)", "buffer.copy_(values)"),),
-        ("tests/ddp/test_buffers.py", "two_forwards"),
+        (("internals/replicas.py", "buffer.data.copy_(values)", "buffer.copy_(values)"),),
+        ("tests/ddp/test_replicas.py", "two_forwards"),
     ),
     Mutant(
         "a broadcast overwrites the buffers that autograd has saved",
-        (("buffers.py", "if id(buffer) not in self._last:", "if False:"),
-         ("buffers.py", "self._last[id(buffer)][1] == version_of(buffer)", "True")),
-        ("tests/ddp/test_buffers.py", "replaces"),
+        (("internals/replicas.py", "if id(buffer) not in self._last:", "if False:"),
+         ("internals/replicas.py", "self._last[id(buffer)][1] == version_of(buffer)", "True")),
+        ("tests/ddp/test_replicas.py", "replaces"),
     ),
     Mutant(
         "a forgotten finish is not said",
-        (("watch.py", "if version_of(parameter) != version:", "if False:"),),
+        (("internals/watch.py", "if version_of(parameter) != version:", "if False:"),),
         ("tests/ddp/test_watch.py", "change"),
     ),
     Mutant(
         "evaluation hides a forgotten finish",
-        (("watch.py", "if unchanged:", "if True:"),),
+        (("internals/watch.py", "if unchanged:", "if True:"),),
         ("tests/ddp/test_watch.py", "change"),
     ),
     Mutant(
         "replaced parameters are not said",
-        (("watch.py", "if self._wrapped.get(id(p)) != (p, p.dtype, p.device):", "if False:"),),
+        (("internals/watch.py", "if self._wrapped.get(id(p)) != (p, p.dtype, p.device):",
+          "if False:"),),
         ("tests/ddp/test_watch.py", "change"),
     ),
     Mutant(
         "the backward decides about no_sync",
-        (("base.py", "if not self._in_backward or self._backward_reduces is None:", "if True:"),),
+        (("internals/step.py",
+          "if not self.backward.running or self._backward_reduces is None:", "if True:"),),
         ("tests/ddp/test_watch.py", "no_sync"),
     ),
     Mutant(
         "a copy speaks to the other ranks",
-        (("base.py", "if not self._is_copy:\n", "if True:\n"),),
-        ("tests/ddp/test_copies.py",),
+        (("base.py", "if not self.is_copy:\n", "if True:\n"),),
+        ("tests/ddp/test_wrapper.py",),
     ),
     Mutant(
         "the user's grad_dtype is not given back",
-        (("ownership.py", "        give_dtype(parameter, dtype)", "        pass"),),
-        ("tests/ddp/test_gradient_dtype.py", "types_of"),
+        (("internals/ownership.py", "    give_back(given_dtypes)", "    pass"),),
+        ("tests/ddp/test_dtypes.py", "types_of"),
     ),
     Mutant(
         "gradients keep the strides of the collective",
-        (("base.py", "self._restore_strides()", "pass"),),
+        (("internals/step.py", "self._gradients.restore_strides()", "pass"),),
         ("tests/ddp/test_disagreement.py", "strides"),
     ),
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Parameters that take no part in a backward, on some ranks or on all."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 
 def parameters_reached_by(output: Any) -> set[Parameter]:
-    """Leaves of the autograd graphs behind every tensor in `output`.
+    """Returns the leaves of the autograd graphs behind every tensor in `output`.
 
     Looks into tuples, lists, dictionaries and dataclasses. A leaf hidden inside a custom
     `autograd.Function` is not seen; the wrapper then learns of it when its gradient arrives.
@@ -44,16 +44,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(getattr(value, field.name))
 
 
-def agree_on_use(wrapper: Any, used: set[int], late: bool) -> tuple[set[int], bool]:
-    """Which parameters any rank has used in this step, and whether any rank was late.
+def agree_on_use(
+    parameters: Sequence[Parameter], used: set[int], late: bool, group: dist.ProcessGroup
+) -> tuple[set[int], bool]:
+    """Returns which parameters any rank has used in this step, and whether any rank was late.
 
     A rank is late that got a gradient for a parameter after its bucket had left; it needs one more
     round, and a round is a matter of all ranks.
     """
-    parameters = wrapper._parameters_by_index
     flags = torch.zeros(len(parameters) + 1, dtype=torch.int32, device=parameters[0].device)
     flags[[i for i in used if parameters[i].grad is not None]] = 1
     flags[-1] = int(late)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=wrapper.process_group)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
     *by_anyone, anyone_late = flags.tolist()
     return {i for i, flag in enumerate(by_anyone) if flag}, bool(anyone_late)

@@ -8,7 +8,7 @@ write without being counted; a hook of all optimizers tells of their steps.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ddp.internals.gradients import Gradients
 from ddp.torch_compat import own_parameters, version_of
 
 STEPPED = (
@@ -23,12 +24,16 @@ STEPPED = (
     "now differ: call finish_gradient_synchronization() between backward() and optimizer.step(), "
     "and wrap the network again, which gives every rank the values of rank 0"
 )
+STEPPED_IN_HOOK = (
+    "{name} was changed by a hook before its gradient was reduced, so the ranks now differ: an "
+    "optimizer that steps in backward cannot be used here; call optimizer.step() after "
+    "finish_gradient_synchronization()"
+)
 REPLACED = (
     "{name} is trainable, but not one of the parameters that were wrapped (replaced, as by "
     "load_state_dict(assign=True), added, converted, or frozen when the network was wrapped): no "
     "gradient of it would be reduced. Wrap the network again: model = wrap(..., model.module)"
 )
-
 
 _watches: weakref.WeakSet = weakref.WeakSet()  # all that are alive
 
@@ -40,16 +45,11 @@ def _tell_all(optimizer: Optimizer, *_arguments: Any) -> None:
 
 
 class Watch:
-    """Looks after the parameters of one wrapper.
+    """Looks after the parameters of one wrapper, which are those of `gradients`."""
 
-    Args:
-        parameters: those whose gradients it reduces.
-        names: of these.
-    """
-
-    def __init__(self, parameters: Sequence[Parameter], names: dict[Parameter, str]):
-        self._names = names
-        self._wrapped = {id(p): (p, p.dtype, p.device) for p in parameters}
+    def __init__(self, gradients: Gradients):
+        self._names = gradients.names
+        self._wrapped = {id(p): (p, p.dtype, p.device) for p in gradients.parameters}
         self._versions: dict[Parameter, int] = {}
         self._accumulating: dict[Parameter, int] = {}
         _watches.add(self)
@@ -58,9 +58,10 @@ class Watch:
         """The gradient is about to be added; hooks of the user come next."""
         self._accumulating[parameter] = version_of(parameter)
 
-    def is_changed_by_hook(self, parameter: Parameter) -> bool:
-        """Whether a hook has written to the parameter since its accumulation began."""
-        return version_of(parameter) != self._accumulating.pop(parameter, version_of(parameter))
+    def raise_if_changed_by_hook(self, parameter: Parameter) -> None:
+        """Raises RuntimeError if a hook has written to the parameter since accumulation began."""
+        if version_of(parameter) != self._accumulating.pop(parameter, version_of(parameter)):
+            raise RuntimeError(STEPPED_IN_HOOK.format(name=self._names[parameter]))
 
     def gradient_arrived(self, parameter: Parameter) -> None:
         self._versions[parameter] = version_of(parameter)

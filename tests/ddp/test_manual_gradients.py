@@ -8,7 +8,7 @@ import torch
 
 from ddp import wrap
 from lm.rank_pool import Context
-from tests.ddp.test_failures import FailingChain
+from tests.ddp.test_step import FailingChain
 from tests.support.beside import Chain, chain_loss, small_buckets
 
 

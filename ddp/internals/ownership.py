@@ -11,15 +11,27 @@ wrong. Two cases are told apart:
 
 import gc
 import weakref
-from typing import Any
+from typing import Protocol
 
 from torch import nn
 from torch.nn import Parameter
 
-from ddp.arithmetic import give_dtype
-from ddp.checks import full_names
+from ddp.internals.dtypes import give_back
+from ddp.internals.gradients import Gradients, full_names
+from ddp.internals.hooks import AutogradHooks
 
-_wrappers: weakref.WeakSet = weakref.WeakSet()  # all that are alive
+
+class Owner(Protocol):
+    """A wrapper that reduces gradients while it is active."""
+
+    module: nn.Module
+    is_active: bool
+
+    def is_in_mid_step(self) -> bool: ...
+    def deactivate(self) -> None: ...
+
+
+_wrappers: weakref.WeakSet[Owner] = weakref.WeakSet()  # all that are alive
 
 
 def shared_with_another(module: nn.Module) -> str | None:
@@ -49,20 +61,18 @@ def _trainable(module: nn.Module) -> dict[Parameter, str]:
     return {p: name for p, name in full_names(module).items() if p.requires_grad}
 
 
-def enter(wrapper: Any, handles: list) -> None:
-    """Makes `wrapper` known; its `handles` are removed, and types undone, when it goes."""
+def enter(wrapper: Owner, hooks: AutogradHooks, gradients: Gradients) -> None:
+    """Makes `wrapper` known; when it goes, its hooks are removed and dtypes are given back."""
     _wrappers.add(wrapper)
-    weakref.finalize(wrapper, _leave, handles, wrapper._given_dtypes).atexit = False
+    weakref.finalize(wrapper, _leave, hooks, gradients.dtypes.given).atexit = False
 
 
-def _leave(handles: list, given_dtypes: dict) -> None:
-    for handle in handles:
-        handle.remove()
-    for parameter, dtype in given_dtypes.items():
-        give_dtype(parameter, dtype)
+def _leave(hooks: AutogradHooks, given_dtypes: dict) -> None:
+    hooks.remove()
+    give_back(given_dtypes)
 
 
-def activate(wrapper: Any, abandon: bool = False) -> None:
+def activate(wrapper: Owner, abandon: bool = False) -> None:
     """Makes `wrapper` the one whose hooks work, among those of its network.
 
     Args:
@@ -71,13 +81,15 @@ def activate(wrapper: Any, abandon: bool = False) -> None:
     Raises:
         RuntimeError: if the other has not finished its step, unless `abandon`.
     """
+    if wrapper.is_active and not abandon:
+        return
     for other in list(_wrappers):
-        if other is wrapper or other.module is not wrapper.module or not other._is_active:
+        if other is wrapper or other.module is not wrapper.module or not other.is_active:
             continue
-        if other._is_in_mid_step() and not abandon:
+        if other.is_in_mid_step() and not abandon:
             raise RuntimeError(
                 f"this network has another wrapper ({type(other).__name__}), which has not "
                 "finished its step: call finish_gradient_synchronization() on that one first"
             )
         other.deactivate()
-    wrapper._is_active = True
+    wrapper.is_active = True

@@ -1,0 +1,11 @@
+"""What a first reading of the course can skip: one object per concern of `ddp.base.DataParallel`.
+
+- replicas.py: every rank has the same model and the values of rank 0
+- gradients.py, dtypes.py: what each `.grad` holds, and in which dtype
+- hooks.py: how autograd reports gradients
+- step.py, unused.py: incomplete and failed steps, parameters without a gradient
+- watch.py: parameters that change when they must not
+- ownership.py: several wrappers of one network
+- wrapper.py: copies, pickles, statistics
+- manual_gradients.py: the seam for private training
+"""

@@ -1,0 +1,172 @@
+"""The gradients of one network: names, dtypes, and what each `.grad` holds.
+
+A `.grad` holds this rank's own gradient, the reduced one, or nothing. Several backwards before one
+finish each reduce what they add. A reduced gradient is the same on all ranks; reducing it again
+together with new local terms leaves its mean unchanged, and under `reduce="sum"` each rank first
+takes back its share, 1/W of it (up to rounding, where W is no power of two). The ranks must run the
+backwards of a step in one order.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ddp.buckets import Gradient
+from ddp.internals.dtypes import GradientDtypes
+
+REDUCTIONS = ("mean", "sum")
+
+
+class Reduction:
+    """How gradients are added up: `"mean"` or `"sum"` over the ranks.
+
+    Attributes:
+        contributors: number of ranks whose gradients are in a reduced one.
+    """
+
+    def __init__(self, name: str, contributors: int):
+        self.name, self.contributors = name, contributors
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @name.setter
+    def name(self, value: str) -> None:
+        if value not in REDUCTIONS:
+            raise ValueError(f"reduce: {value!r} is unknown, choose one of {', '.join(REDUCTIONS)}")
+        self._name = value
+
+    @property
+    def op(self) -> dist.ReduceOp.RedOpType:
+        """The collective's own operation: averaging inside it saves a pass over memory."""
+        return dist.ReduceOp.AVG if self.name == "mean" else dist.ReduceOp.SUM
+
+    def take_share(self, reduced: Tensor) -> None:
+        """Turns a reduced gradient into this rank's part of it, in place."""
+        if self.name == "sum" and self.contributors > 1:
+            reduced.div_(self.contributors)
+
+
+class Gradients:
+    """The gradients of the trainable parameters of `module`, by index.
+
+    Attributes:
+        parameters, names, index: the parameters; of each, its names and its index.
+        reduced: indices of those whose `.grad` is the reduced value.
+        stand_ins: what is reduced for a parameter that has no gradient on this rank.
+        absent: what a stand-in is filled with. Zero; NaN in a step that is being discarded, so that
+            a rank that does not discard it sees at once that it has no mean.
+    """
+
+    def __init__(self, module: nn.Module, reduction: Reduction):
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.names = full_names(module)
+        self.index = {p: i for i, p in enumerate(self.parameters)}
+        self.dtypes = GradientDtypes(self.parameters)
+        self._reduction = reduction
+        self.reduced: set[int] = set()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self.absent = 0.0
+        self.stand_ins: dict[int, Tensor] = {}
+
+    def describe(self) -> list[Gradient]:
+        """Returns what a plan is made from."""
+        dtypes = self.dtypes.all()
+        return [
+            Gradient(p.numel(), str(dtype), dtype.itemsize)
+            for p, dtype in zip(self.parameters, dtypes, strict=True)
+        ]
+
+    def index_of(self, parameter: Parameter, caller: str) -> int:
+        if parameter not in self.index:
+            raise ValueError(f"{caller}: not a trainable parameter of the wrapped module")
+        return self.index[parameter]
+
+    def name(self, i: int) -> str:
+        return self.names[self.parameters[i]]
+
+    def show(self, indices: Iterable[int]) -> str:
+        return ", ".join(self.name(i) for i in indices)
+
+    def local(self, i: int) -> Tensor:
+        """Returns this rank's part of gradient `i`: its contiguous `.grad`, or zeros."""
+        parameter = self.parameters[i]
+        if i in self.stand_ins:
+            return self.stand_ins[i]
+        if parameter.grad is None:
+            dtype = self.dtypes.of(i)
+            self.stand_ins[i] = parameter.new_full(parameter.shape, self.absent, dtype=dtype)
+            return self.stand_ins[i]
+        if not parameter.grad.is_contiguous():
+            parameter.grad = parameter.grad.contiguous()  # ranks may hold different strides
+        return parameter.grad
+
+    def make_local(self, i: int) -> None:
+        """Makes `.grad` this rank's part again, in the dtype that is reduced."""
+        self.dtypes.conform(i)
+        self._take_back_share(i)
+
+    def settle(self, i: int) -> None:
+        """After a backward has added to `.grad`: it is this rank's, without the others' part."""
+        if i in self.stand_ins:  # unused here in an earlier backward, used elsewhere perhaps
+            self._take_back_share(i)
+            self.parameters[i].grad.add_(self.stand_ins.pop(i))
+        self.reduced.discard(i)
+
+    def _take_back_share(self, i: int) -> None:
+        if i in self.reduced:
+            self.reduced.discard(i)
+            gradient = self.stand_ins.get(i, self.parameters[i].grad)
+            if gradient is not None:
+                self._reduction.take_share(gradient)
+
+    def refuse(self, i: int) -> None:
+        """Raises RuntimeError for a gradient that is sparse or of another dtype than is reduced."""
+        gradient = self.parameters[i].grad
+        if gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"{self.name(i)} has a sparse gradient, which no variant reduces: "
+                "build its embedding with sparse=False"
+            )
+        if gradient.dtype != (dtype := self.dtypes.of(i)):  # rounded already: no sum in `dtype`
+            what = f"{self.name(i)} has a gradient of {gradient.dtype} in place of {dtype}"
+            if self.dtypes.least is None:
+                raise RuntimeError(f"{what}: set the parameter's grad_dtype before it is wrapped")
+            raise RuntimeError(
+                f"gradient_ready: {what}: call before_gradient, then assign one of that type"
+            )
+
+    def adopt_stand_ins(self, used: set[int]) -> None:
+        """Makes a reduced stand-in the `.grad`, if a rank has used the parameter."""
+        for i, reduced in self.stand_ins.items():
+            if i in used:
+                self.parameters[i].grad = reduced.view_as(self.parameters[i])
+        self.stand_ins.clear()
+
+    def restore_strides(self) -> None:
+        """Collectives want contiguous gradients, optimizers those of the parameter's strides."""
+        for parameter in self.parameters:
+            if parameter.grad is not None and not parameter.is_contiguous():
+                gradient = parameter.grad
+                parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+
+    def drop(self) -> None:
+        """Discards all gradients; what is still reduced for them is NaN."""
+        self.absent = torch.nan
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.stand_ins.clear()
+
+
+def full_names(module: nn.Module) -> dict[Parameter, str]:
+    """Returns `{parameter: name}`, a tied parameter under all its names."""
+    names: dict[Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return {parameter: " = ".join(all_names) for parameter, all_names in names.items()}

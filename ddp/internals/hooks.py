@@ -1,0 +1,86 @@
+"""How autograd tells a wrapper that a gradient is about to change, and that it is final."""
+
+import weakref
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from ddp.internals.gradients import Gradients
+from ddp.internals.watch import Watch
+from ddp.torch_compat import at_end_of_backward
+
+TensorsOrNone = tuple[Tensor | None, ...]
+
+
+@dataclass
+class Backward:
+    """`running`: from a backward's first hook to its end, which a failed one never reaches."""
+
+    running: bool = False
+
+
+class Listener(Protocol):
+    """What the hooks call."""
+
+    is_active: bool
+    gradients: Gradients
+    watch: Watch
+
+    def before_accumulation(self, i: int) -> None: ...
+    def after_accumulation(self, i: int) -> None: ...
+
+
+class AutogradHooks:
+    """Calls `listener.before_accumulation(i)` and `listener.after_accumulation(i)`.
+
+    Both hooks sit on the node that accumulates a parameter's gradient. The second one runs when
+    all `register_post_accumulate_grad_hook` hooks of the parameter have run, those that a user adds
+    after wrapping too, so that what they make of `.grad` is what is reduced. A tied parameter's
+    hooks run once a backward, with the sum of its uses. They run in autograd's thread, on the
+    stream on which the gradient is accumulated, so that a collective started there is queued
+    behind the accumulation. `torch.autograd.grad` accumulates nothing and runs neither.
+
+    A node also runs when its gradient is None, as a custom `autograd.Function` may return it.
+    Hooks hold the listener weakly. They do nothing while `listener.is_active` is False.
+    """
+
+    def __init__(self, listener: Listener, backward: Backward):
+        self._listener, self._backward = weakref.ref(listener), backward
+        parameters = listener.gradients.parameters
+        # Kept here: parameters hold their nodes weakly, and graphs come and go.
+        self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
+        self._handles = []
+        for i, node in enumerate(self._nodes):
+            before, after = self._hooks_of(i)
+            self._handles += [node.register_prehook(before), node.register_hook(after)]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _active_listener(self) -> Listener | None:
+        listener = self._listener()
+        return listener if listener is not None and listener.is_active else None
+
+    def _hooks_of(self, i: int):
+        def before(_gradients: TensorsOrNone) -> None:
+            if (listener := self._active_listener()) is None:
+                return
+            if not self._backward.running:
+                self._backward.running = True
+                at_end_of_backward(self._end_backward)
+            listener.watch.accumulation_begins(listener.gradients.parameters[i])
+            listener.before_accumulation(i)
+
+        def after(_inputs: TensorsOrNone, _gradients: TensorsOrNone) -> None:
+            if (listener := self._active_listener()) is None:
+                return
+            listener.watch.raise_if_changed_by_hook(listener.gradients.parameters[i])
+            listener.after_accumulation(i)
+
+        return before, after
+
+    def _end_backward(self) -> None:
+        self._backward.running = False

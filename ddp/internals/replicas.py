@@ -1,0 +1,170 @@
+"""Every rank has the same model, and the values of rank 0.
+
+A data-parallel step averages tensors by position, so two ranks whose models differ would hang,
+crash inside the collective library or, worst, mix gradients of different parameters. Each rank
+therefore describes its model to all others once, and every rank raises the same error.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ddp.torch_compat import own_buffers, version_of
+
+MESSAGE_BYTES = 32 << 20  # tensors are flattened into messages of at most this size
+
+Description = list[tuple[str, tuple[int, ...], str, bool]]
+
+
+class Replicas:
+    """Keeps parameters (once) and buffers (in each forward) equal to those of rank 0 of `group`.
+
+    Several forwards may precede one backward, and autograd may have saved a buffer in the first of
+    them. It raises when a saved tensor was written to since, so a write must only count as one if
+    it can change a value that was used:
+
+    - A buffer that nobody has touched since the last broadcast, a table for instance, receives what
+      it holds already. Writing through `.data` leaves autograd's count of writes alone. The running
+      statistics of a batch norm are written in the same way; its backward does not use them.
+    - A buffer that the network replaces by a new tensor in each forward is replaced here too: what
+      autograd saved stays as it was.
+    - A buffer that the network itself writes to is written to here, and counted.
+
+    Rank 0 writes nothing.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup):
+        self._module, self._group = module, group
+        self._receives = dist.get_rank(group) != 0
+        self._remember_buffers()
+
+    def make_equal(self, obstacle: str | None) -> None:
+        """Overwrites all parameters and buffers with those of rank 0.
+
+        Before, names, shapes, dtypes and `requires_grad` are compared.
+
+        Args:
+            obstacle: why this rank cannot wrap the module, if it cannot.
+
+        Raises:
+            RuntimeError: on every rank, with the first rank's obstacle.
+            ValueError: on every rank, naming the first tensor that differs from rank 0's and both
+                shapes or dtypes.
+        """
+        mine = lazy_parameters(self._module) or obstacle or describe(self._module)
+        everyone: list[str | Description] = [mine] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, mine, group=self._group)
+        if obstacles := [theirs for theirs in everyone if isinstance(theirs, str)]:
+            raise RuntimeError(obstacles[0])
+        models = [theirs for theirs in everyone if not isinstance(theirs, str)]
+        for rank, theirs in enumerate(models):
+            if difference := first_difference(models[0], theirs, rank):
+                raise ValueError(f"the ranks hold different models: {difference}")
+        self._broadcast_everything()
+        self._remember_buffers()
+
+    @torch.no_grad()
+    def _broadcast_everything(self) -> None:
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        for message in in_messages([t.detach() for t in tensors]):
+            if len(message) == 1 and message[0].is_contiguous():
+                dist.broadcast(message[0], group=self._group, group_src=0)
+                continue
+            for tensor, values in zip(message, self._received(message), strict=True):
+                tensor.copy_(values)
+
+    @torch.no_grad()
+    def broadcast_buffers(self) -> None:
+        places = self._places_of_buffers()
+        for message in in_messages([buffer for buffer, _ in places.values()]):
+            received = self._received(message)
+            if self._receives:
+                for buffer, values in zip(message, received, strict=True):
+                    self._write(buffer, values, places[id(buffer)][1])
+        if self._receives:
+            self._remember_buffers()
+
+    def _received(self, message: list[Tensor]) -> list[Tensor]:
+        """Returns rank 0's values of tensors of one dtype, sent as one flat tensor."""
+        flat = torch.cat([t.reshape(-1) for t in message])
+        dist.broadcast(flat, group=self._group, group_src=0)
+        parts = flat.split([t.numel() for t in message])
+        return [part.view(t.shape) for t, part in zip(message, parts, strict=True)]
+
+    def _places_of_buffers(self) -> dict[int, tuple[Tensor, list[tuple[nn.Module, str]]]]:
+        """Each buffer once, and where in the network it is."""
+        places: dict[int, tuple[Tensor, list]] = {}
+        for owner in self._module.modules():
+            for name, buffer in own_buffers(owner).items():
+                if buffer is not None:
+                    places.setdefault(id(buffer), (buffer, []))[1].append((owner, name))
+        return places
+
+    def _remember_buffers(self) -> None:
+        self._last = {id(b): (b, version_of(b)) for b in self._module.buffers()}
+
+    def _write(self, buffer: Tensor, values: Tensor, places: list[tuple[nn.Module, str]]) -> None:
+        if id(buffer) not in self._last:
+            new = torch.empty_like(buffer).copy_(values)
+            for owner, name in places:
+                own_buffers(owner)[name] = new
+        elif self._last[id(buffer)][1] == version_of(buffer):
+            buffer.data.copy_(values)
+        else:
+            buffer.copy_(values)
+
+
+def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise RuntimeError("no process group: call torch.distributed.init_process_group first")
+    group = group or dist.group.WORLD
+    assert group is not None  # there is one, as is_initialized() says
+    return group
+
+
+def lazy_parameters(module: nn.Module) -> str | None:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            return (
+                f"{name} has no shape yet, as in a lazy module before its first forward: run one "
+                "batch through the network before it is wrapped"
+            )
+    return None
+
+
+def describe(module: nn.Module) -> Description:
+    """Returns one entry per tensor, in registration order: (name, shape, dtype, trainable)."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
+
+
+def first_difference(reference: Description, other: Description, rank: int) -> str | None:
+    for ours, theirs in zip(reference, other, strict=False):
+        if ours != theirs:
+            return f"{_show(ours)} on rank 0, {_show(theirs)} on rank {rank}"
+    if len(reference) != len(other):
+        longer = max(reference, other, key=len)
+        extra = longer[min(len(reference), len(other))]
+        owner = 0 if longer is reference else rank
+        return f"{_show(extra)} exists on rank {owner} only (compared with rank {rank})"
+    return None
+
+
+def _show(entry: tuple[str, tuple[int, ...], str, bool]) -> str:
+    name, shape, dtype, trainable = entry
+    return f"{name} {list(shape)} {dtype}{'' if trainable else ' (frozen)'}"
+
+
+def in_messages(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Cuts `tensors` into lists of one dtype, each of at most `MESSAGE_BYTES` or of one tensor."""
+    messages: list[list[Tensor]] = []
+    filled = 0
+    for tensor in tensors:
+        fits = messages and messages[-1][0].dtype == tensor.dtype
+        if not fits or filled + tensor.nbytes > MESSAGE_BYTES:
+            messages.append([])
+            filled = 0
+        messages[-1].append(tensor)
+        filled += tensor.nbytes
+    return messages

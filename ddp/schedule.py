@@ -1,0 +1,48 @@
+"""When a bucket of gradients is launched: once it is complete, in one order on every rank.
+
+Collectives match by call order alone. If two ranks launched the same buckets in different orders,
+gradients of different parameters would be summed without any error. So a complete bucket waits for
+its predecessors in the plan, which is the same on every rank.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from ddp.buckets import Bucket
+
+
+class Schedule:
+    """The buckets of a plan, and which of them are complete, launched and under way.
+
+    A round launches every bucket once. A step has a round for each backward that reduces.
+
+    Attributes:
+        arrivals: how often each gradient became ready in this step, first arrival first.
+        in_flight: what `launch` returned, for each bucket that was not waited for.
+    """
+
+    def adopt(self, order: list[int], buckets: list[Bucket]) -> None:
+        self.order, self.buckets = order, buckets
+        self.bucket_of = {i: bucket for bucket in buckets for i in bucket.members}
+
+    def begin_step(self) -> None:
+        self.arrivals: dict[int, int] = {}
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        self.ready: set[int] = set()
+        self.launched = 0  # number of buckets launched, and index of the next one
+        self.in_flight: dict[Bucket, Any] = {}
+
+    def arrive(self, i: int) -> None:
+        self.arrivals[i] = self.arrivals.get(i, 0) + 1
+        self.ready.add(i)
+
+    def to_launch(self, everything: bool = False) -> Iterator[Bucket]:
+        """Yields the next buckets of the plan while they are complete; `everything`: all."""
+        while self.launched < len(self.buckets):
+            bucket = self.buckets[self.launched]
+            if not (everything or self.ready.issuperset(bucket.members)):
+                return
+            yield bucket
+            self.launched += 1

@@ -1,0 +1,26 @@
+"""Gradients are views of flat buckets: see also test_collectives.py and test_models.py."""
+
+import torch
+from torch import nn
+
+from ddp import wrap
+from lm.rank_pool import Context
+
+
+def gradients_are_views(context: Context) -> None:
+    network = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model = wrap("ddp_bucketed", network, process_group=context.group, bucket_size_mb=None)
+    for set_to_none in (False, True, True):
+        model(torch.ones(1, 2)).sum().backward()
+        model.finish_gradient_synchronization()
+        storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+        assert len(storages) == 1
+        assert all(p.grad.data_ptr() % 16 == 0 for p in model.parameters())
+        model.zero_grad(set_to_none=set_to_none)
+    model(torch.ones(1, 2)).sum().backward()
+    model.finish_gradient_synchronization()
+    assert model.stats() == {"collectives": 1, "bytes": 4 * 13, "buckets": 1}
+
+
+def test_gradients_are_slices_of_one_buffer(cpu_ranks):
+    cpu_ranks.run(2, gradients_are_views)

@@ -1,0 +1,23 @@
+"""The floor communicates nothing."""
+
+import torch
+from torch import nn
+
+from ddp import wrap
+from lm.rank_pool import Context
+
+
+def drifts_apart(context: Context) -> None:
+    for reduce in ("mean", "sum"):
+        model = wrap("none", nn.Linear(2, 1), process_group=context.group, reduce=reduce)
+        for backwards in (1, 2):
+            for _ in range(backwards):
+                model(torch.full((1, 2), float(context.rank))).sum().backward()
+            model.finish_gradient_synchronization()
+            assert (model.module.weight.grad == backwards * context.rank).all()
+            assert model.stats()["collectives"] == model.stats()["bytes"] == 0
+            model.zero_grad()
+
+
+def test_gradients_are_this_ranks_own(cpu_ranks):
+    cpu_ranks.run(2, drifts_apart)
