@@ -30,10 +30,10 @@ benchmark: $(READY)
 	$(RUN) benchmark_ddp.py $(ARGS)
 
 test: lint
-	$(RUN) -m pytest -m "not slow" $(ARGS)
+	$(RUN) -m pytest -m "not slow" --durations=15 $(ARGS)
 
 test-all: lint
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest --durations=15 $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .
@@ -51,4 +51,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache

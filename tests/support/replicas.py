@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,7 +133,8 @@ def build(
     """What `make_private` returns on this rank, or in a process without ranks.
 
     A sample's last entry is its number. `seed` fixes the keys; None draws them. `shard`: takes the
-    place of a data-parallel variant.
+    place of a data-parallel variant. On ranks nobody looks whether samples see each other, which
+    takes longer than a step.
     """
     case = zoo.BY_NAME[name]
     device = torch.device("cpu") if context is None else context.device
@@ -160,6 +162,8 @@ def build(
             data_loader=DataLoader(dataset, batch_size=batch_size, sampler=sampler),
             **arguments,
         )
+    if context is not None:
+        model.skip_checks()
     return SimpleNamespace(
         engine=engine,
         model=model,
@@ -205,6 +209,14 @@ def train(
         if len(draws) == steps:
             return draws
     raise AssertionError
+
+
+@cache
+def alone(steps: int, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """What the last of so many steps of one process applied, and the parameters after it."""
+    run = build(**options)
+    train(run, steps)
+    return applied(run), parameters(run)
 
 
 def flat(tensors: Sequence[Tensor]) -> np.ndarray:

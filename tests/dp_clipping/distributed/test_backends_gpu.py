@@ -6,7 +6,7 @@ import torch
 
 from lm.rank_pool import Context
 from tests.ddp.conftest import CPU_COPY_ENGINE
-from tests.support.replicas import SPLITS, Beside, applied, build, on_gpus, parameters, train
+from tests.support.replicas import SPLITS, Beside, alone, applied, build, on_gpus, parameters, train
 
 VARIANTS = ["ddp_bucketed", "ddp_individual_v2", CPU_COPY_ENGINE, "torch_ddp"]
 MODES = ["bookkeeping", "ghost"]
@@ -36,12 +36,15 @@ def check_noisy_steps(ranks, world_size: int, variant: str) -> None:
     for dtype, tolerance in {torch.float32: 2e-4, torch.bfloat16: 5e-2}.items():
         answers = ranks.run(world_size, noisy_steps, variant, dtype, 3)
         assert len({(g.tobytes(), p.tobytes()) for g, p in answers}) == 1, "replicas differ"
-        alone = build(name="transformer", dtype=dtype)
-        train(alone, 3)
-        np.testing.assert_allclose(answers[0][1], parameters(alone), rtol=0, atol=tolerance)
+        _, expected = alone(3, name="transformer", dtype=dtype)
+        np.testing.assert_allclose(answers[0][1], expected, rtol=0, atol=tolerance)
 
 
-@every_variant
+@pytest.mark.parametrize(
+    "variant",
+    ["ddp_bucketed", *(pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS[1:])],
+    ids=on_gpus,
+)
 def test_on_cpu(cpu_ranks, variant):
     """What runs on GPUs below is right where it can be run everywhere."""
     cpu_ranks.run(2, beside_oracle, variant)

@@ -16,6 +16,7 @@ from tests.support.sharded_steps import (
     EVERY,
     FEW,
     LIMIT,
+    MOST,
     SPLITS,
     changed_steps,
     check_training,
@@ -54,12 +55,13 @@ at_the_root = partial(sharded, wrap="root")
 @pytest.mark.parametrize(
     ("wrap", "strategy", "runs"),
     [
-        ("block", FULL, EVERY),
+        ("block", FULL, MOST),
         ("root", GRAD_OP, FEW),
+        pytest.param("block", FULL, EVERY, marks=pytest.mark.slow),
         pytest.param("root", FULL, EVERY, marks=pytest.mark.slow),
         pytest.param("block", GRAD_OP, EVERY, marks=pytest.mark.slow),
     ],
-    ids=["block-FULL", "root-GRAD_OP", "root-FULL", "block-GRAD_OP"],
+    ids=["block-FULL", "root-GRAD_OP", "block-FULL-every", "root-FULL", "block-GRAD_OP"],
 )
 def test_norms_and_sums(cpu_ranks, wrap, strategy, runs):
     cpu_ranks.run(2, split_steps, partial(sharded, wrap=wrap, strategy=strategy), SPLITS[2], runs)
@@ -87,7 +89,12 @@ def test_the_zoo(cpu_ranks):
 
 @pytest.mark.parametrize(
     ("mode", "microbatch", "strategy"),
-    [("bookkeeping", None, FULL), ("ghost", 1, FULL), ("bookkeeping", 1, GRAD_OP)],
+    [
+        ("bookkeeping", 1, GRAD_OP),
+        ("ghost", None, FULL),
+        pytest.param("bookkeeping", None, FULL, marks=pytest.mark.slow),
+        pytest.param("ghost", 1, FULL, marks=pytest.mark.slow),
+    ],
 )
 def test_training_is_that_of_one_process(cpu_ranks, mode, microbatch, strategy):
     check_training(cpu_ranks, partial(sharded, strategy=strategy), mode, microbatch)
@@ -95,8 +102,12 @@ def test_training_is_that_of_one_process(cpu_ranks, mode, microbatch, strategy):
 
 @pytest.mark.parametrize(
     ("change", "strategy"),
-    [(frozen, FULL), (frozen, GRAD_OP), (checkpointing, FULL)],
-    ids=["frozen-FULL", "frozen-GRAD_OP", "checkpointing-FULL"],
+    [
+        (frozen, GRAD_OP),
+        (checkpointing, FULL),
+        pytest.param(frozen, FULL, marks=pytest.mark.slow),
+    ],
+    ids=["frozen-GRAD_OP", "checkpointing-FULL", "frozen-FULL"],
 )
 def test_frozen_layers_and_recomputed_activations(cpu_ranks, change, strategy):
     cpu_ranks.run(2, changed_steps, partial(sharded, strategy=strategy), change)

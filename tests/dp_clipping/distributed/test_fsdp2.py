@@ -26,6 +26,7 @@ from tests.support.sharded_steps import (
     EVERY,
     FEW,
     LIMIT,
+    MOST,
     SPLITS,
     Counted,
     changed_steps,
@@ -57,7 +58,13 @@ def sharded(context: Context, network: nn.Module, wrap: str = "block", **options
 at_the_root = partial(sharded, wrap="root")
 
 
-@pytest.mark.parametrize(("wrap", "runs"), [("leaf", FEW), ("block", EVERY), ("root", FEW)])
+@pytest.mark.parametrize(
+    ("wrap", "runs"),
+    [
+        *(("leaf", FEW), ("block", MOST), ("root", FEW)),
+        pytest.param("block", EVERY, marks=pytest.mark.slow),
+    ],
+)
 def test_norms_and_sums(cpu_ranks, wrap, runs):
     cpu_ranks.run(2, split_steps, partial(sharded, wrap=wrap), SPLITS[2], runs)
 

@@ -1,82 +1,45 @@
-"""Which ranks share what: what `sharding_of` finds, and what it refuses."""
+"""How a model is spread over ranks: units, bytes, and what stands for a parameter."""
 
-import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn import Parameter
 
-from dp_clipping import PrivacyEngine
 from dp_clipping.distributed.detect import sharding_of
-from lm.rank_pool import Context
-from tests.support import zoo
-from tests.support.sharded_steps import shard_fsdp2
+from dp_clipping.distributed.gradient_reduce import ShardedSums
+from dp_clipping.distributed.sharding import Part, Sharding
 
 
-def network():
-    return zoo.seeded(zoo.transformer)
+def test_units_and_their_bytes():
+    one, two, three = (Parameter(torch.zeros(n)) for n in (1, 2, 3))
+    parts = {p: Part(p.shape, unit) for p, unit in ((one, 0), (two, 1), (three, 0))}
+    sharding = Sharding("x", None, None, None, None, None, parts, sums_class=ShardedSums)
+    assert sharding.units == {0: [one, three], 1: [two]}
+    assert sharding.unit_bytes == {0: 16, 1: 8}
+    assert sharding.bytes == 24
+    assert sharding.recover()
+    x = torch.ones(1)
+    assert sharding.like(one, x) is x
+    assert not sharding.stands_for(x, one)
 
 
-def ignores_a_parameter(context: Context) -> None:
-    model = network()
-    left_out = model.blocks[0].attention.query.weight
+def on_ranks(context) -> None:
     mesh = DeviceMesh.from_group(context.group, "cpu")
-    fully_shard(model, mesh=mesh, ignored_params={left_out})
-    with pytest.raises(ValueError, match=r"told to ignore .*query\.weight"):
-        sharding_of(model)
-    left_out.requires_grad_(False)
-    assert left_out not in sharding_of(model).parts
+    network = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), mesh=mesh)
+    sharding = sharding_of(network)
+    weight = network[0].weight
+    part = sharding.parts[weight]
+    assert (part.shape, part.dim, part.split) == (torch.Size([4, 4]), 0, False)
+    assert sharding.tensor_group is None
+    for _ in range(2):  # the second time by the layout that was found
+        made = sharding.like(weight, torch.full((2, 4), float(context.rank)))
+        assert made.placements == weight.placements
+        assert made.full_tensor()[:, 0].tolist() == [0, 0, 1, 1]
+    network(torch.ones(1, 4))
+    assert sharding.stands_for(network[0].weight, weight)
+    assert not sharding.stands_for(None, weight)
 
 
-def lies_on_two_meshes(context: Context) -> None:
-    model = network()
-    mesh = DeviceMesh.from_group(context.group, "cpu")
-    other = DeviceMesh.from_group(context.group, "cpu", mesh_dim_names=("other",))
-    fully_shard(model.blocks[0], mesh=other)
-    fully_shard(model, mesh=mesh)
-    with pytest.raises(ValueError, match="sharded over different meshes"):
-        sharding_of(model)
-
-
-def has_no_root(context: Context) -> None:
-    model = network()
-    fully_shard(model.blocks[0], mesh=DeviceMesh.from_group(context.group, "cpu"))
-    with pytest.raises(ValueError, match=r"blocks\.0, but not to the module itself"):
-        sharding_of(model)
-
-
-def counts_bytes_alike(context: Context) -> None:
-    """All parameters, whole, whatever this rank's part of them: ranks flush at the same places."""
-    plain, model = network(), network()
-    shard_fsdp2(model, "block", DeviceMesh.from_group(context.group, "cpu"))
-    sharding = sharding_of(model)
-    assert sum(sharding.unit_bytes.values()) == 4 * sum(p.numel() for p in plain.parameters())
-    block = 4 * sum(p.numel() for p in plain.blocks[0].parameters())
-    assert list(sharding.unit_bytes.values()).count(block) == len(plain.blocks)
-
-
-def after_a_forward(context: Context) -> None:
-    """FSDP2 leaves its root gathered: the optimizer's parameters are the sharded ones."""
-    model = network()
-    shard_fsdp2(model, "block", DeviceMesh.from_group(context.group, "cpu"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tokens = zoo.tokens(2, 6)[0]
-    with torch.no_grad():
-        model(tokens)
-    assert any(p not in set(optimizer.param_groups[0]["params"]) for p in model.parameters())
-    loader = DataLoader(TensorDataset(torch.zeros(8, 1)), batch_size=2)
-    private, *_ = PrivacyEngine(accountant="rdp").make_private(
-        module=model, optimizer=optimizer, data_loader=loader,
-        criterion=torch.nn.CrossEntropyLoss(), noise_multiplier=0.0, max_grad_norm=1.0,
-        poisson_sampling=False, grad_sample_mode="bookkeeping",
-    )  # fmt: skip
-    assert private.capture.parameters == optimizer.param_groups[0]["params"]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [ignores_a_parameter, lies_on_two_meshes, has_no_root, counts_bytes_alike, after_a_forward],
-    ids=lambda body: body.__name__,
-)
-def test_what_is_found(cpu_ranks, body):
-    cpu_ranks.run(2, body)
+def test_what_fsdp2_has_sharded(cpu_ranks):
+    cpu_ranks.run(2, on_ranks)

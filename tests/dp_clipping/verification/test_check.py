@@ -514,49 +514,6 @@ def test_a_bad_sample_that_is_let_in(monkeypatch):
     assert not report.ok
 
 
-# ---- the report ----------------------------------------------------------------------------------
-
-
-def report_of(size: int, **changes) -> Check:
-    values = dict(
-        norms=torch.ones(size), expected_norms=torch.ones(size, dtype=torch.float64),
-        norm_errors=torch.arange(size).flip(0) * 1e-6, gradient_error=1e-5,
-        worst_parameter="blocks.0.attention.query.weight", clipped=0.5, expected_clipped=0.5,
-        tolerance=check_report.TOLERANCES[4], setting=f"ghost, flat, {size} samples",
-    )  # fmt: skip
-    return Check(**values | changes)
-
-
-def test_the_table():
-    text = str(report_of(2))
-    assert text.splitlines() == [
-        "ghost, flat, 2 samples",
-        "",
-        "                              private  one by one    error",
-        "----------------------------  -------  ----------  -------",
-        "norm of sample 0                    1           1  1.0e-06",
-        "norm of sample 1                    1           1  0.0e+00",
-        "samples clipped                 50.0%       50.0%        –",
-        "samples not finite                  0           0        –",
-        "clipped sum, worst parameter                       1.0e-05",
-        "",
-        "worst parameter: blocks.0.attention.query.weight",
-        "ok: norms agree within 1.0e-04, clipped sums within 2.0e-04",
-        "Dropout was off. Not covered by ε: for you to look at, not to publish.",
-    ]
-
-
-def test_the_table_of_a_large_batch_shows_the_worst():
-    report = report_of(500, norm_errors=torch.arange(500) * 1e-6)
-    lines = str(report).splitlines()
-    assert lines[0] == "ghost, flat, 500 samples; 492 norms that are closer left out"
-    assert [line for line in lines if line.startswith("norm of sample 499")]
-    assert not [line for line in lines if line.startswith("norm of sample 491")]
-    assert "FAIL: the norm of sample 499 is off by 5.0e-04 (at most 1.0e-04)" in lines
-    assert not [line for line in lines if line.startswith("ok")]
-    assert all(len(line) <= 100 and line == line.rstrip() for line in lines)
-
-
 # ---- what is refused -----------------------------------------------------------------------------
 
 

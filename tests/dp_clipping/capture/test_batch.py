@@ -1,0 +1,82 @@
+"""The samples in a forward's arguments."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from dp_clipping.capture.batch import Batch, map_tensors, tensors_of
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    name: str = "x"
+
+
+def rows(*values: float) -> Tensor:
+    return torch.tensor(values)[:, None].repeat(1, 2)
+
+
+def test_tensors_are_found_in_order_and_changed_in_copies():
+    tree = {"a": [torch.ones(1), 2], "b": Output(torch.ones(2))}
+    assert [x.numel() for x in tensors_of(tree)] == [1, 2]
+    changed = map_tensors(lambda x: x + 1, tree)
+    assert changed["b"].logits.tolist() == [2, 2]
+    assert tree["b"].logits.tolist() == [1, 1]
+    assert changed["a"][1] == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "batch_first", "size"),
+    [
+        ((torch.ones(3, 2), torch.ones(1, 4)), True, 3),
+        ((torch.ones(5, 3), torch.ones(3)), False, 3),
+        ((torch.ones(0, 2), torch.ones(1, 4)), True, 0),
+        ((torch.ones(4),), True, 4),
+        ((torch.ones(3, 2), torch.ones(7)), True, 3),
+    ],
+)
+def test_sizes(args, batch_first, size):
+    assert Batch(args, {}, batch_first).size == size
+
+
+def test_no_tensor_no_batch():
+    with pytest.raises(ValueError, match="forward got no tensor"):
+        Batch((3, "x"), {}, True)
+
+
+def test_other_samples():
+    shared = torch.ones(1, 2)
+    batch = Batch((rows(0, 1, 2),), {"scale": shared, "flag": True}, True)
+    args, kwargs = batch.with_rows([2, 0])
+    assert torch.equal(args[0], rows(2, 0))
+    assert kwargs["scale"] is shared
+    assert torch.equal(batch.with_samples(5)[0][0], rows(0, 1, 2, 0, 1))
+    assert torch.equal(batch.first_sample()[0][0], rows(0))
+
+
+def test_the_batch_in_dimension_1():
+    batch = Batch((torch.arange(6.0).view(2, 3),), {}, False)
+    assert batch.with_rows([1])[0][0].tolist() == [[1], [4]]
+
+
+def test_one_sample_made_larger():
+    numbers = torch.arange(3)
+    larger = Batch((rows(1.0, 1, 1), numbers), {}, True).with_factor(1, 8.0)
+    assert torch.equal(larger.args[0], rows(1.0, 8, 1))
+    assert torch.equal(larger.args[1], numbers)
+
+
+def test_distinct_samples():
+    batch = Batch((rows(1, 1, 2, torch.nan, torch.nan, 3),), {}, True)
+    assert batch.distinct(9) == [0, 2, 3, 5]
+    assert batch.distinct(2) == [0, 2]
+
+
+def test_an_empty_batch_has_a_row_that_goes_again():
+    batch = Batch((torch.ones(0, 2),), {}, True)
+    args, _ = batch.with_a_row_of_zeros()
+    assert torch.equal(args[0], torch.zeros(1, 2))
+    assert batch.without_rows({"y": torch.ones(1, 5)})["y"].shape == (0, 5)

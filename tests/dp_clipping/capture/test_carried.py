@@ -1,0 +1,77 @@
+"""State that is carried from one batch to the next is refused by name."""
+
+import pytest
+import torch
+from torch import nn
+
+from dp_clipping.capture.batch import Batch
+from dp_clipping.capture.carried import Carried, kept
+from dp_clipping.capture.state import State
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("count", torch.zeros(()))
+        self.last = self.average = None
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class KeepsTheLast(Network):
+    def forward(self, x):
+        self.last = x.detach()
+        return self.layer(x)
+
+
+class Averages(Network):
+    def forward(self, x):
+        mean = x.detach().mean()
+        self.average = mean if self.average is None else 0.9 * self.average + 0.1 * mean
+        return self.layer(x) * self.average
+
+
+class Counts(Network):
+    def forward(self, x):
+        self.count += 1
+        return self.layer(x)
+
+
+def step(network: nn.Module) -> None:
+    carried = Carried(network, network, batch_first=True)
+    x = torch.tensor([[1.0, 2.0], [3.0, -4.0]])
+    mark = carried.state.mark()
+    network(x)
+    carried.check(mark, Batch((x,), {}, True), "a forward in training")
+
+
+@pytest.mark.parametrize("kind", [Network, KeepsTheLast])
+def test_what_depends_on_its_own_batch_alone_is_taken(kind):
+    step(kind())
+
+
+def test_a_moving_average_is_refused():
+    with pytest.raises(ValueError, match=r"carried into the next, in .*average"):
+        step(Averages())
+
+
+def test_a_buffer_that_changes_is_refused():
+    with pytest.raises(ValueError, match="a forward in training changes count: a parameter or"):
+        step(Counts())
+
+
+def test_a_body_leaves_nothing_behind():
+    network = KeepsTheLast()
+    with kept(State(network, False)) as own:
+        network(torch.ones(1, 2))
+    assert network.last is None
+    assert [change.name for change in own.changes] == ["last"]
+
+
+def test_an_error_in_a_body_is_raised_when_all_is_put_back():
+    network = KeepsTheLast()
+    with pytest.raises(RuntimeError, match="shapes"), kept(State(network, False)):
+        network(torch.ones(1, 3))
+    assert network.last is None

@@ -1,0 +1,54 @@
+"""What linear layers will be given, where compiled code must know it beforehand."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster, refuse_repeated
+from dp_clipping.capture.layout_search import Search
+from dp_clipping.clipping.norms import Norm
+from dp_clipping.planning.cost_model import LinearShape
+from tests.dp_clipping.conftest import private
+from tests.support import zoo
+
+
+@pytest.mark.parametrize(("size", "planned"), [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8)])
+def test_plans_are_made_for_the_next_power_of_two(size, planned):
+    assert CompiledShapes.planned(size) == planned
+    parameter = Parameter(torch.zeros(1))
+    shapes = CompiledShapes({parameter: LinearShape("w", 1, 7, 3, 2, 4, 4)}, {}, 0)
+    assert shapes.of_batch(size)[parameter] == LinearShape("w", planned, 7, 3, 2, 4, 4)
+
+
+def forecast(network: nn.Module, x: torch.Tensor) -> CompiledShapes:
+    capture = private(network, "bookkeeping").capture
+    search = Search(capture)
+    rows = lambda n: ((x[[i % len(x) for i in range(n)]],), {})  # noqa: E731
+    search.establish(rows(2), rows(3), rows(2))
+    return Forecaster(capture, search.observe).of(((x[:1],), {}), rows)
+
+
+def test_uses_of_one_sample():
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    found = forecast(network, torch.randn(5, 7, 4))
+    assert [(use.tokens, use.inputs, use.outputs) for use in found.uses.values()] == [
+        (7, 4, 6),
+        (7, 6, 3),
+    ]
+    assert set(found.dtypes.values()) == {torch.float32}
+    assert found.held >= 7 * (4 + 6) * 4
+
+
+def test_weights_that_are_used_twice_are_left_out():
+    network = zoo.Net(lambda net, x: net.layer(net.layer(x)), layer=nn.Linear(4, 4))
+    assert not forecast(network, torch.randn(3, 4)).uses
+
+
+def test_a_weight_that_was_used_twice_leaves_all_samples_out():
+    one, other = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
+    for counts, finite in (((1.0, 1.0), True), ((1.0, 2.0), False)):
+        norms = {one: Norm(torch.ones(3)), other: Norm(torch.ones(3))}
+        tables = {p: torch.tensor([c]) for p, c in zip((one, other), counts, strict=True)}
+        refuse_repeated(norms, tables, [one, other])
+        assert bool(norms[one].squared.isfinite().all()) is finite

@@ -1,0 +1,64 @@
+"""Losses that depend on other samples than their own."""
+
+import pytest
+import torch
+
+from dp_clipping.capture.losses import Watched, company, halves
+from dp_clipping.layers.batch_layout import Layout
+
+ROWS = Layout("dimension", 0)
+
+
+def outputs() -> torch.Tensor:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(4, 3, generator=draw).requires_grad_()
+
+
+def check(loss, layout=ROWS, number=0) -> None:
+    watched = Watched(outputs(), [layout], number)
+    watched.check_graph(loss(watched.outputs))
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_losses_apart(number):
+    check(lambda y: y.square().sum(1), number=number)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y: (y - y.mean(0)).square().sum(1),
+        lambda y: y.sum(1) * y.detach().roll(1, 0).sum(1) + y.roll(1, 0).sum(1),
+        lambda y: (y @ y.T).logsumexp(1),
+    ],
+    ids=["centred", "neighbour", "contrastive"],
+)
+def test_losses_that_see_each_other(loss):
+    with pytest.raises(ValueError, match="the loss of a sample depends on the outputs of other"):
+        check(loss)
+
+
+def test_an_output_of_the_whole_batch():
+    with pytest.raises(ValueError, match=r"of shape \(4, 3\) in which no dimension counts"):
+        check(lambda y: y.sum() * torch.ones(4), layout=None)
+
+
+def test_the_user_has_tensors_of_their_own():
+    y = outputs()
+    watched = Watched({"logits": y}, [ROWS], 0)
+    assert watched.outputs["logits"] is not y
+    assert torch.equal(watched.outputs["logits"], y)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
+def test_the_first_check_parts_each_two_samples(size):
+    patterns = halves(size, 0)
+    for i in range(size):
+        for j in range(i):
+            assert any(stays[i] and not stays[j] for stays in patterns)
+            assert any(stays[j] and not stays[i] for stays in patterns)
+
+
+def test_company_is_of_those_that_stay():
+    assert company([True, False, True, False], 0) == [0, 2, 2, 2]
+    assert company([True, False, True, False], 1) == [0, 0, 2, 0]

@@ -1,0 +1,60 @@
+"""One forward and backward of a captured network, and what each layer sees in it."""
+
+import torch
+from torch import nn
+
+from dp_clipping.capture.batch import Batch
+from dp_clipping.capture.discovery import LayoutDiscovery
+from dp_clipping.capture.observation import Observer
+from tests.dp_clipping.conftest import private
+
+
+def observed(network: nn.Module, x: torch.Tensor, scale: torch.Tensor, **options):
+    capture = private(network, "bookkeeping").capture
+    discovery = LayoutDiscovery(network, capture, None, True)
+    discovery.look(Batch((x,), {}, True))
+    observer = Observer(capture, discovery.carried.state)
+    return observer.run(((x,), {}), len(x), discovery._search.layouts_of, scale, **options)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def test_every_layer_is_seen_forward_and_backward():
+    seen = observed(network(), torch.randn(3, 3), torch.ones(3))
+    assert set(seen.summaries) == {
+        *(("0", what, 0) for what in ("input", "gradient")),
+        *(("2", what, 0) for what in ("input", "gradient")),
+        ("", "output", 0),
+    }
+    assert not seen.is_random
+
+
+def test_gradients_of_a_sample_scale_with_it():
+    x, scale = torch.randn(3, 3), torch.tensor([1.0, 4.0, 1.0])
+    one, other = (observed(network(), x, s).summaries for s in (torch.ones(3), scale))
+    gradients = ("0", "gradient", 0)
+    torch.testing.assert_close(other[gradients].values, one[gradients].values * scale[:, None])
+    torch.testing.assert_close(other["0", "input", 0].values, one["0", "input", 0].values)
+
+
+def test_errors_of_rounding_change_little():
+    x = torch.randn(3, 3)
+    one, other = (observed(network(), x, torch.ones(3), seed=s).summaries for s in (None, 1))
+    output = ("", "output", 0)
+    assert not torch.equal(one[output].values, other[output].values)
+    torch.testing.assert_close(one[output].values, other[output].values, rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_is_told():
+    assert observed(
+        nn.Sequential(*network(), nn.Dropout(0.5)), torch.randn(3, 3), torch.ones(3)
+    ).is_random
+
+
+def test_nothing_is_left_in_grad():
+    net = network()
+    observed(net, torch.randn(3, 3), torch.ones(3))
+    assert all(p.grad is None for p in net.parameters())

@@ -1,0 +1,63 @@
+"""Generators that are put back, and dropout that is off."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dp_clipping.capture.randomness import (
+    fork_randomness,
+    generator_states,
+    same_generators,
+    without_dropout,
+)
+
+CPU = torch.device("cpu")
+
+
+class Drawing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.draw = torch.Generator().manual_seed(1)
+
+
+def test_every_generator_is_put_back():
+    module = Drawing()
+    before = generator_states([module], CPU)
+    with fork_randomness(CPU), same_generators([module]):
+        for draw in (
+            random.random,
+            np.random.rand,
+            lambda: torch.rand(1),
+            lambda: torch.rand(1, generator=module.draw),
+        ):
+            now = generator_states([module], CPU)
+            draw()
+            assert generator_states([module], CPU) != now
+    assert generator_states([module], CPU) == before
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [lambda x: F.dropout(x, 0.5), lambda x: torch.dropout(x, 0.5, True), nn.Dropout(0.5)],
+    ids=["functional", "torch", "module"],
+)
+def test_dropout_is_off_inside_and_on_afterwards(drop):
+    network, x = nn.Sequential(drop if isinstance(drop, nn.Module) else nn.ReLU()), torch.ones(64)
+    with without_dropout(network):
+        assert torch.equal(drop(x), x)
+    assert (drop(x) == 0).any()
+
+
+def test_attention_drops_nothing_inside():
+    q = torch.randn(1, 8, 4, generator=torch.Generator().manual_seed(0))
+    expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    with without_dropout(nn.ReLU()):
+        for found in (
+            F.scaled_dot_product_attention(q, q, q, None, 0.5, True),
+            F.scaled_dot_product_attention(q, q, q, dropout_p=0.5, is_causal=True),
+        ):
+            torch.testing.assert_close(found, expected)

@@ -1,0 +1,60 @@
+"""What a tensor has of each sample, in a few numbers."""
+
+import pytest
+import torch
+
+from dp_clipping.capture.summaries import SIGNS, Seen, differ, summary
+from dp_clipping.layers.batch_layout import Layout
+
+ROWS = Layout("dimension", 0)
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("layout", [ROWS, Layout("dimension", 1)], ids=str)
+def test_a_summary_is_of_each_sample_alone(layout):
+    x = numbers(3, 4, 5).movedim(0, layout.dim)
+    found = summary(x, layout, 3).values
+    assert found.shape == (3, SIGNS + 1)
+    alone = [summary(x.select(layout.dim, i).unsqueeze(layout.dim), layout, 1) for i in range(3)]
+    torch.testing.assert_close(found, torch.cat([one.values for one in alone]))
+    norms = x.movedim(layout.dim, 0).flatten(1).norm(dim=1)
+    torch.testing.assert_close(found[:, -1], norms.double())
+
+
+def test_samples_that_differ_are_told_and_others_do_not_count():
+    x = numbers(3, 4, 5)
+    y = x.clone()
+    y[1] = y[1].flip(0)
+    pair = summary(x, ROWS, 3), summary(y, ROWS, 3)
+    assert differ([pair, pair[:1] * 2], torch.tensor([True, True, False])) == [True, False]
+    assert differ([pair], torch.tensor([True, False, True])) == [False]
+    assert differ([], torch.tensor([True])) == []
+
+
+def test_rounding_is_no_difference_and_whole_numbers_have_none():
+    x, ids, all_stay = numbers(2, 8), torch.tensor([[100_000], [7]]), torch.tensor([True, True])
+    rounded = summary(x, ROWS, 2), summary(x * (1 + 1e-6), ROWS, 2)
+    whole = summary(ids, ROWS, 2), summary(ids + 1, ROWS, 2)
+    assert differ([rounded, whole], all_stay) == [False, True]
+
+
+def test_what_is_not_finite_is_zero_and_nothing_has_a_summary():
+    assert summary(torch.tensor([[torch.nan, 1.0], [1.0, 1.0]]), ROWS, 2).values.isfinite().all()
+    assert (summary(torch.ones(2, 0), ROWS, 2).values == 0).all()
+
+
+def test_another_sample_in_front():
+    x = numbers(3, 4)
+    torch.testing.assert_close(
+        summary(x, ROWS, 3).without_first().values, summary(x[1:], ROWS, 2).values
+    )
+
+
+def test_calls_of_one_layer_are_numbered():
+    seen, one = Seen(), summary(torch.ones(2, 2), ROWS, 2)
+    for _ in range(2):
+        seen.add("a", "input", one)
+    assert list(seen.summaries) == [("a", "input", 0), ("a", "input", 1)]

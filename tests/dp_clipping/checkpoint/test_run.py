@@ -1,0 +1,87 @@
+"""What the ranks of a run agree on, and where its draws and random numbers go on."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dp_clipping.checkpoint.run import (
+    agree,
+    agree_on_content,
+    random_states,
+    set_random_state,
+)
+from dp_clipping.distributed.agreement import agree_on_settings
+from tests.support.saved_runs import build, train
+
+PATH = Path("run.pt")
+
+
+def test_settings_that_a_load_compares():
+    run = build().engine._runs[0]
+    found = run.describe()
+    assert (found["world_size"], found["data_ranks"], found["device"]) == (1, 1, "cpu")
+    assert found["optimizer"] == "SGD"
+    assert found["private"]
+    assert found["parameters"]["first.weight"] == [5, 3]
+    assert found["noise_multiplier"] == 0.8
+
+
+def test_a_draw_that_was_used_is_not_drawn_again():
+    made = build()
+    run = made.engine._runs[0]
+    train(made, 2)
+    assert run.sampler_state()["position"] == 2
+    made.model.step_state.steps += 3  # of draws that another loader took
+    assert run.sampler_state()["position"] == 5
+
+
+def test_random_numbers_go_on_where_they_were():
+    run = build().engine._runs[0]
+    states = random_states(run)
+    first = torch.rand(3)
+    set_random_state(run, states)
+    assert torch.equal(torch.rand(3), first)
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    set_random_state(run, states * 2)  # of two ranks: no rank is the one that it was
+    assert torch.equal(torch.rand(3), expected)
+
+
+def on_ranks(context) -> None:
+    run = SimpleNamespace(
+        group=context.group, device=context.device, rank=context.rank, world_size=2
+    )
+    first, mine = context.rank == 0, KeyError("mine")
+    torch.manual_seed(context.rank)
+    states = random_states(run)
+    torch.manual_seed(9)
+    set_random_state(run, states)
+    found = torch.rand(2)
+    torch.manual_seed(context.rank)
+    assert torch.equal(torch.rand(2), found)
+
+    agree_on_settings({"sigma": 1}, context.group)
+    with pytest.raises(ValueError, match=r"ranks differ in sigma .*: give the same on all"):
+        agree_on_settings({"sigma": context.rank}, context.group)
+
+    agree(run, "write it", None)
+    for failing in range(2):
+        own = context.rank == failing
+        kind, said = (KeyError, "mine") if own else (RuntimeError, f"rank {failing} could not")
+        with pytest.raises(kind, match=said):
+            agree(run, "write it", mine if own else None)
+
+    agree_on_content(run, PATH, b"1" * 31, None)
+    digest, problem = (None, mine) if first else (b"1" * 31, None)
+    kind, said = (KeyError, "mine") if first else (ValueError, "rank 0 could not load run.pt")
+    with pytest.raises(kind, match=said):
+        agree_on_content(run, PATH, digest, problem)
+    with pytest.raises(ValueError, match="ranks have read different checkpoints"):
+        agree_on_content(run, PATH, bytes([context.rank] * 31), None)
+
+
+def test_ranks_go_on_together_or_not_at_all(cpu_ranks):
+    cpu_ranks.run(2, on_ranks)

@@ -1,0 +1,111 @@
+"""Products and sums whose rounding is part of the guarantee."""
+
+import pytest
+import torch
+
+from dp_clipping.clipping.accumulation import (
+    PIECE,
+    Weights,
+    accumulation_dtype,
+    full_float32,
+    norms,
+    product_squares,
+    round_down,
+    squared_norms,
+    weighted_sum,
+    wide_bmm,
+    wide_mm,
+)
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def normal(*shape: int, dtype=torch.float64, seed=0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@every_dtype
+def test_products_are_accumulated_in_float32_or_float64(dtype):
+    left, right = normal(3, 4, 50, dtype=dtype), normal(3, 50, 5, dtype=dtype, seed=1)
+    expected = left.double() @ right.double()
+    for found, exact in (
+        (wide_bmm(left, right), expected),
+        (wide_mm(left[0], right[0]), expected[0]),
+    ):
+        assert found.dtype == accumulation_dtype(dtype)
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)
+
+
+@every_dtype
+@pytest.mark.parametrize("count", [0, 1, PIECE - 1, PIECE, 2 * PIECE + 3])
+def test_squared_norms(dtype, count):
+    gradients = normal(3, count, dtype=dtype)
+    found = squared_norms(gradients)
+    assert found.dtype == accumulation_dtype(dtype)
+    expected = gradients.double().square().sum(1)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+
+
+def test_a_long_sum_of_squares_loses_nothing():
+    gradients = torch.full((1, 1 << 22), 1e-3)
+    assert squared_norms(gradients).item() == pytest.approx((1 << 22) * 1e-6, rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-30, 1.0, 1e200])
+def test_norms_of_very_small_and_large_numbers(scale):
+    rows = torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.float64) * scale
+    assert norms(rows).tolist() == [pytest.approx(5 * scale, rel=1e-12), 0.0]
+
+
+def test_product_squares_multiplies_norms_before_it_squares_them():
+    """A square of 1e-30 is no float32 number, and with one of 1e30 the product is."""
+    left, right = torch.tensor([[3e-30, 4e-30]]), torch.tensor([[1e18]])
+    assert product_squares(left, right).item() == pytest.approx(25e-24, rel=1e-6)
+    assert product_squares(torch.tensor([[1e20]]), torch.tensor([[1e-30]])).item() == float("inf")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding_down_never_makes_larger_and_is_the_next_number(dtype):
+    values = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    found = round_down(values, dtype)
+    assert (found.float() <= values).all()
+    above = torch.nextafter(found, torch.full_like(found, 2.0))
+    assert (above.float() > values).all()
+    exact = torch.tensor([0.0, 0.5, 1.0])
+    assert torch.equal(round_down(exact, dtype).float(), exact)
+
+
+def test_coefficients_by_blocks():
+    values = torch.tensor([0.5, 0.25])
+    block, factor = Weights(values, values.tolist()).block(torch.bfloat16, 2)
+    assert factor == 1
+    assert block.tolist() == [[0.5, 0, 0.25, 0], [0, 0.5, 0, 0.25]]
+
+
+def test_float16_coefficients_are_scaled_into_range():
+    values = torch.tensor([3e-9, 1e-9])
+    block, factor = Weights(values, values.tolist()).block(torch.float16, 1)
+    assert 0.5 <= block.max() <= 1
+    found = block[0].double() * factor
+    assert (found <= values.double()).all()
+    torch.testing.assert_close(found, values.double(), rtol=2e-3, atol=0)
+
+
+@every_dtype
+def test_weighted_sums(dtype):
+    values = torch.tensor([0.5, 0.0, 2.0], dtype=accumulation_dtype(dtype))
+    gradients = normal(3, 4, 5, dtype=dtype)
+    found = weighted_sum(Weights(values, values.tolist()), gradients)
+    assert found.dtype == accumulation_dtype(dtype)
+    expected = torch.einsum("b,bij->ij", values.double(), gradients.double())
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
+
+
+def test_float32_products_are_put_back():
+    before = torch.backends.cuda.matmul.fp32_precision
+    with full_float32():
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    with pytest.raises(RuntimeError), full_float32():
+        torch.mm(torch.ones(2, 3), torch.ones(2, 3))
+    assert torch.backends.cuda.matmul.fp32_precision == before

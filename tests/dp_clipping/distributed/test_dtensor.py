@@ -1,0 +1,62 @@
+"""Helpers for DTensors, and for what FSDP has wrapped."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from dp_clipping.distributed.dtensor import (
+    is_sharded,
+    local,
+    owner_of,
+    plain_name,
+    plain_type,
+    shard_again,
+    size_of,
+)
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "name"),
+    [
+        ("weight", "weight"),
+        ("_fsdp_wrapped_module.weight", "weight"),
+        ("_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.up.weight", "blocks.0.up.weight"),
+        ("blocks.0._fsdp_wrapped_module", "blocks.0."),
+    ],
+)
+def test_names(wrapped, name):
+    assert plain_name(wrapped) == name
+
+
+def test_owners():
+    network = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 3)))
+    assert owner_of(network, "1.0.bias") == (network[1][0], "bias")
+    assert owner_of(network[0], "weight") == (network[0], "weight")
+
+
+def test_plain_tensors():
+    x = torch.ones(2)
+    assert local(x) is x
+    assert not is_sharded(x)
+    assert size_of(None) == 1
+
+
+def on_ranks(context) -> None:
+    mesh = DeviceMesh.from_group(context.group, "cpu")
+    x = DTensor.from_local(torch.full((2,), float(context.rank)), mesh, [Shard(0)])
+    assert is_sharded(x)
+    assert local(x).tolist() == [context.rank] * 2
+    assert size_of(context.group) == 2
+    network = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), mesh=mesh)
+    assert plain_type(network) is nn.Sequential
+    assert plain_type(network[1]) is nn.ReLU
+    network(torch.ones(1, 4))
+    shard_again(network)
+    assert all(is_sharded(p) for p in network.parameters())
+
+
+def test_sharded_ones(cpu_ranks):
+    cpu_ranks.run(2, on_ranks)

@@ -1,0 +1,42 @@
+"""Squared norms of the global batch: the same vector on every rank."""
+
+import pytest
+import torch
+
+from dp_clipping.distributed.global_norms import GlobalNorms
+from dp_clipping.distributed.norm_reduce import NormReducer
+
+SIZES = (3, 0)
+
+
+def exchanged(context) -> list[list[float]]:
+    reducer = NormReducer(data_parallel_group=context.group, dtype=torch.float64)
+    mine = torch.arange(2.0 * SIZES[context.rank]).view(2, -1) + 10 * (context.rank + 1)
+    found = GlobalNorms(reducer, mine)
+    assert found.sizes == list(SIZES)
+    assert torch.equal(found.wait(), found.wait())
+    return found.wait().tolist()
+
+
+def test_every_rank_has_all_samples_in_order_of_ranks(cpu_ranks):
+    expected = [[10.0, 11.0, 12.0], [13.0, 14.0, 15.0]]
+    assert cpu_ranks.run(2, exchanged) == [expected] * 2
+
+
+def of_one_axis(context) -> None:
+    """Ranks of a tensor axis hold the same samples: one slot each, not one a rank."""
+    reducer = NormReducer(tensor_group=context.group, dtype=torch.float64)
+    found = GlobalNorms(reducer, torch.ones(1, 4)).wait()
+    assert found.tolist() == [[1.0] * 4]
+    with pytest.raises(RuntimeError, match="have different numbers of samples"):
+        GlobalNorms(reducer, torch.ones(1, 4 + context.rank))
+
+
+def test_a_tensor_axis(cpu_ranks):
+    cpu_ranks.run(2, of_one_axis)
+
+
+def test_one_process():
+    found = GlobalNorms(NormReducer(), torch.ones(2, 3))
+    assert found.sizes == [3]
+    assert torch.equal(found.wait(), torch.ones(2, 3))

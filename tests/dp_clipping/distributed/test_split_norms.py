@@ -1,0 +1,71 @@
+"""Norms of whole samples from what each rank of a tensor axis knows."""
+
+from types import SimpleNamespace
+
+import torch
+from torch.nn import Parameter
+
+from dp_clipping.clipping.norms import Norm, Norms
+from dp_clipping.distributed.norm_reduce import NormReducer
+from dp_clipping.distributed.sharding import Part
+from dp_clipping.distributed.split_norms import SplitNorms
+
+SPLIT, SHARED = Parameter(torch.zeros(2)), Parameter(torch.zeros(2))
+PARTS = {SPLIT: Part(torch.Size([2]), split=True), SHARED: Part(torch.Size([2]))}
+SHARDING = SimpleNamespace(parts=PARTS)
+
+
+def norms_of(split: float, shared: float) -> Norms:
+    norms = Norms(dict.fromkeys(PARTS, 0), 1, torch.zeros(2))
+    norms.add(SPLIT, Norm(torch.tensor([split, 2 * split])))
+    norms.add(SHARED, Norm(torch.tensor([shared, shared])))
+    return norms
+
+
+def summed(context, shared: float, rescaled: bool = False):
+    reducer = NormReducer(tensor_group=context.group)
+    found = SplitNorms(reducer, SHARDING)
+    assert found.is_split
+    table = found.table(norms_of(1.0 + context.rank, shared), PARTS, rescaled)
+    squares, bounds = found.unpack(reducer.reduce(table).wait())
+    return found, squares, bounds
+
+
+def on_ranks(context) -> None:
+    found, squares, bounds = summed(context, 4.0)
+    torch.testing.assert_close(squares, torch.tensor([[7.0, 10.0]]))
+    torch.testing.assert_close(bounds, squares)
+    assert not found.differ
+    assert not found.some_are_rescaled(True)
+    assert found.counted(PARTS) == ({SPLIT, SHARED} if context.rank == 0 else {SPLIT})
+    torch.testing.assert_close(found.sum(torch.ones(1, 2)), torch.full((1, 2), 2.0))
+
+    found, _, _ = summed(context, 4.0, rescaled=context.rank == 1)
+    assert found.some_are_rescaled(False)
+
+    found, _, bounds = summed(context, 4.0 + context.rank)
+    assert found.differ
+    assert bounds.isinf().all()
+
+
+def test_shared_parameters_count_once_and_must_agree(cpu_ranks):
+    cpu_ranks.run(2, on_ranks)
+
+
+def test_three_ranks_of_which_two_agree(cpu_ranks):
+    cpu_ranks.run(3, two_agree)
+
+
+def two_agree(context) -> None:
+    found, _, bounds = summed(context, 4.0 + (context.rank == 2))
+    assert found.differ
+    assert bounds.isinf().all()
+
+
+def test_a_rank_alone_has_whole_norms():
+    found = SplitNorms(NormReducer(), None)
+    assert not found.is_split
+    assert found.counted(PARTS) == set(PARTS)
+    bounds = torch.ones(1, 2)
+    assert found.sum(bounds) is bounds
+    assert found.table(norms_of(1.0, 4.0), PARTS, False)[0].tolist() == [[5.0, 6.0]]

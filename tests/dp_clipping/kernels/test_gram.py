@@ -1,0 +1,72 @@
+"""Norms from Gram matrices, against the reference implementation in float64."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from dp_clipping.clipping.norms import GRAM_ROUNDING
+from dp_clipping.kernels import gram
+from tests.support.kernel_cases import (
+    Place,
+    assert_squares,
+    compiled,
+    every_dtype,
+    interpreted,
+    lay_out,
+    on_gpu,
+)
+
+
+def check_gram(place: Place) -> None:
+    """Several uses in one launch; some share their input; sums of more than one chain."""
+    for (batch_size, tokens, d, p), layouts in product(place.shapes, place.layouts):
+
+        def operand(n: int, seed: int, how: str, shape=(batch_size, tokens)) -> Tensor:
+            return lay_out(place.normal(*shape, n, seed=seed, shift=0.3), how)
+
+        how_y, how_a = layouts
+        uses = [
+            (operand(p, 1, how_a), [operand(d, 2, how_y)]),
+            (operand(gram.CHUNK + 8, 3, how_a), [operand(n, n, how_y) for n in (8, d, 24)]),
+        ]
+        found, scale = gram.gram_squares(uses, place.tile)
+        expected, expected_scale = gram.gram_squares_plain(uses)
+        assert found.shape == (len(uses), batch_size)
+        assert_squares(found, expected)
+        assert_squares(scale, expected_scale)
+
+
+def check_gram_that_underflows(place: Place) -> None:
+    """What squares below float32's numbers take from a norm is allowed for by its scale."""
+    if place.dtype == torch.float16:
+        return  # its squares are float32 numbers, all of them
+    exponents = [(17, -23), (-23, 17), (18.5, -20), (-30, 12), (5, -30), (0, 0)]
+    factors = torch.tensor([[10.0**a, 10.0**y] for a, y in exponents], device=place.device)
+    shape = (len(exponents), 5)
+    a = (place.normal(*shape, 40).float() * factors[:, :1, None]).to(place.dtype)
+    y = (place.normal(*shape, 24, seed=1).float() * factors[:, 1:, None]).to(place.dtype)
+    squares, scale = (x[0].double() for x in gram.gram_squares([(a, [y])], place.tile))
+    true = torch.bmm(y.double().mT, a.double()).square().sum((1, 2))
+    bounds = squares.clamp_min(0) + GRAM_ROUNDING * scale.square()
+    assert (bounds.nan_to_num(nan=torch.inf) >= true * (1 - 1e-5)).all(), "NaN is no norm either"
+    ordinary = (a[-1].double().norm(dim=1) * y[-1].double().norm(dim=1)).sum()
+    torch.testing.assert_close(scale[-1], ordinary, rtol=1e-5, atol=0)
+
+
+BODIES = [check_gram, check_gram_that_underflows]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_in_the_interpreter(interpreter, body):
+    interpreter.run(interpreted, body)
+
+
+@on_gpu
+@every_dtype
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_compiled_kernels(body, dtype):
+    compiled(body, dtype)

@@ -1,0 +1,74 @@
+"""Kernels that serve many layers in one launch, beside a launch for each."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from dp_clipping.kernels import grouped_launch
+from dp_clipping.kernels.gradient import gradient_and_squares, gradients_and_squares
+from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
+from dp_clipping.kernels.tiles import Tile
+from dp_clipping.kernels.weighted_product import (
+    weighted_product,
+    weighted_product_plain,
+    weighted_products,
+)
+from dp_clipping.kernels.weighted_sum import weighted_sum_plain, weighted_sums
+from tests.support.kernel_cases import FEATURES, on_gpu, pairs_of
+
+
+def check_products(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
+    """Each layer gets what a launch of its own would give it, whatever is beside it."""
+    many = pairs_of(device, dtype, 3, 20, grouped_launch.MOST_ROWS + 3) + pairs_of(
+        device, dtype, 2, 9, 2
+    )
+    for store in (True, False):
+        together = gradients_and_squares(many, tile, store)
+        for (y, a), (g, own) in zip(many, together, strict=True):
+            g_alone, alone = gradient_and_squares(y, a, tile, store)
+            torch.testing.assert_close(own, alone, rtol=1e-6, atol=0)
+            assert (g is None and g_alone is None) or torch.equal(g, g_alone)
+    c = torch.tensor([[0.5, 0.0, 2.0], [0.0, 0.0, 0.0], [1.0, 0.25, 1e-6]], device=device)
+    three = many[: grouped_launch.MOST_ROWS + 3]
+    three[1][0][1] = torch.nan  # left out by the first group, which it belongs to
+    groups = [0 if n == 1 else n % 3 for n in range(len(three))]
+    totals = weighted_products(three, SortedCoefficients.of(c), groups, tile)
+    for (y, a), total, group in zip(three, totals, groups, strict=True):
+        expected = weighted_product_plain(y, a, c[group])
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+        alone = weighted_product(y, a, SortedCoefficients.of(c[group]), tile)
+        torch.testing.assert_close(total, alone, rtol=1e-6, atol=1e-6)
+
+
+def check_sums(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
+    """Also where a gradient does not start at a multiple of 16 bytes."""
+    torch.manual_seed(0)
+    c = torch.tensor([[0.5, 0.0, 2.0], [1.0, 0.25, 1e-6]], device=device)
+    gradients = [torch.randn(3, *shape).to(device, dtype) for shape in [*FEATURES, (5000,)] * 3]
+    memory = torch.randn(1 + 3 * 32).to(device, dtype)
+    gradients.append(memory[1:].view(3, 32))
+    gradients[0][1] = torch.inf
+    groups = [n % 2 for n in range(len(gradients))]
+    for g, total, group in zip(gradients, weighted_sums(gradients, c, groups), groups, strict=True):
+        expected = weighted_sum_plain(g, c[group])
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+    one = memory[1:].view(1, 96)
+    (total,) = weighted_sums([one], torch.ones(1, 1, device=device), [0])
+    assert torch.equal(total, one[0].float())
+
+
+BODIES = [check_products, check_sums]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_in_the_interpreter(interpreter, body, dtype):
+    interpreter.run(body, "cpu", dtype, Tile(32, 32, 32, 4, 2))
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_compiled(body, dtype):
+    body("cuda", dtype, None)

@@ -1,0 +1,81 @@
+"""Gradients of the weights of norm layers, against the reference implementation in float64."""
+
+from itertools import product
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from dp_clipping.kernels import norm_layer_gradients
+from dp_clipping.kernels.norm_layer_gradients import Normalized
+from tests.support.kernel_cases import (
+    SUM_BOUND,
+    Place,
+    assert_squares,
+    assert_within,
+    compiled,
+    every_dtype,
+    interpreted,
+    lay_out,
+    on_gpu,
+)
+
+
+def check_norm_layers(place: Place) -> None:
+    """With and without mean and bias, of one program a sample and of several pieces; what shares a
+    launch changes no bit."""
+    block = norm_layer_gradients.BLOCK
+    steps = norm_layer_gradients.LEAST_STEPS * norm_layer_gradients.ELEMENTS
+    tokens = 2 * steps // block + 7
+    shapes = [*place.shapes, (2, tokens, block + 5, 0), (1, tokens, block, 0)]
+    uses = []
+    for (batch_size, tokens, d, _), layouts in product(shapes, place.layouts):
+        x = lay_out(place.normal(batch_size, tokens, d, seed=1, shift=0.5), layouts[0])
+        y = lay_out(place.normal(batch_size, tokens, d, seed=2, shift=0.1), layouts[1])
+        mean = x.double().mean(2).float()
+        variance = (x.double() - mean[..., None]).square().mean(2)
+        rstd = (variance + 1e-2).rsqrt().float().t().contiguous().t()
+        uses.append(Normalized(y, x, rstd))
+        uses.append(Normalized(y, x, rstd, mean, layouts[0] != "contiguous"))
+        uses.append(Normalized(2 * y, x, rstd))
+    alone = [norm_layer_gradients.norm_layer_gradients([use])[0] for use in uses]
+    for use, found, by_itself in zip(
+        uses, norm_layer_gradients.norm_layer_gradients(uses), alone, strict=True
+    ):
+        expected = norm_layer_gradients.norm_layer_gradients_plain(use)
+        x, y, rstd = use.x.double(), use.y.double(), use.rstd.double()[..., None]
+        shift = 0 if use.mean is None else use.mean.double().abs()[..., None]
+        magnitudes = ((y.abs() * (x.abs() + shift) * rstd).sum(1), y.abs().sum(1))
+        assert (found[1] is None) == (expected[1] is None) == (not use.with_bias)
+        for f, e, one, magnitude in zip(found, expected, by_itself, magnitudes, strict=True):
+            if f is not None:
+                assert f.dtype == torch.float32
+                assert torch.equal(f, one)
+                assert_within(f, e, SUM_BOUND[torch.float32] * magnitude)
+                if y.shape[1] > 1:
+                    assert_squares(f.square().sum(1), e.double().square().sum(1))
+
+
+def check_norm_layers_of_two_dtypes(place: Place) -> None:
+    """Under autocast inputs may be wider than output gradients."""
+    y, x = place.normal(2, 20, 24, seed=1), place.normal(2, 20, 24, seed=2).float() / 3
+    use = Normalized(y, x, torch.ones(2, 20, device=place.device))
+    found, _ = norm_layer_gradients.norm_layer_gradients([use])[0]
+    expected, _ = norm_layer_gradients.norm_layer_gradients_plain(use)
+    assert_squares(found.square().sum(1), expected.double().square().sum(1))
+
+
+BODIES = [check_norm_layers, check_norm_layers_of_two_dtypes]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_in_the_interpreter(interpreter, body):
+    interpreter.run(interpreted, body)
+
+
+@on_gpu
+@every_dtype
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_compiled_kernels(body, dtype):
+    compiled(body, dtype)

@@ -1,0 +1,41 @@
+"""Coefficients in ascending order, against the reference implementation."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from dp_clipping.kernels.sorted_coefficients import MOST, SortedCoefficients
+from dp_clipping.kernels.tiles import Tile
+from tests.support.kernel_cases import on_gpu
+
+
+def check_ascending(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
+    """To the last bit: zeros, equal ones, and more than the kernel takes."""
+    torch.manual_seed(0)
+    for batch_size in (1, 2, 13, 16, 17, MOST, MOST + 1):
+        c = torch.rand(5, batch_size, device=device)
+        c[1] = 0
+        c[2, ::2] = 0
+        c[3] = c[3].mul(3).ceil() / 3
+        c[4] *= 1e-30
+        c[0, -1] = torch.nan
+        found, expected = SortedCoefficients.of(c), SortedCoefficients.plain(c)
+        assert torch.equal(found.order, expected.order)
+        assert torch.equal(found.ratio, expected.ratio)
+        assert torch.equal(found.first, expected.first)
+        assert torch.equal(found.last, expected.last)
+        one, row = SortedCoefficients.of(c[2]), SortedCoefficients.plain(c[2:3])
+        assert torch.equal(one.order, row.order)
+        assert torch.equal(one.ratio, row.ratio)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
+def test_in_the_interpreter(interpreter, dtype):
+    interpreter.run(check_ascending, "cpu", dtype, Tile(32, 32, 32, 4, 2))
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
+def test_compiled(dtype):
+    check_ascending("cuda", dtype, None)

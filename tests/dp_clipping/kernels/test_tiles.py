@@ -1,0 +1,68 @@
+"""How operands are read, and which tile a size stands for."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from dp_clipping.kernels.tiles import Tile, ceil_div, is_described, readable, tile_of
+from tests.support.kernel_cases import (
+    Place,
+    compiled,
+    every_dtype,
+    interpreted,
+    lay_out,
+    on_gpu,
+)
+
+
+def check_operands(place: Place) -> None:
+    """The layouts are what the bodies take them for: both ways of loading are used."""
+    aligned, odd = place.normal(2, 40, 40), place.normal(2, 33, 35)
+    assert all(is_described(lay_out(aligned, how)) for how in ("contiguous", "time_major"))
+    assert is_described(lay_out(odd, "padded"))
+    for how in ("transposed", "shifted", "shared"):
+        assert not is_described(lay_out(aligned, how))
+    assert not is_described(odd)
+
+
+BODIES = [check_operands]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_in_the_interpreter(interpreter, body):
+    interpreter.run(interpreted, body)
+
+
+@on_gpu
+@every_dtype
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_compiled_kernels(body, dtype):
+    compiled(body, dtype)
+
+
+def test_a_tile_of_a_size_is_square_and_as_deep_as_its_widest_operand_allows():
+    assert tile_of(None, torch.float32) is None
+    assert tile_of(64, torch.bfloat16) == Tile(64, 64, 64, 4, 3)
+    assert tile_of(64, torch.bfloat16, torch.float32) == Tile(64, 64, 32, 4, 3)
+    assert tile_of(16, torch.float32).depth == 16
+
+
+def test_ceil_div():
+    assert [ceil_div(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+
+
+def test_only_strides_that_the_kernels_cannot_read_are_copied():
+    x = torch.randn(2, 3, 4)
+    assert readable(x) is x
+    turned = x.mT
+    assert readable(turned).is_contiguous()
+    assert torch.equal(readable(turned), turned)
+    nothing = x[:0].mT
+    assert readable(nothing) is nothing
+
+
+def test_the_widest_operands_of_a_launch_bound_its_tile():
+    assert tile_of(None, torch.float16) is None
+    for dtypes in ([torch.float32, torch.float16], [torch.float16, torch.float32]):
+        assert tile_of(64, *dtypes) == tile_of(64, torch.float32) != tile_of(64, torch.float16)

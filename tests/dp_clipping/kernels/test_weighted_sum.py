@@ -1,0 +1,65 @@
+"""Weighted sums of per-sample gradients, against the reference implementation in float64."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from dp_clipping.kernels import weighted_sum as weighted_sum_file
+from dp_clipping.kernels.weighted_sum import weighted_sum, weighted_sum_plain
+from tests.support.kernel_cases import (
+    SUM_BOUND,
+    Place,
+    assert_within,
+    compiled,
+    every_dtype,
+    interpreted,
+    on_gpu,
+    poison,
+)
+
+
+def check_weighted_sum(place: Place) -> None:
+    """Few samples and many, whose loads are not unrolled, in several shapes."""
+    many = weighted_sum_file.UNROLLED + 3
+    rows = [(1, 1), (2, 5), (3, 7, 11), (many, 2 * weighted_sum_file.BLOCK + 3), (0, 4), (3, 0)]
+    for shape in (*rows, *((b, d, p) for b, _, d, p in place.shapes)):
+        some = place.coefficients(shape[0])
+        for c in (some, torch.zeros_like(some)):
+            gradients = poison(place.normal(*shape), c)
+            expected = weighted_sum_plain(gradients, c)
+            good = torch.where(c > 0, c, 0)
+            magnitude = weighted_sum_plain(gradients.abs(), good).double()
+            for values in (gradients, gradients.mT.contiguous().mT):
+                for weights in (c, torch.stack((c, c - 1), dim=1)[:, 0]):
+                    found = weighted_sum(values, weights)
+                    assert found.dtype == torch.float32
+                    assert_within(found, expected, SUM_BOUND[torch.float32] * magnitude)
+
+
+BODIES = [check_weighted_sum]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_in_the_interpreter(interpreter, body):
+    interpreter.run(interpreted, body)
+
+
+@on_gpu
+@every_dtype
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_compiled_kernels(body, dtype):
+    compiled(body, dtype)
+
+
+@on_gpu
+def test_more_elements_than_32_bits_count():
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GiB of free device memory")
+    n = 2**31 + 5
+    gradients = torch.empty(2, n, dtype=torch.bfloat16, device="cuda").normal_()
+    c = torch.tensor([0.5, 2.0], device="cuda")
+    total = weighted_sum(gradients, c)
+    for start in (0, 2**30, 2**31 - 500, n - 1000):
+        part = gradients[:, start : start + 1000]
+        torch.testing.assert_close(total[start : start + 1000], weighted_sum_plain(part, c))

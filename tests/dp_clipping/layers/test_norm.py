@@ -1,0 +1,83 @@
+"""Norm layers as autograd functions: outputs, input gradients, and G of weight and bias."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dp_clipping.layers.norm import LayerNorm, RMSNorm, is_llama_rms_norm
+
+B, T, N, EPS = 3, 4, 6, 1e-3
+KINDS = {"dimension 0": (("dimension", 0), (B, T, N)), "dimension 1": (("dimension", 1), (T, B, N))}
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def batch_first(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.movedim(dim, 0)
+
+
+@pytest.mark.parametrize("place", KINDS)
+@pytest.mark.parametrize("twice", [False, True])
+def test_rms_norm(place, twice):
+    (kind, dim), shape = KINDS[place]
+    x, weight, gy = numbers(*shape).requires_grad_(), numbers(N, seed=1), numbers(*shape, seed=2)
+    slot = torch.zeros(B, N, dtype=torch.float64, requires_grad=True)
+    if twice:  # Llama's is computed in float32
+        x = x.detach().float().requires_grad_()
+        slot, weight, gy = slot.detach().float().requires_grad_(), weight.float(), gy.float()
+    y = RMSNorm.apply(x, weight, slot, None, [N], EPS, kind, dim, B, None, twice)
+    torch.testing.assert_close(y, F.rms_norm(x, [N], weight, EPS))
+    gx, g = torch.autograd.grad(y, (x, slot), gy)
+    expected = torch.autograd.grad(F.rms_norm(x, [N], weight, EPS), x, gy)[0]
+    torch.testing.assert_close(gx, expected)
+    per_token = batch_first(gy * F.rms_norm(x, [N], None, EPS), dim)
+    torch.testing.assert_close(g, per_token.sum(1).detach())
+
+
+@pytest.mark.parametrize("place", KINDS)
+def test_layer_norm(place):
+    (kind, dim), shape = KINDS[place]
+    x, gy = numbers(*shape).requires_grad_(), numbers(*shape, seed=2)
+    weight, bias = numbers(N, seed=1), numbers(N, seed=3)
+    slots = [torch.zeros(B, N, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    y = LayerNorm.apply(
+        x, weight, bias, slots[0], None, slots[1], None, [N], EPS, kind, dim, B, None
+    )
+    torch.testing.assert_close(y, F.layer_norm(x, [N], weight, bias, EPS))
+    gx, g, g_bias = torch.autograd.grad(y, (x, *slots), gy)
+    expected = torch.autograd.grad(F.layer_norm(x, [N], weight, bias, EPS), x, gy)[0]
+    torch.testing.assert_close(gx, expected)
+    per_token = batch_first(gy * F.layer_norm(x, [N], None, None, EPS), dim)
+    torch.testing.assert_close(g, per_token.sum(1).detach())
+    torch.testing.assert_close(g_bias, batch_first(gy, dim).sum(1))
+
+
+def test_a_sink_is_given_the_gradients_in_place_of_the_slot():
+    x, weight = numbers(B, T, N).requires_grad_(), numbers(N, seed=1)
+    trigger, given = torch.zeros((), dtype=torch.float64, requires_grad=True), []
+    y = RMSNorm.apply(x, weight, trigger, given.append, [N], EPS, "dimension", 0, B, None, False)
+    (found,) = torch.autograd.grad(y.sum(), trigger, allow_unused=True)
+    assert found is None
+    torch.testing.assert_close(given[0], F.rms_norm(x, [N], None, EPS).sum(1).detach())
+
+
+class OtherRMSNorm(torch.nn.Module):
+    """Named as a copy of Llama's, and scaled by 1 + w."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.variance_epsilon = torch.nn.Parameter(torch.zeros(N)), EPS
+
+    def forward(self, hidden_states):
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        normed = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return (1 + self.weight) * normed
+
+
+def test_only_copies_of_llamas_are_taken_for_it():
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    assert is_llama_rms_norm(llama.LlamaRMSNorm(N))
+    assert not is_llama_rms_norm(OtherRMSNorm())
+    assert not is_llama_rms_norm(torch.nn.RMSNorm(N))

@@ -1,0 +1,83 @@
+"""Keys: what is derived, what is written, what is refused."""
+
+import os
+import stat
+
+import pytest
+import torch
+
+from dp_clipping.noise.keys import KEY_BYTES, Keys, fixed_keys, fresh_keys, read_keys, write_keys
+
+ONE, OTHER = Keys(bytes(32)), Keys(bytes([1] * 32), fixed=True)
+
+
+def test_derived_keys_differ_from_each_other_and_from_the_secret():
+    derived = [ONE.noise, ONE.sampling, bytes.fromhex(ONE.fingerprint), ONE.master]
+    assert len(set(derived)) == 4
+    assert {len(key) for key in derived} == {KEY_BYTES}
+    assert ONE.noise != OTHER.noise
+    assert ONE.fingerprint != OTHER.fingerprint
+
+
+def test_a_mac_depends_on_key_and_digest():
+    assert ONE.mac("a") == ONE.mac("a")
+    assert len({ONE.mac("a"), ONE.mac("b"), OTHER.mac("a")}) == 3
+
+
+def test_a_key_is_not_printed():
+    assert repr(ONE) == "Keys(fixed=False)"
+
+
+def test_keys_have_a_length():
+    with pytest.raises(ValueError, match="a key has 32 bytes, not 31"):
+        Keys(bytes(31))
+
+
+def test_fresh_keys_are_new_and_fixed_ones_are_of_the_seed():
+    device = torch.device("cpu")
+    assert fresh_keys(None, device) != fresh_keys(None, device)
+    seeds = [torch.Generator().manual_seed(seed) for seed in (1, 1, 2, -1)]
+    first, again, other, negative = [fixed_keys(g) for g in seeds]
+    assert first == again
+    assert len({first.master, other.master, negative.master}) == 3
+    assert first.fixed
+    assert not fresh_keys(None, device).fixed
+
+
+def on_ranks(context) -> tuple[bytes, bytes]:
+    mine = torch.Generator().manual_seed(context.rank)
+    return (
+        fresh_keys(context.group, context.device).master,
+        fixed_keys(mine, context.group).master,
+    )
+
+
+def test_ranks_have_those_of_the_first(cpu_ranks):
+    one, other = cpu_ranks.run(2, on_ranks)
+    assert one == other
+    assert one[1] == fixed_keys(torch.Generator().manual_seed(0)).master
+
+
+def test_a_file_holds_what_was_written_and_nobody_else_reads_it(tmp_path):
+    path = tmp_path / "run.key"
+    assert read_keys(path) == []
+    write_keys(path, [ONE, OTHER])
+    assert read_keys(path) == [ONE, OTHER]
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    path.chmod(0o644)
+    write_keys(path, [ONE, OTHER])
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    before = os.stat(path).st_ino
+    write_keys(path, [ONE, OTHER])
+    assert os.stat(path).st_ino == before
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"drawn " + b"0" * 63 + b"\n", b"drawn " + b"0" * 64, b"\xff\n"]
+)
+def test_other_files_are_refused_without_their_content(tmp_path, content):
+    path = tmp_path / "run.key"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is not a key file, or is cut short") as caught:
+        read_keys(path)
+    assert "000" not in str(caught.value)

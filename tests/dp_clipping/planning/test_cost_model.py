@@ -1,0 +1,82 @@
+"""Predicted time and memory: the closed forms, and what grows with what."""
+
+from dataclasses import replace
+
+import pytest
+
+from dp_clipping.planning.cost_model import (
+    ALGORITHMS,
+    GRADIENT,
+    INPUT_LENGTH,
+    SUM_BYTES,
+    WIDTH,
+    LinearShape,
+    Rates,
+    predict,
+    steps_of,
+)
+
+# One tile of one processor, without fixed costs: times are operations over rates.
+PLAIN = Rates(
+    product=2.0, gram=3.0, weighted=5.0, single=0.5, bandwidth=7.0, step=0.0, processors=1,
+    tile=(8, 8), block=4,
+)  # fmt: skip
+USE = LinearShape("w", 3, 8, 8, 8, 2, 4)
+
+
+def test_sizes():
+    assert USE.operations == 2 * 3 * 8 * 8 * 8
+    assert USE.gradient_bytes == 3 * 8 * 8 * 4
+    assert USE.factor_bytes == 3 * 8 * (8 + 8) * 2
+
+
+def test_gradient_writes_and_reads_every_value():
+    found = predict(USE, GRADIENT, PLAIN)
+    moved = 2 * USE.gradient_bytes + 8 * 8 * SUM_BYTES
+    assert found.seconds == pytest.approx(USE.operations / 2.0 + moved / 7.0)
+    assert found.bytes == USE.gradient_bytes
+
+
+def test_width_multiplies_pairs_of_blocks_of_tokens():
+    found = predict(USE, WIDTH, PLAIN)
+    pairs = 2 * 3 / 2  # of two blocks of four tokens
+    operations = 3 * pairs * 4**2 * 2 * (8 + 8)
+    assert found.seconds == pytest.approx(operations / 3.0 + USE.operations / 5.0)
+    assert found.bytes == USE.factor_bytes
+
+
+def test_input_length_computes_twice_and_writes_nothing():
+    found = predict(USE, INPUT_LENGTH, PLAIN)
+    assert found.seconds == pytest.approx(USE.operations * (1 / 2.0 + 1 / 5.0))
+    assert found.bytes == USE.factor_bytes
+
+
+def test_float32_products_are_slower():
+    single = replace(USE, element_size=4)
+    for algorithm in (WIDTH, INPUT_LENGTH):
+        both = [predict(use, algorithm, PLAIN).seconds for use in (single, USE)]
+        assert both[0] == pytest.approx(both[1] / PLAIN.single)
+
+
+def test_a_sum_goes_through_all_samples_and_a_product_divides_them():
+    rates = replace(PLAIN, step=1.0, processors=3)
+    assert steps_of(USE, False, rates) == 1.0
+    assert steps_of(USE, True, rates) == 3.0
+    wide = replace(USE, outputs=9)  # two tiles
+    assert steps_of(wide, False, rates) == 2.0
+    assert steps_of(wide, True, rates) == 3.0
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", ["batch_size", "tokens", "inputs", "outputs"])
+def test_more_work_takes_more_time(algorithm, name):
+    rates, use = Rates(), LinearShape("w", 64, 1024, 2048, 2048, 2, 2)
+    more = replace(use, **{name: 4 * getattr(use, name)})
+    assert predict(more, algorithm, rates).seconds > predict(use, algorithm, rates).seconds
+
+
+def test_gram_matrices_are_for_short_sequences():
+    rates = Rates()
+    for tokens, best in ((256, WIDTH), (8192, GRADIENT)):
+        use = LinearShape("w", 8, tokens, 4096, 4096, 2, 2)
+        assert min(ALGORITHMS, key=lambda a: predict(use, a, rates).seconds) == best

@@ -1,0 +1,103 @@
+"""What a batch without samples looks like."""
+
+from collections import namedtuple
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from dp_clipping.sampling.collate import CollateWithEmpty
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+class Frozen(Mapping):
+    """A mapping that cannot be changed."""
+
+    def __init__(self, entries):
+        self._entries = dict(entries)
+
+    def __getitem__(self, key):
+        return self._entries[key]
+
+    def __iter__(self):
+        return iter(self._entries)
+
+    def __len__(self):
+        return len(self._entries)
+
+
+def empty_of(collate_fn, sample, batch_dim=0, dummy=False):
+    return CollateWithEmpty(collate_fn, sample, batch_dim=batch_dim, dummy=dummy)([])
+
+
+def test_tensors_and_arrays_have_no_rows():
+    x, label, array = empty_of(default_collate, (torch.ones(3), 1, np.ones(2, dtype=np.float64)))
+    assert (x.shape, x.dtype) == ((0, 3), torch.float32)
+    assert (label.shape, label.dtype) == ((0,), torch.int64)
+    assert array.shape == (0, 2)
+    assert array.dtype == torch.float64
+
+
+def test_the_batch_may_be_the_second_dimension():
+    def time_major(samples):
+        return torch.stack([x for x, _ in samples], dim=1), torch.tensor([y for _, y in samples])
+
+    x, labels = empty_of(time_major, (torch.ones(5, 3), 1), batch_dim=1)
+    assert x.shape == (5, 0, 3)
+    assert labels.shape == (0,)
+
+
+def test_a_list_of_samples_is_empty_and_structure_stays():
+    def lists(samples):
+        return {"names": [n for n, _ in samples], "pair": Pair(torch.ones(len(samples), 2), "mean"),
+                "frozen": Frozen({"k": 3})}  # fmt: skip
+
+    found = empty_of(lists, ("a", 1))
+    assert found["names"] == []
+    assert isinstance(found["pair"], Pair)
+    assert found["pair"].x.shape == (0, 2)
+    assert found["pair"].y == "mean"
+    assert isinstance(found["frozen"], Frozen)
+
+
+def test_nothing_of_the_sample_is_in_it():
+    sample = torch.full((3,), 7.0)
+    found = empty_of(default_collate, sample)
+    assert found.untyped_storage().nbytes() == 0
+    dummy = empty_of(default_collate, sample, dummy=True)
+    assert dummy.shape == (1, 3)
+    assert set(dummy.flatten().tolist()) <= {0.0, 1.0}
+
+
+def test_a_dummy_takes_nothing_from_the_users_stream():
+    before = torch.get_rng_state()
+    empty_of(default_collate, (torch.ones(3), 2), dummy=True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_samples_are_the_users_own_business():
+    collate = CollateWithEmpty(default_collate, torch.ones(3), batch_dim=0, dummy=False)
+    assert collate([torch.ones(3), torch.zeros(3)]).shape == (2, 3)
+
+
+def test_a_batch_that_a_user_changes_is_not_the_next_one():
+    collate = CollateWithEmpty(lambda s: {"x": torch.ones(len(s), 2)}, 0, batch_dim=0, dummy=False)
+    collate([])["x"] = None
+    assert collate([])["x"].shape == (0, 2)
+
+
+def test_the_sample_is_not_changed_by_the_collate_function():
+    def greedy(samples):
+        return torch.stack([s.pop() for s in samples])
+
+    sample = [torch.ones(2)]
+    empty_of(greedy, sample)
+    assert len(sample) == 1
+
+
+def test_what_might_carry_the_sample_is_refused():
+    with pytest.raises(ValueError, match="collate_fn makes a object, and what no samples look"):
+        empty_of(lambda samples: object(), 1)

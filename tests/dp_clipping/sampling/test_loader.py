@@ -1,0 +1,463 @@
+"""The user's loader with draws for batches: options, resume, seeds, and empty draws."""
+
+import math
+import random
+from collections import UserDict, namedtuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from dp_clipping.sampling.loader import PoissonLoader, expected_batch_size_of
+from dp_clipping.sampling.poisson import PoissonSampler
+from tests.support.draws import KEY, drawn, joined, numbers, poisson
+
+Pair = namedtuple("Pair", "inputs labels")
+
+
+class TestLoader:
+    def test_rate_steps_and_draws(self):
+        loader = poisson(103, 6)
+        assert len(loader) == 18
+        assert loader.sample_rate == 1 / 18
+        expected = PoissonSampler(num_samples=103, sample_rate=1 / 18, steps=18, key=KEY)
+        assert drawn(loader) == list(expected)
+        assert drawn(loader) == list(expected)
+
+    def test_a_shuffled_loader_draws_the_same(self):
+        assert drawn(poisson(shuffle=True)) == drawn(poisson())
+
+    def test_keeps_the_options_of_the_original(self):
+        def collate(samples):
+            return torch.stack([sample[0] for sample in samples])
+
+        def start(worker_id):
+            pass
+
+        options = dict(
+            num_workers=2, timeout=7, worker_init_fn=start, multiprocessing_context="fork",
+            prefetch_factor=3, persistent_workers=True, generator=torch.Generator(),
+        )  # fmt: skip
+        original = DataLoader(numbers(12), batch_size=3, collate_fn=collate, **options)
+        loader = PoissonLoader.from_data_loader(original, key=KEY)
+        assert isinstance(loader, DataLoader)
+        assert loader.dataset is original.dataset
+        for name in options:
+            assert getattr(loader, name) == getattr(original, name)
+        assert loader.collate_fn([(torch.tensor(4),)]).tolist() == [4]
+
+    @pytest.mark.parametrize("world_size", [1, 4])
+    def test_expected_batch_size_without_distributed_sampler(self, world_size):
+        original = DataLoader(numbers(60), batch_size=6)
+        assert expected_batch_size_of(original, world_size) == 6
+
+    @pytest.mark.parametrize("rank", [0, 3])
+    def test_distributed_sampler_counts_the_batch_on_every_rank(self, rank):
+        dataset = numbers(96)
+        order = DistributedSampler(dataset, num_replicas=4, rank=rank)
+        original = DataLoader(dataset, batch_size=6, sampler=order)
+        loader = PoissonLoader.from_data_loader(original, key=KEY, rank=rank, world_size=4)
+        assert loader.sample_rate == 1 / 4
+        assert len(loader) == 4
+        assert expected_batch_size_of(original, 4) == 24
+        assert all(i % 4 == rank for batch in drawn(loader) for i in batch)
+
+    def test_a_batch_sampler_of_the_users(self):
+        class Fixed:
+            def __len__(self):
+                return 2
+
+            def __iter__(self):
+                return iter([[0, 1, 2], [3, 4, 5]])
+
+        original = DataLoader(numbers(6), batch_sampler=Fixed())
+        loader = PoissonLoader.from_data_loader(original, key=KEY)
+        assert loader.sample_rate == 1 / 2
+        with pytest.raises(ValueError, match="give expected_batch_size"):
+            expected_batch_size_of(original, 1)
+
+    def test_draws_are_announced_before_they_are_handed_out(self):
+        loader = poisson(12, 3)
+        events = []
+        loader.on_draw = lambda draw: events.append(("draw", draw, loader.position))
+        for _ in range(2):
+            for _ in loader:
+                events.append(("batch", loader.position))
+        expected = [[("draw", n, n), ("batch", n + 1)] for n in range(8)]
+        assert events == joined(expected)
+
+    def test_what_on_draw_raises_reaches_the_user_instead_of_the_batch(self):
+        loader = poisson()
+
+        def refuse(draw):
+            if draw == 1:
+                raise RuntimeError("no second draw")
+
+        loader.on_draw = refuse
+        seen = []
+        with pytest.raises(RuntimeError, match="no second draw"):
+            seen.extend(batch for (batch,) in loader)
+        assert loader.position == 1
+        loader.on_draw = None
+        assert next(iter(loader))[0].tolist() == drawn(poisson())[1]
+
+    @pytest.mark.parametrize("options", [{}, dict(num_workers=1, persistent_workers=True)])
+    def test_an_older_iteration_is_refused_and_takes_nothing_from_the_newer(self, options):
+        loader, announced = poisson(**options), []
+        loader.on_draw = announced.append
+        one, other = iter(loader), iter(loader)
+        seen = [next(one), next(other)]
+        with pytest.raises(RuntimeError, match="another iteration"):
+            next(one)
+        seen += [next(other), next(other)]
+        assert announced == [0, 1, 2, 3]
+        assert loader.position == 4
+        expected = [loader.batch_sampler.shares(draw)[0] for draw in announced]
+        assert [batch.tolist() for (batch,) in seen] == expected
+
+    def test_draws_that_another_loader_takes_count(self):
+        loader, announced = poisson(), []
+        loader.on_draw = announced.append
+        sampler = loader.batch_sampler
+        one, other = iter(sampler), iter(sampler)
+        seen = [next(one), next(other)]
+        with pytest.raises(RuntimeError, match="another iteration"):
+            next(one)
+        older = iter(loader)
+        seen += [next(other), next(older)[0].tolist(), next(iter(sampler))]
+        for late in (other, older):
+            with pytest.raises(RuntimeError, match="another iteration"):
+                next(late)
+        assert announced == [0, 1, 2, 3, 4]
+        assert loader.position == 5
+        resumed = poisson()
+        resumed.load_state_dict(loader.state_dict())
+        rest = list(resumed.batch_sampler)
+        assert len(rest) == 13 - 5, "the rest of the epoch that the loader has begun"
+        assert seen + rest == [sampler.shares(draw)[0] for draw in range(len(seen + rest))]
+        assert resumed.position == len(seen + rest)
+        late = iter(sampler)
+        next(late)
+        loader.load_state_dict(loader.state_dict())
+        with pytest.raises(RuntimeError, match="load_state_dict"):
+            next(late)
+
+    def test_leaving_early_neither_repeats_nor_skips_draws(self):
+        loader = poisson()
+        seen = []
+        for (batch,) in loader:
+            seen.append(batch.tolist())
+            if len(seen) == 3:
+                break
+        seen += drawn(loader)
+        assert len(seen) == 3 + len(loader)
+        sampler = loader.batch_sampler
+        assert seen == [sampler.shares(step)[0] for step in range(13)]
+
+
+class TestResume:
+    @pytest.mark.parametrize("workers", [0, 2])
+    @pytest.mark.parametrize("stop", [4, 10, 13, 20])
+    def test_continues_with_the_rest_of_the_epoch(self, workers, stop):
+        options = {"num_workers": workers, "prefetch_factor": 3 if workers else None}
+        reference = poisson()
+        whole = [drawn(reference) for _ in range(3)]
+
+        loader, seen, state = poisson(**options), [], None
+        while state is None:
+            for (batch,) in loader:
+                seen.append(batch.tolist())
+                if len(seen) == stop:
+                    state = loader.state_dict()
+                    break
+        resumed = poisson(**options)
+        resumed.load_state_dict(state)
+        assert resumed.position == stop
+        if stop % 10:
+            seen += drawn(resumed)
+            assert len(seen) == math.ceil(stop / 10) * 10
+        assert seen == joined(whole)[: len(seen)]
+        if not workers:
+            following = drawn(resumed)
+            assert following == joined([*whole, drawn(reference)])[len(seen) :][:10]
+
+    def test_a_state_saved_before_the_rest_is_drawn_keeps_the_epoch(self):
+        loader = poisson()
+        next(iter(loader))
+        resumed, again = poisson(), poisson()
+        resumed.load_state_dict(loader.state_dict())
+        again.load_state_dict(resumed.state_dict())
+        assert len(drawn(again)) == 9
+
+    def test_other_ranks_can_take_over(self):
+        loader = poisson()
+        next(iter(loader))
+        whole = drawn(loader)[0]
+        state = {**loader.state_dict(), "position": 1, "epoch_end": 10}
+        ranks = [poisson(rank=r, world_size=2) for r in range(2)]
+        for rank in ranks:
+            rank.load_state_dict(state)
+        assert sorted(joined(drawn(rank)[0] for rank in ranks)) == whole
+
+    def test_the_state_is_plain_and_holds_no_key(self):
+        state = poisson().state_dict()
+        assert all(type(value) in (int, float) for value in state.values())
+
+    @pytest.mark.parametrize(("count", "batch_size"), [(61, 6), (60, 7)])
+    def test_refuses_the_state_of_another_run(self, count, batch_size):
+        with pytest.raises(ValueError, match="in the saved state"):
+            poisson(count, batch_size).load_state_dict(poisson().state_dict())
+
+    @pytest.mark.parametrize("is_the_same", [False, True])
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_loading_during_an_iteration_is_refused(self, workers, is_the_same):
+        loader = poisson(num_workers=workers, prefetch_factor=99 if workers else None)
+        state = loader.state_dict()
+        batches = iter(loader)
+        next(batches)
+        loader.load_state_dict(loader.state_dict() if is_the_same else state)
+        with pytest.raises(RuntimeError, match="load_state_dict"):
+            next(batches)
+
+
+class TestSeeds:
+    def seed(self, value):
+        torch.manual_seed(value)
+        np.random.seed(value)
+        random.seed(value)
+
+    def states(self):
+        return torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()
+
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_global_seeds_neither_influence_draws_nor_are_consumed(self, workers):
+        self.seed(1)
+        before = self.states()
+        one = drawn(poisson(shuffle=True, num_workers=workers))
+        assert self.states() == before
+        self.seed(2)
+        assert drawn(poisson(shuffle=True, num_workers=workers)) == one
+
+    def test_workers_are_seeded_anew_in_each_epoch_from_the_users_seed(self):
+        def epochs(seed):
+            torch.manual_seed(seed)
+            dataset = RandomNumbers()
+            loader = PoissonLoader.from_data_loader(
+                DataLoader(dataset, batch_size=4, num_workers=1), key=KEY
+            )
+            return [[value for batch in loader for value in batch.tolist()] for _ in range(2)]
+
+        one, again, other = epochs(1), epochs(1), epochs(2)
+        assert one == again
+        assert not set(one[0]) & set(one[1])
+        assert not set(one[0]) & set(other[0])
+
+
+class RandomNumbers(Dataset):
+    """Eight samples that are random where they are read."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.rand(())
+
+
+class Encoding(UserDict):
+    """Holds something beside its entries, as a Hugging Face BatchEncoding does."""
+
+    def __init__(self, data, kept=None):
+        super().__init__(data)
+        self.kept = kept
+
+
+class Items(Dataset):
+    def __init__(self, sample):
+        self.sample = sample
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return self.sample
+
+
+def no_samples(sample, *, collate_fn=None, batch_first=True, workers=0, rand_on_empty=False):
+    """The batches of a loader's empty draws."""
+    original = DataLoader(Items(sample), batch_size=1, collate_fn=collate_fn, num_workers=workers)
+    loader = PoissonLoader.from_data_loader(
+        original, key=KEY, batch_first=batch_first, rand_on_empty=rand_on_empty
+    )
+    sizes = [len(share) for (share,) in map(loader.batch_sampler.shares, range(len(loader)))]
+    assert 0 in sizes
+    assert max(sizes) > 1
+    dummies, empties = [], []
+    for size, batch in zip(sizes, loader, strict=True):
+        dummies.append(loader.holds_dummy)
+        if size == 0:
+            empties.append(batch)
+    assert dummies == [rand_on_empty and size == 0 for size in sizes]
+    return empties
+
+
+class TestEmptyBatch:
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_tuple(self, workers):
+        inputs, label = no_samples((torch.ones(3, 2), 1), workers=workers)[0]
+        assert inputs.shape == (0, 3, 2)
+        assert inputs.dtype == torch.float32
+        assert label.shape == (0,)
+        assert label.dtype == torch.int64
+
+    def test_tensor(self):
+        batch = no_samples(torch.ones(3, dtype=torch.bfloat16))[0]
+        assert batch.shape == (0, 3)
+        assert batch.dtype == torch.bfloat16
+
+    def test_nested_dict(self):
+        sample = {"a": torch.ones(2), "b": {"c": (torch.ones(1, dtype=torch.int32), 2.0)}}
+        batch = no_samples(sample)[0]
+        assert batch["a"].shape == (0, 2)
+        integers, doubles = batch["b"]["c"]
+        assert integers.shape == (0, 1)
+        assert integers.dtype == torch.int32
+        assert doubles.shape == (0,)
+        assert doubles.dtype == torch.float64
+
+    def test_namedtuple(self):
+        batch = no_samples(Pair(torch.ones(2), 1))[0]
+        assert type(batch) is Pair
+        assert batch.inputs.shape == (0, 2)
+
+    def test_mapping_with_attributes(self):
+        def collate(samples):
+            return Encoding({"ids": torch.stack(samples), "scale": 0.5, "name": None}, kept="yes")
+
+        batch = no_samples(torch.ones(4), collate_fn=collate)[0]
+        assert type(batch) is Encoding
+        assert batch.kept == "yes"
+        assert batch["ids"].shape == (0, 4)
+        assert batch["scale"] == 0.5
+        assert batch["name"] is None
+
+    def test_lists_with_an_entry_for_each_sample_are_empty(self):
+        def tuples(samples):
+            return tuple(zip(*samples, strict=True))
+
+        assert no_samples({"text": "private", "x": 1.0})[0]["text"] == []
+        assert no_samples((torch.ones(2), "private"), collate_fn=list)[0] == []
+        assert no_samples((torch.ones(2), "private"), collate_fn=tuples)[0] == ((), ())
+
+    def test_numpy_arrays(self):
+        batch = no_samples(np.ones(3, np.float16), collate_fn=np.stack)[0]
+        assert batch.shape == (0, 3)
+        assert batch.dtype == np.float16
+
+    def test_batch_in_dimension_1(self):
+        def collate(samples):
+            return torch.stack([s[0] for s in samples], 1), torch.tensor([s[1] for s in samples])
+
+        sample = (torch.ones(5, 2), 3)
+        inputs, labels = no_samples(sample, collate_fn=collate, batch_first=False)[0]
+        assert inputs.shape == (5, 0, 2)
+        assert labels.shape == (0,)
+
+    def test_keeps_no_storage_of_the_sample(self):
+        (batch,) = no_samples((torch.ones(1000),))[0]
+        assert batch.untyped_storage().nbytes() == 0
+
+    def test_changing_one_changes_no_other(self):
+        one, other = no_samples({"x": torch.ones(2)})[:2]
+        one["x"] = one["y"] = "changed"
+        assert list(other) == ["x"]
+        assert other["x"].shape == (0, 2)
+
+    def test_a_collate_function_that_changes_its_samples(self):
+        def collate(samples):
+            return {
+                "labels": torch.tensor([sample.pop("labels") for sample in samples]),
+                "ids": torch.stack([sample["ids"] for sample in samples]),
+            }
+
+        class Fresh(Items):
+            def __getitem__(self, index):
+                return dict(self.sample)
+
+        original = DataLoader(Fresh({"labels": 1, "ids": torch.ones(2)}), collate_fn=collate)
+        loader = PoissonLoader.from_data_loader(original, key=KEY)
+        assert min(len(batch["labels"]) for batch in loader) == 0
+
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_rand_on_empty(self, workers):
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        sample = {"x": torch.full((40,), 7.0), "y": 9}
+        batch = no_samples(sample, workers=workers, rand_on_empty=True)[0]
+        assert torch.equal(torch.get_rng_state(), before)
+        assert batch["x"].shape == (1, 40)
+        assert set(batch["x"].flatten().tolist()) == {0.0, 1.0}
+        assert batch["x"].dtype == torch.float32
+        assert batch["y"].shape == (1,)
+        assert batch["y"].item() in (0, 1)
+
+    def test_refuses_what_may_carry_a_sample(self):
+        with pytest.raises(ValueError, match="collate_fn makes a object"):
+            no_samples(1, collate_fn=lambda samples: object())
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+def refusal(loader, **options) -> str:
+    with pytest.raises(ValueError) as caught:
+        PoissonLoader.from_data_loader(loader, key=KEY, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+class TestRefusedLoaders:
+    def test_iterable_dataset(self):
+        assert "a dataset with __getitem__" in refusal(DataLoader(Stream()))
+
+    def test_no_batches(self):
+        assert "batch_size=None" in refusal(DataLoader(numbers(4), batch_size=None))
+        assert "drop_last=False" in refusal(DataLoader(numbers(4), batch_size=5, drop_last=True))
+
+    def test_poisson_already(self):
+        assert "already" in refusal(poisson())
+
+    @pytest.mark.parametrize(
+        "sampler", [SubsetRandomSampler([0, 2, 3]), WeightedRandomSampler([1.0] * 8, 8)]
+    )
+    def test_samplers_that_prefer_some_samples(self, sampler):
+        message = refusal(DataLoader(numbers(8), batch_size=2, sampler=sampler))
+        assert type(sampler).__name__ in message
+        assert "Subset(dataset, indices)" in message
+
+    def test_a_subset_is_accepted(self):
+        loader = DataLoader(Subset(numbers(8), [1, 3, 5]), batch_size=1)
+        seen = drawn(PoissonLoader.from_data_loader(loader, key=KEY))
+        assert set(joined(seen)) <= {1, 3, 5}
+
+    def test_distributed_sampler_of_another_world(self):
+        order = DistributedSampler(numbers(8), num_replicas=2, rank=0)
+        message = refusal(DataLoader(numbers(8), sampler=order), world_size=4)
+        assert "num_replicas=4" in message
+
+    @pytest.mark.parametrize("drop_last", [False, True])
+    def test_distributed_sampler_over_an_uneven_data_set(self, drop_last):
+        order = DistributedSampler(numbers(11), num_replicas=2, rank=0, drop_last=drop_last)
+        original = DataLoader(numbers(11), sampler=order)
+        assert PoissonLoader.from_data_loader(original, key=KEY, world_size=2).sample_rate > 0

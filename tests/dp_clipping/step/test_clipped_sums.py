@@ -1,0 +1,61 @@
+"""Clipped sums of many parameters in few launches, beside sums one by one."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from contextlib import nullcontext
+
+from dp_clipping.kernels.embedding import TokenSums
+from dp_clipping.kernels.tiles import Tile
+from dp_clipping.kernels.weighted_product import weighted_product_plain
+from dp_clipping.kernels.weighted_sum import weighted_sum_plain
+from dp_clipping.layers.linear_factors import LinearFactors
+from dp_clipping.step.clipped_sums import Coefficients, clipped_sums
+from tests.support.kernel_cases import on_gpu
+
+
+def check_clipped_sums(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
+    """Of every kind, in the order of arrival; what they were formed of is let go."""
+    torch.manual_seed(0)
+    c = torch.tensor([[0.5, 0.0, 2.0], [1.0, 0.25, 1e-6]], device=device)
+    ids = torch.tensor([[0, 1, 1], [2, 2, 2], [3, 0, 3]], device=device)
+    draw = lambda *shape: torch.randn(3, *shape).to(device, dtype)  # noqa: E731
+    y, tokens, arrived = draw(20, 16), draw(3, 8), [draw(5, 6), draw(20, 24), draw(7)]
+    one_hot = torch.nn.functional.one_hot(ids, 4).to(dtype)
+    parts = {  # arrival -> what it leaves, its clipping group, and the same as a product y aᵀ
+        "linear": (LinearFactors(arrived[1], y, False), 4, (y, arrived[1])),
+        "dense": (arrived[0], 9, None),
+        "embedding": (TokenSums.of(ids, tokens), 4, (one_hot, tokens)),
+        "transposed": (LinearFactors(arrived[1], y, True), 9, (arrived[1], y)),
+        "bias": (arrived[2], 4, None),
+    }
+    names = {torch.nn.Parameter(torch.empty(0)): name for name in parts}
+    saved = {p: parts[name][0] for p, name in names.items()}
+    groups = {p: parts[name][1] for p, name in names.items()}
+    shapes = {p: torch.Size([4, 8]) for p in names}  # only an embedding's is asked for
+    size = None if tile is None else tile.rows
+    label = lambda *_: nullcontext()  # noqa: E731
+    totals = clipped_sums(saved, Coefficients(c, {9: 0, 4: 1}), groups, shapes, size, label)
+    assert [names[p] for p in totals] == list(parts)
+    assert saved == {}
+    for parameter, total in totals.items():
+        one, group, product = parts[names[parameter]]
+        own = c[{9: 0, 4: 1}[group]]
+        expected = (
+            weighted_sum_plain(one, own) if product is None
+            else weighted_product_plain(*product, own)
+        )  # fmt: skip
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_in_the_interpreter(interpreter, dtype):
+    interpreter.run(check_clipped_sums, "cpu", dtype, Tile(32, 32, 32, 4, 2))
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_compiled(dtype):
+    check_clipped_sums("cuda", dtype, None)

@@ -1,0 +1,64 @@
+"""Each forward opens a private step for one backward; a pass that fails leaves none."""
+
+import pytest
+import torch
+from torch import nn
+
+from dp_clipping.step.private_step import PrivateStep
+from tests.dp_clipping.conftest import private, private_loss
+from tests.support import zoo
+
+
+@pytest.fixture
+def model():
+    return private(zoo.linear(3, 2), "bookkeeping")
+
+
+def test_a_forward_opens_a_step_with_its_batch(model):
+    model(torch.ones(4, 3))
+    first = model.step_state.pending
+    assert isinstance(first, PrivateStep)
+    assert first.batch_size == 4
+    model(torch.ones(5, 3))
+    assert model.step_state.pending is not first
+
+
+def test_a_forward_that_fails_opens_none(model):
+    def fail(*_):
+        raise ArithmeticError
+
+    for _ in range(2):  # the second batch is the last one that is looked at
+        model(torch.ones(4, 3))
+    before = model.step_state.pending
+    hook = model.network.register_forward_hook(fail)
+    with pytest.raises(ArithmeticError):
+        model(torch.ones(5, 3))
+    hook.remove()
+    assert model.step_state.pending in (None, before)
+    private_loss(model, (torch.ones(5, 3), torch.ones(5, 2)), zoo.product).backward()
+
+
+def test_an_empty_batch_gives_no_rows_and_zeros(model):
+    batch = torch.ones(0, 3), torch.ones(0, 2)
+    assert model(batch[0]).shape == (0, 2)
+    assert model.step_state.pending.is_empty
+    model.clear_gradients()
+    private_loss(model, batch, zoo.product).backward()
+    assert all((p.grad == 0).all() for p in model.network.parameters())
+
+
+def test_a_normalisation_that_was_fixed_stays_so():
+    network = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    network[1].requires_grad_(False)
+    network[1].eval()
+    model = private(network, "bookkeeping")
+    model(torch.ones(4, 3))
+    network.train()
+    with pytest.raises(ValueError, match=r"1 .*BatchNorm1d"):
+        model(torch.ones(4, 3))
+
+
+def test_a_packed_sequence_is_refused(model):
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2, 3)])
+    with pytest.raises(ValueError, match="argument 0 of the model is a PackedSequence"):
+        model(packed)

@@ -1,0 +1,129 @@
+"""Losses of a batch, one a sample: arithmetic, reductions, and what is refused."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from dp_clipping.criterion import PrivateCriterion
+from tests.dp_clipping import test_engine as engine
+from tests.dp_clipping.conftest import private
+from tests.support import zoo
+
+
+@pytest.fixture
+def run():
+    return engine.build()
+
+
+def loss_of(run, batch):
+    outputs = run.model(batch[0])
+    return run.criterion(outputs, batch[1]), outputs
+
+
+COMBINED = {
+    "plus": lambda loss, other: loss + other,
+    "plus it": lambda loss, other: other + loss,
+    "minus": lambda loss, other: loss - other,
+    "minus it": lambda loss, other: other - loss,
+    "times": lambda loss, other: loss * other,
+    "times it": lambda loss, other: other * loss,
+    "divided": lambda loss, other: loss / other,
+}
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_a_loss_takes_up_constants_only(run, name):
+    loss, outputs = loss_of(run, engine.data()[:5])
+    combine = COMBINED[name]
+    with pytest.raises(ValueError, match="put the term into the criterion"):
+        combine(loss, outputs.mean(0).square().sum())
+    with pytest.raises(ValueError, match="give one number, or one a sample"):
+        combine(loss, torch.ones(5, 1))
+    weights = torch.arange(1.0, 6.0)
+    own = loss.loss_per_sample
+    for constant in (2.0, torch.tensor(2.0), torch.tensor([[2.0]]), weights):
+        expected = combine(
+            own,
+            constant.reshape(())
+            if constant is not weights and isinstance(constant, torch.Tensor)
+            else constant,
+        )
+        assert torch.equal(combine(loss, constant).loss_per_sample, expected)
+
+
+def test_products_of_losses_are_refused(run):
+    loss, _ = loss_of(run, engine.data()[:5])
+    with pytest.raises(ValueError, match="put products of losses into the criterion"):
+        loss * loss
+
+
+def test_a_function_without_a_reduction_is_called_as_it_is():
+    """Nothing is written on torch's own functions."""
+    model = private(nn.Linear(5, 3))
+    x, y = torch.randn(4, 5), torch.zeros(4).long()
+    single = partial(nn.functional.cross_entropy, reduction="none")
+    loss = PrivateCriterion(model, single, "mean")(model(x), y)
+    assert f"{loss:.3f}" == f"{loss.item():.3f}"
+    with pytest.raises(ValueError, match=r"partial\(F.cross_entropy, reduction='none'\)"):
+        PrivateCriterion(model, nn.functional.cross_entropy, "mean")(model(x), y)
+    assert not hasattr(nn.functional.cross_entropy, "reduction")
+
+
+@pytest.fixture
+def model():
+    return private(zoo.linear(3, 2))
+
+
+def test_losses_of_tokens_are_reduced_over_those_that_count(model):
+    x, targets = torch.randn(2, 4, 3), torch.tensor([[0, 1, -100, -100], [1, 1, 0, 0]])
+    criterion = PrivateCriterion(model, nn.CrossEntropyLoss(), "mean")
+    outputs = model(x)
+    loss = criterion(outputs.flatten(0, 1), targets.flatten(), shape=outputs.shape)
+    apart = [nn.functional.cross_entropy(o, t) for o, t in zip(outputs, targets, strict=True)]
+    torch.testing.assert_close(loss.loss_per_sample, torch.stack(apart))
+    assert loss.item() == pytest.approx(torch.stack(apart).mean().item())
+    total = PrivateCriterion(model, nn.CrossEntropyLoss(reduction="sum"), "sum")
+    outputs = model(x)
+    loss = total(outputs.flatten(0, 1), targets.flatten(), shape=outputs.shape)
+    apart = [
+        nn.functional.cross_entropy(o, t, reduction="sum")
+        for o, t in zip(outputs, targets, strict=True)
+    ]
+    torch.testing.assert_close(loss.loss_per_sample, torch.stack(apart))
+    assert loss.item() == pytest.approx(sum(apart).item())
+
+
+def test_the_users_criterion_is_as_it_was(model):
+    own = nn.CrossEntropyLoss()
+    PrivateCriterion(model, own, "mean")(model(torch.randn(2, 3)), torch.tensor([0, 1]))
+    assert own.reduction == "mean"
+
+
+def test_reductions_must_agree(model):
+    with pytest.raises(ValueError, match=r"is 'sum' and criterion\.reduction 'mean'"):
+        PrivateCriterion(model, nn.CrossEntropyLoss(), "sum")
+    with pytest.raises(ValueError, match="both must be"):
+        PrivateCriterion(model, nn.CrossEntropyLoss(reduction="none"), "none")
+
+
+def test_a_loss_over_the_batch_is_refused(model):
+    with pytest.raises(ValueError, match="it must return one a sample"):
+        PrivateCriterion(model, lambda y, t: (y - t).square().mean(), "mean")(
+            model(torch.randn(3, 3)), torch.zeros(3, 2)
+        )
+
+
+def test_evaluation_has_losses_and_no_backward(model):
+    criterion = PrivateCriterion(model, nn.CrossEntropyLoss(), "mean")
+    model.eval()
+    loss = criterion(model(torch.randn(2, 3)), torch.tensor([0, 1]))
+    assert loss.loss_per_sample.shape == (2,)
+    with pytest.raises(RuntimeError, match="backward of a loss of evaluation"):
+        loss.backward()
+
+
+def test_a_criterion_before_the_forward_is_refused(model):
+    with pytest.raises(RuntimeError, match="before the private model's forward"):
+        PrivateCriterion(model, nn.CrossEntropyLoss(), "mean")(torch.randn(2, 2), torch.zeros(2))
