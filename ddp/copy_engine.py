@@ -32,7 +32,6 @@ from torch.profiler import record_function
 
 from ddp.bucketed import BucketedDDP
 from ddp.buckets import Bucket, Gradient
-from ddp.kernels import combine
 from ddp.peer_memory import PeerMemory, Unavailable, why_not
 
 PIECE_BYTES = 64 << 20  # of a larger chunk, so much is pulled and summed at a time
@@ -169,6 +168,9 @@ class Exchange:
         def part(rank: int, a: int, b: int) -> Tensor:
             return memory.view(rank, start + a * dtype.itemsize, b - a, dtype)
 
+        from ddp.kernels import combine  # Triton: a second that `import ddp` need not take
+
+        self._combine = combine
         self._memory = memory
         self._sums: list[tuple[Tensor, Tensor, list[Tensor]]] = []  # mine, pulled, sources
         rows = max(1, len(peers))
@@ -188,7 +190,7 @@ class Exchange:
         for mine, pulled, sources in self._sums:
             for row, source in zip(pulled, sources, strict=True):
                 row.copy_(source)
-            combine(mine, pulled, scale)
+            self._combine(mine, pulled, scale)
         for target in self._targets:
             target.copy_(self._mine)
         self._memory.signal()

@@ -5,7 +5,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,13 @@ LOSS_REDUCTIONS = ("mean", "sum")
 TILE_SIZES = (16, 32, 64, 128, 256)
 LARGEST = 2.0**100
 """Of what is computed with in float32, which ends at 2¹²⁸: leaves room for what it multiplies."""
+Function = TypeVar("Function", bound=Callable)
 
 
-def renamed(**names: str) -> Callable[[Callable], Callable]:
+def renamed(**names: str) -> Callable[[Function], Function]:
     """Decorates a function whose keyword arguments `old=new` were renamed; the old ones warn."""
 
-    def decorate(function: Callable) -> Callable:
+    def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def call(*args: Any, **arguments: Any) -> Any:
             for old, new in names.items():
@@ -40,7 +41,7 @@ def renamed(**names: str) -> Callable[[Callable], Callable]:
                 arguments[new] = arguments.pop(old)
             return function(*args, **arguments)
 
-        return call
+        return cast(Function, call)
 
     return decorate
 
