@@ -43,7 +43,7 @@ def check_fits(
 
 
 def _check_account(snapshot: Snapshot, saved: dict[str, Any]) -> Parts:
-    """Steps of this engine that the saved account lacks."""
+    """Returns steps of this engine that the saved account lacks."""
     account = snapshot.run.account
     history = saved[ACCOUNTANT]["history"]
     unsaved = account.beyond(parts_of(saved[DETAILS], history), snapshot.run)
@@ -62,7 +62,7 @@ def _check_account(snapshot: Snapshot, saved: dict[str, Any]) -> Parts:
 def _check_run(
     snapshot: Snapshot, saved: dict[str, Any], new_keys: bool
 ) -> tuple[Keys | None, list[str]]:
-    """The key to go on with (None: a new one) and notes."""
+    """Returns the key to go on with (None: a new one) and notes."""
     run, path, with_optimizer = snapshot.run, snapshot.path, snapshot.with_optimizer
     details, here = saved[DETAILS], run.describe()
     check_mac(path, details, key_path(path))
@@ -127,7 +127,7 @@ def _check_tensors(kind: str, there: Mapping, here: Mapping, path: Path) -> None
 
 
 def _check_shapes(there: Mapping[str, Any], here: Mapping[str, Any], path: Path) -> None:
-    """Of the entries that both have: torch copies some of them before it refuses one."""
+    """Checks the entries that both have: torch copies some of them before it refuses one."""
     for name in there.keys() & here.keys():
         shapes = (getattr(there[name], "shape", None), getattr(here[name], "shape", None))
         _check_same(f"the shape of {name}", *(shape and list(shape) for shape in shapes), path)

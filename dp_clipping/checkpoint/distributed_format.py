@@ -244,7 +244,7 @@ def read_shapes(path: Path, saved: dict[str, Any]) -> tuple[SafeReader, dict[str
 
 
 def _reason(error: BaseException) -> str:
-    """On one line; torch's exception, which is no `Exception`, has those of all ranks."""
+    """Returns a reason on one line; torch's exception, no `Exception`, has those of all ranks."""
     if not isinstance(error, dcp.CheckpointException):
         return f"{error!r}"
     failures = {rank: failure[0] for rank, failure in error.failures.items()}
@@ -253,7 +253,7 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's warning that a process alone is alone."""
+    """Silences torch's warning that a process alone is alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -93,7 +93,7 @@ class _Hashing:
 
 
 def digest_of(path: Path, size: int | None = None) -> str:
-    """SHA-256 of a file, or of its first `size` bytes, in hexadecimal."""
+    """Returns the SHA-256 of a file, or of its first `size` bytes, in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         left = os.fstat(file.fileno()).st_size if size is None else size
@@ -111,7 +111,7 @@ def damaged(path: Path, what: str) -> ValueError:
 
 
 def _read_seal(path: Path) -> tuple[str, str] | None:
-    """The digest and the HMAC at the end of the file, the digest verified; None if there is none.
+    """Returns digest and HMAC at the end of the file, the digest verified; None without them.
 
     Raises ValueError if the digest is not that of the content.
     """
@@ -272,7 +272,7 @@ def _is_random_state(states: Any) -> bool:
 
 
 def check_contents(contents: dict[str, Any], extra: Mapping[str, Any]) -> None:
-    """What a load would refuse is refused now; tensors are left out, which makes it cheap."""
+    """Refuses what a load would refuse; tensors are left out, which makes it cheap."""
     clash = sorted(set(extra) & RESERVED)
     if clash:
         raise ValueError(f"checkpoint_dict has {', '.join(clash)}, which are written here: rename")
@@ -299,11 +299,11 @@ def plain(value: Any) -> Any:
 
 
 def given_schedulers(noise_scheduler: Any, grad_clip_scheduler: Any) -> dict[str, Any]:
-    """Entry in the checkpoint -> scheduler, of those that are there."""
+    """Returns entry in the checkpoint -> scheduler, of those that are there."""
     both = zip(SCHEDULERS, (noise_scheduler, grad_clip_scheduler), strict=True)
     return {entry: scheduler for entry, scheduler in both if scheduler is not None}
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """Without the functions of Lambda schedulers, which a load leaves alone, as in torch."""
+    """Returns the state without the functions of Lambda schedulers, which a load leaves alone."""
     return {k: plain(v) for k, v in scheduler.state_dict().items() if not callable(v)}

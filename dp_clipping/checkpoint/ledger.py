@@ -62,7 +62,7 @@ class Step:
 
     @property
     def digest(self) -> int:
-        """Of what a history does not say."""
+        """Returns a digest of what a history does not say."""
         return hash((self.clip_norms, self.draw))
 
 
@@ -72,7 +72,7 @@ def count(history: History) -> int:
 
 
 def after(history: History, steps: int) -> History:
-    """What follows the first `steps` of them."""
+    """Returns what follows the first `steps` of them."""
     rest = []
     for sigma, rate, number in history:
         left = number - min(number, steps)
@@ -83,13 +83,13 @@ def after(history: History, steps: int) -> History:
 
 
 def shared(first: History, second: History) -> int:
-    """How many steps they begin with in common."""
+    """Returns how many steps they begin with in common."""
     both = zip(_single(first), _single(second), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
 
 
 def joined(first: History, second: History) -> History:
-    """One after the other, equal neighbours as one entry."""
+    """Joins them one after the other, equal neighbours as one entry."""
     whole: History = []
     for sigma, rate, steps in [*first, *second]:
         if whole and whole[-1][:2] == (sigma, rate):
@@ -138,7 +138,7 @@ class Account:
         return self.accountant.history
 
     def epsilon(self, delta: float) -> float:
-        """ε at this δ; infinite if a step had no noise."""
+        """Returns ε at this δ; infinite if a step had no noise."""
         self._refuse_lost()
         if any(sigma == 0 for sigma, _, _ in self.history):
             return math.inf
@@ -159,7 +159,7 @@ class Account:
             )
 
     def replace(self, accountant: "IAccountant") -> None:
-        """Let another accountant count from here on.
+        """Counts with another accountant from here on.
 
         Raises:
             ValueError: if it lacks steps that this one has counted.
@@ -178,7 +178,7 @@ class Account:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Around the user's hooks: raises RuntimeError, and takes back, what they count here."""
+        """Surrounds the user's hooks: raises RuntimeError, and takes back, what they count here."""
         before = list(self.history)
         try:
             yield
@@ -196,7 +196,7 @@ class Account:
     # ---- steps ----------------------------------------------------------------------------------
 
     def count(self, step: Step, *, key_is_fixed: bool) -> None:
-        """One step more, unless the account has it and it is made again.
+        """Counts one step more, unless the account has it and it is made again.
 
         Args:
             key_is_fixed: of a test, where runs with one key are not the same run: each step counts.
@@ -233,7 +233,7 @@ class Account:
         return True
 
     def _note_others(self) -> None:
-        """What was added to the accountant's history meanwhile was not added by a run."""
+        """Notes what was added to the accountant's history meanwhile, as no run's."""
         self._attribute(OTHERS, 0)
 
     def _attribute(self, key: str, number: int) -> None:
@@ -250,13 +250,13 @@ class Account:
     # ---- checkpoints ----------------------------------------------------------------------------
 
     def parts(self) -> Parts:
-        """For a checkpoint."""
+        """Returns the parts for a checkpoint."""
         self._refuse_lost()
         self._note_others()
         return deepcopy(self._parts)
 
     def beyond(self, saved: Mapping[str, HistoryPart], run: object) -> Parts:
-        """Released steps that a load of `saved` for this run would forget."""
+        """Returns released steps that a load of `saved` for this run would forget."""
         self._note_others()
         lost = {}
         for key, (first, part) in self._released_until(run).items():
@@ -265,7 +265,7 @@ class Account:
         return {key: (first, part) for key, (first, part) in lost.items() if part}
 
     def _released_until(self, run: object) -> Parts:
-        """The steps that were released before a load for this run."""
+        """Returns the steps that were released before a load for this run."""
         released = dict(self._released)
         is_anothers = self._loaded_for is not None and self._loaded_for is not run
         if self._is_used or is_anothers:
@@ -299,7 +299,7 @@ class Account:
 
 
 def _totals(history: History) -> Counter[tuple[float, float]]:
-    """Steps by noise multiplier and sample rate."""
+    """Returns steps by noise multiplier and sample rate."""
     totals: Counter[tuple[float, float]] = Counter()
     for sigma, rate, steps in history:
         totals[sigma, rate] += steps

@@ -54,7 +54,7 @@ class Resume:
         return self.saved[DETAILS]
 
     def digest(self) -> bytes:
-        """Equal on two ranks that read the same checkpoint."""
+        """Returns a digest that is equal on two ranks that read the same checkpoint."""
         details = {k: v for k, v in self.details.items() if k != "random"}
         history = self.saved[ACCOUNTANT]["history"]
         what = repr((details, history, self.keys is None)).encode()

@@ -22,7 +22,7 @@ State = dict[str, Any]
 
 
 def is_sharded(run: PrivateRun) -> bool:
-    """Whether the model's parameters lie in parts on several ranks. Every rank calls it."""
+    """Returns whether the model's parameters lie in parts on several ranks. Every rank calls it."""
     return any(isinstance(x, DTensor) for x in run.model.network.state_dict().values())
 
 
@@ -30,14 +30,14 @@ def is_sharded(run: PrivateRun) -> bool:
 
 
 def names_of(run: PrivateRun) -> dict[nn.Parameter, str]:
-    """Of parameters where they lie in parts, which is how an optimizer holds them."""
+    """Returns names of parameters where they lie in parts, which is how an optimizer holds them."""
     network = run.model.network
     network.state_dict()  # FSDP2 puts back into parts what a forward has left gathered
     return {parameter: name for name, parameter in network.named_parameters()}
 
 
 def by_name(run: PrivateRun) -> State:
-    """The optimizer's state with names of parameters for their numbers."""
+    """Returns the optimizer's state with names of parameters for their numbers."""
     names, state = names_of(run), run.optimizer.state_dict()
     name_of = {}
     for here, group in zip(run.optimizer.param_groups, state["param_groups"], strict=True):
@@ -70,7 +70,7 @@ def _lies_like(x: DTensor, parameter: Tensor) -> bool:
 
 
 def take_tensors(contents: State) -> dict[str, Tensor]:
-    """Those of module and optimizer, taken out of `contents`, by a name for each."""
+    """Takes the tensors of module and optimizer out of `contents`, by a name for each."""
     tensors = {}
     for name, x in contents[MODULE].items():
         if isinstance(x, Tensor):
@@ -110,7 +110,7 @@ def check_part(run: PrivateRun, name: str, x: Tensor) -> None:
 
 
 def with_tensors(saved: State, tensors: Mapping[str, Tensor]) -> State:
-    """The entries with the tensors back in their places; `saved` is left as it is."""
+    """Returns the entries with the tensors back in their places; `saved` is left as it is."""
     module, whole = dict(saved[MODULE]), dict(saved)
     whole[MODULE] = module
     state = {}
@@ -128,7 +128,7 @@ def with_tensors(saved: State, tensors: Mapping[str, Tensor]) -> State:
 
 
 def check_groups(run: PrivateRun, saved: State, path: Path) -> None:
-    """The optimizer's groups hold the same parameters, in any order within one."""
+    """Checks that the optimizer's groups hold the same parameters, in any order within one."""
     if OPTIMIZER not in saved:
         return
     names = names_of(run)
@@ -143,7 +143,7 @@ def check_groups(run: PrivateRun, saved: State, path: Path) -> None:
 
 
 def room_for(run: PrivateRun, saved: State, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Memory for this rank's part of each tensor that is to be loaded, laid out as the run's."""
+    """Allocates this rank's part of each tensor that is to be loaded, laid out as the run's."""
     models = _models(run)
     room = {}
     for full_name, x in known.items():
@@ -173,7 +173,7 @@ def _models(run: PrivateRun) -> dict[str, Tensor]:
 
 
 def lay_out(run: PrivateRun, saved: State) -> State:
-    """The entries of a checkpoint of one file, each rank with its parts of what it shards."""
+    """Returns the entries of a one-file checkpoint, each rank with its parts of what it shards."""
     models = _models(run)
     module = {
         name: _part_of(x, models[name]) if name in models else x
@@ -193,7 +193,7 @@ def lay_out(run: PrivateRun, saved: State) -> State:
 
 
 def _part_of(x: Any, model: Tensor) -> Any:
-    """A whole tensor as the sharded `model` has it, if they have a shape in common."""
+    """Returns a whole tensor as the sharded `model` has it, if they have a shape in common."""
     if not isinstance(x, Tensor) or not isinstance(model, DTensor) or x.shape != model.shape:
         return x
     part = x[slices_of(model)].to(model.device).contiguous()
@@ -204,7 +204,7 @@ def _part_of(x: Any, model: Tensor) -> Any:
 
 
 def by_number(run: PrivateRun, state: State) -> State:
-    """What `by_name` made, with this run's numbers."""
+    """Returns what `by_name` made, with this run's numbers."""
     names = names_of(run)
     groups, number_of = [], {}
     for here, group in zip(run.optimizer.param_groups, state["param_groups"], strict=True):

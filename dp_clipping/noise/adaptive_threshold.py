@@ -49,7 +49,7 @@ SETTINGS = ("quantile", "learning_rate", "count_std", "expected_batch_size", "lo
 
 
 def gradient_noise_multiplier(noise_multiplier: float, count_std: float, groups: int = 1) -> float:
-    """z_Δ: what the gradient needs, so that it and the counts cost what `noise_multiplier` says.
+    """Returns z_Δ, with which gradient and counts together cost what `noise_multiplier` says.
 
     Without noise (z = 0) there is none on the gradient either.
 
@@ -119,15 +119,15 @@ class AdaptiveThreshold:
 
     @property
     def max_grad_norm(self) -> float | list[float]:
-        """As `make_private` takes it: for `optimizer.max_grad_norm`."""
+        """Returns the thresholds as `make_private` takes them, for `optimizer.max_grad_norm`."""
         return list(self.clip_norms) if self._is_list else self.clip_norms[0]
 
     def gradient_noise_multiplier(self, noise_multiplier: float) -> float:
-        """z_Δ for a z: see the function of that name."""
+        """Returns z_Δ for a z: see the function of that name."""
         return gradient_noise_multiplier(noise_multiplier, self.count_std, len(self.clip_norms))
 
     def update(self, squares: Tensor, *, step: int, noise_key: bytes, noisy: bool = True) -> None:
-        """Let the limits be those of the next step. Once a step, also for an empty batch.
+        """Sets the thresholds of the next step. Once a step, also for an empty batch.
 
         Args:
             squares: squared norms [K, G] of the global batch (`global_norms.GlobalNorms.wait()`),
@@ -166,7 +166,7 @@ class AdaptiveThreshold:
             self.clip_norms[k] = min(max(moved, lowest, LOWEST), highest, HIGHEST)
 
     def state_dict(self) -> dict[str, Any]:
-        """Public: it is a function of what the steps have released."""
+        """Returns a public state: it is a function of what the steps have released."""
         settings = {name: getattr(self, name) for name in SETTINGS}
         return settings | {
             "limits": list(self.clip_norms), "first": list(self._first),
@@ -174,7 +174,7 @@ class AdaptiveThreshold:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a saved run was.
+        """Continues where a saved run was.
 
         Raises:
             ValueError: if its settings were others; nothing is changed then.

@@ -67,7 +67,7 @@ def add_noise(
     place: Place | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`(total + std·z) / divisor`, computed in float32 and cast to `dtype` last.
+    """Returns `(total + std·z) / divisor`, computed in float32 and cast to `dtype` last.
 
     Args:
         total: any shape and strides, float32 (or float64, for tests: then computed in float64 on
@@ -116,7 +116,7 @@ def add_noise_to_all(
     totals: list[Tensor], streams: list[NoiseStream], *, std: float, divisor: float,
     dtypes: list[torch.dtype], places: Sequence[Place | None] | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """`add_noise` of each total with its stream, in few launches: the results in order.
+    """Returns `add_noise` of each total with its stream, in order and in few launches.
 
     Args:
         totals: float32, any shapes; those whose dtype stays are overwritten.
@@ -158,7 +158,7 @@ def add_noise_plain(
     total: Tensor, out: Tensor, stream: NoiseStream, std: float, divisor: float, offset: int,
     place: Place | None = None,
 ) -> None:  # fmt: skip
-    """`out ← (total + std·z) / divisor` for contiguous `total` and `out` of shape [n]."""
+    """Writes `out ← (total + std·z) / divisor` for contiguous `total` and `out` of shape [n]."""
     if std == 0:
         torch.div(total, divisor, out=out)
         return
@@ -174,7 +174,7 @@ def add_noise_plain(
 
 
 def philox(counters: Tensor, stream: NoiseStream) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10 of the 128-bit counters (`counters` low, the stream's words high).
+    """Returns Philox4x32-10 of 128-bit counters (`counters` low, the stream's words high).
 
     Args:
         counters: [n], int64, read as 64 unsigned bits.
@@ -217,7 +217,7 @@ def _chunks(
 def _chunks_of_run(
     run: Span, stream: NoiseStream, device: torch.device | str
 ) -> Iterator[tuple[slice, Tensor]]:
-    """As `_chunks`, for a run: pairs (where in the part, its values), in order."""
+    """Yields `_chunks` for a run: pairs (where in the part, its values), in order."""
     if run.count == 1 or run.length > 4 * CHUNK:
         for q in range(run.count):
             start = run.local_start + q * run.length
@@ -239,7 +239,7 @@ def _chunks_of_run(
 
 
 def _box_muller(words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """Four normals a counter, [4n] float32, those of one counter next to each other.
+    """Returns four normals a counter, [4n] float32, those of one counter next to each other.
 
     The uniform number under the logarithm is (w + ½)/2³² in (0, 1], the angle w read as a signed
     integer times π/2³¹ in [−π, π). It is float64: rounding it to float32 would move it by up to

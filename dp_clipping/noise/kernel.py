@@ -32,14 +32,14 @@ LONGEST = 1 << 32  # elements of a row whose counters a program numbers in 32 bi
 
 
 def serves(total: Tensor) -> bool:
-    """Whether this kernel, and not its reference implementation, adds the noise to `total`."""
+    """Returns whether this kernel, not its reference implementation, adds noise to `total`."""
     return triton is not None and total.is_cuda and total.dtype == torch.float32
 
 
 def add_noise_kernel_launch(
     total: Tensor, out: Tensor, stream: NoiseStream, std: float, divisor: float, offset: int
 ) -> None:
-    """`out ← (total + std·z) / divisor`, cast last; `std` 0 draws nothing.
+    """Writes `out ← (total + std·z) / divisor`, cast last; `std` 0 draws nothing.
 
     Args:
         total: [n], float32, contiguous.
@@ -61,7 +61,7 @@ def add_noise_kernel_launch(
 def add_noise_to_all_kernel_launch(
     totals: list[Tensor], outs: list[Tensor], streams: list[NoiseStream], std: float, divisor: float
 ) -> None:
-    """`add_noise_kernel_launch` for many tensors at once, each from the start of its stream.
+    """Runs `add_noise_kernel_launch` for many tensors at once, each from its stream's start.
 
     A network has hundreds of parameters, most of them small: one launch each would keep the GPU
     waiting for the host. Programs find their tensor by a table of addresses.
@@ -92,7 +92,7 @@ def add_noise_to_parts_kernel_launch(
     totals: list[Tensor], outs: list[Tensor], streams: list[NoiseStream], places: list[Place],
     std: float, divisor: float,
 ) -> None:  # fmt: skip
-    """`add_noise_to_all_kernel_launch` for parts of parameters: each element gets the value at its
+    """Launches `add_noise_to_all_kernel_launch` for parts: each element gets the value at its
     place in the whole.
 
     Each run of a part is a row of the table. Programs number its counters row by row of the run:
@@ -127,13 +127,13 @@ def add_noise_to_parts_kernel_launch(
 
 
 def _is_aligned(run: Span) -> bool:
-    """Whether every row begins with a counter, and every row but the last ends with one."""
+    """Returns whether every row begins with a counter, and every row but the last ends with one."""
     lengths = (run.length, run.stride) if run.count > 1 else ()
     return not any(n % 4 for n in (run.offset, *lengths))
 
 
 def _within_reach(place: Place) -> Place:
-    """The same place, in runs of rows that 32 bits count."""
+    """Returns the same place, in runs of rows that 32 bits count."""
     if all(run.length <= LONGEST for run in place):
         return place
     return tuple(
@@ -152,7 +152,7 @@ def _within_reach(place: Place) -> Place:
 
 @lru_cache(maxsize=8)
 def _pieces(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Which tensor and which piece of it each program draws: [programs, 2] int64."""
+    """Returns which tensor and which piece of it each program draws: [programs, 2] int64."""
     counts = [-(-n // (4 * BLOCK * LOOPS)) for n in sizes]
     pairs = [
         torch.stack((torch.full((c,), i), torch.arange(c)), dim=1) for i, c in enumerate(counts)
@@ -198,14 +198,14 @@ if triton is not None:
 
     @triton.jit
     def _normals(w_radius, w_angle):
-        """Box-Muller on two words [BLOCK], without a library's cases for every other argument."""
+        """Applies Box-Muller to two words [BLOCK], without a library's cases for the rest."""
         b_radius = _radius(w_radius)
         b_cos, b_sin = _cos_sin(w_angle)
         return b_radius * b_cos, b_radius * b_sin
 
     @triton.jit
     def _radius(w):
-        """√(−2 ln u) for u = (w + ½)/2³² in (0, 1], rounded to float32 as in the reference.
+        """Returns √(−2 ln u) for u = (w + ½)/2³² in (0, 1], rounded to float32 as in the reference.
 
         u = 2ᵉ(1 + f) with |f| ≤ 1/3, so that −2 ln u = −2 ln 2 · e + f·p(f). Over all words the
         root of this sum is off by less than 1.8e-7 (3.2e-7 where products are rounded before they
@@ -227,7 +227,7 @@ if triton is not None:
 
     @triton.jit
     def _cos_sin(w):
-        """Cosine and sine of w·π/2³¹, off by less than 9e-8 each.
+        """Returns cosine and sine of w·π/2³¹, off by less than 9e-8 each.
 
         The angle is q quarter turns and a rest πt of at most an eighth. The low 30 bits of w, read
         as a signed integer, are 2³¹t: exact, so that only their conversion to float32 rounds the
@@ -247,14 +247,14 @@ if triton is not None:
 
     @triton.jit
     def _normals_of(w0, w1, w2, w3, BLOCK: tl.constexpr):
-        """Four values a counter, z0 z1 z2 z3 of one next to each other: [4·BLOCK]."""
+        """Returns four values a counter, z0 z1 z2 z3 of one next to each other: [4·BLOCK]."""
         z0, z1 = _normals(w0, w1)
         z2, z3 = _normals(w2, w3)
         return tl.join(tl.join(z0, z2), tl.join(z1, z3)).reshape(4 * BLOCK)
 
     @triton.jit
     def _quotient(b_sum, divisor, inverse):
-        """b_sum / divisor with `inverse` = 1 / divisor, rounded to nearest by one Newton step.
+        """Returns b_sum / divisor, to nearest by one Newton step from `inverse` = 1 / divisor.
 
         A library's division does the same, but looks at each value first, for those whose exponent
         could leave the range. Here an infinite sum gives NaN.

@@ -46,7 +46,7 @@ class Keys:
 
     @property
     def fingerprint(self) -> str:
-        """Public: tells whether a key is the right one, and nothing about it."""
+        """Returns what tells whether a key is the right one, and nothing about it."""
         return self._derive(b"fingerprint").hex()
 
     def mac(self, digest: str) -> str:
@@ -58,7 +58,7 @@ class Keys:
 
 
 def fresh_keys(group: dist.ProcessGroup | None, device: torch.device) -> Keys:
-    """New keys from the operating system's entropy, rank 0's on every rank of the group."""
+    """Returns new keys from the operating system's entropy, rank 0's on every rank of the group."""
     return Keys(_from_rank_0(secrets.token_bytes(KEY_BYTES), group, device))
 
 
@@ -84,7 +84,7 @@ def _from_rank_0(
 
 
 def read_keys(path: Path) -> list[Keys]:
-    """The keys in a key file, a line each; none if there is no such file.
+    """Returns the keys in a key file, a line each; none if there is no such file.
 
     Raises:
         ValueError: for anything else than keys. What the file holds is in no message.
@@ -100,7 +100,7 @@ def read_keys(path: Path) -> list[Keys]:
 
 
 def write_keys(path: Path, keys: list[Keys]) -> None:
-    """Let the file hold exactly these keys and be readable by its owner alone; atomic.
+    """Writes exactly these keys to a file that its owner alone can read; atomic.
 
     A file that is so already is left alone.
     """

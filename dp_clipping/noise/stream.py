@@ -20,7 +20,7 @@ class NoiseStream:
 
     @classmethod
     def derive(cls, secret: bytes, *, step: int, parameter: str, share: int) -> NoiseStream:
-        """The stream of one parameter in one step: 128 bits of BLAKE2b keyed with `secret`.
+        """Returns the stream of one parameter in one step: 128 bits of BLAKE2b keyed with `secret`.
 
         Args:
             secret: 32 bytes from the operating system's entropy.

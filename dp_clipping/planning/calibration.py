@@ -61,7 +61,7 @@ ROUNDS = 7
 
 
 def stored(device: torch.device) -> Rates | None:
-    """The rates that are kept for a device."""
+    """Returns the rates that are kept for a device."""
     values = tuning.read(FILE, device)
     if not all(_is_rate(values.get(name)) for name in MEASURED):
         return None
@@ -69,7 +69,7 @@ def stored(device: torch.device) -> Rates | None:
 
 
 def store(device: torch.device, rates: Rates) -> None:
-    """Keep them, beside those of other devices."""
+    """Keeps rates, beside those of other devices."""
     tuning.keep(FILE, device, {name: getattr(rates, name) for name in MEASURED})
 
 
@@ -82,14 +82,14 @@ def _is_rate(value: object) -> bool:
 
 @lru_cache(maxsize=8)
 def rates_of(device: torch.device) -> Rates:
-    """The rates of a device: those that are kept for it, or an H200's by its multiprocessors."""
+    """Returns a device's rates: those that are kept, or an H200's by its multiprocessors."""
     if device.type != "cuda":
         return Rates()
     return known(device) or default_rates(device)
 
 
 def known(device: torch.device) -> Rates | None:
-    """The rates that are kept for a device, measured now if the environment asks for it."""
+    """Returns the rates that are kept for a device, measured now if the environment asks for it."""
     rates = stored(device)
     if rates is None and os.environ.get("DP_CLIPPING_CALIBRATE") == "1":
         rates = calibrate(device)
@@ -97,7 +97,7 @@ def known(device: torch.device) -> Rates | None:
 
 
 def calibrate(device: torch.device) -> Rates:
-    """Measure and keep."""
+    """Measures and keeps the rates."""
     rates = measure(device)
     store(device, rates)
     return rates
@@ -107,7 +107,7 @@ def calibrate(device: torch.device) -> Rates:
 
 
 def measure(device: torch.device) -> Rates:
-    """With the kernels themselves, each rate so that the plan predicts what they took.
+    """Measures with the kernels, each rate so that the plan predicts what they took.
 
     The device is the current one.
     """
@@ -154,7 +154,7 @@ def _single_precision(shape: tuple[int, ...], rates: Rates, device: torch.device
 
 
 def _rate(use: LinearShape, algorithm: str, name: str, rates: Rates, seconds: float) -> float:
-    """The rate at which the plan predicts `seconds` for one kernel of an algorithm.
+    """Returns the rate at which the plan predicts `seconds` for one kernel of an algorithm.
 
     Steps of the kernels' tiles are what they are: the rest of the time is work at the rate.
     """
@@ -172,7 +172,7 @@ def _use(shape: tuple[int, ...], dtype: torch.dtype) -> LinearShape:
 def _operands(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
-    """SETS of y [B, T, d] and a [B, T, p], from a generator of their own."""
+    """Returns SETS of y [B, T, d] and a [B, T, p], from a generator of their own."""
     batch_size, tokens, outputs, inputs = shape
     generator = torch.Generator(device).manual_seed(0)
     normal = lambda n: torch.randn(  # noqa: E731
@@ -182,7 +182,7 @@ def _operands(
 
 
 def _seconds(calls: dict[str, Callable], device: torch.device) -> dict[str, float]:
-    """Of one call of each."""
+    """Returns the seconds of one call of each."""
     samples = interleaved(calls, device, ROUNDS)
     return {name: median(values) * 1e-3 for name, values in samples.items()}
 
@@ -191,7 +191,7 @@ def _seconds(calls: dict[str, Callable], device: torch.device) -> dict[str, floa
 
 
 def table(before: Rates, after: Rates) -> str:
-    """One line a rate: unit, before, after."""
+    """Returns one line a rate: unit, before, after."""
     rows = [["rate", "unit", "before", "after"]]
     for name in MEASURED:
         unit = {"single": "of product", "bandwidth": "TB/s"}.get(name, "TFLOP/s")

@@ -45,7 +45,7 @@ class Rates:
 
 
 def default_rates(device: torch.device) -> Rates:
-    """An H200's, by the number of multiprocessors.
+    """Returns an H200's rates, by the number of multiprocessors.
 
     A device's rates relative to each other matter most, so all are scaled alike.
     """
@@ -105,7 +105,7 @@ class LayerPlan:
 
 
 def predict(use: LinearShape, algorithm: str, rates: Rates) -> LayerPlan:
-    """Time and bytes of one algorithm for one layer.
+    """Returns time and bytes of one algorithm for one layer.
 
     One processor works on a tile; a tile of a sample's product takes its operations and a step.
     What `gradient` writes comes on top, since a program writes when it has computed.

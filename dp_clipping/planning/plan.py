@@ -36,7 +36,7 @@ NORM_ALGORITHMS = ("auto", INPUT_LENGTH, WIDTH)
 
 
 def allowed(use: LinearShape, norm_algorithm: str) -> tuple[str, ...]:
-    """The algorithms that may serve a layer."""
+    """Returns the algorithms that may serve a layer."""
     if norm_algorithm != "auto":
         return (norm_algorithm,)
     if use.tokens == 1 or use.element_size == 4 or use.tokens > LONGEST_GRAM:
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Kept in all."""
+        """Returns the bytes kept in all."""
         return sum(choice.bytes for choice in self.choices)
 
     @property
@@ -91,7 +91,7 @@ class Plan:
         return not any(choice.recomputed for choice in self.choices)
 
     def _shrink(self, options: list[list[LayerPlan]], budget: int) -> None:
-        """Smaller algorithms, the cheapest changes first, until the budget holds."""
+        """Takes smaller algorithms, the cheapest changes first, until the budget holds."""
         excess = self.bytes - budget
         while excess > 0:
             changes = [
@@ -107,7 +107,7 @@ class Plan:
             self.choices[n] = other
 
     def _recompute(self, options: list[list[LayerPlan]], budget: int) -> None:
-        """Keep layers from the input on while they fit; those behind run a second backward."""
+        """Keeps layers from the input on while they fit; those behind run a second backward."""
         used, full = 0, False
         for n, choice in enumerate(self.choices):
             full = full or used + choice.bytes > budget
@@ -134,7 +134,7 @@ class Plan:
         return found
 
     def table(self, measured: Mapping[str, float] | None = None) -> str:
-        """One line a layer: shapes, algorithm, predicted (and measured) milliseconds, MiB kept."""
+        """Returns a line a layer: shapes, algorithm, predicted (and measured) ms, MiB kept."""
         head = ["layer", "B x T x in x out", "algorithm", "predicted ms", "MiB kept"]
         rows = [head + (["measured ms"] if measured else [])]
         for use, choice in zip(self.uses, self.choices, strict=True):

@@ -53,7 +53,7 @@ class CollateWithEmpty:
 
 
 def _map_entries(function: Callable[..., Any], one: Any, *others: Any) -> Any:
-    """`one` with `function` applied to the entries of a container; a plain value as it is."""
+    """Applies `function` to the entries of a container; returns a plain value as it is."""
     if isinstance(one, Mapping):
         entries = {key: function(one[key], *(other[key] for other in others)) for key in one}
         if not isinstance(one, MutableMapping):

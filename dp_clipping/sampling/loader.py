@@ -75,7 +75,7 @@ class PoissonLoader(DataLoader):
         batch_first: bool = True,
         rand_on_empty: bool = False,
     ) -> Self:
-        """The user's loader with its order of samples replaced by draws; the rest is kept.
+        """Replaces the order of samples of the user's loader by draws, and keeps the rest.
 
         q = 1/len(loader), and an epoch has len(loader) steps. `rank` and `world_size` count
         data-parallel ranks. A draw without samples becomes a batch of zero length in the shape that
@@ -128,7 +128,7 @@ class PoissonLoader(DataLoader):
 
     @property
     def holds_dummy(self) -> bool:
-        """The batch in the user's hands is the made-up sample of `rand_on_empty`."""
+        """Returns whether the batch now in use is the made-up sample of `rand_on_empty`."""
         return self.usage.holds_dummy
 
     def __iter__(self) -> Iterator[Any]:
@@ -141,7 +141,7 @@ class PoissonLoader(DataLoader):
             self.check_last(epoch)
 
     def check_last(self, epoch: range) -> None:
-        """Called before an iteration takes a batch: workers that stay are shared with later ones.
+        """Checks, before a batch is taken, that no iteration has begun since: workers are shared.
 
         Raises RuntimeError if it is not the last one that was begun, with `epoch` from
         `start_epoch`.
@@ -150,12 +150,12 @@ class PoissonLoader(DataLoader):
             raise RuntimeError(OVER)
 
     def coming_epoch(self) -> range:
-        """The draws that the next iteration gives: what a loaded state left over, or an epoch."""
+        """Returns the draws of the next iteration: what a loaded state left over, or an epoch."""
         is_rest = self._resuming and self.position < self._epoch_end
         return range(self.position, self._epoch_end if is_rest else self.position + len(self))
 
     def start_epoch(self) -> range:
-        """Let the batch sampler begin where the user is, whatever was prefetched beyond."""
+        """Starts the batch sampler where the user is, whatever was prefetched beyond."""
         epoch = self._epoch = self.coming_epoch()
         self._epoch_end, self._resuming = epoch.stop, False
         self.batch_sampler.seek(epoch)
@@ -165,7 +165,7 @@ class PoissonLoader(DataLoader):
         return epoch
 
     def hand_over(self, draw: int, samples: int, *, first: bool = True, last: bool = True) -> None:
-        """Called before a batch is yielded, which may be only the `first` or `last` of its draw.
+        """Notes a batch about to be yielded, which may be only the `first` or `last` of its draw.
 
         Without `samples` it is a made-up one, if `rand_on_empty`.
         """
@@ -181,7 +181,7 @@ class PoissonLoader(DataLoader):
             self.position = draw + 1
 
     def state_dict(self) -> dict[str, int | float]:
-        """Where the user is. Holds no key; the same on every rank, for any number of ranks."""
+        """Returns where the user is: no key; the same on every rank, for any number of ranks."""
         return {
             "position": self.position,
             "epoch_end": self._epoch_end,
@@ -190,7 +190,7 @@ class PoissonLoader(DataLoader):
         }
 
     def load_state_dict(self, state: Mapping[str, int | float]) -> None:
-        """Continue after the last batch that was handed out, with the rest of that epoch.
+        """Continues after the last batch that was handed out, with the rest of that epoch.
 
         With the same key the same draws follow. Raises ValueError for the state of other data or
         another rate.
@@ -210,7 +210,7 @@ class PoissonLoader(DataLoader):
 
 
 def kept_options(loader: DataLoader) -> dict[str, Any]:
-    """What a loader that replaces the user's takes over besides the data.
+    """Returns what a loader that replaces the user's takes over besides the data.
 
     `in_order` is not among them: a batch is told from the order in which it arrives.
     """
@@ -222,7 +222,7 @@ def kept_options(loader: DataLoader) -> dict[str, Any]:
 
 
 def _why_not_alone(num_workers: int, rand_on_empty: bool) -> str | None:
-    """Why this loader's draws are not for another one, if they are not."""
+    """Returns why this loader's draws are not for another one, None if they are."""
     if num_workers:
         instead = "num_workers=0"
         what = f"with num_workers={num_workers} steps would take the end of one draw for another's"
@@ -238,13 +238,13 @@ def _why_not_alone(num_workers: int, rand_on_empty: bool) -> str | None:
 
 
 def batch_size_of(loader: DataLoader) -> int | None:
-    """Samples in a batch of the loader; None: its batch sampler does not say."""
+    """Returns the samples in a batch; None if the batch sampler does not say."""
     size = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
     return size if is_count(size) else None
 
 
 def expected_batch_size_of(loader: DataLoader, world_size: int) -> float:
-    """The loader's batch size, times the ranks if each has its own part of the data."""
+    """Returns the loader's batch size, times the ranks if each has its own part of the data."""
     batch_size = batch_size_of(loader)
     if batch_size is None:
         raise ValueError("the loader has no batch_size: give expected_batch_size=")
@@ -279,7 +279,7 @@ def _check_loader(loader: DataLoader, world_size: int) -> None:
 
 
 def _visits_all(sampler: Any, loader: DataLoader, world_size: int) -> bool:
-    """Whether one epoch of all data-parallel ranks has each index of the dataset once.
+    """Returns whether one epoch of all data-parallel ranks has each index of the dataset once.
 
     Told from what torch's own samplers are. Any other is asked for an epoch, whose order nothing
     uses; it may leave out less than a batch with `drop_last`.

@@ -97,7 +97,7 @@ class MicrobatchSampler(Sampler[list[int]]):
         return max(1, -(-largest // self.max_size))
 
     def _draws(self) -> Iterator[tuple[list[int], int]]:
-        """This rank's samples of each draw, and the most that any rank has."""
+        """Yields this rank's samples of each draw, and the most that any rank has."""
         if isinstance(self.batch_sampler, PoissonSampler):
             for shares in self.batch_sampler.draws():
                 yield shares[self.batch_sampler.rank], max(map(len, shares))
@@ -165,7 +165,7 @@ class MicrobatchLoader(DataLoader):
         return self._loader if isinstance(self._loader, PoissonLoader) else None
 
     def leave(self, place: Position | None = None) -> None:
-        """End the iteration in progress, if it is the one at `place`."""
+        """Ends the iteration in progress, if it is the one at `place`."""
         current = self._place
         if current is None or place not in (None, current):
             return
@@ -209,6 +209,6 @@ class MicrobatchLoader(DataLoader):
 
 
 def split(indices: list[int], count: int) -> list[list[int]]:
-    """`count` consecutive parts whose lengths differ by at most one."""
+    """Returns `count` consecutive parts whose lengths differ by at most one."""
     bounds = [len(indices) * i // count for i in range(count + 1)]
     return [indices[start:stop] for start, stop in pairwise(bounds)]

@@ -30,7 +30,7 @@ OVER = (
 
 
 def included(key: bytes, step: int, num_samples: int, sample_rate: float) -> Tensor:
-    """Which samples are in draw `step`: bool [num_samples].
+    """Returns which samples are in draw `step`: bool [num_samples].
 
     Entry i is a function of (key, step, i) and the rate alone. The probability is `sample_rate`
     rounded down to a multiple of 2⁻⁶⁴, so never above what the accountant was told. Raises
@@ -114,7 +114,7 @@ class PoissonSampler(Sampler[list[int]]):
             yield shares[self.rank]
 
     def draws(self) -> Iterator[list[list[int]]]:
-        """The next `steps` draws, each as `shares` gives it.
+        """Yields the next `steps` draws, each as `shares` gives it.
 
         Raises RuntimeError, and takes none, when another iteration has begun or `seek` was called.
         """
@@ -127,18 +127,18 @@ class PoissonSampler(Sampler[list[int]]):
             yield self.shares(step)
 
     def shares(self, step: int) -> list[list[int]]:
-        """Draw `step` as one ascending list of indices for each rank."""
+        """Returns draw `step` as one ascending list of indices for each rank."""
         mask = included(self._key, step, self.num_samples, self.sample_rate)
         indices = mask.nonzero().flatten()
         return [indices[indices % self.world_size == r].tolist() for r in range(self.world_size)]
 
     def rekey(self, key: bytes) -> None:
-        """Take the coming draws from another key, as a resumed run does."""
+        """Takes the coming draws from another key, as a resumed run does."""
         _check_draw(key, 0, self.num_samples, self.sample_rate)
         self._key = key
 
     def seek(self, draws: range) -> None:
-        """Let the next iteration give these draws, and the ones after it continue from there."""
+        """Makes the next iteration give these draws, and the ones after it continue from there."""
         self._iteration = None
         self.step = draws.start
         self._next_steps = len(draws)

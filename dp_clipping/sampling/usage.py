@@ -37,7 +37,7 @@ class SampleUsage:
         self.holds_dummy = False
 
     def begin_iteration(self) -> None:
-        """A draw of an iteration that was left may stay unused."""
+        """Forgets a draw of an iteration that was left: it may stay unused."""
         self.is_unused = False
 
     def hand_over(self, samples: int, is_dummy: bool = False) -> None:
@@ -49,7 +49,7 @@ class SampleUsage:
     def use(
         self, samples: int, on_any_rank: Callable[[bool], bool] = bool, *, part: bool = False
     ) -> None:
-        """A backward is about to add these samples. Raises RuntimeError if they are too many.
+        """Counts samples that a backward is about to add. Raises RuntimeError if they are too many.
 
         `part`: of a batch of which more is to come, as `signal_skip_step` has said.
 
@@ -88,17 +88,17 @@ class SampleUsage:
         )
 
     def give_back(self) -> None:
-        """The sums of this step were dropped: its batch may be used again."""
+        """Allows the batch of a step whose sums were dropped to be used again."""
         self._in_step = 0
         self.left = self.handed or 0
 
     def close(self) -> None:
-        """A step is about to be released: what is in the user's hands belongs to the past."""
+        """Ends a step about to be released; what is in the user's hands is refused from here on."""
         self.steps += 1
         self.take_back()
 
     def take_back(self) -> None:
-        """What is in the user's hands can no longer be used."""
+        """Refuses what is in the user's hands from here on."""
         self._in_step = 0
         if self.handed is not None:
             self.handed = self.left = 0

@@ -44,23 +44,23 @@ class Widened(TorchFunctionMode):
 
 
 def forward(model: nn.Module, inputs: Inputs) -> Tensor:
-    """The output tensor of any model: the logits, if it returns several things."""
+    """Returns the output tensor of any model: the logits, if it returns several things."""
     outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
     return getattr(outputs, "logits", outputs)
 
 
 def move(tensors: Any, *, device=None, dtype: torch.dtype | None = None) -> Any:
-    """A batch on another device; `dtype` is for its floating-point tensors only."""
+    """Returns a batch on another device; `dtype` is for its floating-point tensors only."""
     return tree_map(lambda x: x.to(device, dtype if x.is_floating_point() else None), tensors)
 
 
 def pick(tensors: Any, which: slice | list[int] | Tensor) -> Any:
-    """Some samples of a batch, the batch dimension kept."""
+    """Returns some samples of a batch, the batch dimension kept."""
     return tree_map(lambda x: x[which], tensors)
 
 
 def per_sample_sum(x: Tensor) -> Tensor:
-    """[B, ...] -> [B], also of [B] itself and of no samples."""
+    """Sums [B, ...] to [B], also [B] itself and no samples."""
     return x[:, None].flatten(1).sum(1)
 
 
@@ -70,7 +70,7 @@ def per_sample_gradients(
     per_sample_loss: PerSampleLoss,
     dtype: torch.dtype = torch.float64,
 ) -> Gradients:
-    """g_i for each sample i, by a forward and a backward of that sample alone.
+    """Computes g_i for each sample i, by a forward and a backward of that sample alone.
 
     `model` is a plain module, without hooks of anything under test; a copy is used. Frozen
     parameters are left out, and a parameter that sample i does not reach has g_i = 0.
@@ -94,13 +94,13 @@ def per_sample_gradients(
 
 
 def norms(gradients: Gradients) -> Tensor:
-    """n_i = ‖g_i‖ over all parameters, [B]; not finite where the gradient is not."""
+    """Returns n_i = ‖g_i‖ over all parameters, [B]; not finite where the gradient is not."""
     squares = [per_sample_sum(g.square()) for g in gradients.values()]
     return torch.stack(squares).sum(0).sqrt()
 
 
 def module_groups(names: Sequence[str]) -> list[list[str]]:
-    """Parameter names by the module that owns them, in order of appearance."""
+    """Returns parameter names by the module that owns them, in order of appearance."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(name.rpartition(".")[0], []).append(name)
@@ -115,7 +115,7 @@ def coefficients(
     gamma: float = 0.01,
     groups: list[list[str]] | None = None,
 ) -> dict[str, Tensor]:
-    """c_i for each parameter, [B]: what g_i is multiplied with.
+    """Returns c_i for each parameter, [B]: what g_i is multiplied with.
 
     | clipping    | groups                                             | thresholds               |
     | `flat`      | one, of all parameters                             | C                        |
@@ -155,7 +155,7 @@ def clipped_sum(
     gamma: float = 0.01,
     groups: list[list[str]] | None = None,
 ) -> dict[str, Tensor]:
-    """Σ_i c_i g_i for each parameter, of its shape; what is not finite is left out of the sum."""
+    """Returns Σ_i c_i g_i for each parameter, of its shape, without what is not finite."""
     c = coefficients(gradients, max_grad_norm, clipping, clipping_function, gamma, groups)
     finite = norms(gradients).isfinite()
     return {

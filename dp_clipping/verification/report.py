@@ -62,7 +62,7 @@ class Check:
 
     @property
     def norm_error(self) -> float:
-        """The largest."""
+        """Returns the largest error of a norm."""
         return float(self.norm_errors.max())
 
     @property
@@ -71,7 +71,7 @@ class Check:
 
     @property
     def faults(self) -> list[str]:
-        """What is off by more than rounding explains; nothing if both sides agree."""
+        """Returns what is off by more than rounding explains; nothing if both sides agree."""
         if self.random_sample is not None:
             return [
                 f"the loss of sample {self.random_sample} differs between two runs of the same "
@@ -119,7 +119,7 @@ class Check:
 
 
 def norm_errors(found: Tensor, expected: Tensor, clip_norms: Tensor, floor: float) -> Tensor:
-    """[B] from norms [K, B]; the whole is the largest norm, or C_k if that is less."""
+    """Computes [B] from norms [K, B]; the whole is the largest norm, or C_k if that is less."""
     finite = expected.isfinite().all(0)
     largest = expected[:, finite].amax() if finite.any() else clip_norms.new_zeros(())
     smallest = floor * clip_norms.clamp(max=largest)[:, None]
