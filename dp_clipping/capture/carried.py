@@ -11,7 +11,7 @@ there afterwards must be the same.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -55,11 +55,12 @@ class Kept:
         changes: what it has changed; known once it is done.
     """
 
-    def __init__(self, state: State):
+    def __init__(self, state: State, is_of_runs: bool = False):
         state.walk()
         state.changes = self.changes = []
         self.mark = state.mark()
         self.writes = Writes(self.mark)
+        state.watch = self.writes if is_of_runs else None
 
     def left(self) -> Left:
         """Returns name -> what has changed so far, values of tensors copied."""
@@ -74,12 +75,19 @@ class Kept:
     def put_back(self) -> None:
         self.changes += self.mark.replaced()
         self.mark.put_back()
+        unseen = [named for named in self.mark.written() if id(named) not in self.writes.copies]
+        self.changes += [named.holder.change(named.key) for named in unseen]
         self.changes += [named.holder.change(named.key) for named in self.writes.put_back()]
 
 
 @contextmanager
-def kept(state: State, carries: Callable[[], Any] | None = None) -> Iterator[Kept]:
+def kept(
+    state: State, carries: Callable[[], Any] | None = None, is_of_runs: bool = False
+) -> Iterator[Kept]:
     """Puts back what the body changes, also if it raises.
+
+    With `is_of_runs` the body computes in `State.rewound` only, again and again from one state: the
+    first of these runs tells what operators write to, and the others are not watched.
 
     `carries` is called afterwards where working state has changed, and raises if that carries data.
     What is found here is raised in place of the body's own error, which may come of it.
@@ -87,9 +95,9 @@ def kept(state: State, carries: Callable[[], Any] | None = None) -> Iterator[Kep
     Raises:
         ValueError: naming parameters and persistent buffers that the body has changed.
     """
-    own, error = Kept(state), None
+    own, error = Kept(state, is_of_runs), None
     try:
-        with own.writes:
+        with nullcontext() if is_of_runs else own.writes:
             yield own
     except Exception as raised:
         error = raised

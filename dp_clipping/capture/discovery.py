@@ -129,7 +129,8 @@ class LayoutDiscovery:
         """Returns the number of the check; None: a sample alone has no company."""
         if self._sharding is None and batch.size < FEW:
             return None
-        with kept(self.carried.state, partial(self._refuse_carried, batch)):
+        carries = partial(self._refuse_carried, batch)
+        with kept(self.carried.state, carries, is_of_runs=self._sharding is None):
             places = not self._schedule.settled
             if places:
                 self._check_places(batch)

@@ -12,13 +12,13 @@ from dp_clipping.capture.batch import tensors_in, tensors_of
 from dp_clipping.capture.network import CapturedNetwork, expanded_input, expanded_output
 from dp_clipping.capture.randomness import generator_states, same_generators
 from dp_clipping.capture.state import State
-from dp_clipping.capture.summaries import Seen, summary
+from dp_clipping.capture.summaries import Seen, Summary, summary
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.tensor_parallel import local
-from dp_clipping.torch_compat import tree_map
+from dp_clipping.torch_compat import tree_map, version_of
 
 Arguments = tuple[tuple, dict]
 
@@ -34,6 +34,7 @@ class Observer:
 
     def __init__(self, capture: CapturedNetwork, state: State):
         self._capture, self._state = capture, state
+        self._last_input: tuple[tuple, Tensor, Summary] | None = None
         self._anchors: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def run(
@@ -110,7 +111,7 @@ class Observer:
         """
         triggers: list[Tensor] = []
         dims: dict[nn.Module, list[tuple[int, ...]]] = {}
-        self._is_backward = False
+        self._is_backward, self._last_input = False, None
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             handle: LayerState = module._private
@@ -121,7 +122,7 @@ class Observer:
             if not self._is_backward:  # a checkpointed block is computed again in it
                 for x, layout in zip(inputs, layouts, strict=False):
                     if layout.kind != "shared":
-                        seen.add(handle.name, "input", summary(x, layout, batch_size))
+                        seen.add(handle.name, "input", self._of_input(x, layout, batch_size))
             return expanded_input(handle, layouts, inputs, batch_size)
 
         def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -160,6 +161,14 @@ class Observer:
 
         with self._capture.looked_at(before, after):
             yield triggers
+        self._last_input = None
+
+    def _of_input(self, x: Tensor, layout: Layout, batch_size: int) -> Summary:
+        """Returns the summary of a layer's input; layers that read one tensor in turn share it."""
+        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, version_of(x), layout)
+        if self._last_input is None or self._last_input[0] != key:
+            self._last_input = (key, x, summary(x, layout, batch_size))
+        return self._last_input[2]
 
     def _anchor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         if (dtype, device) not in self._anchors:

@@ -61,7 +61,7 @@ def generator_states(modules: Iterable[nn.Module], device: torch.device) -> list
     states += [value.get_state() for value in values if isinstance(value, torch.Generator)]
     numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else ()
     return [
-        *(x.tolist() for x in states),
+        *(x.numpy().tobytes() for x in states),
         random.getstate(),
         *map(str, numpy[2:]),
         *map(bytes, numpy[1:2]),

@@ -19,7 +19,7 @@ from torch import Tensor
 from dp_clipping.capture.batch import Batch
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.randomness import without_dropout
-from dp_clipping.capture.summaries import Seen, differ
+from dp_clipping.capture.summaries import Seen, compared, differ
 from dp_clipping.layers.batch_layout import Layout
 
 RANDOM = 100  # tolerances: what changes more in a repeated run is no rounding
@@ -240,12 +240,13 @@ class Company:
 
 def _is_larger(key: Key, base: Seen, beside: Seen, again: list[Seen], stays: Tensor) -> bool:
     """Returns whether a sample that stays has changed more than in any of the repeated runs."""
-    one, other = base.summaries[key], beside.summaries[key]
-    room = one.room(other, stays)
+    one = base.summaries[key]
+    change, room = compared([(one, beside.summaries[key])], stays)
+    _, size = compared([(one, one)], stays)
     for run in again:
         if key not in run.summaries:
             return False
-        change = run.summaries[key].change(one, stays).amax(1, keepdim=True)
-        is_random = change > RANDOM * one.room(one, stays)
-        room = torch.maximum(room, ROUNDINGS * change).where(~is_random, torch.inf)
-    return bool((one.change(other, stays) > room).any())
+        by_rounding = compared([(run.summaries[key], one)], stays)[0].amax(2, keepdim=True)
+        is_random = by_rounding > RANDOM * size
+        room = torch.maximum(room, ROUNDINGS * by_rounding).where(~is_random, torch.inf)
+    return bool((change > room).any())

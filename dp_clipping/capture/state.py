@@ -8,7 +8,7 @@ before the first operator that writes to it. `carried` says what may change.
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
@@ -168,6 +168,7 @@ class State:
         self.root, self.is_sharded = root, is_sharded
         self.harmless: set[tuple[int, Any]] = set()  # changes, and does not carry data
         self.changes: list[Change] = []  # of what has been rewound
+        self.watch: Writes | None = None  # of the next body that is rewound
         self.walk()
 
     def walk(self) -> None:
@@ -283,10 +284,15 @@ class State:
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
-        """Puts back what the body replaces; `changes` of it are told to the `kept` around."""
+        """Puts back what the body replaces; `changes` of it are told to the `kept` around.
+
+        The first body in a `kept` of runs is watched for writes: the others start where it did.
+        """
         mark = self.mark()
+        watch, self.watch = self.watch, None
         try:
-            yield
+            with nullcontext() if watch is None else watch:
+                yield
         finally:
             self.changes += mark.replaced()
             mark.put_back()
@@ -340,12 +346,16 @@ class Mark:
 
     def changes(self) -> list[Change]:
         """Returns what was replaced or written to, without what is known to be harmless."""
-        found = self.replaced()
-        now = _versions(self.tensors)
-        if now != self._versions:
-            moved = zip(self.tensors, now, self._versions, strict=True)
-            found += [x.holder.change(x.key) for x, new, old in moved if new != old]
+        found = self.replaced() + [x.holder.change(x.key) for x in self.written()]
         return [change for change in dict.fromkeys(found) if not self.state.is_harmless(change)]
+
+    def written(self) -> list[Named]:
+        """Returns tensors that were written to, by their version counters."""
+        now = _versions(self.tensors)
+        if now == self._versions:
+            return []
+        moved = zip(self.tensors, now, self._versions, strict=True)
+        return [named for named, new, old in moved if new != old]
 
     def put_back(self) -> None:
         """Puts back everything that was held."""

@@ -27,7 +27,7 @@ class Summary:
     """Of a tensor with B samples.
 
     Attributes:
-        values: [B, SIGNS + 1].
+        values: [B, SIGNS + 1], as they were computed.
         tolerance: of a difference that says nothing, relative to the norm of a sample.
     """
 
@@ -38,15 +38,26 @@ class Summary:
         """Returns that of the other samples."""
         return replace(self, values=self.values[1:])
 
-    def room(self, other: "Summary", stays: Tensor) -> Tensor:
-        """Returns what the samples that stay may differ by."""
-        return self.tolerance * torch.maximum(
-            self.values[stays, SIGNS:], other.values[stays, SIGNS:]
-        )
 
-    def change(self, other: "Summary", stays: Tensor) -> Tensor:
-        """Returns what the samples that stay differ by."""
-        return (self.values[stays] - other.values[stays]).abs()
+def compared(pairs: Sequence[tuple[Summary, Summary]], stays: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns how much the samples that stay differ [P, S, SIGNS + 1], and may differ [P, S, 1].
+
+    What is not finite is zero: a bad sample is not a mixing network.
+    """
+    one, other = (
+        torch.stack([found.values.double() for found in side])[:, stays].nan_to_num(0, 0, 0)
+        for side in zip(*pairs, strict=True)
+    )
+    tolerances = one.new_tensor([found.tolerance for found, _ in pairs])[:, None, None]
+    return (one - other).abs(), tolerances * torch.maximum(one[..., SIGNS:], other[..., SIGNS:])
+
+
+def differ(pairs: Sequence[tuple[Summary, Summary]], stays: Tensor) -> list[bool]:
+    """Returns which summaries of two runs differ in a sample that stays; the host waits once."""
+    if not pairs:
+        return []
+    change, room = compared(pairs, stays)
+    return (change > room).flatten(1).any(1).tolist()
 
 
 @dataclass
@@ -69,15 +80,9 @@ class Seen:
         self.summaries[name, what, number] = summary
 
 
-def differ(pairs: Sequence[tuple[Summary, Summary]], stays: Tensor) -> list[bool]:
-    """Returns which summaries of two runs differ in a sample that stays; the host waits once."""
-    flags = [(one.change(other, stays) > one.room(other, stays)).any() for one, other in pairs]
-    return torch.stack(flags).tolist() if flags else []
-
-
 @torch.no_grad()
 def summary(x: Tensor, layout: Layout, batch_size: int) -> Summary:
-    """Returns what x has of each sample; what is not finite is zero, which is no mixing."""
+    """Returns what x has of each sample."""
     is_float = x.is_floating_point() or x.is_complex()
     tolerance = TOLERANCES.get(x.dtype, TOLERANCE) if is_float else WHOLE
     x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
@@ -89,7 +94,7 @@ def summary(x: Tensor, layout: Layout, batch_size: int) -> Summary:
     sums = rows @ _signs(rows.shape[2], 0, rows.dtype, rows.device)
     sums = (sums * _signs(rows.shape[1], 1, rows.dtype, rows.device)).sum(1)
     norms = torch.linalg.vector_norm(rows.flatten(1), dim=1, keepdim=True)
-    return Summary(torch.cat((sums, norms), 1).double().nan_to_num(0, 0, 0), tolerance)
+    return Summary(torch.cat((sums, norms), 1), tolerance)
 
 
 @lru_cache(maxsize=256)
