@@ -44,8 +44,8 @@ CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
 
 def kind_of(module: nn.Module) -> str:
     """Returns which of `FORWARDS` computes what this module does; `vectorized` is right for any."""
-    own = {name for name, _ in module.named_parameters(recurse=False)}
-    if not own <= {"weight", "bias"} or nn.utils.parametrize.is_parametrized(module):
+    names = {name for name, _ in module.named_parameters(recurse=False)}
+    if not names <= {"weight", "bias"} or nn.utils.parametrize.is_parametrized(module):
         return "vectorized"
     plain = plain_type(module)
     method = plain.forward

@@ -48,8 +48,8 @@ def refuse_changes(changes: list[Change], when: str = "a forward in training") -
         )
 
 
-class Kept:
-    """What a body in `kept` does to a state.
+class Restored:
+    """What a body in `restored` does to a state, until it is put back.
 
     Attributes:
         changes: what it has changed; known once it is done.
@@ -61,6 +61,7 @@ class Kept:
         self.mark = state.mark()
         self.writes = Writes(self.mark)
         state.watch = self.writes if is_of_runs else None
+        self._is_of_runs = is_of_runs
 
     def left(self) -> Left:
         """Returns name -> what has changed so far, values of tensors copied."""
@@ -75,15 +76,16 @@ class Kept:
     def put_back(self) -> None:
         self.changes += self.mark.replaced()
         self.mark.put_back()
-        unseen = [named for named in self.mark.written() if id(named) not in self.writes.copies]
-        self.changes += [named.holder.change(named.key) for named in unseen]
-        self.changes += [named.holder.change(named.key) for named in self.writes.put_back()]
+        unseen = self.mark.written() if self._is_of_runs else []  # by the runs after the first
+        changed = [named for named in unseen if id(named) not in self.writes.copies]
+        changed += self.writes.put_back()
+        self.changes += [named.holder.change(named.key) for named in changed]
 
 
 @contextmanager
-def kept(
+def restored(
     state: State, carries: Callable[[], Any] | None = None, is_of_runs: bool = False
-) -> Iterator[Kept]:
+) -> Iterator[Restored]:
     """Puts back what the body changes, also if it raises.
 
     With `is_of_runs` the body computes in `State.rewound` only, again and again from one state: the
@@ -95,16 +97,16 @@ def kept(
     Raises:
         ValueError: naming parameters and persistent buffers that the body has changed.
     """
-    own, error = Kept(state, is_of_runs), None
+    body, error = Restored(state, is_of_runs), None
     try:
-        with nullcontext() if is_of_runs else own.writes:
-            yield own
+        with nullcontext() if is_of_runs else body.writes:
+            yield body
     except Exception as raised:
         error = raised
     finally:
-        own.put_back()
-    refuse_changes(own.changes)
-    if own.changes and carries is not None:
+        body.put_back()
+    refuse_changes(body.changes)
+    if body.changes and carries is not None:
         carries()
     if error is not None:
         raise error
@@ -181,12 +183,12 @@ def refuse_carried(state: State, run: Callable[[Any], Any], first: Any, second: 
     found: list[Change] = []
 
     def after(start: Any, last: Any) -> Left:
-        with kept(state) as own:
+        with restored(state) as body:
             run(start)
             outputs = run(last)
-            left = own.left()
+            left = body.left()
             left |= {f"{OUTPUT}{n}": y.detach() for n, y in enumerate(tensors_in(outputs))}
-        found.extend(own.changes)
+        found.extend(body.changes)
         return left
 
     for last in (first, second):

@@ -162,11 +162,11 @@ class Forecaster:
     ) -> Iterator[tuple[Parameter, LinearShape, torch.dtype]]:
         handles = {handle.name: handle for handle in self._capture.handles}
         for name, handle in handles.items():
-            own = calls[name]
+            of_layer = calls[name]
             is_linear = handle.kind in ("linear", "conv1d") and "weight" in handle.trainable
-            if not is_linear or handle.always_dense or len(own) != 1:
+            if not is_linear or handle.always_dense or len(of_layer) != 1:
                 continue
-            x, dtype = own[0].inputs[0], own[0].product_dtype
+            x, dtype = of_layer[0].inputs[0], of_layer[0].product_dtype
             parameter = handle.parameter("weight")
             inputs, shape = x.shape[-1], self._capture.shapes[parameter]
             use = LinearShape(

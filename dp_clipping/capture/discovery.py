@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dp_clipping.capture.backward import flush_ready_nodes
 from dp_clipping.capture.batch import Batch, tensors_in, tensors_of
-from dp_clipping.capture.carried import Carried, kept
+from dp_clipping.capture.carried import Carried, restored
 from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.network import CapturedNetwork
@@ -108,7 +108,7 @@ class LayoutDiscovery:
         if self._is_provisional or size < FEW:
             self._search.forget()
             self._forecaster.forget()
-        with kept(self.carried.state, lambda: self.carried.refuse(arguments[0])):
+        with restored(self.carried.state, lambda: self.carried.refuse(arguments[0])):
             self._search.establish(*arguments)
         self._is_known, self._is_provisional = True, size < FEW
 
@@ -130,7 +130,7 @@ class LayoutDiscovery:
         if self._sharding is None and batch.size < FEW:
             return None
         carries = partial(self._refuse_carried, batch)
-        with kept(self.carried.state, carries, is_of_runs=self._sharding is None):
+        with restored(self.carried.state, carries, is_of_runs=self._sharding is None):
             places = not self._schedule.settled
             if places:
                 self._check_places(batch)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.capture.batch import map_tensors, tensors_of
-from dp_clipping.capture.carried import kept as state_kept
+from dp_clipping.capture.carried import restored
 from dp_clipping.capture.randomness import generator_states
 from dp_clipping.capture.state import State
 from dp_clipping.capture.summaries import Summary, differ, summary
@@ -164,7 +164,7 @@ class Exchange:
 
     def check(self, number: int) -> None:
         """Raises ValueError if a sample's loss depends on others."""
-        with state_kept(self._state):
+        with restored(self._state):
             base = self._run({})
         places = first = {n: found[0] for n, found in self._places.items()}
         for which, stays in enumerate(halves(self._size, number)):
@@ -179,7 +179,7 @@ class Exchange:
 
         Random numbers of another shape are others: what draws some is not compared.
         """
-        with state_kept(self._state):
+        with restored(self._state):
             try:
                 more = self._run(places, [self._size - 1, *range(self._size)])
             except (*REFUSALS, TypeError):
@@ -226,7 +226,7 @@ class Exchange:
     def _agrees(self, base: dict, places: dict[int, Layout], rows: list[int]) -> bool | None:
         """Returns whether runs agree; None: the criterion does not take such samples together."""
         stays = torch.tensor([i == row for i, row in enumerate(rows)])
-        with state_kept(self._state):
+        with restored(self._state):
             try:
                 found = self._run(places, rows)
             except REFUSALS:

@@ -284,9 +284,9 @@ class State:
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
-        """Puts back what the body replaces; `changes` of it are told to the `kept` around.
+        """Puts back what the body replaces; `changes` of it are told to the `restored` around.
 
-        The first body in a `kept` of runs is watched for writes: the others start where it did.
+        The first body in a `restored` of runs is watched for writes: the others start where it did.
         """
         mark = self.mark()
         watch, self.watch = self.watch, None

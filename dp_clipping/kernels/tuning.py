@@ -128,7 +128,7 @@ def name_of(kernel: str, described: bool) -> str:
 def forget() -> None:
     """Forgets what this process remembers; the file stays."""
     _chosen.clear()
-    _kept.cache_clear()
+    _saved.cache_clear()
 
 
 def _choose(key: tuple, candidates: Sequence[Tile], run: Launch) -> Tile:
@@ -138,8 +138,8 @@ def _choose(key: tuple, candidates: Sequence[Tile], run: Launch) -> Tile:
     if INTERPRETED or device.type != "cuda" or torch.compiler.is_compiling():
         return default
     name = f"{kernel}, {str(dtype).removeprefix('torch.')}, {' x '.join(map(str, sizes))}"
-    kept = _kept(device).get(name)
-    tile = next((one for one in candidates if asdict(one) == kept), None)
+    saved = _saved(device).get(name)
+    tile = next((one for one in candidates if asdict(one) == saved), None)
     if tile is None and os.environ.get(SWITCH) == "1":
         if torch.cuda.is_current_stream_capturing():
             return default
@@ -151,7 +151,7 @@ def _choose(key: tuple, candidates: Sequence[Tile], run: Launch) -> Tile:
 
 
 @lru_cache(maxsize=16)
-def _kept(device: torch.device) -> dict:
+def _saved(device: torch.device) -> dict:
     return read(FILE, device)
 
 
