@@ -23,7 +23,7 @@ from dp_clipping.capture.randomness import fork_randomness
 from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.distributed.dtensor import owner_of, plain_name, plain_type
 from dp_clipping.distributed.sharding import Sharding
-from dp_clipping.layers import embedding, linear, norm
+from dp_clipping.layers import convolution, embedding, group_norm, linear, norm
 from dp_clipping.layers import vmap as vectorized
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import Recorder
@@ -33,7 +33,9 @@ from dp_clipping.validation import refuse_offsets
 FORWARDS = {
     "linear": linear.forward,
     "conv1d": linear.forward,
+    "convolution": convolution.forward,
     "embedding": embedding.forward,
+    "group_norm": group_norm.forward,
     "rms_norm": norm.forward,
     "llama_rms_norm": norm.forward,
     "layer_norm": norm.forward,
@@ -53,6 +55,10 @@ def kind_of(module: nn.Module) -> str:
         return "linear"
     if method is nn.Embedding.forward:
         return "embedding"
+    if method in convolution.FORWARDS:
+        return "convolution"
+    if method in group_norm.FORWARDS and module.weight is not None:
+        return "group_norm"
     if method is nn.RMSNorm.forward:
         return "rms_norm"
     if method is nn.LayerNorm.forward and module.weight is not None:

@@ -4,6 +4,8 @@ Files:
 
     gradient              per-sample gradients of a linear layer and their norms, in one pass
     gram                  norms of linear layers from Gram matrices of tokens
+    convolution           per-sample gradients, norms and clipped sums of convolutions
+    channel_sums          per-sample gradients of GroupNorm and InstanceNorm
     embedding             rows of equal tokens, and their norms
     norm_layer_gradients  per-sample gradients of RMSNorm and LayerNorm
     squared_norms         norms of per-sample gradients that another operator has formed

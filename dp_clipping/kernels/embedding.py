@@ -68,6 +68,13 @@ class TokenSums:
         )  # fmt: skip
         return cls(squares.sum(1), sums, keys, starts)
 
+    may_be_recomputed = False
+    nbytes = 0  # little beside what the forward holds
+
+    def take_norm(self, _keep: bool) -> Tensor:
+        """Returns `squares`."""
+        return self.squares
+
     def weighted_sum(self, coefficients: Tensor, vocabulary: int) -> Tensor:
         """Returns Σ_i c_i G_i [V, d] float32, over the samples with c_i > 0; c [B] float32."""
         features = self.sums.shape[1]

@@ -5,7 +5,7 @@ Files:
     handle                what a captured layer carries
     recorder              what a layer may ask of a private step, and must deliver to it
     batch_layout          where the samples are in a tensor
-    linear, embedding, norm     layers with arithmetic of their own
+    linear, convolution, embedding, norm, group_norm    layers with arithmetic of their own
     linear_factors        norms and sums of a linear layer from its inputs and output gradients
     vmap                  any other module
     tensor_parallel       layers whose parameters are DTensors

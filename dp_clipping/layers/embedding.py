@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dp_clipping.clipping.accumulation import Weights, accumulation_dtype, squared_norms
 from dp_clipping.clipping.norms import Norm
+from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState
@@ -128,6 +129,10 @@ class EmbeddingFactors:
         total = y.new_zeros(batch_size, self.vocabulary, y.shape[-1])
         sample = torch.arange(batch_size, device=y.device)[:, None].expand(batch_size, tokens)
         return total.index_put_((sample, self.ids), y, accumulate=True)
+
+    def on_kernels(self) -> TokenSums:
+        """Returns the sums over equal tokens, formed on kernels."""
+        return TokenSums.of(self.ids, self.y)
 
     def select(self, samples: Tensor | slice) -> "EmbeddingFactors":
         return EmbeddingFactors(self.ids[samples], self.y[samples], self.vocabulary)

@@ -26,7 +26,6 @@ from dp_clipping.clipping.coefficients import MARGIN, coefficients, finite_sampl
 from dp_clipping.clipping.norms import Norm, on_device
 from dp_clipping.distributed.dtensor import local
 from dp_clipping.kernels.coefficients import clip_coefficients
-from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.norm_layer_gradients import Normalized
 from dp_clipping.kernels.squared_norms import squared_norms
 from dp_clipping.kernels.tiles import stream_on
@@ -129,9 +128,10 @@ class FusedStep(PrivateStep):
             return
         self._arrived(parameter)
         self._check_stream(factors.y)
+        is_linear = isinstance(factors, LinearFactors)
         if self._summing:
-            self._emit(parameter, factors)
-        elif isinstance(factors, LinearFactors):
+            self._emit(parameter, factors if is_linear else factors.on_kernels())
+        elif is_linear:
             choice = self._choice_of(parameter, factors)
             self._waiting.linear[parameter] = factors, choice
             if choice.recomputed:
@@ -142,11 +142,18 @@ class FusedStep(PrivateStep):
             total = self._sum_bytes(parameter) if self._streams else 0
             self._wait_for(parameter, 0 if stays else max(factors.bytes, choice.bytes) + total)
         else:
-            with self._range("norm/factors", parameter):
-                sums = TokenSums.of(factors.ids, factors.y)
-            self._norms[parameter] = Norm(sums.squares)
-            self._kept[parameter] = sums
-            self._wait_for(parameter, 0)
+            self._take_norm(parameter, factors.on_kernels())
+
+    def _take_norm(self, parameter: Parameter, use: Any) -> None:
+        """Of an embedding or a convolution, whose norm is one launch."""
+        keep = not (self.policy.two_passes and use.may_be_recomputed)
+        with self._range("norm/factors", parameter):
+            self._norms[parameter] = Norm(use.take_norm(keep))
+        if keep:
+            self._kept[parameter] = use
+        else:
+            self._recomputed.append(parameter)
+        self._wait_for(parameter, use.nbytes if self._streams else 0)
 
     def normalized(self, weight: Parameter | None, bias: Parameter | None, use: Normalized) -> None:
         """What a normalisation's only use has left; None: that parameter is frozen."""

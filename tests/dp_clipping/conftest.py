@@ -1,6 +1,8 @@
 """Private steps without an engine around them, for all tests of this folder."""
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +61,13 @@ def private(
         sharding=sharding_of(network, data_parallel_group),
         **options,
     )
+
+
+def change_policy(model: PrivateModel, **changes: Any) -> None:
+    """Changes how a model clips, which no user can: what it knows of its layers stays."""
+    policy = dataclasses.replace(model.policy, **changes)
+    model.policy = policy
+    object.__setattr__(model.step_context, "policy", policy)
 
 
 def criterion_of(model: PrivateModel, per_sample_loss: oracle.PerSampleLoss) -> PrivateCriterion:

@@ -452,6 +452,20 @@ def _embeddings() -> list[Case]:
     ]
 
 
+class Frames(nn.Module):
+    """Pictures of a film [B, T, 2, H, W], of which a convolution sees B·T at a time, and a film."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.picture, self.film = nn.Conv2d(2, 16, 3, padding=1), nn.Conv3d(16, 8, (2, 2, 3))
+        self.norm = nn.GroupNorm(2, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(1, (2, 2))
+        pictures = self.norm(self.picture(x.flatten(0, 1))).unflatten(0, (len(x), 2))
+        return self.film(pictures.transpose(1, 2)).flatten(2)
+
+
 def _norms_and_convolutions() -> list[Case]:
     def sandwich(layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         return lambda: nn.Sequential(nn.Linear(5, 6), layer(), nn.Linear(6, 3))
@@ -471,6 +485,22 @@ def _norms_and_convolutions() -> list[Case]:
         "conv2d_dilation": lambda: nn.Conv2d(4, 8, 2, dilation=(2, 3), stride=2, groups=2),
         "conv2d_circular": lambda: nn.Conv2d(4, 8, 3, padding=1, padding_mode="circular"),
         "conv_transpose2d": lambda: nn.ConvTranspose2d(4, 8, 3, stride=2),
+        "conv2d_same_even": lambda: nn.Conv2d(4, 8, (2, 3), padding="same", padding_mode="reflect"),
+        "conv_transpose2d_groups": lambda: nn.ConvTranspose2d(
+            4, 8, 3, stride=2, padding=1, output_padding=1, groups=2, dilation=2
+        ),
+        "instance_norm": lambda: nn.Sequential(
+            nn.Conv2d(4, 8, 1), nn.InstanceNorm2d(8, affine=True)
+        ),
+        "wide": lambda: nn.Sequential(
+            nn.Conv2d(4, 16, 3, padding=1),
+            nn.GroupNorm(4, 16),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(16, 32, 3, stride=2, groups=2),
+            nn.ConvTranspose2d(32, 16, 2, bias=False),
+            nn.Conv2d(16, 8, (2, 1), dilation=(1, 2)),
+        ),
+        "frames": lambda: Frames(),
         "group_norm": lambda: nn.Sequential(nn.Conv2d(4, 8, 1), nn.GroupNorm(4, 8)),
     }
     on_signals = {

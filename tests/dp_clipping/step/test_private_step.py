@@ -1,6 +1,5 @@
 """Norms and clipped sums of every network of the zoo, beside one backward per sample."""
 
-import dataclasses
 import functools
 from contextlib import contextmanager
 
@@ -15,6 +14,7 @@ from dp_clipping.verification import reference as oracle
 from tests.dp_clipping.conftest import (
     MODES,
     assert_close,
+    change_policy,
     clipped_sums,
     gradients_of,
     private,
@@ -90,7 +90,7 @@ def test_every_network(case, mode, clipping):
             expected = reference(case.name, batch_size)
             clip_norms = limits_of(expected, clipping)
             model.max_grad_norm = clip_norms
-            model.policy = dataclasses.replace(model.policy, clipping_function=function)
+            change_policy(model, clipping_function=function)
             norms, sums = step_in_float64(model, case, batch_size)
             torch.testing.assert_close(norms, oracle.norms(expected), rtol=1e-9, atol=1e-12)
             assert_close(sums, oracle.clipped_sum(expected, clip_norms, clipping, function), 1e-9)

@@ -1,0 +1,256 @@
+"""Convolutions of one to three dimensions, and transposed ones: a linear layer on patches.
+
+    G_i[o, c, k] = Σ_l y_i[o, l] · x_i[c, l·stride + k·dilation − padding]
+
+y are output gradients, x inputs, l output positions and k the kernel's taps (Rochette et al. 2019,
+arXiv:1912.06015). A transposed convolution is the same with x and y exchanged. Forward and the
+input's gradient are PyTorch's own.
+
+On the kernels G is kept where it is smaller than x and y together. Elsewhere those are kept: G_i is
+formed for the norm and, by the same operations, once more for the sum, so that what is summed is
+what was normed.
+"""
+
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dp_clipping.clipping.accumulation import accumulation_dtype, full_float32, stored_dtype
+from dp_clipping.kernels.convolution import (
+    Geometry,
+    gradients_and_squares,
+    gradients_plain,
+    narrow_gradients,
+    pack,
+    weighted_sum,
+)
+from dp_clipping.kernels.tiles import available
+from dp_clipping.kernels.weighted_sum import weighted_sum as weighted_gradients
+from dp_clipping.layers import tensor_parallel
+from dp_clipping.layers.handle import LayerState, autocast_operands, deliver
+
+CHUNK_ELEMENTS = 1 << 25  # of patches that are formed at a time
+FORWARDS = {
+    kind.forward
+    for kind in (
+        nn.Conv1d, nn.Conv2d, nn.Conv3d,
+        nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    )
+}  # fmt: skip
+
+
+def forward(self: nn.Module, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+    handle: LayerState = self._private
+    if handle.private_step is None:
+        given = () if output_size is None else (output_size,)
+        return type(self).forward(self, x, *given)
+    tensor_parallel.refuse_distributed(handle, x, *self.parameters())
+    layout, x = handle.batched(tensor_parallel.settled(x))
+    batch_size = handle.private_step.batch_size
+    rows = layout.batch_first(x, batch_size)
+    pictures = rows.shape[1] if rows.dim() > self.weight.dim() else None
+    rows = rows if pictures is None else rows.flatten(0, 1)
+    if rows.dim() != self.weight.dim():
+        raise ValueError(
+            f"{handle.name or 'the network'} got an input of shape {tuple(x.shape)}: give it "
+            f"[batch, channels, ...] of {self.weight.dim()} dimensions"
+        )
+    rows, padding = _padded(self, rows)
+    output_padding = _output_padding(self, rows, output_size)
+    bias = None if self.bias is None else self.bias.detach()
+    rows, weight, bias = autocast_operands(rows, self.weight.detach(), bias)
+    options = (
+        list(self.stride), padding, list(self.dilation), self.transposed, output_padding,
+        self.groups,
+    )  # fmt: skip
+    y = Convolution.apply(
+        rows, weight, bias, *_weight_target(handle, rows, weight), *handle.gradient_target("bias"),
+        batch_size, options,
+    )  # fmt: skip
+    return layout.restore(y if pictures is None else y.unflatten(0, (batch_size, pictures)))
+
+
+def _padded(module: nn.Module, x: Tensor) -> tuple[Tensor, list[int]]:
+    """Returns the input and the symmetric zero padding that is left for the convolution."""
+    none = [0] * len(module.stride)
+    if module.padding == "valid":
+        return x, none
+    if module.padding == "same":
+        total = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        sides = [(each // 2, each - each // 2) for each in total]
+    else:
+        sides = [(each, each) for each in module.padding]
+    if module.padding_mode == "zeros" and all(left == right for left, right in sides):
+        return x, [left for left, _ in sides]
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    return F.pad(x, [side for both in reversed(sides) for side in both], mode=mode), none
+
+
+def _output_padding(module: nn.Module, x: Tensor, output_size: list[int] | None) -> list[int]:
+    """Returns what a transposed convolution adds to one side to reach the asked output size."""
+    if not module.transposed or output_size is None:
+        return list(module.output_padding)
+    settings = zip(
+        output_size[-len(module.stride) :], x.shape[2:], module.stride, module.padding,
+        module.dilation, module.kernel_size, strict=True,
+    )  # fmt: skip
+    return [
+        size - ((given - 1) * stride - 2 * padding + dilation * (taps - 1) + 1)
+        for size, given, stride, padding, dilation, taps in settings
+    ]
+
+
+def _weight_target(handle: LayerState, x: Tensor, weight: Tensor) -> tuple[Any, Any]:
+    """Where the weight's factors go, or its G: see `LayerState.gradient_target`."""
+    if "weight" not in handle.trainable or handle.always_dense or torch.compiler.is_compiling():
+        return handle.gradient_target("weight")
+    private_step, parameter = handle.private_step, handle.parameter("weight")
+    if private_step.dense_always:
+        return handle.gradient_target("weight")
+    return private_step.trigger_of(parameter), partial(_hand_over, private_step, parameter)
+
+
+def _hand_over(private_step: Any, parameter: Any, use: "Factors") -> None:
+    if private_step.fused and use.is_wide:
+        private_step.factors(parameter, use)
+    else:
+        private_step.dense(parameter, use.dense(private_step.fused))
+
+
+class Convolution(torch.autograd.Function):
+    """`F.conv{1,2,3}d` and its transposed form, which in backward deliver per-sample gradients."""
+
+    @staticmethod
+    def forward(
+        ctx, x, weight, bias, weight_slot, weight_sink, bias_slot, bias_sink, batch_size, options
+    ):
+        ctx.save_for_backward(x, weight)
+        ctx.sinks, ctx.rest = (weight_sink, bias_sink), (batch_size, options)
+        ctx.wants = x.requires_grad, weight_slot is not None, bias_slot is not None
+        ctx.slot_dtype = None if weight_slot is None else weight_slot.dtype
+        return torch.ops.aten.convolution(x, weight, bias, *options)
+
+    @staticmethod
+    def backward(ctx, gy):
+        x, weight = ctx.saved_tensors
+        gy = tensor_parallel.settled(gy)
+        batch_size, options = ctx.rest
+        wants_x, wants_weight, wants_bias = ctx.wants
+        gx = gradients = biases = None
+        if wants_x:
+            backward = torch.ops.aten.convolution_backward
+            gx = backward(gy, x, weight, None, *options, [True, False, False])[0]
+        if wants_weight:
+            use = Factors(x, gy, weight.shape, batch_size, options)
+            if ctx.sinks[0] is None:
+                gradients = use.dense().to(ctx.slot_dtype)
+            else:
+                ctx.sinks[0](use)
+        if wants_bias:
+            sums = gy.flatten(2).sum(2, dtype=accumulation_dtype(gy.dtype))
+            biases = deliver(ctx.sinks[1], sums.view(batch_size, -1, sums.shape[1]).sum(1))
+        return gx, None, None, gradients, None, biases, None, None, None
+
+
+class Factors:
+    """What one use left: x [N, C, ..] and y [N, O, ..], N a multiple of B; G is [B, *weight]."""
+
+    def __init__(self, x: Tensor, y: Tensor, shape: torch.Size, batch_size: int, options: tuple):
+        stride, padding, dilation, transposed, _, groups = options
+        self.shape, self.batch_size = shape, batch_size
+        missing = 5 - x.dim()
+        three = lambda values, fill: (*[fill] * missing, *values)  # noqa: E731
+        taps = three(shape[2:], 1)
+        self.geometry = Geometry(
+            taps, three(stride, 1), three(padding, 0), three(dilation, 1), groups
+        )
+        # Of a transposed convolution the outputs are what is shifted.
+        right, left = (y, x) if transposed else (x, y)
+        self.x, self.y = (_in_three_dimensions(z) for z in (right, left))
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether matrix units form it."""
+        return self._has_kernels and self.geometry.is_wide(self.x.shape[1], self.y.shape[1])
+
+    @property
+    def _has_kernels(self) -> bool:
+        return available(self.x.device, self.x.dtype)
+
+    def dense(self, fused: bool = False) -> Tensor:
+        """Returns G [B, *parameter] in `accumulation_dtype(dtype)`, on kernels if `fused`.
+
+        Where those do not pay, some samples' patches are formed at a time.
+        """
+        channels = self.x.shape[1], self.y.shape[1]
+        if fused and self._has_kernels and self.geometry.is_narrow(*channels):
+            found = narrow_gradients(self.x, self.y, self.geometry, self.batch_size)
+            return found.view(self.batch_size, *self.shape)
+        dtype, pictures = accumulation_dtype(self.y.dtype), len(self.x) // max(1, self.batch_size)
+        positions = prod(self.y.shape[2:])
+        each = max(1, pictures * positions * self.x.shape[1] * prod(self.geometry.taps))
+        step = max(1, CHUNK_ELEMENTS // each) * max(1, pictures)
+        found = []
+        with full_float32():
+            for x, y in zip(self.x.split(step), self.y.split(step), strict=True):
+                size = len(x) // max(1, pictures)
+                found.append(gradients_plain(x.to(dtype), y.to(dtype), self.geometry, size))
+        if not self.batch_size:
+            return self.y.new_zeros(0, *self.shape, dtype=dtype)
+        return torch.cat(found).view(self.batch_size, *self.shape)
+
+    def on_kernels(self) -> "KernelFactors":
+        """Returns the same for the kernels."""
+        return KernelFactors(self)
+
+
+class KernelFactors:
+    """Operands with the channels last, from which norms and sums are computed on kernels.
+
+    Where G is smaller, taking the norm leaves it in their place.
+    """
+
+    may_be_recomputed = True
+
+    def __init__(self, use: Factors):
+        self._shape, self._geometry, self._batch_size = use.shape, use.geometry, use.batch_size
+        tf32 = torch.backends.cudnn.conv.fp32_precision == "tf32"
+        self._itemsize = stored_dtype(use.y.dtype).itemsize
+        self._operands = [pack(z, use.batch_size, tf32) for z in (use.x, use.y)]
+        self._gradients: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds."""
+        held = self._operands if self._gradients is None else [self._gradients]
+        return sum(z.nbytes for z in held)
+
+    def take_norm(self, keep: bool) -> Tensor:
+        """Returns ‖G_i‖² [B] float32; with `keep`, G is stored where it is smaller."""
+        size = self._batch_size * self._shape.numel() * self._itemsize
+        store = keep and size <= self.nbytes
+        gradients, squares = gradients_and_squares(
+            *self._operands, self._geometry, self._batch_size, store
+        )
+        if store:
+            self._gradients, self._operands = gradients, []
+        return squares
+
+    def weighted_sum(self, coefficients: Tensor, _outputs: int) -> Tensor:
+        """Returns Σ_i c_i G_i float32, over the samples with c_i > 0; c [B] float32."""
+        if self._gradients is not None:
+            total = weighted_gradients(self._gradients, coefficients)
+        else:
+            total = weighted_sum(*self._operands, self._geometry, coefficients)
+        total = total.view(self._shape[0], -1, self._shape[1])
+        return total.movedim(2, 1).reshape(self._shape)
+
+
+def _in_three_dimensions(x: Tensor) -> Tensor:
+    """[N, C, ..] -> [N, C, D, H, W]."""
+    missing = 5 - x.dim()
+    return x.reshape(*x.shape[:2], *[1] * missing, *x.shape[2:])

@@ -1,0 +1,79 @@
+"""GroupNorm and InstanceNorm: y = x̂ · w + b, so G_i = Σ_l y_il · x̂_il for w and Σ_l y_il for b.
+
+x̂ is the input normalised over groups of channels (Wu and He 2018) or over each channel (Ulyanov et
+al. 2016), l runs over pixels. The input's gradient comes from PyTorch's own backward, which is
+asked for that alone.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from dp_clipping.kernels.channel_sums import channel_sums, channel_sums_plain
+from dp_clipping.kernels.tiles import available
+from dp_clipping.layers import tensor_parallel
+from dp_clipping.layers.handle import LayerState, deliver
+
+FORWARDS = {
+    kind.forward for kind in (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+}
+
+
+def forward(self: nn.Module, x: Tensor) -> Tensor:
+    handle: LayerState = self._private
+    if handle.private_step is None:
+        return type(self).forward(self, x)
+    tensor_parallel.refuse_distributed(handle, x, *self.parameters())
+    layout, x = handle.batched(tensor_parallel.settled(x))
+    batch_size, is_group_norm = handle.private_step.batch_size, isinstance(self, nn.GroupNorm)
+    rows = layout.batch_first(x, batch_size)
+    channels = self.num_channels if is_group_norm else self.num_features
+    pictures = None
+    if rows.dim() > x.dim():
+        pictures, rows = rows.shape[1], rows.flatten(0, 1)
+    groups = self.num_groups if is_group_norm else channels
+    y = GroupNorm.apply(
+        rows, self.weight.detach(), None if self.bias is None else self.bias.detach(),
+        *handle.gradient_target("weight"), *handle.gradient_target("bias"), batch_size, groups,
+        self.eps, handle.private_step.fused and not torch.compiler.is_compiling(),
+    )  # fmt: skip
+    return layout.restore(y if pictures is None else y.unflatten(0, (batch_size, pictures)))
+
+
+class GroupNorm(torch.autograd.Function):
+    """`F.group_norm`, which in backward computes its two G [B, C] and delivers them."""
+
+    @staticmethod
+    def forward(
+        ctx, x, weight, bias, weight_slot, weight_sink, bias_slot, bias_sink, batch_size, groups,
+        eps, fused,
+    ):  # fmt: skip
+        ctx.sinks = weight_sink, bias_sink
+        ctx.wants = x.requires_grad, weight_slot is not None, bias_slot is not None
+        if x.is_cuda and torch.is_autocast_enabled("cuda"):  # which computes it in float32
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            x, weight = x.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        x = x.contiguous()
+        sizes = len(x), x.shape[1], x.shape[2:].numel(), groups
+        y, mean, rstd = torch.native_group_norm(x, weight, bias, *sizes, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.rest = batch_size, sizes, fused
+        return y
+
+    @staticmethod
+    def backward(ctx, gy):
+        x, weight, mean, rstd = ctx.saved_tensors
+        gy = tensor_parallel.settled(gy).contiguous()
+        batch_size, sizes, fused = ctx.rest
+        wants_x, wants_weight, wants_bias = ctx.wants
+        gx = weights = biases = None
+        if wants_x:
+            backward = torch.ops.aten.native_group_norm_backward
+            gx = backward(gy, x, mean, rstd, weight, *sizes, [True, False, False])[0]
+        if wants_weight or wants_bias:
+            serves = fused and available(x.device, x.dtype)
+            sums = (channel_sums if serves else channel_sums_plain)(x, gy, mean, rstd)
+            weights, biases = (z.view(batch_size, -1, z.shape[1]).sum(1) for z in sums)
+        weights = deliver(ctx.sinks[0], weights) if wants_weight else None
+        biases = deliver(ctx.sinks[1], biases) if wants_bias else None
+        return gx, None, None, weights, None, biases, *[None] * 5
