@@ -23,12 +23,11 @@ from measure.results import (
     cell_key,
 )
 from measure.statistics import Ratio, Summary, ratio, summarize
-from measure.table import MISSING, Column, describe_failure, format_table
+from measure.table import Column, describe_failure, format_table
 
 __all__ = [
     "ERROR",
     "FINISHED",
-    "MISSING",
     "OK",
     "OOM",
     "SCHEMA_VERSION",

@@ -35,7 +35,7 @@ from pathlib import Path
 from measure.command_line import ending_quietly, refuse
 from measure.options import not_negative, option, parse_options
 from measure.report_tables import milliseconds
-from measure.report_text import ENOUGH, environment
+from measure.report_text import TRUSTED_ROUNDS, environment
 from measure.results import OK, UNAVAILABLE
 from measure.runs import EFFORT, MISSING, STEP, Cell, differing, read_cells, varying
 from measure.statistics import Ratio, ratio, summarize
@@ -43,9 +43,9 @@ from measure.table import Column, format_table
 from measure.words import counted
 
 PROGRAM = "measure.compare"
-FEWEST = 3  # rounds below which only a FAR difference counts
-FAR = 2.0  # times
-SLOWER, FASTER, SAME, UNCLEAR = "slower", "faster", "same", "unclear"
+MIN_ROUNDS = 3
+LARGE_RATIO = 2.0  # with fewer rounds only a larger ratio of times has a verdict
+SLOWER, FASTER, UNCHANGED, UNCLEAR = "slower", "faster", "same", "unclear"
 LARGER, SMALLER = "larger", "smaller"
 NOT_COMPARABLE, FAILED = "not comparable", "failed"
 
@@ -192,7 +192,7 @@ def _judge(before: Cell, after: Cell, threshold: float, metric: str) -> dict:
     }  # fmt: skip
     if before.peak_memory_mb and after.peak_memory_mb:
         growth = after.peak_memory_mb / before.peak_memory_mb
-        words = {SLOWER: LARGER, FASTER: SMALLER, SAME: SAME}
+        words = {SLOWER: LARGER, FASTER: SMALLER, UNCHANGED: UNCHANGED}
         exact = verdict(Ratio(growth, growth, growth), threshold)
         row |= {"memory_ratio": growth, "memory": words[exact]}
     return row
@@ -207,18 +207,21 @@ def _failure(cell: Cell, metric: str) -> str:
     return "" if cell.samples(metric) else f"without {metric}"
 
 
-def verdict(found: Ratio, threshold: float, rounds: int = FEWEST) -> str:
-    """Symmetric: with before and after exchanged, faster becomes slower and the others stay.
+def verdict(found: Ratio, threshold: float, rounds: int = MIN_ROUNDS) -> str:
+    """Returns slower, faster, same or unclear.
 
-    `rounds`: that the interval rests on; below FEWEST only FAR differences are one.
+    It is symmetric: with before and after exchanged, faster becomes slower and the others stay.
+
+    Args:
+        rounds: how many the interval rests on; below MIN_ROUNDS a ratio must exceed LARGE_RATIO.
     """
-    is_known = rounds >= FEWEST
-    top = 1 + threshold if is_known else max(FAR, 1 + threshold)
+    is_known = rounds >= MIN_ROUNDS
+    top = 1 + threshold if is_known else max(LARGE_RATIO, 1 + threshold)
     if found.low > top:
         return SLOWER
     if found.high < 1 / top:
         return FASTER
-    return SAME if is_known and 1 / top <= found.low and found.high <= top else UNCLEAR
+    return UNCHANGED if is_known and 1 / top <= found.low and found.high <= top else UNCLEAR
 
 
 def _regressions(row: dict, name: str) -> list[str]:
@@ -254,15 +257,17 @@ def describe(
     lines += [f"only in B: {'; '.join(found.only_after)}"] if found.only_after else []
     lines += _differences(before, after)
     judged = [row for row in found.rows if row["status"] == OK]
-    rounds = min(
-        (len(cell.good_rounds) for cell in (*before, *after) if cell.status == OK), default=ENOUGH
-    )
-    if judged and rounds < ENOUGH:
-        few = f": below {FEWEST} only what takes {FAR:g} times as long, or half, has a verdict"
+    counts = [len(cell.good_rounds) for cell in (*before, *after) if cell.status == OK]
+    rounds = min(counts, default=TRUSTED_ROUNDS)
+    if judged and rounds < TRUSTED_ROUNDS:
+        few = (
+            f": below {MIN_ROUNDS} only what takes {LARGE_RATIO:g} times as long, or half, has a "
+            "verdict"
+        )
         lines.append(
             f"Intervals rest on {counted(rounds, 'round')}, and are too narrow"
-            f"{few if rounds < FEWEST else ''}. Measure {ENOUGH} rounds or more to trust one "
-            "(--rounds, where the program has it)."
+            f"{few if rounds < MIN_ROUNDS else ''}. Measure {TRUSTED_ROUNDS} rounds or more to "
+            "trust one (--rounds, where the program has it)."
         )
     return "\n".join([*lines, *([_conclusion(found, threshold)] if found.judged else [])])
 

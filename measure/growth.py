@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
-FEWEST = 3  # lengths of a fit with an interval
+MIN_LENGTHS = 3  # lengths of a fit with an interval
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def fit_growth(lengths: Sequence[int], values: Sequence[float]) -> Growth | None
     x, y = [math.log(n) for n in lengths], [math.log(v) for v in values]
     line = linregress(x, y)
     low = high = None
-    if len(lengths) >= FEWEST:
+    if len(lengths) >= MIN_LENGTHS:
         half = float(t.ppf((1 + CONFIDENCE) / 2, len(lengths) - 2) * line.stderr)
         low, high = float(line.slope) - half, float(line.slope) + half
     return Growth(float(line.slope), math.exp(line.intercept), low, high, len(lengths))

@@ -22,9 +22,9 @@ from measure.files import write_atomically
 from measure.options import option, parse_options
 from measure.picture import read_picture
 from measure.report_page import Block, page, table
-from measure.report_phases import PHASES, phase_tables
+from measure.report_phases import PHASES_LEGEND, phase_tables
 from measure.report_tables import (
-    PARTS,
+    PARTS_LEGEND,
     Table,
     failure_table,
     memory_heading,
@@ -174,7 +174,7 @@ def _tables(
 
 def _parts(cells: Sequence[Cell]) -> list[Block]:
     columns, rows = part_table(cells) if cells else ([], [])
-    return [("note", PARTS), table(columns, rows, "Parts of a step")] if rows else []
+    return [("note", PARTS_LEGEND), table(columns, rows, "Parts of a step")] if rows else []
 
 
 def _phases(cells: Sequence[Cell]) -> list[Block]:
@@ -184,7 +184,7 @@ def _phases(cells: Sequence[Cell]) -> list[Block]:
     for name, (columns, rows) in found:
         made += [("heading", name)] if titled else []
         made.append(table(columns, rows, f"Phases of {name}"))
-    return [("note", PHASES), *made] if made else []
+    return [("note", PHASES_LEGEND), *made] if made else []
 
 
 def _failures(cells: Sequence[Cell]) -> list[Block]:

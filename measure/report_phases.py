@@ -12,7 +12,7 @@ from measure.results import OK
 from measure.runs import SECTION, Cell
 from measure.table import Column
 
-PHASES = (
+PHASES_LEGEND = (
     "Medians in milliseconds on rank 0, with profiling on; their sum may exceed the step time, "
     "which is of steps without it. Share: of the sum, at the longest length. Grows as: the power "
     "of the tokens T that fits all lengths, with its 95 % interval from three lengths "

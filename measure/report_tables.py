@@ -9,21 +9,21 @@ from measure.table import Column
 
 Table = tuple[list[Column], list[dict]]
 _MIB = 1 << 20
-TIMES = (
+TIMES_LEGEND = (
     "Median, 10th and 90th percentile of all timed steps, of the slowest rank of each; warm-up is "
     "not timed."
 )
-RATIOS = (
+RATIOS_LEGEND = (
     "×: ratio of medians, over the rounds that both have; below 1 is faster. [95 %]: its bootstrap "
     "interval; one that holds 1 shows no difference."
 )
-PARTS = "What was timed apart within each step."
-PEAK = (
+PARTS_LEGEND = "What was timed apart within each step."
+PEAK_LEGEND = (
     "Peak of the largest rank and round: on a GPU what PyTorch has allocated, on a CPU the "
     "process's resident memory, Python and libraries included."
 )
-EXCHANGE = "Collectives that a step starts, bytes of gradients handed to them."
-ERROR = (
+EXCHANGE_LEGEND = "Collectives that a step starts, bytes of gradients handed to them."
+ERROR_LEGEND = (
     "Gradient error: the largest relative one of a float32 gradient, against one process on the "
     "whole batch."
 )
@@ -42,7 +42,7 @@ def baselines(cells: Sequence[Cell]) -> list[tuple[str, str, str]]:
 
 def time_legend(cells: Sequence[Cell]) -> str:
     """Of the columns that `time_table` has at one length or another."""
-    return f"{TIMES} {RATIOS}" if baselines(cells) else TIMES
+    return f"{TIMES_LEGEND} {RATIOS_LEGEND}" if baselines(cells) else TIMES_LEGEND
 
 
 def time_table(cells: Sequence[Cell]) -> Table:
@@ -108,9 +108,9 @@ def memory_heading(cells: Sequence[Cell]) -> str:
 def memory_legend(cells: Sequence[Cell]) -> str:
     """Of the columns that `memory_table` has."""
     known = [
-        (PEAK, any(cell.peak_memory_mb is not None for cell in cells)),
-        (EXCHANGE, _has_exchange(cells)),
-        (ERROR, any(cell.gradient_error is not None for cell in cells)),
+        (PEAK_LEGEND, any(cell.peak_memory_mb is not None for cell in cells)),
+        (EXCHANGE_LEGEND, _has_exchange(cells)),
+        (ERROR_LEGEND, any(cell.gradient_error is not None for cell in cells)),
     ]
     return " ".join(text for text, is_known in known if is_known)
 

@@ -7,10 +7,10 @@ from measure.report_tables import baselines, milliseconds, ran_as
 from measure.results import OK
 from measure.runs import BASELINES, SECTION, Cell, beside, ratio_beside, varying
 from measure.statistics import NOISY, summarize
-from measure.table import MISSING
+from measure.table import NO_VALUE
 from measure.words import counted
 
-ENOUGH = 5  # rounds from which an interval can be trusted: see `measure.statistics.ratio`
+TRUSTED_ROUNDS = 5  # rounds from which an interval can be trusted: see `measure.statistics.ratio`
 
 
 def findings(cells: Sequence[Cell]) -> list[str]:
@@ -80,11 +80,12 @@ def _doubts(cells: Sequence[Cell]) -> list[str]:
             f"The machine was busy: steps of {cell.label} took {step.p10:.0f} to {step.p90:.0f} ms"
             f"{others}. Close other programs, or measure more steps, before you compare."
         )
-    rounds = min((len(cell.good_rounds) for cell in measured), default=ENOUGH)
-    if rounds < ENOUGH and any(_compared(measured)):
+    rounds = min((len(cell.good_rounds) for cell in measured), default=TRUSTED_ROUNDS)
+    if rounds < TRUSTED_ROUNDS and any(_compared(measured)):
         found.append(
-            f"Intervals rest on {counted(rounds, 'round')}, and are too narrow: they know "
-            f"little of how another round would differ. {ENOUGH} or more (--rounds) can be trusted."
+            f"Intervals rest on {counted(rounds, 'round')}, and are too narrow: they know little "
+            f"of how another round would differ. {TRUSTED_ROUNDS} or more (--rounds) can be "
+            "trusted."
         )
     different = [f"{key} {value}" for key, value in environment(cells) if "; " in value]
     if different:
@@ -137,7 +138,7 @@ def settings(cells: Sequence[Cell]) -> list[tuple[str, str]]:
 
 
 def _plain(value: object) -> str:
-    return MISSING if value is None else f"{value:,}" if type(value) is int else str(value)
+    return NO_VALUE if value is None else f"{value:,}" if type(value) is int else str(value)
 
 
 def subtitle(cells: Sequence[Cell]) -> str:

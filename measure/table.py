@@ -8,7 +8,7 @@ from numbers import Number
 from dp_clipping.table import Remark, aligned
 from measure.results import OK
 
-MISSING = "–"
+NO_VALUE = "–"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _cells(columns: Sequence[Column], row: dict, first: int) -> list[str]:
 
 def _format(value, form: str | Callable[[object], str] | None) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
-        return MISSING
+        return NO_VALUE
     if callable(form):
         return form(value)
     if isinstance(value, bool):

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from experiments.rounds import BASELINE
 from measure import Column, format_table, ratio, summarize
-from measure.growth import FEWEST, Growth, fit_growth
+from measure.growth import MIN_LENGTHS, Growth, fit_growth
 
 RATIOS = """\
 ratio [low, high]: complete steps, with noise and AdamW, against ordinary ones of the same rounds
@@ -60,7 +60,7 @@ def growths_of(lines: Iterable[dict]) -> dict[tuple[int, str], Growth]:
     return {
         key: fit_growth(list(own), list(own.values()))
         for key, own in points.items()
-        if len(own) >= FEWEST
+        if len(own) >= MIN_LENGTHS
     }
 
 

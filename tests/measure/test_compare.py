@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from measure.compare import FASTER, SAME, SLOWER, UNCLEAR, main, verdict
+from measure.compare import FASTER, SLOWER, UNCHANGED, UNCLEAR, main, verdict
 from measure.statistics import Ratio
 from tests.support.rows import record_benchmark, steps, write_llama
 
@@ -39,8 +39,8 @@ def line(text: str, name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [
-        (1.06, 1.3, SLOWER), (1.04, 1.3, UNCLEAR), (0.96, 1.04, SAME), (1.0, 1.0, SAME),
-        (0.7, 0.95, FASTER), (0.7, 0.96, UNCLEAR), (0.9, 1.1, UNCLEAR), (1.05, 1.05, SAME),
+        (1.06, 1.3, SLOWER), (1.04, 1.3, UNCLEAR), (0.96, 1.04, UNCHANGED), (1.0, 1.0, UNCHANGED),
+        (0.7, 0.95, FASTER), (0.7, 0.96, UNCLEAR), (0.9, 1.1, UNCLEAR), (1.05, 1.05, UNCHANGED),
     ],
 )  # fmt: skip
 def test_a_verdict_needs_the_whole_interval(low, high, expected):
