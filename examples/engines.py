@@ -15,7 +15,7 @@ ENGINES = ("dp_clipping", "opacus")
 
 
 def engine_classes(name: str) -> tuple[Any, Any]:
-    """`PrivacyEngine` and `BatchMemoryManager` of that package: the only difference there is."""
+    """Returns `PrivacyEngine` and `BatchMemoryManager` of the package that `--engine` names."""
     if name == "opacus":
         from opacus import PrivacyEngine
         from opacus.utils.batch_memory_manager import BatchMemoryManager
@@ -25,7 +25,7 @@ def engine_classes(name: str) -> tuple[Any, Any]:
 
 
 def parser(program: str, description: str, **defaults: Any) -> argparse.ArgumentParser:
-    """The options that all of them have, with their defaults."""
+    """Returns the options that all examples have, with their defaults."""
     values = {
         "epochs": 3, "batch_size": 64, "max_physical_batch_size": 32, "learning_rate": 1e-2,
     } | defaults  # fmt: skip
@@ -54,7 +54,7 @@ def parser(program: str, description: str, **defaults: Any) -> argparse.Argument
 
 
 def run(made: argparse.ArgumentParser, train: Any, arguments: Sequence[str] | None = None) -> int:
-    """Parse, check and train; the exit status."""
+    """Parses, checks and trains; returns the exit status."""
     options = made.parse_args(arguments)
     for name, value in vars(options).items():
         if isinstance(value, int | float) and value <= 0 and name != "seed":

@@ -33,6 +33,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -54,7 +55,7 @@ from lm.runtime import (
 )
 from lm.schedule import learning_rate
 from measure.command_line import refuse
-from measure.files import append_line, read_lines, write_atomically
+from measure.files import append_line, read_lines, replacing, write_atomically
 
 INTERRUPTED = 130
 HELD_OUT = 20  # one window of so many is never trained on: the last ones of the text
@@ -74,7 +75,7 @@ class Text:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 2 for bad input, 130 after Ctrl-C."""
+    """Returns the exit status: 0, 2 for bad input, 130 after Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = parse(arguments)
     try:
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def cut_windows(source: str, context_length: int) -> Text:
-    """The text of `--data`, cut; raises ValueError where it is too short or no text."""
+    """Cuts the text of `--data` into windows; raises ValueError if it is too short or no text."""
     if source == "synthetic":
         raise ValueError("--data synthetic is no text: give a file, a folder or stdlib")
     tokens = open_data(source, vocab_size=256).tokens
@@ -111,7 +112,7 @@ def cut_windows(source: str, context_length: int) -> Text:
 
 
 def public_settings(options: Options, text: Text) -> dict:
-    """What identifies a run, δ filled in; raises ValueError for what the text does not allow."""
+    """Returns what identifies a run with its δ; raises ValueError if the text does not allow it."""
     windows = len(text.training)
     settings = {k: v for k, v in vars(options).items() if k not in RESUMABLE} | {"windows": windows}
     # Far below one window in all of them: a mechanism that publishes a random window has δ = 1/n.
@@ -156,7 +157,7 @@ def check_folder(folder: Path, settings: dict, text: Text) -> None:
 
 @contextmanager
 def this_device(choice: str) -> Iterator[torch.device]:
-    """Where this process computes; under torchrun, inside a process group."""
+    """Yields the device of this process; under torchrun, inside a process group."""
     if not launched() or launched_world_size() == 1:
         yield torch.device(find_hardware(choice, 1).device_type)
         return
@@ -165,7 +166,7 @@ def this_device(choice: str) -> Iterator[torch.device]:
 
 
 def command(arguments: Sequence[str]) -> str:
-    """The command line that started this run."""
+    """Returns the command line that started this run."""
     start = "python"
     if launched() and launched_world_size() > 1:
         start = f"torchrun --nproc_per_node={launched_world_size()}"
@@ -219,7 +220,7 @@ class Training:
         self._finish()
 
     def _train_epoch(self) -> None:
-        """The rest of an epoch: draws, each in microbatches that fit in memory."""
+        """Trains the rest of an epoch: Poisson batches, each in microbatches that fit in memory."""
         losses: list[Tensor] = []
         with BatchMemoryManager(
             data_loader=self.loader,
@@ -235,14 +236,15 @@ class Training:
                 self.optimizer.zero_grad()
 
     def _train(self, windows: Tensor) -> Tensor:
-        """Forward, backward and step of one microbatch; its losses [B] in nats a byte."""
+        """Trains on one microbatch; returns its losses [B] in nats per byte."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(
                 self.optimizer.steps + 1, WARMUP_STEPS, self.options.learning_rate
             )
         outputs = self.model(windows[:, :-1])
-        targets = windows[:, 1:].flatten()
-        loss = self.criterion(outputs.flatten(0, 1), targets, shape=outputs.shape)
+        targets = rearrange(windows[:, 1:], "b t -> (b t)")
+        logits = rearrange(outputs, "b t v -> (b t) v")
+        loss = self.criterion(logits, targets, shape=outputs.shape)
         loss.backward()
         self.optimizer.step()
         return loss.loss_per_sample.detach()
@@ -250,7 +252,7 @@ class Training:
     # ---- what epsilon does not cover ------------------------------------------------------------
 
     def _look(self, losses: Tensor) -> None:
-        """Log what the step's samples looked like; at some steps report and save."""
+        """Logs what the step's samples looked like; at some steps reports and saves."""
         step, options = self.optimizer.steps, self.options
         norms = self.model.per_sample_gradient_norms
         sums = torch.stack(
@@ -275,19 +277,20 @@ class Training:
             self._save()
 
     def _held_out_bits(self) -> float:
-        """Bits a byte on windows that are never trained on, of the model as it is."""
+        """Returns the bits per byte on windows that are never trained on."""
         network, windows = self.model.network, self.text.held_out.to(self.device).long()
         total = 0.0
         with torch.no_grad():
             for part in windows.split(self.options.max_physical_batch_size):
-                outputs, targets = network(part[:, :-1]), part[:, 1:]
-                total += cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum")
+                logits = rearrange(network(part[:, :-1]), "b t v -> (b t) v")
+                targets = rearrange(part[:, 1:], "b t -> (b t)")
+                total += cross_entropy(logits, targets, reduction="sum")
         return float(total) / windows[:, 1:].numel() / NATS_PER_BIT
 
     # ---- files ----------------------------------------------------------------------------------
 
     def _restore(self) -> None:
-        """Go on from the checkpoint, or write the first one, so that every kill can be resumed."""
+        """Loads the checkpoint, or writes the first one: a run can be resumed at any time."""
         if self.checkpoint.exists():
             self.engine.load_checkpoint(path=self.checkpoint, **self._parts())
             if self.is_first:
@@ -317,9 +320,8 @@ class Training:
         epsilon, delta = self.engine.get_epsilon(self.settings["delta"]), self.settings["delta"]
         folder = self.options.output_dir
         if self.is_first:
-            with (folder / "model.pt.part").open("wb") as file:
+            with replacing(folder / "model.pt") as file:
                 torch.save(self.model.network.state_dict(), file)
-            (folder / "model.pt.part").replace(folder / "model.pt")
             draw_training(
                 folder / "training.png",
                 read_lines(self.log)[1:],
@@ -337,7 +339,7 @@ class Training:
     # ---- words ----------------------------------------------------------------------------------
 
     def _unigram_bits(self) -> float:
-        """What guessing by the held-out bytes' own frequencies costs: the floor of not reading."""
+        """Returns the entropy of the held-out bytes' frequencies: the bits without context."""
         counts = np.bincount(self.text.held_out[:, 1:].flatten().numpy())
         shares = counts[counts > 0] / counts.sum()
         return float(-(shares * np.log2(shares)).sum())

@@ -14,7 +14,7 @@ INK, FAINT = "#222222", "#6B6B6B"
 def draw_training(
     path: Path, lines: Sequence[dict], *, unigram_bits: float, epsilon: float, title: str
 ) -> None:
-    """Write three panels over steps as a PNG, atomically.
+    """Writes three panels over steps as a PNG, atomically.
 
     Args:
         lines: of the log, one a step: `step` and, where known, `bits`, `clipped`,
@@ -97,6 +97,6 @@ def _finish(axes, title: str, note: str) -> None:
 
 
 def _series(lines: Sequence[dict], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the lines that have this entry."""
+    """Returns steps and values of the lines that have this entry."""
     known = [(line["step"], line[name]) for line in lines if name in line]
     return [step for step, _ in known], [value for _, value in known]

@@ -1,4 +1,4 @@
-"""One property of a solution, tried on one rank; this module runs inside the ranks.
+"""Tries one property of a solution on one rank; this module runs inside the ranks.
 
 A check is a list of functions, the properties, that take a `Rank` and raise `Wrong` if the solution
 does not have the property. Their docstrings are what the learner reads.
@@ -30,7 +30,7 @@ class Wrong(Exception):
 
 @dataclass(frozen=True)
 class Rank:
-    """What a property has at hand: the default process group is one of its own."""
+    """What a property is given; the default process group is made for it."""
 
     rank: int
     world_size: int
@@ -61,7 +61,7 @@ class Verdict:
 
 
 def attempt(context: Context, task: Try) -> Verdict:
-    """Nothing is left over from an earlier property: the process group and the module are new."""
+    """Tries a property with a new process group and a new module, and returns the verdict."""
     if dist.is_initialized():
         dist.destroy_process_group()
     record = Record(task.log(context.rank))
@@ -103,7 +103,7 @@ def judge_error(error: BaseException, solution: Path) -> Verdict:
 
 
 def place(error: BaseException, solution: Path) -> str:
-    """` (my_file.py, line 12)`: the innermost line of the learner's own file."""
+    """Returns ` (my_file.py, line 12)`, the innermost line of the learner's own file."""
     if isinstance(error, SyntaxError) and error.filename == str(solution):
         return f" ({solution.name}, line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)

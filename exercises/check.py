@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> tuple[str, Path]:
-    """The folder of the exercise, and the learner's file.
+    """Returns the folder of the exercise, and the learner's file.
 
     Raises:
         ValueError: one line that says what to type.
@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, Path]:
 
 
 def wanted(exercise: str) -> list[str]:
-    """The classes and functions that the starter defines at its top level, and the check uses."""
+    """Returns the names that the starter defines at its top level and the check uses."""
     folder = Path(__file__).parent / exercise
     starter = ast.parse((folder / "starter.py").read_text())
     names = [node.name for node in starter.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]

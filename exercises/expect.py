@@ -38,7 +38,7 @@ class Branches(nn.Module):
 
 
 def branches_loss(seed: int, which: Callable[[int], list[int]] | None = None) -> Loss:
-    """Each rank takes the branches `which(rank)`; all of them in order by default."""
+    """Returns a loss; each rank takes the branches `which(rank)`, by default all in order."""
 
     def loss(model: nn.Module, rank: int) -> Tensor:
         taken = which(rank) if which else None
@@ -56,7 +56,7 @@ def gradients_of(module: nn.Module) -> Gradients:
 
 
 def local_gradients(module: nn.Module, losses: list[Loss], rank: int) -> Gradients:
-    """What `losses` add up to on one rank; the copy has neither hooks nor gradients."""
+    """Returns the gradients of the sum of `losses` on one rank, of a copy without hooks."""
     alone = copy.deepcopy(module)
     for loss in losses:
         loss(alone, rank).backward()
@@ -64,7 +64,7 @@ def local_gradients(module: nn.Module, losses: list[Loss], rank: int) -> Gradien
 
 
 def mean_gradients(module: nn.Module, losses: list[Loss], world_size: int) -> Gradients:
-    """The mean over ranks; a rank without a gradient adds zero, none at all gives None."""
+    """Returns means over ranks; a rank without a gradient adds zero, none at all gives None."""
     per_rank = [local_gradients(module, losses, r) for r in range(world_size)]
     return {name: mean([g[name] for g in per_rank]) for name in per_rank[0]}
 
@@ -90,7 +90,7 @@ def expect_gradients(
     hint: str = "",
     mistakes: dict[str, Gradients] | None = None,
 ) -> None:
-    """Raise `Wrong` for the first gradient that differs.
+    """Raises `Wrong` for the first gradient that differs.
 
     `mistakes` maps what to say to the gradients for which to say it; `hint` is for all others.
     """
@@ -105,7 +105,7 @@ def expect_gradients(
 
 
 def expect_parameters_left_alone(rank: Rank, module: nn.Module) -> None:
-    """Equal parameters averaged are the same again, so look at what was reduced."""
+    """Raises `Wrong` if a parameter was reduced; the mean of equal parameters would not show it."""
     names = {p.data_ptr(): name for name, p in module.named_parameters()}
     for event in rank.record.calls("all_reduce"):
         if event.data_ptr in names:
@@ -113,7 +113,7 @@ def expect_parameters_left_alone(rank: Rank, module: nn.Module) -> None:
 
 
 def difference(name: str, actual: Tensor | None, expected: Tensor | None) -> str:
-    """The first number in which two tensors differ, if they have the same shape."""
+    """Describes the first number in which two tensors differ, or their different shapes."""
     if actual is None or expected is None or actual.shape != expected.shape:
         return f"{name} is {show(actual)} and should be {show(expected)}"
     differs = ~torch.isclose(actual.double(), expected.double(), 1e-4, 1e-5)
@@ -130,7 +130,7 @@ def show(tensor: Tensor | None) -> str:
 
 
 def mark_gradients(rank: Rank, module: nn.Module) -> None:
-    """Write into the record when each gradient has been accumulated, before any other hook."""
+    """Writes into the record when each gradient has been accumulated, before any other hook."""
     for name, parameter in module.named_parameters():
         parameter.register_post_accumulate_grad_hook(
             lambda _, name=name: rank.record.mark("gradient", name)
@@ -138,13 +138,13 @@ def mark_gradients(rank: Rank, module: nn.Module) -> None:
 
 
 def during_backward(rank: Rank) -> list[Event]:
-    """The events up to the last gradient."""
+    """Returns the events up to the last gradient."""
     events = rank.record.events
     last = max((i for i, e in enumerate(events) if e.what == "gradient"), default=-1)
     return events[: max(last, 0)]
 
 
 def launch_names(rank: Rank, module: nn.Module) -> list[str]:
-    """Whose gradient each all-reduce was for, in order; call it while the gradients are there."""
+    """Returns whose gradient each all-reduce was for; call it while the gradients are there."""
     names = {p.grad.data_ptr(): n for n, p in module.named_parameters() if p.grad is not None}
     return [names.get(e.data_ptr, f"{e.numel} numbers") for e in rank.record.calls("all_reduce")]

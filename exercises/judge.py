@@ -1,4 +1,4 @@
-"""Try every property of a solution on a pool of ranks, and say what is wrong in one line each.
+"""Tries every property of a solution on a pool of ranks, and says what is wrong in one line each.
 
 Nothing that a solution does can hang the check: a collective that some rank never issues fails
 after `patience_s` on the ranks that wait for it, and a rank that does not answer at all (an endless
@@ -38,10 +38,10 @@ class Result:
 
 
 class Ranks(RankPool):
-    """The pool of the tests, with an answer, if only None, from every rank within a time."""
+    """A pool that has an answer, if only None, from every rank within a time."""
 
     def try_on(self, world_size: int, task: Try) -> list[Verdict | None]:
-        """Each rank's verdict; None for one that died or gave no answer, and the pool is new."""
+        """Returns each rank's verdict; after a None (no answer) the pool is started again."""
         if not self._processes:
             self._start()
             self._collect_verdicts(self._send(self.size, _get_ready), START_S)
@@ -85,14 +85,14 @@ def _get_ready(context: Context) -> None:
 
 
 def load_check(name: str) -> ModuleType:
-    """The check of an exercise: `WORLD_SIZES` and `PROPERTIES`."""
+    """Returns the check of an exercise: a module with `WORLD_SIZES` and `PROPERTIES`."""
     return import_module(f"exercises.{name}.check")
 
 
 def judge(
     exercise: str, solution: Path, ranks: Ranks, patience_s: float = PATIENCE_S
 ) -> Iterator[Result]:
-    """One result a property; after a stall the others are skipped, they would stall as well."""
+    """Yields one result per property; after a stall the others are skipped."""
     check = load_check(exercise)
     stalled = False
     for number, body in enumerate(check.PROPERTIES):
@@ -111,7 +111,7 @@ def judge(
 
 
 def _try(exercise, number, solution, ranks, world_size, patience_s) -> tuple[str, bool]:
-    """Why the property does not hold (empty if it does), and whether a rank was left waiting."""
+    """Returns why the property does not hold (empty if it does), and whether a rank waits."""
     folder = Path(tempfile.mkdtemp(prefix="exercise_"))
     try:
         task = Try(f"exercises.{exercise}.check", number, solution, folder, patience_s)
@@ -126,7 +126,7 @@ def _read_calls(log: Path) -> list[dict]:
 
 
 def explain(verdicts: list[Verdict | None], calls: list[list[dict]]) -> tuple[str, bool]:
-    """The first cause (a blank, an exception, a stall, a wrong value), and whether a rank waits."""
+    """Returns the first cause (blank, exception, stall, wrong value), and whether a rank waits."""
     stuck = {r: v for r, v in enumerate(verdicts) if v is None or v.kind == "stalled"}
     for kind, form in (("blank", "fill in: {1}"), ("raised", "rank {0} raised {1}")):
         for rank, verdict in enumerate(verdicts):
@@ -139,7 +139,7 @@ def explain(verdicts: list[Verdict | None], calls: list[list[dict]]) -> tuple[st
 
 
 def explain_stall(stuck: list[int], calls: list[list[dict]]) -> str:
-    """Which rank did not take part in what the others wait for."""
+    """Says which rank did not take part in what the others wait for."""
     for rank in stuck:
         last = calls[rank][-1] if calls[rank] else {"what": ""}
         if last["what"] in POINT_TO_POINT:

@@ -1,4 +1,4 @@
-"""What a rank asks of torch.distributed, written down in order while a solution runs.
+"""Records the calls of torch.distributed, in order, while a solution runs.
 
 Every public call is recorded once, with the size of its first tensor, its peer and whether it was
 asynchronous; a call that torch makes on behalf of another is not. `wait()` on what an asynchronous
@@ -59,12 +59,12 @@ class Record:
         self.events.clear()
 
     def calls(self, *names: str) -> list[Event]:
-        """The calls of these names; of all names if none is given."""
+        """Returns the calls of these names; of all names if none is given."""
         return [e for e in self.events if e.what in (names or COLLECTIVES + POINT_TO_POINT)]
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """While the block lasts, torch.distributed's functions are the recorded ones."""
+        """Replaces torch.distributed's functions by recorded ones inside the block."""
         originals = {
             (module, name): getattr(module, name)
             for module in (dist, distributed_c10d)

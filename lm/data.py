@@ -34,7 +34,7 @@ class Corpus:
     def draw(
         self, generator: np.random.Generator, total: int, rows: slice, length: int
     ) -> np.ndarray:
-        """The given rows of `total` windows of `length` tokens: int64 [rows, length].
+        """Returns the given rows of `total` windows of `length` tokens: int64 [rows, length].
 
         Windows start anywhere, uniformly, and may overlap. What is drawn from the generator does
         not depend on `rows`.
@@ -46,7 +46,7 @@ class Corpus:
 
 
 def open_data(source: str, vocab_size: int) -> Corpus:
-    """The corpus that `--data` names.
+    """Returns the corpus that `--data` names.
 
     | source | tokens |
     | --- | --- |
@@ -184,7 +184,7 @@ def _read_file(path: Path, source: str) -> bytes:
 
 
 def _files_below(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Regular files below root, sorted by path; folders named in `skipped` are not entered."""
+    """Returns the regular files below root by path; folders named in `skipped` are not entered."""
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in skipped]
@@ -193,7 +193,7 @@ def _files_below(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[
 
 
 def _join_texts(paths: Iterable[Path], limit: int | None = None) -> bytes:
-    """The files end to end, cut at `limit` bytes; unreadable and binary ones are left out."""
+    """Joins the files, cut at `limit` bytes; unreadable and binary ones are left out."""
     text = bytearray()
     for path in paths:
         if limit is not None and len(text) >= limit:

@@ -55,7 +55,7 @@ def locate(error: BaseException, own: Collection[str] = ()) -> str:
 
 
 def concerns_user(error: BaseException, own: Collection[str] = ()) -> bool:
-    """Whether a frame of the traceback is the user's."""
+    """Returns whether a frame of the traceback is the user's."""
     return any(_is_own(frame, own) for frame in traceback.extract_tb(error.__traceback__))
 
 
@@ -92,7 +92,7 @@ def _is_own(frame: traceback.FrameSummary, own: Collection[str]) -> bool:
 
 
 def _from_user(stack: Frames, own: Collection[str]) -> Frames:
-    """All of it if no frame is the user's."""
+    """Returns the frames from the first one of the user's code on; all if there is none."""
     first = next((i for i, frame in enumerate(stack) if _is_own(frame, own)), 0)
     return stack[first:]
 
@@ -103,7 +103,7 @@ def _shorten(stack: Frames) -> Frames:
 
 
 def _innermost(stack: Frames, own: Collection[str]) -> str:
-    """Of the user's frames; without any, of those outside libraries."""
+    """Returns the innermost of the user's frames; without any, of those outside libraries."""
     own_frames = [frame for frame in stack if _is_own(frame, own)]
     project = [frame for frame in stack if frame.filename.startswith(_PROJECT)]
     for frames in (own_frames, project, stack):

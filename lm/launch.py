@@ -1,4 +1,4 @@
-"""Start one process a rank on this machine, and stop them all when one fails.
+"""Starts one process per rank on this machine, and stops them all when one fails.
 
 The parent takes the part that torchrun's agent has on each node: it hosts the store, gives every
 child the same variables, and waits. Children die with it, whatever ends it.
@@ -56,7 +56,7 @@ class Outcome:
 
 
 def run_ranks(command: Sequence[str], num_processes: int) -> Outcome:
-    """Run `command` once a rank and wait for all; Ctrl-C and SIGTERM end them with this process."""
+    """Runs `command` once per rank and waits for all; Ctrl-C and SIGTERM end them as well."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     board = dist.PrefixStore("attempt_0", store)
     children: list[subprocess.Popen] = []
@@ -82,7 +82,7 @@ def run_ranks(command: Sequence[str], num_processes: int) -> Outcome:
 
 
 def run_my_rank(command: Sequence[str], number: int) -> Outcome:
-    """Under torchrun: run `command` as this process's rank, beside the other ranks' `command`s.
+    """Runs `command` under torchrun as this process's rank, beside the other ranks' `command`s.
 
     Args:
         number: from 1 on, the same on every rank, and another for each call.
@@ -130,7 +130,7 @@ def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
 
 
 def _wait(children: list[subprocess.Popen], store: dist.Store, interrupted: threading.Event) -> int:
-    """0 when all succeed; otherwise stop the rest and return the first failing status."""
+    """Returns 0 when all succeed; otherwise stops the rest and returns the first failing status."""
     while not interrupted.is_set():
         statuses = [child.poll() for child in children]
         failed = [rank for rank, status in enumerate(statuses) if status]
@@ -164,7 +164,7 @@ def _name_signal(store: dist.Store, rank: int, number: int) -> None:
 
 
 def _name(store: dist.Store, rank: int, what: str) -> None:
-    """Name a cause for a rank that did not, with the place where it was last seen."""
+    """Names a cause for a rank that did not, with the place where it was last seen."""
     key = f"rank_{rank}"
     place = store.get(key).decode().split(" ", 2)[2] if store.check([key]) else "start"
     cause = Cause(rank, "error", f"{what}, last seen at {place}")
@@ -173,7 +173,7 @@ def _name(store: dist.Store, rank: int, what: str) -> None:
 
 
 def _stop(children: list[subprocess.Popen], grace_s: float) -> None:
-    """Ranks that have not left after `grace_s` are told to, then forced."""
+    """Terminates the ranks that have not ended after `grace_s`, and then kills them."""
     _wait_for_exit(children, grace_s)
     for child in children:
         child.terminate()  # does nothing to one that has left
@@ -190,7 +190,7 @@ def _wait_for_exit(children: list[subprocess.Popen], limit_s: float) -> None:
 
 
 def _follow_parent() -> None:
-    """In the child, before it starts: Ctrl-C is the parent's business, and its end is ours."""
+    """Makes a child, before it starts, ignore Ctrl-C and end when its parent does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if _LIBC is not None:

@@ -46,7 +46,7 @@ def parallelize(
     mixed_precision: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
 ) -> nn.Module:
-    """Shard the network in place over the axes that the mesh has.
+    """Shards the network in place over the axes that the mesh has.
 
     Args:
         mesh: of one or two axes, named `data` (different samples) or `tensor` (the same samples).
@@ -78,7 +78,7 @@ def parallelize(
 
 
 def split_tensors(network: nn.Module, mesh: DeviceMesh) -> None:
-    """Tensor parallel over a mesh of one axis; rank 0's values go to all."""
+    """Applies tensor parallelism over a mesh of one axis; rank 0's values go to all."""
     plan = plan_of(network, mesh.size())
     tied = _tied(network)
     parallelize_module(network, mesh, plan)
@@ -92,7 +92,7 @@ def split_tensors(network: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def plan_of(network: nn.Module, ranks: int) -> Plan:
-    """Which style each module of a `Transformer`, or of a Hugging Face Llama, gets."""
+    """Returns the style of each module of a `Transformer`, or of a Hugging Face Llama."""
     if isinstance(network, Transformer):
         config = network.config
         _refuse_remainder(ranks, num_heads=config.num_heads, d_ff=config.d_ff)
@@ -113,7 +113,7 @@ def plan_of(network: nn.Module, ranks: int) -> Plan:
 
 
 def transformer_plan() -> Plan:
-    """Of `lm.model.Transformer`.
+    """Returns the styles of `lm.model.Transformer`.
 
     Attention and feed-forward take their input as one `DTensor`, so that the gradients of the
     projections that read it are added before they cross ranks: once, not two or three times.
@@ -163,7 +163,7 @@ def _wait(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
 
 
 def _refuse_remainder(ranks: int, **sizes: int) -> None:
-    """A head that two ranks share could not be computed by either."""
+    """Raises ValueError if the ranks do not divide the heads: no head can be split."""
     for name, size in sizes.items():
         if size % ranks:
             raise ValueError(
@@ -191,7 +191,7 @@ def shard_fully(
     mixed_precision: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
 ) -> None:
-    """FSDP2 over a mesh of one axis.
+    """Applies FSDP2 over a mesh of one axis.
 
     | wrap | gathered together | |
     | --- | --- | --- |
@@ -220,13 +220,13 @@ def shard_fully(
 
 
 def _leaves(network: nn.Module) -> list[nn.Module]:
-    """Modules that own parameters, the network itself apart."""
+    """Returns the modules that own parameters, without the network itself."""
     own = (m for m in network.modules() if any(True for _ in m.parameters(recurse=False)))
     return [module for module in own if module is not network]
 
 
 def _blocks(network: nn.Module) -> list[nn.Module]:
-    """The members of the list of modules that holds most parameters."""
+    """Returns the members of the list of modules that holds most parameters."""
     lists = [m for m in network.modules() if isinstance(m, nn.ModuleList)]
     if not lists:
         raise ValueError(
@@ -242,7 +242,7 @@ def _blocks(network: nn.Module) -> list[nn.Module]:
 def materialize(
     network: nn.Module, device: torch.device | str, reset: Callable[[], None] | None = None
 ) -> None:
-    """Fill a network that was made on the meta device, and sharded there.
+    """Fills a network that was made on the meta device, and sharded there.
 
     Each rank draws every parameter whole, one at a time, and keeps its part: with the same global
     seed on all ranks, the values are those that `reset` would give to a network of one process.

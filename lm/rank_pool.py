@@ -65,7 +65,7 @@ class RankPool:
         self._pipes: Sequence[Connection] = ()
 
     def run(self, world_size: int, function: Callable, *arguments: Any) -> list[Any]:
-        """Call `function(context, *arguments)` on the first ranks; what each returned.
+        """Calls `function(context, *arguments)` on the first ranks; returns what each returned.
 
         Raises:
             AssertionError: with the tracebacks of all ranks that raised; the pool starts afresh.
@@ -123,7 +123,7 @@ class RankPool:
 
     @staticmethod
     def _collect(pipes: Sequence[Connection], seconds: float) -> list[tuple[bool, Any]]:
-        """Every rank's answer; once one has failed, the others have a moment left for theirs."""
+        """Returns every rank's answer; after a failure the others have GRACE_SECONDS for theirs."""
         answers: list[tuple[bool, Any]] = [(False, "no answer")] * len(pipes)
         waiting = list(pipes)
         deadline = monotonic() + seconds
@@ -141,7 +141,7 @@ class RankPool:
 
 
 def _groups() -> int:
-    """How many process groups this process has made."""
+    """Returns how many process groups this process has made."""
     return distributed_c10d._world.group_count
 
 

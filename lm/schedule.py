@@ -10,7 +10,7 @@ MAX_WARMUP_GRADIENT_NORM = 1.0
 
 
 def learning_rate(step: int, warmup_steps: int, peak: float = PEAK_LEARNING_RATE) -> float:
-    """The learning rate of a step, counted from 0: peak · min(1, step / warmup_steps).
+    """Returns the learning rate of a step, counted from 0: peak · min(1, step / warmup_steps).
 
     `warmup_steps=0` gives `peak` at once. Raises ValueError for a negative argument.
     """
@@ -20,7 +20,7 @@ def learning_rate(step: int, warmup_steps: int, peak: float = PEAK_LEARNING_RATE
 
 
 def in_warmup(step: int, warmup_steps: int) -> bool:
-    """Whether the step, counted from 0, is one of the first `warmup_steps`, which are clipped.
+    """Returns whether the step, counted from 0, is one of the first `warmup_steps` (clipped ones).
 
     Raises ValueError for a negative argument.
     """

@@ -29,7 +29,7 @@ def training_step(
     clip_gradients: Callable[[list[Parameter], float], Any] = clip_grad_norm_,
     phase: Callable[[str], AbstractContextManager] = record_function,
 ) -> Tensor:
-    """Forward, backward, synchronise, clip (in warmup), step.
+    """Runs forward, backward, synchronisation, clipping (in warmup) and the optimizer's step.
 
     Args:
         batch: handed to `forward_loss` as it is.

@@ -1,4 +1,4 @@
-"""When one rank dies or hangs, the others stop, and the first cause is named.
+"""Stops all ranks when one dies or hangs, and names the first cause.
 
 Collective libraries wait for a peer that will never come, and when they give up they blame whoever
 they happened to be connected to. So every rank says through the store how far it has come, from a
@@ -56,7 +56,7 @@ class Cause:
 
 
 def publish_cause(store: dist.Store, cause: Cause) -> bool:
-    """Name the cause, unless another was named before; True if this one is the first."""
+    """Publishes the cause unless another was before; returns whether this one is the first."""
     mine = f"{uuid.uuid4().hex} {json.dumps(vars(cause))}"  # two may come to the same conclusion
     return store.compare_set(CAUSE, "", mine).decode() == mine
 
@@ -68,17 +68,17 @@ def read_cause(store: dist.Store) -> Cause | None:
 
 
 def left_early(store: dist.Store, rank: int) -> bool:
-    """Whether a rank that has ended had a watch and did not close it."""
+    """Returns whether a rank that has ended had a watch and did not close it."""
     return store.check([f"rank_{rank}"]) and not store.check([_left(rank)])
 
 
 def _left(rank: int) -> str:
-    """The key that says that a rank has closed its watch."""
+    """Returns the key that says that a rank has closed its watch."""
     return f"left_{rank}"
 
 
 def read_text(store: dist.Store, key: str) -> str:
-    """What was said (`DOING`) or handed over (`HANDED_OVER`); empty if nothing."""
+    """Returns what was said (`DOING`) or handed over (`HANDED_OVER`); empty if nothing."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
@@ -120,35 +120,35 @@ class Watch:
         self._thread.start()
 
     def at(self, place: str) -> None:
-        """This rank has come to `place`. Every rank passes the same places in the same order."""
+        """Notes that this rank is at `place`. All ranks pass the same places in the same order."""
         self._progress = (self._progress[0] + 1, place)
 
     def speak(self) -> None:
-        """Publish now how far this rank has come; its thread does so once in each interval."""
+        """Publishes now how far this rank has come; the thread does so once in each interval."""
         self._beat += 1
         count, place = self._progress
         self._store.set(f"rank_{self._rank}", f"{self._beat} {count} {place}")
 
     def say(self, what: str) -> None:
-        """Tell the launcher what this run is doing, in case that it has to tell how it ended."""
+        """Tells the launcher what this run is doing, for the case that it fails."""
         self._store.set(DOING, what)
 
     def hand_over(self, what: str) -> None:
-        """Leave something for the launcher, who has it with the outcome; a later one replaces it.
+        """Leaves something for the launcher, who has it with the outcome; a later one replaces it.
 
         What rank 0 hands over counts.
         """
         self._store.set(HANDED_OVER, what)
 
     def close(self) -> None:
-        """Only when all ranks have finished: silence of one that left looks like its death."""
+        """Stops watching, when all ranks have finished: the silence of one looks like its death."""
         self._stop.set()
         self._thread.join()
         with contextlib.suppress(RuntimeError):  # the process that hosts the store has gone
             self._store.set(_left(self._rank), "")
 
     def fail(self, error: BaseException) -> None:
-        """End this process because of `error`, once the first cause is known."""
+        """Ends this process because of `error`, once the first cause is known."""
         status = status_of(error)
         cause = Cause(self._rank, status, *self._locate(error))
         if status == "oom" or not is_consequence(error):
@@ -159,7 +159,7 @@ class Watch:
         self._end(cause)
 
     def _locate(self, error: BaseException) -> tuple[str, str]:
-        """Message and traceback of a cause."""
+        """Returns message and traceback of a cause."""
         if self._own is None or error.__traceback__ is None:
             return describe(error), ""
         if isinstance(error, OSError) and not concerns_user(error, self._own):
@@ -185,7 +185,7 @@ class Watch:
                 self._end(suspicion)
 
     def _tell_where_it_stands(self) -> None:
-        """Publish this rank's stack when it has not moved for half of the timeout."""
+        """Publishes this rank's stack when it has not moved for half of the timeout."""
         count, seen, _ = self._moved[self._rank]
         is_stuck = time.monotonic() - seen > self._timeout_s / 2
         if self._own is not None and is_stuck and self._located != count + 1:
@@ -230,7 +230,7 @@ class Watch:
         return Cause(NOBODY if together else rank, "timeout", message, stack)
 
     def _end(self, cause: Cause) -> None:
-        """Name the cause if nobody has, and leave."""
+        """Publishes the cause if there is none yet, and ends this process."""
         with self._naming:
             try:
                 first = publish_cause(self._store, cause)
@@ -242,7 +242,7 @@ class Watch:
             self._leave(cause)
 
     def _leave(self, cause: Cause) -> None:
-        """Tell the caller the cause, which has been named, and leave at once."""
+        """Calls `on_failure` with the cause that was published, and ends this process at once."""
         with self._leaving:
             try:
                 self._on_failure(cause)
@@ -252,7 +252,7 @@ class Watch:
                 os._exit(EXIT_FAILED)  # the main thread may never come back from a collective
 
     def _wait_until_recorded(self) -> None:
-        """torchrun ends all ranks as soon as one has left: leave after the one that records."""
+        """Waits for the rank that records: torchrun ends all ranks as soon as one has left."""
         with contextlib.suppress(RuntimeError):  # the first rank, or the store, is gone
             if self._rank == 0:
                 self._store.set(RECORDED, "")
@@ -272,14 +272,14 @@ def status_of(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """One line: the type and the beginning of what it says."""
+    """Returns one line: the type of the error and the beginning of its message."""
     text = " ".join(str(error).split("\n\n")[0].split())
     named = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return textwrap.shorten(named, MESSAGE_LENGTH, placeholder=" ...")
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Is this what a rank sees when a *peer* has failed?"""
+    """Returns whether this error is what a rank sees when a *peer* has failed."""
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError):
         return True
     text = str(error).lower()

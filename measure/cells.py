@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def plan_rounds(cells: Sequence, rounds: int, seed: int) -> list[tuple[int, object]]:
-    """Return `rounds * len(cells)` pairs (round, cell), a pure function of its arguments.
+    """Returns `rounds * len(cells)` pairs (round, cell), a pure function of its arguments.
 
     Every rank that calls it with the same arguments gets the same order. Within its rounds the
     order is a Williams design (E. J. Williams, 1949): over n rounds of n cells each cell stands
@@ -33,7 +33,7 @@ def plan_rounds(cells: Sequence, rounds: int, seed: int) -> list[tuple[int, obje
 
 
 def _williams_row(n: int, number: int, offsets: list[int]) -> list[int]:
-    """Return the permutation of 0..n-1 for round `number`.
+    """Returns the permutation of 0..n-1 for round `number`.
 
     The zigzag 0, 1, n-1, 2, n-2, ... has the steps 1, -2, 3, -4, ... modulo n. For even n they
     all differ, so shifting the zigzag by each offset produces every ordered pair of neighbours

@@ -44,7 +44,7 @@ def draw_comparison(
     reference: str | None = None,
     spread: str = "10th to 90th percentile",
 ) -> None:
-    """Write the picture of `rows`, in their order from the top, as a PNG to `path`, atomically.
+    """Writes the picture of `rows`, in their order from the top, as a PNG to `path`, atomically.
 
     A row has `label`, `status` and `reason`; one that is ok has also `samples_ms` (steps),
     `median_ms`, `low_ms` to `high_ms` (what `spread` names), `exposed_ms` (or None),
@@ -71,7 +71,7 @@ def draw_comparison(
 
 
 def _layout(rows: Sequence[dict], head: float):
-    """Return figure and axes; the memory axes are None if no row knows its memory."""
+    """Returns figure and axes; the memory axes are None if no row knows its memory."""
     from matplotlib.figure import Figure
 
     height = head + _ROW * max(1, len(rows)) + _FOOT
@@ -91,7 +91,7 @@ def _layout(rows: Sequence[dict], head: float):
 
 
 def _time_limit(rows: Sequence[dict]) -> float:
-    """Return the right end of the bars' region in ms: single slow steps do not squeeze the rest."""
+    """Returns the right end of the bars' region in ms, which single slow steps do not move."""
     measured = [row for row in rows if _is_ok(row)]
     ends = [end for row in measured for end in (row["median_ms"], row["high_ms"])]
     ends += [np.quantile(_samples(row), 0.95) for row in measured if _samples(row).size]
@@ -99,7 +99,7 @@ def _time_limit(rows: Sequence[dict]) -> float:
 
 
 def _draw_bar(axes, position: int, row: dict, limit: float) -> None:
-    """Draw the two parts of a bar, the raw steps as dots, the spread as a line."""
+    """Draws the two parts of a bar, the raw steps as dots, the spread as a line."""
     median = row["median_ms"]
     exposed = min(max(row.get("exposed_ms") or 0.0, 0.0), median)
     axes.barh(position, median - exposed, height=0.62, color=_FLOOR)
@@ -114,7 +114,7 @@ def _draw_bar(axes, position: int, row: dict, limit: float) -> None:
 
 
 def _write_failure(axes, position: int, row: dict, limit: float) -> None:
-    """Write status and reason where the bar would be."""
+    """Writes status and reason where the bar would be."""
     text = "\n".join(_wrap(describe_failure(row)))
     axes.text(
         0.012 * limit,
@@ -130,7 +130,7 @@ def _write_failure(axes, position: int, row: dict, limit: float) -> None:
 
 
 def _write_ratios(axes, position, row, limit, baseline, reference) -> None:
-    """Write median and ratios at the bar's end, right of every dot of the row."""
+    """Writes median and ratios at the bar's end, right of every dot of the row."""
     samples = _samples(row)
     end = max(row["median_ms"], row["high_ms"], samples[samples <= limit].max(initial=0.0))
     beyond = int((samples > limit).sum())
@@ -173,7 +173,7 @@ def _draw_memory(axes, position: int, row: dict) -> None:
 
 
 def _finish_times(axes, rows: Sequence[dict], limit: float, spread: str) -> None:
-    """Label rows and time axis; the axis is wider than the bars, to leave room for the ratios."""
+    """Labels rows and time axis; the axis is wider than the bars, to leave room for the ratios."""
     axes.set_xlim(0, _TEXT_ROOM * limit)
     measured = any(_is_ok(row) for row in rows)
     axes.set_xticks([tick for tick in axes.get_xticks() if measured and 0 <= tick <= limit])
@@ -197,7 +197,7 @@ def _finish_memory(axes, rows: Sequence[dict]) -> None:
 
 
 def _draw_floor_line(axes, rows: Sequence[dict], baseline: str | None) -> bool:
-    """Draw the baseline's median behind all bars; say whether there is one."""
+    """Draws the baseline's median behind all bars; returns whether there is one."""
     medians = [row["median_ms"] for row in rows if row["label"] == baseline and _is_ok(row)]
     if medians:
         axes.axvline(medians[0], color=_INK, lw=0.9, ls=(0, (4, 3)), zorder=0.5)
@@ -207,7 +207,7 @@ def _draw_floor_line(axes, rows: Sequence[dict], baseline: str | None) -> bool:
 def _write_head(
     figure, title: str, subtitle: list[str], baseline: str | None, exposed: bool
 ) -> None:
-    """Write title, subtitle and legend above the axes, at fixed distances from the top."""
+    """Writes title, subtitle and legend above the axes, at fixed distances from the top."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -239,12 +239,12 @@ def _write_head(
 
 
 def _minus(baseline: str | None) -> str:
-    """How exposed communication was measured, for the legend."""
+    """Returns how exposed communication was measured, for the legend."""
     return "" if baseline is None else f": step minus {_shorten(_name(baseline), 14)}"
 
 
 def _sentence(floor: str | None, exposed: bool, reference: str | None) -> str:
-    """What to read off, for those who show the picture."""
+    """Returns the sentence that says what to read off."""
     parts = ["Shorter bars are faster, and dots far from a bar's end are steps that were disturbed"]
     if exposed:
         parts.append("the orange end of a bar is exposed communication, what communication adds")
@@ -260,7 +260,7 @@ def _is_ok(row: dict) -> bool:
 
 
 def _samples(row: dict) -> np.ndarray:
-    """Return a row's step times in ms; none for a row that failed."""
+    """Returns a row's step times in ms; none for a row that failed."""
     return np.asarray(row.get("samples_ms") or [] if _is_ok(row) else [], dtype=float)
 
 
@@ -269,7 +269,7 @@ def _memory(row: dict) -> float | None:
 
 
 def _number(value: float) -> str:
-    """Format a time in ms with three digits that count: 755, 62.0, 0.63."""
+    """Formats a time in ms with three digits that count: 755, 62.0, 0.63."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
@@ -278,12 +278,12 @@ def _bytes(megabytes: float) -> str:
 
 
 def _name(label: str) -> str:
-    """Return what follows the file in `path/to/file.py:Name`, and other labels as they are."""
+    """Returns what follows the file in `path/to/file.py:Name`, and other labels as they are."""
     return label.rpartition(":")[2] or label
 
 
 def _label(label: str) -> str:
-    """Break `path/to/file.py:Name` after a colon, each line shortened in its middle."""
+    """Breaks `path/to/file.py:Name` after a colon, each line shortened in its middle."""
     *pieces, last = label.split(":")
     lines = [""]
     for piece in [*(piece + ":" for piece in pieces), last]:
@@ -294,7 +294,7 @@ def _label(label: str) -> str:
 
 
 def _shorten(text: str, length: int) -> str:
-    """Replace the middle of a text that is longer than `length` characters by an ellipsis."""
+    """Replaces the middle of a text that is longer than `length` characters by an ellipsis."""
     text = " ".join(text.split())
     if len(text) <= length:
         return text

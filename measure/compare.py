@@ -63,7 +63,7 @@ class Comparison:
 
     @property
     def judged(self) -> bool:
-        """Whether there is at least one verdict, be it that a cell has failed since."""
+        """Whether there is at least one verdict, also that a cell has failed since."""
         return any(row["status"] != NOT_COMPARABLE for row in self.rows)
 
 
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_metric(path: Path, cells: Sequence[Cell], metric: str) -> None:
-    """Raises ValueError for one that no cell has, though others were measured."""
+    """Raises ValueError for a metric that no cell has, though others were measured."""
     known = sorted({name for cell in cells for name in cell.metrics})
     if known and metric not in known:
         raise ValueError(f"--metric {metric}: not in {path}, which has {', '.join(known)}")
@@ -126,7 +126,7 @@ def check_metric(path: Path, cells: Sequence[Cell], metric: str) -> None:
 def compare(
     before: Sequence[Cell], after: Sequence[Cell], threshold: float, metric: str = STEP
 ) -> Comparison:
-    """Judge every cell that both have; the order is that of `before`."""
+    """Judges every cell that both have; the order is that of `before`."""
     found, left = Comparison(), list(after)
     extra = varying([*before, *after])
     for cell in before:
@@ -146,8 +146,10 @@ def compare(
 
 
 def _told_apart(cell: Cell, cells: Sequence[Cell]) -> str:
-    """Its label, and what others of these cells of that name have otherwise: `ddp (batch_size 4)`;
-    settings, or else what it ran on."""
+    """Returns a cell's label with what differs in cells of that name: `ddp (batch_size 4)`.
+
+    These are settings, or else what it ran on.
+    """
     others = [other for other in cells if other.names == cell.names]
     keys = {key: cell.settings[key] for other in others for key in _differing(cell, other)}
     if not keys:
@@ -158,7 +160,7 @@ def _told_apart(cell: Cell, cells: Sequence[Cell]) -> str:
 
 
 def _partner(cell: Cell, before: Sequence[Cell], after: Sequence[Cell]) -> Cell | None:
-    """The cell of the same name and settings; or of the same name, if that is unique."""
+    """Returns the cell of the same name and settings, or of the same name if that is unique."""
     named = [other for other in after if other.names == cell.names]
     alike = [other for other in named if not _differing(cell, other)]
     if alike:
@@ -172,7 +174,7 @@ def _differing(cell: Cell, other: Cell) -> list[str]:
 
 
 def _judge(before: Cell, after: Cell, threshold: float, metric: str) -> dict:
-    """What a row says of a cell: numbers and verdicts, or why there are none."""
+    """Returns the entries of a row: numbers and verdicts, or why there are none."""
     if keys := _differing(before, after):
         what = [f"{key} {before.settings[key]}, then {after.settings[key]}" for key in keys]
         return {"status": NOT_COMPARABLE, "reason": "; ".join(what)}
@@ -199,7 +201,7 @@ def _judge(before: Cell, after: Cell, threshold: float, metric: str) -> dict:
 
 
 def _failure(cell: Cell, metric: str) -> str:
-    """Why the cell has no times to trust; empty if it has."""
+    """Returns why the cell has no times to trust; empty if it has."""
     if cell.status != OK:
         return " ".join(f"{cell.status}: {cell.reason or ''}".split()).rstrip(":")
     if cell.is_wrong:
@@ -241,7 +243,7 @@ def _regressions(row: dict, name: str) -> list[str]:
 def describe(
     found: Comparison, before: Sequence[Cell], after: Sequence[Cell], threshold: float
 ) -> str:
-    """The table, and below it what it rests on and what it comes to."""
+    """Returns the table, and below it rounds, differences and the conclusion."""
     extra = [key for key in varying([*before, *after]) if key not in EFFORT]
     columns = [
         Column("cell"), *(Column(key, format=str, right=False) for key in extra),
@@ -273,7 +275,7 @@ def describe(
 
 
 def _differences(before: Sequence[Cell], after: Sequence[Cell]) -> list[str]:
-    """A line for each thing about hardware, versions and effort that is not the same."""
+    """Returns a line for each difference in hardware, versions and effort."""
     was, now = dict(environment(before)), dict(environment(after))
     keys = [key for key in {**was, **now} if key != "date" and was.get(key) != now.get(key)]
     lines = [f"{key}: {was.get(key, 'none')} in A, {now.get(key, 'none')} in B" for key in keys]

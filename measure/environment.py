@@ -42,7 +42,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def environment() -> dict:
-    """Return a JSON-ready description of this process's machine, software and command.
+    """Returns a JSON-ready description of this process's machine, software and command.
 
     Call it in the process that measures: with a GPU it initialises CUDA, after which a process
     must not fork.
@@ -63,7 +63,7 @@ def environment() -> dict:
 
 
 def git_state(folder: str | Path | None = None) -> dict:
-    """Return `git_commit` and `git_dirty` of the source in `folder` (default: of this file).
+    """Returns `git_commit` and `git_dirty` of the source in `folder` (default: of this file).
 
     Both are None without git, outside a repository, before a first commit, and for an installed
     copy that merely lies inside somebody else's repository. Of untracked files only Python
@@ -82,7 +82,7 @@ def git_state(folder: str | Path | None = None) -> dict:
 
 
 def peak_flops(device_name: str, dtype) -> float | None:
-    """Return the dense peak in FLOP/s of a GPU as `torch.cuda.get_device_name` calls it.
+    """Returns the dense peak in FLOP/s of a GPU as `torch.cuda.get_device_name` calls it.
 
     `dtype` is a torch dtype or its name, float32 (TF32 off), bfloat16 or float16. None when the
     device or the dtype is not in the table: MFU is then left blank, never guessed.
@@ -99,7 +99,7 @@ def peak_flops(device_name: str, dtype) -> float | None:
 
 
 def _torch() -> dict:
-    """Describe PyTorch and the GPUs that it sees."""
+    """Describes PyTorch and the GPUs that it sees."""
     try:
         import torch
     except ImportError:
@@ -121,7 +121,7 @@ def _gpu(torch, index: int) -> dict:
 
 
 def _cpu_model() -> str | None:
-    """Return the processor's name as Linux gives it, elsewhere what Python knows."""
+    """Returns the processor's name as Linux gives it, elsewhere what Python knows."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -131,14 +131,14 @@ def _cpu_model() -> str | None:
 
 
 def _usable_cores() -> int | None:
-    """Return how many cores this process may run on: a container or a launcher can limit them."""
+    """Returns how many cores this process may run on: a container or a launcher can limit them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
 
 
 def _driver() -> str | None:
-    """Return the NVIDIA driver's version from the kernel: `nvidia-smi` would take a second."""
+    """Returns the NVIDIA driver's version from the kernel: `nvidia-smi` would take a second."""
     try:
         return Path("/sys/module/nvidia/version").read_text().strip()
     except OSError:
@@ -146,7 +146,7 @@ def _driver() -> str | None:
 
 
 def _version(package: str) -> str | None:
-    """Return an installed package's version without importing it (Triton's import is slow)."""
+    """Returns an installed package's version without importing it (Triton's import is slow)."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -154,7 +154,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Return what a git command prints, or None if there is no git or it fails."""
+    """Returns what a git command prints, or None if there is no git or it fails."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

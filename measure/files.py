@@ -23,14 +23,14 @@ __all__ = ["append_line", "read_lines", "replacing", "write_atomically"]
 
 
 def say_unwritten(path: str | Path, error: OSError, consequence: str = "") -> None:
-    """Print on stderr, in one line, that a file could not be written, and what follows."""
+    """Prints on stderr, in one line, that a file could not be written, and what follows."""
     reason = error.strerror or str(error)
     rest = f"; {consequence}" if consequence else ""
     print(f"{path}: cannot be written ({reason}){rest}", file=sys.stderr, flush=True)
 
 
 def append_line(path: str | Path, text: str) -> None:
-    """Append `text`, one JSON object or array without line breaks, as one durable line.
+    """Appends `text`, one JSON object or array without line breaks, as one durable line.
 
     Line and line break go out in a single `write` on a descriptor opened with `O_APPEND`, then to
     the disk with `fsync`. An advisory lock keeps two appending processes from repairing and
@@ -52,7 +52,7 @@ def append_line(path: str | Path, text: str) -> None:
 
 
 def read_lines(path: str | Path) -> list:
-    """Return the parsed JSON lines of `path`, or an empty list if there is no such file.
+    """Returns the parsed JSON lines of `path`, or an empty list if there is no such file.
 
     A last line without its line break that is no whole JSON value was cut short by a kill and is
     dropped. Anything else that cannot be parsed is a `ValueError` with file and line number.
@@ -77,7 +77,7 @@ def _parse_line(path: Path, number: int, line: bytes):
 
 
 def _is_whole(tail: bytes) -> bool:
-    """Whether a last line without line break is complete (written by an editor, say).
+    """Returns whether a last line without line break is complete (written by an editor, say).
 
     Only objects and arrays can be told: a cut `123` would still parse as `12`.
     """
@@ -89,7 +89,7 @@ def _is_whole(tail: bytes) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[int]:
-    """Open `path` for reading and appending under an exclusive lock; yield the descriptor."""
+    """Opens `path` for reading and appending under an exclusive lock; yields the descriptor."""
     created = not path.exists()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
@@ -102,7 +102,7 @@ def _locked(path: Path) -> Iterator[int]:
 
 
 def _repair_tail(descriptor: int) -> None:
-    """Make the open file end with a line break: cut a broken tail off, terminate a whole one."""
+    """Makes the open file end with a line break: cuts a broken tail off, terminates a whole one."""
     size = os.fstat(descriptor).st_size
     tail = _read_tail(descriptor, size)
     if not tail:
@@ -114,7 +114,7 @@ def _repair_tail(descriptor: int) -> None:
 
 
 def _read_tail(descriptor: int, size: int, block: int = 4096) -> bytes:
-    """Read what follows the last line break, going backwards in blocks of `block` bytes."""
+    """Reads what follows the last line break, going backwards in blocks of `block` bytes."""
     tail = b""
     position = size
     while position > 0 and b"\n" not in tail:

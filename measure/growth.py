@@ -30,8 +30,10 @@ class Growth:
 
 
 def fit_growth(lengths: Sequence[int], values: Sequence[float]) -> Growth | None:
-    """Least squares in logarithms, the interval by Student's t; None for fewer than two lengths
-    or a value that is not positive."""
+    """Fits by least squares in logarithms, with the interval by Student's t.
+
+    Returns None for fewer than two lengths or a value that is not positive.
+    """
     if len(set(lengths)) < 2 or not all(v > 0 and math.isfinite(v) for v in values):
         return None
     from scipy.stats import linregress, t  # opacus brings it

@@ -25,14 +25,14 @@ class Picture:
 
 
 def save_picture(figure: Any, path: str | Path, description: str) -> None:
-    """Write a matplotlib figure as a PNG with its sentence, atomically."""
+    """Writes a matplotlib figure as a PNG with its sentence, atomically."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={_ENTRY: description})
     write_atomically(path, buffer.getvalue())
 
 
 def read_picture(path: str | Path) -> Picture:
-    """Raises ValueError for a file that is no whole PNG."""
+    """Reads a PNG file; raises ValueError if it is not a whole one."""
     from PIL import Image
 
     data = Path(path).read_bytes()

@@ -38,7 +38,7 @@ class Progress:
         self._dirty = False
 
     def update(self, label: str, left: float | None = None) -> None:
-        """Show that the next step, called `label`, starts now.
+        """Shows that the next step, called `label`, starts now.
 
         `left`: seconds that it and the rest will take, where the caller knows better than the mean
         of the steps that are done.
@@ -54,7 +54,7 @@ class Progress:
         self._dirty = True
 
     def finished(self, text: str) -> None:
-        """Print a line that says how the step ended that started last, without a terminal."""
+        """Prints how the step ended that started last, as a line, without a terminal."""
         if self.prints_lines:
             seconds = duration(time.monotonic() - self.began)
             line = f"{self.started} of {self.total}, after {seconds}: {' '.join(text.split())}\n"
@@ -62,7 +62,7 @@ class Progress:
             self.stream.flush()
 
     def close(self) -> None:
-        """Erase the line and leave the cursor at its start. A second call does nothing."""
+        """Erases the line and leaves the cursor at its start. A second call does nothing."""
         if self._dirty:
             self.stream.write(_CLEAR_LINE)
             self.stream.flush()
@@ -75,7 +75,7 @@ class Progress:
         self.close()
 
     def _remaining(self) -> str:
-        """Estimate the remaining time from the mean duration of the steps that are done."""
+        """Estimates the remaining time from the mean duration of the steps that are done."""
         done = self.started - 1
         if done <= self.done_before:
             return ""
@@ -85,7 +85,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as `42 s`, `3 min 05 s` or `2 h 07 min`."""
+    """Formats seconds as `42 s`, `3 min 05 s` or `2 h 07 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

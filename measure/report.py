@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write the report into its results folder, whole or not at all; its path.
+    """Writes the report into its results folder, whole or not at all; returns its path.
 
     Raises:
         ValueError: the folder has no results, or something else.
@@ -88,9 +88,9 @@ def _save(path: Path, text: str) -> None:
 
 
 def say_report(folder: str | Path) -> str:
-    """Write the report at the end of a run: the line that says where it is, or why there is none.
+    """Writes the report; returns the line that says where it is, or why there is none.
 
-    What has been measured is there in any case, so nothing is raised.
+    It is for the end of a run: what was measured is there in any case, so nothing is raised.
     """
     try:
         return f"report: {write_report(folder)}"
@@ -99,7 +99,7 @@ def say_report(folder: str | Path) -> str:
 
 
 def render(folder: Path) -> str:
-    """The page, from nothing but what the folder contains.
+    """Returns the page, from nothing but what the folder contains.
 
     Raises:
         ValueError: it has no results, or something else.
@@ -127,7 +127,7 @@ def render(folder: Path) -> str:
 
 
 def _verdict(folder: Path) -> list[Block]:
-    """`headline` and the `ranked` sentences of `verdict.json`, where the program has come to one.
+    """Returns the `headline` and `ranked` sentences of `verdict.json`, where there is one.
 
     Raises:
         ValueError: it is something else.
@@ -146,8 +146,7 @@ def _verdict(folder: Path) -> list[Block]:
 
 
 def _ordered(cells: Sequence[Cell]) -> list[Cell]:
-    """By length, then what others are compared with, then in the usual order, or as it came; modes
-    of one together."""
+    """Sorts by length, then baselines first, then `ORDER`, then by first appearance."""
     first = [next(iter(cell.names.items())) for cell in cells]
 
     def place(cell: Cell) -> tuple[int, bool, int, int]:
@@ -162,7 +161,7 @@ def _ordered(cells: Sequence[Cell]) -> list[Cell]:
 def _tables(
     cells: Sequence[Cell], make: Callable[[Sequence[Cell]], Table], label: str, legend: str
 ) -> list[Block]:
-    """One for each length of samples, below what their columns mean; none that is empty."""
+    """Returns the legend and a table for each length of samples; nothing if all are empty."""
     found = []
     for length in dict.fromkeys(cell.names.get(SECTION) for cell in cells):
         columns, rows = make([c for c in cells if c.names.get(SECTION) == length])
@@ -204,7 +203,7 @@ def _pictures(folder: Path) -> list[Block]:
 
 
 def _commands(cells: Sequence[Cell]) -> list[Block]:
-    """Each once, by the date of its first row."""
+    """Returns each command once, by the date of its first row."""
     dates: dict[tuple[str, ...], str] = {}
     for cell in cells:
         for command, date in cell.commands.items():
@@ -214,7 +213,7 @@ def _commands(cells: Sequence[Cell]) -> list[Block]:
 
 
 def _texts(folder: Path, cells: Sequence[Cell]) -> list[Block]:
-    """Plans of fused kernels, and the summary that the program has printed."""
+    """Returns the plans of fused kernels, and the summary that the program has printed."""
     plans: dict[str, list[str]] = {}
     for cell in cells:
         if plan := cell.facts.get("plan"):

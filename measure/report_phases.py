@@ -22,7 +22,7 @@ SUM = "sum of phases"
 
 
 def phase_tables(cells: Sequence[Cell]) -> list[tuple[str, Table]]:
-    """(what was measured, its table): one for all lengths of the same mode and settings."""
+    """Returns (name, table) pairs: one table for all lengths of the same mode and settings."""
     groups: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
         if cell.status == OK and SECTION in cell.names and cell.facts.get("phases_ms"):

@@ -30,7 +30,7 @@ ERROR_LEGEND = (
 
 
 def baselines(cells: Sequence[Cell]) -> list[tuple[str, str, str]]:
-    """(name, value, heading) of what at least one of the cells can be compared with."""
+    """Returns (name, value, heading) of each baseline that at least one of the cells has."""
     first = next(name for name in NAMES if any(name in cell.names for cell in cells))
     return [
         (name, value, value if name == first else f"{name} {value}")
@@ -41,12 +41,12 @@ def baselines(cells: Sequence[Cell]) -> list[tuple[str, str, str]]:
 
 
 def time_legend(cells: Sequence[Cell]) -> str:
-    """Of the columns that `time_table` has at one length or another."""
+    """Returns the legend of the columns of `time_table`, at any length."""
     return f"{TIMES_LEGEND} {RATIOS_LEGEND}" if baselines(cells) else TIMES_LEGEND
 
 
 def time_table(cells: Sequence[Cell]) -> Table:
-    """Of complete steps."""
+    """Returns the times of complete steps."""
     against = baselines(cells)
     floor = against[0][2] if against and against[0][1] == BASELINES[against[0][0]][0] else None
     over = [] if floor is None else [Column("over", f"over {floor}, ms", milliseconds, right=True)]
@@ -72,7 +72,7 @@ def time_table(cells: Sequence[Cell]) -> Table:
 
 
 def part_table(cells: Sequence[Cell]) -> Table:
-    """Of whatever else was timed in each step, at all lengths; none where nothing was."""
+    """Returns the times of parts of a step, at all lengths; no rows if none were timed."""
     rows = []
     for cell in cells:
         for metric in cell.metrics:
@@ -101,12 +101,12 @@ def _times(cells: Sequence[Cell], cell: Cell, metric: str) -> dict:
 
 
 def memory_heading(cells: Sequence[Cell]) -> str:
-    """What `memory_table` is about."""
+    """Returns the heading of `memory_table`."""
     return "Memory and exchange" if _has_exchange(cells) else "Memory"
 
 
 def memory_legend(cells: Sequence[Cell]) -> str:
-    """Of the columns that `memory_table` has."""
+    """Returns the legend of the columns of `memory_table`."""
     known = [
         (PEAK_LEGEND, any(cell.peak_memory_mb is not None for cell in cells)),
         (EXCHANGE_LEGEND, _has_exchange(cells)),
@@ -122,7 +122,7 @@ def _has_exchange(cells: Sequence[Cell]) -> bool:
 
 
 def memory_table(cells: Sequence[Cell]) -> Table:
-    """What nobody knows has no column; without any there are no rows."""
+    """Returns memory, collectives and gradient errors; a column that no cell knows is left out."""
     against, rows = baselines(cells), []
     for cell in cells:
         row = _row(cell) | {key: cell.facts.get(key) for key in ("collectives", "bytes")}
@@ -144,7 +144,7 @@ def memory_table(cells: Sequence[Cell]) -> Table:
 
 
 def failure_table(cells: Sequence[Cell]) -> Table:
-    """A row for each attempt that failed, also of cells of which others went well."""
+    """Returns a row for each attempt that failed, also of cells of which others went well."""
     rows = [
         {**_row(cell), "status": OK, "reason": one.reason, "failed": one.status,
          "round": "proof" if one is cell.gate else one.number + 1}
@@ -159,7 +159,7 @@ def failure_table(cells: Sequence[Cell]) -> Table:
 
 
 def name_columns(cells: Sequence[Cell]) -> list[Column]:
-    """What tells the rows of a table apart; it stands apart from the length of the samples."""
+    """Returns the columns that tell rows apart, without the length of the samples."""
     names = [n for n in NAMES if n != SECTION and any(n in cell.names for cell in cells)]
     shown = [n for n in names if n == names[0] or {c.names.get(n) for c in cells} != {"none"}]
     shown += ["ran_as"] if any(ran_as(cell) for cell in cells) else []
@@ -169,7 +169,7 @@ def name_columns(cells: Sequence[Cell]) -> list[Column]:
 
 
 def ran_as(cell: Cell) -> str | None:
-    """The mode that it ran as, where that is another than it is called."""
+    """Returns the mode that the cell ran as, if that is not the mode it is called."""
     found = cell.facts.get("ran_as")
     return None if found == cell.names.get("mode") else found
 

@@ -14,7 +14,7 @@ TRUSTED_ROUNDS = 5  # rounds from which an interval can be trusted: see `measure
 
 
 def findings(cells: Sequence[Cell]) -> list[str]:
-    """What to know before, and instead of, reading the tables."""
+    """Returns sentences that sum up the tables."""
     counts = Counter(cell.status for cell in cells)
     statuses = ", ".join(f"{n} {status}" for status, n in counts.items())
     found = [f"{counted(len(cells), 'cell')}: {statuses}."]
@@ -35,7 +35,7 @@ def findings(cells: Sequence[Cell]) -> list[str]:
 
 
 def _fastest(cells: Sequence[Cell], name: str, value: str, heading: str) -> list[str]:
-    """A line for each baseline of that name: which of these cells, of one length, is fastest.
+    """Returns a line for each baseline of that name: which of these cells is fastest.
 
     The floor itself is no competitor, nor is a wrong gradient. Of prices of clipping the least of
     all is said.
@@ -66,7 +66,7 @@ def _fastest(cells: Sequence[Cell], name: str, value: str, heading: str) -> list
 
 
 def _doubts(cells: Sequence[Cell]) -> list[str]:
-    """Why the numbers may say less than they seem to."""
+    """Returns what limits the numbers: noise, few rounds, different machines."""
     measured = [cell for cell in cells if cell.status == OK and cell.samples()]
     found = []
     steps = [(cell, summarize(cell.samples())) for cell in measured]
@@ -94,13 +94,13 @@ def _doubts(cells: Sequence[Cell]) -> list[str]:
 
 
 def _compared(cells: Sequence[Cell]) -> Iterator[bool]:
-    """For each length, whether there is anything that others are compared with."""
+    """Yields for each length whether there is a baseline."""
     for length in dict.fromkeys(cell.names.get(SECTION) for cell in cells):
         yield bool(baselines([cell for cell in cells if cell.names.get(SECTION) == length]))
 
 
 def environment(cells: Sequence[Cell]) -> list[tuple[str, str]]:
-    """(name, value): hardware, versions, dates; what differed between rows is joined by `; `."""
+    """Returns (name, value) of hardware, versions, dates; values that differ are joined by `; `."""
     places = [place for cell in cells for place in cell.environments]
     dates = sorted({str(place["date"])[:16] for place in places if place.get("date")})
     found: dict[str, dict[str, None]] = {"date": {}, "GPUs": {}, "cpu": {}, "torch": {}}
@@ -128,7 +128,7 @@ def _gpus(gpus: Sequence[dict]) -> str:
 
 
 def settings(cells: Sequence[Cell]) -> list[tuple[str, str]]:
-    """(name, value) of what cells have in common, sizes of the network included."""
+    """Returns (name, value) pairs of what cells have in common, with sizes of the network."""
     different = {*varying(cells)}
     shared = {k: v for cell in cells for k, v in cell.settings.items() if k not in different}
     for key in ("total_batch_size", "vocab_size", "parameters", "trained_parameters"):

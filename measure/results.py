@@ -27,7 +27,7 @@ FINISHED = (OK, UNAVAILABLE)  # another try on the same machine would tell nothi
 
 
 def cell_key(config: dict) -> str:
-    """Return the identity of a cell: 16 hexadecimal digits, the same for equal configurations.
+    """Returns the identity of a cell: 16 hexadecimal digits, the same for equal configurations.
 
     The order of the entries does not matter, tuples equal lists, and any other value (a path, a
     numpy number) counts as what it becomes in JSON. A configuration with NaN is a `ValueError`:
@@ -48,11 +48,11 @@ class Results:
         self.rows()  # a folder of another version is refused before anything is measured
 
     def finished(self, key: str) -> bool:
-        """Whether the cell needs no (further) run: its newest row is `ok` or `unavailable`."""
+        """Returns whether the cell's newest row is `ok` or `unavailable`: no further run."""
         return any(row["key"] == key and row["status"] in FINISHED for row in self.rows())
 
     def record(self, row: dict) -> None:
-        """Append `row`, which has a `status` and either a `key` or the `config` it follows from.
+        """Appends `row`, which has a `status` and either a `key` or the `config` it follows from.
 
         `schema_version` is added. JSON knows no NaN and no infinity: such numbers become null.
         """
@@ -66,12 +66,12 @@ class Results:
         append_line(self.path, line)
 
     def rows(self) -> list[dict]:
-        """Return the newest row of every cell, in the order in which cells first appeared."""
+        """Returns the newest row of every cell, in the order in which cells first appeared."""
         return newest_rows(self.path)
 
 
 def newest_rows(path: str | Path) -> list[dict]:
-    """The newest row of every cell of a file of rows, in the order in which cells first appeared.
+    """Returns the newest row of every cell of a file, in the order in which cells first appeared.
 
     Raises:
         ValueError: a line is no row of this version.
@@ -80,7 +80,7 @@ def newest_rows(path: str | Path) -> list[dict]:
 
 
 def numbered_rows(path: str | Path) -> list[tuple[int, dict]]:
-    """`newest_rows`, each with the number of its line, from 1 on."""
+    """Returns `newest_rows`, each with the number of its line, from 1 on."""
     newest = {}
     for number, row in enumerate(read_lines(path), start=1):
         where = f"{path}, line {number}"
@@ -103,14 +103,14 @@ def check_version(path: str | Path, row: dict) -> None:
 
 
 def _plain(value):
-    """Turn what `json` does not know into what it knows: numpy values, and paths by their name."""
+    """Converts what `json` does not know: numpy values to Python's, and paths to their name."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return str(value)
 
 
 def _finite(value):
-    """Copy nested dictionaries, lists and numbers with None in place of NaN and infinity."""
+    """Copies nested dictionaries, lists and numbers with None in place of NaN and infinity."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
 """What the fields of a row must be: a row that is something else is refused by its field's name.
 
-Fields that are not listed are nobody's here, and may be anything.
+Fields that are not listed may be anything.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_fields(row: Mapping[str, Any], place: str = "") -> None:
 
 
 def _check(name: str, value: Any, place: str) -> None:
-    """`place` is what the field is called from the row on."""
+    """Raises ValueError for a field of another kind; `place` is its name from the row on."""
     wanted = _ROW.get(name, _OR_NULL.get(name))
     if wanted and not (value is None and name in _OR_NULL):
         check_kind(value, wanted, place)

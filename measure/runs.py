@@ -1,4 +1,4 @@
-"""Results read back: one `Cell` for each configuration, with all its rounds, whoever measured it.
+"""Results read back: one `Cell` for each configuration, with all its rounds.
 
 What is read of a row of `results.jsonl`, or of a `*_result.json`; anything else is left alone:
 
@@ -87,7 +87,7 @@ class Cell:
 
     @property
     def failures(self) -> list[Round]:
-        """What failed of it, also where another round went well; the gate has number -1."""
+        """The failed rounds, also where another went well; the gate has number -1."""
         gate = [] if self.gate is None else [self.gate]
         return [r for r in (*gate, *self.rounds.values()) if r.status != OK]
 
@@ -108,7 +108,7 @@ class Cell:
 
     @property
     def is_wrong(self) -> bool:
-        """Its gradient is not what one process computes."""
+        """Whether its gradient differs from what one process computes."""
         if self.gradient_error is None:
             return False
         return not self.gradient_error <= self.facts.get("tolerance", math.inf) or math.isinf(
@@ -129,13 +129,13 @@ class Cell:
 
     @property
     def peak_memory_mb(self) -> float | None:
-        """The largest of its rounds."""
+        """The largest peak of its rounds."""
         peaks = (r.peak_memory_mb for r in self.good_rounds if r.peak_memory_mb is not None)
         return max(peaks, default=None)
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Of all ranks together."""
+        """Tokens of all ranks together."""
         length = self.names.get("seq_length", self.settings.get("model.context_length"))
         whole = self.facts.get("total_batch_size")
         if whole is None and "batch_size" in self.settings and "world_size" in self.settings:
@@ -147,7 +147,7 @@ class Cell:
         return list(dict.fromkeys(metric for r in self.good_rounds for metric in r.times))
 
     def times(self, metric: str = STEP) -> dict[int, list[float]]:
-        """Round -> its times, of the rounds that went well and have that metric."""
+        """Returns round -> its times, of the rounds that went well and have that metric."""
         return {r.number: r.times[metric] for r in self.good_rounds if metric in r.times}
 
     def samples(self, metric: str = STEP) -> list[float]:
@@ -155,7 +155,7 @@ class Cell:
 
 
 def read_cells(path: str | Path) -> list[Cell]:
-    """The cells of a results folder, or of a file of rows, in the order in which they appear.
+    """Reads the cells of a results folder, or of a file of rows, in order of appearance.
 
     In a folder `*_result.json` files count, which hold all rounds of a cell, or else
     `results.jsonl`.
@@ -179,7 +179,7 @@ def read_cells(path: str | Path) -> list[Cell]:
 
 
 def _rows(path: Path) -> Iterable[tuple[str, dict]]:
-    """(file, and line where it has several; row)."""
+    """Yields (file, with the line where it has several; row)."""
     if not path.exists():
         raise ValueError(f"{path}: no such folder or file")
     if path.is_dir():
@@ -213,7 +213,7 @@ def _rows_of_json(file: Path) -> list[tuple[str, dict]]:
 
 
 def _add(cells: dict[str, Cell], row: dict) -> None:
-    """Add a row to the cell that it belongs to, the newest last: it counts."""
+    """Adds a row to its cell; the newest counts and is added last."""
     made = _identify(row)
     identity = json.dumps([made.names, made.settings, made.machine], sort_keys=True)
     cell = cells.setdefault(identity, made)
@@ -237,7 +237,7 @@ def _add(cells: dict[str, Cell], row: dict) -> None:
 
 
 def _identify(row: dict) -> Cell:
-    """A cell without measurements."""
+    """Returns the cell of a row, without measurements."""
     names = {name: row[name] for name in NAMES if name in row}
     if not names:
         raise ValueError("it has no implementation and no mode")
@@ -255,7 +255,7 @@ def _identify(row: dict) -> Cell:
 
 
 def _flat(config: dict, prefix: str = "") -> dict[str, object]:
-    """`{"model": {"d_ff": 8}}` -> `{"model.d_ff": 8}`."""
+    """Flattens `{"model": {"d_ff": 8}}` to `{"model.d_ff": 8}`."""
     found = {}
     for key, value in config.items():
         if isinstance(value, dict):
@@ -288,7 +288,7 @@ def _round(row: dict) -> Round:
 
 
 def beside(cells: Sequence[Cell], cell: Cell, name: str, value: str) -> Cell | None:
-    """The cell that differs from this one in one name only, if it has been measured.
+    """Returns the cell that differs from this one in one name only, if it has been measured.
 
     It did the same work: settings that both have are equal, and so is what a step trains on.
     """
@@ -308,12 +308,12 @@ def beside(cells: Sequence[Cell], cell: Cell, name: str, value: str) -> Cell | N
 
 
 def differing(one: dict, other: dict) -> list[str]:
-    """The keys that both have, with different values."""
+    """Returns the keys that both have, with different values."""
     return [key for key in one if key in other and one[key] != other[key]]
 
 
 def ratio_beside(cell: Cell, other: Cell | None, metric: str = STEP) -> Ratio | None:
-    """Of the cell's times to the other's, over the rounds that both have."""
+    """Returns the ratio of the cell's times to the other's, over the rounds that both have."""
     if other is None:
         return None
     own, base = cell.times(metric), other.times(metric)
@@ -322,7 +322,7 @@ def ratio_beside(cell: Cell, other: Cell | None, metric: str = STEP) -> Ratio | 
 
 
 def varying(cells: Sequence[Cell]) -> list[str]:
-    """The settings in which two of the cells differ that both have them."""
+    """Returns the settings that differ between two cells that both have them."""
     seen: dict[str, object] = {}
     found = {}
     for cell in cells:

@@ -1,4 +1,4 @@
-"""Step times to numbers: quantiles of one implementation, and the ratio of two with its doubt.
+"""Statistics of step times: quantiles of one implementation, and the ratio of two with its doubt.
 
 Times have a hard floor and a long tail (a garbage collection, a neighbour on the network), so
 everything here is built on medians and quantiles; a mean would mostly measure the tail.
@@ -38,7 +38,7 @@ class Ratio:
 
 
 def summarize(samples: Sequence[float]) -> Summary:
-    """Return median, 10th and 90th percentile, minimum and number of finite `samples`."""
+    """Returns median, 10th and 90th percentile, minimum and number of finite `samples`."""
     values = _checked(samples, "samples")
     p10, median, p90 = np.quantile(values, [0.1, 0.5, 0.9])
     return Summary(float(median), float(p10), float(p90), float(values.min()), values.size)
@@ -47,7 +47,7 @@ def summarize(samples: Sequence[float]) -> Summary:
 def ratio(
     samples_by_round_a: Rounds, samples_by_round_b: Rounds, seed: int = 0, paired: bool = True
 ) -> Ratio:
-    """Return median(a) / median(b) over all steps, with a 95 % bootstrap interval.
+    """Returns median(a) / median(b) over all steps, with a 95 % bootstrap interval.
 
     Each argument is a list of rounds, each a list of positive step times; round r of both ran
     next to each other in time. Steps of one round are not independent (they share a machine
@@ -87,7 +87,7 @@ def ratio(
 def _resampled_medians(
     samples: list[np.ndarray], rounds: np.ndarray, generator: np.random.Generator
 ) -> np.ndarray:
-    """Return one median over steps for each row of `rounds` [resamples, rounds].
+    """Returns one median over steps for each row of `rounds` [resamples, rounds].
 
     Rounds may differ in length; each drawn round then contributes as many draws as the longest
     has steps, so that rounds weigh the same.

@@ -1,4 +1,4 @@
-"""Rows to an aligned text table, plain for a terminal or a log, or Markdown for a README."""
+"""Formats rows as an aligned text table, plain or as Markdown."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ def format_table(
     title: str | None = None,
     markdown: bool = False,
 ) -> str:
-    """Return the table as text without a final line break, never coloured and never wrapped.
+    """Returns the table as text without a final line break, never coloured and never wrapped.
 
     A missing value (absent, None, NaN) prints as `–`. A row whose `status` is there and not `ok`
     shows status and `reason` in place of its numbers: from the first right-aligned column on.
@@ -47,7 +47,7 @@ def format_table(
 def table_cells(
     columns: Sequence[Column | str], rows: Sequence[dict]
 ) -> tuple[list[str], list[list[str]], list[bool]]:
-    """Return headings, a list of cells for each row, and which columns are aligned right.
+    """Returns headings, a list of cells for each row, and which columns are aligned right.
 
     A failed row has fewer cells than there are columns: its last one is status and reason.
     """
@@ -60,7 +60,7 @@ def table_cells(
 
 
 def describe_failure(row: dict) -> str:
-    """Return `status: reason` on one line, or the empty string for a row that is `ok`."""
+    """Returns `status: reason` on one line, or the empty string for a row that is `ok`."""
     status = row.get("status", OK)
     if status == OK:
         return ""
@@ -69,19 +69,19 @@ def describe_failure(row: dict) -> str:
 
 
 def _is_right(column: Column, rows: Sequence[dict]) -> bool:
-    """Whether a column holds numbers: it has no text, or says so itself."""
+    """Returns whether a column holds numbers: it has no text, or says so itself."""
     if column.right is not None:
         return column.right
     return not any(isinstance(row.get(column.key), str) for row in rows)
 
 
 def _first_number(right: list[bool]) -> int:
-    """Return the index of the first number column after the one that names the row."""
+    """Returns the index of the first number column after the one that names the row."""
     return next((i for i, is_right in enumerate(right) if is_right and i > 0), 1)
 
 
 def _cells(columns: Sequence[Column], row: dict, first: int) -> list[str]:
-    """Return a row's cells; a failed row has those before its first number and then says why."""
+    """Returns a row's cells; a failed row has those before its first number and then says why."""
     failure = describe_failure(row)
     shown = columns[:first] if failure else columns
     cells = [_format(row.get(column.key), column.format) for column in shown]

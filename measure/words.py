@@ -2,5 +2,5 @@
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """`1 cell`, `2 cells`, `1,024 tokens`; `plural` where it takes more than an s."""
+    """Returns `1 cell`, `2 cells`, `1,024 tokens`; `plural` where it takes more than an s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

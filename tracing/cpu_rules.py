@@ -33,7 +33,7 @@ WRAPPERS = ("autograd::", "torch::autograd::")
 
 
 def collectives(events: list[dict]) -> dict[str, list[Interval]]:
-    """Name → intervals, in order."""
+    """Returns name → intervals, in order."""
     found: dict[str, list[Interval]] = {}
     for event in events:
         if event["name"].startswith(COLLECTIVES):
@@ -42,7 +42,7 @@ def collectives(events: list[dict]) -> dict[str, list[Interval]]:
 
 
 def classify(events: list[dict]) -> tuple[list[Interval], list[Interval]]:
-    """(computation, communication), each sorted; computation is merged per thread."""
+    """Returns (computation, communication), each sorted; computation is merged per thread."""
     collectives = [e for e in events if e["name"].startswith(COLLECTIVES)]
     busy_threads = {e["tid"] for e in collectives}
     operators = [
@@ -54,24 +54,24 @@ def classify(events: list[dict]) -> tuple[list[Interval], list[Interval]]:
 
 
 def is_wrapper(name: str) -> bool:
-    """Whether an operator only contains others: a node of the backward graph."""
+    """Returns whether an operator only contains others: a node of the backward graph."""
     return name.startswith(WRAPPERS) or re.fullmatch(r"[^:]*Backward\d*", name) is not None
 
 
 def place_phases(
     events: list[dict], on_cpu: dict[str, list[Interval]]
 ) -> tuple[dict[str, list[Interval]], str]:
-    """The phases as recorded, and where that is."""
+    """Returns the phases as recorded, and where that is."""
     return on_cpu, "ranges on the CPU thread"
 
 
 def time_in(events: list[dict], on_cpu: dict[str, list[Interval]]) -> dict[str, float]:
-    """How long ranges lasted."""
+    """Returns how long ranges lasted."""
     return {name: total(ranges) for name, ranges in on_cpu.items()}
 
 
 def _without_launches(operators: list[dict]) -> list[Interval]:
-    """Per thread: operators less the caller's side of collectives, alone or inside a graph."""
+    """Returns, per thread, operators less the caller's side of collectives, also inside a graph."""
     kept: list[Interval] = []
     for thread in {e["tid"] for e in operators}:
         own = [e for e in operators if e["tid"] == thread]

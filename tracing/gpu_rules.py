@@ -33,7 +33,7 @@ LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 
 def collectives(events: list[dict]) -> dict[str, list[Interval]]:
-    """Name → intervals, in order: projected ranges, and NCCL's kernels."""
+    """Returns name → intervals, in order: projected ranges, and NCCL's kernels."""
     ranges = _side_ranges(events)
     kernels = [e for e in _split(events, ranges)[1] if "nccl" in e["name"].lower()]
     found: dict[str, list[Interval]] = {}
@@ -43,7 +43,7 @@ def collectives(events: list[dict]) -> dict[str, list[Interval]]:
 
 
 def classify(events: list[dict]) -> tuple[list[Interval], list[Interval]]:
-    """(computation, communication), each sorted and not merged."""
+    """Returns (computation, communication), each sorted and not merged."""
     side_ranges = _side_ranges(events)
     computing, communicating = _split(events, side_ranges)
     return _intervals(computing), _intervals(communicating + side_ranges)
@@ -52,7 +52,7 @@ def classify(events: list[dict]) -> tuple[list[Interval], list[Interval]]:
 def place_phases(
     events: list[dict], on_cpu: dict[str, list[Interval]]
 ) -> tuple[dict[str, list[Interval]], str]:
-    """The phases on the device, and how they were placed."""
+    """Returns the phases on the device, and how they were placed."""
     computing, _ = _split(events, _side_ranges(events))
     launched = _by_launch_time(events, computing)
     if launched:
@@ -66,7 +66,7 @@ def place_phases(
 
 
 def time_in(events: list[dict], on_cpu: dict[str, list[Interval]]) -> dict[str, float]:
-    """How long the computation ran that any thread launched during the ranges."""
+    """Returns how long the computation ran that any thread launched during the ranges."""
     if not on_cpu:
         return {}
     computing, _ = _split(events, _side_ranges(events))
@@ -78,7 +78,7 @@ def time_in(events: list[dict], on_cpu: dict[str, list[Interval]]) -> dict[str, 
 
 
 def _split(events: list[dict], side_ranges: list[dict]) -> tuple[list[dict], list[dict]]:
-    """The device's events as (computing, communicating)."""
+    """Returns the device's events as (computing, communicating)."""
     by_stream: dict[tuple, list[dict]] = {}
     for event in side_ranges:
         by_stream.setdefault(_stream(event), []).append(event)
@@ -96,7 +96,7 @@ def _split(events: list[dict], side_ranges: list[dict]) -> tuple[list[dict], lis
 
 
 def _side_ranges(events: list[dict]) -> list[dict]:
-    """The projected `communication:...` ranges that are not on the main stream."""
+    """Returns the projected `communication:...` ranges that are not on the main stream."""
     main = _main_stream(events)
     projected = [e for e in events if e.get("cat") == "gpu_user_annotation"]
     named = [e for e in projected if e["name"].startswith(COMMUNICATION_PREFIX)]
@@ -104,7 +104,7 @@ def _side_ranges(events: list[dict]) -> list[dict]:
 
 
 def _main_stream(events: list[dict]) -> tuple | None:
-    """The stream that got most of the forward pass's launches, else most kernels."""
+    """Returns the stream with most of the forward pass's launches, else with most kernels."""
     forwards = [
         (e["start"], e["end"])
         for e in events
@@ -122,12 +122,12 @@ def _main_stream(events: list[dict]) -> tuple | None:
 
 
 def _stream(event: dict) -> tuple:
-    """Device and stream: the profiler writes them where a CPU event has process and thread."""
+    """Returns device and stream, which stand where a CPU event has process and thread."""
     return event["pid"], event["tid"]
 
 
 def _by_launch_time(events: list[dict], computing: list[dict]) -> list[tuple[float, float, float]]:
-    """(time of the launch on the CPU, start, end) of each computation, in launch order."""
+    """Returns (launch on the CPU, start, end) of each computation, in launch order."""
     launch_times = _launch_times(events)
     return sorted(
         (launch_times[_correlation(event)], event["start"], event["end"])
@@ -137,20 +137,20 @@ def _by_launch_time(events: list[dict], computing: list[dict]) -> list[tuple[flo
 
 
 def _launch_times(events: list[dict]) -> dict[int, float]:
-    """Correlation number → when the CPU launched it."""
+    """Returns correlation number → when the CPU launched it."""
     launches = [event for event in events if event.get("cat") in LAUNCHES]
     return {_correlation(event): event["start"] for event in launches}
 
 
 def _correlation(event: dict) -> int | None:
-    """The number that a kernel shares with the runtime call that launched it."""
+    """Returns the number that a kernel shares with the runtime call that launched it."""
     return event.get("args", {}).get("correlation", id(event))
 
 
 def _by_launch(
     launched: list[tuple[float, float, float]], ranges: list[Interval]
 ) -> list[Interval]:
-    """Per range on the CPU: first start to last end of what was launched in it."""
+    """Returns, per range on the CPU, first start to last end of what was launched in it."""
     placed = []
     for range_ in ranges:
         inside = _launched_in(launched, range_)
@@ -167,7 +167,7 @@ def _launched_in(
 
 
 def _waits(launched: list[tuple[float, float, float]], ranges: list[Interval]) -> list[Interval]:
-    """Per gradient_sync: from the end of what was launched before to the start of what follows."""
+    """Returns, per gradient_sync, the gap between what was launched before and what follows."""
     placed = []
     for start, end in ranges:
         first, last = bisect_left(launched, (start,)), bisect_left(launched, (end,))
@@ -180,7 +180,7 @@ def _waits(launched: list[tuple[float, float, float]], ranges: list[Interval]) -
 
 
 def _projections(events: list[dict], name: str) -> list[Interval]:
-    """The profiler's own device ranges of that name on the main stream."""
+    """Returns the profiler's own device ranges of that name on the main stream."""
     main = _main_stream(events)
     projected = [e for e in events if e.get("cat") == "gpu_user_annotation"]
     return _intervals([e for e in projected if e["name"] == name and _stream(e) == main])

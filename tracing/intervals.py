@@ -20,22 +20,22 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same instants as sorted intervals that neither overlap nor touch."""
+    """Returns the same instants as sorted intervals that neither overlap nor touch."""
     return _sweep(intervals, (), lambda in_a, in_b: in_a)
 
 
 def intersection(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """The instants in both."""
+    """Returns the instants in both."""
     return _sweep(a, b, lambda in_a, in_b: in_a and in_b)
 
 
 def difference(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """The instants in `a` that are not in `b`."""
+    """Returns the instants in `a` that are not in `b`."""
     return _sweep(a, b, lambda in_a, in_b: in_a and not in_b)
 
 
 def total(intervals: Iterable[Interval]) -> float:
-    """How long the intervals are together; an instant that several cover counts once."""
+    """Returns how long the intervals are together; an instant that several cover counts once."""
     return sum(end - start for start, end in union(intervals))
 
 

@@ -44,7 +44,7 @@ class Overlap:
         return self.overlapped / self.communication if self.communication else None
 
     def per_step(self) -> "Overlap | None":
-        """The same as averages over the steps; None if the trace does not tell its steps."""
+        """Returns averages over the steps; None if the trace does not tell its steps."""
         if not self.steps:
             return None
         averages = {name: getattr(self, name) / self.steps for name in TIMES}
@@ -53,7 +53,7 @@ class Overlap:
 
 
 def overlap(trace: Trace, window: Interval | None = None) -> Overlap:
-    """Measure the trace's span, or a window of it such as one of `steps(trace)`."""
+    """Measures the trace's span, or a window of it such as one of `steps(trace)`."""
     inside = [window or trace.span]
     computation = intersection(trace.computation, inside)
     communication = intersection(trace.communication, inside)
@@ -74,7 +74,7 @@ def overlap(trace: Trace, window: Interval | None = None) -> Overlap:
 
 
 def steps(trace: Trace) -> list[Interval]:
-    """The steps: each from a forward pass to the next step's, the last to the span's end.
+    """Returns the steps: each from a forward pass to the next step's, the last to the span's end.
 
     A forward pass opens a step if an optimizer step came since the last one, so several
     forwards whose gradients accumulate are one step.

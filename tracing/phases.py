@@ -22,5 +22,5 @@ BOOT = "boot_id"  # a trace's entry that says on which host's clock it was recor
 
 
 def phase(name: str) -> torch.profiler.record_function:
-    """Label a stretch of the step: `with phase("forward_pass"): ...`. Free of effect on values."""
+    """Labels a part of the step in a trace: `with phase("forward_pass"): ...`."""
     return torch.profiler.record_function(name)

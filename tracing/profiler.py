@@ -1,4 +1,4 @@
-"""Record a trace: torch.profiler with the options that the rest of this room reads."""
+"""Records a trace: torch.profiler with the options that the rest of this package reads."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 def profile(
     trace_path: str | Path, *, device_type: str, memory: bool = True
 ) -> Iterator[torch.profiler.profile]:
-    """Profile the body and, if it succeeds, write its Chrome trace to `trace_path`.
+    """Profiles the body and, if it succeeds, writes its Chrome trace to `trace_path`.
 
     Keep the body to a few steps, after warming up outside: a trace grows by about 100 kB a step
     even for a tiny model, and the first steps allocate, compile and connect.
@@ -44,7 +44,7 @@ def profile(
 
 
 def _boot() -> str | None:
-    """Tells a host, between two starts of it, from all others; None where it is not known."""
+    """Returns what identifies a host between two starts of it; None where it is not known."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -52,7 +52,7 @@ def _boot() -> str | None:
 
 
 def _export(profiler: torch.profiler.profile, temporary: Path, path: Path) -> None:
-    """Raises OSError if the trace is not there afterwards: the profiler says nothing of that."""
+    """Writes the trace; raises OSError if it is not there afterwards, as the profiler does not."""
     try:
         profiler.export_chrome_trace(str(temporary))
         if not temporary.exists():

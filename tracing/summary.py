@@ -38,7 +38,7 @@ class OperatorRow:
 
 
 def slowest_operators(profiler, limit: int = 15) -> list[OperatorRow]:
-    """The operators with most self time: on the GPU if the profiler saw one, else on the CPU.
+    """Returns the operators with most self time, on the GPU if the profiler saw one, else the CPU.
 
     Rows of kernels are left out, since their time already belongs to the operators that launched
     them; so are ranges, our own (phases, epochs, layers) and FSDP's.
@@ -64,7 +64,7 @@ def write_summary(
     launches: Sequence[str] = (),
     plan: Sequence[str] = (),
 ) -> None:
-    """Write the summary of one implementation; `traces` and `trace_files` are one per rank.
+    """Writes the summary of one implementation; `traces` and `trace_files` are one per rank.
 
     `launches` says, a line each, what was sent when in a step; `plan`, what a private step did
     with each layer.

@@ -74,14 +74,14 @@ class Lane:
 def draw_timeline(
     traces: dict[str, list[Trace]], path: str | Path, title: str = "One training step"
 ) -> None:
-    """Draw one representative step of each implementation, {name: traces, one per rank}."""
+    """Draws one representative step of each implementation, {name: traces, one per rank}."""
     figure = timeline_figure(traces, title)
     with replacing(path) as file:
         figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
 
 
 def timeline_figure(traces: dict[str, list[Trace]], title: str) -> Figure:
-    """The picture before it is saved."""
+    """Returns the figure of `draw_timeline`, not saved."""
     empty = [name for name, ranks in traces.items() if not ranks]
     if empty or not traces:
         raise ValueError(f"draw_timeline: no trace of {', '.join(empty) or 'any implementation'}")
@@ -100,9 +100,9 @@ def timeline_figure(traces: dict[str, list[Trace]], title: str) -> Figure:
 
 
 def representative_step(traces: list[Trace]) -> list[Interval]:
-    """The step of median length (mean over ranks), the same one on every rank; else the span.
+    """Returns the step of median length (mean over ranks), the same on every rank; else the span.
 
-    The same, because the ranks of one step wait for each other: their lanes explain each other.
+    It is the same because the ranks of one step wait for each other: lanes explain each other.
     """
     per_rank = [steps(trace) for trace in traces]
     count = min(len(windows) for windows in per_rank)
@@ -136,7 +136,7 @@ def _lane(trace: Trace, window: Interval, start: float) -> Lane:
 
 
 def _empty_figure(lane_counts: list[int]) -> tuple[Figure, list[Axes]]:
-    """Panels under each other, laid out in inches so that lanes look alike in every picture."""
+    """Returns panels under each other, laid out in inches: lanes look alike in every picture."""
     from matplotlib.figure import Figure
 
     heights = [HEADER + LANE * max(count, 2) for count in lane_counts]
@@ -183,7 +183,7 @@ def _draw_lane(axes: Axes, lane: Lane, bottom: float, height: float) -> None:
 
 
 def _label_phases(axes: Axes, lane: Lane, axis_end: float) -> None:
-    """Name each phase above the first lane, where the name fits."""
+    """Names each phase above the first lane, where the name fits."""
     divided = any(part in lane.phases for part in PARTS_OF_BACKWARD)
     for phase, (label, _, ink) in TINTS.items():
         if divided and phase == "backward_pass":
@@ -196,7 +196,7 @@ def _label_phases(axes: Axes, lane: Lane, axis_end: float) -> None:
 
 
 def _write_figures(axes: Axes, name: str, measured: list[Overlap], drawn: int) -> None:
-    """The panel's name and, right of it, its numbers: means over all ranks."""
+    """Writes the panel's name and, right of it, its numbers: means over all ranks."""
     style = {"transform": axes.transAxes, "va": "top", "color": INK}
     axes.text(0, 1.0, name, weight="bold", fontsize=10, **style)
     if len(measured) > drawn:
@@ -226,7 +226,7 @@ def _write_figures(axes: Axes, name: str, measured: list[Overlap], drawn: int) -
 
 
 def _draw_frame(figure: Figure, title: str, traces: dict[str, list[Trace]]) -> None:
-    """Title, legend and the small print."""
+    """Writes title, legend and footnote."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -46,7 +46,7 @@ class Trace:
 
 
 def load_trace(path: str | Path) -> Trace:
-    """Read a trace, `.json` or `.json.gz`.
+    """Reads a trace, `.json` or `.json.gz`.
 
     The rules that tell computation from communication are in `gpu_rules` if the trace has kernel
     events and in `cpu_rules` otherwise. Raises ValueError, naming the file, if it is not a whole
@@ -81,7 +81,7 @@ def load_trace(path: str | Path) -> Trace:
 
 
 def _clock(document: dict) -> tuple | None:
-    """The host since it was started, and the time that is called 0 in the trace."""
+    """Returns the identity of the host's clock, and the time that is called 0 in the trace."""
     found = document.get(BOOT), document.get("baseTimeNanoseconds", 0)
     return None if found[0] is None else found
 
@@ -100,14 +100,14 @@ def _read_json(path: Path) -> dict:
 
 
 def _with_interval(event: dict) -> dict:
-    """Add `start` and `end`, and insist on what every rule reads."""
+    """Adds `start` and `end`, and checks for what every rule reads."""
     start = float(event["ts"])
     required = {"name": str(event["name"]), "pid": event["pid"], "tid": event["tid"]}
     return event | required | {"start": start, "end": start + float(event.get("dur", 0))}
 
 
 def _ranges(events: list[dict], wanted) -> dict[str, list[Interval]]:
-    """The record_function ranges on the CPU whose name is wanted: name → intervals in order."""
+    """Returns the record_function ranges on the CPU with these names: name → intervals in order."""
     found: dict[str, list[Interval]] = {}
     for event in sorted(events, key=lambda e: e["start"]):
         if event.get("cat") == "user_annotation" and wanted(event["name"]):
@@ -116,7 +116,7 @@ def _ranges(events: list[dict], wanted) -> dict[str, list[Interval]]:
 
 
 def _span(phases: dict, epochs: dict, events: list[Interval]) -> Interval:
-    """The profiled steps; what comes before and after (barriers, exports) is not counted."""
+    """Returns the span of the profiled steps, without what comes before and after them."""
     in_epochs = [interval for intervals in epochs.values() for interval in intervals]
     starts = phases.get("forward_pass") or in_epochs or events
     ends = phases.get("optimizer_step") or in_epochs or events

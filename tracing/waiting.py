@@ -23,12 +23,12 @@ CLOCKS_DIFFER_BY = 50.0  # µs; a collective cannot end before all have begun it
 
 
 def load_traces(paths: Sequence[str | Path]) -> list[Trace]:
-    """The traces of the ranks of one run, with waiting told from communication where it can be."""
+    """Loads the traces of a run's ranks; tells waiting from communication where possible."""
     return tell_waiting([load_trace(path) for path in paths])
 
 
 def tell_waiting(traces: list[Trace]) -> list[Trace]:
-    """Move what was waiting from each trace's `communication` to its `waiting`.
+    """Moves what was waiting from each trace's `communication` to its `waiting`.
 
     The n-th collective of a name is the same one on every rank; a name that some rank has more
     often is left alone, and so is everything if the traces are not of all ranks on one clock.
@@ -49,7 +49,7 @@ def tell_waiting(traces: list[Trace]) -> list[Trace]:
 
 
 def share_clock(traces: Sequence[Trace]) -> bool:
-    """Whether these are all ranks of a run, each collective is of all of them, and clocks agree."""
+    """Returns whether these are all ranks of a run, on one clock, with collectives of all ranks."""
     first = traces[0] if traces else None
     return (
         first is not None
@@ -61,7 +61,7 @@ def share_clock(traces: Sequence[Trace]) -> bool:
 
 
 def _split(trace: Trace, begun: dict[Interval, float]) -> Trace:
-    """What lies in no collective of `begun` stays as it is."""
+    """Splits communication; what lies in no collective of `begun` stays as it is."""
     moved = [(start, end) for (_, end), start in begun.items()]
     waited = [(call[0], start) for call, start in begun.items()]
     others = difference(trace.communication, begun)
