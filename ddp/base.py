@@ -124,6 +124,7 @@ class DataParallel(ManualGradients, Wrapper, nn.Module):
                 self.launch_buckets()
 
     def launch_buckets(self, everything: bool = False) -> None:
+        """Launches the buckets that are complete, in the order of the plan."""
         for bucket in self.schedule.to_launch(everything):
             for i in bucket.members:
                 self.gradients.make_local(i)
@@ -131,6 +132,7 @@ class DataParallel(ManualGradients, Wrapper, nn.Module):
             self.step.record.launches.append((len(self.schedule.arrivals), bucket))
 
     def wait_for(self, *buckets: Bucket) -> None:
+        """Waits for those of them that are under way."""
         for bucket in buckets:
             if bucket in self.schedule.in_flight:
                 self.wait(bucket, self.schedule.in_flight.pop(bucket))
