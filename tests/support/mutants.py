@@ -1,10 +1,11 @@
-"""Mistakes that hand-built data parallelism often makes, and the tests that catch them.
+"""Mistakes that are often made, and the tests that catch them: of `ddp`, and of private training.
 
     python -m tests.support.mutants             # apply each, print the table: mutant → caught by
     python -m tests.support.mutants NAME ...    # some of them
 
-A mutant is a change of source text, made in a copy of `ddp/` and of its tests in a temporary
+A mutant is a change of source text, made in a copy of the package and of its tests in a temporary
 folder; the named tests run there and one must fail. The first of them that does is the table's.
+Those of `dp_clipping` are in private_mutants.py.
 """
 
 import re
@@ -15,14 +16,18 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.private_mutants import ROWS
+
 ROOT = Path(__file__).parents[2]
 COPIED = ["pyproject.toml", "ddp", "lm", "tests/ddp", "tests/support", "tests/__init__.py"]
 COPIED += ["tests/conftest.py"]
+PRIVATE = "dp_clipping/"
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`changes`: (file in ddp/, text, replacement); `tests`: a test file and, perhaps, -k."""
+    """`changes`: (file in ddp/, or with dp_clipping/ in front, text, replacement); `tests`: a test
+    file and, perhaps, -k."""
 
     name: str
     changes: tuple[tuple[str, str, str], ...]
@@ -288,17 +293,30 @@ MUTANTS = [
 ]  # fmt: skip
 
 
+PRIVATE_MUTANTS = [
+    Mutant(name, ((PRIVATE + file, text, replacement),), tests)
+    for name, file, text, replacement, *rest in ROWS
+    for tests in [tuple(rest)]
+]
+
+
+def path_of(file: str, root: Path = ROOT) -> Path:
+    """Returns where the file of a change lies."""
+    return root / file if file.startswith(PRIVATE) else root / "ddp" / file
+
+
 def run_tests(changes: tuple[tuple[str, str, str], ...], tests: tuple[str, ...]) -> str:
     """Pytest's output on a changed copy, up to the first failure."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for name in COPIED:
+        is_private = tests[0].startswith(f"tests/{PRIVATE}")
+        for name in [*COPIED, *([PRIVATE, f"tests/{PRIVATE}"] if is_private else [])]:
             source, target = ROOT / name, copy / name
             target.parent.mkdir(parents=True, exist_ok=True)
             (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
         change(copy / "lm/rank_pool.py", "timedelta(seconds=90)", "timedelta(seconds=15)")
         for file, text, replacement in changes:
-            change(copy / "ddp" / file, text, replacement)
+            change(path_of(file, copy), text, replacement)
         keyword = ["-k", f"({tests[1]}) and not cuda"] if tests[1:] else ["-k", "not cuda"]
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow and not gpu"]
         command += ["-p", "no:cacheprovider", tests[0], *keyword]
@@ -324,13 +342,15 @@ def caught_by(mutant: Mutant) -> str | None:
 
 
 def main(names: list[str]) -> int:
-    chosen = [m for m in MUTANTS if not names or m.name in names]
+    chosen = [m for m in [*MUTANTS, *PRIVATE_MUTANTS] if not names or m.name in names]
     width = max(len(m.name) for m in chosen)
     survivors = 0
     for mutant in chosen:
         test = caught_by(mutant)
         survivors += test is None
         print(f"{mutant.name:{width}}  {test or 'SURVIVES'}", flush=True)
+    killed = len(chosen) - survivors
+    print(f"{killed} of {len(chosen)} are caught ({killed / len(chosen):.0%})")
     return int(survivors > 0)
 
 

@@ -1,0 +1,170 @@
+"""Mistakes of private training, one line each, and the tests that catch them: see mutants.py.
+
+A row: name, file in dp_clipping/, text, replacement, test file, and perhaps -k.
+"""
+
+COEFFICIENTS = "tests/dp_clipping/clipping/test_coefficients.py"
+NORMS = "tests/dp_clipping/clipping/test_norms.py"
+ACCUMULATION = "tests/dp_clipping/clipping/test_accumulation.py"
+STATISTICS = "tests/dp_clipping/clipping/test_statistics.py"
+LINEAR = "tests/dp_clipping/layers/test_linear.py"
+FACTORS = "tests/dp_clipping/layers/test_linear_factors.py"
+EMBEDDING = "tests/dp_clipping/layers/test_embedding.py"
+NORM = "tests/dp_clipping/layers/test_norm.py"
+SCALED = "tests/dp_clipping/layers/test_low_precision_sums.py"
+STEP = "tests/dp_clipping/step/test_private_step.py"
+BUFFER = "tests/dp_clipping/step/test_gradient_buffer.py"
+REPLAY = "tests/dp_clipping/step/test_rng_replay.py"
+GAUSSIAN = "tests/dp_clipping/noise/test_gaussian.py"
+STREAM = "tests/dp_clipping/noise/test_stream.py"
+KEYS = "tests/dp_clipping/noise/test_keys.py"
+ADAPTIVE = "tests/dp_clipping/noise/test_adaptive_threshold.py"
+POISSON = "tests/dp_clipping/sampling/test_poisson.py"
+LOADER = "tests/dp_clipping/sampling/test_loader.py"
+USAGE = "tests/dp_clipping/sampling/test_usage.py"
+COLLATE = "tests/dp_clipping/sampling/test_collate.py"
+SPLIT = "tests/dp_clipping/distributed/test_split_norms.py"
+REDUCE = "tests/dp_clipping/distributed/test_gradient_reduce.py"
+GLOBAL = "tests/dp_clipping/distributed/test_global_norms.py"
+LEDGER = "tests/dp_clipping/checkpoint/test_ledger.py"
+STATE = "tests/dp_clipping/step/test_state.py"
+
+ROWS = [
+    # ---- clipping
+    ("norms without their margin", "clipping/coefficients.py",
+     "norms = squared_bounds.sqrt() * margin", "norms = squared_bounds.sqrt()", COEFFICIENTS),
+    ("small gradients are scaled up", "clipping/coefficients.py",
+     "(clip_norms / norms).clamp(max=1.0)", "(clip_norms / norms)", COEFFICIENTS),
+    ("a sample that is not finite counts", "clipping/coefficients.py",
+     "torch.where(finite_samples(squared_bounds), scale, 0.0)", "scale", COEFFICIENTS),
+    ("one finite group is enough", "clipping/coefficients.py",
+     "torch.isfinite(squared_bounds).all(dim=0)", "torch.isfinite(squared_bounds).any(dim=0)",
+     COEFFICIENTS),
+    ("gamma is subtracted", "clipping/coefficients.py",
+     "(clip_norms / (norms + gamma))", "(clip_norms / (norms - gamma))", COEFFICIENTS),
+    ("thresholds of groups are C over K", "clipping/coefficients.py",
+     "groups**0.5", "groups", COEFFICIENTS),
+    ("no allowance for Gram products", "clipping/norms.py",
+     "(squared + gram_error * scale.square()).sqrt()", "squared.sqrt()", NORMS),
+    ("no allowance for sums", "clipping/norms.py", " + sum_error * scale", "", NORMS),
+    ("all groups are one", "clipping/norms.py",
+     "numbers = tuple(self._groups[p] for p in self._of) or (0,)",
+     "numbers = tuple(0 for p in self._of) or (0,)", NORMS),
+    ("minus infinity is zero", "clipping/norms.py",
+     "torch.where(squared == -torch.inf, torch.inf, squared).clamp_min(0)", "squared.clamp_min(0)",
+     NORMS),
+    ("squares of the last piece are lost", "clipping/accumulation.py",
+     "parts = [rows[:, :whole].unflatten(1, (-1, PIECE)), rows[:, whole:].unsqueeze(1)]",
+     "parts = [rows[:, :whole].unflatten(1, (-1, PIECE))]", ACCUMULATION),
+    ("coefficients are rounded to nearest", "clipping/accumulation.py",
+     "return torch.where(too_large, below, rounded)", "return rounded", ACCUMULATION),
+    ("clipped samples are those at the threshold too", "clipping/statistics.py",
+     "squares.sqrt() > bounds[:, None]", "squares.sqrt() >= bounds[:, None]", STATISTICS),
+    # ---- layers
+    ("a weight's gradient is a mean over tokens", "layers/linear.py",
+     "deliver(weight_target, product(left.mT, right))",
+     "deliver(weight_target, product(left.mT, right) / y.shape[1])", LINEAR),
+    ("cross terms of tokens are dropped", "layers/linear_factors.py",
+     "squared = (gram_a * gram_y).sum((1, 2), dtype=torch.float64)",
+     "squared = (gram_a * gram_y).diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float64)", FACTORS),
+    ("a Gram matrix of other activations", "layers/linear_factors.py",
+     "if not same:", "if self._of is None:", FACTORS),
+    ("accumulated sums are not weighted", "layers/linear_factors.py",
+     "total.add_(gradient[0], alpha=c)", "total.add_(gradient[0])", FACTORS),
+    ("equal tokens are normed apart", "layers/embedding.py",
+     "rows = (number + first).flatten()",
+     "rows = (torch.arange(tokens, device=first.device) + first).flatten()", EMBEDDING),
+    ("padding trains its row", "layers/embedding.py",
+     "gy.masked_fill((ids == padding_idx).unsqueeze(-1), 0)", "gy", EMBEDDING),
+    ("a norm layer's bias is weighted by its input", "layers/norm.py",
+     "normalized = (x.to(dtype) - mean.to(dtype)) * rstd.to(dtype)",
+     "normalized = x.to(dtype) * rstd.to(dtype)", NORM),
+    ("an input gradient without its mean", "layers/norm.py",
+     "(rstd * (scaled - normalized * mean)).to(x.dtype)", "(rstd * scaled).to(x.dtype)", NORM),
+    ("rescaled sums exceed by rounding", "layers/low_precision_sums.py",
+     "coefficients * (1 - ROUNDING_SLACK), coefficients)", "coefficients * 1.01, coefficients)",
+     SCALED),
+    ("an excess on another rank is not seen", "layers/low_precision_sums.py",
+     "bounds = over_parts(scale.square() * others.bounds() + scaled.bounds())",
+     "bounds = scale.square() * others.bounds() + scaled.bounds()", SCALED),
+    ("a shared output gradient is scaled twice", "layers/low_precision_sums.py",
+     "if seen.setdefault(storage, use) != use or 0 in y.stride():", "if False:", SCALED),
+    # ---- step
+    ("coefficients of other groups", "step/private_step.py",
+     "weights = self._weights[self.capture.groups[parameter]]", "weights = self._weights[0]",
+     STEP),
+    ("bad samples stay in the sum", "step/private_step.py",
+     "self._kept[parameter] = self._only_good(saved)", "pass",
+     "tests/dp_clipping/clipping/test_exactness.py", "only_poisoned or counted_until"),
+    ("norms that are returned are squared", "step/private_step.py",
+     "return self.squares.sum(0).sqrt()", "return self.squares.sum(0)", STEP),
+    ("unclipped sums", "step/private_step.py",
+     "total = weighted_sum(weights, saved)", "total = saved.sum(0)", STEP),
+    ("a second microbatch replaces the first", "step/gradient_buffer.py",
+     "grad.add_(", "grad.copy_(", BUFFER),
+    ("the second backward draws anew", "step/rng_replay.py",
+     "torch.set_rng_state(self._cpu)", "pass", REPLAY),
+    ("noisy sums may be noisy again", "step/state.py",
+     "WITH_SUMS = (Phase.OPEN, Phase.REDUCED)",
+     "WITH_SUMS = (Phase.OPEN, Phase.REDUCED, Phase.NOISY)", STATE),
+    ("a dropped step keeps its norms", "step/state.py",
+     "        self.norms = []\n        self.usage.give_back()", "        self.usage.give_back()",
+     STATE),
+    # ---- noise
+    ("noise is subtracted from nothing", "noise/gaussian.py",
+     "noisy = z.to(total.dtype).mul_(std).add_(total[part])", "noisy = z.to(total.dtype).mul_(std)",
+     GAUSSIAN),
+    ("noise is not divided", "noise/gaussian.py",
+     "torch.div(noisy, divisor, out=out[part])", "out[part] = total[part] / divisor + z * std",
+     GAUSSIAN),
+    ("every step has the same noise", "noise/stream.py",
+     'step.to_bytes(8, "little") + share', 'bytes(8) + share', STREAM),
+    ("all shares have the same noise", "noise/stream.py",
+     'share.to_bytes(8, "little") + parameter', 'bytes(8) + parameter', STREAM),
+    ("all parameters have the same noise", "noise/stream.py",
+     ' + parameter.encode()', '', STREAM),
+    ("noise and sampling have one key", "noise/keys.py",
+     'self._derive(b"sampling key")', 'self._derive(b"noise key")', KEYS),
+    ("each rank has its own key", "noise/keys.py",
+     "dist.broadcast(message, group=group, group_src=0)", "pass", KEYS),
+    ("the threshold moves the other way", "noise/adaptive_threshold.py",
+     "exponent = -self.learning_rate", "exponent = self.learning_rate", ADAPTIVE),
+    ("counts have no noise", "noise/adaptive_threshold.py",
+     "(self.count_std * z if noisy else 0.0)", "0.0", ADAPTIVE),
+    ("a count is released twice", "noise/adaptive_threshold.py",
+     "if step < self.next_step:", "if False:", ADAPTIVE),
+    # ---- sampling
+    ("a rate is rounded up", "sampling/poisson.py",
+     "int(sample_rate * 2**64)", "int(sample_rate * 2**64) + 2**54", POISSON),
+    ("every draw is the same", "sampling/poisson.py", "counter=step << 64", "counter=0", POISSON),
+    ("ranks draw the same samples", "sampling/poisson.py",
+     "indices[indices % self.world_size == r]", "indices[indices % self.world_size == 0]", POISSON),
+    ("a draw is drawn again after a resume", "sampling/loader.py",
+     "self.position = draw + 1", "self.position = draw", LOADER),
+    ("a batch may be used twice", "sampling/usage.py", "self.left -= samples", "pass", USAGE),
+    ("an empty batch has the sample's storage", "sampling/collate.py",
+     "one.new_empty(shape)", "one.narrow(dim, 0, 0)", COLLATE),
+    # ---- distributed
+    ("shared parameters are counted on every rank", "distributed/norm_reduce.py",
+     "return not replicated or self.tensor.rank == 0", "return True", SPLIT),
+    ("ranks that differ are not noticed", "distributed/split_norms.py",
+     "return squares, torch.where(differs, torch.inf, bounds)", "return squares, bounds", SPLIT),
+    ("bounds stay on their rank", "distributed/split_norms.py",
+     "return self._reducer.reduce(bounds[None]).wait()[0]", "return bounds", SPLIT),
+    ("shards add up over no ranks", "distributed/gradient_reduce.py",
+     "self._sums[parameter].add_(shard.view_as(self._sums[parameter]))", "pass", REDUCE),
+    ("a shard of another rank", "distributed/gradient_reduce.py",
+     "rows[row, first : first + piece.numel()] = piece.reshape(-1)",
+     "rows[world - 1 - row, first : first + piece.numel()] = piece.reshape(-1)", REDUCE),
+    ("norms of ranks lie over each other", "distributed/global_norms.py",
+     "offset = sum(self.sizes[: reducer.data.rank])", "offset = 0", GLOBAL),
+    # ---- checkpoint ledger
+    ("released steps are forgotten by a load", "checkpoint/ledger.py",
+     "lost[key] = first, after(part, shared(part, there))", "lost[key] = first, []", LEDGER),
+    ("a repeated step may have another noise", "checkpoint/ledger.py",
+     "if not same or made not in (None, step.digest):", "if False:", LEDGER),
+    ("equal neighbours are counted once", "checkpoint/ledger.py",
+     "            steps += whole.pop()[2]", "            whole.pop()", LEDGER),
+    ("a step too many is dropped", "checkpoint/ledger.py",
+     "left = number - min(number, steps)", "left = number - min(number, steps + 1)", LEDGER),
+]  # fmt: skip
