@@ -11,7 +11,7 @@ from dp_clipping.capture.carried import Carried
 from dp_clipping.capture.losses import Exchange
 from dp_clipping.capture.randomness import same_generators
 from dp_clipping.kinds import WrongType, shown
-from dp_clipping.model import PrivateModel
+from dp_clipping.step.steppable import Steppable
 
 REDUCTIONS = ("mean", "sum")
 
@@ -27,7 +27,7 @@ class PrivateLoss:
     evaluation can: what that data is, is the user's own matter.
     """
 
-    def __init__(self, model: PrivateModel, private_step: Any, losses: Tensor, reduction: str):
+    def __init__(self, model: Steppable, private_step: Any, losses: Tensor, reduction: str):
         self.model, self._session = model, private_step
         self._losses, self.loss_reduction = losses, reduction
 
@@ -140,7 +140,7 @@ class PrivateCriterion:
             one depends on other samples (see `losses`), in batches 1, 2, 4, 8, ...
     """
 
-    def __init__(self, model: PrivateModel, criterion: Callable[..., Tensor], reduction: str):
+    def __init__(self, model: Steppable, criterion: Callable[..., Tensor], reduction: str):
         own = getattr(criterion, "reduction", reduction)
         if own != reduction or reduction not in REDUCTIONS:
             raise ValueError(

@@ -20,11 +20,11 @@ from dp_clipping.distributed.agreement import Agreement, Settings
 from dp_clipping.distributed.dtensor import local
 from dp_clipping.distributed.placement import Place
 from dp_clipping.kinds import WrongType, shown
-from dp_clipping.model import PrivateModel
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.gaussian import NoiseStream, add_noise_to_all
 from dp_clipping.profiling.profile import ranged
 from dp_clipping.step.state import StepSettings
+from dp_clipping.step.steppable import Steppable
 from dp_clipping.torch_compat import has_step_hooks, is_hook_registry
 
 Hook = Callable[["PrivateOptimizer"], None]
@@ -54,7 +54,7 @@ class PrivateOptimizer(Optimizer):
         self,
         optimizer: Optimizer,
         *,
-        model: PrivateModel,
+        model: Steppable,
         noise_multiplier: float,
         expected_batch_size: float,
         loss_reduction: str = "mean",

@@ -27,6 +27,8 @@ float32 numbers from 1e-30 on, and c·y that is rounded coarsely because it is b
 product with ‖a‖ < 1.8e19 by less than 1e-25.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -65,10 +67,17 @@ class Norms:
     Args:
         groups: parameter -> k, for K groups.
         zero: [B] zeros, of the dtype and device of the results.
+        part: a range for `norm_stack` and for `norm_local_sum`, of a step that is timed.
     """
 
-    def __init__(self, groups: dict[Parameter, int], count: int, zero: Tensor):
-        self._groups, self._count, self._zero = groups, count, zero
+    def __init__(
+        self,
+        groups: dict[Parameter, int],
+        count: int,
+        zero: Tensor,
+        part: Callable[[str], AbstractContextManager] = nullcontext,
+    ):
+        self._groups, self._count, self._zero, self._part = groups, count, zero, part
         self._of: dict[Parameter, Norm] = {}
 
     def add(self, parameter: Parameter, norm: Norm) -> None:
@@ -102,16 +111,18 @@ class Norms:
 
         What rounding has left below 0 is 0; minus infinity is no norm to clip by.
         """
-        squared = torch.stack([norm.squared for norm in self._of.values()] or [self._zero])
-        return torch.where(squared == -torch.inf, torch.inf, squared).clamp_min(0)
+        with self._part("norm_stack"):
+            squared = torch.stack([norm.squared for norm in self._of.values()] or [self._zero])
+            return torch.where(squared == -torch.inf, torch.inf, squared).clamp_min(0)
 
     def _by_group(self, values: Tensor) -> Tensor:
-        if self._count == 1:
-            return values.sum(0, keepdim=True)
-        numbers = tuple(self._groups[p] for p in self._of) or (0,)
-        index = on_device(numbers, torch.int64, values.device)
-        total = values.new_zeros(self._count, values.shape[1])
-        return total.index_add_(0, index, values)
+        with self._part("norm_local_sum"):
+            if self._count == 1:
+                return values.sum(0, keepdim=True)
+            numbers = tuple(self._groups[p] for p in self._of) or (0,)
+            index = on_device(numbers, torch.int64, values.device)
+            total = values.new_zeros(self._count, values.shape[1])
+            return total.index_add_(0, index, values)
 
 
 @lru_cache(maxsize=4096)

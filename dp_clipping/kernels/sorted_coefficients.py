@@ -9,6 +9,7 @@ coefficients.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -84,3 +85,20 @@ if triton is not None:
         tl.store(p_ratio + i_group * B + b_place, b_ratio, mask=o_b < B)
         tl.store(p_first + i_group, tl.sum((b_c <= 0).to(tl.int32), 0))
         tl.store(p_last + i_group, tl.max(tl.where(o_b < B, b_c, 0.0), 0))
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Of some clipping groups, on the device.
+
+    Attributes:
+        values: c [rows, B] float32.
+        rows: clipping group -> its row.
+    """
+
+    values: Tensor
+    rows: dict[int, int]
+
+    @cached_property
+    def sorted(self) -> SortedCoefficients:
+        return SortedCoefficients.of(self.values)

@@ -3,4 +3,5 @@
 Files:
 
     profile               times of a step's phases and layers, and its norms
+    timer                 the ranges that a step enters, timed or only labelled
 """

@@ -1,37 +1,18 @@
 """Σ_i c_i G_i on the device: coefficients that stay there, and one launch for many parameters."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
+from dp_clipping.kernels.sorted_coefficients import Coefficients
 from dp_clipping.kernels.tiles import tile_of
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
 from dp_clipping.layers.linear_factors import LinearFactors
-from dp_clipping.step.norm_queue import Label
-
-
-@dataclass(frozen=True)
-class Coefficients:
-    """Of some clipping groups, on the device.
-
-    Attributes:
-        values: c [rows, B] float32.
-        rows: clipping group -> its row.
-    """
-
-    values: Tensor
-    rows: dict[int, int]
-
-    @cached_property
-    def sorted(self) -> SortedCoefficients:
-        return SortedCoefficients.of(self.values)
+from dp_clipping.profiling.timer import Label
 
 
 def clipped_sums(
@@ -75,3 +56,52 @@ def clipped_sums(
                 )
     saved.clear()
     return {parameter: totals[parameter] for parameter in row_of}
+
+
+class SumQueue:
+    """What sums of one backward are formed of, until they are.
+
+    Attributes:
+        kept: parameter -> what waits for coefficients, in order of arrival.
+        taken: parameters whose sums wait for a common launch, or have been formed.
+        scale: coefficients of all groups, when they are known.
+        accumulate: takes the sums.
+    """
+
+    scale: Coefficients
+    accumulate: Callable[[Parameter, Tensor], None]
+
+    def __init__(
+        self,
+        groups: Mapping[Parameter, int],
+        shapes: Mapping[Parameter, torch.Size],
+        tile_size: int | None,
+        label: Label,
+    ):
+        self.kept: dict[Parameter, Any] = {}
+        self.taken: set[Parameter] = set()
+        self._waiting: dict[Parameter, Any] = {}
+        self._how = groups, shapes, tile_size, label
+
+    def __len__(self) -> int:
+        """How many wait for a launch."""
+        return len(self._waiting)
+
+    def add(self, parameter: Parameter, saved: Any) -> None:
+        """Lets a parameter's sum wait for a common launch."""
+        self._waiting[parameter] = saved
+        self.taken.add(parameter)
+
+    def flush(self) -> None:
+        """Forms the sums that wait."""
+        waiting, self._waiting = self._waiting, {}
+        if waiting:
+            self.form(waiting, self.scale)
+
+    @torch.no_grad()
+    def form(self, saved: dict[Parameter, Any], scale: Coefficients) -> None:
+        """Forms sums of several parameters; `saved` is emptied."""
+        self.taken.update(saved)
+        totals = clipped_sums(saved, scale, *self._how)
+        for parameter in list(totals):
+            self.accumulate(parameter, totals.pop(parameter))

@@ -5,6 +5,7 @@ Nothing in it is replaced later. Who runs steps of another kind beside a model's
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +18,7 @@ from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.modes import Policy
 from dp_clipping.planning.plan import Plan
 from dp_clipping.profiling.profile import Profile, profile_of
+from dp_clipping.profiling.timer import Timer, timer_of
 
 
 @dataclass
@@ -55,6 +57,11 @@ class StepContext:
     sums: ShardedSums | None = None
     profile: Profile | None = None
     plans: Plans = field(default_factory=Plans)
+
+    @cached_property
+    def timer(self) -> Timer:
+        """Enters the ranges of a step."""
+        return timer_of(self.capture.names, self.profile)
 
     @property
     def network(self) -> nn.Module:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.capture.batch import Batch
-from dp_clipping.capture.compile_forecast import CompiledShapes
 from dp_clipping.capture.discovery import LayoutDiscovery
 from dp_clipping.capture.losses import Watched
 from dp_clipping.capture.state import Mark
@@ -21,11 +20,11 @@ from dp_clipping.kernels.tiles import available
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.modes import say_plain
 from dp_clipping.step.context import StepContext
-from dp_clipping.step.fused_step import FusedStep
+from dp_clipping.step.fused_backend import FusedBackend
 from dp_clipping.step.gradient_buffer import GradientBuffer
-from dp_clipping.step.private_step import PrivateStep
+from dp_clipping.step.plain_backend import PlainBackend
+from dp_clipping.step.private_step import Backend, PrivateStep
 from dp_clipping.step.state import BatchNorms, StepState
-from dp_clipping.step.timed_step import PROFILED
 from dp_clipping.torch_compat import is_compiled_in_place
 from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
 
@@ -95,10 +94,7 @@ class ForwardBackward:
         except BaseException:
             self.recover()
             raise
-        kind = self._kind()
-        forecast = self._forecast(batch) if kind.fused else None
-        kind = kind if self.context.profile is None else PROFILED[kind]
-        private_step = kind(self.context, batch.size, forecast)
+        private_step = PrivateStep(self.context, batch.size, self._backend(batch))
         private_step.is_empty = not given.size
         self.state.pending = self._batch = None
         with self.capture.attached(private_step), sync, self._state_is_checked(module, batch):
@@ -189,9 +185,7 @@ class ForwardBackward:
     def _add_sums(self, private_step: PrivateStep, losses: Tensor, samples: int) -> None:
         clip_norms = _on_device(tuple(self.state.clip_norms), losses.device)
         if samples:
-            norms = self._add_sums_of_samples(private_step, losses, clip_norms)
-            found = BatchNorms(norms, private_step.squares, private_step.nonfinite)
-            self.state.norms.append(found)
+            self.state.norms.append(self._add_sums_of_samples(private_step, losses, clip_norms))
             return
         nothing = losses.detach().new_zeros(0, dtype=torch.float32)
         self.state.norms.append(BatchNorms(nothing, nothing.new_zeros(len(clip_norms), 0)))
@@ -204,8 +198,7 @@ class ForwardBackward:
 
     def _add_sums_of_samples(
         self, private_step: PrivateStep, losses: Tensor, clip_norms: Tensor
-    ) -> Tensor:
-        """Returns unclipped norms [B]."""
+    ) -> BatchNorms:
         reducer = self.context.reducer
         is_first = reducer.splits_parameters and not self._samples_are_checked
         if is_first:
@@ -215,7 +208,7 @@ class ForwardBackward:
         self._carried.check(mark, self._batch, "a backward")
         self._batch = None
         if is_first:
-            differ = private_step.split_norms.differ
+            differ = private_step.backend.norms.split.differ
             if differ is not None and bool(differ):
                 raise RuntimeError(
                     "a parameter that is not split over the tensor-parallel axis has other "
@@ -261,20 +254,18 @@ class ForwardBackward:
                 hook.remove()
         self._carried.check(mark, batch, "a forward in training")
 
-    def _kind(self) -> type[PrivateStep]:
+    def _backend(self, batch: Batch) -> Backend:
         """On fused kernels, if the mode asks for them and all parameters are where they run."""
-        if not self.context.policy.fused:
-            return PrivateStep
-        serve = all(available(p.device, p.dtype) for p in self.capture.parameters)
-        if not serve:
-            say_plain(self.context.mode)
-        return FusedStep if serve else PrivateStep
-
-    def _forecast(self, batch: Batch) -> CompiledShapes | None:
-        """Of the linear layers' operands, where compiled code must know it beforehand."""
-        if not self.capture.is_compiled or self.context.sharding is not None:
-            return None
-        return self._establishment.forecast(batch)
+        context = self.context
+        if not context.policy.fused:
+            return PlainBackend(context, batch.size)
+        if not all(available(p.device, p.dtype) for p in self.capture.parameters):
+            say_plain(context.mode)
+            return PlainBackend(context, batch.size)
+        forecast = None  # of linear layers' operands: compiled code must know them beforehand
+        if self.capture.is_compiled and context.sharding is None:
+            forecast = self._establishment.forecast(batch)
+        return FusedBackend(context, batch.size, forecast)
 
 
 @lru_cache(maxsize=8)

@@ -5,8 +5,7 @@ normalisations until their weights' G are formed, and vectors (those G, and bias
 normed, because there are many and all are small.
 """
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -22,9 +21,8 @@ from dp_clipping.kernels.squared_norms import squared_norms
 from dp_clipping.kernels.tiles import tile_of
 from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.planning.cost_model import GRADIENT, INPUT_LENGTH, WIDTH, LayerPlan
+from dp_clipping.profiling.timer import Label
 from dp_clipping.torch_compat import version_of
-
-Label = Callable[..., AbstractContextManager]
 
 
 @dataclass
@@ -51,7 +49,7 @@ class NormQueue:
         tile_size: of the kernels, None: chosen by them.
     """
 
-    def __init__(self, norm_group_key: dict[Parameter, Hashable], tile_size: int | None):
+    def __init__(self, norm_group_key: Mapping[Parameter, Hashable], tile_size: int | None):
         self._kin, self._tile_size = norm_group_key, tile_size
         self.linear: dict[Parameter, tuple[LinearFactors, LayerPlan]] = {}
         self.vectors: dict[Parameter, Tensor] = {}

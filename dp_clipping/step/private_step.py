@@ -6,95 +6,165 @@
     sum        Σ_i c_i G_i of each parameter, handed on as it becomes final
 
 In a profiler's trace these are `norm_pass`, `clip_coefficients` and `weighted_sum`; within them
-`norm/{how}/{layer}` and `sum/{layer}` (`PrivateStep._range`).
+`norm/{how}/{layer}` and `sum/{layer}` (`profiling.timer`).
 
 Bookkeeping modes keep what arrived and sum it afterwards: one backward. Two-pass modes keep
 nothing and run backward a second time. Neither computes an ordinary weight gradient.
+
+`PrivateStep` is what layers talk to, and runs the phases. What becomes of what they hand over is
+its backend's: `plain_backend` or `fused_backend`.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from enum import Enum, auto
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.profiler import record_function
 
 from dp_clipping.capture.backward import flush_ready_nodes
-from dp_clipping.capture.compile_forecast import CompiledShapes
 from dp_clipping.capture.losses import Watched
-from dp_clipping.clipping.accumulation import Weights, squared_norms, weighted_sum
-from dp_clipping.clipping.coefficients import coefficients, finite_samples
-from dp_clipping.clipping.norms import Norm, Norms
-from dp_clipping.distributed.norm_reduce import Layerwise, NormReducer
-from dp_clipping.distributed.split_norms import SplitNorms
 from dp_clipping.layers.handle import LayerState
-from dp_clipping.layers.linear_factors import Grams
-from dp_clipping.layers.low_precision_sums import is_rescaled, rescale
+from dp_clipping.modes import Policy
+from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.rng_replay import Randomness
-from dp_clipping.torch_compat import is_profiling
+from dp_clipping.step.state import BatchNorms
+from dp_clipping.step.step_norms import StepNorms
 
-NOTHING = nullcontext()
+Accumulate = Callable[[Parameter, Tensor | None], None]
+
+
+class Stage(Enum):
+    """What a backward does with what arrives."""
+
+    IDLE = auto()
+    NORMS = auto()
+    SUMS = auto()
+
+
+class Backend(Protocol):
+    """How a step takes norms and forms sums: one object for each step.
+
+    Attributes:
+        fused: it runs on kernels, which take `normalized`.
+        norms: of the parameters so far.
+        runs_twice: a second backward follows the clipping; known after `begin`.
+    """
+
+    fused: bool
+    norms: StepNorms
+
+    @property
+    def runs_twice(self) -> bool: ...
+
+    def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
+        """Returns a layer's slots in a compiled region; None: one for each parameter."""
+        ...
+
+    def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
+        """Notes that a linear layer is about to be run on x [.., p]."""
+        ...
+
+    def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
+        """Returns whether G [d, p] of a linear layer is kept rather than its factors."""
+        ...
+
+    def begin(self, losses: Tensor, clip_norms: Tensor, accumulate: Accumulate) -> None:
+        """Prepares for a backward; sums will go to `accumulate`."""
+        ...
+
+    def in_backward(self) -> AbstractContextManager:
+        """Returns a context for each of the backwards."""
+        ...
+
+    def has_taken(self, parameter: Parameter) -> bool:
+        """Returns whether a second backward comes by a parameter that needs none."""
+        ...
+
+    def dense(self, parameter: Parameter, gradients: Tensor, own: Tensor | None = None) -> None:
+        """Takes G [B, *parameter], and its squared norms [B] if they came with it."""
+        ...
+
+    def factors(self, parameter: Parameter, factors: Any) -> None:
+        """Takes the factors of G."""
+        ...
+
+    def normalized(self, weight: Parameter | None, bias: Parameter | None, use: Any) -> None:
+        """Takes what the gradients of a norm layer are made of; called if it is `fused`."""
+        ...
+
+    def counted(self, parameter: Parameter, count: Tensor) -> None:
+        """Takes how often compiled code has used a weight [1]; called if it is `fused`."""
+        ...
+
+    def clip(self) -> BatchNorms:
+        """Turns norms into coefficients."""
+        ...
+
+    def second_triggers(self, randomness: Randomness) -> list[Tensor]:
+        """Returns what the second backward has to reach."""
+        ...
+
+    def begin_sums(self) -> None:
+        """Begins to form sums, before the second backward if there is one."""
+        ...
+
+    def emit(self, parameter: Parameter, saved: Any) -> None:
+        """Takes what arrives in the second backward."""
+        ...
+
+    def end_sums(self) -> None:
+        """Forms all sums that are left."""
+        ...
+
+    def forget(self) -> None:
+        """Drops what belongs to one backward."""
+        ...
 
 
 class PrivateStep:
-    """Raises RuntimeError where a norm would miss something."""
+    """A private step: forward, backward, norms and clipped sums of one batch.
 
-    fused = False
+    Its methods are the eleven of `layers.recorder.Recorder`, by which layers ask in forward and
+    deliver in backward, and `backward`, which the criterion's loss starts.
 
-    def __init__(
-        self, context: StepContext, batch_size: int, forecast: CompiledShapes | None = None
-    ):
-        self.context, self.batch_size = context, batch_size
-        self.capture, self.policy = context.capture, context.policy
-        self.forecast = forecast  # of what linear layers are given, where compiled code needs it
-        self.trigger: Tensor = self.capture.trigger
-        self.reducer: NormReducer = context.reducer
-        self._taps: dict[Parameter, Tensor] = {}
-        self.leaves: dict[Parameter, Tensor] = {}  # what stands for sharded ones now
-        self.watched: Watched | None = None  # outputs, if the losses are to be looked at
-        self._running = False
-        self.split_norms = SplitNorms(self.reducer, context.sharding)
+    Args:
+        context: what all steps of the model have in common.
+        batch_size: samples of the batch.
+        backend: takes norms and forms sums.
+
+    Attributes:
+        is_empty: the batch is a row that stands for no sample.
+        leaves: parameter -> what stands for it in this forward, where FSDP has gathered it.
+        watched: the outputs, if the losses are to be looked at.
+        is_compiled: a part of the network is compiled.
+        slots: name of a layer -> parameter's name -> slot, of those that are made beforehand.
+    """
+
+    def __init__(self, context: StepContext, batch_size: int, backend: Backend):
+        self.context, self.batch_size, self.backend = context, batch_size, backend
+        self.capture = context.capture
+        self.is_empty = False
+        self.leaves: dict[Parameter, Tensor] = {}
+        self.watched: Watched | None = None
         self.is_compiled: bool = self.capture.is_compiled  # asked once: it looks at every module
-        self._forget()
+        self._stage = Stage.IDLE
+        self._seen: set[Parameter] = set()  # in the backward under way
+        self._slots: dict[Parameter, Tensor] = {}
         self.slots = self.capture.make_slots(self)
-
-    def _forget(self) -> None:
-        self._summing = self._in_backward = False
-        self._norms: dict[Parameter, Norm] = {}
-        self._kept: dict[Parameter, Any] = {}
-        self._seen: set[Parameter] = set()
-        self._grams = Grams()
-        self._recomputed: list[Parameter] = []
-        self._accumulate: Callable[[Parameter, Tensor | None], None] | None = None
-        self._partial: Layerwise | None = None
-        self._randomness: Randomness | None = None  # of the first backward, if there is a second
-        self._noted: set[Parameter] = set()  # whose norms are in it
 
     # ---- what layers ask in forward -------------------------------------------------------------
 
-    def slot(self, parameter: Parameter) -> Tensor:
-        """The slot of a parameter: one, however many layers use it."""
-        if parameter not in self._taps:
-            value = self.capture.slot_value(parameter)
-            self._taps[parameter] = GradientSlot.apply(
-                self.trigger_of(parameter), value, self, parameter
-            )
-        return self._taps[parameter]
+    @property
+    def fused(self) -> bool:
+        return self.backend.fused
 
-    def slots_of(self, handle: LayerState) -> dict[str, Tensor]:
-        """All that the layer may ask for where none can be made."""
-        return {name: self.slot(parameter) for name, parameter in handle.parameters().items()}
-
-    def trigger_of(self, parameter: Parameter) -> Tensor:
-        """The leaf whose gradient, a nothing, makes backward visit what uses the parameter."""
-        return self.capture.triggers[parameter]
-
-    def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
-        """A linear layer is about to be run on x [.., p]."""
+    @property
+    def policy(self) -> Policy:
+        return self.context.policy
 
     @property
     def dense_always(self) -> bool:
@@ -102,43 +172,76 @@ class PrivateStep:
 
     @property
     def shards_parameters(self) -> bool:
-        return self.capture.sharding is not None
+        return self.context.sharding is not None
+
+    def slot(self, parameter: Parameter) -> Tensor:
+        """The slot of a parameter: one, however many layers use it."""
+        if parameter not in self._slots:
+            value = self.capture.slot_value(parameter)
+            self._slots[parameter] = GradientSlot.apply(
+                self.trigger_of(parameter), value, self, parameter
+            )
+        return self._slots[parameter]
+
+    def slots_of(self, handle: LayerState) -> dict[str, Tensor]:
+        """All that the layer may ask for where none can be made."""
+        slots = self.backend.slots_of(self, handle)
+        if slots is None:
+            slots = {name: self.slot(parameter) for name, parameter in handle.parameters().items()}
+        return slots
+
+    def trigger_of(self, parameter: Parameter) -> Tensor:
+        """The leaf whose gradient, a nothing, makes backward visit what uses the parameter."""
+        return self.capture.triggers[parameter]
+
+    def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
+        """A linear layer is about to be run on x [.., p]."""
+        self.backend.will_use(parameter, x, outputs)
 
     def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
-        """Whether G [d, p] of a linear layer is kept rather than its factors: if it is smaller."""
-        if self.policy.two_passes:
-            return False
-        return self.dense_always or tokens * (outputs + inputs) >= outputs * inputs
+        """Whether G [d, p] of a linear layer is kept rather than its factors."""
+        return self.backend.prefers_dense(tokens, outputs, inputs)
 
     # ---- what layers hand over in backward ------------------------------------------------------
 
-    def dense(self, parameter: Parameter, gradients: Tensor) -> None:
-        """G [B, *parameter], the sum over all uses of the parameter."""
-        self._arrived(parameter)
-        if self._summing:
-            self._emit(parameter, self._only_good(gradients))
+    def dense(self, parameter: Parameter, gradients: Tensor, own: Tensor | None = None) -> None:
+        """G [B, *parameter], the sum over all uses of the parameter; `own`: its squared norms."""
+        if not self._is_new(parameter):
             return
-        with self._range("norm/dense", parameter):
-            self._norms[parameter] = Norm(squared_norms(gradients))
-        if not self.policy.two_passes:
-            self._kept[parameter] = gradients
-        self._note_norms()
+        if self._stage is Stage.SUMS:
+            self.backend.emit(parameter, gradients)
+        else:
+            self.backend.dense(parameter, gradients, own)
 
     def factors(self, parameter: Parameter, factors: Any) -> None:
         """Factors of G of the parameter's only use."""
-        self._arrived(parameter)
-        if self._summing:
-            self._emit(parameter, self._only_good(factors))
+        if not self._is_new(parameter):
             return
-        with self._range("norm/factors", parameter):
-            self._norms[parameter] = factors.norm(self._grams)
-        if not self.policy.two_passes:
-            self._kept[parameter] = factors
-        self._note_norms()
+        if self._stage is Stage.SUMS:
+            self.backend.emit(parameter, factors)
+        else:
+            self.backend.factors(parameter, factors)
 
-    def _arrived(self, parameter: Parameter) -> None:
+    def normalized(self, weight: Parameter | None, bias: Parameter | None, use: Any) -> None:
+        """What a normalisation's only use has left; None: that parameter is frozen."""
+        own = [p for p in (weight, bias) if p is not None]
+        if all([self._is_new(parameter) for parameter in own]):
+            self.backend.normalized(weight, bias, use)
+
+    def counted(self, parameter: Parameter, count: Tensor) -> None:
+        """How often compiled code has used a weight [1]; what it hands over comes next."""
+        self.backend.counted(parameter, count)
+
+    def _is_new(self, parameter: Parameter) -> bool:
+        """Whether what arrives is to be used.
+
+        Raises:
+            RuntimeError: the norm would miss something.
+        """
+        if self._stage is Stage.SUMS and self.backend.has_taken(parameter):
+            return False
         name = self.capture.names[parameter]
-        if not self._running:
+        if self._stage is Stage.IDLE:
             raise RuntimeError(
                 f"{name}: backward of something else than the private criterion's loss for the "
                 "last forward: call backward() on what the criterion from make_private returns, "
@@ -152,15 +255,11 @@ class PrivateStep:
                 "differs"
             )
         self._seen.add(parameter)
+        return True
 
     # ---- the step -------------------------------------------------------------------------------
 
-    def backward(
-        self,
-        losses: Tensor,
-        clip_norms: Tensor,
-        accumulate: Callable[[Parameter, Tensor | None], None],
-    ) -> Tensor:
+    def backward(self, losses: Tensor, clip_norms: Tensor, accumulate: Accumulate) -> BatchNorms:
         """Clipped sums of a batch.
 
         Args:
@@ -170,193 +269,83 @@ class PrivateStep:
                 (float64), or None for a parameter that this backward did not reach.
 
         Returns:
-            Unclipped norms [B] in float32 (float64).
+            Unclipped norms, of the parameters' accumulation dtype.
         """
+        timer, capture, backend = self.context.timer, self.capture, self.backend
+
+        def hand_over(parameter: Parameter, total: Tensor | None) -> None:
+            with timer.part("hand_over"):
+                accumulate(parameter, total)
+
+        device = capture.trigger.device
+        guard = torch.cuda.device(device) if device.type == "cuda" else NOTHING
         try:
-            device = self.trigger.device
-            guard = torch.cuda.device(device) if device.type == "cuda" else NOTHING
-            self._running = True
-            self._clip_norms, self._accumulate = clip_norms, accumulate
-            self._prepare(losses)
-            twice = self._needs_second_pass()
-            self._randomness = Randomness(self.trigger) if twice else None
-            if self.split_norms.is_split and self.reducer.mode == "layerwise":
-                order = list(reversed(self.capture.parameters))
-                self._partial = self.reducer.layerwise(order, self._table_of)
-            with self.capture.attached(self), guard:
-                with self._phase("norm_pass"):
-                    triggers = list(self.capture.triggers.values())
-                    self._run_backward(losses, triggers, retain_graph=twice)
-                with self._phase("clip_coefficients"):
-                    norms = self._clip(clip_norms)
-                with self._phase("weighted_sum"):
-                    self._sum(losses)
-            for parameter in self.capture.parameters:
+            self._stage = Stage.NORMS
+            backend.begin(losses, clip_norms, hand_over)
+            randomness = Randomness(capture.trigger) if backend.runs_twice else None
+            with capture.attached(self), guard:
+                with timer.phase("norm_pass"):
+                    triggers = list(capture.triggers.values())
+                    self._run_backward(losses, triggers, retain_graph=backend.runs_twice)
+                with timer.phase("clip_coefficients"):
+                    found = backend.clip()
+                with timer.phase("weighted_sum"):
+                    self._sum(losses, randomness)
+            for parameter in capture.parameters:
                 if parameter not in self._seen:
-                    accumulate(parameter, None)
-            return norms
+                    hand_over(parameter, None)
+            timer.note_norms(backend.norms.own_squares, found.squared)
+            return found
+        except BaseException:
+            timer.abandon()
+            raise
         finally:
-            self._running = False
-            self._forget()
+            self._stage = Stage.IDLE
+            self._seen = set()
+            backend.forget()
 
-    def _prepare(self, losses: Tensor) -> None:
-        """Before the first backward."""
-
-    def _needs_second_pass(self) -> bool:
-        return self.policy.two_passes
+    def _sum(self, losses: Tensor, randomness: Randomness | None) -> None:
+        """`randomness`: of the first backward, if there is a second."""
+        self._stage = Stage.SUMS
+        self.backend.begin_sums()
+        if randomness is not None:
+            first, self._seen = self._seen, set()
+            triggers = self.backend.second_triggers(randomness)
+            with randomness.again(), self.context.timer.part("second_backward"):
+                self._run_backward(losses, triggers, retain_graph=False)
+            self._seen |= first  # the second one may go less deep
+        self.backend.end_sums()
 
     def _run_backward(self, losses: Tensor, triggers: list[Tensor], retain_graph: bool) -> None:
-        """Backward as far as the anchors' uses; parameters must not be reached by another way.
+        """Backward as far as the triggers' uses; parameters must not be reached by another way.
 
         On a GPU too it runs in this thread, not in autograd's own for the device: layers' backwards
         are Python, which is slower there (docs/sharded.md has by how much).
         """
         parameters = list(self.capture.parameters)
         leaves = {p: x for p, x in self.leaves.items() if x is not p and x.requires_grad}
-        self._in_backward = True
-        sharding = self.capture.sharding
-        with (
-            NOTHING if sharding is None else sharding.backward(),
-            torch.autograd.set_multithreading_enabled(False),
-        ):
-            try:
-                found = torch.autograd.grad(
-                    losses.sum(), [*triggers, *parameters, *leaves.values()],
-                    retain_graph=retain_graph, allow_unused=True,
-                )  # fmt: skip
-            except BaseException:
-                flush_ready_nodes()
-                raise
-        self._in_backward = False
-        parameters += leaves
-        found = found[len(triggers) :]
-        outside = [p for p, g in zip(parameters, found, strict=True) if g is not None]
-        if outside:
-            names = ", ".join(self.capture.names[p] for p in outside)
-            raise RuntimeError(
-                f"{names}: used outside of the module that owns it (as in F.linear(x, "
-                "embedding.weight)), where no per-sample gradient is captured: call the module, "
-                "tie the weights of two modules, or freeze the parameter"
-            )
-
-    # ---- norms of the parts that other ranks have -----------------------------------------------
-
-    def _note_norms(self) -> None:
-        """Let the norms that have come leave for other ranks, where they go layer by layer."""
-        if self._partial is None:
-            return
-        for parameter in self._known_norms():
-            if parameter not in self._noted:
-                self._noted.add(parameter)
-                self._partial.add(parameter)
-
-    def _known_norms(self) -> list[Parameter]:
-        return list(self._norms)
-
-    def _table_of(self, parameters: Sequence[Parameter]) -> Tensor:
-        """What is known here and adds up over ranks: see `SplitNorms.table`."""
-        norms = self._table(len(self._clip_norms))
-        rescaled = any(is_rescaled(self._kept.get(p)) for p in parameters)
-        return self.split_norms.table(norms, parameters, rescaled)
-
-    def _squares_and_bounds(self) -> tuple[Tensor, Tensor]:
-        """[K, B] each, of whole samples."""
-        if not self.split_norms.is_split:
-            norms = self._table(len(self._clip_norms))
-            return norms.squared(), norms.bounds()
-        with self._phase("norm_all_reduce"):
-            if self._partial is not None:
-                return self.split_norms.unpack(self._partial.wait())
-            table = self._table_of(list(self._norms))
-            return self.split_norms.unpack(self.reducer.reduce(table).wait())
-
-    # ---- clipping and sums ----------------------------------------------------------------------
-
-    def _clip(self, clip_norms: Tensor) -> Tensor:
-        self.squares, bounds = self._squares_and_bounds()
-        policy = self.policy
-        scale = coefficients(bounds, clip_norms, policy.clipping_function, policy.gamma)
-        # One look from the host: a product with zero would not keep NaN out of the sum.
-        good = finite_samples(bounds)
-        self._good = None if bool(good.all()) else good.nonzero()[:, 0]
-        self.nonfinite = 0 if self._good is None else self.batch_size - len(self._good)
-        if self._good is not None:
-            scale = scale[:, self._good]
-            for parameter, saved in self._kept.items():
-                self._kept[parameter] = self._only_good(saved)
-        whole = self.split_norms
-        if whole.some_are_rescaled(any(is_rescaled(saved) for saved in self._kept.values())):
-            counted = whole.counted(self._norms)
-            others = {p for p in counted if not is_rescaled(self._kept[p])}
-            rest = self._table(len(clip_norms), self._good).only(others)
-            scale = rescale(
-                self._kept, rest, self.capture.groups, scale, clip_norms, counted, whole.sum
-            )
-        self._weights = [Weights(*c) for c in zip(scale, scale.tolist(), strict=True)]
-        return self.squares.sum(0).sqrt()
-
-    def _table(self, groups: int, samples: Tensor | None = None) -> Norms:
-        """All norms of the step, or of some samples."""
-        norms, zero = self._norms, self._zero()
-        if samples is not None:
-            pick = lambda x: None if x is None else x[samples]  # noqa: E731
-            norms = {
-                p: replace(norm, squared=pick(norm.squared), scale=pick(norm.scale))
-                for p, norm in norms.items()
-            }
-            zero = pick(zero)
-        table = Norms(self.capture.groups, groups, zero)
-        for parameter, norm in norms.items():
-            table.add(parameter, norm)
-        return table
-
-    def _zero(self) -> Tensor:
-        dtype = next((norm.squared.dtype for norm in self._norms.values()), torch.float32)
-        return torch.zeros(self.batch_size, dtype=dtype, device=self.trigger.device)
-
-    def _only_good(self, saved: Any) -> Any:
-        """Without the samples whose norm is not finite."""
-        if self._good is None:
-            return saved
-        return saved[self._good] if isinstance(saved, Tensor) else saved.select(self._good)
-
-    def _sum(self, losses: Tensor) -> None:
-        self._summing = True
-        if self._randomness is not None:
-            first, self._seen = self._seen, set()
-            triggers = self._second_triggers()
-            with self._randomness.again():
-                self._run_backward(losses, triggers, retain_graph=False)
-            self._seen |= first  # the second one may go less deep
-        self._hand_on_kept()
-
-    def _hand_on_kept(self) -> None:
-        while self._kept:
-            parameter = next(iter(self._kept))
-            self._emit(parameter, self._kept.pop(parameter))
-
-    def _second_triggers(self) -> list[Tensor]:
-        return list(self.capture.triggers.values())
-
-    @torch.no_grad()
-    def _emit(self, parameter: Parameter, saved: Any) -> None:
-        weights = self._weights[self.capture.groups[parameter]]
-        with self._range("sum", parameter):
-            if isinstance(saved, Tensor):
-                total = weighted_sum(weights, saved)
-            else:
-                total = saved.weighted_sum(weights)
-        self._accumulate(parameter, total)
-
-    def _phase(self, name: str) -> AbstractContextManager:
-        """A range of the trace; with the profiling switch on also of the profile: `timed_step`."""
-        return record_function(name)
-
-    def _range(self, what: str, *parameters: Parameter) -> AbstractContextManager:
-        """Labels `{what}/{layer}` (`+` between layers) in a trace, while a profiler records one."""
-        if not is_profiling():
-            return NOTHING
-        return record_function(f"{what}/{'+'.join(self.capture.names[p] for p in parameters)}")
+        sharding = self.context.sharding
+        with self.backend.in_backward():
+            with (
+                NOTHING if sharding is None else sharding.backward(),
+                torch.autograd.set_multithreading_enabled(False),
+            ):
+                try:
+                    found = torch.autograd.grad(
+                        losses.sum(), [*triggers, *parameters, *leaves.values()],
+                        retain_graph=retain_graph, allow_unused=True,
+                    )  # fmt: skip
+                except BaseException:
+                    flush_ready_nodes()
+                    raise
+            pairs = zip((*parameters, *leaves), found[len(triggers) :], strict=True)
+            outside = [self.capture.names[p] for p, g in pairs if g is not None]
+            if outside:
+                raise RuntimeError(
+                    f"{', '.join(outside)}: used outside of the module that owns it (as in "
+                    "F.linear(x, embedding.weight)), where no per-sample gradient is captured: "
+                    "call the module, tie the weights of two modules, or freeze the parameter"
+                )
 
 
 class GradientSlot(torch.autograd.Function):

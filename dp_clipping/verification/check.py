@@ -90,8 +90,8 @@ class Stage(nn.Module):
         if private_step is not self.step_state.pending:
             raise RuntimeError("loss runs the model twice: it may once for each loss")
         with torch.autocast(losses.device.type, enabled=False):
-            self.norms = private_step.backward(losses, self.clip_norms, self.sums.__setitem__)
-        self.group_norms = private_step.squares.double().sqrt()
+            found = private_step.backward(losses, self.clip_norms, self.sums.__setitem__)
+        self.norms, self.group_norms = found.norms, found.squared.double().sqrt()
 
     @property
     def model(self) -> Any:

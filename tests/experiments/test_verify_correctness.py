@@ -21,7 +21,7 @@ from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.gradient_reduce import ShardedSums
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS, NormReducer
 from dp_clipping.profiling.profile import SWITCH
-from dp_clipping.step import private_step as private_step
+from dp_clipping.step import plain_backend, private_step
 from experiments.verify_correctness import __main__ as command
 from experiments.verify_correctness import cases as cases_module
 from experiments.verify_correctness import findings as findings_module
@@ -122,8 +122,8 @@ def test_profiling_shows_the_phases_of_each_mode(capsys, monkeypatch):
 
 
 def scale_coefficients(monkeypatch, factor: float) -> None:
-    right = private_step.coefficients
-    monkeypatch.setattr(private_step, "coefficients", lambda *a: right(*a) * factor)
+    right = plain_backend.coefficients
+    monkeypatch.setattr(plain_backend, "coefficients", lambda *a: right(*a) * factor)
 
 
 def too_large(monkeypatch):
@@ -148,8 +148,8 @@ def miss_a_parameter(monkeypatch):
 
 
 def forget_half_of_a_sum(monkeypatch):
-    right = private_step.weighted_sum
-    monkeypatch.setattr(private_step, "weighted_sum", lambda *a: right(*a) * 0.5)
+    right = plain_backend.weighted_sum
+    monkeypatch.setattr(plain_backend, "weighted_sum", lambda *a: right(*a) * 0.5)
     return "the clipped gradient of"
 
 
@@ -335,13 +335,13 @@ def test_under_torchrun():
 
 BROKEN = """
 import sys
-import dp_clipping.step.private_step as session
+import dp_clipping.step.plain_backend as backend
 from experiments.verify_correctness.__main__ import main
 from experiments.verify_correctness import run as run_module
 import lm.launch
 
-right = session.coefficients
-session.coefficients = lambda *a: right(*a) * 1.01
+right = backend.coefficients
+backend.coefficients = lambda *a: right(*a) * 1.01
 run_ranks = lm.launch.run_ranks
 run_module.run_ranks = lambda command, n: run_ranks([sys.executable, __file__, *command[3:]], n)
 sys.exit(main())

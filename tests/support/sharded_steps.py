@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from dp_clipping.model import PrivateModel
-from dp_clipping.step.private_step import PrivateStep
+from dp_clipping.step.plain_backend import PlainBackend
+from dp_clipping.step.state import BatchNorms
 from dp_clipping.verification import reference as oracle
 from lm.rank_pool import Context
 from tests.dp_clipping.conftest import MODES, private, private_loss
@@ -303,14 +304,14 @@ class Counted(TorchDispatchMode):
 def norm_passes(counted: Counted) -> Iterator[list[int]]:
     """How much has been reduced when coefficients are known, of each backward inside."""
     found: list[int] = []
-    clip = PrivateStep._clip
+    clip = PlainBackend.clip
 
-    def clipping(private_step: PrivateStep, clip_norms: Tensor) -> Tensor:
+    def clipping(backend: PlainBackend) -> BatchNorms:
         found.append(counted.reductions)
-        return clip(private_step, clip_norms)
+        return clip(backend)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrivateStep, "_clip", clipping)
+        patch.setattr(PlainBackend, "clip", clipping)
         yield found
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dp_clipping.distributed.detect import sharding_of
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from dp_clipping.step import fused_step as fused
+from dp_clipping.step import fused_backend as fused
 from dp_clipping.step import launch_schedule as pace
 from dp_clipping.verification import reference as oracle
 from lm.parallel import parallelize
@@ -262,7 +262,7 @@ def fused_steps(context: Context, cases: list[tuple]) -> None:
                 stack.enter_context(
                     patch.object(pace.LaunchSchedule, "_has_room", full(most, model))
                 )
-            waiting = stack.enter_context(patch.object(fused.FusedStep, "_wait_for", noted()))
+            waiting = stack.enter_context(patch.object(fused.FusedBackend, "_wait_for", noted()))
             one_step(model, oracle.pick(batch, own), zoo.cross_entropy)
         if how == "fsdp2":
             units = len(model.sharding.units)
@@ -290,8 +290,8 @@ def full(most: list[int], model) -> Callable:
     """No more may wait: and how many linear layers do, at most."""
 
     def has_room(pace) -> bool:
-        private_step = model.step_state.pending
-        most[0] = max(most[0], len(private_step._waiting.linear), len(private_step._to_sum))
+        backend = model.step_state.pending.backend
+        most[0] = max(most[0], len(backend.queue.linear), len(backend.sums))
         return False
 
     return has_room
@@ -299,11 +299,11 @@ def full(most: list[int], model) -> Callable:
 
 def noted() -> Callable:
     """`_wait_for`, with what each parameter waits with at `sizes`."""
-    wait_for = fused.FusedStep._wait_for
+    wait_for = fused.FusedBackend._wait_for
 
-    def noting(private_step, parameter, size):
+    def noting(backend, parameter, size):
         noting.sizes[parameter] = size
-        wait_for(private_step, parameter, size)
+        wait_for(backend, parameter, size)
 
     noting.sizes = {}
     return noting
@@ -314,7 +314,7 @@ def note_departures(model) -> list[int]:
     left, launch = [], model.step_context.sums._launch
 
     def noted(parameters, totals):
-        if model.step_state.pending._in_backward:
+        if model.step_state.pending.backend.is_in_backward:
             left.append(len(parameters))
         launch(parameters, totals)
 

@@ -60,5 +60,5 @@ def test_without_a_profiler_nothing_is_recorded(monkeypatch):
     def refuse(name: str):
         return pytest.fail(name) if "/" in name else torch.profiler.record_function(name)
 
-    monkeypatch.setattr("dp_clipping.step.private_step.record_function", refuse)
+    monkeypatch.setattr("dp_clipping.profiling.timer.record_function", refuse)
     clipped_sums(private(network()), BATCH)

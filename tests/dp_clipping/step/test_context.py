@@ -6,16 +6,17 @@ import pytest
 import torch
 from torch import nn
 
+from dp_clipping.capture.capture import Capture
 from dp_clipping.modes import policy_of
 from dp_clipping.step.context import StepContext, context_of
 
 
 def make(network: nn.Module, **changes) -> StepContext:
     options = {
-        "mode": "ghost", "clipping": "flat", "batch_first": True, "sharding": None,
-        "data_parallel_group": None, "norm_reduction": "sync", "hide_unprotected": False,
+        "mode": "ghost", "batch_first": True, "data_parallel_group": None,
+        "norm_reduction": "sync", "hide_unprotected": False,
     }  # fmt: skip
-    return context_of(network, policy_of("ghost"), **options | changes)
+    return context_of(Capture(network), policy_of("ghost"), **options | changes)
 
 
 @pytest.mark.parametrize(

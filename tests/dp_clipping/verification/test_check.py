@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from dp_clipping import MODES, PrivacyEngine
 from dp_clipping.capture.discovery import LayoutDiscovery
 from dp_clipping.clipping.accumulation import Weights
-from dp_clipping.step import private_step as private_step
-from dp_clipping.step.private_step import PrivateStep
+from dp_clipping.step import plain_backend
+from dp_clipping.step.plain_backend import PlainBackend
 from dp_clipping.verification import check
 from dp_clipping.verification import reference as oracle
 from dp_clipping.verification import report as check_report
@@ -397,18 +397,18 @@ def test_on_a_gpu(dtype):
 
 def break_sums(monkeypatch, factor: float, name: str) -> None:
     """One parameter's coefficients are too large."""
-    hand_on = PrivateStep._emit
+    hand_on = PlainBackend._sum
 
     def wrong(self, parameter, saved):
         own = self._weights
-        if self.capture.names[parameter] == name:
+        if self.context.capture.names[parameter] == name:
             self._weights = [
                 Weights(w.values * factor, [factor * c for c in w.by_host]) for w in own
             ]
         hand_on(self, parameter, saved)
         self._weights = own
 
-    monkeypatch.setattr(PrivateStep, "_emit", wrong)
+    monkeypatch.setattr(PlainBackend, "_sum", wrong)
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "ghost", "per_sample"])
@@ -424,8 +424,8 @@ def test_a_sum_that_is_two_percent_too_large(monkeypatch, mode):
 
 
 def test_coefficients_that_are_too_large(monkeypatch):
-    coefficients = private_step.coefficients
-    monkeypatch.setattr(private_step, "coefficients", lambda *a: 1.01 * coefficients(*a))
+    coefficients = plain_backend.coefficients
+    monkeypatch.setattr(plain_backend, "coefficients", lambda *a: 1.01 * coefficients(*a))
     report = check_mlp()
     assert not report.ok
     assert report.gradient_error == pytest.approx(0.01, rel=0.02)
@@ -436,8 +436,8 @@ def test_a_norm_without_biases(monkeypatch):
         squares = squared_norms(gradients)
         return squares if gradients.dim() > 2 else torch.zeros_like(squares)
 
-    squared_norms = private_step.squared_norms
-    monkeypatch.setattr(private_step, "squared_norms", without_vectors)
+    squared_norms = plain_backend.squared_norms
+    monkeypatch.setattr(plain_backend, "squared_norms", without_vectors)
     report = check_mlp(max_grad_norm=1e9)  # nothing is clipped: all sums are right
     assert not report.ok
     assert report.gradient_error < report.tolerance.gradient
@@ -449,9 +449,9 @@ def test_a_norm_without_biases(monkeypatch):
 
 def test_a_norm_of_one_group(monkeypatch):
     """What is a small part of the whole norm may be all of a group's."""
-    squared_norms = private_step.squared_norms
+    squared_norms = plain_backend.squared_norms
     monkeypatch.setattr(
-        private_step,
+        plain_backend,
         "squared_norms",
         lambda g: squared_norms(g) * (1.21 if g.shape[1:] == (3,) else 1),
     )
@@ -504,7 +504,7 @@ def test_a_backward_that_mixes_samples(monkeypatch):
 def test_a_bad_sample_that_is_let_in(monkeypatch):
     """Its coefficient is 0, and 0 · NaN is NaN."""
     monkeypatch.setattr(
-        private_step, "finite_samples", lambda bounds: torch.ones_like(bounds[0], dtype=torch.bool)
+        plain_backend, "finite_samples", lambda bounds: torch.ones_like(bounds[0], dtype=torch.bool)
     )
     inputs, targets = mlp_batch()
     inputs[1, 0] = torch.nan

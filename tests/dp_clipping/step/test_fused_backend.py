@@ -16,7 +16,8 @@ from dp_clipping.clipping.coefficients import MARGIN
 from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.step import launch_schedule as launch_schedule
 from dp_clipping.step import norm_queue as waiting
-from dp_clipping.step.fused_step import FusedStep
+from dp_clipping.step.fused_backend import FusedBackend
+from dp_clipping.step.private_step import PrivateStep
 from tests.dp_clipping.conftest import (
     assert_close,
     clipped_sums,
@@ -205,20 +206,20 @@ def visits_of(mode: str, budget: int | None, clipping: str = "flat") -> tuple[di
     model = private(network, mode, policy=policy, clipping=clipping)
     visits = dict.fromkeys(sorted(model.capture.names.values()), 0)
     most = 0
-    arrived = FusedStep.factors
+    arrived = PrivateStep.factors
 
     def factors(self, parameter, saved):
         nonlocal most
         visits[self.capture.names[parameter]] += isinstance(saved, LinearFactors)
         arrived(self, parameter, saved)
-        most = max(most, len(self._kept) + len(self._to_sum))
+        most = max(most, len(self.backend.sums.kept) + len(self.backend.sums))
 
-    FusedStep.factors = factors
+    PrivateStep.factors = factors
     try:
         batch = (torch.randn(2, 8, 16), torch.randn(2, 8, 16))
         clipped_sums(model, batch)
     finally:
-        FusedStep.factors = arrived
+        PrivateStep.factors = arrived
     return visits, most
 
 
@@ -257,7 +258,7 @@ class Towers(nn.Module):
 
 def check_random_numbers_of_a_backward() -> None:
     """A second backward comes to all layers if the first one drew some, else where it must."""
-    arrived = FusedStep.normalized
+    arrived = PrivateStep.normalized
 
     def normalized(self, weight, *rest):
         visits[self.capture.names[weight]] += 1
@@ -267,7 +268,7 @@ def check_random_numbers_of_a_backward() -> None:
         model = private(zoo.seeded(lambda: Towers(preserved)), "flash", max_grad_norm=0.1)  # noqa: B023
         for _ in range(4):
             visits = Counter()
-            with patch.object(FusedStep, "normalized", normalized):
+            with patch.object(PrivateStep, "normalized", normalized):
                 sums = clipped_sums(model, (3 * torch.randn(1, 16), torch.randn(1, 16)))
             total = sum(value.double().square().sum() for value in sums.values()).sqrt()
             assert 0.1 * (1 - ALLOWANCE) <= total <= 0.1 * (1 + 1e-6)
@@ -294,25 +295,25 @@ def check_room() -> None:
     """More may wait in memory that backward has freed, and only there."""
     one = 2 * 8 * (16 + 16) * 4 + 16 * 16 * 4
     prepare, pending, allocated = (
-        FusedStep._prepare,
+        FusedBackend.begin,
         launch_schedule.PENDING_BYTES,
         launch_schedule.allocated,
     )
     level = [0]
 
-    def freeing(private_step, losses):
+    def freeing(backend, *arguments):
         level[0] = held
-        prepare(private_step, losses)
+        prepare(backend, *arguments)
         level[0] = left
 
-    FusedStep._prepare, launch_schedule.allocated = freeing, lambda device: level[0]
+    FusedBackend.begin, launch_schedule.allocated = freeing, lambda device: level[0]
     launch_schedule.PENDING_BYTES = one
     try:
         for held, left, expected in ((0, 0, 1), (100 * one, 0, 5), (100 * one, 100 * one, 1)):
             _, most = visits_of("flash_bookkeeping", None, "per_layer")
             assert most == expected, (held, left, most)
     finally:
-        FusedStep._prepare, launch_schedule.allocated = prepare, allocated
+        FusedBackend.begin, launch_schedule.allocated = prepare, allocated
         launch_schedule.PENDING_BYTES = pending
 
 
@@ -368,21 +369,21 @@ class Blocks(nn.Module):
 
 def check_norm_layers_wait() -> None:
     """For a common launch, as long as there is room for their operands."""
-    arrived, before = FusedStep.normalized, launch_schedule.PENDING_BYTES
+    arrived, before = PrivateStep.normalized, launch_schedule.PENDING_BYTES
     one = 2 * 3 * 8 * 16 * 4  # bytes of a norm's operands
     most = 0
 
     def normalized(self, *rest):
         nonlocal most
         arrived(self, *rest)
-        most = max(most, len(self._waiting._normalized))
+        most = max(most, len(self.backend.queue._normalized))
 
     batch = torch.randn(3, 8, 16), torch.randn(3, 8, 16)
     try:
         for pending, expected in ((0, 0), (2 * one, 2), (100 * one, 5)):
             launch_schedule.PENDING_BYTES, most = pending, 0
             norms = nn.Sequential(*(nn.LayerNorm(16) for _ in range(5)))
-            with patch.object(FusedStep, "normalized", normalized):
+            with patch.object(PrivateStep, "normalized", normalized):
                 clipped_sums(private(norms, "flash_bookkeeping"), batch)
             assert most == expected, (pending, most)
     finally:

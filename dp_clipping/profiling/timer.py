@@ -1,0 +1,80 @@
+"""The phases of a private step, as they are labelled in a trace and timed by the profiling switch.
+
+A step enters a range for each phase, whether the switch is on or off; which `Timer` it has was
+settled when its model was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.profiler import record_function
+
+from dp_clipping.profiling.profile import NOTHING, Profile
+from dp_clipping.torch_compat import is_profiling
+
+Label = Callable[..., AbstractContextManager]
+"""`Timer.layers`: a range for a kind of work and the parameters that it is for."""
+
+
+class Timer:
+    """Labels the phases in the trace that a profiler records; the switch is off.
+
+    Args:
+        names: parameter -> its full name.
+    """
+
+    def __init__(self, names: Mapping[Parameter, str]):
+        self._names = names
+
+    def phase(self, name: str) -> AbstractContextManager:
+        """A phase of a step."""
+        return record_function(name)
+
+    def part(self, name: str) -> AbstractContextManager:
+        """What is timed within a phase, and has no label of its own without the switch."""
+        return NOTHING
+
+    def layers(self, what: str, *parameters: Parameter) -> AbstractContextManager:
+        """`{what}/{layer}` (`+` between layers) while a profiler records; else nothing."""
+        return record_function(self._label(what, parameters)) if is_profiling() else NOTHING
+
+    def note_norms(self, own: Callable[[], Tensor | None], squared: Tensor) -> None:
+        """Squared norms [K, B] of a backward; `own`: of this rank's parts, None if it has all."""
+
+    def abandon(self) -> None:
+        """The step has failed, or its sums are dropped."""
+
+    def _label(self, what: str, parameters: tuple[Parameter, ...]) -> str:
+        return f"{what}/{'+'.join(self._names[p] for p in parameters)}"
+
+
+class ProfileTimer(Timer):
+    """Times them all: the switch is on."""
+
+    def __init__(self, names: Mapping[Parameter, str], profile: Profile):
+        super().__init__(names)
+        self._profile = profile
+
+    def phase(self, name: str) -> Any:
+        return self._profile.range(name)
+
+    part = phase
+
+    def layers(self, what: str, *parameters: Parameter) -> Any:
+        return self._profile.range(self._label(what, parameters))
+
+    def note_norms(self, own: Callable[[], Tensor | None], squared: Tensor) -> None:
+        self._profile.note_norms(own(), squared)
+
+    def abandon(self) -> None:
+        self._profile.abandon()
+
+
+def timer_of(names: Mapping[Parameter, str], profile: Profile | None) -> Timer:
+    """The one for a model with this profile; None: the switch is off."""
+    return Timer(names) if profile is None else ProfileTimer(names, profile)

@@ -1,0 +1,110 @@
+"""What becomes of each linear layer of a step: uses as the forward meets them, and their plan."""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from dp_clipping.clipping.accumulation import stored_dtype
+from dp_clipping.distributed.dtensor import local
+from dp_clipping.modes import Policy
+from dp_clipping.planning.cost_model import LayerPlan, LinearShape, Rates
+from dp_clipping.planning.plan import Plan
+
+MEMORY_FRACTION = (
+    0.93  # of an ordinary step's memory: the rest is for what backward holds in passing
+)
+
+
+class LayerPlans:
+    """The plan of one step.
+
+    Args:
+        names: parameter -> its full name.
+        parameters: all trainable ones.
+        policy: how the mode works.
+        known: what linear layers were used for -> the plan for that; kept over steps.
+        batch_size: samples of the batch.
+        forecast: what compiled linear layers will be given (`CompiledShapes`); None: not needed.
+        rates: of the device; asked for when a plan is made.
+        saved: bytes that the forward has left for its backward.
+    """
+
+    def __init__(
+        self,
+        names: dict[Parameter, str],
+        parameters: list[Parameter],
+        policy: Policy,
+        known: dict[tuple, Plan],
+        batch_size: int,
+        forecast: Any,
+        rates: Callable[[], Rates],
+        saved: Callable[[], int],
+    ):
+        self._names, self._parameters = names, parameters
+        self._policy, self._known = policy, known
+        self._batch_size, self._forecast = batch_size, forecast
+        self._rates, self._saved = rates, saved
+        self._uses = {} if forecast is None else forecast.of_batch(batch_size)
+        self.plan: Plan | None = None
+
+    def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
+        """A linear layer is about to be run on x [.., p]."""
+        if parameter in self._uses:  # foreseen
+            return
+        inputs = x.shape[-1]
+        tokens = x.numel() // max(1, inputs * self._batch_size)
+        self._uses[parameter] = LinearShape(
+            self._names[parameter], self._batch_size, tokens, inputs, outputs,
+            x.element_size(), stored_dtype(x.dtype).itemsize,
+        )  # fmt: skip
+
+    @cached_property
+    def ahead(self) -> Plan:
+        """The plan for what is foreseen, before the forward."""
+        return self._plan_of(list(self._uses.values()))
+
+    def make(self) -> Plan:
+        """Settles the plan: the forward has met all layers."""
+        self.plan = self._plan_of(list(self._uses.values()))
+        return self.plan
+
+    def choice_of(self, parameter: Parameter, factors: Any) -> LayerPlan:
+        """What becomes of a layer's factors."""
+        name = self._names[parameter]
+        if parameter in self._uses and self.plan is not None:
+            return self.plan[name]
+        left, right = factors.operands  # its forward was not seen
+        self.will_use(parameter, right, left.shape[-1])
+        return self._plan_of([self._uses[parameter]])[name]
+
+    def _plan_of(self, uses: list[LinearShape]) -> Plan:
+        key = tuple(uses)
+        if key not in self._known:
+            self._known[key] = Plan(
+                uses, self._rates(), self._budget(), self._policy.norm_algorithm,
+                may_recompute=self._policy.may_run_twice,
+            )  # fmt: skip
+        return self._known[key]
+
+    def _budget(self) -> int | None:
+        """Bytes that may be kept: what was asked for, or what an ordinary step would hold too.
+
+        That is what the forward has saved, which backward frees as it goes, or the gradients that
+        it would leave, whichever is more.
+        """
+        policy, forecast = self._policy, self._forecast
+        if policy.per_layer and not policy.two_passes:
+            return None  # no more is kept than waits for a launch
+        if policy.memory_budget is not None:
+            return policy.memory_budget
+        if policy.two_passes:
+            return 0
+        if forecast is None:
+            held = self._saved()
+        else:
+            held = forecast.held * forecast.planned(self._batch_size)
+        gradients = sum(local(p).nbytes for p in self._parameters)
+        return int(MEMORY_FRACTION * max(held, gradients))

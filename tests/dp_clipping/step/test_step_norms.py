@@ -1,0 +1,46 @@
+"""Norms of one backward, by parameter."""
+
+import torch
+from torch.nn import Parameter
+
+from dp_clipping.clipping.norms import Norm
+from dp_clipping.distributed.norm_reduce import NormReducer
+from dp_clipping.profiling.timer import Timer
+from dp_clipping.step.step_norms import StepNorms
+
+A, B = Parameter(torch.zeros(2)), Parameter(torch.zeros(3))
+
+
+def norms(groups: dict[Parameter, int]) -> StepNorms:
+    timer = Timer({A: "a", B: "b"})
+    made = StepNorms(
+        groups, [B, A], NormReducer(), None, timer, torch.zeros(()), 2, lambda parameter: False
+    )
+    made.begin(1 + max(groups.values()))
+    made.found[A] = Norm(torch.tensor([1.0, 4.0]))
+    made.found[B] = Norm(torch.tensor([9.0, 16.0]))
+    return made
+
+
+def test_they_add_up_within_a_group():
+    squared, bounds = norms({A: 0, B: 0}).squares_and_bounds()
+    assert squared.tolist() == [[10.0, 20.0]]
+    assert (bounds >= squared).all()
+    squared, _ = norms({A: 0, B: 1}).squares_and_bounds()
+    assert squared.tolist() == [[1.0, 4.0], [9.0, 16.0]]
+
+
+def test_some_samples():
+    table = norms({A: 0, B: 0}).table(torch.tensor([1]))
+    assert table.squared().tolist() == [[20.0]]
+
+
+def test_one_rank_exchanges_nothing():
+    made = norms({A: 0, B: 0})
+    made.launch()
+    made.squares_and_bounds()
+    assert not made.leave_early
+    assert made.own_squares() is None
+    made.forget()
+    assert not made.found
+    assert made.zero().tolist() == [0.0, 0.0]
