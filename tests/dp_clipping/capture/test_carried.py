@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dp_clipping.capture.batch import Batch
-from dp_clipping.capture.carried import Carried, kept
+from dp_clipping.capture.carried import Carried, restored
 from dp_clipping.capture.state import State
 
 
@@ -64,7 +64,7 @@ def test_a_buffer_that_changes_is_refused():
 
 def test_a_body_leaves_nothing_behind():
     network = KeepsTheLast()
-    with kept(State(network, False)) as own:
+    with restored(State(network, False)) as own:
         network(torch.ones(1, 2))
     assert network.last is None
     assert [change.name for change in own.changes] == ["last"]
@@ -72,6 +72,6 @@ def test_a_body_leaves_nothing_behind():
 
 def test_an_error_in_a_body_is_raised_when_all_is_put_back():
     network = KeepsTheLast()
-    with pytest.raises(RuntimeError, match="shapes"), kept(State(network, False)):
+    with pytest.raises(RuntimeError, match="shapes"), restored(State(network, False)):
         network(torch.ones(1, 3))
     assert network.last is None

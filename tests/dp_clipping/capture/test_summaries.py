@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dp_clipping.capture.summaries import SIGNS, Seen, differ, summary
+from dp_clipping.capture.summaries import SIGNS, Seen, compared, differ, summary
 from dp_clipping.layers.batch_layout import Layout
 
 ROWS = Layout("dimension", 0)
@@ -21,7 +21,7 @@ def test_a_summary_is_of_each_sample_alone(layout):
     alone = [summary(x.select(layout.dim, i).unsqueeze(layout.dim), layout, 1) for i in range(3)]
     torch.testing.assert_close(found, torch.cat([one.values for one in alone]))
     norms = x.movedim(layout.dim, 0).flatten(1).norm(dim=1)
-    torch.testing.assert_close(found[:, -1], norms.double())
+    torch.testing.assert_close(found[:, -1], norms)
 
 
 def test_samples_that_differ_are_told_and_others_do_not_count():
@@ -42,7 +42,12 @@ def test_rounding_is_no_difference_and_whole_numbers_have_none():
 
 
 def test_what_is_not_finite_is_zero_and_nothing_has_a_summary():
-    assert summary(torch.tensor([[torch.nan, 1.0], [1.0, 1.0]]), ROWS, 2).values.isfinite().all()
+    bad = summary(torch.tensor([[torch.nan, 1.0], [1.0, 1.0]]), ROWS, 2)
+    zero = summary(torch.tensor([[0.0, 0.0], [1.0, 1.0]]), ROWS, 2)
+    assert differ([(bad, zero), (zero, bad)], torch.tensor([True, True])) == [False, False]
+    change, room = compared([(bad, zero)], torch.tensor([True, True]))
+    assert change.isfinite().all()
+    assert room.isfinite().all()
     assert (summary(torch.ones(2, 0), ROWS, 2).values == 0).all()
 
 
