@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from bench.options import Options, parse
-from bench.profiling import Profiling
+from bench.profiling import ENDED, Profiling, leave_out_failed
 from bench.report import describe_privacy, report
 from bench.settings import Settings, check_world, settings_from
 from bench.sharded import layout_of
@@ -84,13 +84,15 @@ def launch(settings: Settings, hardware: Hardware, options: Options) -> int:
     """Start the ranks; when a cell ends them, record it and start again for the rest."""
     print(hardware.sentence, flush=True)
     command = [sys.executable, *sys.orig_argv[1:]]
+    if options.profile:
+        return launch_profile(command, hardware.num_processes)
     unwritten: list[dict] = []  # rows that results.jsonl did not take
     while True:
         outcome = run_ranks(command, hardware.num_processes)
         if outcome.status == INTERRUPTED:
             raise KeyboardInterrupt
         unwritten += json.loads(outcome.handed_over or "[]")
-        if outcome.status == 0 or options.profile or not (outcome.cause and outcome.doing):
+        if outcome.status == 0 or not (outcome.cause and outcome.doing):
             break
         failed = failure_row(outcome.doing, outcome.cause)
         try:
@@ -99,11 +101,22 @@ def launch(settings: Settings, hardware: Hardware, options: Options) -> int:
             say_unwritten(Results(settings.output_dir).path, error, "the rest is not measured")
             unwritten.append(failed)
             break
-    if options.profile or (outcome.status and not outcome.cause):
-        return int(outcome.status != 0)
+    if outcome.status and not outcome.cause:
+        return 1
     device = "cpu" if hardware.device_type == "cpu" else torch.cuda.get_device_name(0)
     status = print_report(settings, hardware.num_processes, device, unwritten)
     return max(status, int(outcome.status != 0))
+
+
+def launch_profile(command: Sequence[str], num_processes: int) -> int:
+    """Start the ranks; when an implementation ends them, start again for the others."""
+    while True:
+        outcome = run_ranks(command, num_processes)
+        if outcome.status == INTERRUPTED:
+            raise KeyboardInterrupt
+        if outcome.status == 0 or not (outcome.cause and outcome.doing):
+            return int(outcome.status != 0 or ENDED in os.environ)
+        leave_out_failed(outcome)
 
 
 def work(settings: Settings, hardware: Hardware, options: Options) -> int:

@@ -1,5 +1,7 @@
 """Profile mode: each rank records its trace, the first one draws and sums up what they show."""
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from torch import nn
 from bench.settings import Settings, Subject
 from bench.training import TrainingRun, building, noted_phases, train
 from ddp import Unavailable
+from lm.launch import Outcome
 from lm.runtime import Worker
 from lm.timing import StepClock
 from lm.watch import Cause, Watch
@@ -19,6 +22,15 @@ from tracing import Trace, draw_timeline, load_traces, overlap, phase, profile, 
 from tracing import write_summary as write_summary_file
 
 MIB = 1 << 20
+ENDED = "BENCH_PROFILE_ENDED"  # of the environment: what earlier ranks of this call have come to
+
+
+def leave_out_failed(outcome: Outcome) -> None:
+    """Makes the ranks that are started next go on behind the implementation that has failed."""
+    ended = json.loads(outcome.handed_over or os.environ.get(ENDED, "{}"))
+    who = f"rank {outcome.cause.rank}: " if outcome.cause.rank >= 0 else ""
+    ended[outcome.doing] = f"{outcome.cause.status}: {who}{outcome.cause.message}"
+    os.environ[ENDED] = json.dumps(ended)
 
 
 class Profiling:
@@ -27,7 +39,8 @@ class Profiling:
     def __init__(self, settings: Settings, worker: Worker, folder: Path):
         self.settings, self.worker, self.folder = settings, worker, folder
         self.watch: Watch | None = None
-        self.unavailable: dict[Subject, str] = {}
+        self.ended = json.loads(os.environ.get(ENDED, "{}"))
+        """Label -> why it has no profile, empty if it has one."""
         self.is_incomplete = False  # a file could not be written
 
     def on_failure(self, cause: Cause) -> None:
@@ -36,19 +49,31 @@ class Profiling:
     def run(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         subjects = self.settings.subjects
-        with Progress(len(subjects), None if self.worker.is_first else False) as progress:
+        enabled = None if self.worker.is_first else False
+        with Progress(len(subjects), enabled, done=len(self.ended)) as progress:
             for subject in subjects:
-                progress.update(subject.label)
-                self._profile(subject, progress)
+                if subject.label not in self.ended:
+                    progress.update(subject.label)
+                    self._begin(subject)
+                    self._profile(subject, progress)
         if self.worker.is_first:
-            self._report([subject for subject in subjects if subject not in self.unavailable])
+            self._report([subject for subject in subjects if not self.ended[subject.label]])
+
+    def _begin(self, subject: Subject) -> None:
+        """Waits until all ranks are here, so that what fails next is this subject's."""
+        if self.worker.is_first:
+            self.watch.hand_over(json.dumps(self.ended))
+            self.watch.say(subject.label)
+        self.watch.at(f"{subject.label} (profile)")
+        self.watch.speak()
+        dist.barrier()
 
     def _profile(self, subject: Subject, progress: Progress) -> None:
-        self.watch.at(f"{subject.label} (profile)")
         try:
             self._record(subject)
+            self.ended[subject.label] = ""
         except Unavailable as reason:
-            self.unavailable[subject] = str(reason)
+            self.ended[subject.label] = f"unavailable: {reason}"
             return
         dist.barrier()  # every trace is written
         if self.worker.is_first:
@@ -191,8 +216,9 @@ class Profiling:
         )
 
     def _report(self, subjects: list[Subject]) -> None:
-        for subject, reason in self.unavailable.items():
-            print(f"{subject.label}: unavailable: {reason}")
+        for label, reason in self.ended.items():
+            if reason:
+                print(f"{label}: {reason}")
         if len(subjects) > 1:
             picture = self.folder / "all_timeline.png"
             paths = {subject.label: self._trace_files(subject) for subject in subjects}

@@ -113,9 +113,16 @@ def test_one_implementation_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_failure_ends_the_profile_and_is_named(tmp_path):
-    run = benchmark("--profile", "--implementations", "ddp", f"{PLUGINS}:Raising",
-                    "--profile-output-dir", tmp_path)  # fmt: skip
+def test_a_failure_is_named_and_the_others_are_profiled(tmp_path):
+    names = ["ddp", "ddp_copy_engine", f"{PLUGINS}:Raising", "ddp_individual", f"{PLUGINS}:Killed"]
+    run = benchmark("--profile", "--implementations", *names, "--profile-output-dir", tmp_path)
     assert run.returncode == 1
     assert run.stderr.count("rank 1 failed first: KeyError: 'no bucket of that name'") == 1
-    assert (tmp_path / "ddp_summary.txt").exists()
+    lines = run.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines[1:3]] == ["ddp", "ddp_individual"]
+    assert lines[3].startswith("ddp_copy_engine: unavailable: ")
+    assert lines[4].startswith("Raising: error: rank 1: KeyError: 'no bucket of that name'")
+    assert lines[5].startswith("Killed: error: rank 1: killed by SIGKILL")
+    assert lines[6] == f"picture of all: {tmp_path / 'all_timeline.png'}"
+    for name in ("ddp", "ddp_individual"):
+        assert (tmp_path / f"{name}_summary.txt").exists()
