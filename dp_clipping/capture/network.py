@@ -8,12 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils._pytree import tree_map
 
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, expand_shared
 from dp_clipping.layers.recorder import Recorder
-from dp_clipping.torch_compat import own_modules
+from dp_clipping.torch_compat import own_modules, tree_map
 
 
 class CapturedNetwork(Protocol):
