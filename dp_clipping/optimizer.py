@@ -18,7 +18,7 @@ from dp_clipping.arguments import (
 )
 from dp_clipping.distributed.agreement import Agreement, Settings
 from dp_clipping.distributed.dtensor import local
-from dp_clipping.distributed.placement import Place
+from dp_clipping.distributed.placement import Place, places_of
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.gaussian import NoiseStream, add_noise_to_all
@@ -77,7 +77,7 @@ class PrivateOptimizer(Optimizer):
         self._is_in_hooks = False
         self._places: list[Place | None] | None = None  # of this rank's parts, if it has parts
         if model.sharding is not None:
-            self._places = [model.sharding.place_of(p) for p in model.capture.parameters]
+            self._places = places_of(model.sharding, model.capture.parameters)
         self.step_state.settings = self._current()
         self.step_state.on_open = self._open
         self._refuse()

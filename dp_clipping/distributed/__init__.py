@@ -3,7 +3,7 @@
 Files:
 
     detect                what has sharded a module
-    sharding              which ranks share samples or parameters
+    sharding              which ranks share samples or parameters, as data
     dtensor               helpers for DTensors and for names that FSDP has changed
     placement             where a rank's part lies in the whole parameter
     norm_reduce           per-sample squared norms over ranks

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from dp_clipping.distributed.dtensor import is_sharded, local, size_of
-from dp_clipping.distributed.gradient_reduce import ShardedSums
-from dp_clipping.distributed.sharding import Gathering, Part, Sharding
+from dp_clipping.distributed.sharding import Gathering, ParameterPart, Sharding
 
 if dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh
@@ -64,20 +63,20 @@ def sharding_of(
 
 
 def _of_fsdp(root: nn.Module) -> Sharding:
-    parts: dict[Parameter, Part] = {}
+    parts: dict[Parameter, ParameterPart] = {}
     data: dict[DeviceMesh, int] = {}  # how many of its dimensions are data axes
     tensor: set[DeviceMesh] = set()
     units = _units(root)
     gathering = []
-    for unit, (module, own) in enumerate(units):
-        meshes = {p.device_mesh for p in own}
+    for unit, (module, names_of) in enumerate(units):
+        meshes = {p.device_mesh for p in names_of}
         if not all(mesh.ndim == 1 for mesh in meshes):
             module.unshard()
         try:
             gathered = dict(module.named_parameters())
-            names = {p: name for p, name in own.items() if p.requires_grad}
+            names = {p: name for p, name in names_of.items() if p.requires_grad}
             gathering.append((module, names))
-            for parameter, name in own.items():  # frozen ones too: they tell the axes as well
+            for parameter, name in names_of.items():  # frozen ones too: they tell the axes as well
                 now = gathered[name]
                 inner = now.device_mesh if now is not parameter and is_sharded(now) else None
                 if inner is not None:
@@ -90,7 +89,7 @@ def _of_fsdp(root: nn.Module) -> Sharding:
                 split = inner is not None and any(p.is_shard() for p in now.placements)
                 data[mesh] = axes
                 if parameter.requires_grad:
-                    parts[parameter] = Part(shape, unit, dims[0] if dims else None, split)
+                    parts[parameter] = ParameterPart(shape, unit, dims[0] if dims else None, split)
         finally:
             if not all(mesh.ndim == 1 for mesh in meshes):
                 module.reshard()
@@ -119,17 +118,22 @@ def _units(root: nn.Module) -> list[tuple[Any, dict[Parameter, str]]]:
     taken: set[Parameter] = set()
     modules = [m for m in root.modules() if isinstance(m, FSDPModule)]
     for module in reversed(modules):  # inner ones first: what they manage is not the outer ones'
-        own = {p: n for n, p in module.named_parameters() if p not in taken and is_sharded(p)}
-        taken.update(own)
-        if own:
-            found.append((module, own))
+        names = module.named_parameters()
+        parameters = {p: n for n, p in names if p not in taken and is_sharded(p)}
+        taken.update(parameters)
+        if parameters:
+            found.append((module, parameters))
     return found[::-1]
 
 
 def _joined(
-    api: str, mesh: DeviceMesh, axes: int, tensor: set[DeviceMesh], parts: dict[Parameter, Part],
+    api: str,
+    mesh: DeviceMesh,
+    axes: int,
+    tensor: set[DeviceMesh],
+    parts: dict[Parameter, ParameterPart],
     gathering: tuple[Gathering, ...],
-) -> Sharding:  # fmt: skip
+) -> Sharding:
     """Groups of a mesh whose first `axes` dimensions are data axes, the others tensor's."""
     if len(tensor) > 1 or any(one.ndim > 1 for one in tensor):
         raise ValueError(
@@ -151,7 +155,7 @@ def _joined(
     everyone = data_parallel_group if tensor_group is None else _group(ranks.flatten().tolist())
     return Sharding(
         api + (" x tensor parallel" if tensor else ""), data_parallel_group, tensor_group, everyone,
-        replicas, shards, parts, gathering, sums_class=ShardedSums,
+        replicas, shards, parts, gathering,
     )  # fmt: skip
 
 
@@ -166,7 +170,7 @@ def _of_tensor_parallel(
         )
     mesh = next(iter(meshes))
     parts = {
-        p: Part(
+        p: ParameterPart(
             local(p).shape, number // DEFAULT_UNIT_SIZE,
             split=is_sharded(p) and any(q.is_shard() for q in p.placements),
         )
@@ -188,7 +192,6 @@ def _of_tensor_parallel(
                 dist.broadcast(local(x), group=data_parallel_group, group_src=0)
     return Sharding(
         "tensor parallel", data_parallel_group, group, everyone, None, data_parallel_group, parts,
-        sums_class=ShardedSums,
     )  # fmt: skip
 
 

@@ -37,9 +37,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from dp_clipping.distributed.dtensor import is_sharded
-from dp_clipping.distributed.gradient_reduce import ShardedSums, Transfer
-from dp_clipping.distributed.placement import Place, Span
-from dp_clipping.distributed.sharding import Part, Sharding
+from dp_clipping.distributed.sharding import ParameterPart, Sharding, Slice
 from dp_clipping.torch_compat import (
     USE_FSDP2,
     check_fsdp1,
@@ -48,13 +46,9 @@ from dp_clipping.torch_compat import (
     fsdp1_gather_in_backward,
     fsdp1_handle,
     fsdp1_stand_ins,
-    reduce_scatter_together,
 )
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
-
-Slice = tuple[int, int]
-"""(start, length) of what a rank has of a flattened parameter."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +57,11 @@ class FlatSharding(Sharding):
 
     Attributes:
         root: the model.
-        slices: parameter -> what each rank of the data axis has of it; without those that every
-            rank has (on one rank, and where FSDP1 was told to ignore them).
         leaving: frees what a backward has gathered.
     """
 
     root: FSDP = field(repr=False, kw_only=True)
-    slices: dict[Parameter, list[Slice]] = field(repr=False, kw_only=True)
     leaving: ReshardOnExit = field(repr=False, kw_only=True)
-
-    def place_of(self, parameter: Parameter) -> Place | None:
-        if parameter not in self.slices:
-            return None
-        start, length = self.slices[parameter][dist.get_rank(self.shards)]
-        return (Span(0, start, length, length, 1),) if length else ()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -147,42 +132,6 @@ class ReshardOnExit:
             _free(self._units[module])
 
 
-class FlatSums(ShardedSums):
-    """One reduce-scatter a unit."""
-
-    sharding: FlatSharding
-
-    def _launch(self, parameters: list[Parameter], totals: dict[Parameter, Tensor]) -> None:
-        split = [p for p in parameters if p in self.sharding.slices]
-        transfers = []
-        for dtype in dict.fromkeys(totals[p].dtype for p in split):
-            mine = [p for p in split if totals[p].dtype == dtype]
-            transfers.append(self._scatter_slices(mine, totals))
-        super()._launch([p for p in parameters if p not in self.sharding.slices], totals)
-        self._flying[-1] += transfers
-
-    def _scatter_slices(
-        self, parameters: list[Parameter], totals: dict[Parameter, Tensor]
-    ) -> Transfer:
-        """One buffer [ranks, longest row]: row r has what rank r has of each, side by side."""
-        slices, group = self.sharding.slices, self.sharding.shards
-        world, rank = dist.get_world_size(group), dist.get_rank(group)
-        width = max(sum(slices[p][r][1] for p in parameters) for r in range(world))
-        send = totals[parameters[0]].new_zeros(world, width)
-        ends = [0] * world
-        for p in parameters:
-            flat = totals[p].reshape(-1)
-            for row, (start, length) in enumerate(slices[p]):
-                if length:
-                    send[row, ends[row] : ends[row] + length] = flat[start : start + length]
-                    ends[row] += length
-        received = send.new_empty(width)
-        work = reduce_scatter_together([received], [send.view(-1)], group)
-        lengths = [slices[p][rank][1] for p in parameters]
-        pieces = received[: sum(lengths)].split(lengths)
-        return Transfer(work, list(zip(parameters, pieces, strict=True)), [send])
-
-
 # ---- where shards lie ----------------------------------------------------------------------------
 
 
@@ -197,30 +146,30 @@ def flat_sharding_of(module: nn.Module) -> FlatSharding:
     _refuse(module, units)
     group = units[0].process_group
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    own = _own_parameters(units)
+    names_of = _parameters_of(units)
     lengths: list[list[int]] = [[]] * world
-    mine = [p.numel() for names in own for p in names]
-    dist.all_gather_object(lengths, mine, group=group)
+    lengths_here = [p.numel() for names in names_of for p in names]
+    dist.all_gather_object(lengths, lengths_here, group=group)
     of_parameter = iter(zip(*lengths, strict=True))
-    parts: dict[Parameter, Part] = {}
+    parts: dict[Parameter, ParameterPart] = {}
     slices: dict[Parameter, list[Slice]] = {}
-    for number, (unit, names) in enumerate(zip(units, own, strict=True)):
+    for number, (unit, names) in enumerate(zip(units, names_of, strict=True)):
         shards = {p: p.detach().clone() for p in names}
         with FSDP.summon_full_params(unit, recurse=False, writeback=False):
             for parameter, shard in shards.items():
                 found = _slices(parameter, shard, next(of_parameter), rank)
                 if not parameter.requires_grad:
                     continue
-                parts[parameter] = Part(parameter.shape, number)
+                parts[parameter] = ParameterPart(parameter.shape, number)
                 if found is not None:
                     slices[parameter] = found
     gathering = tuple(
         (unit.module, {p: name for p, name in names.items() if p.requires_grad})
-        for unit, names in zip(units, own, strict=True)
+        for unit, names in zip(units, names_of, strict=True)
     )
     return FlatSharding(
         "FSDP1 (FullyShardedDataParallel)", group, None, group, None, group, parts, gathering,
-        root=module, slices=slices, leaving=ReshardOnExit(units), sums_class=FlatSums,
+        root=module, slices=slices, leaving=ReshardOnExit(units),
     )  # fmt: skip
 
 
@@ -236,14 +185,14 @@ def _note_all(
         note(parameter)
 
 
-def _own_parameters(units: list[FSDP]) -> list[dict[Parameter, str]]:
+def _parameters_of(units: list[FSDP]) -> list[dict[Parameter, str]]:
     """Parameters of each unit that are not an inner one's, with their names in what it wraps."""
     taken: set[Parameter] = set()
     found = []
     for unit in reversed(units):
-        own = {p: name for name, p in unit.module.named_parameters() if p not in taken}
-        taken.update(own)
-        found.append(own)
+        parameters = {p: name for name, p in unit.module.named_parameters() if p not in taken}
+        taken.update(parameters)
+        found.append(parameters)
     return found[::-1]
 
 

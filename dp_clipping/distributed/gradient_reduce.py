@@ -1,6 +1,6 @@
-"""How clipped sums of a sharded model find their shards.
+"""Reduces clipped sums of a sharded model to their shards.
 
-FSDP2's own machinery never meets a gradient here: a captured layer hands its parameters none, so
+FSDP2 itself reduces nothing here: a captured layer gives its parameters no gradient, so
 nothing is accumulated and nothing is reduce-scattered behind a norm pass, whichever the mode. When
 a clipped sum is final it is summed over the data axis into its shards by our own collective, one
 module that FSDP manages after the other, in float32 whatever the mixed-precision policy says,
@@ -31,79 +31,84 @@ IN_FLIGHT = 2  # units whose sums may be on the wire while the next are formed
 
 
 class ShardedSums:
-    """Takes whole clipped sums, leaves `.grad` of each parameter: its shard of the sum over ranks.
+    """Reduces clipped sums of whole parameters to this rank's shards, in `.grad`.
 
     All ranks issue the same collectives in the same order, whatever order sums come in: units
     from the last to the first, each when all of its sums are there. Large sums that divide evenly
     go as they are, the others of a unit packed into one.
 
+    A private step calls `accumulate` for each final sum, and `launch_ready` where all ranks are at
+    the same place if `deferred`; `GradientBuffer` calls `finish` before noise is added and `forget`
+    where a step is dropped.
+
     Attributes:
-        is_held: what is received stays until `launch_ready`, each time.
+        deferred: sums are stored until `launch_ready` is called.
     """
 
     def __init__(self, sharding: Sharding, profile: Profile | None = None):
         self.sharding, self.profile = sharding, profile
         self.deferred = False
         self._order = sorted(sharding.units, reverse=True)
-        self._waiting: dict[int, dict[Parameter, Tensor]] = {}
+        self._arrived: dict[int, dict[Parameter, Tensor]] = {}
         self._next = 0
-        self._flying: list[list[Transfer]] = []
-        self._left: dict[Parameter, tuple[Tensor, tuple[int, int]]] = {}  # `.grad`, its versions
+        self._pending: list[list[Transfer]] = []
+        self._written: dict[Parameter, tuple[Tensor, tuple[int, int]]] = {}  # `.grad`, its versions
         # Not in `.grad` before all are there: what changes a DTensor's parts (the foreach functions
         # of clip_grad_norm_) moves no version, and FSDP1 resets `.grad` in each forward.
         self._sums: dict[Parameter, Tensor] = {}
 
     def forget(self) -> None:
-        """Drop what a step that failed has left."""
-        for transfers in self._flying:
+        """Drops the sums of a step that failed."""
+        for transfers in self._pending:
             for transfer in transfers:
                 transfer.work.wait()
-        self._waiting, self._next, self._flying = {}, 0, []
-        self._left.clear()
+        self._arrived, self._next, self._pending = {}, 0, []
+        self._written.clear()
         self._sums.clear()
         self.deferred = False
 
     @torch.no_grad()
     def changed(self) -> list[Parameter]:
-        """Parameters whose `.grad` is not as it was left."""
+        """Returns parameters whose `.grad` is not as `finish` has written it."""
         found = []
         for parameter in self.sharding.parts:
-            gradient, left = parameter.grad, self._left.get(parameter)
-            is_same = gradient is None if left is None else gradient is left[0]
-            if not is_same or (left is not None and _versions(gradient) != left[1]):
+            gradient, written = parameter.grad, self._written.get(parameter)
+            is_same = gradient is None if written is None else gradient is written[0]
+            if not is_same or (written is not None and _versions(gradient) != written[1]):
                 found.append(parameter)
         return found
 
     def accumulate(self, parameter: Parameter, total: Tensor) -> None:
-        """Of all samples of this rank, in the shape that layers compute with."""
+        """Takes the clipped sum of this rank's samples, in the shape that layers compute with."""
         unit = self.sharding.parts[parameter].unit
-        self._waiting.setdefault(unit, {})[parameter] = total
+        self._arrived.setdefault(unit, {})[parameter] = total
         if not self.deferred:
             self.launch_ready()
 
     def launch_ready(self) -> None:
-        """Launch what is complete: every rank at the same place among other collectives."""
+        """Launches the units whose sums are complete; every rank calls it at the same place among
+        other collectives."""
         while self._next < len(self._order) and self._is_complete(self._order[self._next]):
             unit = self._order[self._next]
             self._next += 1
             with self._range():
-                self._launch(self.sharding.units[unit], self._waiting.pop(unit))
-                if len(self._flying) > IN_FLIGHT:
-                    self._land(self._flying.pop(0))
+                self._launch(self.sharding.units[unit], self._arrived.pop(unit))
+                if len(self._pending) > IN_FLIGHT:
+                    self._complete(self._pending.pop(0))
         if self._next == len(self._order):  # the next microbatch begins anew
             self._next = 0
 
     @torch.no_grad()
     def finish(self) -> None:
-        """All sums of the step are in `.grad` (for what the current stream does next).
+        """Puts all sums of the step into `.grad`, for what the current stream does next.
 
         Raises:
             RuntimeError: some parameters have no sum, as after an error half-way.
         """
-        while self._flying:
+        while self._pending:
             with self._range():
-                self._land(self._flying.pop(0))
-        if self._next or self._waiting:
+                self._complete(self._pending.pop(0))
+        if self._next or self._arrived:
             raise RuntimeError("sums of some parameters have not arrived: was a backward cut off?")
         for parameter, total in self._sums.items():
             if parameter.grad is not None:
@@ -111,11 +116,11 @@ class ShardedSums:
             else:
                 parameter.grad = self.sharding.like(parameter, total.view(local(parameter).shape))
         for parameter in self._sums:  # packed ones share a version: when all are done
-            self._left[parameter] = parameter.grad, _versions(parameter.grad)
+            self._written[parameter] = parameter.grad, _versions(parameter.grad)
         self._sums.clear()
 
     def _range(self) -> AbstractContextManager:
-        """What a trace calls it, where sums travel."""
+        """Returns the range of a trace for a collective; nothing if there is none."""
         travels = size_of(self.sharding.shards) > 1
         name = "reduce_scatter"
         if not travels:
@@ -123,33 +128,37 @@ class ShardedSums:
         return record_function(name) if self.profile is None else self.profile.range(name)
 
     def _is_complete(self, unit: int) -> bool:
-        return len(self._waiting.get(unit, ())) == len(self.sharding.units[unit])
+        return len(self._arrived.get(unit, ())) == len(self.sharding.units[unit])
 
     def _launch(self, parameters: list[Parameter], totals: dict[Parameter, Tensor]) -> None:
-        """One collective for all sums of a unit that have one dtype."""
-        world = size_of(self.sharding.shards)
+        """Starts one collective for all sums of a unit that have one dtype and layout."""
+        world, slices = size_of(self.sharding.shards), self.sharding.slices
+        flat = [p for p in parameters if p in slices]
         transfers: list[Transfer] = []
         alike: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
-        for parameter in reversed(parameters):
+        for parameter in reversed([p for p in parameters if p not in slices]):
             totals[parameter] = total = totals[parameter].contiguous()
             if world == 1:
                 transfers.append(Transfer(Done(), [(parameter, total)]))
             else:
                 is_sharded = self.sharding.parts[parameter].dim is not None
                 alike.setdefault((total.dtype, is_sharded), []).append(parameter)
-        for (_, is_sharded), mine in alike.items():
+        for (_, is_sharded), group in alike.items():
             start = self._scatter if is_sharded else self._reduce
-            transfers.append(start({p: totals[p] for p in mine}))
+            transfers.append(start({p: totals[p] for p in group}))
+        for dtype in dict.fromkeys(totals[p].dtype for p in flat):
+            group = [p for p in flat if totals[p].dtype == dtype]
+            transfers.append(self._scatter_slices(group, totals))
         totals.clear()
-        self._flying.append(transfers)
+        self._pending.append(transfers)
 
     def _reduce(self, totals: dict[Parameter, Tensor]) -> Transfer:
-        """What is not sharded over the data axis: every rank keeps the sum."""
+        """Starts the all-reduce of sums that are not sharded over the data axis."""
         work = all_reduce_together(list(totals.values()), self.sharding.shards)
         return Transfer(work, list(totals.items()))
 
     def _scatter(self, totals: dict[Parameter, Tensor]) -> Transfer:
-        """Sums that divide evenly go as they are, the others packed into one."""
+        """Starts the reduce-scatter of sums: even ones as they are, the others packed into one."""
         world, parts = size_of(self.sharding.shards), self.sharding.parts
         uneven = {}
         shards, sent, received = [], [], []
@@ -197,8 +206,29 @@ class ShardedSums:
         ]
         return rows, row, shards
 
+    def _scatter_slices(
+        self, parameters: list[Parameter], totals: dict[Parameter, Tensor]
+    ) -> Transfer:
+        """Starts the reduce-scatter of FSDP1's slices, padded: row r goes to rank r."""
+        slices, group = self.sharding.slices, self.sharding.shards
+        world, rank = size_of(group), dist.get_rank(group)
+        width = max(sum(slices[p][r][1] for p in parameters) for r in range(world))
+        send = totals[parameters[0]].new_zeros(world, width)
+        ends = [0] * world
+        for p in parameters:
+            flat = totals[p].reshape(-1)
+            for row, (start, length) in enumerate(slices[p]):
+                if length:
+                    send[row, ends[row] : ends[row] + length] = flat[start : start + length]
+                    ends[row] += length
+        received = send.new_empty(width)
+        work = reduce_scatter_together([received], [send.view(-1)], group)
+        lengths = [slices[p][rank][1] for p in parameters]
+        pieces = received[: sum(lengths)].split(lengths)
+        return Transfer(work, list(zip(parameters, pieces, strict=True)), [send])
+
     @torch.no_grad()
-    def _land(self, transfers: Iterable[Transfer]) -> None:
+    def _complete(self, transfers: Iterable[Transfer]) -> None:
         for transfer in transfers:
             transfer.work.wait()
             transfer.sent.clear()
@@ -225,19 +255,19 @@ class Transfer:
 
 
 class Done:
-    """Work that nothing has to be waited for."""
+    """Work that is done."""
 
     def wait(self) -> None:
-        """At once."""
+        """Returns at once."""
 
 
 def _versions(gradient: Tensor) -> tuple[int, int]:
-    """Of a DTensor, which counts changes made through it, and of this rank's part of it."""
+    """Returns the version of a DTensor, which counts changes made through it, and of its part."""
     return version_of(gradient), version_of(local(gradient))
 
 
 def _pieces(x: Tensor, count: int, dim: int) -> list[Tensor]:
-    """`torch.chunk`, with the empty ones at the end that it leaves out."""
+    """Returns `torch.chunk`, with the empty pieces at the end that it leaves out."""
     found = list(x.chunk(count, dim))
     empty = x.narrow(dim, 0, 0)
     return found + [empty] * (count - len(found))

@@ -16,17 +16,20 @@ With more dimensions a box may take several runs, one for each row of what lies 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn import Parameter
 
+from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.torch_compat import strided_shard
 
 Box = tuple[tuple[int, int], ...]
@@ -59,6 +62,17 @@ def place_of(parameter: Tensor) -> Place | None:
         return None
     box, whole = box_of(parameter), tuple(parameter.shape)
     return None if box == tuple((0, n) for n in whole) else spans_of(box, whole)
+
+
+def places_of(sharding: Sharding, parameters: Iterable[Parameter]) -> list[Place | None]:
+    """Returns where this rank's part of each parameter lies; None: it has all of it."""
+    return [_flat_place(sharding, p) if p in sharding.slices else place_of(p) for p in parameters]
+
+
+def _flat_place(sharding: Sharding, parameter: Parameter) -> Place:
+    """Returns that of FSDP1's slice of a flattened parameter."""
+    start, length = sharding.slices[parameter][dist.get_rank(sharding.shards)]
+    return (Span(0, start, length, length, 1),) if length else ()
 
 
 def slices_of(parameter: Tensor) -> tuple[slice, ...]:

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from dp_clipping.distributed.dtensor import is_sharded, size_of
-from dp_clipping.distributed.placement import Place, place_of
 from dp_clipping.torch_compat import layout_of, with_layout
 
 if dist.is_available():
@@ -31,7 +29,7 @@ if dist.is_available():
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterPart:
     """What of a parameter a rank computes with, and where its shard of that lies.
 
     Attributes:
@@ -46,6 +44,9 @@ class Part:
     dim: int | None = None
     split: bool = False
 
+
+Slice = tuple[int, int]
+"""(start, length) of what a rank has of a flattened parameter."""
 
 Gathering = tuple[nn.Module, dict[Parameter, str]]
 """A module, and the names in it of the trainable parameters that it gathers."""
@@ -66,7 +67,8 @@ class Sharding:
         parts: trainable parameter -> its part.
         gathering: modules before whose forward whole parameters take the place of shards.
         managed: the root that FSDP2 manages.
-        sums_class: takes clipped sums to their shards (see `gradient_reduce`).
+        slices: of FSDP1, parameter -> what each rank of the data axis has of it, flattened; without
+            those that every rank has (on one rank, and where FSDP1 was told to ignore them).
     """
 
     api: str
@@ -75,10 +77,10 @@ class Sharding:
     everyone: dist.ProcessGroup
     replicas: dist.ProcessGroup | None
     shards: dist.ProcessGroup | None
-    parts: dict[Parameter, Part] = field(repr=False)
+    parts: dict[Parameter, ParameterPart] = field(repr=False)
     gathering: tuple[Gathering, ...] = field(repr=False, default=())
     managed: nn.Module | None = field(repr=False, default=None)
-    sums_class: type = field(repr=False, kw_only=True)
+    slices: dict[Parameter, list[Slice]] = field(repr=False, default_factory=dict)
     _layouts: dict[tuple[Tensor, torch.dtype], Any] = field(repr=False, default_factory=dict)
 
     @cached_property
@@ -94,9 +96,10 @@ class Sharding:
         """Number of an FSDP module -> float32 bytes of its trainable parameters, the same on all
         ranks: of whole ones, even where a rank computes with parts."""
         sizes = {
-            p: p.numel() if is_sharded(p) else part.shape.numel() for p, part in self.parts.items()
+            p: p.numel() if isinstance(p, DTensor) else part.shape.numel()
+            for p, part in self.parts.items()
         }
-        return {unit: 4 * sum(sizes[p] for p in own) for unit, own in self.units.items()}
+        return {unit: 4 * sum(sizes[p] for p in of_unit) for unit, of_unit in self.units.items()}
 
     @cached_property
     def bytes(self) -> int:
@@ -109,7 +112,7 @@ class Sharding:
         `DTensor.from_local` takes the host as long as several launches, so the layout that it found
         serves again.
         """
-        if not is_sharded(parameter):
+        if not isinstance(parameter, DTensor):
             return part
         layout = self._layouts.get((parameter, part.dtype))
         if layout is not None:
@@ -120,10 +123,6 @@ class Sharding:
         )  # fmt: skip
         self._layouts[parameter, part.dtype] = layout_of(made)
         return made
-
-    def place_of(self, parameter: Parameter) -> Place | None:
-        """Where this rank's part of a parameter lies; None: it has all of it."""
-        return place_of(parameter)
 
     def backward(self) -> AbstractContextManager:
         """Around every backward, each of the two of a two-pass mode."""
@@ -144,7 +143,7 @@ class Sharding:
         DTensor, or one on the tensor-parallel mesh."""
         if now is None or self.managed is None:
             return False
-        return not is_sharded(now) or now.device_mesh != before.device_mesh
+        return not isinstance(now, DTensor) or now.device_mesh != before.device_mesh
 
     def recover(self) -> bool:
         """After a forward or backward that failed: whether the next one can be right.
@@ -160,6 +159,7 @@ class Sharding:
         return reset is not None
 
     def describe(self) -> str:
-        data, tensor = size_of(self.data_parallel_group), size_of(self.tensor_group)
+        groups = self.data_parallel_group, self.tensor_group
+        data, tensor = (1 if group is None else dist.get_world_size(group) for group in groups)
         axes = f"{data} data-parallel" + (f" x {tensor} tensor-parallel" if tensor > 1 else "")
         return f"{self.api}: {axes} ranks; gradients are synchronised by dp_clipping alone"
