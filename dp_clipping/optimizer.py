@@ -21,7 +21,8 @@ from dp_clipping.distributed.dtensor import local
 from dp_clipping.distributed.placement import Place, places_of
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from dp_clipping.noise.gaussian import NoiseStream, add_noise_to_all
+from dp_clipping.noise.add_noise import add_noise_to_all
+from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.profiling.profile import ranged
 from dp_clipping.step.state import StepSettings
 from dp_clipping.step.steppable import Steppable

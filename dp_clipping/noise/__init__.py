@@ -2,9 +2,9 @@
 
 Files:
 
-    stream                the address of a parameter's noise in a step
     gaussian              counter-based streams in which every value has an address
     kernel                the same in one Triton kernel
+    add_noise             adds it to clipped sums, by the kernel or its reference
     keys                  the secret key of noise and sampling
     target_epsilon        the noise multiplier that ends a training at a given ε
     adaptive_threshold    a clipping threshold that follows a quantile of the norms

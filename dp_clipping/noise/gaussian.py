@@ -1,4 +1,4 @@
-"""The Gaussian noise of DP-SGD, as streams in which every value has an address.
+"""Defines the Gaussian noise of DP-SGD: streams in which every value has an address.
 
 Value number `offset` of a stream is a function of (secret, step, parameter, share, offset) and of
 nothing else: no state, no global seed, no rank. So a shard draws its own slice of the noise that
@@ -16,19 +16,17 @@ G. Box and M. Muller, A note on the generation of random normal deviates (1958).
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from dp_clipping.noise import kernel as kernels
-from dp_clipping.noise.stream import NoiseStream
+from dp_clipping.distributed.placement import Place, Span
 
-if TYPE_CHECKING:
-    from dp_clipping.distributed.placement import Place, Span
-
+SECRET_BYTES = 32
 WORD = 0xFFFFFFFF
 ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -36,10 +34,51 @@ KEY_STEPS = 0x9E3779B9, 0xBB67AE85  # golden ratio and √3 − 1, as in the pap
 CHUNK = 1 << 15  # counters drawn at once: six int64 words each still fit the second-level cache
 
 
+@dataclass(frozen=True)
+class NoiseStream:
+    """The address of one parameter's noise in one step: a stream of 2⁶⁶ values.
+
+    `PrivateOptimizer` derives one per parameter and step and gives it to `add_noise_to_all`; an
+    adaptive threshold derives one per step for its counts. Nothing is stored between steps.
+
+    Attributes:
+        key_0, key_1: Philox's key words, each below 2³².
+        counter_2, counter_3: the high half of its counter. All are as secret as the key that they
+            are derived from, and are not printed.
+    """
+
+    key_0: int = field(repr=False)
+    key_1: int = field(repr=False)
+    counter_2: int = field(repr=False)
+    counter_3: int = field(repr=False)
+
+    @classmethod
+    def derive(cls, secret: bytes, *, step: int, parameter: str, share: int) -> NoiseStream:
+        """Returns the stream of one parameter in one step: 128 bits of BLAKE2b keyed with `secret`.
+
+        Args:
+            secret: 32 bytes from the operating system's entropy.
+            step: the optimizer step, at least 0.
+            parameter: its full name, the same on every rank.
+            share: which of the data-parallel shares of the noise, 0 where there is one.
+
+        Raises:
+            ValueError: `secret` of another length, or a negative `step` or `share`.
+        """
+        if len(secret) != SECRET_BYTES:
+            raise ValueError(f"the noise key has {len(secret)} bytes, expected {SECRET_BYTES}")
+        if step < 0 or share < 0:
+            raise ValueError(f"step and share must not be negative, got {step} and {share}")
+        # Fixed widths first and the name last, so that no two messages are equal.
+        message = step.to_bytes(8, "little") + share.to_bytes(8, "little") + parameter.encode()
+        digest = hashlib.blake2b(message, digest_size=16, key=secret, person=b"noise").digest()
+        return cls(*(int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)))
+
+
 def standard_normal(
     numel: int, stream: NoiseStream, *, offset: int = 0, device: torch.device | str
 ) -> Tensor:
-    """Values `offset` to `offset + numel` of the stream: [numel], float32, N(0, 1).
+    """Returns values `offset` to `offset + numel` of the stream: [numel], float32, N(0, 1).
 
     The bits depend on the device's logarithm and cosine (a CPU and a GPU agree to about 1e-6) but
     not on how a range is cut. No value exceeds √(66 ln 2) = 6.77 in magnitude; a true normal does
@@ -48,110 +87,11 @@ def standard_normal(
     Raises:
         ValueError: a negative `offset`.
     """
-    _check_offset(offset)
+    check_offset(offset)
     z = torch.empty(numel, dtype=torch.float32, device=device)
     for part, values in _chunks(numel, stream, offset, device):
         z[part] = values
     return z
-
-
-@torch.no_grad()
-def add_noise(
-    total: Tensor,
-    stream: NoiseStream,
-    *,
-    std: float,
-    divisor: float = 1.0,
-    dtype: torch.dtype | None = None,
-    offset: int = 0,
-    place: Place | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Returns `(total + std·z) / divisor`, computed in float32 and cast to `dtype` last.
-
-    Args:
-        total: any shape and strides, float32 (or float64, for tests: then computed in float64 on
-            the same z). Its element i, counted in row-major order, gets z[offset + i].
-        std: standard deviation of the noise on the sum, σC or σC/√W for one of W shares; 0 draws
-            nothing.
-        divisor: the expected global batch size, a public constant.
-        dtype: of the result; default that of `out`, or of `total`.
-        offset: where this slice starts in the parameter's noise, in elements.
-        place: where the elements of `total` lie in the parameter, instead of `offset`: each gets
-            the noise of its place there. None: from `offset` on.
-        out: receives the result if given; same shape and device, may be `total` itself.
-
-    Returns:
-        `out`, or a new contiguous tensor of `total`'s shape.
-
-    Raises:
-        ValueError: a 16-bit `total` (the noise would join a rounded sum), a negative or
-            non-finite `std`, a `divisor` that is not positive and finite, a negative `offset`, a
-            `place` of another number of elements, an `out` of another shape, device or dtype, a
-            `dtype` that is not floating point.
-    """
-    _check(total, std, divisor, dtype, offset, out)
-    _check_place(total, place, offset)
-    if out is None:
-        out = torch.empty(total.shape, dtype=dtype or total.dtype, device=total.device)
-    target = (
-        out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-    )
-    flat_total, flat_target = total.contiguous().view(-1), target.view(-1)
-    if not kernels.serves(total):
-        add_noise_plain(flat_total, flat_target, stream, std, divisor, offset, place)
-    elif place is None or std == 0:
-        with torch.cuda.device_of(flat_total):
-            kernels.add_noise_kernel_launch(flat_total, flat_target, stream, std, divisor, offset)
-    else:
-        with torch.cuda.device_of(flat_total):
-            kernels.add_noise_to_parts_kernel_launch(
-                [flat_total], [flat_target], [stream], [place], std, divisor
-            )
-    return out if target is out else out.copy_(target)
-
-
-@torch.no_grad()
-def add_noise_to_all(
-    totals: list[Tensor], streams: list[NoiseStream], *, std: float, divisor: float,
-    dtypes: list[torch.dtype], places: Sequence[Place | None] | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """Returns `add_noise` of each total with its stream, in order and in few launches.
-
-    Args:
-        totals: float32, any shapes; those whose dtype stays are overwritten.
-        dtypes: of the results.
-        places: where each total lies in its parameter; None: it is the whole.
-    """
-    places = [None] * len(totals) if places is None else places
-    if std == 0 or not all(kernels.serves(total) for total in totals):
-        return [
-            add_noise(total, stream, std=std, divisor=divisor, dtype=dtype, place=place)
-            for total, stream, dtype, place in zip(totals, streams, dtypes, places, strict=True)
-        ]
-    totals = [total.contiguous() for total in totals]
-    results = [
-        total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
-        for total, dtype in zip(totals, dtypes, strict=True)
-    ]
-    for total, result, dtype, place in zip(totals, results, dtypes, places, strict=True):
-        _check(total, std, divisor, dtype, 0, result)
-        _check_place(total, place, 0)
-    kinds = [
-        (result.dtype, result.device, place is None)
-        for result, place in zip(results, places, strict=True)
-    ]
-    for kind in dict.fromkeys(kinds):
-        own = [i for i, other in enumerate(kinds) if other == kind]
-        of_kind = [[each[i] for i in own] for each in (totals, results, streams)]
-        with torch.cuda.device_of(totals[own[0]]):
-            if kind[2]:
-                kernels.add_noise_to_all_kernel_launch(*of_kind, std, divisor)
-            else:
-                kernels.add_noise_to_parts_kernel_launch(
-                    *of_kind, [places[i] for i in own], std, divisor
-                )
-    return results
 
 
 def add_noise_plain(
@@ -174,7 +114,7 @@ def add_noise_plain(
 
 
 def philox(counters: Tensor, stream: NoiseStream) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns Philox4x32-10 of 128-bit counters (`counters` low, the stream's words high).
+    """Returns Philox4x32-10 of the 128-bit counters (`counters` low, the stream's words high).
 
     Args:
         counters: [n], int64, read as 64 unsigned bits.
@@ -217,7 +157,7 @@ def _chunks(
 def _chunks_of_run(
     run: Span, stream: NoiseStream, device: torch.device | str
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yields `_chunks` for a run: pairs (where in the part, its values), in order."""
+    """As `_chunks`, for a run: pairs (where in the part, its values), in order."""
     if run.count == 1 or run.length > 4 * CHUNK:
         for q in range(run.count):
             start = run.local_start + q * run.length
@@ -239,7 +179,7 @@ def _chunks_of_run(
 
 
 def _box_muller(words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """Returns four normals a counter, [4n] float32, those of one counter next to each other.
+    """Four normals a counter, [4n] float32, those of one counter next to each other.
 
     The uniform number under the logarithm is (w + ½)/2³² in (0, 1], the angle w read as a signed
     integer times π/2³¹ in [−π, π). It is float64: rounding it to float32 would move it by up to
@@ -255,44 +195,7 @@ def _box_muller(words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
     return z.view(-1)
 
 
-def _check(
-    total: Tensor, std: float, divisor: float, dtype: torch.dtype | None, offset: int,
-    out: Tensor | None,
-) -> None:  # fmt: skip
-    if total.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"noise joins a float32 sum, before the cast; got {total.dtype}")
-    if not (math.isfinite(std) and std >= 0):
-        raise ValueError(f"std must be finite and not negative, got {std}")
-    if not (math.isfinite(divisor) and divisor > 0):
-        raise ValueError(f"divisor must be finite and positive, got {divisor}")
-    _check_offset(offset)
-    if out is not None and (out.shape, out.device) != (total.shape, total.device):
-        raise ValueError(
-            f"out is {tuple(out.shape)} on {out.device}, "
-            f"the sum {tuple(total.shape)} on {total.device}"
-        )
-    if out is not None and dtype not in (None, out.dtype):
-        raise ValueError(f"dtype is {dtype}, but that of out is {out.dtype}")
-    dtype = out.dtype if out is not None else dtype
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"noise in a {dtype} result would be cut off")
-
-
-def _check_place(total: Tensor, place: Place | None, offset: int) -> None:
-    if place is None:
-        return
-    if offset:
-        raise ValueError(f"give a place in the parameter or an offset, not both (got {offset})")
-    numel = 0
-    for run in place:
-        _check_offset(run.offset)
-        if run.local_start != numel:
-            raise ValueError(f"{run} begins elsewhere than at element {numel} of its part")
-        numel += run.numel
-    if numel != total.numel():
-        raise ValueError(f"the place has {numel} elements, the sum {total.numel()}")
-
-
-def _check_offset(offset: int) -> None:
+def check_offset(offset: int) -> None:
+    """Raises ValueError for a negative one."""
     if offset < 0:
         raise ValueError(f"the offset into the noise must not be negative, got {offset}")

@@ -1,4 +1,4 @@
-"""Noise drawn in registers: the fused counterpart of `dp_clipping.noise.gaussian.add_noise`.
+"""Draws noise in registers and adds it: the fused counterpart of `gaussian.add_noise_plain`.
 
 Traffic: n float32 values are read once and n of the output's dtype written, nothing else. Drawing
 with `torch.randn` and adding would write and read the noise too, and could not draw a slice alone.
@@ -10,19 +10,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from dp_clipping.distributed.placement import Place, Span
 from dp_clipping.kernels.tiles import TRITON_DTYPES, ceil_div, table_on, triton
 
 if triton is not None:
     import triton.language as tl
-
-if TYPE_CHECKING:
-    from dp_clipping.distributed.placement import Place, Span
-    from dp_clipping.noise.stream import NoiseStream
 
 BLOCK = 256  # counters of one program; each gives four values
 LOOPS = 16  # blocks of one program where many tensors share a launch
@@ -31,15 +28,24 @@ RUN_WORDS = 11  # those, then counters in all, length of a row, counters of a ro
 LONGEST = 1 << 32  # elements of a row whose counters a program numbers in 32 bits
 
 
+class Stream(Protocol):
+    """What a launch needs of a `gaussian.NoiseStream`: four words below 2³²."""
+
+    key_0: int
+    key_1: int
+    counter_2: int
+    counter_3: int
+
+
 def serves(total: Tensor) -> bool:
-    """Returns whether this kernel, not its reference implementation, adds noise to `total`."""
+    """Returns whether this kernel, and not its reference, adds the noise to `total`."""
     return triton is not None and total.is_cuda and total.dtype == torch.float32
 
 
 def add_noise_kernel_launch(
-    total: Tensor, out: Tensor, stream: NoiseStream, std: float, divisor: float, offset: int
+    total: Tensor, out: Tensor, stream: Stream, std: float, divisor: float, offset: int
 ) -> None:
-    """Writes `out ← (total + std·z) / divisor`, cast last; `std` 0 draws nothing.
+    """`out ← (total + std·z) / divisor`, cast last; `std` 0 draws nothing.
 
     Args:
         total: [n], float32, contiguous.
@@ -59,9 +65,9 @@ def add_noise_kernel_launch(
 
 
 def add_noise_to_all_kernel_launch(
-    totals: list[Tensor], outs: list[Tensor], streams: list[NoiseStream], std: float, divisor: float
+    totals: list[Tensor], outs: list[Tensor], streams: list[Stream], std: float, divisor: float
 ) -> None:
-    """Runs `add_noise_kernel_launch` for many tensors at once, each from its stream's start.
+    """`add_noise_kernel_launch` for many tensors at once, each from the start of its stream.
 
     A network has hundreds of parameters, most of them small: one launch each would keep the GPU
     waiting for the host. Programs find their tensor by a table of addresses.
@@ -89,10 +95,10 @@ def add_noise_to_all_kernel_launch(
 
 
 def add_noise_to_parts_kernel_launch(
-    totals: list[Tensor], outs: list[Tensor], streams: list[NoiseStream], places: list[Place],
+    totals: list[Tensor], outs: list[Tensor], streams: list[Stream], places: list[Place],
     std: float, divisor: float,
 ) -> None:  # fmt: skip
-    """Launches `add_noise_to_all_kernel_launch` for parts: each element gets the value at its
+    """`add_noise_to_all_kernel_launch` for parts of parameters: each element gets the value at its
     place in the whole.
 
     Each run of a part is a row of the table. Programs number its counters row by row of the run:
@@ -102,10 +108,10 @@ def add_noise_to_parts_kernel_launch(
     """
     runs = [(i, run) for i, place in enumerate(places) for run in _within_reach(place)]
     for aligned in (True, False):
-        own = [(i, run) for i, run in runs if _is_aligned(run) == aligned]
-        if not own:
+        alike = [(i, run) for i, run in runs if _is_aligned(run) == aligned]
+        if not alike:
             continue
-        widths = [ceil_div(run.length + (0 if aligned else 3), 4) for _, run in own]
+        widths = [ceil_div(run.length + (0 if aligned else 3), 4) for _, run in alike]
         rows = [
             (
                 totals[i].data_ptr() + run.local_start * totals[i].element_size(),
@@ -114,9 +120,9 @@ def add_noise_to_parts_kernel_launch(
                 streams[i].counter_2, streams[i].counter_3,
                 run.count * width, run.length, width, run.stride, run.offset,
             )
-            for (i, run), width in zip(own, widths, strict=True)
+            for (i, run), width in zip(alike, widths, strict=True)
         ]  # fmt: skip
-        counters = (4 * run.count * width for (_, run), width in zip(own, widths, strict=True))
+        counters = (4 * run.count * width for (_, run), width in zip(alike, widths, strict=True))
         pieces = _pieces(tuple(counters), totals[0].device)
         table = table_on(totals[0].device, rows)
         _add_noise_to_parts_kernel[(len(pieces),)](
@@ -127,13 +133,13 @@ def add_noise_to_parts_kernel_launch(
 
 
 def _is_aligned(run: Span) -> bool:
-    """Returns whether every row begins with a counter, and every row but the last ends with one."""
+    """Whether every row begins with a counter, and every row but the last ends with one."""
     lengths = (run.length, run.stride) if run.count > 1 else ()
     return not any(n % 4 for n in (run.offset, *lengths))
 
 
 def _within_reach(place: Place) -> Place:
-    """Returns the same place, in runs of rows that 32 bits count."""
+    """The same place, in runs of rows that 32 bits count."""
     if all(run.length <= LONGEST for run in place):
         return place
     return tuple(
@@ -152,7 +158,7 @@ def _within_reach(place: Place) -> Place:
 
 @lru_cache(maxsize=8)
 def _pieces(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns which tensor and which piece of it each program draws: [programs, 2] int64."""
+    """Which tensor and which piece of it each program draws: [programs, 2] int64."""
     counts = [-(-n // (4 * BLOCK * LOOPS)) for n in sizes]
     pairs = [
         torch.stack((torch.full((c,), i), torch.arange(c)), dim=1) for i, c in enumerate(counts)
@@ -180,8 +186,8 @@ if triton is not None:
 
     @triton.jit
     def _words_of(o_counter, seed, c2, c3):
-        """The four words uint32 of int64 counters: Philox4x32-10, with the constants of the plain
-        twin."""
+        """The four words uint32 of int64 counters: Philox4x32-10, with the constants of the
+        reference."""
         x0, x1 = o_counter.to(tl.uint32), (o_counter >> 32).to(tl.uint32)
         x2, x3 = c2.to(tl.uint32, bitcast=True), c3.to(tl.uint32, bitcast=True)
         seed = seed.to(tl.int64)  # a launch passes a small one as 32 bits
@@ -198,14 +204,14 @@ if triton is not None:
 
     @triton.jit
     def _normals(w_radius, w_angle):
-        """Applies Box-Muller to two words [BLOCK], without a library's cases for the rest."""
+        """Box-Muller on two words [BLOCK], without a library's cases for every other argument."""
         b_radius = _radius(w_radius)
         b_cos, b_sin = _cos_sin(w_angle)
         return b_radius * b_cos, b_radius * b_sin
 
     @triton.jit
     def _radius(w):
-        """Returns √(−2 ln u) for u = (w + ½)/2³² in (0, 1], rounded to float32 as in the reference.
+        """√(−2 ln u) for u = (w + ½)/2³² in (0, 1], rounded to float32 as in the reference.
 
         u = 2ᵉ(1 + f) with |f| ≤ 1/3, so that −2 ln u = −2 ln 2 · e + f·p(f). Over all words the
         root of this sum is off by less than 1.8e-7 (3.2e-7 where products are rounded before they
@@ -227,7 +233,7 @@ if triton is not None:
 
     @triton.jit
     def _cos_sin(w):
-        """Returns cosine and sine of w·π/2³¹, off by less than 9e-8 each.
+        """Cosine and sine of w·π/2³¹, off by less than 9e-8 each.
 
         The angle is q quarter turns and a rest πt of at most an eighth. The low 30 bits of w, read
         as a signed integer, are 2³¹t: exact, so that only their conversion to float32 rounds the
@@ -247,14 +253,14 @@ if triton is not None:
 
     @triton.jit
     def _normals_of(w0, w1, w2, w3, BLOCK: tl.constexpr):
-        """Returns four values a counter, z0 z1 z2 z3 of one next to each other: [4·BLOCK]."""
+        """Four values a counter, z0 z1 z2 z3 of one next to each other: [4·BLOCK]."""
         z0, z1 = _normals(w0, w1)
         z2, z3 = _normals(w2, w3)
         return tl.join(tl.join(z0, z2), tl.join(z1, z3)).reshape(4 * BLOCK)
 
     @triton.jit
     def _quotient(b_sum, divisor, inverse):
-        """Returns b_sum / divisor, to nearest by one Newton step from `inverse` = 1 / divisor.
+        """b_sum / divisor with `inverse` = 1 / divisor, rounded to nearest by one Newton step.
 
         A library's division does the same, but looks at each value first, for those whose exponent
         could leave the range. Here an infinite sum gives NaN.

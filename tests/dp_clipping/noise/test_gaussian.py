@@ -15,7 +15,8 @@ from scipy import stats
 
 from dp_clipping.distributed.placement import Span, spans_of
 from dp_clipping.noise import gaussian as noise
-from dp_clipping.noise.gaussian import NoiseStream, add_noise, add_noise_to_all, standard_normal
+from dp_clipping.noise.add_noise import add_noise, add_noise_to_all
+from dp_clipping.noise.gaussian import NoiseStream, standard_normal
 
 SECRET = bytes(range(32))
 N = 100_000

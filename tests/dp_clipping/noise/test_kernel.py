@@ -11,7 +11,8 @@ import torch
 from dp_clipping.distributed.placement import Span, spans_of
 from dp_clipping.noise import gaussian as noise
 from dp_clipping.noise import kernel as kernels
-from dp_clipping.noise.gaussian import NoiseStream, add_noise, standard_normal
+from dp_clipping.noise.add_noise import add_noise, add_noise_to_all
+from dp_clipping.noise.gaussian import NoiseStream, standard_normal
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -171,7 +172,7 @@ def check_many(device: str) -> None:
         add_noise(total, stream, std=3.0, divisor=7.0, dtype=dtype)
         for total, stream, dtype in zip(totals, streams, dtypes, strict=True)
     ]
-    got = noise.add_noise_to_all(totals, streams, std=3.0, divisor=7.0, dtypes=dtypes)
+    got = add_noise_to_all(totals, streams, std=3.0, divisor=7.0, dtypes=dtypes)
     for a, b in zip(got, expected, strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
@@ -210,7 +211,7 @@ def check_parts(device: str) -> None:
         parts.append(wholes[0].float())
         streams.append(STREAMS[3])
         places.append(None)
-        together = noise.add_noise_to_all(
+        together = add_noise_to_all(
             [part.clone() for part in parts], streams,
             std=3.0, divisor=7.0, dtypes=[dtype] * len(parts), places=places,
         )  # fmt: skip

@@ -1,0 +1,150 @@
+"""Adds the noise to clipped sums: by one Triton kernel on a GPU, else by its reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dp_clipping.distributed.placement import Place
+from dp_clipping.noise import kernel as kernels
+from dp_clipping.noise.gaussian import NoiseStream, add_noise_plain, check_offset
+
+
+@torch.no_grad()
+def add_noise(
+    total: Tensor,
+    stream: NoiseStream,
+    *,
+    std: float,
+    divisor: float = 1.0,
+    dtype: torch.dtype | None = None,
+    offset: int = 0,
+    place: Place | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Returns `(total + std·z) / divisor`, computed in float32 and cast to `dtype` last.
+
+    Args:
+        total: any shape and strides, float32 (or float64, for tests: then computed in float64 on
+            the same z). Its element i, counted in row-major order, gets z[offset + i].
+        std: standard deviation of the noise on the sum, σC or σC/√W for one of W shares; 0 draws
+            nothing.
+        divisor: the expected global batch size, a public constant.
+        dtype: of the result; default that of `out`, or of `total`.
+        offset: where this slice starts in the parameter's noise, in elements.
+        place: where the elements of `total` lie in the parameter, instead of `offset`: each gets
+            the noise of its place there. None: from `offset` on.
+        out: receives the result if given; same shape and device, may be `total` itself.
+
+    Returns:
+        `out`, or a new contiguous tensor of `total`'s shape.
+
+    Raises:
+        ValueError: a 16-bit `total` (the noise would join a rounded sum), a negative or
+            non-finite `std`, a `divisor` that is not positive and finite, a negative `offset`, a
+            `place` of another number of elements, an `out` of another shape, device or dtype, a
+            `dtype` that is not floating point.
+    """
+    _check(total, std, divisor, dtype, offset, out)
+    _check_place(total, place, offset)
+    if out is None:
+        out = torch.empty(total.shape, dtype=dtype or total.dtype, device=total.device)
+    target = (
+        out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    )
+    flat_total, flat_target = total.contiguous().view(-1), target.view(-1)
+    if not kernels.serves(total):
+        add_noise_plain(flat_total, flat_target, stream, std, divisor, offset, place)
+    elif place is None or std == 0:
+        with torch.cuda.device_of(flat_total):
+            kernels.add_noise_kernel_launch(flat_total, flat_target, stream, std, divisor, offset)
+    else:
+        with torch.cuda.device_of(flat_total):
+            kernels.add_noise_to_parts_kernel_launch(
+                [flat_total], [flat_target], [stream], [place], std, divisor
+            )
+    return out if target is out else out.copy_(target)
+
+
+@torch.no_grad()
+def add_noise_to_all(
+    totals: list[Tensor], streams: list[NoiseStream], *, std: float, divisor: float,
+    dtypes: list[torch.dtype], places: Sequence[Place | None] | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Returns `add_noise` of each total with its stream, in few launches and in order.
+
+    Args:
+        totals: float32, any shapes; those whose dtype stays are overwritten.
+        dtypes: of the results.
+        places: where each total lies in its parameter; None: it is the whole.
+    """
+    places = [None] * len(totals) if places is None else places
+    if std == 0 or not all(kernels.serves(total) for total in totals):
+        return [
+            add_noise(total, stream, std=std, divisor=divisor, dtype=dtype, place=place)
+            for total, stream, dtype, place in zip(totals, streams, dtypes, places, strict=True)
+        ]
+    totals = [total.contiguous() for total in totals]
+    results = [
+        total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
+        for total, dtype in zip(totals, dtypes, strict=True)
+    ]
+    for total, result, dtype, place in zip(totals, results, dtypes, places, strict=True):
+        _check(total, std, divisor, dtype, 0, result)
+        _check_place(total, place, 0)
+    kinds = [
+        (result.dtype, result.device, place is None)
+        for result, place in zip(results, places, strict=True)
+    ]
+    for kind in dict.fromkeys(kinds):
+        numbers = [i for i, other in enumerate(kinds) if other == kind]
+        of_kind = [[each[i] for i in numbers] for each in (totals, results, streams)]
+        with torch.cuda.device_of(totals[numbers[0]]):
+            if kind[2]:
+                kernels.add_noise_to_all_kernel_launch(*of_kind, std, divisor)
+            else:
+                kernels.add_noise_to_parts_kernel_launch(
+                    *of_kind, [places[i] for i in numbers], std, divisor
+                )
+    return results
+
+
+def _check(
+    total: Tensor, std: float, divisor: float, dtype: torch.dtype | None, offset: int,
+    out: Tensor | None,
+) -> None:  # fmt: skip
+    if total.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"noise joins a float32 sum, before the cast; got {total.dtype}")
+    if not (math.isfinite(std) and std >= 0):
+        raise ValueError(f"std must be finite and not negative, got {std}")
+    if not (math.isfinite(divisor) and divisor > 0):
+        raise ValueError(f"divisor must be finite and positive, got {divisor}")
+    check_offset(offset)
+    if out is not None and (out.shape, out.device) != (total.shape, total.device):
+        raise ValueError(
+            f"out is {tuple(out.shape)} on {out.device}, "
+            f"the sum {tuple(total.shape)} on {total.device}"
+        )
+    if out is not None and dtype not in (None, out.dtype):
+        raise ValueError(f"dtype is {dtype}, but that of out is {out.dtype}")
+    dtype = out.dtype if out is not None else dtype
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"noise in a {dtype} result would be cut off")
+
+
+def _check_place(total: Tensor, place: Place | None, offset: int) -> None:
+    if place is None:
+        return
+    if offset:
+        raise ValueError(f"give a place in the parameter or an offset, not both (got {offset})")
+    numel = 0
+    for run in place:
+        check_offset(run.offset)
+        if run.local_start != numel:
+            raise ValueError(f"{run} begins elsewhere than at element {numel} of its part")
+        numel += run.numel
+    if numel != total.numel():
+        raise ValueError(f"the place has {numel} elements, the sum {total.numel()}")
