@@ -1,4 +1,4 @@
-"""What a batch without samples looks like: a draw may be empty, and its step is like any other."""
+"""Makes batches without samples: a Poisson batch may be empty, and its step is like any other."""
 
 import copy
 from collections.abc import Callable, Mapping, MutableMapping
@@ -53,7 +53,7 @@ class CollateWithEmpty:
 
 
 def _map_entries(function: Callable[..., Any], one: Any, *others: Any) -> Any:
-    """Applies `function` to the entries of a container; returns a plain value as it is."""
+    """Returns a container with `function` applied to its entries; a plain value as it is."""
     if isinstance(one, Mapping):
         entries = {key: function(one[key], *(other[key] for other in others)) for key in one}
         if not isinstance(one, MutableMapping):

@@ -1,6 +1,6 @@
-"""The user's DataLoader with Poisson draws for batches: which of them the user is at, and used.
+"""The user's DataLoader with Poisson batches: where the user is, and which batches were used.
 
-`sampling` says which samples a draw holds, `collate` what one without samples looks like.
+poisson.py says which samples a batch has, collate.py what one without samples looks like.
 """
 
 import math
@@ -28,15 +28,20 @@ from dp_clipping.sampling.usage import SampleUsage
 
 
 class PoissonLoader(DataLoader):
-    """A DataLoader whose batches are draws; made by `from_data_loader`.
+    """A DataLoader that yields Poisson batches; `make_private` returns one.
+
+    `from_data_loader` makes it of the user's loader. Each iteration begins where the user is
+    (`start_epoch`), and announces each batch before it yields it (`hand_over`): to `on_draw`, which
+    refuses a second batch before the step of the first, and to `usage`, which the model asks before
+    each backward. A checkpoint saves `state_dict()`.
 
     Attributes:
         sample_rate: q.
-        position: how many draws the user has been handed, over all epochs; also by another loader
+        position: how many batches were yielded to the user, over all epochs; also by another loader
             (Opacus's BatchMemoryManager) that takes this one's.
-        on_draw: called with a draw's number just before its (first) batch is handed to the user,
-            in the main process; what it raises reaches the user instead of the batch.
-        usage: how many samples are in the user's hands.
+        on_draw: called with the number of a Poisson batch just before its (first) part is yielded,
+            in the main process; what it raises is raised instead of yielding the batch.
+        usage: which samples of the last batch no backward has used.
     """
 
     def __init__(
@@ -60,6 +65,8 @@ class PoissonLoader(DataLoader):
         super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **options)
         sampler.why_not_alone = _why_not_alone(self.num_workers, rand_on_empty)
         self.rand_on_empty = rand_on_empty
+        self.usage = SampleUsage()
+        sampler.on_direct_use = self.usage.forget
         self._epoch: range | None = None  # of the last iteration that was begun
         self._epoch_end = 0
         self._resuming = False
@@ -75,12 +82,12 @@ class PoissonLoader(DataLoader):
         batch_first: bool = True,
         rand_on_empty: bool = False,
     ) -> Self:
-        """Replaces the order of samples of the user's loader by draws, and keeps the rest.
+        """Returns the user's loader with Poisson batches in place of its own; the rest stays.
 
         q = 1/len(loader), and an epoch has len(loader) steps. `rank` and `world_size` count
-        data-parallel ranks. A draw without samples becomes a batch of zero length in the shape that
-        the collate function makes, or with `rand_on_empty` one sample of random zeros and ones;
-        tensors have their batch in dimension 1 with `batch_first=False`. `drop_last` means nothing
+        data-parallel ranks. A Poisson batch without samples has zero length in the shape that the
+        collate function makes, or with `rand_on_empty` one sample of random zeros and ones; tensors
+        have their batch in dimension 1 with `batch_first=False`. `drop_last` means nothing
         here. Raises ValueError, with what to use in its place, for loaders whose data cannot be
         drawn by index and samplers that do not visit every sample alike.
         """
@@ -123,12 +130,8 @@ class PoissonLoader(DataLoader):
         self.batch_sampler.on_draw = call
 
     @property
-    def usage(self) -> SampleUsage:
-        return self.batch_sampler.usage
-
-    @property
     def holds_dummy(self) -> bool:
-        """Returns whether the batch now in use is the made-up sample of `rand_on_empty`."""
+        """Returns whether the last batch is the made-up sample of `rand_on_empty`."""
         return self.usage.holds_dummy
 
     def __iter__(self) -> Iterator[Any]:
@@ -141,21 +144,20 @@ class PoissonLoader(DataLoader):
             self.check_last(epoch)
 
     def check_last(self, epoch: range) -> None:
-        """Checks, before a batch is taken, that no iteration has begun since: workers are shared.
+        """Raises RuntimeError if another iteration was begun since `start_epoch` returned `epoch`.
 
-        Raises RuntimeError if it is not the last one that was begun, with `epoch` from
-        `start_epoch`.
+        Called before an iteration takes a batch: persistent workers are shared with later ones.
         """
         if epoch is not self._epoch:
             raise RuntimeError(OVER)
 
     def coming_epoch(self) -> range:
-        """Returns the draws of the next iteration: what a loaded state left over, or an epoch."""
+        """Returns the batch numbers of the next iteration: the rest of a loaded epoch, or one."""
         is_rest = self._resuming and self.position < self._epoch_end
         return range(self.position, self._epoch_end if is_rest else self.position + len(self))
 
     def start_epoch(self) -> range:
-        """Starts the batch sampler where the user is, whatever was prefetched beyond."""
+        """Begins an iteration where the user is, whatever was prefetched; returns its batches."""
         epoch = self._epoch = self.coming_epoch()
         self._epoch_end, self._resuming = epoch.stop, False
         self.batch_sampler.seek(epoch)
@@ -165,7 +167,7 @@ class PoissonLoader(DataLoader):
         return epoch
 
     def hand_over(self, draw: int, samples: int, *, first: bool = True, last: bool = True) -> None:
-        """Notes a batch about to be yielded, which may be only the `first` or `last` of its draw.
+        """Announces a batch, or its `first` or `last` microbatch, before it is yielded.
 
         Without `samples` it is a made-up one, if `rand_on_empty`.
         """
@@ -181,7 +183,7 @@ class PoissonLoader(DataLoader):
             self.position = draw + 1
 
     def state_dict(self) -> dict[str, int | float]:
-        """Returns where the user is: no key; the same on every rank, for any number of ranks."""
+        """Returns where the user is: without the key, and the same on every rank."""
         return {
             "position": self.position,
             "epoch_end": self._epoch_end,
@@ -190,16 +192,16 @@ class PoissonLoader(DataLoader):
         }
 
     def load_state_dict(self, state: Mapping[str, int | float]) -> None:
-        """Continues after the last batch that was handed out, with the rest of that epoch.
+        """Continues after the last batch that was yielded, with the rest of that epoch.
 
-        With the same key the same draws follow. Raises ValueError for the state of other data or
+        With the same key the same batches follow. Raises ValueError for the state of other data or
         another rate.
         """
         for name in ("num_samples", "sample_rate"):
-            mine = getattr(self.batch_sampler, name)
-            if state[name] != mine:
+            here = getattr(self.batch_sampler, name)
+            if state[name] != here:
                 raise ValueError(
-                    f"{name} is {state[name]} in the saved state and {mine} in this data_loader: "
+                    f"{name} is {state[name]} in the saved state and {here} in this data_loader: "
                     "resume with the data set and batch size of the saved run"
                 )
         self.position = state["position"]
@@ -222,7 +224,7 @@ def kept_options(loader: DataLoader) -> dict[str, Any]:
 
 
 def _why_not_alone(num_workers: int, rand_on_empty: bool) -> str | None:
-    """Returns why this loader's draws are not for another one, None if they are."""
+    """Returns why another loader may not take this one's batches; None: it may."""
     if num_workers:
         instead = "num_workers=0"
         what = f"with num_workers={num_workers} steps would take the end of one draw for another's"
@@ -238,7 +240,7 @@ def _why_not_alone(num_workers: int, rand_on_empty: bool) -> str | None:
 
 
 def batch_size_of(loader: DataLoader) -> int | None:
-    """Returns the samples in a batch; None if the batch sampler does not say."""
+    """Returns the samples in a batch of the loader; None: its batch sampler does not say."""
     size = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
     return size if is_count(size) else None
 

@@ -1,4 +1,4 @@
-"""A draw that does not fit in memory, in physical microbatches that mean one large batch."""
+"""Splits Poisson batches that do not fit in memory into microbatches of one step."""
 
 import warnings
 from collections import deque
@@ -18,19 +18,18 @@ from dp_clipping.sampling.poisson import PoissonSampler
 class BatchMemoryManager:
     """Context manager, named as in Opacus: `with BatchMemoryManager(...) as loader`.
 
-    The loader splits each draw of `data_loader` into consecutive microbatches of at most
-    `max_physical_batch_size` samples, and before it hands one out calls
-    `optimizer.signal_skip_step(do_skip=...)`: False for the last of a draw, else True. Between the
+    The loader splits each batch of `data_loader` into consecutive microbatches of at most
+    `max_physical_batch_size` samples, and before it yields one calls
+    `optimizer.signal_skip_step(do_skip=...)`: False for the last of a batch, else True. Between the
     ranks of a PoissonLoader only sizes differ: where one rank needs three microbatches, all have
-    three, some of them perhaps empty, if all pass the same `max_physical_batch_size`. A draw
+    three, some of them perhaps empty, if all pass the same `max_physical_batch_size`. A batch
     without samples is one empty microbatch.
 
-    A PoissonLoader's `on_draw` is called before the first microbatch of a draw, and its `position`
-    moves with the last one. Leaving a draw in the middle (`break`, an exception) drops its sums
-    with a warning, so that the optimizer is between two steps, and it is drawn again from its
-    beginning; one of which a step has used a part is not. Any other DataLoader with a batch sampler
-    is split likewise, each batch counting as a draw; that its ranks have batches of equal sizes is
-    then its own matter.
+    A PoissonLoader's `on_draw` is called before the first microbatch of a Poisson batch, and its
+    `position` moves with the last one. Ending the iteration in the middle of a batch (`break`, an
+    exception) drops its sums with a warning, so that the optimizer is between two steps, and the
+    batch is yielded again from its beginning, unless a step has used a part of it. Any other
+    DataLoader with a batch sampler is split likewise; its ranks must have batches of equal sizes.
     """
 
     def __init__(
@@ -76,8 +75,8 @@ class BatchMemoryManager:
 class MicrobatchSampler(Sampler[list[int]]):
     """Splits the batches of another batch sampler into pieces of nearly equal size, in order.
 
-    `sizes` receives, at each draw, the sizes of its pieces: a prefetching DataLoader asks for
-    pieces long before it hands them out, and this tells the latter which piece is which.
+    `sizes` gets the sizes of each batch's pieces: a prefetching DataLoader takes pieces long before
+    it yields them, and finds here which piece is which.
     """
 
     def __init__(self, batch_sampler: Any, max_size: int) -> None:
@@ -93,11 +92,11 @@ class MicrobatchSampler(Sampler[list[int]]):
             yield from pieces
 
     def count(self, largest: int) -> int:
-        """Pieces of a draw of which the rank with most has `largest` samples."""
+        """Returns the pieces of a batch of which the rank with most has `largest` samples."""
         return max(1, -(-largest // self.max_size))
 
     def _draws(self) -> Iterator[tuple[list[int], int]]:
-        """Yields this rank's samples of each draw, and the most that any rank has."""
+        """Yields this rank's samples of each batch, and the most that any rank has."""
         if isinstance(self.batch_sampler, PoissonSampler):
             for shares in self.batch_sampler.draws():
                 yield shares[self.batch_sampler.rank], max(map(len, shares))
@@ -108,12 +107,12 @@ class MicrobatchSampler(Sampler[list[int]]):
 
 @dataclass(eq=False)
 class Position:
-    """Where an iteration is: its draw, and the sizes of that one's microbatches yet to come."""
+    """Where an iteration is: number of its batch, sizes of the microbatches yet to come."""
 
     draw: int
     left: deque[int] = field(default_factory=deque)
     steps: int = 0
-    """Before this draw, as the loader's budget counts them."""
+    """Released before this batch, as the loader's usage counts them."""
 
 
 class MicrobatchLoader(DataLoader):
@@ -181,9 +180,9 @@ class MicrobatchLoader(DataLoader):
             )
 
     def __len__(self) -> int:
-        """Microbatches of the iteration in progress, otherwise of the next one.
+        """Returns the microbatches of the iteration in progress, otherwise of the next one.
 
-        Known where draws are, at the cost of drawing the epoch of a PoissonLoader once more, and
+        Known of Poisson batches, at the cost of drawing the epoch of a PoissonLoader once more, and
         where torch's BatchSampler says what it gives. Raises TypeError for other batch samplers.
         """
         if isinstance(self._loader, PoissonLoader):

@@ -2,12 +2,12 @@
 
 That is what the accountants assume (Abadi et al. 2016, "Deep Learning with Differential Privacy";
 Mironov, Talwar and Zhang 2019, "Rényi Differential Privacy of the Sampled Gaussian Mechanism"), so
-batches have random sizes and may be empty. Numbered from 0 over all epochs, a *draw* is the batch
-of one step on all data-parallel ranks together. Which samples it holds is a pure function of a
-secret key and its number: ranks need not communicate, workers may prefetch, a resume has only a
-number to restore, and no seed of the user's has any influence.
+batches have random sizes and may be empty. A *Poisson batch*, or draw, is the batch of one step on
+all data-parallel ranks together, numbered from 0 over all epochs. Which samples it has is a pure
+function of a secret key and its number: ranks need not communicate, workers may prefetch, a resume
+restores one number, and no seed of the user's has any influence.
 
-Whoever holds the key knows the draws. Philox (Salmon et al. 2011, "Parallel Random Numbers: As
+Whoever has the key knows the batches. Philox (Salmon et al. 2011, "Parallel Random Numbers: As
 Easy as 1, 2, 3") is counter-based and not cryptographic.
 """
 
@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from dp_clipping.sampling.usage import SampleUsage
-
 KEY_BYTES = 32
 OVER = (
     "another iteration of this loader, or load_state_dict, has ended this one: use one at a time, "
@@ -30,7 +28,7 @@ OVER = (
 
 
 def included(key: bytes, step: int, num_samples: int, sample_rate: float) -> Tensor:
-    """Returns which samples are in draw `step`: bool [num_samples].
+    """Returns which samples are in Poisson batch `step`: bool [num_samples].
 
     Entry i is a function of (key, step, i) and the rate alone. The probability is `sample_rate`
     rounded down to a multiple of 2⁻⁶⁴, so never above what the accountant was told. Raises
@@ -46,21 +44,22 @@ def included(key: bytes, step: int, num_samples: int, sample_rate: float) -> Ten
 
 
 class PoissonSampler(Sampler[list[int]]):
-    """A batch sampler: each iteration gives the next `steps` draws, as one rank sees them.
+    """A batch sampler: each iteration yields one rank's part of the next `steps` Poisson batches.
 
     Rank r of the `world_size` data-parallel ranks has the samples i with i % world_size == r, so
-    ranks are disjoint and together make the draw of a single process. Ranks that share samples (one
-    tensor-parallel group) pass the same rank. `num_samples` counts the whole data set.
+    ranks are disjoint and together have the batch of a single process. Ranks that share samples
+    (one tensor-parallel group) pass the same rank. `num_samples` counts the whole data set.
 
-    Only the last iteration that was begun gives draws: two that count together would each give
-    what the other one is at.
+    Only the iteration that was begun last yields batches: two at a time would each skip those of
+    the other.
 
     Attributes:
-        position: how many draws the user has been handed, over all epochs.
-        step: the number of the next draw. A prefetching DataLoader moves it ahead of `position`.
+        position: how many batches were yielded to the user, over all epochs.
+        step: the number of the next batch. A prefetching DataLoader moves it ahead of `position`.
         sizes: of this rank's batches, for the loader, if it asks for the next iteration.
-        on_draw: called with a draw's number before it is handed to the user.
-        why_not_alone: a reason not to give draws to another loader.
+        on_draw: called with the number of a Poisson batch before it is yielded.
+        on_direct_use: called when batches are taken by another loader than the one that owns this.
+        why_not_alone: a reason not to yield batches to another loader.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class PoissonSampler(Sampler[list[int]]):
         self.position = self.step = 0
         self.sizes: deque[int] | None = None
         self.on_draw: Callable[[int], object] | None = None
-        self.usage = SampleUsage()
+        self.on_direct_use: Callable[[], object] = _nothing
         self.why_not_alone: str | None = None
         self._iteration: object | None = None  # the last one that was begun
         self._key = key
@@ -105,7 +104,7 @@ class PoissonSampler(Sampler[list[int]]):
             self.step = self.position
         for shares in self.draws():
             if sizes is None:
-                self.usage.forget()
+                self.on_direct_use()
                 if self.on_draw is not None:
                     self.on_draw(self.step - 1)
                 self.position = self.step
@@ -114,9 +113,9 @@ class PoissonSampler(Sampler[list[int]]):
             yield shares[self.rank]
 
     def draws(self) -> Iterator[list[list[int]]]:
-        """Yields the next `steps` draws, each as `shares` gives it.
+        """Yields the next `steps` Poisson batches, each as `shares` returns it.
 
-        Raises RuntimeError, and takes none, when another iteration has begun or `seek` was called.
+        Raises RuntimeError, and yields none, when another iteration has begun or `seek` was called.
         """
         iteration = self._iteration = object()
         steps, self._next_steps = self._next_steps, self.steps
@@ -127,21 +126,25 @@ class PoissonSampler(Sampler[list[int]]):
             yield self.shares(step)
 
     def shares(self, step: int) -> list[list[int]]:
-        """Returns draw `step` as one ascending list of indices for each rank."""
+        """Returns Poisson batch `step` as one ascending list of indices for each rank."""
         mask = included(self._key, step, self.num_samples, self.sample_rate)
         indices = mask.nonzero().flatten()
         return [indices[indices % self.world_size == r].tolist() for r in range(self.world_size)]
 
     def rekey(self, key: bytes) -> None:
-        """Takes the coming draws from another key, as a resumed run does."""
+        """Draws the coming batches from another key, as a resumed run does."""
         _check_draw(key, 0, self.num_samples, self.sample_rate)
         self._key = key
 
     def seek(self, draws: range) -> None:
-        """Makes the next iteration give these draws, and the ones after it continue from there."""
+        """Lets the next iteration yield these batches, and later ones those after them."""
         self._iteration = None
         self.step = draws.start
         self._next_steps = len(draws)
+
+
+def _nothing() -> None:
+    """Does nothing."""
 
 
 def _check_draw(key: bytes, step: int, num_samples: int, sample_rate: float) -> None:

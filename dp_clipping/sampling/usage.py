@@ -1,27 +1,29 @@
-"""A sample of a draw is in one sum of one step, once: what the loader handed out is counted."""
+"""Ensures that each sampled example contributes to exactly one optimizer step."""
 
 from collections.abc import Callable
 
 
 class SampleUsage:
-    """Samples in the user's hands that no backward has used yet; the loader and the model share it.
+    """Counts the samples that the loader has yielded and no backward has used yet.
 
-    A batch whose backward ran three times would move a sum by 3C, and two draws in one step would
-    be counted as one. A batch may be used in parts. What is handed out replaces what was before.
+    The loader calls `hand_over` for each batch that it yields, the model calls `use` before each
+    backward and `close` when a step is released. A batch whose backward ran three times would move
+    a sum by 3C, and two Poisson batches in one step would be accounted for as one. A batch may be
+    used in parts. Each batch that is yielded replaces the one before.
 
     Without a Poisson loader only the samples of a step are counted: `batch_size` of them are a
     batch, and those of several batches would be divided by the size of one.
 
     Attributes:
-        batch_size: of a loader that makes no Poisson draws; None: not known.
-        handed: samples of the (micro)batch in the user's hands; None without a Poisson loader, and
-            where its draws are taken behind its back: then nothing is counted.
+        batch_size: of a loader without Poisson sampling; None: not known.
+        handed: samples of the (micro)batch that was yielded last; None without a Poisson loader,
+            and where another loader takes its batches: then nothing is counted.
         left: those of them that no backward has used.
         uses: backwards since they were handed out; all ranks count alike.
         steps: how often something was released.
-        is_unused: a draw of the iteration in progress was handed out and is in no step yet.
+        is_unused: a batch of the iteration in progress was yielded and is in no step yet.
         holds_dummy: what was handed out is the made-up sample of `rand_on_empty`. Its gradient must
-            be masked: were it added, taking away the only real sample of a draw could move the sum
+            be masked: were it added, taking away the only real sample of a batch could move the sum
             by 2C.
     """
 
@@ -37,10 +39,11 @@ class SampleUsage:
         self.holds_dummy = False
 
     def begin_iteration(self) -> None:
-        """Forgets a draw of an iteration that was left: it may stay unused."""
+        """Accepts that the last batch of an iteration that was ended early stays unused."""
         self.is_unused = False
 
     def hand_over(self, samples: int, is_dummy: bool = False) -> None:
+        """Notes a batch that the loader is about to yield."""
         self.handed = self.left = samples
         self.holds_dummy = is_dummy
         self.uses = 0
@@ -49,12 +52,15 @@ class SampleUsage:
     def use(
         self, samples: int, on_any_rank: Callable[[bool], bool] = bool, *, part: bool = False
     ) -> None:
-        """Counts samples that a backward is about to add. Raises RuntimeError if they are too many.
+        """Notes samples that a backward is about to add.
 
-        `part`: of a batch of which more is to come, as `signal_skip_step` has said.
+        Args:
+            on_any_rank: whether a flag is set on any rank; called from the second backward of a
+                batch on, since a rank without samples would block where others raise.
+            part: more of the batch is to come, as `signal_skip_step` has said.
 
-        `on_any_rank` asks the others, from the second backward of a batch on: one that has no
-        samples would go on, and wait for those that raise.
+        Raises:
+            RuntimeError: if they are more than are unused.
         """
         if self.handed is None:
             self._use_of_batch(samples, part)
@@ -88,23 +94,23 @@ class SampleUsage:
         )
 
     def give_back(self) -> None:
-        """Allows the batch of a step whose sums were dropped to be used again."""
+        """Accepts the batch of a step whose sums were dropped once more."""
         self._in_step = 0
         self.left = self.handed or 0
 
     def close(self) -> None:
-        """Ends a step about to be released; what is in the user's hands is refused from here on."""
+        """Notes that a step is about to be released: its batch cannot be used again."""
         self.steps += 1
         self.take_back()
 
     def take_back(self) -> None:
-        """Refuses what is in the user's hands from here on."""
+        """Refuses further backwards of what was yielded."""
         self._in_step = 0
         if self.handed is not None:
             self.handed = self.left = 0
         self.is_unused = False
 
     def forget(self) -> None:
-        """Draws are taken without the loader (Opacus's BatchMemoryManager): nothing is counted."""
+        """Stops counting: another loader (Opacus's BatchMemoryManager) takes the batches."""
         self.handed = None
         self.is_unused = False
