@@ -1,4 +1,4 @@
-"""Ranks compare the settings of each step before any noise is drawn.
+"""Compares the settings of each step over ranks before any noise is drawn.
 
 Two replicas that add different multiples of one noise give away the noiseless sum, and a shard with
 less noise than the account says voids ε. So no rank takes a step on which ranks disagree.
@@ -7,8 +7,8 @@ What is compared is a hash of the settings, in one all-reduce of two numbers: MA
 same on all ranks, and its entries are opposite where the hashes are equal. Only where they are not
 do ranks exchange the settings themselves, for the message.
 
-With parameters on the CPU, `optimizer.step()` exchanges over the ranks' own group: it waits for the
-other ranks there anyway. With parameters on GPUs the exchange begins with the step's first
+With parameters on the CPU, `optimizer.step()` exchanges over the ranks' own group: it synchronises
+with the other ranks there anyway. With parameters on GPUs the exchange begins with the step's first
 backward, over a gloo group of its own, and `optimizer.step()` reads its result: the host waits for
 no GPU, and for another host only if that has not begun its backward.
 """
@@ -37,19 +37,19 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup, *, early: bool):
         self.early = early
         self._group = _host_group(group) if early else group
-        self._under_way: tuple[Settings, torch.Tensor, Any] | None = None
+        self._pending: tuple[Settings, torch.Tensor, Any] | None = None
 
     def begin(self, settings: Settings) -> None:
-        """Called when a step opens. A step that was dropped and begun again exchanges once."""
-        if self.early and (self._under_way is None or self._under_way[0] != settings):
-            self._under_way = settings, *self._launch(settings)
+        """Begins the exchange when a step opens; once for a step that is begun again."""
+        if self.early and (self._pending is None or self._pending[0] != settings):
+            self._pending = settings, *self._launch(settings)
 
     def check(self, step: int, settings: Settings) -> None:
         """Raises RuntimeError on every rank, with the values by rank, if settings differ."""
         if not self.early:
-            self._under_way = settings, *self._launch(settings)
-        assert self._under_way is not None, "a step is begun before it is checked"
-        (settings, extremes, work), self._under_way = self._under_way, None
+            self._pending = settings, *self._launch(settings)
+        assert self._pending is not None, "a step is begun before it is checked"
+        (settings, extremes, work), self._pending = self._pending, None
         work.wait()
         highest, negated_lowest = extremes.tolist()
         if highest != -negated_lowest:
@@ -76,7 +76,7 @@ def agree_on_settings(settings: Settings, group: dist.ProcessGroup | None) -> No
 
 
 def differences(settings: Settings, group: dist.ProcessGroup) -> str:
-    """In which settings ranks differ, with the values by rank; empty where they agree."""
+    """Returns in which settings ranks differ, with the values by rank; "" where they agree."""
     of_ranks: list[Settings] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, settings, group=group)
     found = []
@@ -92,7 +92,7 @@ _host_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A gloo group of the same ranks, one for each group: it holds sockets and threads."""
+    """Returns a gloo group of the same ranks, cached: each has sockets and threads."""
     if group not in _host_groups:
         ranks = dist.get_process_group_ranks(group)
         is_part = len(ranks) < dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What has sharded a module: FSDP1, FSDP2, tensor parallelism, or nothing."""
+"""Finds out what has sharded a module: FSDP1, FSDP2, tensor parallelism, or nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULT_UNIT_SIZE = 8  # parameters that are handled together where no FSDP modu
 def sharding_of(
     module: nn.Module, data_parallel_group: dist.ProcessGroup | None = None
 ) -> Sharding | None:
-    """What has sharded the module; None: nothing has.
+    """Returns how the module is sharded; None: it is not.
 
     Args:
         data_parallel_group: ranks that train the same tensor-parallel parts on other samples.
@@ -113,7 +113,7 @@ def _of_fsdp(root: nn.Module) -> Sharding:
 
 
 def _units(root: nn.Module) -> list[tuple[Any, dict[Parameter, str]]]:
-    """Each module that FSDP manages, with the parameters that it gathers and their names in it."""
+    """Returns the modules that FSDP manages, with the parameters of each and their names."""
     found = []
     taken: set[Parameter] = set()
     modules = [m for m in root.modules() if isinstance(m, FSDPModule)]
@@ -134,7 +134,7 @@ def _joined(
     parts: dict[Parameter, ParameterPart],
     gathering: tuple[Gathering, ...],
 ) -> Sharding:
-    """Groups of a mesh whose first `axes` dimensions are data axes, the others tensor's."""
+    """Returns the sharding over a mesh whose first `axes` dimensions are data axes."""
     if len(tensor) > 1 or any(one.ndim > 1 for one in tensor):
         raise ValueError(
             f"the model's parameters are split over several tensor-parallel meshes ({tensor}): "

@@ -1,7 +1,7 @@
-"""Norms of the global batch on every rank: what statistics and an adaptive threshold read.
+"""Gathers the norms of the global batch on every rank, for statistics and adaptive thresholds.
 
-The vector that `norm_reduce` describes, with a slot for each sample of all ranks. It is off the
-critical path: nothing that clips waits for it.
+The vector that norm_reduce.py describes, with a slot for each sample of all ranks. Clipping
+does not depend on it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dp_clipping.distributed.norm_reduce import NormReducer
 
 
 class GlobalNorms:
-    """Squared norms of the global batch, on their way to every rank: the same bits on each.
+    """Squared norms of the global batch, the same bits on every rank; `wait` returns them.
 
     Attributes:
         sizes: local batch sizes in order of data ranks; samples are in that order.
@@ -28,28 +28,28 @@ class GlobalNorms:
 
     def __init__(self, reducer: NormReducer, squares: Tensor):
         self.sizes = _exchange_sizes(reducer, squares.shape[-1])
-        own = reducer.exchanged(squares)
+        here = reducer.exchanged(squares)
         offset = sum(self.sizes[: reducer.data.rank])
-        table = own.new_zeros(len(own), sum(self.sizes))
-        table[:, offset : offset + own.shape[1]] = own
+        table = here.new_zeros(len(here), sum(self.sizes))
+        table[:, offset : offset + here.shape[1]] = here
         # Each slot has one owner, and adding zeros rounds nothing.
         what = f"squared norms of the global batch of {table.shape[1]}"
-        self._flight = reducer.data.sum(table, what, "async")
+        self._pending = reducer.data.sum(table, what, "async")
 
     def wait(self) -> Tensor:
-        """[K, G]."""
-        return self._flight.wait()
+        """Returns them: [K, G]."""
+        return self._pending.wait()
 
 
-def _exchange_sizes(reducer: NormReducer, own: int) -> list[int]:
-    """Local batch sizes in order of data ranks, on every rank's host.
+def _exchange_sizes(reducer: NormReducer, size: int) -> list[int]:
+    """Returns local batch sizes in order of data ranks, on every rank's host.
 
     On a GPU they travel on a stream of their own: reading them does not wait for the model.
     """
     sizes = [0] * reducer.data.size
-    sizes[reducer.data.rank] = own
+    sizes[reducer.data.rank] = size
     what = "the local batch sizes"
-    with _aside(reducer.side_stream):
+    with _on_side_stream(reducer.side_stream):
         table = torch.tensor(sizes, device=reducer.device)
         table = reducer.data.sum(table, what, "async").wait()
         if reducer.tensor.size > 1:
@@ -67,5 +67,5 @@ def _exchange_sizes(reducer: NormReducer, own: int) -> list[int]:
     return sizes
 
 
-def _aside(stream: torch.cuda.Stream | None) -> AbstractContextManager:
+def _on_side_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager:
     return nullcontext() if stream is None else torch.cuda.stream(stream)

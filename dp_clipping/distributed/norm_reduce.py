@@ -1,8 +1,8 @@
-"""The norm vector over ranks: what clipping needs, and what a global view needs.
+"""Sums per-sample squared norms over ranks: for clipping, and for a view of the global batch.
 
 One quantity is right everywhere: a vector with a slot for each sample of the global batch (for each
 of K clipping groups: [K, G]), to which a rank adds ‖g_ik‖² of each pair (sample i, parameter
-shard k) that it owns, every pair owned once. Ranks of a mesh meet along two kinds of axes:
+shard k) that it owns, every pair owned once. A mesh has two kinds of axes:
 
 | axis | its members hold | a SUM over it gives |
 | --- | --- | --- |
@@ -15,11 +15,12 @@ samples that shared its slot, so that the sum moves by up to C(1 + √(W - 1)) w
 calibrated to C. So `reduce` and `layerwise` know the tensor axis only, and `global_norms`
 gives every data rank slots of its own.
 
-How what clips travels (`NORM_REDUCTIONS`), with the same result up to the rounding of additions:
+Norms for clipping are reduced in one of three ways (`NORM_REDUCTIONS`), equal up to the rounding of
+additions:
 
     sync        one all-reduce that blocks
     async       one all-reduce beside independent work, until `wait()`
-    layerwise   partial sums leave during backward, in one fixed order, until `wait()` adds them up
+    layerwise   partial sums are reduced during backward, in one fixed order; `wait()` adds them up
 
 All members of the tensor axis end up with the same bits, so they clip alike.
 """
@@ -43,6 +44,9 @@ PARAMETERS_PER_PARTIAL_SUM = 16  # parameters to a partial sum: an 8B Llama, 291
 
 class NormReducer:
     """Sums squared norms over the axes of a mesh on which they add up.
+
+    A model has one. A private step calls `reduce` once per backward, or makes a `layerwise` sum at
+    its beginning; `SplitNorms` asks which parameters this rank counts.
 
     Collectives match by call order, so all members of an axis make the same calls in the same
     order, also where a batch is empty. World size 1 communicates nothing.
@@ -79,29 +83,29 @@ class NormReducer:
 
     @property
     def splits_parameters(self) -> bool:
-        """Whether a rank's own norms are parts: then clipping has to wait for `reduce`."""
+        """Returns whether this rank's norms are parts: then `reduce` comes before clipping."""
         return self.tensor.size > 1
 
     @property
     def contrasts(self) -> tuple[float, float]:
-        """Two weights of this rank; each adds up to zero over the tensor axis."""
+        """Returns two weights of this rank; each adds up to zero over the tensor axis."""
         angle = 2 * pi * self.tensor.rank / self.tensor.size
         return cos(angle), sin(angle)
 
     def counts(self, replicated: bool) -> bool:
-        """Whether this rank adds a parameter's norms: all members if it is sharded over the tensor
-        axis, the first one if it is replicated there (a norm's weight, a rowwise layer's bias)."""
+        """Returns whether this rank adds a parameter's norms: all do if the tensor axis shards it,
+        the first one if it is replicated (a norm's weight, a rowwise layer's bias)."""
         return not replicated or self.tensor.rank == 0
 
     def check_same_samples(self, losses: Tensor) -> None:
-        """Blocks; every member raises RuntimeError if losses [B] differ over the tensor axis.
+        """Raises RuntimeError on every member if losses [B] differ over the tensor axis; blocks.
 
         For the first steps: its members compute the same losses, and a loader that deals samples
         out to all ranks gives them others. Adding up norms of those is the bug described above.
         """
-        own = self.exchanged(losses).nan_to_num()
-        what = f"{len(own)} losses"
-        both = torch.cat([own, -own])
+        here = self.exchanged(losses).nan_to_num()
+        what = f"{len(here)} losses"
+        both = torch.cat([here, -here])
         highest, lowest = self.tensor.sum(both, what, "sync", dist.ReduceOp.MAX).wait().chunk(2)
         if bool(
             (
@@ -118,7 +122,7 @@ class NormReducer:
     # ---- what clipping needs: over the tensor axis ----------------------------------------------
 
     def reduce(self, table: Tensor) -> "PendingReduce":
-        """Launch the sum of tables [n, K, B] over the tensor axis, B the local batch.
+        """Launches the sum of tables [n, K, B] over the tensor axis, B the local batch.
 
         A table holds what adds up over shards: squared norms, and upper bounds of squared norms
         (a bound of a sum is the sum of bounds). The tensor given is not changed.
@@ -138,7 +142,7 @@ class NormReducer:
     # ---- the global view: over all ranks --------------------------------------------------------
 
     def exchanged(self, table: Tensor) -> Tensor:
-        """A copy in the dtype of the exchange, which must not round."""
+        """Returns a copy in the dtype of the exchange, which must not round."""
         if torch.promote_types(table.dtype, self.dtype) != self.dtype:
             raise ValueError(
                 f"norms are {table.dtype} and would be rounded to {self.dtype}: build the reducer "
@@ -164,7 +168,7 @@ class Axis:
         return set() if self.size == 1 else set(dist.get_process_group_ranks(self.group))
 
     def sum(self, table: Tensor, what: str, mode: str, operation: Any = None) -> "PendingReduce":
-        """Launch an all-reduce in place, contiguous; nothing for one member or an empty table."""
+        """Launches an all-reduce in place, contiguous; nothing for one member or an empty table."""
         if self.size == 1 or not table.numel():
             return PendingReduce(table)
         operation = dist.ReduceOp.SUM if operation is None else operation
@@ -175,31 +179,31 @@ class Axis:
 
 
 class PendingReduce:
-    """A table that is on its way, or has arrived."""
+    """A table that is being summed, or is summed already."""
 
     def __init__(self, table: Tensor, work: dist.Work | None = None, description: str = ""):
-        self._table, self._work, self._story = table, work, description
+        self._table, self._work, self._description = table, work, description
 
     def wait(self) -> Tensor:
-        """The sum; may be called again.
+        """Returns the sum; may be called again.
 
         Raises:
             RuntimeError: if a rank was lost, on all others within the group's timeout.
         """
         if self._work is not None:
-            with _naming(self._story), record_function("norm_reduce/wait"):
+            with _naming(self._description), record_function("norm_reduce/wait"):
                 self._work.wait()
             self._work = None
         return self._table
 
 
 class Layerwise:
-    """Sums over the tensor axis that leave while backward is still running.
+    """Sums over the tensor axis that are launched while backward is still running.
 
-    Keys (parameters, say) are cut into chunks of `every` in the given order. A chunk leaves once
-    all of it has arrived and all chunks before it have left, so that every rank launches the same
-    collectives in the same order, whatever arrives when. Keys that never arrive (a parameter that
-    this backward did not reach) hold theirs back until `wait`.
+    Keys (parameters, say) are cut into chunks of `every` in the given order. A chunk is launched
+    once all of its keys were added and all chunks before it are launched, so every rank launches
+    the same collectives in the same order. Chunks with a key that is never added (a parameter that
+    this backward did not reach) are launched by `wait`.
 
     Launches mix with what backward itself sends over the axis, so `add` is called at places in
     backward that are the same on all ranks, not by how much memory is free.
@@ -223,36 +227,36 @@ class Layerwise:
         assert len(self._chunk_of) == len(order), "a key is in one chunk, once"
         self._missing = [len(keys) for keys in self._chunks]
         self._arrived: set[Hashable] = set()
-        self._flights: list[PendingReduce] = []
+        self._pending: list[PendingReduce] = []
 
     @property
     def launched(self) -> int:
-        """Chunks that have left."""
-        return len(self._flights)
+        """Returns the number of chunks that are launched."""
+        return len(self._pending)
 
     def add(self, key: Hashable) -> None:
-        """A key's norms are final: the chunks that this completes leave."""
+        """Notes that a key's norms are final, and launches the chunks that this completes."""
         assert key not in self._arrived, f"{key} has arrived twice in one backward"
-        assert not self._has_left(key), f"{key} arrives after its chunk has left"
+        assert not self._is_launched(key), f"{key} is added after its chunk was launched"
         self._arrived.add(key)
         self._missing[self._chunk_of[key]] -= 1
         while self.launched < len(self._chunks) and not self._missing[self.launched]:
             self._launch()
 
     def wait(self) -> Tensor:
-        """The sum of all parts over all members [n, K, B]; later calls add nothing."""
+        """Returns the sum of all parts over all members [n, K, B]; later calls add nothing."""
         while self.launched < len(self._chunks):
             self._launch()
-        return torch.stack([flight.wait() for flight in self._flights]).sum(0)
+        return torch.stack([pending.wait() for pending in self._pending]).sum(0)
 
-    def _has_left(self, key: Hashable) -> bool:
+    def _is_launched(self, key: Hashable) -> bool:
         return self._chunk_of[key] < self.launched
 
     def _launch(self) -> None:
         keys = [key for key in self._chunks[self.launched] if key in self._arrived]
         part = self._reducer.exchanged(self._table_of(keys))
         what = f"partial sum {self.launched + 1} of {len(self._chunks)} of squared norms"
-        self._flights.append(self._reducer.tensor.sum(part, what, "layerwise"))
+        self._pending.append(self._reducer.tensor.sum(part, what, "layerwise"))
 
 
 def refuse_split_samples(layer: str, what: str, placements: Sequence[Any], shape: Sequence[int],
@@ -281,7 +285,7 @@ def refuse_split_samples(layer: str, what: str, placements: Sequence[Any], shape
 
 @contextmanager
 def _naming(description: str) -> Iterator[None]:
-    """Say what was exchanged where the process group says only that it failed."""
+    """Names what was exchanged where the process group says only that it failed."""
     try:
         yield
     except Exception as error:
@@ -292,7 +296,7 @@ def _naming(description: str) -> Iterator[None]:
 
 
 def _check_axes(tensor: Axis, data: Axis) -> None:
-    """Two axes of a mesh have one rank in common: a rank with both would share slots."""
+    """Raises ValueError unless the axes have one rank in common, as those of a mesh have."""
     if len(tensor.ranks & data.ranks) > 1:
         raise ValueError(
             "the data and tensor-parallel axes have ranks in common: a rank with other samples "

@@ -1,16 +1,16 @@
-"""Where a rank's part of a parameter lies in the whole.
+"""Computes where a rank's part of a parameter lies in the whole.
 
 Every layout that FSDP and tensor parallel make is a box: along each dimension of the parameter an
 interval, which `box_of` gives. In row-major order of the whole a box is a few affine patterns:
 
-| layout of [d, p] over W ranks | its runs |
+| layout of [d, p] over W ranks | its spans |
 | --- | --- |
 | whole, replicated | one of d·p elements |
 | Shard(0) | one of d/W·p elements |
 | Shard(1) | one: d times p/W elements, p apart |
 | Shard(0) and Shard(1) on two axes | one: d/W times p/W elements, p apart |
 
-With more dimensions a box may take several runs, one for each row of what lies further out.
+With more dimensions a box may take several spans, one for each row of what lies further out.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Place = tuple[Span, ...]
 
 
 def place_of(parameter: Tensor) -> Place | None:
-    """The runs of this rank's part; None if it has all of the parameter."""
+    """Returns the spans of this rank's part; None if it has all of the parameter."""
     if not isinstance(parameter, DTensor):
         return None
     box, whole = box_of(parameter), tuple(parameter.shape)
@@ -76,12 +76,12 @@ def _flat_place(sharding: Sharding, parameter: Parameter) -> Place:
 
 
 def slices_of(parameter: Tensor) -> tuple[slice, ...]:
-    """`whole[slices]` is this rank's part."""
+    """Returns slices with which `whole[slices]` is this rank's part."""
     return tuple(slice(start, start + length) for start, length in box_of(parameter))
 
 
 def box_of(parameter: Tensor) -> Box:
-    """Where this rank's part lies along each dimension.
+    """Returns where this rank's part lies along each dimension.
 
     Raises:
         ValueError: for a placement that is not one of a parameter, such as a partial sum.
@@ -107,10 +107,10 @@ def box_of(parameter: Tensor) -> Box:
 
 
 def spans_of(box: Box, whole: Sequence[int]) -> Place:
-    """The runs of a box in a tensor of that shape.
+    """Returns the spans of a box in a tensor of that shape.
 
     The innermost dimension that is cut makes the rows; those further out repeat them. Rows one
-    stride apart are one run, as far out as the dimensions between are whole.
+    stride apart are one span, as far out as the dimensions between are whole.
     """
     numel = math.prod(length for _, length in box)
     if numel == 0:

@@ -1,4 +1,4 @@
-"""Sharded models: which ranks share what.
+"""Describes how a model is spread over ranks.
 
 | axis of the mesh | samples on its ranks | a parameter on its ranks |
 | --- | --- | --- |
@@ -30,7 +30,7 @@ if dist.is_available():
 
 @dataclass(frozen=True)
 class ParameterPart:
-    """What of a parameter a rank computes with, and where its shard of that lies.
+    """The part of a parameter that this rank computes with.
 
     Attributes:
         shape: of what layers compute with: the parameter, or the tensor-parallel part of it.
@@ -54,7 +54,11 @@ Gathering = tuple[nn.Module, dict[Parameter, str]]
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is spread over ranks.
+    """How a model is spread over ranks; `detect.sharding_of` makes one, and nothing changes it.
+
+    The engine takes the groups from it, the capture the modules that gather parameters, and
+    `ShardedSums` the units. Around and after passes the model calls `backward`, `entered` and
+    `recover`, which FSDP1 overrides.
 
     Attributes:
         api: what has sharded it, for messages.
@@ -85,7 +89,7 @@ class Sharding:
 
     @cached_property
     def units(self) -> dict[int, list[Parameter]]:
-        """Number of an FSDP module -> its trainable parameters."""
+        """Returns the number of an FSDP module -> its trainable parameters."""
         found: dict[int, list[Parameter]] = {}
         for parameter, part in self.parts.items():
             found.setdefault(part.unit, []).append(parameter)
@@ -93,8 +97,7 @@ class Sharding:
 
     @cached_property
     def unit_bytes(self) -> dict[int, int]:
-        """Number of an FSDP module -> float32 bytes of its trainable parameters, the same on all
-        ranks: of whole ones, even where a rank computes with parts."""
+        """Returns the number of an FSDP module -> float32 bytes of trainable parameters, whole."""
         sizes = {
             p: p.numel() if isinstance(p, DTensor) else part.shape.numel()
             for p, part in self.parts.items()
@@ -103,11 +106,11 @@ class Sharding:
 
     @cached_property
     def bytes(self) -> int:
-        """The same of all of them."""
+        """Returns the float32 bytes of all trainable parameters."""
         return sum(self.unit_bytes.values())
 
     def like(self, parameter: Tensor, part: Tensor) -> Tensor:
-        """This rank's part of something with a parameter's layout, as what the parameter is.
+        """Returns `part` with a parameter's layout, as a DTensor if the parameter is one.
 
         `DTensor.from_local` takes the host as long as several launches, so the layout that it found
         serves again.
@@ -125,28 +128,28 @@ class Sharding:
         return made
 
     def backward(self) -> AbstractContextManager:
-        """Around every backward, each of the two of a two-pass mode."""
+        """Returns a context for every backward, each of the two of a two-pass mode."""
         return nullcontext()
 
     def entered(self, module: nn.Module, inputs: Callable[[], list[Tensor]]) -> None:
-        """Called in private forwards when one of `gathering` has gathered its parameters."""
+        """Notes, in a private forward, that one of `gathering` has gathered its parameters."""
 
     def watch(self, note: Callable[[Parameter], None]) -> list[RemovableHandle]:
-        """Let `note` be called with each parameter that autograd adds a gradient to.
+        """Registers `note` to be called with each parameter that autograd adds a gradient to.
 
         Where that is to something else than the parameter: FSDP2 runs the parameter's own hooks.
         """
         return []
 
     def stands_for(self, now: Tensor | None, before: Parameter) -> bool:
-        """Whether FSDP has put `now` in the place of a parameter: a gathered one, which is no
+        """Returns whether FSDP has put `now` in a parameter's place: a gathered one, which is no
         DTensor, or one on the tensor-parallel mesh."""
         if now is None or self.managed is None:
             return False
         return not isinstance(now, DTensor) or now.device_mesh != before.device_mesh
 
     def recover(self) -> bool:
-        """After a forward or backward that failed: whether the next one can be right.
+        """Cleans up after a pass that failed; returns whether the next one can be right.
 
         FSDP2 takes a root for gathered that a backward has left half-way, and would compute with
         old values; torch 2.13 has a way to tell it.

@@ -1,4 +1,4 @@
-"""Norms of whole samples from what ranks of a tensor-parallel axis know of their parts.
+"""Computes norms of samples whose parameters are split over a tensor-parallel axis.
 
 Each rank writes a table of what adds up over ranks (`SplitNorms.table`), the norm reducer adds the
 tables up, and `SplitNorms.unpack` reads the sum. A parameter that all ranks have whole is counted
@@ -23,7 +23,7 @@ NONE = 1e-32  # squared norms that are nothing beside any C: float32 rounds the 
 
 
 class SplitNorms:
-    """Of one batch.
+    """The norms of one batch, of which each rank has parts; a private step makes one.
 
     Attributes:
         differ: on the device, whether ranks differed in what all have whole; None before `unpack`.
@@ -36,47 +36,47 @@ class SplitNorms:
 
     @property
     def is_split(self) -> bool:
-        """Whether what this rank knows are parts: then clipping waits for the others."""
+        """Returns whether ranks have parts of the norms, to be summed before clipping."""
         return self._reducer.splits_parameters
 
     def counted(self, parameters: Iterable[Parameter]) -> set[Parameter]:
-        """Those whose norms this rank adds: of parameters that ranks share, one rank does."""
+        """Returns the parameters whose norms this rank adds: one rank does if several have them."""
         if self._sharding is None:
             return set(parameters)
         parts, counts = self._sharding.parts, self._reducer.counts
         return {p for p in parameters if counts(replicated=not parts[p].split)}
 
     def table(self, norms: Norms, parameters: Iterable[Parameter], rescaled: bool) -> Tensor:
-        """What this rank knows of some parameters and what adds up over ranks: [6, K, B].
+        """Returns this rank's table for some parameters, whose rows add up over ranks: [6, K, B].
 
         Squared norms; upper bounds of the squared norms of what will be summed; squared norms of
         shared parameters, as they are and with two weights; whether sums are rescaled here.
         """
-        own = norms.only(self.counted(parameters))
+        counted = norms.only(self.counted(parameters))
         shared = norms.only(self._shared(parameters)).squared()
         across, along = self._reducer.contrasts
-        rows = own.squared(), own.bounds(), shared, across * shared, along * shared
+        rows = counted.squared(), counted.bounds(), shared, across * shared, along * shared
         return torch.stack((*rows, torch.full_like(shared, rescaled)))
 
     def unpack(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared norms and upper bounds [K, B] from the sum of all ranks' tables [6, K, B]."""
+        """Returns squared norms and upper bounds [K, B] from the sum of all tables [6, K, B]."""
         squares, bounds, shared, across, along, self._rescaled = total
         differs = across.abs() + along.abs() > DIFFERS * shared + NONE
         self.differ = differs.any() if self.differ is None else self.differ | differs.any()
         return squares, torch.where(differs, torch.inf, bounds)
 
     def some_are_rescaled(self, here: bool) -> bool:
-        """Whether sums of any rank are rescaled: then all ranks take part."""
+        """Returns whether sums of any rank are rescaled: then all ranks take part."""
         return bool(self._rescaled.any()) if self.is_split else here
 
     def sum(self, bounds: Tensor) -> Tensor:
-        """The sum over ranks of what is known of their parts [K, B]."""
+        """Returns the sum over ranks of bounds of their parts [K, B]."""
         if not self.is_split:
             return bounds
         return self._reducer.reduce(bounds[None]).wait()[0]
 
     def _shared(self, parameters: Iterable[Parameter]) -> set[Parameter]:
-        """Those that all ranks of the tensor axis have whole."""
+        """Returns the parameters that all ranks of the tensor axis have whole."""
         if self._sharding is None:
             return set(parameters)
         parts = self._sharding.parts

@@ -191,7 +191,6 @@ def refused(context: Context) -> None:
     one_step(model, batch, zoo.cross_entropy)
     model.refuse_unclipped()
     # In a forward FSDP1 makes what is left there its own.
-    model.settle_gradients()
     model.step_state.add_noise()
     model.step_state.apply()
     loss = private_loss(model, batch, zoo.cross_entropy)
