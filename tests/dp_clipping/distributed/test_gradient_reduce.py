@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dp_clipping.distributed.detect import sharding_of
 from dp_clipping.distributed.dtensor import local
+from dp_clipping.distributed.gradient_reduce import ShardedSums
 
 
 def sharded(context) -> tuple[nn.Module, dict]:
@@ -27,7 +28,7 @@ def totals_of(shapes: dict, rank: int) -> dict:
 def on_ranks(context) -> None:
     network, shapes = sharded(context)
     sharding = sharding_of(network)
-    sums, named = sharding.sums_class(sharding), dict(network.named_parameters())
+    sums, named = ShardedSums(sharding), dict(network.named_parameters())
     mine = totals_of(shapes, context.rank)
     both = [totals_of(shapes, rank) for rank in range(2)]
     orders = [list(named), list(named)[::-1]]
@@ -51,7 +52,7 @@ def on_ranks(context) -> None:
 def cut_off(context) -> None:
     network, shapes = sharded(context)
     sharding = sharding_of(network)
-    sums, named = sharding.sums_class(sharding), dict(network.named_parameters())
+    sums, named = ShardedSums(sharding), dict(network.named_parameters())
     sums.accumulate(named["1.bias"], torch.ones(shapes["1.bias"]))
     with pytest.raises(RuntimeError, match="sums of some parameters have not arrived"):
         sums.finish()
@@ -64,7 +65,7 @@ def deferred(context) -> None:
     """What is held back leaves when it is told to."""
     network, shapes = sharded(context)
     sharding = sharding_of(network)
-    sums, named = sharding.sums_class(sharding), dict(network.named_parameters())
+    sums, named = ShardedSums(sharding), dict(network.named_parameters())
     sums.deferred = True
     for name, total in totals_of(shapes, context.rank).items():
         sums.accumulate(named[name], total)
