@@ -9,7 +9,7 @@ same expression with Σ_l y_l,it · y_l,is. One launch serves many layers, the p
 theirs in a table: a single layer's would leave a part of the device idle at its end.
 
 A matrix unit's sums are cut off, not rounded, so that long chains of products drift. After
-GRAM_PIECE features the accumulator is added to another one and starts again from zero.
+CHUNK features the accumulator is added to another one and starts again from zero.
 
 Traffic: y and a are read T / BLOCK times, mostly from the second-level cache; two numbers a program
 are written. Operations: B·T·(T + BLOCK)·(p + d), a little over half of the full matrices'.
@@ -42,6 +42,7 @@ if triton is not None:
 
     from dp_clipping.kernels.tiles import _load_tile
 
+CHUNK = GRAM_PIECE  # features that are summed in one chain
 LOST = UNDERFLOW * torch.finfo(torch.float32).tiny ** 0.5
 TILES = {
     2: (Tile(128, 128, 128, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 64, 128, 4, 3)),
@@ -86,7 +87,7 @@ def gram_squares(uses: Sequence[LinearShape], tile: Tile | None = None) -> tuple
         rows, pairs, partial, batch_size, tokens, len(pairs), partial[0].numel(),
         DTYPE=TRITON_DTYPES[a.dtype], DESCRIBED=described, EXACT=a.element_size() == 4,
         OPERANDS=1 + MOST_SHARED, WORDS=OPERAND_WORDS,
-        BLOCK=tile.rows, BLOCK_X=tile.depth, CHUNK=GRAM_PIECE, LOST=LOST,
+        BLOCK=tile.rows, BLOCK_X=tile.depth, CHUNK=CHUNK, LOST=LOST,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     squares, scale = partial.sum(3).unbind(0)
