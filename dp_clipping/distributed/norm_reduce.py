@@ -237,7 +237,7 @@ class Layerwise:
     def add(self, key: Hashable) -> None:
         """Notes that a key's norms are final, and launches the chunks that this completes."""
         assert key not in self._arrived, f"{key} has arrived twice in one backward"
-        assert not self._is_launched(key), f"{key} is added after its chunk was launched"
+        assert not self._is_launched(key), f"{key} arrives after its chunk has left"
         self._arrived.add(key)
         self._missing[self._chunk_of[key]] -= 1
         while self.launched < len(self._chunks) and not self._missing[self.launched]:
