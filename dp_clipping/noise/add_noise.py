@@ -101,14 +101,14 @@ def add_noise_to_all(
     ]
     for kind in dict.fromkeys(kinds):
         numbers = [i for i, other in enumerate(kinds) if other == kind]
-        of_kind = [[each[i] for i in numbers] for each in (totals, results, streams)]
-        with torch.cuda.device_of(totals[numbers[0]]):
-            if kind[2]:
-                kernels.add_noise_to_all_kernel_launch(*of_kind, std, divisor)
+        sums, noisy = [totals[i] for i in numbers], [results[i] for i in numbers]
+        own: list[kernels.Stream] = [streams[i] for i in numbers]
+        with torch.cuda.device_of(sums[0]):
+            parts = [place for i in numbers if (place := places[i]) is not None]
+            if parts:
+                kernels.add_noise_to_parts_kernel_launch(sums, noisy, own, parts, std, divisor)
             else:
-                kernels.add_noise_to_parts_kernel_launch(
-                    *of_kind, [places[i] for i in numbers], std, divisor
-                )
+                kernels.add_noise_to_all_kernel_launch(sums, noisy, own, std, divisor)
     return results
 
 

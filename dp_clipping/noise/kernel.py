@@ -31,10 +31,17 @@ LONGEST = 1 << 32  # elements of a row whose counters a program numbers in 32 bi
 class Stream(Protocol):
     """What a launch needs of a `gaussian.NoiseStream`: four words below 2³²."""
 
-    key_0: int
-    key_1: int
-    counter_2: int
-    counter_3: int
+    @property
+    def key_0(self) -> int: ...
+
+    @property
+    def key_1(self) -> int: ...
+
+    @property
+    def counter_2(self) -> int: ...
+
+    @property
+    def counter_3(self) -> int: ...
 
 
 def serves(total: Tensor) -> bool:

@@ -7,14 +7,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import Parameter
 
 from dp_clipping.distributed.detect import sharding_of
-from dp_clipping.distributed.gradient_reduce import ShardedSums
-from dp_clipping.distributed.sharding import Part, Sharding
+from dp_clipping.distributed.sharding import ParameterPart, Sharding
 
 
 def test_units_and_their_bytes():
     one, two, three = (Parameter(torch.zeros(n)) for n in (1, 2, 3))
-    parts = {p: Part(p.shape, unit) for p, unit in ((one, 0), (two, 1), (three, 0))}
-    sharding = Sharding("x", None, None, None, None, None, parts, sums_class=ShardedSums)
+    parts = {p: ParameterPart(p.shape, unit) for p, unit in ((one, 0), (two, 1), (three, 0))}
+    sharding = Sharding("x", None, None, None, None, None, parts)
     assert sharding.units == {0: [one, three], 1: [two]}
     assert sharding.unit_bytes == {0: 16, 1: 8}
     assert sharding.bytes == 24

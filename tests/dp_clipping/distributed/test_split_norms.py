@@ -7,11 +7,11 @@ from torch.nn import Parameter
 
 from dp_clipping.clipping.norms import Norm, Norms
 from dp_clipping.distributed.norm_reduce import NormReducer
-from dp_clipping.distributed.sharding import Part
+from dp_clipping.distributed.sharding import ParameterPart
 from dp_clipping.distributed.split_norms import SplitNorms
 
 SPLIT, SHARED = Parameter(torch.zeros(2)), Parameter(torch.zeros(2))
-PARTS = {SPLIT: Part(torch.Size([2]), split=True), SHARED: Part(torch.Size([2]))}
+PARTS = {SPLIT: ParameterPart(torch.Size([2]), split=True), SHARED: ParameterPart(torch.Size([2]))}
 SHARDING = SimpleNamespace(parts=PARTS)
 
 
