@@ -16,7 +16,6 @@ STEP = "tests/dp_clipping/step/test_private_step.py"
 BUFFER = "tests/dp_clipping/step/test_gradient_buffer.py"
 REPLAY = "tests/dp_clipping/step/test_rng_replay.py"
 GAUSSIAN = "tests/dp_clipping/noise/test_gaussian.py"
-STREAM = "tests/dp_clipping/noise/test_stream.py"
 KEYS = "tests/dp_clipping/noise/test_keys.py"
 ADAPTIVE = "tests/dp_clipping/noise/test_adaptive_threshold.py"
 POISSON = "tests/dp_clipping/sampling/test_poisson.py"
@@ -90,15 +89,16 @@ ROWS = [
     ("a shared output gradient is scaled twice", "layers/low_precision_sums.py",
      "if seen.setdefault(storage, use) != use or 0 in y.stride():", "if False:", SCALED),
     # ---- step
-    ("coefficients of other groups", "step/private_step.py",
-     "weights = self._weights[self.capture.groups[parameter]]", "weights = self._weights[0]",
+    ("coefficients of other groups", "step/plain_backend.py",
+     "weights = self._weights[self.context.capture.groups[parameter]]",
+     "weights = self._weights[0]",
      STEP),
-    ("bad samples stay in the sum", "step/private_step.py",
-     "self._kept[parameter] = self._only_good(saved)", "pass",
+    ("bad samples stay in the sum", "step/plain_backend.py",
+     "self.kept[parameter] = self._only_good(saved)", "pass",
      "tests/dp_clipping/clipping/test_exactness.py", "only_poisoned or counted_until"),
-    ("norms that are returned are squared", "step/private_step.py",
-     "return self.squares.sum(0).sqrt()", "return self.squares.sum(0)", STEP),
-    ("unclipped sums", "step/private_step.py",
+    ("norms that are returned are squared", "step/plain_backend.py",
+     "BatchNorms(squared.sum(0).sqrt()", "BatchNorms(squared.sum(0)", STEP),
+    ("unclipped sums", "step/plain_backend.py",
      "total = weighted_sum(weights, saved)", "total = saved.sum(0)", STEP),
     ("a second microbatch replaces the first", "step/gradient_buffer.py",
      "grad.add_(", "grad.copy_(", BUFFER),
@@ -117,12 +117,12 @@ ROWS = [
     ("noise is not divided", "noise/gaussian.py",
      "torch.div(noisy, divisor, out=out[part])", "out[part] = total[part] / divisor + z * std",
      GAUSSIAN),
-    ("every step has the same noise", "noise/stream.py",
-     'step.to_bytes(8, "little") + share', 'bytes(8) + share', STREAM),
-    ("all shares have the same noise", "noise/stream.py",
-     'share.to_bytes(8, "little") + parameter', 'bytes(8) + parameter', STREAM),
-    ("all parameters have the same noise", "noise/stream.py",
-     ' + parameter.encode()', '', STREAM),
+    ("every step has the same noise", "noise/gaussian.py",
+     'step.to_bytes(8, "little") + share', 'bytes(8) + share', GAUSSIAN),
+    ("all shares have the same noise", "noise/gaussian.py",
+     'share.to_bytes(8, "little") + parameter', 'bytes(8) + parameter', GAUSSIAN),
+    ("all parameters have the same noise", "noise/gaussian.py",
+     ' + parameter.encode()', '', GAUSSIAN),
     ("noise and sampling have one key", "noise/keys.py",
      'self._derive(b"sampling key")', 'self._derive(b"noise key")', KEYS),
     ("each rank has its own key", "noise/keys.py",
