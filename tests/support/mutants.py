@@ -101,11 +101,6 @@ MUTANTS = [
         ("tests/ddp/test_accumulation.py",),
     ),
     Mutant(
-        "hooks outlive the wrapper",
-        (("internals/hooks.py", "            handle.remove()", "            pass"),),
-        ("tests/ddp/test_step.py", "trace"),
-    ),
-    Mutant(
         "buckets launched in forward order",
         (
             ("base.py", "list(reversed(range(len(self.gradients.parameters))))",
