@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from dp_clipping.step.private_step import PrivateStep
+from dp_clipping.step.plain_backend import PlainBackend
 from dp_clipping.verification import reference as oracle
 from lm.parallel import DATA, TENSOR, parallelize
 from lm.rank_pool import Context
@@ -36,25 +36,22 @@ def tensor_mesh(context: Context) -> DeviceMesh:
 @contextmanager
 def recorded(found: dict[str, Tensor]) -> Iterator[None]:
     """Inside, G of every parameter is also put here, whichever way it is handed over."""
-    dense, factors = PrivateStep.dense, PrivateStep.factors
+    dense, factors = PlainBackend.dense, PlainBackend.factors
 
-    def see_dense(self, parameter, gradients):
-        if not self._summing:
-            found[self.capture.names[parameter]] = gradients.clone()
-        dense(self, parameter, gradients)
+    def see_dense(self, parameter, gradients, own=None):
+        found[self.context.capture.names[parameter]] = gradients.clone()
+        dense(self, parameter, gradients, own)
 
     def see_factors(self, parameter, saved):
-        if not self._summing:
-            found[self.capture.names[parameter]] = saved.dense()
-            norm = saved.norm().squared
-            torch.testing.assert_close(norm, squares(saved.dense()))
+        found[self.context.capture.names[parameter]] = saved.dense()
+        torch.testing.assert_close(saved.norm().squared, squares(saved.dense()))
         factors(self, parameter, saved)
 
-    PrivateStep.dense, PrivateStep.factors = see_dense, see_factors
+    PlainBackend.dense, PlainBackend.factors = see_dense, see_factors
     try:
         yield
     finally:
-        PrivateStep.dense, PrivateStep.factors = dense, factors
+        PlainBackend.dense, PlainBackend.factors = dense, factors
 
 
 def squares(gradients: Tensor) -> Tensor:
