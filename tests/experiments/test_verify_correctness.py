@@ -205,9 +205,9 @@ def test_one_wrong_mode_does_not_hide_behind_the_others(capsys, monkeypatch):
 
 def lose_the_other_rank(context: Context) -> None:
     """A sum without the samples of rank 1."""
-    receive = ShardedSums.receive
+    accumulate = ShardedSums.accumulate
     factor = 1.0 if context.rank == 0 else 0.0
-    ShardedSums.receive = lambda self, p, total: receive(self, p, total * factor)
+    ShardedSums.accumulate = lambda self, p, total: accumulate(self, p, total * factor)
 
 
 def count_twice(context: Context) -> None:
@@ -388,7 +388,7 @@ def test_ctrl_c_is_quiet(capsys, monkeypatch):
     def stop(*arguments):
         raise KeyboardInterrupt
 
-    for place in (run_module, "prepare"), (private_step.PrivateStep, "backward"):
+    for place in (command, "prepare"), (private_step.PrivateStep, "backward"):
         with monkeypatch.context() as patch:
             patch.setattr(*place, stop)
             status, text = run(capsys, "--modes", "ghost")
