@@ -55,9 +55,9 @@ def kind_of(module: nn.Module) -> str:
         return "linear"
     if method is nn.Embedding.forward:
         return "embedding"
-    if method in convolution.FORWARDS:
+    if convolution.is_plain(plain):
         return "convolution"
-    if method in group_norm.FORWARDS and module.weight is not None:
+    if group_norm.is_plain(module, plain):
         return "group_norm"
     if method is nn.RMSNorm.forward:
         return "rms_norm"

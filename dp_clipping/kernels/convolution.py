@@ -118,7 +118,7 @@ class Operand:
 
     @property
     def nbytes(self) -> int:
-        """What it holds."""
+        """Bytes that it holds."""
         return self.values.nbytes
 
 

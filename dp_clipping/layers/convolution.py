@@ -34,13 +34,22 @@ from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.handle import LayerState, autocast_operands, deliver
 
 CHUNK_ELEMENTS = 1 << 25  # of patches that are formed at a time
-FORWARDS = {
-    kind.forward
-    for kind in (
-        nn.Conv1d, nn.Conv2d, nn.Conv3d,
-        nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-    )
-}  # fmt: skip
+KINDS = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+
+
+def is_plain(kind: type) -> bool:
+    """Returns whether a class is one of PyTorch's convolutions, with no method changed.
+
+    A subclass may keep `forward` and change what that calls: standardise the weight, for example.
+    """
+    base = next((c for c in kind.__mro__ if c in KINDS), None)
+    if base is None:
+        return False
+    changed = kind.__mro__[: kind.__mro__.index(base)]
+    own = {name for c in changed for name, value in vars(c).items() if callable(value)}
+    return own <= {"__init__"}
 
 
 def forward(self: nn.Module, x: Tensor, output_size: list[int] | None = None) -> Tensor:
@@ -105,7 +114,7 @@ def _output_padding(module: nn.Module, x: Tensor, output_size: list[int] | None)
 
 
 def _weight_target(handle: LayerState, x: Tensor, weight: Tensor) -> tuple[Any, Any]:
-    """Where the weight's factors go, or its G: see `LayerState.gradient_target`."""
+    """Returns where the weight's factors go, or its G: see `LayerState.gradient_target`."""
     if "weight" not in handle.trainable or handle.always_dense or torch.compiler.is_compiling():
         return handle.gradient_target("weight")
     private_step, parameter = handle.private_step, handle.parameter("weight")
@@ -225,7 +234,7 @@ class KernelFactors:
 
     @property
     def nbytes(self) -> int:
-        """What it holds."""
+        """Bytes that it holds."""
         held = self._operands if self._gradients is None else [self._gradients]
         return sum(z.nbytes for z in held)
 

@@ -13,9 +13,13 @@ from dp_clipping.kernels.tiles import available
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.handle import LayerState, deliver
 
-FORWARDS = {
-    kind.forward for kind in (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-}
+KINDS = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def is_plain(module: nn.Module, kind: type) -> bool:
+    """Returns whether it is PyTorch's, with a weight, and uses each picture's own statistics."""
+    uses_own = not getattr(module, "track_running_stats", False)
+    return kind in KINDS and module.weight is not None and uses_own
 
 
 def forward(self: nn.Module, x: Tensor) -> Tensor:

@@ -72,6 +72,28 @@ def test_a_picture_without_a_batch_is_refused_by_shape():
         model(torch.randn(3, 6, 6))
 
 
+class Standardised(nn.Conv2d):
+    """Another convolution behind PyTorch's `forward`."""
+
+    def _conv_forward(self, x, weight, bias):
+        weight = weight - weight.mean((1, 2, 3), keepdim=True)
+        return super()._conv_forward(x, weight, bias)
+
+
+class Named(nn.Conv2d):
+    def __init__(self, channels: int):
+        super().__init__(channels, channels, 3)
+
+
+def test_a_subclass_with_arithmetic_of_its_own_keeps_it():
+    network, x = Called(Standardised(3, 4, 3)).double(), torch.randn(3, 3, 5, 5).double()
+    expected = network(x)
+    model = private(network, "bookkeeping", max_grad_norm=1e9)
+    torch.testing.assert_close(model(x), expected)
+    assert [handle.kind for handle in model.capture.handles] == ["vectorized"]
+    assert [handle.kind for handle in private(Named(2)).capture.handles] == ["convolution"]
+
+
 def largest_contribution(dtype: torch.dtype) -> float:
     """Of one sample, in units of C: random pixels, and a half that nearly undoes the other."""
     largest = 0.0

@@ -16,6 +16,8 @@ def kinds(network: nn.Module) -> set[str]:
 def test_which_layers_take_it():
     assert kinds(nn.GroupNorm(2, 4)) == {"group_norm"}
     assert kinds(nn.InstanceNorm1d(4, affine=True)) == {"group_norm"}
+    fixed = nn.InstanceNorm1d(4, affine=True, track_running_stats=True).eval()
+    assert kinds(nn.Sequential(nn.Linear(4, 4), fixed)) == {"linear", "vectorized"}
     assert kinds(nn.Sequential(nn.Conv1d(4, 4, 1), nn.InstanceNorm1d(4))) == {"convolution"}
 
 
