@@ -1,4 +1,4 @@
-"""What every variant shares, so that its own file can hold its one idea.
+"""The base of all variants: launches buckets of gradients in one order and waits for them.
 
 The base class decides *when* a bucket of gradients is reduced: as soon as all its members are
 ready, in one order on every rank (schedule.py). A variant decides *what* a bucket is (`plan`) and

@@ -1,4 +1,4 @@
-"""What a first reading of the course can skip: one object per concern of `ddp.base.DataParallel`.
+"""The parts of `ddp.base.DataParallel`, one per concern; a first reading can skip them.
 
 - replicas.py: every rank has the same model and the values of rank 0
 - gradients.py, dtypes.py: what each `.grad` holds, and in which dtype

@@ -22,7 +22,7 @@ class Backward:
 
 
 class Listener(Protocol):
-    """What the hooks call."""
+    """Is called by the hooks; `ddp.base.DataParallel` implements it."""
 
     is_active: bool
     gradients: Gradients

@@ -1,4 +1,4 @@
-"""What happened in a step so far, and what to do when it is incomplete or has failed."""
+"""Tracks one step, and names what is wrong when it is incomplete or has failed."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from ddp.schedule import Schedule
 
 
 class Variant(Owner, Protocol):
-    """What a step asks of `ddp.base.DataParallel`."""
+    """Is asked by a step; `ddp.base.DataParallel` implements it."""
 
     training: bool
     process_group: dist.ProcessGroup
@@ -41,7 +41,7 @@ class Launch:
 
 @dataclass
 class Record:
-    """What a step has sent; each launch with the number of gradients that were ready."""
+    """Counts what a step has sent; each launch with the number of gradients ready by then."""
 
     collectives: int = 0
     nbytes: int = 0
@@ -166,7 +166,7 @@ class Step:
         return self._backward_reduces
 
     def _mark_unreached_ready(self, variant: Variant) -> None:
-        """What no forward of this step leads to need not hold up the buckets behind it."""
+        """Marks parameters that no forward of this step uses as ready, so that no bucket waits."""
         if variant.find_unused_parameters and self._reached and len(self._schedule.arrivals) == 1:
             self._schedule.ready |= set(range(len(self._gradients.parameters))) - self._reached
 

@@ -1,4 +1,4 @@
-"""What a wrapper can do beside training: be copied, pickled, loaded, put aside, asked for numbers.
+"""Copying, pickling, loading and statistics of a wrapper, beside its training.
 
 Hooks, handles and buckets belong to one wrapper. So a copy (`copy.deepcopy`, `torch.save(model)`,
 `AveragedModel(model)`) is built anew from the copied network and the same options. Building it

@@ -1,4 +1,4 @@
-"""What a captured layer carries: which session it works for, and where its samples are."""
+"""State of a captured layer: the private step it works for, and where its samples are."""
 
 from collections.abc import Callable
 from functools import partial

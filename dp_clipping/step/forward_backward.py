@@ -177,7 +177,7 @@ class ForwardBackward:
             raise
 
     def _is_so_on_any_rank(self, flag: bool) -> bool:
-        """Of those with other samples; the host waits."""
+        """Returns whether any data-parallel rank set the flag. Synchronises the host."""
         count = self.capture.trigger.new_tensor([float(flag)], dtype=torch.float32)
         data = self.context.reducer.data
         return bool(data.sum(count, "whether samples are left", "async").wait() > 0)
