@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dp_clipping.capture.batch import tensors_of
-from dp_clipping.capture.carried import Carried
-from dp_clipping.capture.losses import Exchange
+from dp_clipping.capture.checks.carried import Carried
+from dp_clipping.capture.checks.losses import Exchange
 from dp_clipping.capture.randomness import same_generators
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.step.steppable import Steppable

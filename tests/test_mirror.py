@@ -1,4 +1,4 @@
-"""Each module has tests of its name, at the same place below tests/."""
+"""Each module has tests of its name, at the same place below tests/. Folders are short."""
 
 import ast
 from pathlib import Path
@@ -9,6 +9,8 @@ ROOT = Path(__file__).parents[1]
 WITHOUT = {  # protocols: nothing runs
     "dp_clipping/layers/recorder.py", "dp_clipping/step/steppable.py",
 }  # fmt: skip
+MOST_MODULES = 12  # of a folder
+FOLDERS = [p.parent for p in sorted((ROOT / "dp_clipping").rglob("__init__.py"))]
 MODULES = sorted(
     str(path.relative_to(ROOT))
     for package in ("ddp", "dp_clipping")
@@ -29,3 +31,9 @@ def test_a_module_has_tests_of_its_name(module):
     assert path.exists(), f"{module} has no {path.relative_to(ROOT)}"
     names = [n.name for n in ast.walk(ast.parse(path.read_text())) if hasattr(n, "name")]
     assert any(name.startswith("test_") for name in names)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_a_folder_is_read_at_a_glance(folder):
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert len(modules) <= MOST_MODULES, sorted(modules)

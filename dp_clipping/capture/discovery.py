@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from dp_clipping.capture.backward import flush_ready_nodes
 from dp_clipping.capture.batch import Batch, tensors_in, tensors_of
-from dp_clipping.capture.carried import Carried, restored
+from dp_clipping.capture.checks.carried import Carried, restored
+from dp_clipping.capture.checks.observation import Observer
+from dp_clipping.capture.checks.sample_independence import PLACES, Company, Schedule
 from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.network import CapturedNetwork
-from dp_clipping.capture.observation import Observer
 from dp_clipping.capture.randomness import same_generators, without_dropout
-from dp_clipping.capture.sample_independence import PLACES, Company, Schedule
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.layers.handle import LayoutUnknown

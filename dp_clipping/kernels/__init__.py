@@ -13,7 +13,5 @@ Files:
     sorted_coefficients   coefficients in the order in which `weighted_product` takes samples
     weighted_product      clipped sum of a linear layer from its factors
     weighted_sum          clipped sum of kept per-sample gradients
-    grouped_launch        one launch for many layers
-    tiles                 what the matrix kernels share
-    tuning                which tile is fastest on this machine's GPU, kept in files
+    launch/               tiles, their tuning, and one launch for many layers
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.tiles import triton
+from dp_clipping.kernels.launch.tiles import triton
 
 if triton is not None:
     import triton.language as tl

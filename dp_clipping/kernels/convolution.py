@@ -30,7 +30,7 @@ from einops import rearrange
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import stored_dtype
-from dp_clipping.kernels.tiles import ceil_div, triton
+from dp_clipping.kernels.launch.tiles import ceil_div, triton
 
 if triton is not None:
     import triton.language as tl

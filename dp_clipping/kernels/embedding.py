@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.tiles import ceil_div, readable, triton
+from dp_clipping.kernels.launch.tiles import ceil_div, readable, triton
 
 if triton is not None:
     import triton.language as tl

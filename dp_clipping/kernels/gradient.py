@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import stored_dtype
-from dp_clipping.kernels.grouped_launch import (
+from dp_clipping.kernels.launch.grouped_launch import (
     MOST_ROWS,
     WORDS,
     Pair,
@@ -31,14 +31,14 @@ from dp_clipping.kernels.grouped_launch import (
     readable_pair,
     table,
 )
-from dp_clipping.kernels.tiles import TRITON_DTYPES, Tile, ceil_div, is_described, triton
-from dp_clipping.kernels.tuning import best_for_pairs
+from dp_clipping.kernels.launch.tiles import TRITON_DTYPES, Tile, ceil_div, is_described, triton
+from dp_clipping.kernels.launch.tuning import best_for_pairs
 
 if triton is not None:
     import triton.language as tl
 
-    from dp_clipping.kernels.grouped_launch import _open, _row_of
-    from dp_clipping.kernels.tiles import _load_tile, _tile_of
+    from dp_clipping.kernels.launch.grouped_launch import _open, _row_of
+    from dp_clipping.kernels.launch.tiles import _load_tile, _tile_of
 
 GROUP = 8
 PROGRAMS = 528  # four for each processor of an H200

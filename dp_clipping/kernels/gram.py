@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.norms import GRAM_PIECE, UNDERFLOW
-from dp_clipping.kernels.grouped_launch import allocate
-from dp_clipping.kernels.tiles import (
+from dp_clipping.kernels.launch.grouped_launch import allocate
+from dp_clipping.kernels.launch.tiles import (
     TRITON_DTYPES,
     Tile,
     ceil_div,
@@ -35,12 +35,12 @@ from dp_clipping.kernels.tiles import (
     readable,
     triton,
 )
-from dp_clipping.kernels.tuning import best, name_of
+from dp_clipping.kernels.launch.tuning import best, name_of
 
 if triton is not None:
     import triton.language as tl
 
-    from dp_clipping.kernels.tiles import _load_tile
+    from dp_clipping.kernels.launch.tiles import _load_tile
 
 CHUNK = GRAM_PIECE  # features that are summed in one chain
 LOST = UNDERFLOW * torch.finfo(torch.float32).tiny ** 0.5

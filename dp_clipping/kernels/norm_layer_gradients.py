@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.tiles import (
+from dp_clipping.kernels.launch.tiles import (
     ALIGNMENT,
     TRITON_DTYPES,
     ceil_div,

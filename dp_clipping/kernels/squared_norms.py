@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.tiles import ceil_div, triton
+from dp_clipping.kernels.launch.tiles import ceil_div, triton
 
 if triton is not None:
     import triton.language as tl

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.grouped_launch import (
+from dp_clipping.kernels.launch.grouped_launch import (
     MOST_ROWS,
     WORDS,
     Pair,
@@ -32,15 +32,15 @@ from dp_clipping.kernels.grouped_launch import (
     readable_pair,
     table,
 )
+from dp_clipping.kernels.launch.tiles import TRITON_DTYPES, Tile, ceil_div, triton
+from dp_clipping.kernels.launch.tuning import best_for_pairs
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
-from dp_clipping.kernels.tiles import TRITON_DTYPES, Tile, ceil_div, triton
-from dp_clipping.kernels.tuning import best_for_pairs
 
 if triton is not None:
     import triton.language as tl
 
-    from dp_clipping.kernels.grouped_launch import _open, _row_of
-    from dp_clipping.kernels.tiles import _load_tile, _tile_of
+    from dp_clipping.kernels.launch.grouped_launch import _open, _row_of
+    from dp_clipping.kernels.launch.tiles import _load_tile, _tile_of
 
 GROUP = 8
 TILES = {

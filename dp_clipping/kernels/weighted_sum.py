@@ -16,13 +16,13 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.grouped_launch import MOST_ROWS
-from dp_clipping.kernels.tiles import TRITON_DTYPES, ceil_div, kept_table_on, triton
+from dp_clipping.kernels.launch.grouped_launch import MOST_ROWS
+from dp_clipping.kernels.launch.tiles import TRITON_DTYPES, ceil_div, kept_table_on, triton
 
 if triton is not None:
     import triton.language as tl
 
-    from dp_clipping.kernels.grouped_launch import _row_of
+    from dp_clipping.kernels.launch.grouped_launch import _row_of
 
 BLOCK = 2048
 WARPS = 4

@@ -28,7 +28,7 @@ from dp_clipping.kernels.convolution import (
     pack,
     weighted_sum,
 )
-from dp_clipping.kernels.tiles import available
+from dp_clipping.kernels.launch.tiles import available
 from dp_clipping.kernels.weighted_sum import weighted_sum as weighted_gradients
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.handle import LayerState, autocast_operands, deliver

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.kernels.channel_sums import channel_sums, channel_sums_plain
-from dp_clipping.kernels.tiles import available
+from dp_clipping.kernels.launch.tiles import available
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.handle import LayerState, deliver
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from dp_clipping.clipping.accumulation import accumulation_dtype, stored_dtype, wide_bmm
 from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.kernels.gradient import gradient_and_squares
-from dp_clipping.kernels.tiles import tile_of
+from dp_clipping.kernels.launch.tiles import tile_of
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import (

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.distributed.dtensor import is_sharded, plain_type
+from dp_clipping.kernels.launch.tiles import available
 from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_layer_gradients
-from dp_clipping.kernels.tiles import available
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, deliver

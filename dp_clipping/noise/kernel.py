@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.distributed.placement import Place, Span
-from dp_clipping.kernels.tiles import TRITON_DTYPES, ceil_div, table_on, triton
+from dp_clipping.kernels.launch.tiles import TRITON_DTYPES, ceil_div, table_on, triton
 
 if triton is not None:
     import triton.language as tl

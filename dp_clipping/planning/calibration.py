@@ -27,11 +27,11 @@ from statistics import geometric_mean, median
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels import tuning
 from dp_clipping.kernels.gradient import gradient_and_squares
 from dp_clipping.kernels.gram import gram_squares
+from dp_clipping.kernels.launch import tuning
+from dp_clipping.kernels.launch.tuning import interleaved
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
-from dp_clipping.kernels.tuning import interleaved
 from dp_clipping.kernels.weighted_product import weighted_product
 from dp_clipping.kernels.weighted_sum import weighted_sum
 from dp_clipping.planning.cost_model import (

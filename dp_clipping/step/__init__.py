@@ -6,13 +6,8 @@ Files:
     forward_backward      runs the passes of a private model
     private_step          one step: what layers talk to, and its phases
     plain_backend         its norms and sums in plain PyTorch
-    fused_backend         the same on the kernels, with few launches
+    fused/                the same on the kernels, with few launches
     step_norms            norms of one backward, and their sums over ranks
-    layer_plans           what becomes of each linear layer of a fused step
-    fused_coefficients    clip coefficients that stay on the device
-    norm_queue            operands whose norms have not been taken yet
-    clipped_sums          clipped sums on the device
-    launch_schedule       when queued work is launched
     state                 phase, settings, norms and counts of a step: who asks, asks it
     steppable             what optimizer and criterion need of a model
     gradient_buffer       `.grad` from `zero_grad` to the next

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.capture.batch import Batch
+from dp_clipping.capture.checks.losses import Watched
+from dp_clipping.capture.checks.state import Mark
 from dp_clipping.capture.discovery import LayoutDiscovery
-from dp_clipping.capture.losses import Watched
-from dp_clipping.capture.state import Mark
-from dp_clipping.kernels.tiles import available
+from dp_clipping.kernels.launch.tiles import available
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.modes import say_plain
 from dp_clipping.step.context import StepContext
-from dp_clipping.step.fused_backend import FusedBackend
+from dp_clipping.step.fused.backend import FusedBackend
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.plain_backend import PlainBackend
 from dp_clipping.step.private_step import Backend, PrivateStep

@@ -12,7 +12,7 @@ Bookkeeping modes keep what arrived and sum it afterwards: one backward. Two-pas
 nothing and run backward a second time. Neither computes an ordinary weight gradient.
 
 `PrivateStep` is what layers talk to, and runs the phases. What becomes of what they hand over is
-its backend's: `plain_backend` or `fused_backend`.
+its backend's: `plain_backend` or `fused.backend`.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dp_clipping.capture.backward import flush_ready_nodes
-from dp_clipping.capture.losses import Watched
+from dp_clipping.capture.checks.losses import Watched
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.modes import Policy
 from dp_clipping.profiling.profile import NOTHING

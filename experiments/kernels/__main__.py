@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from dp_clipping.kernels.tuning import interleaved
+from dp_clipping.kernels.launch.tuning import interleaved
 from dp_clipping.planning.calibration import rates_of
 from dp_clipping.planning.cost_model import Rates
 from experiments.kernels import crossing

@@ -83,7 +83,9 @@ def ran_as(mode: str, device_type: str) -> str:
         return mode
     import torch
 
-    from dp_clipping.kernels.tiles import available  # here: it takes seconds that no_dp can spare
+    from dp_clipping.kernels.launch.tiles import (
+        available,  # here: it takes seconds that no_dp can spare
+    )
     from dp_clipping.modes import REFERENCE_MODE
 
     if available(torch.device(device_type), torch.float32):

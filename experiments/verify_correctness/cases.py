@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ddp import wrap
 from dp_clipping import MODES
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
-from dp_clipping.kernels.tiles import available
+from dp_clipping.kernels.launch.tiles import available
 from dp_clipping.modes import REFERENCE_MODE
 from dp_clipping.planning.plan import NORM_ALGORITHMS
 from dp_clipping.verification import reference as oracle

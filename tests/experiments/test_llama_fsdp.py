@@ -13,7 +13,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from dp_clipping.kernels.tiles import available
+from dp_clipping.kernels.launch.tiles import available
 from experiments.llama_fsdp import grid as grid_module
 from experiments.llama_fsdp import plots
 from experiments.llama_fsdp.__main__ import main

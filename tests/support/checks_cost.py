@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine
+from dp_clipping.capture.checks.losses import Exchange, Watched
 from dp_clipping.capture.discovery import LayoutDiscovery
-from dp_clipping.capture.losses import Exchange, Watched
 from lm.model import ModelConfig, Transformer
 
 CHECKS = ((LayoutDiscovery, "ensure"), (Watched, "check_graph"), (Exchange, "check"))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.kernels import gram
-from dp_clipping.kernels.tiles import Tile
+from dp_clipping.kernels.launch.tiles import Tile
 
 NORM_BOUND = 2e-5  # of squared norms, relative
 STORED_BOUND = 2e-6  # the same, against the values that were stored

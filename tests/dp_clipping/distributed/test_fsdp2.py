@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dp_clipping.distributed.detect import sharding_of
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from dp_clipping.step import fused_backend as fused
-from dp_clipping.step import launch_schedule as pace
+from dp_clipping.step.fused import backend as fused
+from dp_clipping.step.fused import launch_schedule as pace
 from dp_clipping.verification import reference as oracle
 from lm.parallel import parallelize
 from lm.rank_pool import Context

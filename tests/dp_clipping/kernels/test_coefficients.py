@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from dp_clipping.clipping.coefficients import HIGHEST, LOWEST
 from dp_clipping.kernels.coefficients import clip_coefficients, clip_coefficients_plain
-from dp_clipping.kernels.tiles import Tile
+from dp_clipping.kernels.launch.tiles import Tile
 from tests.support.kernel_cases import on_gpu
 
 

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from dp_clipping.kernels.launch.tiles import Tile
 from dp_clipping.kernels.sorted_coefficients import MOST, SortedCoefficients
-from dp_clipping.kernels.tiles import Tile
 from tests.support.kernel_cases import on_gpu
 
 

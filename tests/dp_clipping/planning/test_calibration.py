@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dp_clipping.kernels import tuning
 from dp_clipping.kernels.gradient import gradient_and_squares_plain
+from dp_clipping.kernels.launch import tuning
 from dp_clipping.planning import calibration
 from dp_clipping.planning.calibration import rates_of
 from dp_clipping.planning.cost_model import (

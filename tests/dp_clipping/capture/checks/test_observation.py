@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from dp_clipping.capture.batch import Batch
+from dp_clipping.capture.checks.observation import Observer
 from dp_clipping.capture.discovery import LayoutDiscovery
-from dp_clipping.capture.observation import Observer
 from tests.dp_clipping.conftest import private
 
 

@@ -1,12 +1,12 @@
-"""When launches are made: `dp_clipping.step.launch_schedule`."""
+"""When launches are made: `dp_clipping.step.fused.launch_schedule`."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dp_clipping.step import launch_schedule as launch_schedule
-from dp_clipping.step.launch_schedule import LaunchSchedule
+from dp_clipping.step.fused import launch_schedule
+from dp_clipping.step.fused.launch_schedule import LaunchSchedule
 
 CPU = torch.device("cpu")
 

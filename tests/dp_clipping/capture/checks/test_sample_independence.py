@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.capture.batch import tensors_of
-from dp_clipping.capture.summaries import WHOLE, summary
+from dp_clipping.capture.checks.summaries import WHOLE, summary
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.validation import check_module

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from dp_clipping.capture.backward import flush_ready_nodes
 from dp_clipping.capture.batch import tensors_in, tensors_of
+from dp_clipping.capture.checks.state import State
+from dp_clipping.capture.checks.summaries import Seen, Summary, summary
 from dp_clipping.capture.network import CapturedNetwork, expanded_input, expanded_output
 from dp_clipping.capture.randomness import generator_states, same_generators
-from dp_clipping.capture.state import State
-from dp_clipping.capture.summaries import Seen, Summary, summary
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.layers.batch_layout import Layout

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.capture.batch import Batch, tensors_in
-from dp_clipping.capture.state import (
+from dp_clipping.capture.checks.state import (
     DEPTH,
     PLAIN,
     Change,

@@ -3,7 +3,7 @@
 import torch
 
 from dp_clipping.modes import policy_of
-from dp_clipping.step.fused_coefficients import FusedCoefficients
+from dp_clipping.step.fused.coefficients import FusedCoefficients
 
 
 def coefficients() -> FusedCoefficients:

@@ -8,12 +8,12 @@ pytest.importorskip("triton")
 from contextlib import nullcontext
 
 from dp_clipping.kernels.embedding import TokenSums
+from dp_clipping.kernels.launch.tiles import Tile
 from dp_clipping.kernels.sorted_coefficients import Coefficients
-from dp_clipping.kernels.tiles import Tile
 from dp_clipping.kernels.weighted_product import weighted_product_plain
 from dp_clipping.kernels.weighted_sum import weighted_sum_plain
 from dp_clipping.layers.linear_factors import LinearFactors
-from dp_clipping.step.clipped_sums import clipped_sums
+from dp_clipping.step.fused.clipped_sums import clipped_sums
 from tests.support.kernel_cases import on_gpu
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dp_clipping.capture.losses import Watched, company, halves
+from dp_clipping.capture.checks.losses import Watched, company, halves
 from dp_clipping.layers.batch_layout import Layout
 
 ROWS = Layout("dimension", 0)

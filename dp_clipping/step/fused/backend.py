@@ -22,20 +22,20 @@ from torch.nn import Parameter
 
 from dp_clipping.capture.compile_forecast import CompiledShapes, refuse_repeated
 from dp_clipping.clipping.norms import Norm
+from dp_clipping.kernels.launch.tiles import stream_on
 from dp_clipping.kernels.norm_layer_gradients import Normalized
 from dp_clipping.kernels.sorted_coefficients import Coefficients
 from dp_clipping.kernels.squared_norms import squared_norms
-from dp_clipping.kernels.tiles import stream_on
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.planning.calibration import rates_of
 from dp_clipping.planning.cost_model import GRADIENT, SUM_BYTES
-from dp_clipping.step.clipped_sums import SumQueue
 from dp_clipping.step.context import StepContext
-from dp_clipping.step.fused_coefficients import FusedCoefficients
-from dp_clipping.step.launch_schedule import LaunchSchedule
-from dp_clipping.step.layer_plans import LayerPlans
-from dp_clipping.step.norm_queue import NormQueue
+from dp_clipping.step.fused.clipped_sums import SumQueue
+from dp_clipping.step.fused.coefficients import FusedCoefficients
+from dp_clipping.step.fused.launch_schedule import LaunchSchedule
+from dp_clipping.step.fused.layer_plans import LayerPlans
+from dp_clipping.step.fused.norm_queue import NormQueue
 from dp_clipping.step.rng_replay import Randomness
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.step_norms import norms_of

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from dp_clipping.kernels.tiles import Tile, ceil_div, is_described, readable, tile_of
+from dp_clipping.kernels.launch.tiles import Tile, ceil_div, is_described, readable, tile_of
 from tests.support.kernel_cases import (
     Place,
     compiled,

@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.files import write_atomically
-from dp_clipping.kernels.tiles import INTERPRETED, Tile, triton
+from dp_clipping.kernels.launch.tiles import INTERPRETED, Tile, triton
 from dp_clipping.torch_compat import spin
 
 if triton is None:

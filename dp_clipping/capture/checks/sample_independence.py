@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dp_clipping.capture.batch import Batch
+from dp_clipping.capture.checks.summaries import Seen, compared, differ
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.randomness import without_dropout
-from dp_clipping.capture.summaries import Seen, compared, differ
 from dp_clipping.layers.batch_layout import Layout
 
 RANDOM = 100  # tolerances: what changes more in a repeated run is no rounding

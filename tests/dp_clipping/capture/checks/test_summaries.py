@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dp_clipping.capture.summaries import SIGNS, Seen, compared, differ, summary
+from dp_clipping.capture.checks.summaries import SIGNS, Seen, compared, differ, summary
 from dp_clipping.layers.batch_layout import Layout
 
 ROWS = Layout("dimension", 0)

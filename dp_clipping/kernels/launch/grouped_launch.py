@@ -17,7 +17,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.tiles import is_described, kept_table_on, readable, triton
+from dp_clipping.kernels.launch.tiles import is_described, kept_table_on, readable, triton
 
 if triton is not None:
     import triton.language as tl

@@ -5,10 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from dp_clipping.kernels import grouped_launch
 from dp_clipping.kernels.gradient import gradient_and_squares, gradients_and_squares
+from dp_clipping.kernels.launch import grouped_launch
+from dp_clipping.kernels.launch.tiles import Tile
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
-from dp_clipping.kernels.tiles import Tile
 from dp_clipping.kernels.weighted_product import (
     weighted_product,
     weighted_product_plain,

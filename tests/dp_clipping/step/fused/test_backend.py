@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from dp_clipping import modes
 from dp_clipping.clipping.coefficients import MARGIN
 from dp_clipping.layers.linear_factors import LinearFactors
-from dp_clipping.step import launch_schedule as launch_schedule
-from dp_clipping.step import norm_queue as waiting
-from dp_clipping.step.fused_backend import FusedBackend
+from dp_clipping.step.fused import launch_schedule
+from dp_clipping.step.fused import norm_queue as waiting
+from dp_clipping.step.fused.backend import FusedBackend
 from dp_clipping.step.private_step import PrivateStep
 from tests.dp_clipping.conftest import (
     assert_close,

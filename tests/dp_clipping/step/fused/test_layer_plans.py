@@ -6,7 +6,7 @@ from torch.nn import Parameter
 
 from dp_clipping.modes import policy_of
 from dp_clipping.planning.cost_model import Rates
-from dp_clipping.step.layer_plans import MEMORY_FRACTION, LayerPlans
+from dp_clipping.step.fused.layer_plans import MEMORY_FRACTION, LayerPlans
 
 WEIGHT = Parameter(torch.zeros(8, 16))
 HELD = 1 << 20

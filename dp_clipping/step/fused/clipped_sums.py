@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from dp_clipping.kernels.launch.tiles import tile_of
 from dp_clipping.kernels.sorted_coefficients import Coefficients
-from dp_clipping.kernels.tiles import tile_of
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
 from dp_clipping.layers.linear_factors import LinearFactors

@@ -16,9 +16,9 @@ from dp_clipping.clipping.accumulation import SUM_ROUNDING
 from dp_clipping.clipping.norms import GRAM_ROUNDING, Norm
 from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
+from dp_clipping.kernels.launch.tiles import tile_of
 from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_layer_gradients
 from dp_clipping.kernels.squared_norms import squared_norms
-from dp_clipping.kernels.tiles import tile_of
 from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.planning.cost_model import GRADIENT, INPUT_LENGTH, WIDTH, LayerPlan
 from dp_clipping.profiling.timer import Label

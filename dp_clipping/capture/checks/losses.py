@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from dp_clipping.capture.batch import map_tensors, tensors_of
-from dp_clipping.capture.carried import restored
+from dp_clipping.capture.checks.carried import restored
+from dp_clipping.capture.checks.state import State
+from dp_clipping.capture.checks.summaries import Summary, differ, summary
 from dp_clipping.capture.randomness import generator_states
-from dp_clipping.capture.state import State
-from dp_clipping.capture.summaries import Summary, differ, summary
 from dp_clipping.layers.batch_layout import Layout
 
 REMEDY = "per-sample gradients need a loss for each sample alone"

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from dp_clipping.capture.batch import Batch
-from dp_clipping.capture.carried import Carried, restored
-from dp_clipping.capture.state import State
+from dp_clipping.capture.checks.carried import Carried, restored
+from dp_clipping.capture.checks.state import State
 
 
 class Network(nn.Module):

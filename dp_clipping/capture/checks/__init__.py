@@ -1,0 +1,11 @@
+"""Refuses networks and losses in which a sample's gradient depends on other samples.
+
+Files:
+
+    sample_independence   refuses networks that mix the samples of a batch
+    losses                refuses losses that depend on other samples
+    carried               refuses state that carries data from one batch to the next
+    observation           what each layer sees of each sample, forward and backward
+    summaries             a sample's part of a tensor in a few numbers, to be compared
+    state                 where a network holds values
+"""
