@@ -38,11 +38,13 @@ class ClassifierTraining:
         data = TensorDataset(torch.zeros(64 * batch_size, 1))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="poisson_sampling=False")
-            self.model, self.optimizer, self.criterion, _ = engine.make_private(
+            self.model, self.optimizer, *others = engine.make_private(
                 module=self.model, optimizer=self.optimizer, criterion=self.criterion,
                 data_loader=DataLoader(data, batch_size=batch_size), poisson_sampling=False,
                 **options,
             )  # fmt: skip
+        if len(others) == 2:  # Opacus returns no criterion for its `hooks`
+            self.criterion = others[0]
         if hasattr(self.model, "skip_checks"):
             self.model.skip_checks()  # they would be in some of the few steps that are timed
             self._finish = self.model.finish_synchronization

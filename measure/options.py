@@ -33,6 +33,7 @@ def option(
     group: str | None = None,
     check: Callable[[Any], None] | None = None,
     unique: bool = False,
+    aliases: tuple[str, ...] = (),
     **of_argparse: Any,
 ) -> Any:
     """A dataclass field that is an option.
@@ -42,10 +43,12 @@ def option(
         group: begins a group of options of that title, which those that follow belong to.
         check: see `requires`; of several values each is checked, None is not.
         unique: of several values those that are repeated count once.
+        aliases: other flags for the same option.
         of_argparse: `metavar`, `choices` or `type`, see `argparse`.
     """
     specification = {
-        "help": help, "group": group, "check": check, "unique": unique, "argparse": of_argparse,
+        "help": help, "group": group, "check": check, "unique": unique, "aliases": aliases,
+        "argparse": of_argparse,
     }  # fmt: skip
     return field(default=default, metadata={_OPTION: specification})
 
@@ -79,7 +82,7 @@ def parser_of(kind: type, **texts: Any) -> Parser:
             group = parser.add_argument_group(specification["group"])
         is_positional = one.default is MISSING
         name = one.name if is_positional else flag(one.name)
-        group.add_argument(name, **_argument(one, hints[one.name]))
+        group.add_argument(name, *specification["aliases"], **_argument(one, hints[one.name]))
     return parser
 
 

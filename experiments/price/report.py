@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from experiments.rounds import BASELINE
-from measure import Column, format_table, ratio, summarize
+from measure import Column, Ratio, format_table, ratio, summarize
 from measure.growth import MIN_LENGTHS, Growth, fit_growth
 
 RATIOS = """\
@@ -33,7 +33,9 @@ def report(results: list[dict]) -> str:
             step = summarize([x for c in own for x in c["step_ms"]]).median
             line = {"row": row, "variant": variant, "step ms": step, "peak MiB": peak}
             if {c["round"] for c in own} & {c["round"] for c in base}:
-                whole, part = (_ratio(own, base, key) for key in ("step_ms", "without_step_ms"))
+                whole, part = (
+                    ratio_of_rounds(own, base, key) for key in ("step_ms", "without_step_ms")
+                )
                 line |= {
                     "ratio": whole.value, "low": whole.low, "high": whole.high,
                     "without step": part.value,
@@ -64,7 +66,8 @@ def growths_of(lines: Iterable[dict]) -> dict[tuple[int, str], Growth]:
     }
 
 
-def _ratio(own: list[dict], base: list[dict], key: str):
+def ratio_of_rounds(own: list[dict], base: list[dict], key: str) -> Ratio:
+    """Returns the ratio of two variants' times in the rounds that both have."""
     rounds = sorted({c["round"] for c in own} & {c["round"] for c in base})
     pick = lambda cells: [next(c[key] for c in cells if c["round"] == r) for r in rounds]  # noqa: E731
     return ratio(pick(own), pick(base))

@@ -1,0 +1,112 @@
+#!/usr/bin/env python3
+"""What a private step costs on many kinds of network, against the same step without privacy.
+
+    python -m experiments.networks                     all networks, four variants, three rounds
+    python -m experiments.networks --networks vit_b16 bert_base --variants ordinary bookkeeping
+    python -m experiments.networks --small             the same networks in small, on any device
+
+Variants take turns in interleaved rounds; each is built, warmed up, timed and freed. Steps are
+complete, with noise and AdamW, which is fused on a GPU. In the first round a variant takes a few
+more steps, which say how long the host needs to issue a step, how long the kernels take and how
+many there are. A variant that refuses a network, or fails on it, says why in its line, and is not
+tried again. Without a GPU all networks are small, which shows that they run, and no more.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dp_clipping import MODES
+from experiments.networks.bounds import bounds_of
+from experiments.networks.report import report
+from experiments.networks.rows import ROWS
+from experiments.networks.training import failure_of, training_of
+from experiments.rounds import (
+    BASELINE,
+    PER_LAYER,
+    Recorder,
+    RoundCell,
+    costs_of,
+    describe_cell,
+    interleave,
+)
+from lm.timing import release_memory, time_steps
+from measure import OK
+from measure.command_line import check_file, ending_quietly
+from measure.options import option, parse_options, positive
+
+PROGRAM = "experiments.networks"
+OPACUS = ("opacus_hooks", "opacus_ghost")
+VARIANTS = (BASELINE, "flash_bookkeeping", *OPACUS)
+CHOICES = (BASELINE, *MODES[1:], *(mode + PER_LAYER for mode in MODES[1:]), *OPACUS)
+WARM_UP = 3  # steps of a round that are not timed
+
+
+# fmt: off
+@dataclass(frozen=True)
+class Options:
+    networks: tuple[str, ...] = option(tuple(ROWS), choices=tuple(ROWS), unique=True,
+        aliases=("--rows",), metavar="NETWORK", help=f"of {', '.join(ROWS)} (default: all)")
+    variants: tuple[str, ...] = option(VARIANTS, choices=CHOICES, unique=True, metavar="VARIANT",
+        help=f"of {', '.join(CHOICES)}")
+    rounds: int = option(3, "times each is built", check=positive)
+    steps: int = option(5, "timed steps a round", check=positive)
+    small: bool = option(False, "small networks on small batches, as on a CPU (default: off)")
+    compile: bool = option(False, "compile each network, in all variants (default: off)")
+    output: Path | None = option(None, "JSON of all samples (default: none)")
+# fmt: on
+
+    def __post_init__(self) -> None:
+        if self.output:
+            check_file("--output", self.output)
+
+
+def measure(cell: RoundCell, options: Options, device: torch.device) -> dict:
+    """Returns the costs of a cell, or why there are none."""
+    is_small = options.small or device.type != "cuda"
+    try:
+        training, batch = training_of(cell.variant, cell.row, is_small, device, options.compile)
+        batches = [batch] * (WARM_UP + options.steps)
+        found = costs_of(time_steps(training, batches, WARM_UP, device))
+        bounds = bounds_of(training, batch, device) if cell.round == 0 else {}
+        return {"status": OK, **found, **bounds}
+    except Exception as error:
+        return failure_of(error)
+
+
+def run_all(options: Options, device: torch.device) -> list[dict]:
+    """Returns all cells; a variant that failed on a network is not tried on it again."""
+    recorder = Recorder(options.output)
+    failed: set[tuple[str, str]] = set()
+    rows = [ROWS[name] for name in options.networks]
+    for cell in interleave(rows, options.variants, options.rounds):
+        if (cell.row.name, cell.variant) in failed:
+            continue
+        started = time.perf_counter()
+        config = {"batch": cell.row.batch, "compiled": options.compile}
+        if options.small or device.type != "cuda":
+            config["batch"] = "small"
+        found = cell.names() | {"config": config} | measure(cell, options, device)
+        if found["status"] != OK:
+            failed.add((cell.row.name, cell.variant))
+        release_memory(device)
+        recorder.add(found, f"{describe_cell(found)}, {time.perf_counter() - started:.1f} s")
+    return recorder.cells
+
+
+@ending_quietly
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0, or 1 if a network failed without privacy."""
+    options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cells = run_all(options, device)
+    print(report(cells))
+    return int(any(c["variant"] == BASELINE and c["status"] != OK for c in cells))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
