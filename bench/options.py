@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.sharded import SPLIT
 from ddp import IMPLEMENTATIONS
-from dp_clipping.arguments import CLIPPINGS, TILE_SIZES
+from dp_clipping.arguments.checks import CLIPPINGS, TILE_SIZES
 from dp_clipping.clipping.coefficients import CLIPPING_FUNCTIONS
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from dp_clipping.modes import MODES, REFERENCE_MODE

@@ -2,9 +2,11 @@
 
 A private step calls, from the top down:
 
-    engine        `PrivacyEngine.make_private` builds everything below
-    model, criterion, optimizer     what it returns
-    arguments, kinds, validation, modes     what it accepts
+    engine        `PrivacyEngine`: what a user calls
+    build         builds what `make_private` returns
+    model, criterion, optimizer     which are these, and a loader
+    arguments/    the arguments of `make_private`, checked once
+    kinds, validation, modes     types, networks and modes that they may have
     files, table  files written whole or not at all; aligned text tables
     torch_compat  interfaces of PyTorch that have no public name
     step/         forward, backward, norms, clipped sums, the gradient buffer

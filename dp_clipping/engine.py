@@ -3,7 +3,6 @@
 Code written for Opacus 1.6 with `grad_sample_mode="ghost"` runs with the import changed.
 """
 
-import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,16 +15,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dp_clipping.arguments import (
-    check_adaptive,
-    check_arguments,
-    check_expected_batch_size,
-    check_kernel_options,
-    check_kinds,
-    check_noise,
-    check_optimizer,
-    check_target,
-    renamed,
+from dp_clipping.arguments.checks import check_target, renamed
+from dp_clipping.arguments.settings import Settings
+from dp_clipping.build import (
+    TO_USER,
+    build_criterion,
+    build_loader,
+    build_model,
+    build_optimizer,
+    keys_for,
+    ranks_of,
+    refuse_private,
 )
 from dp_clipping.checkpoint import save_load as checkpoint
 from dp_clipping.checkpoint.file_format import file_name, given_schedulers
@@ -33,26 +33,19 @@ from dp_clipping.checkpoint.ledger import Account, Step
 from dp_clipping.checkpoint.run import PrivateRun, Snapshot
 from dp_clipping.clipping.coefficients import GAMMA
 from dp_clipping.criterion import PrivateCriterion
-from dp_clipping.distributed.agreement import Agreement, agree_on_settings
-from dp_clipping.distributed.detect import sharding_of
-from dp_clipping.distributed.dtensor import shard_again
-from dp_clipping.kinds import check_type, plain
+from dp_clipping.distributed.agreement import agree_on_settings
+from dp_clipping.kinds import check_type
 from dp_clipping.model import PrivateModel
-from dp_clipping.modes import DEFAULT_MODE, policy_of
+from dp_clipping.modes import DEFAULT_MODE
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from dp_clipping.noise.keys import Keys, fixed_keys, fresh_keys
 from dp_clipping.noise.target_epsilon import noise_multiplier_for
 from dp_clipping.optimizer import PrivateOptimizer
-from dp_clipping.sampling.loader import PoissonLoader, batch_size_of, expected_batch_size_of
-from dp_clipping.sampling.memory_manager import MicrobatchLoader
-from dp_clipping.validation import check_module, warn_of_other_ranks
+from dp_clipping.validation import check_module
 from dp_clipping.verification.check import Loss, compare
 from dp_clipping.verification.report import Check
 
 if TYPE_CHECKING:
     from opacus.accountants.accountant import IAccountant
-
-LOG = logging.getLogger(__name__)
 
 
 class PrivacyEngine:
@@ -180,128 +173,20 @@ class PrivacyEngine:
                 other parameters, or a module that mixes samples, by name, with what to use instead.
         """
         criterion = nn.CrossEntropyLoss() if criterion is None else criterion
-        check_kinds(
-            module=module, data_loader=data_loader, criterion=criterion,
-            noise_generator=noise_generator, adaptive_threshold=adaptive_threshold,
-            data_parallel_group=data_parallel_group, batch_first=batch_first,
-            poisson_sampling=poisson_sampling, wrap_model=wrap_model, rand_on_empty=rand_on_empty,
+        refuse_private(module, optimizer, criterion, data_loader)
+        settings = Settings(
+            module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
+            noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,
+            batch_first=batch_first, loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling, clipping=clipping,
+            noise_generator=noise_generator, grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model, rand_on_empty=rand_on_empty,
+            clipping_function=clipping_function, gamma=gamma,
+            expected_batch_size=expected_batch_size, norm_algorithm=norm_algorithm,
+            memory_budget=memory_budget, tile_size=tile_size, norm_reduction=norm_reduction,
+            adaptive_threshold=adaptive_threshold, data_parallel_group=data_parallel_group,
         )  # fmt: skip
-        _refuse_private(module, optimizer, criterion, data_loader)
-        check_arguments(noise_multiplier, max_grad_norm, clipping, clipping_function, gamma)
-        noise_multiplier, max_grad_norm, gamma = map(
-            plain, (noise_multiplier, max_grad_norm, gamma)
-        )
-        if not wrap_model:
-            raise ValueError("wrap_model=False is not supported: use the returned model")
-        check_kernel_options(norm_algorithm, memory_budget, tile_size)
-        policy = policy_of(
-            grad_sample_mode, clipping_function=clipping_function, gamma=gamma,
-            per_layer=clipping == "per_layer", norm_algorithm=norm_algorithm,
-            memory_budget=memory_budget, tile_size=tile_size,
-        )  # fmt: skip
-        shard_again(module)
-        check_optimizer(optimizer, module)
-        if policy is not None:
-            check_module(module)
-        device = next(module.parameters()).device
-        sharding = None if policy is None else sharding_of(module, data_parallel_group)
-        data_parallel_group = everyone = _group_of(module)
-        if sharding is not None:
-            if memory_budget is not None:
-                raise ValueError(
-                    "memory_budget is not for sharded models, whose ranks must run backward "
-                    "equally often: choose flash_bookkeeping, or flash, which keeps nothing"
-                )
-            data_parallel_group, everyone = sharding.data_parallel_group, sharding.everyone
-            LOG.info(sharding.describe())
-        elif policy is not None and not hasattr(module, "gradient_ready"):
-            warn_of_other_ranks()
-        if noise_generator is None:
-            keys = fresh_keys(everyone, device)
-        else:
-            keys = fixed_keys(noise_generator, everyone, device)
-        loader = self._private_loader(
-            data_loader, keys, data_parallel_group, poisson_sampling, batch_first, rand_on_empty
-        )
-        world_size = 1 if data_parallel_group is None else dist.get_world_size(data_parallel_group)
-        if expected_batch_size is None:
-            expected_batch_size = expected_batch_size_of(data_loader, world_size)
-        check_expected_batch_size(expected_batch_size)
-        expected_batch_size = plain(expected_batch_size)
-        dataset: Any = data_loader.dataset
-        num_samples, sample_rate = len(dataset), 1 / len(data_loader)
-        settings = {
-            "mode": grad_sample_mode,
-            "noise_multiplier": noise_multiplier,
-            "max_grad_norm": max_grad_norm,
-            "clipping": clipping,
-            "clipping_function": clipping_function,
-            "gamma": gamma,
-            "loss_reduction": loss_reduction,
-            "expected_batch_size": expected_batch_size,
-            "poisson_sampling": poisson_sampling,
-            "num_samples": num_samples,
-            "sample_rate": sample_rate,
-        }
-        together = {
-            "accountant": self.accountant.mechanism(),
-            "hide_unprotected": self.hide_unprotected,
-            "batch_first": batch_first,
-            "rand_on_empty": rand_on_empty,
-            "norm_algorithm": norm_algorithm,
-            "norm_reduction": norm_reduction,
-            "len(data_loader)": len(data_loader),
-            "noise_generator is given": noise_generator is not None,
-            "adaptive_threshold": adaptive_threshold and adaptive_threshold.state_dict(),
-        }
-        agree_on_settings(settings | together, everyone)
-        model = PrivateModel(
-            module,
-            mode=grad_sample_mode,
-            policy=policy,
-            max_grad_norm=max_grad_norm,
-            clipping=clipping,
-            batch_first=batch_first,
-            hide_unprotected=self.hide_unprotected,
-            sharding=sharding,
-            norm_reduction=norm_reduction,
-            usage=loader.usage if isinstance(loader, PoissonLoader) else None,
-        )
-        try:
-            if policy is not None:
-                check_noise(noise_multiplier, sum(c * c for c in model.clip_norms()) ** 0.5)
-            if adaptive_threshold is not None:
-                check_adaptive(adaptive_threshold, model.clip_norms(), noise_multiplier,
-                               expected_batch_size, policy is not None)  # fmt: skip
-            private_criterion = PrivateCriterion(model, criterion, loss_reduction)
-        except BaseException:
-            model.to_standard_module()
-            raise
-        agreement = None
-        if policy is not None and everyone is not None and dist.get_world_size(everyone) > 1:
-            agreement = Agreement(everyone, early=device.type != "cpu")
-        private_optimizer = PrivateOptimizer(
-            optimizer,
-            model=model,
-            noise_multiplier=noise_multiplier,
-            expected_batch_size=expected_batch_size,
-            loss_reduction=loss_reduction,
-            noise_key=keys.noise,
-            adaptive_threshold=adaptive_threshold,
-            count=partial(self._count, sample_rate=sample_rate),
-            agreement=agreement,
-        )
-        if isinstance(loader, PoissonLoader):
-            loader.on_draw = model.begin_draw
-        else:
-            model.step_state.usage.batch_size = batch_size_of(data_loader)
-        self._runs.append(
-            PrivateRun(
-                model, private_optimizer, loader, everyone, keys, settings, self._account,
-                private_criterion,
-            )
-        )  # fmt: skip
-        return model, private_optimizer, private_criterion, loader
+        return self._build(settings)
 
     def make_private_with_epsilon(
         self,
@@ -548,61 +433,38 @@ class PrivacyEngine:
                 return run
         raise ValueError("module is not one that this engine's make_private returned")
 
-    # ---- the loader -----------------------------------------------------------------------------
+    # ---- a run ----------------------------------------------------------------------------------
 
-    def _private_loader(
-        self,
-        loader: DataLoader,
-        keys: Keys,
-        group: dist.ProcessGroup | None,
-        poisson_sampling: bool,
-        batch_first: bool,
-        rand_on_empty: bool,
-    ) -> DataLoader:
+    def _build(
+        self, settings: Settings
+    ) -> tuple[PrivateModel, PrivateOptimizer, PrivateCriterion, DataLoader]:
+        """Builds what `make_private` returns, from the ranks up, and keeps it as a run."""
+        ranks = ranks_of(settings)
+        keys = keys_for(settings, ranks)
+        self._note_dataset(settings.data_loader)
+        loader = build_loader(settings, ranks, keys)
+        settings = settings.with_batch_size(ranks.data_ranks)
+        own = {
+            "accountant": self.accountant.mechanism(), "hide_unprotected": self.hide_unprotected
+        }  # fmt: skip
+        agree_on_settings(settings.compared() | own, ranks.everyone)
+        model = build_model(settings, ranks, loader, self.hide_unprotected)
+        criterion = build_criterion(settings, model)
+        public = settings.public()
+        count = partial(self._count, sample_rate=public["sample_rate"])
+        optimizer = build_optimizer(settings, ranks, model, keys, count)
+        self._runs.append(
+            PrivateRun(
+                model, optimizer, loader, ranks.everyone, keys, public, self._account, criterion
+            )
+        )
+        return model, optimizer, criterion, loader
+
+    def _note_dataset(self, loader: DataLoader) -> None:
         if self._dataset is not None and self._dataset is not loader.dataset:
             warnings.warn(
                 "this engine has accounted for another dataset: ε is a property of one dataset, "
                 "use a PrivacyEngine for each",
-                stacklevel=3,
+                stacklevel=TO_USER,
             )
         self._dataset = loader.dataset
-        if not poisson_sampling:
-            warnings.warn(
-                "poisson_sampling=False: batches are not Poisson samples, and the ε that the "
-                "accountant states does not hold",
-                stacklevel=3,
-            )
-            return loader
-        return PoissonLoader.from_data_loader(
-            loader,
-            key=keys.sampling,
-            rank=0 if group is None else dist.get_rank(group),
-            world_size=1 if group is None else dist.get_world_size(group),
-            batch_first=batch_first,
-            rand_on_empty=rand_on_empty,
-        )
-
-
-def _group_of(module: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks among which a data-parallel wrapper exchanges sums; None: it is no wrapper."""
-    group = getattr(module, "process_group", None)
-    if group is None and hasattr(module, "gradient_ready") and dist.is_initialized():
-        return dist.group.WORLD
-    return group
-
-
-def _refuse_private(module: nn.Module, optimizer: Any, criterion: Any, loader: DataLoader) -> None:
-    """Raises ValueError for what an earlier `make_private` has returned, or a network it has."""
-    if any(isinstance(m, PrivateModel) or "_private" in vars(m) for m in module.modules()):
-        raise ValueError(
-            "module is private already: give the network that model.to_standard_module() returns, "
-            "called on the model of the earlier make_private, or a new network"
-        )
-    if isinstance(optimizer, PrivateOptimizer):
-        raise ValueError("optimizer is private already: give optimizer.original_optimizer")
-    if isinstance(criterion, PrivateCriterion):
-        raise ValueError("criterion is private already: give criterion.criterion")
-    if isinstance(loader, PoissonLoader | MicrobatchLoader):
-        raise ValueError(
-            "data_loader does Poisson sampling or is split already: give the one it was made from"
-        )

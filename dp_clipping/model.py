@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from dp_clipping.arguments import check_max_grad_norm
+from dp_clipping.arguments.checks import check_max_grad_norm
 from dp_clipping.capture.capture import Capture
 from dp_clipping.clipping.coefficients import clip_norms_of
 from dp_clipping.clipping.statistics import NormStatistics, norm_statistics

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from dp_clipping.arguments import (
+from dp_clipping.arguments.checks import (
     check_expected_batch_size,
     check_loss_reduction,
     check_noise,

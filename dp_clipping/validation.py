@@ -55,14 +55,14 @@ def check_module(module: nn.Module) -> None:
         raise ValueError("the module has no trainable parameter: there is nothing to make private")
 
 
-def warn_of_other_ranks() -> None:
-    """The module is a plain network: what other ranks do is not known."""
+def warn_of_other_ranks(stacklevel: int) -> None:
+    """Warns if there are other ranks, of a module that is a plain network."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         warnings.warn(
             f"{dist.get_world_size()} ranks, and module is neither wrapped nor sharded: each rank "
             "trains a network of its own, on samples of the whole data set; to train one together "
             'give ddp.wrap("ddp_bucketed", network) or shard it',
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dp_clipping.arguments import CLIPPINGS
+from dp_clipping.arguments.checks import CLIPPINGS
 from experiments.llama_fsdp.network import SHAPES, TOKEN, without_token
 from experiments.llama_fsdp.results import MODES, GridCell, GridSettings
 from lm.runtime import invocation, is_first_of_host, typed_command

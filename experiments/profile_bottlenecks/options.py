@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dp_clipping.arguments import CLIPPINGS
+from dp_clipping.arguments.checks import CLIPPINGS
 from dp_clipping.planning.plan import NORM_ALGORITHMS
 from experiments.llama_fsdp.network import SHAPES, without_token
 from experiments.llama_fsdp.results import GridSettings

@@ -1,0 +1,127 @@
+"""The arguments of `PrivacyEngine.make_private`, gathered and checked once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from dp_clipping.arguments.checks import (
+    check_arguments,
+    check_expected_batch_size,
+    check_kernel_options,
+    check_kinds,
+)
+from dp_clipping.kinds import plain
+from dp_clipping.modes import Policy, policy_of
+from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from dp_clipping.sampling.loader import expected_batch_size_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What one private run is made from; `PrivacyEngine.make_private` says what each field is.
+
+    Numbers are Python's own, whatever was given.
+
+    Raises:
+        ValueError: for an argument of the wrong type or out of range, by name.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+    criterion: Callable[..., Tensor]
+    data_loader: DataLoader
+    noise_multiplier: float
+    max_grad_norm: float | list[float]
+    batch_first: bool
+    loss_reduction: str
+    poisson_sampling: bool
+    clipping: str
+    noise_generator: torch.Generator | None
+    grad_sample_mode: str
+    wrap_model: bool
+    rand_on_empty: bool
+    clipping_function: str
+    gamma: float
+    expected_batch_size: Any  # a number; None until `with_batch_size` asks the loader
+    norm_algorithm: str
+    memory_budget: int | None
+    tile_size: int | None
+    norm_reduction: str
+    adaptive_threshold: AdaptiveThreshold | None
+    data_parallel_group: dist.ProcessGroup | None
+
+    def __post_init__(self) -> None:
+        check_kinds(
+            module=self.module, data_loader=self.data_loader, criterion=self.criterion,
+            noise_generator=self.noise_generator, adaptive_threshold=self.adaptive_threshold,
+            data_parallel_group=self.data_parallel_group, batch_first=self.batch_first,
+            poisson_sampling=self.poisson_sampling, wrap_model=self.wrap_model,
+            rand_on_empty=self.rand_on_empty,
+        )  # fmt: skip
+        check_arguments(
+            self.noise_multiplier, self.max_grad_norm, self.clipping, self.clipping_function,
+            self.gamma,
+        )  # fmt: skip
+        if not self.wrap_model:
+            raise ValueError("wrap_model=False is not supported: use the returned model")
+        check_kernel_options(self.norm_algorithm, self.memory_budget, self.tile_size)
+        numbers = ["noise_multiplier", "max_grad_norm", "gamma"]
+        if self.expected_batch_size is not None:
+            check_expected_batch_size(self.expected_batch_size)
+            numbers.append("expected_batch_size")
+        for name in numbers:
+            object.__setattr__(self, name, plain(getattr(self, name)))
+
+    @cached_property
+    def policy(self) -> Policy | None:
+        """How the mode works; None: `no_dp`. Raises ValueError for an unknown one."""
+        return policy_of(
+            self.grad_sample_mode, clipping_function=self.clipping_function, gamma=self.gamma,
+            per_layer=self.clipping == "per_layer", norm_algorithm=self.norm_algorithm,
+            memory_budget=self.memory_budget, tile_size=self.tile_size,
+        )  # fmt: skip
+
+    def with_batch_size(self, world_size: int) -> "Settings":
+        """Returns these settings with the loader's batch size, if no other one is expected."""
+        if self.expected_batch_size is not None:
+            return self
+        return replace(
+            self, expected_batch_size=expected_batch_size_of(self.data_loader, world_size)
+        )
+
+    def public(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds and a load compares."""
+        dataset: Any = self.data_loader.dataset
+        return {
+            "mode": self.grad_sample_mode,
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self.max_grad_norm,
+            "clipping": self.clipping,
+            "clipping_function": self.clipping_function,
+            "gamma": self.gamma,
+            "loss_reduction": self.loss_reduction,
+            "expected_batch_size": self.expected_batch_size,
+            "poisson_sampling": self.poisson_sampling,
+            "num_samples": len(dataset),
+            "sample_rate": 1 / len(self.data_loader),
+        }
+
+    def compared(self) -> dict[str, Any]:
+        """Returns what all ranks must have alike."""
+        adaptive = self.adaptive_threshold
+        return self.public() | {
+            "batch_first": self.batch_first,
+            "rand_on_empty": self.rand_on_empty,
+            "norm_algorithm": self.norm_algorithm,
+            "norm_reduction": self.norm_reduction,
+            "len(data_loader)": len(self.data_loader),
+            "noise_generator is given": self.noise_generator is not None,
+            "adaptive_threshold": adaptive and adaptive.state_dict(),
+        }

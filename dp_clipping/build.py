@@ -1,0 +1,202 @@
+"""Builds what `PrivacyEngine.make_private` returns, one object after the other."""
+
+import logging
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from dp_clipping.arguments.checks import check_adaptive, check_noise, check_optimizer
+from dp_clipping.arguments.settings import Settings
+from dp_clipping.criterion import PrivateCriterion
+from dp_clipping.distributed.agreement import Agreement
+from dp_clipping.distributed.detect import sharding_of
+from dp_clipping.distributed.dtensor import shard_again
+from dp_clipping.distributed.sharding import Sharding
+from dp_clipping.model import PrivateModel
+from dp_clipping.noise.keys import Keys, fixed_keys, fresh_keys
+from dp_clipping.optimizer import Hook, PrivateOptimizer
+from dp_clipping.sampling.loader import PoissonLoader, batch_size_of
+from dp_clipping.sampling.memory_manager import MicrobatchLoader
+from dp_clipping.validation import check_module, warn_of_other_ranks
+
+LOG = logging.getLogger(__name__)
+TO_USER = 5  # frames from a warning here: `_build`, `make_private`, its decorator, the user's call
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of one private run.
+
+    Attributes:
+        sharding: how the module is spread over them; None: each has the whole.
+        data_parallel_group: ranks with other samples; None: there are none.
+        everyone: all ranks of the run; None: this process alone.
+        device: of the parameters.
+    """
+
+    sharding: Sharding | None
+    data_parallel_group: dist.ProcessGroup | None
+    everyone: dist.ProcessGroup | None
+    device: torch.device
+
+    @property
+    def data_rank(self) -> int:
+        group = self.data_parallel_group
+        return 0 if group is None else dist.get_rank(group)
+
+    @property
+    def data_ranks(self) -> int:
+        group = self.data_parallel_group
+        return 1 if group is None else dist.get_world_size(group)
+
+
+def refuse_private(module: Any, optimizer: Any, criterion: Any, loader: Any) -> None:
+    """Raises ValueError for what an earlier `make_private` has returned, or a network it has."""
+    modules = module.modules() if isinstance(module, nn.Module) else ()
+    if any(isinstance(m, PrivateModel) or "_private" in vars(m) for m in modules):
+        raise ValueError(
+            "module is private already: give the network that model.to_standard_module() returns, "
+            "called on the model of the earlier make_private, or a new network"
+        )
+    if isinstance(optimizer, PrivateOptimizer):
+        raise ValueError("optimizer is private already: give optimizer.original_optimizer")
+    if isinstance(criterion, PrivateCriterion):
+        raise ValueError("criterion is private already: give criterion.criterion")
+    if isinstance(loader, PoissonLoader | MicrobatchLoader):
+        raise ValueError(
+            "data_loader does Poisson sampling or is split already: give the one it was made from"
+        )
+
+
+def ranks_of(settings: Settings) -> Ranks:
+    """Returns the ranks of the run, after checking that module and optimizer fit one.
+
+    Raises:
+        ValueError: for an optimizer of other parameters, or a module that mixes samples.
+    """
+    module, policy = settings.module, settings.policy
+    shard_again(module)
+    check_optimizer(settings.optimizer, module)
+    device = next(module.parameters()).device
+    group = _group_of(module)
+    if policy is None:
+        return Ranks(None, group, group, device)
+    check_module(module)
+    sharding = sharding_of(module, settings.data_parallel_group)
+    if sharding is None:
+        if not hasattr(module, "gradient_ready"):
+            warn_of_other_ranks(TO_USER + 1)
+        return Ranks(None, group, group, device)
+    if settings.memory_budget is not None:
+        raise ValueError(
+            "memory_budget is not for sharded models, whose ranks must run backward "
+            "equally often: choose flash_bookkeeping, or flash, which keeps nothing"
+        )
+    LOG.info(sharding.describe())
+    return Ranks(sharding, sharding.data_parallel_group, sharding.everyone, device)
+
+
+def keys_for(settings: Settings, ranks: Ranks) -> Keys:
+    """Returns the run's keys, the same ones on all ranks."""
+    if settings.noise_generator is None:
+        return fresh_keys(ranks.everyone, ranks.device)
+    return fixed_keys(settings.noise_generator, ranks.everyone, ranks.device)
+
+
+def build_loader(settings: Settings, ranks: Ranks, keys: Keys) -> DataLoader:
+    """Returns a loader of Poisson samples, or the user's own, with a warning."""
+    if not settings.poisson_sampling:
+        warnings.warn(
+            "poisson_sampling=False: batches are not Poisson samples, and the ε that the "
+            "accountant states does not hold",
+            stacklevel=TO_USER,
+        )
+        return settings.data_loader
+    return PoissonLoader.from_data_loader(
+        settings.data_loader,
+        key=keys.sampling,
+        rank=ranks.data_rank,
+        world_size=ranks.data_ranks,
+        batch_first=settings.batch_first,
+        rand_on_empty=settings.rand_on_empty,
+    )
+
+
+def build_model(
+    settings: Settings, ranks: Ranks, loader: DataLoader, hide_unprotected: bool
+) -> PrivateModel:
+    """Returns the model, which takes draws from the loader."""
+    poisson = loader if isinstance(loader, PoissonLoader) else None
+    model = PrivateModel(
+        settings.module,
+        mode=settings.grad_sample_mode,
+        policy=settings.policy,
+        max_grad_norm=settings.max_grad_norm,
+        clipping=settings.clipping,
+        batch_first=settings.batch_first,
+        hide_unprotected=hide_unprotected,
+        sharding=ranks.sharding,
+        norm_reduction=settings.norm_reduction,
+        usage=None if poisson is None else poisson.usage,
+    )
+    if poisson is None:
+        model.step_state.usage.batch_size = batch_size_of(loader)
+    else:
+        poisson.on_draw = model.begin_draw
+    return model
+
+
+def build_criterion(settings: Settings, model: PrivateModel) -> PrivateCriterion:
+    """Returns the criterion.
+
+    Raises:
+        ValueError: if thresholds, noise and criterion do not fit the model, which is then the
+            user's network again.
+    """
+    is_private = settings.policy is not None
+    try:
+        if is_private:
+            sensitivity = sum(c * c for c in model.clip_norms()) ** 0.5
+            check_noise(settings.noise_multiplier, sensitivity)
+        if settings.adaptive_threshold is not None:
+            check_adaptive(
+                settings.adaptive_threshold, model.clip_norms() if is_private else [],
+                settings.noise_multiplier, settings.expected_batch_size, is_private,
+            )  # fmt: skip
+        return PrivateCriterion(model, settings.criterion, settings.loss_reduction)
+    except BaseException:
+        model.to_standard_module()
+        raise
+
+
+def build_optimizer(
+    settings: Settings, ranks: Ranks, model: PrivateModel, keys: Keys, count: Hook
+) -> PrivateOptimizer:
+    """Returns the optimizer, whose steps `count` counts."""
+    agreement, everyone = None, ranks.everyone
+    if settings.policy is not None and everyone is not None and dist.get_world_size(everyone) > 1:
+        agreement = Agreement(everyone, early=ranks.device.type != "cpu")
+    return PrivateOptimizer(
+        settings.optimizer,
+        model=model,
+        noise_multiplier=settings.noise_multiplier,
+        expected_batch_size=settings.expected_batch_size,
+        loss_reduction=settings.loss_reduction,
+        noise_key=keys.noise,
+        adaptive_threshold=settings.adaptive_threshold,
+        count=count,
+        agreement=agreement,
+    )
+
+
+def _group_of(module: nn.Module) -> dist.ProcessGroup | None:
+    """Returns the ranks among which a data-parallel wrapper exchanges sums; None: it is none."""
+    group = getattr(module, "process_group", None)
+    if group is None and hasattr(module, "gradient_ready") and dist.is_initialized():
+        return dist.group.WORLD
+    return group

@@ -1,0 +1,69 @@
+"""The arguments of `make_private` in one object: checked, plain, and what is public of them."""
+
+from dataclasses import FrozenInstanceError
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from torch import nn
+
+from dp_clipping.arguments.settings import Settings
+from dp_clipping.clipping.coefficients import GAMMA
+from tests.dp_clipping import test_engine as engine
+
+DEFAULTS = {
+    "criterion": nn.CrossEntropyLoss(), "batch_first": True, "loss_reduction": "mean",
+    "poisson_sampling": True, "clipping": "flat", "noise_generator": None,
+    "grad_sample_mode": "ghost", "wrap_model": True, "rand_on_empty": False,
+    "clipping_function": "abadi", "gamma": GAMMA, "expected_batch_size": None,
+    "norm_algorithm": "auto", "memory_budget": None, "tile_size": None,
+    "norm_reduction": "async", "adaptive_threshold": None, "data_parallel_group": None,
+}  # fmt: skip
+
+
+def settings(**changes):
+    return Settings(**(DEFAULTS | engine.arguments() | changes))
+
+
+def test_numbers_become_pythons_own():
+    given = settings(
+        noise_multiplier=np.float32(2),
+        max_grad_norm=Fraction(1, 2),
+        expected_batch_size=np.int64(3),
+    )
+    numbers = (given.noise_multiplier, given.max_grad_norm, given.expected_batch_size)
+    assert numbers == (2.0, 0.5, 3.0)
+    assert {type(x) for x in numbers} == {float}
+
+
+def test_nothing_changes_later():
+    with pytest.raises(FrozenInstanceError):
+        settings().noise_multiplier = 0.0
+
+
+@pytest.mark.parametrize("name", ["wrap_model", "noise_multiplier", "tile_size"])
+def test_what_is_out_of_range_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=name):
+        settings(**{name: False})
+
+
+def test_the_policy_is_the_modes():
+    assert settings().policy.two_passes
+    assert settings(clipping="per_layer").policy.per_layer
+    assert settings(grad_sample_mode="no_dp").policy is None
+
+
+def test_the_loader_says_how_many_samples_are_expected():
+    assert settings().with_batch_size(world_size=1).expected_batch_size == engine.BATCH
+    given = settings(expected_batch_size=5)
+    assert given.with_batch_size(world_size=1) is given
+
+
+def test_ranks_compare_what_a_checkpoint_holds_and_more():
+    given = settings().with_batch_size(world_size=1)
+    public, compared = given.public(), given.compared()
+    assert public.items() <= compared.items()
+    assert public["num_samples"] == engine.SAMPLES
+    assert public["sample_rate"] == engine.BATCH / engine.SAMPLES
+    assert compared["noise_generator is given"] is False
+    assert "noise_generator" not in compared

@@ -1,0 +1,94 @@
+"""The parts of a private run: which ranks it has, and what is left if one of them does not fit."""
+
+import warnings
+
+import pytest
+import torch
+
+from dp_clipping.build import (
+    build_criterion,
+    build_loader,
+    build_model,
+    build_optimizer,
+    keys_for,
+    ranks_of,
+    refuse_private,
+)
+from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from dp_clipping.sampling.loader import PoissonLoader
+from tests.dp_clipping import test_engine as engine
+from tests.dp_clipping.arguments.test_settings import settings
+
+
+def parts(given):
+    ranks = ranks_of(given)
+    keys = keys_for(given, ranks)
+    loader = build_loader(given, ranks, keys)
+    return ranks, keys, loader, given.with_batch_size(ranks.data_ranks)
+
+
+def test_a_process_alone_has_no_groups():
+    ranks = ranks_of(settings())
+    assert (ranks.sharding, ranks.data_parallel_group, ranks.everyone) == (None, None, None)
+    assert (ranks.data_rank, ranks.data_ranks, ranks.device.type) == (0, 1, "cpu")
+
+
+def test_keys_are_drawn_unless_a_generator_is_given():
+    ranks = ranks_of(settings())
+    assert not keys_for(settings(), ranks).fixed
+    assert keys_for(settings(), ranks) != keys_for(settings(), ranks)
+    given = settings(noise_generator=engine.fixed())
+    assert keys_for(given, ranks) == keys_for(given, ranks)
+
+
+def test_a_model_takes_draws_from_a_poisson_loader():
+    ranks, _, loader, given = parts(settings())
+    model = build_model(given, ranks, loader, hide_unprotected=False)
+    assert isinstance(loader, PoissonLoader)
+    assert loader.on_draw == model.begin_draw
+    assert model.step_state.usage is loader.usage
+
+
+def test_a_model_knows_the_batch_size_of_another_loader():
+    with pytest.warns(UserWarning, match="does not hold"):
+        ranks, _, loader, given = parts(settings(poisson_sampling=False))
+    assert loader is given.data_loader
+    model = build_model(given, ranks, loader, hide_unprotected=False)
+    assert model.step_state.usage.batch_size == engine.BATCH
+
+
+def test_steps_are_counted_by_what_was_given():
+    ranks, keys, loader, given = parts(settings())
+    model = build_model(given, ranks, loader, hide_unprotected=False)
+    criterion, counted = build_criterion(given, model), []
+    optimizer = build_optimizer(given, ranks, model, keys, counted.append)
+    x, y = engine.data()[:5]
+    criterion(model(x), y).backward()
+    optimizer.step()
+    assert counted == [optimizer]
+
+
+def test_what_does_not_fit_leaves_the_network_as_it_was():
+    adaptive = AdaptiveThreshold(9.0, quantile=0.5, expected_batch_size=engine.BATCH)
+    ranks, _, loader, given = parts(settings(adaptive_threshold=adaptive))
+    model = build_model(given, ranks, loader, hide_unprotected=False)
+    with pytest.raises(ValueError, match="adaptive threshold starts at"):
+        build_criterion(given, model)
+    refuse_private(given.module, None, None, None)
+    given.module(torch.zeros(2, 4)).sum().backward()
+    assert all(p.grad is not None for p in given.module.parameters())
+
+
+def test_an_adaptive_threshold_is_for_private_modes():
+    adaptive = AdaptiveThreshold(0.5, quantile=0.5, expected_batch_size=engine.BATCH)
+    arguments = engine.arguments(grad_sample_mode="no_dp", adaptive_threshold=adaptive)
+    with pytest.raises(ValueError, match="is for private modes"):
+        engine.PrivacyEngine().make_private(**arguments)
+
+
+def test_warnings_point_to_the_users_line():
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        engine.build(poisson_sampling=False)
+    (warning,) = [w for w in found if "does not hold" in str(w.message)]
+    assert warning.filename == engine.__file__
