@@ -194,8 +194,10 @@ def cost(name: str, device: torch.device) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="ROW",
-                        help=f"of {', '.join(map(repr, ROWS))}; by default those of the device")  # fmt: skip
+    known = ", ".join(map(repr, ROWS))
+    parser.add_argument(
+        "--rows", nargs="+", choices=ROWS, metavar="ROW", help=f"by default the device's; {known}"
+    )
     options = parser.parse_args()
     device = torch.device(options.device)
     warnings.filterwarnings("ignore")
