@@ -23,6 +23,9 @@ endif
 # A benchmark starts a process a rank, the tests some hundred: compiled once, each is there sooner.
 unexport PYTHONDONTWRITEBYTECODE
 
+# tests/conftest.py says how many processes run tests; one has all tests of a file, in order.
+IN_PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
+
 .PHONY: benchmark test test-all lint clean
 .DELETE_ON_ERROR:
 
@@ -30,7 +33,7 @@ benchmark: $(READY)
 	$(RUN) benchmark_ddp.py $(ARGS)
 
 test: lint
-	$(RUN) -m pytest -m "not slow" --durations=15 $(ARGS)
+	$(RUN) -m pytest -m "not slow" $(IN_PARALLEL) --durations=15 $(ARGS)
 
 test-all: lint
 	$(RUN) -m pytest --durations=15 $(ARGS)

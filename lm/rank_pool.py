@@ -16,7 +16,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -40,6 +39,9 @@ class Context:
 
 class RankPool:
     """`size` processes with a process group (gloo, or NCCL with one GPU each).
+
+    On a CPU they are forked from a server process, which has imported what
+    `multiprocessing.set_forkserver_preload` names: that is done once for all ranks of all pools.
 
     Attributes:
         environment: variables of these processes, beside those of this one.
@@ -94,13 +96,14 @@ class RankPool:
         self._processes, self._pipes = [], ()
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("spawn" if self.device_type == "cuda" else "forkserver")
         store = Path(tempfile.mkdtemp()) / "store"
         self._pipes, ends = zip(*(context.Pipe() for _ in range(self.size)), strict=True)
         self._processes = [
             context.Process(
                 target=_serve,
                 args=(
+                    {**os.environ, **self.environment},
                     r,
                     self.size,
                     self.device_type,
@@ -113,9 +116,8 @@ class RankPool:
             )
             for r, end in enumerate(ends)
         ]
-        with patch.dict(os.environ, self.environment):
-            for process in self._processes:
-                process.start()
+        for process in self._processes:
+            process.start()
         ready = self._collect(self._pipes, START_SECONDS)
         if not all(started for started, _ in ready):
             self.close(kill=True)
@@ -146,6 +148,7 @@ def _groups() -> int:
 
 
 def _serve(
+    environment: Mapping[str, str],
     rank: int,
     size: int,
     device_type: str,
@@ -154,6 +157,8 @@ def _serve(
     prepare: Callable[[], None] | None,
     groups_by_all: bool,
 ) -> None:
+    os.environ.clear()  # what the server had when it started
+    os.environ.update(environment)
     torch.set_num_threads(1)
     if prepare is not None:
         prepare()

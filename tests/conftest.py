@@ -1,9 +1,12 @@
 """Fixtures shared by all rooms."""
 
+import multiprocessing
 import os
 import signal
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+# Networks are small, and two processes run tests: more threads would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell that starts this in the background has Ctrl-C ignored here, and in all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -13,6 +16,14 @@ import torch
 
 from lm.rank_pool import RankPool
 from tests.support.interpreter import Interpreter
+
+# None of these imports Triton, which some ranks want interpreted.
+multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "opacus", "pytest"])
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Two, each with ranks of its own; on GPUs, which they would share, tests run one by one."""
+    return 0 if torch.cuda.is_available() else 2
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

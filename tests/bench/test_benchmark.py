@@ -19,6 +19,7 @@ from tests.support.benchmark_command import (
     PROGRESS,
     benchmark,
     finish,
+    forked_benchmark,
     launch,
     table_of,
     wait_for_rows,
@@ -57,7 +58,7 @@ def interrupted(arguments, folder):
 @pytest.fixture(scope="module")
 def finished(interrupted, arguments):
     """Resumed, without a terminal."""
-    return benchmark(*arguments)
+    return forked_benchmark(*arguments)
 
 
 @pytest.fixture(scope="module")

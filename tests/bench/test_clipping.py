@@ -14,7 +14,7 @@ from bench.settings import Privacy, Subject, settings_from
 from bench.worker import GATE, TIMING, plan
 from measure import Results
 from tests.bench.test_profile import ranges
-from tests.support.benchmark_command import PLUGINS, benchmark
+from tests.support.benchmark_command import PLUGINS, benchmark, forked_benchmark
 
 NAMES = ["none", "ddp", "torch_ddp"]
 BOTH = ["--clipping", "none", "bookkeeping"]
@@ -259,7 +259,7 @@ def run(folder):
     """Right ones, and one that averages where it is asked for sums."""
     names = ["none", "ddp_bucketed", f"{PLUGINS}:Averaging"]
     line = ["--implementations", *names, "--steps-per-epoch", 1, "--rounds", 1, *BOTH]
-    return benchmark(*line, "--output-dir", folder / "run")
+    return forked_benchmark(*line, "--output-dir", folder / "run")
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +308,8 @@ def test_the_library_is_not_warned_of_fixed_batches_but_the_reader_is(run):
 def profiled(folder):
     """In bfloat16, where private gradients travel in float32."""
     line = ["--profile", "--implementations", "ddp_bucketed", *BOTH, "--dtype", "bfloat16"]
-    run = benchmark(*line, "--enable-profiling", "--profile-output-dir", folder / "profile")
+    options = ["--enable-profiling", "--profile-output-dir", folder / "profile"]
+    run = forked_benchmark(*line, *options)
     assert run.returncode == 0, run.stderr
     return folder / "profile"
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.support.benchmark_command import PLUGINS, benchmark, table_of
+from tests.support.benchmark_command import PLUGINS, benchmark, forked_benchmark, table_of
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")
 SILENCE = "rank 1: stopped responding, last seen at .*; rank 0 waits at Stopped .*step 2"
@@ -19,10 +19,10 @@ ROWS = {
 }
 
 
-def run_with(folder, *classes, timeout=8, **options):
+def run_with(folder, *classes, timeout=8, start=benchmark, **options):
     plugins = [f"{PLUGINS}:{name}" for name in classes]
     names = ["--implementations", "none", *plugins]
-    return benchmark(*names, "--timeout", timeout, "--output-dir", folder, **options)
+    return start(*names, "--timeout", timeout, "--output-dir", folder, **options)
 
 
 def causes(run) -> list[str]:
@@ -48,7 +48,8 @@ def check(run, folder, names) -> None:
 
 def test_wrong_ones_and_a_raising_one(tmp_path):
     """With a right one beside them: all are measured, and the exit status says it."""
-    run = run_with(tmp_path, "Forgetful", "Raising", "Poisonous", "Minimal", timeout=120)
+    names = ["Forgetful", "Raising", "Poisonous", "Minimal"]
+    run = run_with(tmp_path, *names, timeout=120, start=forked_benchmark)
     check(run, tmp_path, ["Raising"])
     table = table_of(run.stdout)
     assert "1.0e+00 WRONG" in table["Forgetful"]
@@ -90,7 +91,7 @@ def test_a_failure_is_not_blamed_on_the_one_before(tmp_path):
     """Rank 1 fails in the second's constructor, the first rank has yet to record the first's."""
     (tmp_path / "other.py").write_text(BLAMELESS)
     names = ["--implementations", "none", f"{PLUGINS}:Minimal", f"{tmp_path}/other.py:Minimal"]
-    run = benchmark(*names, "--rounds", 1, "--output-dir", tmp_path / "o")
+    run = forked_benchmark(*names, "--rounds", 1, "--output-dir", tmp_path / "o")
     assert run.returncode == 1
     table = table_of(run.stdout)
     assert re.search(r"^plugins.Minimal +0.0e\+00 +\d", table["plugins.Minimal"])

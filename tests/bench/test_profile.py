@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support.benchmark_command import PLUGINS, ROOT, benchmark
+from tests.support.benchmark_command import PLUGINS, ROOT, benchmark, forked_benchmark
 
 NAMES = ["ddp", "Minimal"]
 ALWAYS = ["forward_pass", "backward_pass", "gradient_sync", "optimizer_step", "lr_scheduling"]
@@ -20,7 +20,7 @@ def run(place):
     """Two implementations, one of them a plug-in, into the default folder."""
     names = ["--implementations", "ddp", "ddp_copy_engine", f"{ROOT / PLUGINS}:Minimal"]
     mode = ["--profile", "--profile-implementation", "all", "--dtype", "bfloat16"]
-    return benchmark(*mode, *names, cwd=place)
+    return forked_benchmark(*mode, *names, cwd=place)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from lm import parallel
 from measure import Results
 from tests.bench.test_clipping import lines_of
 from tests.bench.test_profile import ranges
-from tests.support.benchmark_command import PROGRESS, benchmark
+from tests.support.benchmark_command import PROGRESS, benchmark, forked_benchmark
 
 BOTH = ["--clipping", "none", "bookkeeping"]
 
@@ -164,7 +164,7 @@ def run(folder):
     """An embedding that two ranks do not divide."""
     line = ["--implementations", "fsdp2", "tp", *BOTH, "--vocab-size", 257]
     short = ["--steps-per-epoch", 1, "--rounds", 1, "--norm-reduction", "layerwise"]
-    return benchmark(*line, *short, "--output-dir", folder / "run")
+    return forked_benchmark(*line, *short, "--output-dir", folder / "run")
 
 
 def test_sharded_models_are_proved_and_timed(run, folder):

@@ -20,15 +20,6 @@ from tests.support import zoo
 MODES = ("per_sample", "ghost", "bookkeeping")
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_thread():
-    """These networks are small: more threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def path(tmp_path):
     """Of a checkpoint that is not there yet."""

@@ -8,6 +8,8 @@ import time
 import uuid
 from pathlib import Path
 
+from tests.support.forked import run_forked
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "benchmark_ddp.py")
 PLUGINS = "tests/support/plugins.py"
@@ -39,6 +41,12 @@ def launch(*arguments: str | Path, prefix=(), launcher=(), **options) -> subproc
 def benchmark(*arguments: str | Path, **options) -> subprocess.CompletedProcess:
     """A tiny run to its end."""
     return finish(launch(*arguments, **options))
+
+
+def forked_benchmark(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    """A tiny run to its end, in processes that need not import PyTorch."""
+    command = [sys.executable, SCRIPT, *TINY, *map(str, arguments)]
+    return run_forked(command, cwd, {"PYTHONPATH": str(ROOT), **os.environ}, LIMIT_S)
 
 
 def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:

@@ -3,6 +3,7 @@
 It must be chosen before a kernel is decorated, so that no other test sees it.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -19,8 +20,8 @@ class Interpreter:
     """
 
     def __init__(self) -> None:
-        environment = {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-        self.ranks = RankPool(2, environment=environment, prepare=_hasten, seconds=400)
+        environment = {"TRITON_INTERPRET": "1"}
+        self.ranks = RankPool(2, environment=environment, prepare=_prepare, seconds=400)
 
     def run(self, function: Callable, *arguments: Any) -> None:
         """Call a module-level function there; its assertions are the test's."""
@@ -30,6 +31,11 @@ class Interpreter:
 
 def _call(context: Context, function: Callable, *arguments: Any) -> None:
     function(*arguments)
+
+
+def _prepare() -> None:
+    warnings.simplefilter("ignore")
+    _hasten()
 
 
 def _hasten() -> None:
