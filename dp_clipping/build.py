@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dp_clipping.arguments.checks import check_adaptive, check_noise, check_optimizer
+from dp_clipping.arguments.checks import check_adaptive, check_optimizer
+from dp_clipping.arguments.numbers import check_noise
 from dp_clipping.arguments.settings import Settings
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.distributed.agreement import Agreement
@@ -147,7 +148,7 @@ def build_model(
     if poisson is None:
         model.step_state.usage.batch_size = batch_size_of(loader)
     else:
-        poisson.on_draw = model.begin_draw
+        poisson.on_draw = lambda number: model.step_state.begin_draw(number, model.training)
     return model
 
 
@@ -161,11 +162,11 @@ def build_criterion(settings: Settings, model: PrivateModel) -> PrivateCriterion
     is_private = settings.policy is not None
     try:
         if is_private:
-            sensitivity = sum(c * c for c in model.clip_norms()) ** 0.5
+            sensitivity = sum(c * c for c in model.thresholds.clip_norms()) ** 0.5
             check_noise(settings.noise_multiplier, sensitivity)
         if settings.adaptive_threshold is not None:
             check_adaptive(
-                settings.adaptive_threshold, model.clip_norms() if is_private else [],
+                settings.adaptive_threshold, model.thresholds.clip_norms(),
                 settings.noise_multiplier, settings.expected_batch_size, is_private,
             )  # fmt: skip
         return PrivateCriterion(model, settings.criterion, settings.loss_reduction)

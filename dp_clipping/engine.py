@@ -406,13 +406,13 @@ class PrivacyEngine:
     def _count(self, optimizer: PrivateOptimizer, sample_rate: float) -> None:
         """One step, counted before it changes a parameter; once, also if it is made again."""
         with self._account.unchanged():
-            optimizer.run_hooks()
+            optimizer.hooks.run(optimizer)
         (run,) = (run for run in self._runs if run.optimizer is optimizer)
         is_private = optimizer.model.policy is not None
         step = Step(
             run.keys.fingerprint,
             optimizer.steps,
-            sigma=optimizer.step_noise_multiplier if is_private else 0.0,
+            sigma=optimizer.step_state.settings.noise_multiplier if is_private else 0.0,
             rate=sample_rate * optimizer.accumulated_iterations,
             clip_norms=tuple(optimizer.step_state.clip_norms) if is_private else (),
             draw=optimizer.step_state.draw,

@@ -5,17 +5,14 @@
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from dp_clipping.arguments.checks import check_max_grad_norm
+from dp_clipping.arguments.thresholds import Thresholds
 from dp_clipping.capture.capture import Capture
-from dp_clipping.clipping.coefficients import clip_norms_of
 from dp_clipping.clipping.statistics import NormStatistics, norm_statistics
 from dp_clipping.distributed.dtensor import FSDP_MODULES
 from dp_clipping.distributed.global_norms import GlobalNorms
@@ -23,7 +20,7 @@ from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.modes import REFERENCE_MODE, Policy
 from dp_clipping.profiling.profile import SWITCH, Profile, ranged
 from dp_clipping.sampling.usage import SampleUsage
-from dp_clipping.step.context import Plans, StepContext, context_of
+from dp_clipping.step.context import StepContext, context_of
 from dp_clipping.step.forward_backward import ForwardBackward
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
@@ -55,6 +52,9 @@ class PrivateModel(nn.Module):
     In evaluation and under `torch.no_grad` it is the network itself. Unknown attributes are looked
     up there too.
 
+    What a user may call is all here, as Opacus has it and beside `nn.Module`'s own; criterion and
+    optimizer call the parts.
+
     Args:
         module: the network or its data-parallel wrapper; `.module` of this one.
         mode: name of the mode, for messages.
@@ -69,6 +69,9 @@ class PrivateModel(nn.Module):
 
     Attributes:
         step_state: the state of the step, which everybody else asks too.
+        thresholds: C, and C_k of each clipping group.
+        gradient_buffer: `.grad` of the trainable parameters; not in mode `no_dp`.
+        passes: run forward and backward; not in mode `no_dp`.
     """
 
     def __init__(
@@ -88,7 +91,6 @@ class PrivateModel(nn.Module):
         super().__init__()
         self.module: Any = module  # a network, or a wrapper with methods of its own
         self.mode, self.policy, self.clipping = mode, policy, clipping
-        self.max_grad_norm = max_grad_norm
         self.batch_first = batch_first
         self.hide_unprotected = hide_unprotected
         self.sharding = sharding
@@ -97,6 +99,7 @@ class PrivateModel(nn.Module):
         self.step_context: StepContext | None = None
         self._is_wrapped = hasattr(module, "gradient_ready")
         if policy is None:
+            self.thresholds = Thresholds(max_grad_norm, clipping, None)
             return
         self._capture = Capture(self.network, clipping, sharding)
         self.step_context = context_of(
@@ -105,13 +108,13 @@ class PrivateModel(nn.Module):
             norm_reduction=norm_reduction, hide_unprotected=hide_unprotected,
         )  # fmt: skip
         try:
-            self.clip_norms()
+            self.thresholds = Thresholds(max_grad_norm, clipping, self.capture.group_names)
         except ValueError:
             self.capture.remove()
             raise
         wrapper = module if self._is_wrapped else None
-        self._gradients = GradientBuffer(self.step_context, self.step_state, wrapper)
-        self._passes = ForwardBackward(self.step_context, self.step_state, self._gradients)
+        self.gradient_buffer = GradientBuffer(self.step_context, self.step_state, wrapper)
+        self.passes = ForwardBackward(self.step_context, self.step_state, self.gradient_buffer)
 
     # ---- what a user calls ----------------------------------------------------------------------
 
@@ -219,10 +222,10 @@ class PrivateModel(nn.Module):
             )
         sync = self._sync_context()
         if not self.step_state.is_open:
-            return self._passes.forward(self.module, args, kwargs, sync)
-        self._gradients.refuse_unclipped()
-        outputs = self._passes.forward(self.module, args, kwargs, sync)
-        self._gradients.note()  # a data-parallel wrapper may have waited for sums under way
+            return self.passes.forward(self.module, args, kwargs, sync)
+        self.gradient_buffer.watch.refuse_unclipped()
+        outputs = self.passes.forward(self.module, args, kwargs, sync)
+        self.gradient_buffer.watch.note()  # a wrapper may have waited for sums under way
         return outputs
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -254,7 +257,7 @@ class PrivateModel(nn.Module):
 
         With a sharded model every rank calls it.
         """
-        self._passes.reset_batch_layouts()
+        self.passes.reset_batch_layouts()
 
     def forget_layouts(self) -> None:
         """The old name of `reset_batch_layouts`."""
@@ -269,13 +272,13 @@ class PrivateModel(nn.Module):
         calls it.
         """
         if self.policy is not None:
-            self._passes.skip_checks(batches)
+            self.passes.skip_checks(batches)
 
     def to_standard_module(self) -> nn.Module:
         """The network with its own forwards, as before `make_private`."""
         if self.step_context is not None:
             self.capture.remove()
-            self._gradients.remove()
+            self.gradient_buffer.remove()
         return self.network
 
     def __getstate__(self) -> dict[str, Any]:
@@ -295,12 +298,6 @@ class PrivateModel(nn.Module):
 
     # ---- what criterion and optimizer call ------------------------------------------------------
 
-    def separate_passes(self) -> ForwardBackward:
-        """Returns passes on the same capture beside this model's, as `engine.check` runs them."""
-        assert self.step_context is not None  # the model is private
-        context = replace(self.step_context, plans=Plans(), profile=None)
-        return ForwardBackward(context, StepState())
-
     def refuse_in_release(self, what: str) -> None:
         """Raises RuntimeError in a run whose every output is to be covered by ε."""
         if self.hide_unprotected:
@@ -315,23 +312,10 @@ class PrivateModel(nn.Module):
         squared = torch.cat([batch.squared for batch in self._batch_norms()], dim=1)
         return GlobalNorms(self.step_context.reducer, squared)
 
-    def clip_norms(self) -> list[float]:
-        """C_k of each clipping group."""
-        return self._clip_norms_of(self.max_grad_norm)
-
-    def set_max_grad_norm(self, value: float | list[float]) -> None:
-        """C from the next step on. Raises ValueError for one that `make_private` would not take."""
-        if self.policy is not None:
-            self._clip_norms_of(value)
-        self.max_grad_norm = value
-
     def private_backward(self, private_step: PrivateStep, losses: Tensor) -> None:
         """See `ForwardBackward.backward`."""
-        self._passes.backward(private_step, losses, self.clip_norms, self._sync_context())
-
-    def begin_draw(self, number: int) -> None:
-        """See `StepState.begin_draw`; in evaluation draws may stay unused."""
-        self.step_state.begin_draw(number, self.training)
+        sync = self._sync_context()
+        self.passes.backward(private_step, losses, self.thresholds.clip_norms, sync)
 
     @ranged("gradient_sync")
     def finish_synchronization(self) -> None:
@@ -342,25 +326,13 @@ class PrivateModel(nn.Module):
         """
         self.step_state.microbatches.accumulating = False
         if self.policy is not None:
-            self._gradients.finish()
+            self.gradient_buffer.finish()
         elif hasattr(self.module, "finish_gradient_synchronization"):
             self.module.finish_gradient_synchronization()
 
-    def refuse_unclipped(self, is_noisy: bool = False) -> None:
-        """See `GradientBuffer.refuse_unclipped`."""
-        self._gradients.refuse_unclipped(is_noisy)
-
     def clear_gradients(self) -> None:
         """`zero_grad`: gradients are dropped, and may be float32 again."""
-        self._passes.drop()
-
-    def settle_gradients(self) -> None:
-        """See `GradientBuffer.settle`."""
-        self._gradients.settle()
-
-    def apply_gradient(self, parameter: Parameter, gradient: Tensor) -> None:
-        """See `GradientBuffer.apply`."""
-        self._gradients.apply(parameter, gradient)
+        self.passes.drop()
 
     # ---- what these are made of -----------------------------------------------------------------
 
@@ -371,18 +343,6 @@ class PrivateModel(nn.Module):
 
     def _sync_context(self) -> AbstractContextManager:
         return self.no_sync() if self.step_state.microbatches.accumulating else nullcontext()
-
-    def _clip_norms_of(self, max_grad_norm: float | list[float]) -> list[float]:
-        check_max_grad_norm(max_grad_norm, self.clipping)
-        groups = self.capture.group_names
-        clip_norms = clip_norms_of(max_grad_norm, len(groups), self.clipping)
-        if len(clip_norms) != len(groups):
-            raise ValueError(
-                f"max_grad_norm has {len(clip_norms)} thresholds for {len(groups)} clipping groups "
-                f"({', '.join(groups[:4])}{', ...' if len(groups) > 4 else ''}): give one a group, "
-                "or one number"
-            )
-        return clip_norms
 
 
 @torch.compiler.disable

@@ -1,7 +1,5 @@
 """The optimizer of private training: finish the exchange, add noise once, divide, step."""
 
-import hashlib
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any, overload
@@ -10,20 +8,13 @@ import torch
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from dp_clipping.arguments.checks import (
-    check_expected_batch_size,
-    check_loss_reduction,
-    check_noise,
-    check_noise_multiplier,
-)
-from dp_clipping.distributed.agreement import Agreement, Settings
-from dp_clipping.distributed.dtensor import local
-from dp_clipping.distributed.placement import Place, places_of
+from dp_clipping.arguments.numbers import check_noise_multiplier
+from dp_clipping.distributed.agreement import Agreement
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from dp_clipping.noise.add_noise import add_noise_to_all
-from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.profiling.profile import ranged
+from dp_clipping.step.fixed_settings import FixedSettings
+from dp_clipping.step.gradient_noise import GradientNoise
 from dp_clipping.step.state import StepSettings
 from dp_clipping.step.steppable import Steppable
 from dp_clipping.torch_compat import has_step_hooks, is_hook_registry
@@ -31,14 +22,41 @@ from dp_clipping.torch_compat import has_step_hooks, is_hook_registry
 Hook = Callable[["PrivateOptimizer"], None]
 
 
+class StepHooks:
+    """What runs in each step before it is counted."""
+
+    def __init__(self, model: Steppable):
+        self.attached: list[Hook] = []
+        self._model, self._is_running = model, False
+
+    def run(self, optimizer: "PrivateOptimizer") -> None:
+        """Runs all hooks. Raises RuntimeError within a hook, or if one has changed a gradient."""
+        if self._is_running:
+            raise RuntimeError(
+                "a step hook calls step() or pre_step() of the optimizer that it is attached to: "
+                "it runs within that step; call step() where the training loop does"
+            )
+        self._is_running = True
+        try:
+            for hook in self.attached:
+                hook(optimizer)
+        finally:
+            self._is_running = False
+        if self.attached and self._model.policy is not None:
+            self._model.gradient_buffer.watch.refuse_unclipped()
+
+
 class PrivateOptimizer(Optimizer):
     """Wraps any `torch.optim.Optimizer`, which then sees clipped sum plus noise, divided.
+
+    It forwards the interface of `torch.optim.Optimizer`, which learning-rate schedulers read, and
+    has the one of Opacus's `DPOptimizer`, which programs written for it and its schedulers call.
 
     It sees nothing else: a `.grad` of another parameter that it holds (frozen at `make_private`,
     with a gradient from before) is set to None.
 
     The settings of a step are those at its first backward: what is changed later applies from the
-    next step on. Ranks compare them in each step (`agreement`).
+    next step on. Ranks compare them in each step (`fixed_settings`).
 
     Args:
         count: counts a step in an account, before its noise is drawn. No hook takes its place.
@@ -48,7 +66,8 @@ class PrivateOptimizer(Optimizer):
         noise_multiplier: σ; the noise on the sum has standard deviation σC. Schedulers change it.
         max_grad_norm: C, which schedulers change too.
         expected_batch_size: the public constant that a mean is divided by.
-        adaptive_threshold: lets C follow a quantile of the norms, or None.
+        noise: adds noise to `.grad`.
+        hooks: run in each step.
     """
 
     def __init__(
@@ -70,17 +89,9 @@ class PrivateOptimizer(Optimizer):
         self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
-        self.adaptive_threshold = adaptive_threshold
-        self._hooks: list[Hook] = []
-        self._count, self._agreement = count, agreement
-        self._noise_key = noise_key
-        self._process = os.getpid()
-        self._is_in_hooks = False
-        self._places: list[Place | None] | None = None  # of this rank's parts, if it has parts
-        if model.sharding is not None:
-            self._places = places_of(model.sharding, model.capture.parameters)
-        self.step_state.settings = self._current()
-        self.step_state.on_open = self._open
+        self.hooks, self._count = StepHooks(model), count
+        self.noise = GradientNoise(model, noise_key, adaptive_threshold)
+        self.fixed_settings = FixedSettings(model, self.noise, self._current, agreement)
         self._refuse()
         self._guard(optimizer)
 
@@ -136,12 +147,17 @@ class PrivateOptimizer(Optimizer):
         self.original_optimizer.load_state_dict(state)
 
     @property
+    def adaptive_threshold(self) -> AdaptiveThreshold | None:
+        """Lets C follow a quantile of the norms, or None."""
+        return self.noise.adaptive
+
+    @property
     def max_grad_norm(self) -> float | list[float]:
-        return self.model.max_grad_norm
+        return self.model.thresholds.max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | list[float]) -> None:
-        self.model.set_max_grad_norm(value)
+        self.model.thresholds.set(value)
 
     @property
     def steps(self) -> int:
@@ -154,21 +170,16 @@ class PrivateOptimizer(Optimizer):
         return 1
 
     @property
-    def step_noise_multiplier(self) -> float:
-        """σ of the step that is open, or was last."""
-        return self.step_state.settings.noise_multiplier
-
-    @property
     def step_hook(self) -> Hook | None:
         """The hook that was attached last; setting it replaces all that were attached.
 
         The engine's account is not among them: it counts each step whatever is attached here.
         """
-        return self._hooks[-1] if self._hooks else None
+        return self.hooks.attached[-1] if self.hooks.attached else None
 
     @step_hook.setter
     def step_hook(self, hook: Hook | None) -> None:
-        self._hooks = [] if hook is None else [hook]
+        self.hooks.attached = [] if hook is None else [hook]
 
     def attach_step_hook(self, hook: Hook) -> None:
         """Adds a hook: `hook(self)` runs in each real step, before it is counted and gets noise.
@@ -179,23 +190,7 @@ class PrivateOptimizer(Optimizer):
         """
         if not callable(hook):
             raise WrongType(f"hook is {shown(hook)}: give a function of the optimizer")
-        self._hooks.append(hook)
-
-    def run_hooks(self) -> None:
-        """What the account calls before it counts a step."""
-        if self._is_in_hooks:
-            raise RuntimeError(
-                "a step hook calls step() or pre_step() of the optimizer that it is attached to: "
-                "it runs within that step; call step() where the training loop does"
-            )
-        self._is_in_hooks = True
-        try:
-            for hook in self._hooks:
-                hook(self)
-        finally:
-            self._is_in_hooks = False
-        if self._hooks and self.model.policy is not None:
-            self.model.refuse_unclipped()
+        self.hooks.attached.append(hook)
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """The next `step()` belongs to a microbatch that is not the last one of its draw."""
@@ -269,7 +264,7 @@ class PrivateOptimizer(Optimizer):
         if self.model.policy is None:
             return
         check_noise_multiplier(self.noise_multiplier)
-        self.model.refuse_unclipped(is_noisy=self.step_state.is_noisy)
+        self.model.gradient_buffer.watch.refuse_unclipped(is_noisy=self.step_state.is_noisy)
         capture = self.model.capture
         held = {parameter for group in self.param_groups for parameter in group["params"]}
         missing = [capture.names[p] for p in capture.parameters if p not in held]
@@ -299,119 +294,28 @@ class PrivateOptimizer(Optimizer):
             handle = optimizer.register_step_pre_hook(refuse)
             weakref.finalize(self, handle.remove)
 
-    def _open(self) -> None:
-        """A step's first backward begins: from here on its settings are fixed."""
-        check_noise_multiplier(self.noise_multiplier)
-        check_expected_batch_size(self.expected_batch_size)
-        check_loss_reduction(self.loss_reduction)
-        self.step_state.settings = self._current()
-        check_noise(self._std_multiplier(), self.step_state.sensitivity)
-        if self._agreement is not None:
-            self._agreement.begin(self._public())
-
     def _current(self) -> StepSettings:
-        numbers = float(self.noise_multiplier), float(self.expected_batch_size)
-        return StepSettings(*numbers, self.loss_reduction)
-
-    def _std_multiplier(self) -> float:
-        """z of the gradient: σ, or what an adaptive threshold's counts leave of it."""
-        multiplier, adaptive = self.step_noise_multiplier, self.adaptive_threshold
-        return multiplier if adaptive is None else adaptive.gradient_noise_multiplier(multiplier)
-
-    def _public(self) -> Settings:
-        """What all ranks must have alike in a step, of which nothing is secret.
-
-        A value that was changed since the first backward is shown with the one that comes.
-        """
-        model, adaptive = self.model, self.adaptive_threshold
-        own, coming = vars(self.step_state.settings), vars(self._current())
-        found: Settings = {
-            name: value if value == coming[name] else f"{value}, then {coming[name]}"
-            for name, value in own.items()
-        }
-        groups = model.capture.group_names
-        clip_norms = self.step_state.clip_norms
-        for name, limit, later in zip(groups, clip_norms, model.clip_norms(), strict=True):
-            of_group = f"max_grad_norm of {name}" if len(groups) > 1 else "max_grad_norm"
-            found[of_group] = limit if limit == later else f"{limit}, then {later}"
-        found |= {"grad_sample_mode": model.mode, "clipping": model.clipping}
-        found |= {"clipping_function": model.policy.clipping_function, "gamma": model.policy.gamma}
-        if adaptive is not None:
-            state = adaptive.state_dict()
-            found |= {f"adaptive_threshold's {name}": value for name, value in state.items()}
-        key = hashlib.blake2b(b"shown", key=self._noise_key, digest_size=4).hexdigest()
-        return found | {"steps": self.steps, "key fingerprint": key}
+        return StepSettings(self.noise_multiplier, self.expected_batch_size, self.loss_reduction)
 
     @ranged("noise")
     def _prepare(self) -> None:
+        """Counts the step, and lets `.grad` have its noise."""
+        is_private = self.model.policy is not None
         self.step_state.require_sums()
-        if self.model.policy is not None:
-            self._check_process()
-            self._agree()
+        if is_private:
+            self.noise.check_process()
+            self.fixed_settings.agree()
         if self._count is None:
-            self.run_hooks()
+            self.hooks.run(self)
         else:
             self._count(self)
         # Counted before noise is drawn: what fails from here on never draws the same noise again.
         number = self.step_state.count()
-        if self.model.policy is not None:
-            try:
-                self._apply_noise(number)
-            except BaseException:
-                self.model.clear_gradients()  # some may have noise: a second attempt would add more
-                raise
+        if is_private:
+            self.noise.add(number)
         self.step_state.add_noise()
 
-    def _agree(self) -> None:
-        """Raises RuntimeError, after dropping the sums, if ranks have other settings."""
-        if self._agreement is None:
-            return
-        try:
-            self._agreement.check(self.steps, self._public())
-        except BaseException:
-            self.model.clear_gradients()
-            raise
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                "this process was forked from the one that called make_private, and would draw the "
-                "same noise, which two different sums must not share: call make_private in the "
-                "process that trains"
-            )
-
     def resume(self, steps: int, noise_key: bytes) -> None:
-        """Go on at a step boundary: the noise of step number `steps` is the next to be drawn."""
-        self._noise_key = noise_key
+        """Goes on at a step boundary: the noise of step number `steps` is the next to be drawn."""
+        self.noise.key = noise_key
         self.step_state.resume(steps)
-
-    @torch.no_grad()
-    def _apply_noise(self, number: int) -> None:
-        model, adaptive, settings = self.model, self.adaptive_threshold, self.step_state.settings
-        if adaptive is not None:
-            norms = model.gather_norms()
-        std = self._std_multiplier() * self.step_state.sensitivity
-        divisor = settings.expected_batch_size if settings.loss_reduction == "mean" else 1.0
-        parameters = model.capture.parameters
-        gradients: list[Any] = [p.grad for p in parameters]
-        streams = [
-            NoiseStream.derive(
-                self._noise_key, step=number, parameter=model.capture.names[p], share=0
-            )
-            for p in parameters
-        ]
-        noisy = add_noise_to_all(
-            [local(gradient) for gradient in gradients],
-            streams,
-            std=std,
-            divisor=divisor,
-            dtypes=[p.dtype for p in parameters],
-            places=self._places,
-        )
-        for parameter, gradient in zip(parameters, noisy, strict=True):
-            model.apply_gradient(parameter, gradient)
-        if adaptive is not None:
-            is_noisy = settings.noise_multiplier > 0
-            adaptive.update(norms.wait(), step=number, noise_key=self._noise_key, noisy=is_noisy)
-            model.set_max_grad_norm(adaptive.max_grad_norm)
-        model.settle_gradients()

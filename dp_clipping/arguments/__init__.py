@@ -3,5 +3,7 @@
 Files:
 
     settings              all of them in one frozen object, checked once
-    checks                what each may be; σ, C and the divisor also in each step
+    thresholds            C, as it is set, and C_k of each clipping group
+    checks                what each may be
+    numbers               what σ, C and the divisor may be, also in each step
 """

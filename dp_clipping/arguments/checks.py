@@ -1,4 +1,4 @@
-"""What the arguments of `make_private` may be; σ, C and the divisor also in each step."""
+"""What the arguments of `make_private` may be."""
 
 import functools
 import inspect
@@ -13,16 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from dp_clipping.arguments.numbers import check_max_grad_norm, check_noise_multiplier
 from dp_clipping.clipping.coefficients import CLIPPING_FUNCTIONS, check_range
 from dp_clipping.kinds import WrongType, check_count, check_number, check_type, is_count, shown
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.planning.plan import NORM_ALGORITHMS
 
 CLIPPINGS = ("flat", "per_layer")
-LOSS_REDUCTIONS = ("mean", "sum")
 TILE_SIZES = (16, 32, 64, 128, 256)
-LARGEST = 2.0**100
-"""Of what is computed with in float32, which ends at 2¹²⁸: leaves room for what it multiplies."""
 Function = TypeVar("Function", bound=Callable)
 
 
@@ -44,48 +42,6 @@ def renamed(**names: str) -> Callable[[Function], Function]:
         return cast(Function, call)
 
     return decorate
-
-
-def check_noise_multiplier(noise_multiplier: float) -> None:
-    wanted = "a finite number of 0 or more"
-    check_number("noise_multiplier", noise_multiplier, wanted)
-    if not 0 <= noise_multiplier < math.inf:
-        raise ValueError(f"noise_multiplier is {noise_multiplier}: give {wanted}")
-
-
-def check_noise(noise_multiplier: float, sensitivity: float) -> None:
-    """Raises ValueError if noise of σC, drawn in float32, would overflow or come out as zero."""
-    std = noise_multiplier * sensitivity
-    if std and not 1 / LARGEST <= std <= LARGEST:
-        raise ValueError(
-            f"noise_multiplier is {noise_multiplier} and max_grad_norm {sensitivity:g}: noise of "
-            f"standard deviation {std:g} is beyond float32; give numbers whose product is from "
-            f"{1 / LARGEST:.0e} to {LARGEST:.0e}"
-        )
-
-
-def check_expected_batch_size(expected_batch_size: float) -> None:
-    wanted = "a finite number above 0: the samples that all ranks together expect in a step"
-    check_number("expected_batch_size", expected_batch_size, wanted)
-    if not 1 / LARGEST <= expected_batch_size <= LARGEST:
-        raise ValueError(f"expected_batch_size is {expected_batch_size}: give {wanted}")
-
-
-def check_loss_reduction(loss_reduction: str) -> None:
-    if loss_reduction not in LOSS_REDUCTIONS:
-        known = ", ".join(LOSS_REDUCTIONS)
-        raise ValueError(f"loss_reduction {loss_reduction!r} is unknown: choose one of {known}")
-
-
-def check_max_grad_norm(max_grad_norm: float | Sequence[float], clipping: str) -> None:
-    is_list = isinstance(max_grad_norm, list | tuple)
-    clip_norms: Any = max_grad_norm if is_list else [max_grad_norm]
-    for limit in clip_norms:
-        check_number("max_grad_norm", limit, "a finite number above 0, or a list of such numbers")
-    if not clip_norms or not all(0 < limit < math.inf for limit in clip_norms):
-        raise ValueError(f"max_grad_norm is {max_grad_norm}: give a finite number above 0")
-    if clipping == "flat" and is_list:
-        raise ValueError("max_grad_norm is a list, which goes with clipping='per_layer'")
 
 
 def check_arguments(

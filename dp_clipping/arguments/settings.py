@@ -11,12 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dp_clipping.arguments.checks import (
-    check_arguments,
-    check_expected_batch_size,
-    check_kernel_options,
-    check_kinds,
-)
+from dp_clipping.arguments.checks import check_arguments, check_kernel_options, check_kinds
+from dp_clipping.arguments.numbers import check_expected_batch_size
 from dp_clipping.kinds import plain
 from dp_clipping.modes import Policy, policy_of
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold

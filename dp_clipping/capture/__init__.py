@@ -4,6 +4,7 @@ Files:
 
     capture               replaces the layers' forwards; the parameters, their groups and slots
     network               a captured network as steps and searches know it; its modules
+    fixed_parameters      refuses parameters that were frozen or replaced meanwhile
     batch                 the samples in a forward's arguments
     layout_search         where the samples are in each layer's tensors
     checks/               refuses networks and losses that mix samples or carry data

@@ -156,9 +156,9 @@ class Before:
         optimizer, loader = run.optimizer, run.poisson
         objects = [
             run, run.account, run.account.accountant, run.model, run.model.step_state,
-            run.model.step_state.usage, run.model.step_state.microbatches, optimizer,
-            optimizer.original_optimizer, optimizer.adaptive_threshold, loader,
-            loader and loader.batch_sampler, *snapshot.schedulers.values(),
+            run.model.step_state.usage, run.model.step_state.microbatches, run.model.thresholds,
+            optimizer, optimizer.noise, optimizer.original_optimizer, optimizer.adaptive_threshold,
+            loader, loader and loader.batch_sampler, *snapshot.schedulers.values(),
         ]  # fmt: skip
         self._containers: dict[int, tuple[Any, Any]] = {}
         for one in objects:

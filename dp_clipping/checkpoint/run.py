@@ -24,6 +24,7 @@ class Model(Protocol):
     policy: Any
     sharding: Any
     step_state: Any
+    thresholds: Any
 
     @property
     def network(self) -> nn.Module: ...
@@ -38,9 +39,12 @@ class Optimizer(Protocol):
 
     original_optimizer: torch.optim.Optimizer
     param_groups: list[dict[str, Any]]
+    noise: Any
     noise_multiplier: float
     max_grad_norm: float | list[float]
-    adaptive_threshold: Any
+
+    @property
+    def adaptive_threshold(self) -> Any: ...
 
     @property
     def steps(self) -> int: ...

@@ -11,5 +11,8 @@ Files:
     state                 phase, settings, norms and counts of a step: who asks, asks it
     steppable             what optimizer and criterion need of a model
     gradient_buffer       `.grad` from `zero_grad` to the next
+    gradient_watch        notices what else changes `.grad`
+    gradient_noise        adds noise to `.grad`, and divides it
+    fixed_settings        σ and divisor of a step, the same on all ranks
     rng_replay            a second backward draws the random numbers of the first
 """

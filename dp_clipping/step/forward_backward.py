@@ -6,6 +6,7 @@ half-way, a sharded network is put back into a state from which the next one can
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +20,7 @@ from dp_clipping.capture.discovery import LayoutDiscovery
 from dp_clipping.kernels.launch.tiles import available
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.modes import say_plain
-from dp_clipping.step.context import StepContext
+from dp_clipping.step.context import Plans, StepContext
 from dp_clipping.step.fused.backend import FusedBackend
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.plain_backend import PlainBackend
@@ -52,6 +53,10 @@ class ForwardBackward:
         self._samples_are_checked = False
         self._batch: Batch | None = None  # of that private step
         self._is_broken = False  # a sharded step failed, and nothing can be computed any more
+
+    def beside(self) -> "ForwardBackward":
+        """Returns passes on the same capture with a step of their own, as `engine.check` runs."""
+        return ForwardBackward(replace(self.context, plans=Plans(), profile=None), StepState())
 
     def reset_batch_layouts(self) -> None:
         """Look for the batch dimension again."""

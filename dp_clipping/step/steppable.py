@@ -3,8 +3,8 @@
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.nn import Parameter
 
+from dp_clipping.arguments.thresholds import Thresholds
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.sharding import Sharding
@@ -25,9 +25,10 @@ class Steppable(Protocol):
     clipping: str
     policy: Policy | None
     batch_first: bool
-    max_grad_norm: float | list[float]
     sharding: Sharding | None
     step_state: StepState
+    thresholds: Thresholds
+    gradient_buffer: Any  # a `gradient_buffer.GradientBuffer`
 
     @property
     def profile(self) -> Profile | None: ...
@@ -47,16 +48,6 @@ class Steppable(Protocol):
 
     def finish_synchronization(self) -> None: ...
 
-    def clip_norms(self) -> list[float]: ...
-
-    def set_max_grad_norm(self, value: float | list[float]) -> None: ...
-
     def gather_norms(self) -> GlobalNorms: ...
-
-    def refuse_unclipped(self, is_noisy: bool = False) -> None: ...
-
-    def apply_gradient(self, parameter: Parameter, gradient: Tensor) -> None: ...
-
-    def settle_gradients(self) -> None: ...
 
     def clear_gradients(self) -> None: ...

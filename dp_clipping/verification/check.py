@@ -68,12 +68,14 @@ class Stage(nn.Module):
         self._model = (model,)
         self.module, self.capture, self.policy = model.network, model.capture, model.policy
         self.batch_first = model.batch_first
-        self.clip_norms = self.capture.trigger.new_tensor(model.clip_norms(), dtype=torch.float64)
+        self.clip_norms = self.capture.trigger.new_tensor(
+            model.thresholds.clip_norms(), dtype=torch.float64
+        )
         self.size: int  # of the batch
         self.norms: Tensor  # [B]
         self.group_norms: Tensor  # [K, B]
         self.sums: dict[Parameter, Tensor | None] = {}
-        self._passes = model.separate_passes()
+        self._passes = model.passes.beside()
         self.step_state, self.plans = self._passes.state, self._passes.context.plans
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

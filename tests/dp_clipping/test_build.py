@@ -45,7 +45,8 @@ def test_a_model_takes_draws_from_a_poisson_loader():
     ranks, _, loader, given = parts(settings())
     model = build_model(given, ranks, loader, hide_unprotected=False)
     assert isinstance(loader, PoissonLoader)
-    assert loader.on_draw == model.begin_draw
+    loader.on_draw(7)
+    assert model.step_state.draw == 7
     assert model.step_state.usage is loader.usage
 
 

@@ -57,7 +57,7 @@ def test_a_step_whose_noise_failed_is_no_step(run, monkeypatch):
     engine.backward(run, engine.data()[:5])
     before = engine.parameters(run)
     with monkeypatch.context() as patch:
-        patch.setattr(run.model, "apply_gradient", lambda *_: 1 / 0)
+        patch.setattr(run.model.gradient_buffer, "apply", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run.optimizer.step()
     assert all(p.grad is None for p in run.model.parameters())

@@ -357,7 +357,7 @@ def refused_steps(context: Context, shard: Shard, shard_root: Shard) -> PrivateM
     one_step(model, batch, zoo.cross_entropy)
     zoo.cross_entropy(model.network(batch[0]), batch[1]).sum().backward()
     with pytest.raises(RuntimeError, match="an ordinary backward"):
-        model.refuse_unclipped()
+        model.gradient_buffer.watch.refuse_unclipped()
     return model
 
 

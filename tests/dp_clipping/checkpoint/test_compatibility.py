@@ -46,7 +46,7 @@ class TestKeys:
         with pytest.warns(UserWarning, match=f"{entry} given, so noise .* a new key"):
             resumed.engine.load_checkpoint(**objects | given(resumed, not is_saved))
         assert keys_of(resumed).fingerprint != keys_of(run).fingerprint
-        assert resumed.optimizer._noise_key == keys_of(resumed).noise != run.optimizer._noise_key
+        assert resumed.optimizer.noise.key == keys_of(resumed).noise != run.optimizer.noise.key
         assert resumed.optimizer.steps == 1
 
     def test_the_key_is_in_its_file_alone(self, path):
@@ -116,7 +116,7 @@ class TestKeys:
         load(other, path, new_keys=True)
         new = keys_of(other)
         assert new not in (own, keys_of(one))
-        assert other.optimizer._noise_key == new.noise
+        assert other.optimizer.noise.key == new.noise
         assert other.loader.batch_sampler._key == new.sampling
         assert (other.optimizer.steps, other.loader.position) == (2, 2)
         assert state(other) == state(one)
@@ -157,7 +157,7 @@ class TestKeys:
         with pytest.warns(UserWarning, match=next(iter(change)) + " was .* new key"):
             load(other, path)
         assert keys_of(other) != keys_of(one)
-        assert other.optimizer._noise_key == keys_of(other).noise
+        assert other.optimizer.noise.key == keys_of(other).noise
         assert other.optimizer.noise_multiplier == change.get("noise_multiplier", 0.8)
         assert other.optimizer.max_grad_norm == change.get("max_grad_norm", 0.7)
         assert other.optimizer.steps == 2

@@ -168,7 +168,7 @@ class TestResume:
         resumed = build()
         resumed.engine.load_checkpoint(path=path, module=resumed.model)
         assert (resumed.optimizer.steps, resumed.loader.position) == (3, 3)
-        assert resumed.optimizer._noise_key == run.optimizer._noise_key
+        assert resumed.optimizer.noise.key == run.optimizer.noise.key
 
     def test_a_load_drops_gradients_and_the_skip_of_what_was_before(self, path):
         run = build()

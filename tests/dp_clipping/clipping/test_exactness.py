@@ -151,7 +151,8 @@ def test_whole_networks(case, mode, dtype):
     unclipped = total_norm(clipped_sums(model, batch, case.per_sample_loss))
     assert float(model.per_sample_gradient_norms) == pytest.approx(unclipped, rel=1e-4)
     for factor in THRESHOLDS:
-        limit = model.max_grad_norm = factor * unclipped
+        limit = factor * unclipped
+        model.thresholds.set(limit)
         found = total_norm(clipped_sums(model, batch, case.per_sample_loss))
         assert found <= limit * ABOVE
         assert found >= min(limit, unclipped) * BELOW[dtype]

@@ -169,7 +169,7 @@ def test_thresholds_that_squares_cannot_hold_are_refused(value):
             private(zoo.linear(2, 2), "bookkeeping", value, **options)
     model = private(zoo.linear(2, 2), "bookkeeping", 1.0)
     with pytest.raises(ValueError, match="max_grad_norm is"):
-        model.set_max_grad_norm(value)
+        model.thresholds.set(value)
 
 
 def test_automatic_coefficients_are_numbers():

@@ -95,7 +95,7 @@ def in_time_again(context: Context, variant: str) -> None:
     run = build(context, variant, clipping="per_layer")
     train(run, 1)
     names = run.model.capture.group_names
-    clip_norms = run.model.clip_norms()
+    clip_norms = run.model.thresholds.clip_norms()
 
     def change(run) -> None:
         run.optimizer.max_grad_norm = [*clip_norms[:-1], 0.01]
@@ -178,9 +178,10 @@ def test_settings_that_change_on_all_ranks(cpu_ranks):
 
 def early(context: Context) -> None:
     run = build(context, "ddp_bucketed")
-    run.optimizer._agreement = Agreement(context.group, early=True)
+    run.optimizer.fixed_settings.agreement = Agreement(context.group, early=True)
     train(run, 2, microbatch=2)
-    assert Agreement(context.group, early=True)._group is run.optimizer._agreement._group
+    again = Agreement(context.group, early=True)
+    assert again._group is run.optimizer.fixed_settings.agreement._group
     run.optimizer.zero_grad()
     for _ in range(2):  # a step that is dropped and begun again exchanges once
         *batch, _ = next(iter(run.loader))
@@ -252,4 +253,4 @@ def test_a_seed_is_given_on_all_ranks_or_none(cpu_ranks):
 def test_a_rank_alone_has_nobody_to_agree_with():
     run = build()
     assert isinstance(run.model, PrivateModel)
-    assert run.optimizer._agreement is None
+    assert run.optimizer.fixed_settings.agreement is None

@@ -165,7 +165,7 @@ def fails_in_the_norm_pass(pair: Beside, rank: int) -> None:
 
 def fails_between_two_sums(pair: Beside, rank: int) -> None:
     """Not between the same two on each rank."""
-    accumulate, left = pair.model._gradients.accumulate, [3 + 4 * rank]
+    accumulate, left = pair.model.gradient_buffer.accumulate, [3 + 4 * rank]
 
     def receive_some(parameter, total):
         left[0] -= 1
@@ -173,10 +173,10 @@ def fails_between_two_sums(pair: Beside, rank: int) -> None:
             raise_arithmetic_error(total)
         accumulate(parameter, total)
 
-    pair.model._gradients.accumulate = receive_some
+    pair.model.gradient_buffer.accumulate = receive_some
     with pytest.raises(ArithmeticError):
         pair.backward(ALL)
-    del pair.model._gradients.accumulate
+    del pair.model.gradient_buffer.accumulate
 
 
 def raise_arithmetic_error(_):
@@ -260,14 +260,14 @@ def streamed(context: Context, variant: str, mode: str) -> None:
     with recording(context.group) as group:
         replica = Context(context.rank, context.world_size, context.device, group)
         pair = Beside(replica, variant, mode, dtype=torch.bfloat16, tolerance=3e-2)
-        model, accumulate = pair.model, pair.model._gradients.accumulate
+        model, accumulate = pair.model, pair.model.gradient_buffer.accumulate
         names = model.capture.names
 
         def marked(parameter, total):
             group.mark("sum", names[parameter])
             accumulate(parameter, total)
 
-        model._gradients.accumulate = marked
+        model.gradient_buffer.accumulate = marked
         numel = sum(p.numel() for p in model.capture.parameters)
         for step in range(3):
             group.events.clear()

@@ -189,7 +189,7 @@ def refused(context: Context) -> None:
     batch = zoo.tokens(2, 6)
     model.clear_gradients()
     one_step(model, batch, zoo.cross_entropy)
-    model.refuse_unclipped()
+    model.gradient_buffer.watch.refuse_unclipped()
     # In a forward FSDP1 makes what is left there its own.
     model.step_state.add_noise()
     model.step_state.apply()

@@ -101,7 +101,7 @@ def test_a_backward_that_failed_may_be_repeated(monkeypatch):
     run = make()
     _, batch = first_draw(run)
     with monkeypatch.context() as patch:
-        patch.setattr(run.model._gradients, "accumulate", lambda *_: 1 / 0)
+        patch.setattr(run.model.gradient_buffer, "accumulate", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             backward(run, batch)
     step(run, batch)

@@ -89,7 +89,7 @@ def test_every_network(case, mode, clipping):
         for batch_size, function in zip((zoo.SIZE, 1), functions, strict=True):
             expected = reference(case.name, batch_size)
             clip_norms = limits_of(expected, clipping)
-            model.max_grad_norm = clip_norms
+            model.thresholds.set(clip_norms)
             change_policy(model, clipping_function=function)
             norms, sums = step_in_float64(model, case, batch_size)
             torch.testing.assert_close(norms, oracle.norms(expected), rtol=1e-9, atol=1e-12)
@@ -128,7 +128,7 @@ def test_per_layer_thresholds_are_equal_shares_of_the_whole(mode):
     model = private(case.build().double(), mode, limit, "per_layer")
     _, sums = step_in_float64(model, case, zoo.SIZE)
     assert_close(sums, oracle.clipped_sum(expected, limit, "per_layer"), 1e-9)
-    assert sum(c * c for c in model.clip_norms()) == pytest.approx(limit**2)
+    assert sum(c * c for c in model.thresholds.clip_norms()) == pytest.approx(limit**2)
 
 
 @zoo.every_case

@@ -396,8 +396,8 @@ def check_order_of_sums() -> None:
     orders = []
     for mode in ("bookkeeping", "flash_bookkeeping"):
         model, order = private(zoo.seeded(Blocks), mode), []
-        received = model._gradients.accumulate
-        model._gradients.accumulate = lambda p, total: (order.append(p), received(p, total))  # noqa: B023
+        received = model.gradient_buffer.accumulate
+        model.gradient_buffer.accumulate = lambda p, total: (order.append(p), received(p, total))  # noqa: B023
         clipped_sums(model, batch)
         orders.append([model.capture.names[p].rpartition(".")[0] for p in order])
     assert list(dict.fromkeys(orders[0])) == list(dict.fromkeys(orders[1]))

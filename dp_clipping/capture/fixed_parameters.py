@@ -1,0 +1,87 @@
+"""The trainable parameters of a network, which stay what they were when it was made private."""
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from dp_clipping.capture.network import CapturedNetwork, every_module
+from dp_clipping.torch_compat import own_parameters
+
+Own = dict[str, Parameter]
+NOTHING: Own = {}
+
+
+class FixedParameters:
+    """The parameters of a captured network: which there are, which are trainable, their dtypes.
+
+    What is clipped and gets noise, and what the optimizer moves, was settled with them.
+    """
+
+    def __init__(self, capture: CapturedNetwork):
+        self.capture, self.network = capture, capture.network
+        # Between forward and backward FSDP has other objects in the place of these.
+        self._parameters = dict(self.network.named_parameters())
+        self._trainable = {name for name, p in self._parameters.items() if p.requires_grad}
+        self._flags = [(p, p.requires_grad) for p in self._parameters.values()]
+        self._dtypes = {p: p.dtype for p in capture.parameters}
+        self._own = {m: _trainable(m) for m in every_module(self.network)}
+
+    def check(self) -> None:
+        """Raises RuntimeError if trainable parameters are others than when this was made."""
+        for parameter, dtype in self._dtypes.items():
+            if parameter.dtype != dtype:
+                raise RuntimeError(
+                    f"{self.capture.names[parameter]} was {dtype} at make_private and is "
+                    f"{parameter.dtype} now: convert the network before make_private"
+                )
+        own = self._own
+        flags_hold = all(p.requires_grad == flag for p, flag in self._flags)
+        now = {m: _trainable(m) for m in every_module(self.network)}
+        if (
+            flags_hold
+            and all(self._same(own.get(m, NOTHING), now[m]) for m in now)
+            and all(m in now for m, names in own.items() if names)
+        ):
+            return
+        named = dict(self.network.named_parameters())
+        changed = {
+            name: "trainable" if p.requires_grad else "frozen"
+            for name, p in (named | self._parameters).items()
+            if p.requires_grad != (name in self._trainable)
+        }
+        if changed:
+            names = ", ".join(f"{name} ({now} now)" for name, now in list(changed.items())[:5])
+            raise RuntimeError(
+                f"{names}: freeze and unfreeze before make_private; afterwards set the learning "
+                "rate of a parameter group to 0, or use to_standard_module() and make it private "
+                "again"
+            )
+        replaced = [
+            name for name in sorted(self._trainable)
+            if not self._stands_for(named.get(name), self._parameters[name])
+        ]  # fmt: skip
+        if replaced:
+            raise RuntimeError(
+                f"{', '.join(replaced[:5])} of the network is another tensor than at make_private "
+                "(load_state_dict(assign=True)? a new module?), which the optimizer does not move: "
+                "load without assign=True, or change the network before make_private"
+            )
+
+    def _same(self, before: Own, now: Own) -> bool:
+        if before.keys() != now.keys():
+            return False
+        return all(
+            p is before[name] or self._stands_for(p, before[name]) for name, p in now.items()
+        )
+
+    def _stands_for(self, now: Tensor | None, before: Parameter) -> bool:
+        """Whether what is in a parameter's place is it, or what FSDP has put there meanwhile."""
+        sharding = self.capture.sharding
+        return now is before or (sharding is not None and sharding.stands_for(now, before))
+
+
+def _trainable(module: nn.Module) -> Own:
+    """Its own parameters that are trainable, by name."""
+    own = own_parameters(module)
+    if not own:
+        return NOTHING
+    return {name: p for name, p in own.items() if p is not None and p.requires_grad}

@@ -1,0 +1,96 @@
+"""The settings of a step: fixed at its first backward, and the same on all ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+from dp_clipping.arguments.numbers import (
+    check_expected_batch_size,
+    check_loss_reduction,
+    check_noise,
+    check_noise_multiplier,
+)
+from dp_clipping.distributed.agreement import Agreement, Settings
+from dp_clipping.step.state import StepSettings
+from dp_clipping.step.steppable import Steppable
+
+
+class FixedSettings:
+    """Fixes σ, divisor and reduction when a step opens; what is changed later is the next step's.
+
+    Args:
+        model: whose steps they are.
+        noise: of those steps.
+        current: returns the settings as they are now.
+        agreement: compares settings with other ranks; None: there are none.
+    """
+
+    def __init__(
+        self,
+        model: Steppable,
+        noise: Any,  # a `gradient_noise.GradientNoise`
+        current: Callable[[], StepSettings],
+        agreement: Agreement | None,
+    ):
+        self.model, self.noise, self.current, self.agreement = model, noise, current, agreement
+        model.step_state.settings = _in_floats(current())
+        model.step_state.on_open = self.fix
+
+    def fix(self) -> None:
+        """Fixes them: a step's first backward begins.
+
+        Raises:
+            ValueError: for one out of range.
+        """
+        state, settings = self.model.step_state, self.current()
+        check_noise_multiplier(settings.noise_multiplier)
+        check_expected_batch_size(settings.expected_batch_size)
+        check_loss_reduction(settings.loss_reduction)
+        state.settings = _in_floats(settings)
+        check_noise(self.noise.std_multiplier(), state.sensitivity)
+        if self.agreement is not None:
+            self.agreement.begin(self._public())
+
+    def agree(self) -> None:
+        """Raises RuntimeError, after dropping the sums, if ranks have other settings."""
+        if self.agreement is None:
+            return
+        try:
+            self.agreement.check(self.model.step_state.steps, self._public())
+        except BaseException:
+            self.model.clear_gradients()
+            raise
+
+    def _public(self) -> Settings:
+        """Returns what all ranks must have alike in a step, of which nothing is secret.
+
+        A value that was changed since the first backward is shown with the one that comes.
+        """
+        model, adaptive = self.model, self.noise.adaptive
+        own, coming = vars(model.step_state.settings), vars(_in_floats(self.current()))
+        found: Settings = {name: _shown(value, coming[name]) for name, value in own.items()}
+        groups, clip_norms = model.capture.group_names, model.step_state.clip_norms
+        for name, limit, later in zip(
+            groups, clip_norms, model.thresholds.clip_norms(), strict=True
+        ):
+            of_group = f"max_grad_norm of {name}" if len(groups) > 1 else "max_grad_norm"
+            found[of_group] = _shown(limit, later)
+        found |= {"grad_sample_mode": model.mode, "clipping": model.clipping}
+        found |= {"clipping_function": model.policy.clipping_function, "gamma": model.policy.gamma}
+        if adaptive is not None:
+            state = adaptive.state_dict()
+            found |= {f"adaptive_threshold's {name}": value for name, value in state.items()}
+        return found | {
+            "steps": model.step_state.steps, "key fingerprint": self.noise.fingerprint
+        }  # fmt: skip
+
+
+def _shown(value: object, coming: object) -> object:
+    return value if value == coming else f"{value}, then {coming}"
+
+
+def _in_floats(settings: StepSettings) -> StepSettings:
+    """Returns the same numbers as Python's own."""
+    return StepSettings(
+        float(settings.noise_multiplier), float(settings.expected_batch_size),
+        settings.loss_reduction,
+    )  # fmt: skip

@@ -1,0 +1,88 @@
+"""Adds noise to the clipped sums of a step, and divides them."""
+
+import hashlib
+import os
+from typing import Any
+
+import torch
+
+from dp_clipping.distributed.dtensor import local
+from dp_clipping.distributed.placement import Place, places_of
+from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from dp_clipping.noise.add_noise import add_noise_to_all
+from dp_clipping.noise.gaussian import NoiseStream
+from dp_clipping.step.steppable import Steppable
+
+
+class GradientNoise:
+    """The noise of one model's steps, from streams that key, step and parameter address.
+
+    Args:
+        model: whose `.grad` gets it.
+        key: of the noise; a load replaces it.
+        adaptive: lets C follow a quantile of the norms, whose counts need noise too; or None.
+    """
+
+    def __init__(self, model: Steppable, key: bytes, adaptive: AdaptiveThreshold | None):
+        self.model, self.key, self.adaptive = model, key, adaptive
+        self._process = os.getpid()
+        self._places: list[Place | None] | None = None  # of this rank's parts, if it has parts
+        if model.sharding is not None:
+            self._places = places_of(model.sharding, model.capture.parameters)
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells whether ranks have the same key, and nothing about it."""
+        return hashlib.blake2b(b"shown", key=self.key, digest_size=4).hexdigest()
+
+    def std_multiplier(self) -> float:
+        """Returns z of the gradient: the step's σ, or what the counts of norms leave of it."""
+        multiplier = self.model.step_state.settings.noise_multiplier
+        if self.adaptive is None:
+            return multiplier
+        return self.adaptive.gradient_noise_multiplier(multiplier)
+
+    def check_process(self) -> None:
+        """Raises RuntimeError in a process that was forked from the one that made this."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "this process was forked from the one that called make_private, and would draw the "
+                "same noise, which two different sums must not share: call make_private in the "
+                "process that trains"
+            )
+
+    def add(self, step: int) -> None:
+        """Lets `.grad` be what the optimizer applies, and C follow the norms if it is adaptive.
+
+        If it fails half-way, sums are dropped: a second attempt would add more noise to some.
+        """
+        try:
+            self._add(step)
+        except BaseException:
+            self.model.clear_gradients()
+            raise
+
+    @torch.no_grad()
+    def _add(self, step: int) -> None:
+        model, settings = self.model, self.model.step_state.settings
+        norms = None if self.adaptive is None else model.gather_norms()
+        parameters = model.capture.parameters
+        gradients: list[Any] = [p.grad for p in parameters]
+        noisy = add_noise_to_all(
+            [local(gradient) for gradient in gradients],
+            [
+                NoiseStream.derive(self.key, step=step, parameter=model.capture.names[p], share=0)
+                for p in parameters
+            ],
+            std=self.std_multiplier() * model.step_state.sensitivity,
+            divisor=settings.expected_batch_size if settings.loss_reduction == "mean" else 1.0,
+            dtypes=[p.dtype for p in parameters],
+            places=self._places,
+        )
+        for parameter, gradient in zip(parameters, noisy, strict=True):
+            model.gradient_buffer.apply(parameter, gradient)
+        if self.adaptive is not None:
+            is_noisy = settings.noise_multiplier > 0
+            self.adaptive.update(norms.wait(), step=step, noise_key=self.key, noisy=is_noisy)
+            model.thresholds.set(self.adaptive.max_grad_norm)
+        model.gradient_buffer.watch.settle()

@@ -1,0 +1,92 @@
+"""Notices what else than private backwards changes `.grad`, before noise is added to it."""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from dp_clipping.capture.network import CapturedNetwork
+from dp_clipping.distributed.gradient_reduce import ShardedSums
+from dp_clipping.step.state import StepState
+from dp_clipping.torch_compat import version_of
+
+
+class GradientWatch:
+    """Compares `.grad` of the trainable parameters with what private backwards have left.
+
+    Args:
+        capture: the model's parameters.
+        sums: takes clipped sums to the shards of a sharded network; None: it is not sharded.
+        state: of the model's step.
+    """
+
+    def __init__(self, capture: CapturedNetwork, sums: ShardedSums | None, state: StepState):
+        self.capture, self.sums, self.state = capture, sums, state
+        self._left: dict[Parameter, tuple[Tensor, int]] = {}  # `.grad` and its version
+        self._unclipped: set[Parameter] = set()  # what autograd has added an ordinary one to
+        add, sharding = self._unclipped.add, self.capture.sharding
+        self._hooks = [p.register_post_accumulate_grad_hook(add) for p in self.capture.parameters]
+        if sharding is not None:
+            self._hooks += sharding.watch(add)
+
+    def remove(self) -> None:
+        """Removes the hooks from the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin(self) -> None:
+        """Lets a private backward begin, if `.grad` is as the last one has left it."""
+        self.refuse_unclipped()
+        self._unclipped.clear()
+
+    def settle(self) -> None:
+        """Lets a user change each gradient: it is what the optimizer applies."""
+        self._left = {}
+
+    def clear(self) -> None:
+        """Expects `.grad` to be empty."""
+        self._unclipped.clear()
+        self._left = {}
+
+    def note(self) -> None:
+        """Expects `.grad` to stay as it is until the next backward, or the step.
+
+        Sums of a sharded network note themselves, each when it arrives.
+        """
+        if self.sums is None and self.state.is_open:
+            held = [(p, p.grad) for p in self.capture.parameters]
+            self._left = {p: (g, version_of(g)) for p, g in held if g is not None}
+
+    def refuse_unclipped(self, is_noisy: bool = False) -> None:
+        """Raises RuntimeError if `.grad` is not as private backwards have left it.
+
+        In private training autograd accumulates nothing into a trainable parameter. Until they are
+        noisy, sums may not be changed at all: noise is scaled to what was clipped.
+        """
+        unclipped = [p for p in self._unclipped if p.grad is not None]
+        if unclipped:
+            raise RuntimeError(
+                f"an ordinary backward (a loss that is not the private criterion's, or a forward "
+                f"after model.eval()) has added to the gradient of {self._show(unclipped)}, "
+                "unclipped: call optimizer.zero_grad() after it, and model.train() before the "
+                "private forward"
+            )
+        if not is_noisy and (changed := self._changed()):
+            raise RuntimeError(
+                f"the gradient of {self._show(changed)} was changed between backward() and "
+                "optimizer.step(), and the noise is scaled to the sum as it was: to clip or scale "
+                "it, call optimizer.pre_step() first, then clip_grad_norm_(..) and "
+                "optimizer.step(); if it was zeroed, or an ordinary backward has added to it, call "
+                "optimizer.zero_grad() to drop the step"
+            )
+
+    def _changed(self) -> list[Parameter]:
+        """Parameters whose `.grad` is not the tensor, or not of the version, that was left."""
+        if self.sums is not None:
+            changed = self.sums.changed()
+            return [p for p in changed if self.state.is_open or p.grad is not None]
+        return [p for p, (g, version) in self._left.items()
+                if p.grad is not g or version_of(g) != version]  # fmt: skip
+
+    def _show(self, parameters: Iterable[Parameter]) -> str:
+        return ", ".join(sorted(self.capture.names[p] for p in parameters)[:5])

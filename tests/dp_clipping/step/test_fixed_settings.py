@@ -1,0 +1,42 @@
+"""Settings of a step are those at its first backward; see `distributed/test_agreement.py`."""
+
+import numpy as np
+import pytest
+
+from tests.dp_clipping import test_engine as engine
+
+
+def test_what_is_changed_later_is_the_next_steps():
+    run = engine.build()
+    state = run.model.step_state
+    engine.backward(run, engine.data()[:3])
+    run.optimizer.noise_multiplier = np.float32(5)
+    engine.backward(run, engine.data()[3:5])
+    assert state.settings.noise_multiplier == 1.0
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    engine.backward(run, engine.data()[:5])
+    assert state.settings.noise_multiplier == 5.0
+    assert type(state.settings.noise_multiplier) is float
+
+
+def test_what_is_out_of_range_drops_the_step():
+    run = engine.build()
+    run.optimizer.expected_batch_size = "many"
+    with pytest.raises(ValueError, match="expected_batch_size is 'many'"):
+        engine.backward(run, engine.data()[:3])
+    assert run.model.step_state.is_idle
+
+
+def test_a_process_alone_agrees():
+    run = engine.build()
+    assert run.optimizer.fixed_settings.agreement is None
+    run.optimizer.fixed_settings.agree()
+
+
+def test_settings_that_will_change_are_shown_with_what_comes():
+    run = engine.build()
+    engine.backward(run, engine.data()[:3])
+    run.optimizer.max_grad_norm, run.optimizer.noise_multiplier = 2.0, 3.0
+    found = run.optimizer.fixed_settings._public()
+    assert (found["noise_multiplier"], found["max_grad_norm"]) == ("1.0, then 3.0", "0.5, then 2.0")

@@ -1,0 +1,56 @@
+"""Noise is added to `.grad` once, by key, step and parameter, in the process that has the key."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.dp_clipping import test_engine as engine
+
+
+def noisy(step=0, **changes):
+    run = engine.build(noise_generator=engine.fixed(), **changes)
+    engine.backward(run, engine.data()[:5])
+    run.optimizer.noise.add(step)
+    return run, [p.grad.clone() for p in run.model.network.parameters()]
+
+
+def test_noise_is_that_of_the_step():
+    (_, first), (_, again), (_, second) = noisy(0), noisy(0), noisy(1)
+    assert all(map(torch.equal, first, again))
+    assert not any(map(torch.equal, first, second))
+
+
+def test_without_noise_sums_are_divided():
+    _, mean = noisy(noise_multiplier=0.0)
+    _, total = noisy(noise_multiplier=0.0, loss_reduction="sum", criterion=torch.nn.
+                     CrossEntropyLoss(reduction="sum"))  # fmt: skip
+    for one, other in zip(mean, total, strict=True):
+        torch.testing.assert_close(one * engine.BATCH, other)
+
+
+def test_if_it_fails_sums_are_dropped():
+    run = engine.build()
+    engine.backward(run, engine.data()[:5])
+    failing = patch.object(run.model.gradient_buffer, "apply", side_effect=MemoryError)
+    with failing, pytest.raises(MemoryError):
+        run.optimizer.noise.add(0)
+    assert all(p.grad is None for p in run.model.network.parameters())
+    assert run.model.step_state.is_idle
+
+
+def test_a_fingerprint_tells_keys_apart():
+    noise = engine.build().optimizer.noise
+    before, noise.key = noise.fingerprint, bytes(32)
+    assert noise.fingerprint != before
+    assert len(before) == 8
+
+
+def test_a_process_that_was_forked_has_no_noise():
+    noise = engine.build().optimizer.noise
+    noise.check_process()
+    with (
+        patch("os.getpid", return_value=-1),
+        pytest.raises(RuntimeError, match="this process was forked"),
+    ):
+        noise.check_process()
