@@ -118,7 +118,7 @@ def _weight_target(handle: LayerState, x: Tensor, weight: Tensor) -> tuple[Any, 
     if "weight" not in handle.trainable or handle.always_dense or torch.compiler.is_compiling():
         return handle.gradient_target("weight")
     private_step, parameter = handle.private_step, handle.parameter("weight")
-    if private_step.dense_always:
+    if private_step.policy.dense_always:
         return handle.gradient_target("weight")
     return private_step.trigger_of(parameter), partial(_hand_over, private_step, parameter)
 

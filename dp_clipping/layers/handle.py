@@ -78,7 +78,7 @@ class LayerState:
         """
         if name not in self._parameters:
             return None, None
-        shared = self.always_dense or self.private_step.dense_always
+        shared = self.always_dense or self.private_step.policy.dense_always
         if shared or torch.compiler.is_compiling():
             return self.slot(name), None
         parameter = self._parameters[name]
@@ -111,9 +111,9 @@ class LayerState:
         if self.always_dense or torch.compiler.is_compiling():
             return True
         if x is None:
-            return self.private_step.dense_always
+            return self.private_step.policy.dense_always
         tokens = x.shape[:-1].numel() // self.private_step.batch_size
-        return self.private_step.prefers_dense(tokens, *weight.shape)
+        return self.private_step.plans.prefers_dense(tokens, *weight.shape)
 
 
 def expand_shared(x: Tensor, batch_size: int) -> Tensor:

@@ -72,7 +72,7 @@ def _run(
         place = (layout.kind, layout.dim, private_step.batch_size)
         return Dense.apply(*arguments, weight_slot, weight_target, *place, transposed)
     parameter = handle.parameter("weight")
-    private_step.will_use(parameter, x, weight.shape[0])
+    private_step.plans.will_use(parameter, x, weight.shape[0])
     trigger = private_step.trigger_of(parameter)
     return Factors.apply(
         x, weight, bias, bias_slot, trigger, (handle, layout, transposed, bias_target)

@@ -8,6 +8,18 @@ from torch import Tensor
 from torch.nn import Parameter
 
 
+class LayerPlanner(Protocol):
+    """What a linear layer asks in forward, and tells."""
+
+    def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
+        """Announces a linear layer on x [.., p]."""
+        ...
+
+    def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
+        """Returns whether a linear layer's G [d, p] is kept rather than its factors."""
+        ...
+
+
 class Recorder(Protocol):
     """The private step that a layer's calls belong to; `step.private_step` implements it.
 
@@ -19,7 +31,7 @@ class Recorder(Protocol):
         fused: the step runs on kernels, which take `normalized`.
         is_compiled: a part of the network is compiled.
         policy: how the mode works (`modes.Policy`).
-        dense_always: every use delivers G.
+        plans: what becomes of linear layers.
         slots: name of a layer -> parameter's name -> slot, of those that are made beforehand.
         leaves: parameter -> what stands for it in this forward, where FSDP has gathered it.
         shards_parameters: FSDP or tensor parallelism has a part in this step.
@@ -29,11 +41,9 @@ class Recorder(Protocol):
     fused: bool
     is_compiled: bool
     policy: Any
+    plans: LayerPlanner
     slots: dict[str, dict[str, Tensor]]
     leaves: dict[Parameter, Tensor]
-
-    @property
-    def dense_always(self) -> bool: ...
 
     @property
     def shards_parameters(self) -> bool: ...
@@ -48,14 +58,6 @@ class Recorder(Protocol):
 
     def trigger_of(self, parameter: Parameter) -> Tensor:
         """Returns the input that makes backward visit a use of the parameter."""
-        ...
-
-    def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
-        """Announces a linear layer on x [.., p]."""
-        ...
-
-    def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
-        """Returns whether a linear layer's G [d, p] is kept rather than its factors."""
         ...
 
     def dense(self, parameter: Parameter, gradients: Tensor) -> None:

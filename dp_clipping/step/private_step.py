@@ -27,6 +27,7 @@ from torch.nn import Parameter
 from dp_clipping.capture.backward import flush_ready_nodes
 from dp_clipping.capture.checks.losses import Watched
 from dp_clipping.layers.handle import LayerState
+from dp_clipping.layers.recorder import LayerPlanner
 from dp_clipping.modes import Policy
 from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.step.context import StepContext
@@ -45,12 +46,46 @@ class Stage(Enum):
     SUMS = auto()
 
 
+class Plans(LayerPlanner, Protocol):
+    """What becomes of the layers of one step."""
+
+    def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
+        """Returns a layer's slots in a compiled region; None: one for each parameter."""
+        ...
+
+
+class Sums(Protocol):
+    """How a step forms clipped sums, once its coefficients are known."""
+
+    def begin(self) -> None:
+        """Begins, before the second backward if there is one."""
+        ...
+
+    def second_triggers(self, randomness: Randomness) -> list[Tensor]:
+        """Returns what the second backward has to reach."""
+        ...
+
+    def has_taken(self, parameter: Parameter) -> bool:
+        """Returns whether a second backward comes by a parameter that needs none."""
+        ...
+
+    def emit(self, parameter: Parameter, saved: Any) -> None:
+        """Takes what arrives in the second backward."""
+        ...
+
+    def end(self) -> None:
+        """Forms all sums that are left."""
+        ...
+
+
 class Backend(Protocol):
-    """How a step takes norms and forms sums: one object for each step.
+    """How a step takes norms and turns them into coefficients: one object for each step.
 
     Attributes:
         fused: it runs on kernels, which take `normalized`.
+        plans: what becomes of layers.
         norms: of the parameters so far.
+        sums: forms them; another object after `forget`.
         runs_twice: a second backward follows the clipping; known after `begin`.
     """
 
@@ -58,19 +93,13 @@ class Backend(Protocol):
     norms: StepNorms
 
     @property
+    def plans(self) -> Plans: ...
+
+    @property
+    def sums(self) -> Sums: ...
+
+    @property
     def runs_twice(self) -> bool: ...
-
-    def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
-        """Returns a layer's slots in a compiled region; None: one for each parameter."""
-        ...
-
-    def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
-        """Notes that a linear layer is about to be run on x [.., p]."""
-        ...
-
-    def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
-        """Returns whether G [d, p] of a linear layer is kept rather than its factors."""
-        ...
 
     def begin(self, losses: Tensor, clip_norms: Tensor, accumulate: Accumulate) -> None:
         """Prepares for a backward; sums will go to `accumulate`."""
@@ -78,10 +107,6 @@ class Backend(Protocol):
 
     def in_backward(self) -> AbstractContextManager:
         """Returns a context for each of the backwards."""
-        ...
-
-    def has_taken(self, parameter: Parameter) -> bool:
-        """Returns whether a second backward comes by a parameter that needs none."""
         ...
 
     def dense(self, parameter: Parameter, gradients: Tensor, own: Tensor | None = None) -> None:
@@ -104,22 +129,6 @@ class Backend(Protocol):
         """Turns norms into coefficients."""
         ...
 
-    def second_triggers(self, randomness: Randomness) -> list[Tensor]:
-        """Returns what the second backward has to reach."""
-        ...
-
-    def begin_sums(self) -> None:
-        """Begins to form sums, before the second backward if there is one."""
-        ...
-
-    def emit(self, parameter: Parameter, saved: Any) -> None:
-        """Takes what arrives in the second backward."""
-        ...
-
-    def end_sums(self) -> None:
-        """Forms all sums that are left."""
-        ...
-
     def forget(self) -> None:
         """Drops what belongs to one backward."""
         ...
@@ -128,8 +137,8 @@ class Backend(Protocol):
 class PrivateStep:
     """A private step: forward, backward, norms and clipped sums of one batch.
 
-    Its methods are the eleven of `layers.recorder.Recorder`, by which layers ask in forward and
-    deliver in backward, and `backward`, which the criterion's loss starts.
+    Most of its methods are those of `layers.recorder.Recorder`, by which layers ask in forward and
+    deliver in backward. The criterion's loss starts `backward`.
 
     Args:
         context: what all steps of the model have in common.
@@ -146,7 +155,7 @@ class PrivateStep:
 
     def __init__(self, context: StepContext, batch_size: int, backend: Backend):
         self.context, self.batch_size, self.backend = context, batch_size, backend
-        self.capture = context.capture
+        self.capture, self.plans = context.capture, backend.plans
         self.is_empty = False
         self.leaves: dict[Parameter, Tensor] = {}
         self.watched: Watched | None = None
@@ -167,10 +176,6 @@ class PrivateStep:
         return self.context.policy
 
     @property
-    def dense_always(self) -> bool:
-        return self.policy.dense_always
-
-    @property
     def shards_parameters(self) -> bool:
         return self.context.sharding is not None
 
@@ -185,7 +190,7 @@ class PrivateStep:
 
     def slots_of(self, handle: LayerState) -> dict[str, Tensor]:
         """All that the layer may ask for where none can be made."""
-        slots = self.backend.slots_of(self, handle)
+        slots = self.plans.slots_of(self, handle)
         if slots is None:
             slots = {name: self.slot(parameter) for name, parameter in handle.parameters().items()}
         return slots
@@ -194,14 +199,6 @@ class PrivateStep:
         """The leaf whose gradient, a nothing, makes backward visit what uses the parameter."""
         return self.capture.triggers[parameter]
 
-    def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
-        """A linear layer is about to be run on x [.., p]."""
-        self.backend.will_use(parameter, x, outputs)
-
-    def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
-        """Whether G [d, p] of a linear layer is kept rather than its factors."""
-        return self.backend.prefers_dense(tokens, outputs, inputs)
-
     # ---- what layers hand over in backward ------------------------------------------------------
 
     def dense(self, parameter: Parameter, gradients: Tensor, own: Tensor | None = None) -> None:
@@ -209,7 +206,7 @@ class PrivateStep:
         if not self._is_new(parameter):
             return
         if self._stage is Stage.SUMS:
-            self.backend.emit(parameter, gradients)
+            self.backend.sums.emit(parameter, gradients)
         else:
             self.backend.dense(parameter, gradients, own)
 
@@ -218,7 +215,7 @@ class PrivateStep:
         if not self._is_new(parameter):
             return
         if self._stage is Stage.SUMS:
-            self.backend.emit(parameter, factors)
+            self.backend.sums.emit(parameter, factors)
         else:
             self.backend.factors(parameter, factors)
 
@@ -238,7 +235,7 @@ class PrivateStep:
         Raises:
             RuntimeError: the norm would miss something.
         """
-        if self._stage is Stage.SUMS and self.backend.has_taken(parameter):
+        if self._stage is Stage.SUMS and self.backend.sums.has_taken(parameter):
             return False
         name = self.capture.names[parameter]
         if self._stage is Stage.IDLE:
@@ -306,15 +303,15 @@ class PrivateStep:
 
     def _sum(self, losses: Tensor, randomness: Randomness | None) -> None:
         """`randomness`: of the first backward, if there is a second."""
-        self._stage = Stage.SUMS
-        self.backend.begin_sums()
+        self._stage, sums = Stage.SUMS, self.backend.sums
+        sums.begin()
         if randomness is not None:
             first, self._seen = self._seen, set()
-            triggers = self.backend.second_triggers(randomness)
+            triggers = sums.second_triggers(randomness)
             with randomness.again(), self.context.timer.part("second_backward"):
                 self._run_backward(losses, triggers, retain_graph=False)
             self._seen |= first  # the second one may go less deep
-        self.backend.end_sums()
+        sums.end()
 
     def _run_backward(self, losses: Tensor, triggers: list[Tensor], retain_graph: bool) -> None:
         """Backward as far as the triggers' uses; parameters must not be reached by another way.

@@ -7,12 +7,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from dp_clipping.capture.network import CapturedNetwork
+from dp_clipping.distributed.gradient_reduce import ShardedSums
 from dp_clipping.kernels.launch.tiles import tile_of
 from dp_clipping.kernels.sorted_coefficients import Coefficients
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
 from dp_clipping.layers.linear_factors import LinearFactors
-from dp_clipping.profiling.timer import Label
+from dp_clipping.planning.cost_model import SUM_BYTES
+from dp_clipping.profiling.timer import Label, Timer
+from dp_clipping.step.fused.launch_schedule import LaunchSchedule
+from dp_clipping.step.rng_replay import Randomness
 
 
 def clipped_sums(
@@ -23,10 +28,10 @@ def clipped_sums(
     tile_size: int | None,
     label: Label,
 ) -> dict[Parameter, Tensor]:
-    """Σ_i c_i G_i of each parameter, [*parameter] in float32, in the order of `saved`.
+    """Returns Σ_i c_i G_i of each parameter, [*parameter] in float32, in the order of `saved`.
 
     Args:
-        remains: parameter -> G [B, *parameter], a linear layer's factors, or what has a
+        saved: parameter -> G [B, *parameter], a linear layer's factors, or what has a
             `weighted_sum`; emptied, so that a sum that leaves frees what it was formed of.
         groups: parameter -> its clipping group.
         shapes: of the parameters as layers use them.
@@ -58,14 +63,22 @@ def clipped_sums(
     return {parameter: totals[parameter] for parameter in row_of}
 
 
-class SumQueue:
-    """What sums of one backward are formed of, until they are.
+class FusedSums:
+    """What sums of one backward are formed of, until they are, with few launches.
+
+    Args:
+        capture: the parameters.
+        shards: takes sums to their shards; None: the network is not sharded.
+        timer: of the step.
+        tile_size: of the kernels, None: chosen by them.
+        schedule: when queued work is launched.
 
     Attributes:
         kept: parameter -> what waits for coefficients, in order of arrival.
-        taken: parameters whose sums wait for a common launch, or have been formed.
+        recomputed: parameters of which a second backward brings that.
         scale: coefficients of all groups, when they are known.
         accumulate: takes the sums.
+        is_in_backward: a backward runs, which has sync points.
     """
 
     scale: Coefficients
@@ -73,35 +86,94 @@ class SumQueue:
 
     def __init__(
         self,
-        groups: Mapping[Parameter, int],
-        shapes: Mapping[Parameter, torch.Size],
+        capture: CapturedNetwork,
+        shards: ShardedSums | None,
+        timer: Timer,
         tile_size: int | None,
-        label: Label,
+        schedule: LaunchSchedule,
     ):
+        self.capture, self.shards, self.schedule = capture, shards, schedule
+        self._how = capture.groups, capture.shapes, tile_size, timer.layers
         self.kept: dict[Parameter, Any] = {}
-        self.taken: set[Parameter] = set()
-        self._waiting: dict[Parameter, Any] = {}
-        self._how = groups, shapes, tile_size, label
+        self.recomputed: list[Parameter] = []
+        self.is_in_backward = False
+        self._taken: set[Parameter] = set()  # whose sums are queued, or have been formed
+        self._queued: dict[Parameter, Any] = {}
 
     def __len__(self) -> int:
-        """How many wait for a launch."""
-        return len(self._waiting)
+        """Returns how many wait for a launch."""
+        return len(self._queued)
 
-    def add(self, parameter: Parameter, saved: Any) -> None:
+    def begin(self) -> None:
+        self.schedule.begin()
+        if self.capture.sharding is not None:
+            self.end()  # beside what the second backward brings of the same modules
+            self.schedule.reset_sync_point()
+
+    def second_triggers(self, randomness: Randomness) -> list[Tensor]:
+        """Only as deep as it must, and everywhere if the first one drew random numbers.
+
+        On the ranks of a sharded model the network draws alike, so they agree on what they gather.
+        """
+        triggers = self.capture.triggers
+        if self.recomputed and randomness.has_moved:
+            return list(triggers.values())
+        return [triggers[parameter] for parameter in self.recomputed]
+
+    def has_taken(self, parameter: Parameter) -> bool:
+        return parameter in self.kept or parameter in self._taken
+
+    def emit(self, parameter: Parameter, saved: Any) -> None:
+        self.schedule.check_stream(saved if isinstance(saved, Tensor) else saved.y)
+        if not isinstance(saved, Tensor | LinearFactors):
+            saved = saved.on_kernels()
+        self._queue(parameter, saved)
+
+    def end(self) -> None:
+        while self.kept:
+            parameter = next(iter(self.kept))
+            self._queue(parameter, self.kept.pop(parameter))
+        self._flush()
+
+    def launch_ready(self) -> None:
+        """Lets sums that have been formed leave, at a sync point."""
+        self.schedule.reset_sync_point()
+        if self.shards is not None:
+            self.shards.launch_ready()
+
+    def bytes_of(self, parameter: Parameter) -> int:
+        """Returns what forming its sum takes for a moment.
+
+        In a backward, sums of a sharded model stay until ranks meet, whenever they are formed: then
+        it is no reason to form them early.
+        """
+        if self.shards is not None and self.shards.deferred:
+            return 0
+        return SUM_BYTES * self.capture.shapes[parameter].numel()
+
+    def _queue(self, parameter: Parameter, saved: Any) -> None:
         """Lets a parameter's sum wait for a common launch."""
-        self._waiting[parameter] = saved
-        self.taken.add(parameter)
+        self._queued[parameter] = saved
+        self._taken.add(parameter)
+        held = getattr(saved, "nbytes", 0) or getattr(saved, "bytes", 0)
+        self.schedule.add(self.bytes_of(parameter) + held)
+        if self.schedule.is_sync_point(parameter) and self.is_in_backward:
+            self._flush()
+            self.launch_ready()
+        elif self.schedule.is_crowded():
+            self._flush()
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Forms the sums that wait."""
-        waiting, self._waiting = self._waiting, {}
-        if waiting:
-            self.form(waiting, self.scale)
+        self.schedule.launched()
+        queued, self._queued = self._queued, {}
+        if queued:
+            self.form(queued, self.scale)
 
     @torch.no_grad()
     def form(self, saved: dict[Parameter, Any], scale: Coefficients) -> None:
         """Forms sums of several parameters; `saved` is emptied."""
-        self.taken.update(saved)
+        self._taken.update(saved)
         totals = clipped_sums(saved, scale, *self._how)
         for parameter in list(totals):
             self.accumulate(parameter, totals.pop(parameter))

@@ -14,9 +14,11 @@ itself, by what backward has freed and nobody took since.
 from collections import Counter
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from dp_clipping.distributed.sharding import Sharding
+from dp_clipping.kernels.launch.tiles import stream_on
 
 PENDING_BYTES = 1 << 28  # of what waits for a common launch, in any case
 MOST_PENDING_BYTES = 1 << 31  # the same, in memory that backward has freed
@@ -35,6 +37,7 @@ class LaunchSchedule:
     def __init__(self, sharding: Sharding | None, device: torch.device):
         self._sharding, self._device = sharding, device
         self._at_first = self._held = allocated(device)
+        self._stream: int | None = None  # of the backward under way
         self.begin()
 
     def begin(self) -> None:
@@ -47,7 +50,21 @@ class LaunchSchedule:
     def begin_backward(self) -> None:
         """From here on memory is freed."""
         self._held = allocated(self._device)
+        self._stream = None
         self.begin()
+
+    def check_stream(self, x: Tensor) -> None:
+        """Raises RuntimeError if layers ran on several streams: what a launch reads is on one."""
+        if not x.is_cuda:
+            return
+        stream = stream_on(x.device)
+        if self._stream is None:
+            self._stream = stream
+        elif self._stream != stream:
+            raise RuntimeError(
+                "layers of one backward ran on several CUDA streams, which the flash modes "
+                "cannot take: run the forward on one stream, or use bookkeeping or ghost"
+            )
 
     @property
     def saved(self) -> int:

@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.distributed.dtensor import local
+from dp_clipping.layers.handle import LayerState
 from dp_clipping.modes import Policy
 from dp_clipping.planning.cost_model import LayerPlan, LinearShape, Rates
 from dp_clipping.planning.plan import Plan
@@ -60,6 +61,21 @@ class LayerPlans:
             self._names[parameter], self._batch_size, tokens, inputs, outputs,
             x.element_size(), stored_dtype(x.dtype).itemsize,
         )  # fmt: skip
+
+    def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
+        """Returns False: the plan decides when factors arrive."""
+        return False
+
+    def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
+        """Returns a linear layer's slots in a compiled region; None: one for each parameter."""
+        forecast = self._forecast
+        parameter = handle.parameters().get("weight")
+        if forecast is None or parameter is None or parameter not in forecast.uses:
+            return None
+        slots = forecast.slots(private_step, handle, self.ahead[self._names[parameter]].algorithm)
+        if "bias" in handle.trainable:
+            slots["bias"] = private_step.slot(handle.parameter("bias"))
+        return slots
 
     @cached_property
     def ahead(self) -> Plan:

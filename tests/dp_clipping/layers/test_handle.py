@@ -14,15 +14,17 @@ from dp_clipping.layers.handle import (
     expand_shared,
     product_dtype,
 )
+from dp_clipping.modes import Policy
 
 
 class Recorder:
     """As much of a private step as a layer's state asks."""
 
-    batch_size, dense_always = 4, False
+    batch_size, policy = 4, Policy()
 
     def __init__(self):
         self.made, self.given = [], []
+        self.plans = self
 
     def slot(self, parameter):
         self.made.append(parameter)

@@ -16,7 +16,7 @@ def test_two_pass_modes_keep_nothing(mode, twice):
     assert isinstance(backend, PlainBackend)
     assert backend.runs_twice == twice
     loss.backward()
-    assert not backend.kept
+    assert not backend.sums.kept
     assert not backend.norms.found
 
 

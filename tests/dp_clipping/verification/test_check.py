@@ -15,7 +15,7 @@ from dp_clipping import MODES, PrivacyEngine
 from dp_clipping.capture.discovery import LayoutDiscovery
 from dp_clipping.clipping.accumulation import Weights
 from dp_clipping.step import plain_backend
-from dp_clipping.step.plain_backend import PlainBackend
+from dp_clipping.step.plain_backend import PlainSums
 from dp_clipping.verification import check
 from dp_clipping.verification import reference as oracle
 from dp_clipping.verification import report as check_report
@@ -397,7 +397,7 @@ def test_on_a_gpu(dtype):
 
 def break_sums(monkeypatch, factor: float, name: str) -> None:
     """One parameter's coefficients are too large."""
-    hand_on = PlainBackend._sum
+    hand_on = PlainSums._sum
 
     def wrong(self, parameter, saved):
         own = self._weights
@@ -408,7 +408,7 @@ def break_sums(monkeypatch, factor: float, name: str) -> None:
         hand_on(self, parameter, saved)
         self._weights = own
 
-    monkeypatch.setattr(PlainBackend, "_sum", wrong)
+    monkeypatch.setattr(PlainSums, "_sum", wrong)
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "ghost", "per_sample"])
