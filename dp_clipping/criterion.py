@@ -149,6 +149,7 @@ class PrivateCriterion:
             )
         self.model, self.criterion, self.loss_reduction = model, criterion, reduction
         self._carried = Carried(criterion, self._again, batch_first=True)
+        self._largest = 0  # batch that has been looked at, all of it
 
     def __call__(
         self, *args: Any, shape: tuple[int, ...] | None = None, **kwargs: Any
@@ -181,7 +182,9 @@ class PrivateCriterion:
                 self._per_sample, self._carried.state, args, kwargs, expected, shape,
                 self.model.batch_first,
             )  # fmt: skip
-            exchange.check(private_step.watched.number)
+            is_whole = expected > self._largest
+            self._largest = max(self._largest, expected)
+            exchange.check(private_step.watched.number, is_whole)
         return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
 
     def for_model(self, model: Any) -> "PrivateCriterion":

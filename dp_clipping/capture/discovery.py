@@ -130,8 +130,9 @@ class LayoutDiscovery:
         if self._sharding is None and batch.size < FEW:
             return None
         carries = partial(self._refuse_carried, batch)
-        with restored(self.carried.state, carries, is_of_runs=self._sharding is None):
-            places = not self._schedule.settled
+        places, alone = not self._schedule.settled, self._sharding is None
+        is_watched = places or self._schedule.is_whole(batch.size)
+        with restored(self.carried.state, carries, is_of_runs=alone, is_watched=is_watched):
             if places:
                 self._check_places(batch)
             number, is_whole = self._schedule.next_check(batch.size)

@@ -23,7 +23,9 @@ from dp_clipping.capture.checks.state import (
     PLAIN,
     Change,
     Mark,
+    Named,
     State,
+    Values,
     Writes,
     equal,
     has_attributes,
@@ -55,13 +57,14 @@ class Restored:
         changes: what it has changed; known once it is done.
     """
 
-    def __init__(self, state: State, is_of_runs: bool = False):
+    def __init__(self, state: State, is_of_runs: bool = False, is_watched: bool = True):
         state.walk()
         state.changes = self.changes = []
         self.mark = state.mark()
         self.writes = Writes(self.mark)
-        state.watch = self.writes if is_of_runs else None
-        self._is_of_runs = is_of_runs
+        state.watch = self.writes if is_of_runs and is_watched else None
+        self._values = Values(self.mark) if is_of_runs else None
+        self._is_watched = is_watched
 
     def left(self) -> Left:
         """Returns name -> what has changed so far, values of tensors copied."""
@@ -76,20 +79,34 @@ class Restored:
     def put_back(self) -> None:
         self.changes += self.mark.replaced()
         self.mark.put_back()
-        unseen = self.mark.written() if self._is_of_runs else []  # by the runs after the first
-        changed = [named for named in unseen if id(named) not in self.writes.copies]
-        changed += self.writes.put_back()
-        self.changes += [named.holder.change(named.key) for named in changed]
+        unseen = self.mark.written() if self._values is not None else []
+        changed = self.writes.put_back()
+        if self._values is not None:  # by runs that are not watched
+            changed += [named for named in unseen if self._is_news(named)]
+            changed += self._values.put_back()
+        found = {id(named): named for named in changed}
+        self.changes += [named.holder.change(named.key) for named in found.values()]
+
+    def _is_news(self, named: Named) -> bool:
+        """Returns whether a new version says more than the tensor's values do."""
+        if self._is_watched:
+            return id(named) not in self.writes.copies
+        return isinstance(named.tensor, nn.Parameter)
 
 
 @contextmanager
 def restored(
-    state: State, carries: Callable[[], Any] | None = None, is_of_runs: bool = False
+    state: State,
+    carries: Callable[[], Any] | None = None,
+    is_of_runs: bool = False,
+    is_watched: bool = True,
 ) -> Iterator[Restored]:
     """Puts back what the body changes, also if it raises.
 
-    With `is_of_runs` the body computes in `State.rewound` only, again and again from one state: the
-    first of these runs tells what operators write to, and the others are not watched.
+    With `is_of_runs` the body computes in `State.rewound` only, again and again from one state: in
+    the first of these runs each operator that writes is noticed, unless `is_watched` is False, and
+    at the end the tensors' values are compared. A parameter whose values only another run than a
+    watched one has changed is refused, and keeps them.
 
     `carries` is called afterwards where working state has changed, and raises if that carries data.
     What is found here is raised in place of the body's own error, which may come of it.
@@ -97,7 +114,7 @@ def restored(
     Raises:
         ValueError: naming parameters and persistent buffers that the body has changed.
     """
-    body, error = Restored(state, is_of_runs), None
+    body, error = Restored(state, is_of_runs, is_watched), None
     try:
         with nullcontext() if is_of_runs else body.writes:
             yield body

@@ -29,6 +29,7 @@ OF_SIZE = (
     "division by the size of the batch, for example): per-sample gradients need a loss for each "
     "sample alone; return that, and the mean is taken by loss_reduction='mean'"
 )
+PART = 8  # samples of a check in between
 REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError)
 
 
@@ -62,6 +63,8 @@ class Watched:
         if not losses.requires_grad or not self._pairs:
             return
         size = len(losses)
+        if self.number and self._are_apart(losses):
+            return
         base = self._gradients(losses, torch.ones_like(losses))
         for (y, layout), gradient in zip(self._pairs, base, strict=True):
             if _is_of_all(layout) and gradient is not None:
@@ -77,13 +80,31 @@ class Watched:
             if _any_differs(base, self._gradients(losses, weights), stays):
                 raise ValueError(OF_OUTPUTS)
 
-    def _gradients(self, losses: Tensor, weights: Tensor) -> list[Summary | None]:
-        """Returns summaries of the gradients of the outputs; None: zero, of one without samples."""
+    def _are_apart(self, losses: Tensor) -> bool:
+        """Returns whether losses of half of the samples have no derivative for the others' outputs.
+
+        One backward tells. A derivative that only cancels is no zero, and is compared.
+        """
+        if any(_is_of_all(layout) for _, layout in self._pairs):
+            return False
+        stays = torch.tensor(halves(len(losses), self.number)[0], device=losses.device)
+        gradients = self._of_outputs(losses, torch.where(stays, 0.0, 1.0).to(losses.dtype))
+        largest = losses.new_zeros(len(losses), dtype=torch.float32)
+        for gradient, (_, layout) in zip(gradients, self._pairs, strict=True):
+            rows = layout.batch_first(gradient, len(losses)).flatten(1)
+            largest += torch.linalg.vector_norm(rows, torch.inf, 1).to(largest)
+        return bool((largest.where(stays, 0.0) == 0).all())
+
+    def _of_outputs(self, losses: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
         ys = [y for y, _ in self._pairs]
-        found = torch.autograd.grad(
+        return torch.autograd.grad(
             losses, ys, weights, retain_graph=True, allow_unused=True, materialize_grads=True
         )
+
+    def _gradients(self, losses: Tensor, weights: Tensor) -> list[Summary | None]:
+        """Returns summaries of the gradients of the outputs; None: zero, of one without samples."""
         summaries = []
+        found = self._of_outputs(losses, weights)
         for gradient, (_, layout) in zip(found, self._pairs, strict=True):
             if _is_of_all(layout):
                 summaries.append(Summary(gradient, 1.0) if bool((gradient != 0).any()) else None)
@@ -162,17 +183,39 @@ class Exchange:
             if found and (self._tensors[n].is_floating_point() or not ragged)
         }
 
-    def check(self, number: int) -> None:
-        """Raises ValueError if a sample's loss depends on others."""
+    def check(self, number: int, is_whole: bool = True) -> None:
+        """Raises ValueError if a sample's loss depends on others.
+
+        Unless `is_whole`, at most `PART` samples are looked at; all, where those do not agree.
+        """
+        if not is_whole and not self._ragged and self._part_agrees(number):
+            return
         with restored(self._state):
             base = self._run({})
         places = first = {n: found[0] for n, found in self._places.items()}
         for which, stays in enumerate(halves(self._size, number)):
             rows = company(stays, number + which)
-            if self._agrees(base, first, rows) is not True:
+            if self._agrees(base, first, rows, stays) is not True:
                 places = self._find(base, first, rows)
         if places and not self._ragged:
             self._check_size(base, places)
+
+    def _part_agrees(self, number: int) -> bool:
+        """Returns whether losses of some samples are the same beside others, and among more."""
+        places = {n: found[0] for n, found in self._places.items()}
+        size = min(self._size, PART)
+        start = (number * PART) % (self._size - size + 1)
+        with restored(self._state):
+            try:
+                base = self._run(places, range(start, start + size))
+            except (*REFUSALS, TypeError):
+                return False
+        for which, stays in enumerate(halves(size, number)):
+            rows = [start + i for i in company(stays, number + which)]
+            among_more = bool(which) and not self._is_random
+            if self._agrees(base, places, rows, stays, among_more) is not True:
+                return False
+        return True
 
     def _check_size(self, base: dict, places: dict[int, Layout]) -> None:
         """Compares with a run of one sample more, in front: all have other places among more.
@@ -223,15 +266,30 @@ class Exchange:
             "to the criterion itself, as nn.CrossEntropyLoss(weight=...) or by functools.partial"
         )
 
-    def _agrees(self, base: dict, places: dict[int, Layout], rows: list[int]) -> bool | None:
-        """Returns whether runs agree; None: the criterion does not take such samples together."""
-        stays = torch.tensor([i == row for i, row in enumerate(rows)])
+    def _agrees(
+        self,
+        base: dict,
+        places: dict[int, Layout],
+        rows: list[int],
+        stays: list[bool] | None = None,
+        among_more: bool = False,
+    ) -> bool | None:
+        """Returns whether runs agree; None: the criterion does not take such samples together.
+
+        Args:
+            stays: places whose samples are the same in both; None: those of the whole batch.
+            among_more: another sample is put in front.
+        """
+        stays = [i == row for i, row in enumerate(rows)] if stays is None else stays
         with restored(self._state):
             try:
-                found = self._run(places, rows)
-            except REFUSALS:
+                found = self._run(places, [rows[-1], *rows] if among_more else rows)
+            except (*REFUSALS, TypeError):
                 return None
-        return _agree(base, found, places, stays.to(self._tensors[0].device))
+        if among_more:
+            found = {key: summaries.without_first() for key, summaries in found.items()}
+        device = self._tensors[0].device
+        return _agree(base, found, places, torch.tensor(stays, device=device))
 
     def _candidates(self, x: Tensor) -> list[Layout]:
         """Returns how its samples may lie, the likeliest first; none: it has no samples."""

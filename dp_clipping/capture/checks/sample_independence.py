@@ -65,12 +65,13 @@ class Schedule:
         is_power = self.batches & (self.batches - 1) == 0
         return is_power or (alone and size >= 2 * self._largest > 0)
 
-    def next_check(self, size: int) -> tuple[int, bool]:
-        """Returns the number of the check, from 0, and whether all samples take part in it.
+    def is_whole(self, size: int) -> bool:
+        """Returns whether all samples of a batch take part: no batch as large has been checked."""
+        return size > self._largest
 
-        They do if no batch as large has been checked.
-        """
-        number, is_whole = self.checks, size > self._largest
+    def next_check(self, size: int) -> tuple[int, bool]:
+        """Returns the number of the check, from 0, and whether all samples take part in it."""
+        number, is_whole = self.checks, self.is_whole(size)
         self.checks += 1
         if is_whole:
             self._largest = max(self._largest, size)

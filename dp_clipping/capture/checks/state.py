@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, groupby
 from operator import is_
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -413,6 +413,52 @@ class Writes(TorchDispatchMode):
                         changed.append(named)  # x.data = another
                         now.data = alias
         return changed
+
+
+class Values:
+    """What tensors of a mark hold: the sum of their bits, and copies unless they are parameters.
+
+    It finds writes that raise no version counter, as those through `.data`, with one wait of the
+    host, and without a look at every operator.
+    """
+
+    def __init__(self, mark: Mark):
+        held = [(named, named.tensor.detach()) for named in mark.tensors]
+        self._held = sorted(held, key=lambda pair: str(pair[1].device))
+        self._copies = [
+            None if isinstance(named.tensor, nn.Parameter) else alias.clone()
+            for named, alias in self._held
+        ]
+        self._sums = self._sums_of_bits()
+
+    def _sums_of_bits(self) -> list[Tensor]:
+        """Returns those of all tensors, one tensor per device."""
+        groups = groupby((alias for _, alias in self._held), lambda alias: alias.device)
+        return [torch.stack([_sum_of_bits(x) for x in group]) for _, group in groups]
+
+    @torch.no_grad()
+    def put_back(self) -> list[Named]:
+        """Gives tensors their memory and, unless they are parameters, values; those with others."""
+        found: list[Named] = []
+        for named, alias in self._held:
+            now = named.tensor
+            if now.data_ptr() != alias.data_ptr() or now.shape != alias.shape:
+                found.append(named)  # x.data = another
+                now.data = alias
+        pairs = zip(self._sums, self._sums_of_bits(), strict=True)
+        flags = [flag for old, new in pairs for flag in (old != new).tolist()]
+        for (named, alias), copy, flag in zip(self._held, self._copies, flags, strict=True):
+            if flag:
+                found.append(named)
+                if copy is not None:
+                    alias.copy_(copy)
+        return found
+
+
+def _sum_of_bits(x: Tensor) -> Tensor:
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    return x.contiguous().view(whole[x.element_size()]).sum(dtype=torch.int64)
 
 
 @lru_cache(maxsize=4096)

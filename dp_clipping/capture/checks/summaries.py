@@ -14,6 +14,7 @@ from torch import Tensor
 from dp_clipping.layers.batch_layout import Layout
 
 SIGNS = 4
+LONGEST = 1 << 20
 # Relative to the norm of what a sample has in the tensor. Two runs have the same shapes, so mostly
 # the same kernels; what remains is the order in which a GPU's atomic operations add. With a sample
 # more it is another kernel, so float32 products are full ones: TensorFloat-32 differs by 5e-4.
@@ -88,17 +89,30 @@ def summary(x: Tensor, layout: Layout, batch_size: int) -> Summary:
     x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
     if not x.numel():
         return Summary(x.new_zeros(batch_size, SIGNS + 1, dtype=torch.float64), tolerance)
-    rows = layout.batch_first(x, batch_size)
-    rows = rows.reshape(batch_size, -1, rows.shape[-1] if rows.dim() > 1 else 1)
+    rows = layout.batch_first(x, batch_size).reshape(batch_size, -1)
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32) if is_float else torch.float64)
-    sums = rows @ _signs(rows.shape[2], 0, rows.dtype, rows.device)
-    sums = (sums * _signs(rows.shape[1], 1, rows.dtype, rows.device)).sum(1)
-    norms = torch.linalg.vector_norm(rows.flatten(1), dim=1, keepdim=True)
-    return Summary(torch.cat((sums, norms), 1), tolerance)
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return Summary(torch.cat((_signed_sums(rows), norms), 1), tolerance)
 
 
-@lru_cache(maxsize=256)
-def _signs(size: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns [size, SIGNS] of 1 and -1."""
-    draw = torch.Generator().manual_seed(seed)
-    return (torch.randint(2, (size, SIGNS), generator=draw) * 2 - 1).to(device, dtype)
+def _signed_sums(rows: Tensor) -> Tensor:
+    """Returns the sums [B, SIGNS] of [B, N] under the signs of each row's numbers.
+
+    Above `LONGEST` they are made of the signs of pieces, and of those of the pieces' sums.
+    """
+    signs = _signs(rows.dtype, rows.device)
+    size, length = rows.shape
+    if length <= LONGEST:
+        return rows @ signs[:, :length].t()
+    whole = length // LONGEST * LONGEST
+    pieces = rows[:, :whole].view(size, -1, LONGEST) @ signs.t()
+    weights = signs[:, -pieces.shape[1] :].t()
+    return (pieces * weights).sum(1) + rows[:, whole:] @ signs[:, : length - whole].t()
+
+
+@lru_cache(maxsize=8)
+def _signs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns [SIGNS, LONGEST] of 1 and -1."""
+    draw = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, (SIGNS, LONGEST), generator=draw, dtype=torch.int8) * 2 - 1
+    return signs.to(device, dtype)

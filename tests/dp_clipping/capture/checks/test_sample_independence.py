@@ -391,6 +391,25 @@ def test_a_loss_across_the_batch_is_refused(name, size):
         loss(model(x), y)
 
 
+LATER = [name for name, (_, message) in ACROSS.items() if message and "carried" not in message]
+
+
+@pytest.mark.parametrize("size", [4, 20])
+@pytest.mark.parametrize("name", LATER)
+def test_a_loss_that_begins_to_look_across_the_batch_is_refused_at_the_next_check(name, size):
+    function, message = ACROSS[name]
+    model, criterion = private(nn.Linear(5, 3)), Loss(plain)
+    loss = PrivateCriterion(model, criterion, "mean")
+    torch.manual_seed(size)
+    x, y = torch.randn(size, 5), torch.randn(size, 3)
+    for _ in range(3):
+        loss(model(x), y).backward()
+        model.zero_grad()
+    criterion.function = function
+    with pytest.raises(ValueError, match=message):
+        loss(model(x), y)
+
+
 class Several(nn.Module):
     """Outputs of which a loss may use what it should not."""
 

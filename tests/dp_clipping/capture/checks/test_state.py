@@ -631,3 +631,38 @@ def test_a_function_that_remembers_is_refused():
     criterion = PrivateCriterion(model, loss, "sum")
     with pytest.raises(ValueError, match=r"mean[,:]"):
         criterion(model(torch.randn(4, 4)), torch.randn(4, 3))
+
+
+RUNS: list[int] = []
+
+
+class WritesInSomeRun(nn.Module):
+    """Writes past version counters, in one run of a check."""
+
+    def __init__(self, what: str, run: int):
+        super().__init__()
+        self.layer, self.what, self.run = nn.Linear(4, 3), what, run
+        self.register_buffer("sums", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        RUNS.append(1)
+        if len(RUNS) == self.run:
+            tensor = self.sums if self.what == "sums" else self.layer.weight
+            tensor.data.add_(x.detach().mean())
+        return self.layer(x) + self.sums
+
+
+@pytest.mark.parametrize("run", [4, 5, 7, 10, "later"])
+@pytest.mark.parametrize("what", ["sums", "weight"])
+def test_a_write_past_version_counters_is_found_in_any_run_of_a_check(what, run):
+    RUNS.clear()
+    network = WritesInSomeRun(what, -1)
+    model = private(network)
+    if run == "later":
+        for _ in range(3):
+            private_loss(model, torch.randn(4, 4)).backward()
+            model.zero_grad()
+        run = len(RUNS) + 2
+    network.run = run
+    with pytest.raises(ValueError, match=what):
+        model(torch.randn(4, 4))

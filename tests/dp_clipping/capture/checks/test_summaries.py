@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dp_clipping.capture.checks import summaries
 from dp_clipping.capture.checks.summaries import SIGNS, Seen, compared, differ, summary
 from dp_clipping.layers.batch_layout import Layout
 
@@ -63,3 +64,15 @@ def test_calls_of_one_layer_are_numbered():
     for _ in range(2):
         seen.add("a", "input", one)
     assert list(seen.summaries) == [("a", "input", 0), ("a", "input", 1)]
+
+
+def test_long_rows_are_summed_in_pieces(monkeypatch):
+    monkeypatch.setattr(summaries, "LONGEST", 8)
+    summaries._signs.cache_clear()
+    x = numbers(3, 29)
+    for place in range(29):
+        other = x.clone()
+        other[1, place] += 0.01
+        stays = torch.tensor([True, True, False])
+        assert differ([(summary(x, ROWS, 3), summary(other, ROWS, 3))], stays) == [True]
+    summaries._signs.cache_clear()
