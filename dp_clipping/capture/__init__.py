@@ -2,7 +2,9 @@
 
 Files:
 
-    capture               replaces the layers' forwards; the parameters, their groups and slots
+    capture               a captured network: its parameters, their groups and slots
+    installation          which layers are captured; replaces their forwards
+    vmap_trial            whether modules under vmap can leave their child layers outside
     network               a captured network as steps and searches know it; its modules
     fixed_parameters      refuses parameters that were frozen or replaced meanwhile
     batch                 the samples in a forward's arguments

@@ -8,8 +8,7 @@ No hooks on layers are involved, so `torch.compile`, non-reentrant activation ch
 autocast meet plain autograd functions.
 """
 
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -18,56 +17,16 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dp_clipping.capture.batch import tensors_in
+from dp_clipping.capture.installation import install, uninstall
 from dp_clipping.capture.network import every_module
 from dp_clipping.capture.randomness import fork_randomness
 from dp_clipping.clipping.accumulation import accumulation_dtype
-from dp_clipping.distributed.dtensor import owner_of, plain_name, plain_type
+from dp_clipping.distributed.dtensor import owner_of, plain_name
 from dp_clipping.distributed.sharding import Sharding
-from dp_clipping.layers import convolution, embedding, group_norm, linear, norm
-from dp_clipping.layers import vmap as vectorized
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import Recorder
-from dp_clipping.torch_compat import any_size, is_compiled, reusable_backwards
+from dp_clipping.torch_compat import any_size, can_leave_vmap, is_compiled, reusable_backwards
 from dp_clipping.validation import refuse_offsets
-
-FORWARDS = {
-    "linear": linear.forward,
-    "conv1d": linear.forward,
-    "convolution": convolution.forward,
-    "embedding": embedding.forward,
-    "group_norm": group_norm.forward,
-    "rms_norm": norm.forward,
-    "llama_rms_norm": norm.forward,
-    "layer_norm": norm.forward,
-    "vectorized": vectorized.forward,
-}
-CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
-
-
-def kind_of(module: nn.Module) -> str:
-    """Returns which of `FORWARDS` computes what this module does; `vectorized` is right for any."""
-    names = {name for name, _ in module.named_parameters(recurse=False)}
-    if not names <= {"weight", "bias"} or nn.utils.parametrize.is_parametrized(module):
-        return "vectorized"
-    plain = plain_type(module)
-    method = plain.forward
-    if method is nn.Linear.forward:
-        return "linear"
-    if method is nn.Embedding.forward:
-        return "embedding"
-    if convolution.is_plain(plain):
-        return "convolution"
-    if group_norm.is_plain(module, plain):
-        return "group_norm"
-    if method is nn.RMSNorm.forward:
-        return "rms_norm"
-    if method is nn.LayerNorm.forward and module.weight is not None:
-        return "layer_norm"
-    if norm.is_llama_rms_norm(module):
-        return "llama_rms_norm"
-    if plain.__name__ == "Conv1D" and plain.__module__ == "transformers.pytorch_utils":
-        return "conv1d"
-    return "vectorized"
 
 
 class Capture:
@@ -103,7 +62,9 @@ class Capture:
                 "network.train() before make_private (single modules may stay in evaluation)"
             )
         self.network, self.sharding = network, sharding
-        self.handles = self._install()
+        self._whole: set[nn.Module] = set()
+        self._session: Recorder | None = None
+        self._install()
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         self.names = {p: plain_name(n) for n, p in reversed(list(network.named_parameters()))}
         parts = {} if sharding is None else sharding.parts
@@ -119,14 +80,7 @@ class Capture:
             p: torch.zeros((), device=p.device, requires_grad=True) for p in self.parameters
         }
         self.trigger = next(iter(self.triggers.values()))
-        self._copied = {
-            parameter: owner_of(module, name)
-            for module in network.modules()
-            if "_private" in vars(module) and module._private.kind == "vectorized"
-            for name, parameter in module._private.parameters().items()
-        }
         self._zeros: dict[torch.dtype, Tensor] = {}
-        self._session: Recorder | None = None
         self._hooks = []
         for module, names in () if sharding is None else sharding.gathering:
             owners = {p: owner_of(module, name) for p, name in names.items()}
@@ -135,32 +89,32 @@ class Capture:
 
     # ---- which layers ---------------------------------------------------------------------------
 
-    def _install(self) -> list[LayerState]:
-        handles = []
-        covered: set[nn.Module] = set()
-        for name, module in self.network.named_modules():
-            if module in covered or isinstance(module, CONTAINERS):
-                continue
-            if not any(p.requires_grad for p in _owned(module)):
-                continue
-            kind = kind_of(module)
-            recurse = kind == "vectorized"
-            trainable = tuple(
-                n for n, p in module.named_parameters(recurse=recurse) if p.requires_grad
-            )
-            if recurse:
-                covered.update(module.modules())
-            handle = LayerState(plain_name(name), kind, module, trainable)
-            module._private = handle
-            module.forward = types.MethodType(FORWARDS[kind], module)
-            handles.append(handle)
-        return handles
+    def _install(self) -> None:
+        """Captures the layers; children of modules under vmap apart, where that is possible."""
+        may_be_apart = self.sharding is None and can_leave_vmap() and not self.is_compiled
+        self.handles = install(self.network, self._whole if may_be_apart else None)
+        self._copied = {
+            parameter: owner_of(module, name)
+            for module in self.network.modules()
+            if "_private" in vars(module) and module._private.kind == "vectorized"
+            for name, parameter in module._private.parameters().items()
+        }
+
+    def make_whole(self, handles: Collection[LayerState]) -> None:
+        """Runs the children of these modules under vmap with them; where samples are is forgotten.
+
+        All layers get a new state.
+        """
+        modules = [m for m in self.network.modules() if vars(m).get("_private") in handles]
+        self._whole.update(modules)
+        uninstall(self.network)
+        self._install()
+        for handle in self.handles:
+            handle.private_step = self._session
 
     def remove(self) -> None:
         """Give the modules their own forwards back, and 16-bit parameters 16-bit gradients."""
-        for module in self.network.modules():
-            if "_private" in module.__dict__:
-                del module._private, module.forward
+        uninstall(self.network)
         for hook in self._hooks:
             hook.remove()
         for parameter in self.parameters:
@@ -196,7 +150,7 @@ class Capture:
     @contextmanager
     def attached(self, private_step: Recorder | None) -> Iterator[None]:
         """Inside, calls of the layers belong to the private step (None: to nobody)."""
-        before = [(handle, handle.private_step, handle.slots) for handle in self.handles]
+        before = {handle: (handle.private_step, handle.slots) for handle in self.handles}
         outer, self._session = self._session, private_step
         for handle in self.handles:
             handle.private_step = private_step
@@ -210,8 +164,8 @@ class Capture:
                 yield
         finally:
             self._session = outer
-            for handle, old_session, old_slots in before:
-                handle.private_step, handle.slots = old_session, old_slots
+            for handle in self.handles:
+                handle.private_step, handle.slots = before.get(handle, (outer, {}))
 
     def make_slots(self, private_step: Recorder) -> dict[str, dict[str, Tensor]]:
         """Returns handle -> parameter's name -> slot.
@@ -219,9 +173,16 @@ class Capture:
         Slots are made where a layer asks for one; inside a compiled region none can be made, so a
         network with one gets them all beforehand.
         """
+        if private_step.is_compiled and (apart := self.apart):
+            self.make_whole(apart)
         if not private_step.is_compiled:
             return {handle.name: {} for handle in self.handles}
         return {handle.name: private_step.slots_of(handle) for handle in self.handles}
+
+    @property
+    def apart(self) -> list[LayerState]:
+        """Returns those whose children run outside of vmap."""
+        return [handle for handle in self.handles if handle.children_apart]
 
     @property
     def is_compiled(self) -> bool:
@@ -272,17 +233,3 @@ class Capture:
                         hook = module.register_forward_hook(after, with_kwargs=True)
                         stack.callback(hook.remove)
             yield
-
-
-def _owned(module: nn.Module) -> Iterator[Parameter]:
-    """Yields the module's own parameters, also those of its lists and parametrizations."""
-    yield from module.parameters(recurse=False)
-    if nn.utils.parametrize.is_parametrized(module):
-        yield from module.parametrizations.parameters()
-    # PEFT's DoRA multiplies weights of child layers, so they are captured together.
-    magnitudes = getattr(module, "lora_magnitude_vector", None)
-    if isinstance(magnitudes, nn.Module):
-        yield from magnitudes.parameters()
-    for child in module.children():
-        if isinstance(child, nn.ParameterList | nn.ParameterDict):
-            yield from child.parameters()

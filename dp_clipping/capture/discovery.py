@@ -21,6 +21,7 @@ from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.randomness import same_generators, without_dropout
+from dp_clipping.capture.vmap_trial import unfit_modules
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.layers.handle import LayoutUnknown
@@ -109,8 +110,25 @@ class LayoutDiscovery:
             self._search.forget()
             self._forecaster.forget()
         with restored(self.carried.state, lambda: self.carried.refuse(arguments[0])):
-            self._search.establish(*arguments)
+            self._establish(arguments)
         self._is_known, self._is_provisional = True, size < FEW
+
+    def _establish(self, arguments: list[tuple]) -> None:
+        """Finds the layouts; modules whose children cannot run outside of vmap run with them."""
+        capture = self._capture
+        unfit = capture.apart if capture.is_compiled else []
+        if not unfit:
+            try:
+                self._search.establish(*arguments)
+                unfit = unfit_modules(capture, arguments[0], FEW)
+            except ValueError:
+                unfit = capture.apart
+                if not unfit:
+                    raise
+        if unfit:
+            capture.make_whole(unfit)
+            self._search.forget()
+            self._establish(arguments)
 
     def _check_again_if_unknown(self, batch: Batch) -> int | None:
         try:

@@ -128,7 +128,7 @@ class Search:
         name = handle.name or type(self.capture.network).__name__
         dims = tuple(x.dim() for x in few.inputs)
         sides = [("input", handle.layouts, few.inputs, more.inputs, other.inputs)]
-        if handle.kind == "vectorized":
+        if handle.learns_outputs:
             sides.append(
                 ("output", handle.output_layouts, few.outputs, more.outputs, other.outputs)
             )

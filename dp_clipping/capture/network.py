@@ -1,6 +1,6 @@
 """A captured network as steps and searches know it; its modules, and calls of its layers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,6 +32,9 @@ class CapturedNetwork(Protocol):
     trigger: Tensor
 
     @property
+    def apart(self) -> list[LayerState]: ...
+
+    @property
     def is_compiled(self) -> bool: ...
 
     def attached(self, private_step: Recorder | None) -> AbstractContextManager[None]: ...
@@ -41,6 +44,8 @@ class CapturedNetwork(Protocol):
     def slot_value(self, parameter: Parameter) -> Tensor: ...
 
     def zero(self, dtype: torch.dtype) -> Tensor: ...
+
+    def make_whole(self, handles: Collection[LayerState]) -> None: ...
 
     def remove(self) -> None: ...
 
@@ -67,7 +72,7 @@ def expanded_input(
     handle: LayerState, layouts: Sequence[Layout], inputs: list[Tensor], batch_size: int
 ) -> tuple[tuple, dict] | None:
     """Returns, for a hook before a layer, its shared input expanded to the batch; else None."""
-    if handle.kind != "vectorized" and layouts and layouts[0].kind == "shared":
+    if not handle.learns_outputs and layouts and layouts[0].kind == "shared":
         return (expand_shared(inputs[0], batch_size),), {}
     return None
 

@@ -7,7 +7,7 @@ Files:
     batch_layout          where the samples are in a tensor
     linear, convolution, embedding, norm, group_norm    layers with arithmetic of their own
     linear_factors        norms and sums of a linear layer from its inputs and output gradients
-    vmap                  any other module
+    vmap/                 any other module
     tensor_parallel       layers whose parameters are DTensors
     low_precision_sums    weighted sums of 16-bit factors in one product
 """

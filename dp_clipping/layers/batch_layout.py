@@ -116,9 +116,9 @@ def _flattened_order(
     few: Tensor, more: Tensor, length: int, what: str, other: Tensor | None, unsure: str
 ) -> Layout:
     """Returns which of the two orders; both runs start with the same samples, so values tell."""
-    sample_major = _same(more[: FEW * length], few)
+    sample_major = is_close(more[: FEW * length], few)
     by_time = more.unflatten(0, (length, MORE))[:, :FEW].flatten(0, 1)
-    time_major = _same(by_time, few)
+    time_major = is_close(by_time, few)
     if not sample_major and not time_major and other is not None and other.shape == few.shape:
         changed = (other != few).reshape(len(few), -1).any(1)
         if changed.any() and few.isfinite().all():
@@ -135,7 +135,7 @@ def _flattened_order(
     return Layout("sample_major" if sample_major else "time_major")
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def is_close(a: Tensor, b: Tensor) -> bool:
     """Returns whether both are equal up to what kernels of another batch size round."""
     if not a.is_floating_point():
         return torch.equal(a, b)

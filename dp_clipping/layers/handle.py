@@ -40,6 +40,8 @@ class LayerState:
     Attributes:
         name: of the module in the network.
         kind: which file of `layers` its forward comes from.
+        children_apart: it runs under vmap, and its child layers outside of it (`vmap.children`).
+        trial: what runs a module under vmap in a plain forward that tries it; None: none does.
         trainable: names of the parameters it captures, relative to the module.
         private_step: the private step that its calls belong to; None: the layer is an ordinary one.
         slots: name -> the dense slot of this private step.
@@ -54,6 +56,13 @@ class LayerState:
         self.layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
         self.output_layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
         self.always_dense = False
+        self.children_apart = False
+        self.trial: Callable[..., Any] | None = None
+
+    @property
+    def learns_outputs(self) -> bool:
+        """Returns whether `output_layouts` are looked for: else samples stay where they were."""
+        return self.kind in ("vectorized", "child")
 
     def parameter(self, name: str) -> Parameter:
         return self._parameters[name]
@@ -101,7 +110,7 @@ class LayerState:
         expanded to the batch, broadcasting does downstream what it did before.
         """
         (layout,) = self._layouts_at((x.dim(),))
-        check_size(x, layout, self)
+        check_size(x, layout, self, self.private_step.batch_size)
         if layout.kind == "shared":
             return Layout("dimension", 0), expand_shared(x, self.private_step.batch_size)
         return layout, x
@@ -122,9 +131,8 @@ def expand_shared(x: Tensor, batch_size: int) -> Tensor:
     return x.expand(batch_size, *x.shape[1:])
 
 
-def check_size(x: Tensor, layout: Layout, handle: LayerState) -> None:
+def check_size(x: Tensor, layout: Layout, handle: LayerState, batch_size: int) -> None:
     """Refuses an input without rows of its own for every sample."""
-    batch_size = handle.private_step.batch_size
     if layout.kind == "shared":
         fits = not layout.dim or x.shape[0] == 1
     elif layout.kind == "dimension":

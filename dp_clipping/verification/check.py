@@ -256,5 +256,7 @@ def _without_trace(model: Any) -> Iterator[None]:
     finally:
         for module, training in flags:
             module.training = training
+        for handle in capture.handles:  # some may be new
+            handle.layouts, handle.output_layouts = {}, {}
         for handle, *known in layouts:
             handle.layouts, handle.output_layouts, handle.always_dense = known

@@ -115,6 +115,8 @@ class Observer:
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             handle: LayerState = module._private
+            if handle.kind == "child":  # what it sees, its layers do
+                return None
             inputs = [local(x) for x in tensors_in((args, kwargs))]
             key = tuple(x.dim() for x in inputs)
             dims.setdefault(module, []).append(key)
@@ -127,6 +129,8 @@ class Observer:
 
         def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             handle: LayerState = module._private
+            if handle.kind == "child":
+                return output
             key = dims[module].pop()
             if handle.kind == "vectorized":
                 layouts = list(handle.output_layouts.get(key, ()))

@@ -97,9 +97,9 @@ def test_a_shared_input_gets_a_batch(state):
     ids=str,
 )
 def test_every_sample_has_its_own_rows(state, layout, right, wrong):
-    check_size(torch.zeros(right), layout, state)
+    check_size(torch.zeros(right), layout, state, 4)
     with pytest.raises(ValueError, match=r"a\.b got an input of shape .* for a batch of 4 samples"):
-        check_size(torch.zeros(wrong), layout, state)
+        check_size(torch.zeros(wrong), layout, state, 4)
 
 
 def test_which_uses_keep_per_sample_gradients(state):

@@ -2,8 +2,8 @@
 
 The copies are one tensor expanded to [B, *parameter], which takes no memory; its gradient under
 ordinary autograd is G. Nothing is derived by hand, so this is right for every module that treats
-samples apart, and costs what G costs. Convolutions, group norms, attention with packed weights and
-modules that own a bare parameter come here.
+samples apart, and costs what G costs. Attention with packed weights and modules that own a bare
+parameter come here; where it can, the latter runs without its child layers (`children`).
 """
 
 import re
@@ -35,7 +35,22 @@ class Body(nn.Module):
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     handle: LayerState = self._private
     if handle.private_step is None:
-        return type(self).forward(self, *args, **kwargs)
+        run = type(self).forward if handle.trial is None else handle.trial
+        return run(self, *args, **kwargs)
+    slots = {name: handle.slot(name) for name in handle.trainable}
+    return every_sample(self, slots, handle.private_step.batch_size, args, kwargs)
+
+
+def every_sample(
+    self: nn.Module, copies: dict[str, Tensor], batch_size: int, args: tuple, kwargs: dict
+) -> Any:
+    """Returns a module's output for each sample with its own copy of the parameters, joined.
+
+    Args:
+        copies: [B, *parameter] of each that the module captures.
+        args, kwargs: of the whole batch.
+    """
+    handle: LayerState = self._private
     leaves, structure = tree_flatten((args, kwargs))
     leaves = [settled(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     refuse_distributed(handle, *leaves, *self.parameters())
@@ -43,9 +58,8 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     tensors = [leaves[n] for n in places]
     layouts = handle.layouts_of(tensors)
     out_layouts = handle.output_layouts[tuple(x.dim() for x in tensors)]
-    batch_size = handle.private_step.batch_size
     for x, layout in zip(tensors, layouts, strict=True):
-        check_size(x, layout, handle)
+        check_size(x, layout, handle, batch_size)
     body = Body(self)
     rest: list[Any] = []  # what is not a tensor in the output, and how it all fits together
 
@@ -55,7 +69,10 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             inputs[n] = row.unsqueeze(layout.dim) if layout.kind == "dimension" else row
         sample_args, sample_kwargs = tree_unflatten(inputs, structure)
         prefixed = {f"module.{name}": value for name, value in parameters.items()}
-        outputs, shape = tree_flatten(functional_call(body, prefixed, sample_args, sample_kwargs))
+        found = functional_call(
+            body, prefixed, sample_args, sample_kwargs, tie_weights=not handle.children_apart
+        )
+        outputs, shape = tree_flatten(found)
         rest[:] = [[None if isinstance(y, Tensor) else y for y in outputs], shape]
         found = [y for y in outputs if isinstance(y, Tensor)]
         rest.append([n for n, y in enumerate(outputs) if isinstance(y, Tensor)])
@@ -71,17 +88,16 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             for y, layout in zip(found, out_layouts, strict=True)
         )
 
-    every_sample = torch.vmap(
+    run = torch.vmap(
         one_sample,
         in_dims=(dict.fromkeys(handle.trainable, 0), *(_sample_dim(y) for y in layouts)),
         out_dims=tuple(_sample_dim(layout) or 0 for layout in out_layouts),
         randomness="different",
     )
-    slots = {name: handle.slot(name) for name in handle.trainable}
     rows = [layout.split(x, batch_size) for x, layout in zip(tensors, layouts, strict=True)]
     try:
         with _uncovered(self, handle):
-            outputs = every_sample(slots, *rows)
+            outputs = run(copies, *rows)
     except RuntimeError as error:
         if not re.search("vmap|[Bb]atching rule", str(error)):
             raise
@@ -110,7 +126,9 @@ def _join(y: Tensor, layout: Layout) -> Tensor:
 
 def _uncovered(module: nn.Module, handle: LayerState) -> AbstractContextManager:
     """Inside, `functional_call` can put copies in the place of parameters that ranks share."""
-    return nullcontext() if not handle.private_step.shards_parameters else _without_covers(module)
+    step = handle.private_step
+    shares = step is not None and step.shards_parameters
+    return _without_covers(module) if shares else nullcontext()
 
 
 @contextmanager

@@ -1,0 +1,99 @@
+"""Tries modules whose child layers run outside of vmap, before a step relies on it.
+
+What could be wrong there shows in one forward: the module's own code computes with a weight of a
+child, calls it with what is no sample's, or cannot run. Such a module takes its children under vmap
+with it, which is right for any.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dp_clipping.capture.batch import map_tensors, tensors_in
+from dp_clipping.capture.network import CapturedNetwork, expanded_output
+from dp_clipping.capture.randomness import generator_states, without_dropout
+from dp_clipping.layers.batch_layout import Layout, is_close
+from dp_clipping.layers.handle import LayerState
+from dp_clipping.layers.vmap.module import every_sample
+from dp_clipping.torch_compat import current_vmap
+
+
+@torch.no_grad()
+def unfit_modules(capture: CapturedNetwork, arguments: tuple, batch_size: int) -> list[LayerState]:
+    """Returns the modules whose children must run under vmap with them.
+
+    Args:
+        arguments: positional and keyword arguments of a forward of `batch_size` samples.
+    """
+    found: list[LayerState] = []
+    if not capture.apart:
+        return found
+    args, kwargs = arguments
+    for handle in capture.handles:
+        handle.trial = partial(_try, found, capture, batch_size)
+    try:
+        with capture.looked_at(lambda *_: None), without_dropout(capture.network):
+            capture.network(*args, **kwargs)
+    finally:
+        for handle in capture.handles:
+            handle.trial = None
+    return found
+
+
+def _try(
+    unfit: list[LayerState], capture: CapturedNetwork, batch_size: int, module: nn.Module,
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Returns what a module returns in a plain forward; notes it if it is unfit."""
+    handle: LayerState = vars(module)["_private"]
+    if not handle.children_apart or handle in unfit:
+        return type(module).forward(module, *args, **kwargs)
+    copied_args, copied_kwargs = map_tensors(Tensor.clone, (args, kwargs))
+    before = generator_states(capture.network.modules(), capture.trigger.device)
+    plain = type(module).forward(module, *args, **kwargs)
+    is_random = generator_states(capture.network.modules(), capture.trigger.device) != before
+    layouts = handle.output_layouts.get(tuple(x.dim() for x in tensors_in((args, kwargs))), ())
+    try:
+        if not _agrees(module, copied_args, copied_kwargs, batch_size, layouts, plain, is_random):
+            unfit.append(handle)
+    except Exception:  # under vmap with its children it may be fine, and if not will say why
+        unfit.append(handle)
+    return plain
+
+
+def _agrees(
+    module: nn.Module, args: tuple, kwargs: dict, batch_size: int, layouts: tuple[Layout, ...],
+    plain: Any, is_random: bool,
+) -> bool:  # fmt: skip
+    """Returns whether it computes what a plain forward does, with its own parameters alone."""
+    handle: LayerState = vars(module)["_private"]
+    own = handle.parameters()
+    copies = {n: p.detach().expand(batch_size, *p.shape) for n, p in own.items()}
+    others = {id(p) for p in module.parameters() if p.requires_grad}
+    with _Uses(others - {id(p) for p in own.values()}) as uses:
+        found = tensors_in(every_sample(module, copies, batch_size, args, kwargs))
+    expected = tensors_in(expanded_output(handle, layouts, plain, batch_size))
+    if uses.found or [y.shape for y in found] != [y.shape for y in expected]:
+        return False
+    return is_random or all(is_close(*pair) for pair in zip(found, expected, strict=True))
+
+
+class _Uses(TorchFunctionMode):
+    """Notes whether code under vmap computes with one of some parameters."""
+
+    def __init__(self, parameters: set[int]):
+        super().__init__()
+        self._parameters, self.found = parameters, False
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        # Outside of vmap it is the layer that owns the parameter; a dtype or shape is no use.
+        if not self.found and tensors_in(result):
+            given = tensors_in((args, kwargs or {}))
+            self.found = current_vmap() is not None and any(
+                id(x) in self._parameters for x in given
+            )
+        return result

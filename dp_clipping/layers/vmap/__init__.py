@@ -1,0 +1,7 @@
+"""Modules without arithmetic of their own, run under `torch.vmap`.
+
+Files:
+
+    module                every sample with a copy of the parameters
+    children              child layers of such a module, which run outside of vmap
+"""

@@ -1,0 +1,57 @@
+"""Which layers are captured, and which children run outside of their parent's vmap."""
+
+import torch
+from torch import nn
+
+from dp_clipping.capture.installation import install, kind_of, uninstall
+from tests.support.zoo import Net
+
+
+def states(network: nn.Module, whole: set | None) -> dict[str, tuple[str, bool, tuple[str, ...]]]:
+    found = {
+        h.name: (h.kind, h.children_apart, h.trainable) for h in install(network, whole)
+    }  # fmt: skip
+    uninstall(network)
+    return found
+
+
+def block(**members) -> nn.Module:
+    return Net(None, scale=nn.Parameter(torch.ones(3)), **members)
+
+
+def test_kinds():
+    layers = (nn.Linear(2, 2), nn.Embedding(2, 2), nn.LayerNorm(2), nn.Bilinear(2, 2, 2))
+    assert [kind_of(x) for x in layers] == ["linear", "embedding", "layer_norm", "vectorized"]
+
+
+def test_children_are_captured_themselves_or_under_vmap():
+    network = block(
+        layers=nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.ReLU())]), act=nn.ReLU(),
+        frozen=nn.Linear(3, 3).requires_grad_(False),
+    )  # fmt: skip
+    linear = ("linear", False, ("weight", "bias"))
+    assert states(network, set()) == {
+        "": ("vectorized", True, ("scale",)), "layers.0": ("child", False, ()),
+        "layers.0.0": linear, "frozen": ("child", False, ()),
+    }  # fmt: skip
+    everything = ("scale", "layers.0.0.weight", "layers.0.0.bias")
+    for whole in (None, {network}):
+        assert states(network, whole) == {"": ("vectorized", False, everything)}
+    assert not any("forward" in vars(m) for m in network.modules())
+
+
+def test_parameters_that_several_modules_have_stay_together():
+    own = nn.Linear(3, 3)
+    tied = block(a=own, b=nn.Linear(3, 3))
+    tied.again = own.weight
+    several = block(a=nn.Linear(3, 3))
+    several.other = several.scale
+    parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    without = block(a=nn.Linear(3, 3).requires_grad_(False), b=nn.ReLU())
+    for network in (tied, several, parametrized, without):
+        assert not any(is_apart for _, is_apart, _ in states(network, set()).values())
+
+
+def test_lists_of_parameters_are_a_modules_own():
+    network = Net(None, shifts=nn.ParameterList([torch.ones(2)]), a=nn.Linear(2, 2))
+    assert states(network, set())[""] == ("vectorized", True, ("shifts.0",))

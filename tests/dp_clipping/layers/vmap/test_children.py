@@ -1,0 +1,269 @@
+"""Child layers of a module that owns bare parameters: exact outside of vmap, else under it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.layers.handle import LayerState, LayoutUnknown
+from dp_clipping.layers.vmap.children import leaves_vmap
+from dp_clipping.verification import reference as oracle
+from tests.dp_clipping.conftest import assert_close, clipped_sums, private, private_loss
+from tests.support import zoo
+from tests.support.zoo import Net
+
+MODES = ("per_sample", "ghost", "bookkeeping")
+
+
+class WithoutRule(torch.autograd.Function):
+    """A sine that has no rule for vmap."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, gy):
+        return gy * ctx.saved_tensors[0].cos()
+
+
+def bare(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape))
+
+
+def embeddings(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """As a Vision Transformer has them; images [B, 3, 8, 8]."""
+    patches = net.patches(x).flatten(2).transpose(1, 2)
+    tokens = torch.cat([net.token.expand(len(x), -1, -1), patches], dim=1)
+    return net.dropout(tokens + net.positions)
+
+
+def vision() -> nn.Module:
+    first = Net(
+        embeddings, patches=nn.Conv2d(3, 6, 4, 4), token=bare(1, 1, 6), positions=bare(1, 5, 6),
+        dropout=nn.Dropout(0.0),
+    )  # fmt: skip
+    rest = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    return Net(lambda net, x: net.rest(net.first(x)[:, 0]), first=first, rest=rest)
+
+
+def scaled_block() -> nn.Module:
+    """As ConvNeXt has them, one in another."""
+
+    def run(net, x):
+        return x + net.scale * net.mix(net.norm(net.depthwise(x).movedim(1, -1))).movedim(-1, 1)
+
+    def block(**others):
+        return Net(
+            run, depthwise=nn.Conv2d(4, 4, 3, padding=1, groups=4), norm=nn.LayerNorm(4),
+            scale=bare(4, 1, 1), **others,
+        )  # fmt: skip
+
+    inner = Net(
+        lambda net, x: net.gate * torch.tanh(net.linear(x)), linear=nn.Linear(4, 4), gate=bare(4)
+    )
+    return nn.Sequential(nn.Conv2d(3, 4, 2, 2), block(mix=inner), nn.Flatten(), nn.Linear(64, 3))
+
+
+def rows(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """[B, 3, 8, 8] through layers that get flattened, time-major and first-unbatched tensors."""
+    tokens = x.flatten(2)  # [B, 3, 64]
+    flat = net.narrow(tokens.flatten(0, 1)).unflatten(0, (len(x), 3)) * net.scale
+    timed = net.mix(flat.transpose(0, 1)).transpose(0, 1)
+    places = torch.arange(3).expand(len(x), 3)
+    return net.blocks[0](timed + net.places(places) + net.shifts[0]) + net.shifts[1]
+
+
+def in_rows() -> nn.Module:
+    return Net(
+        rows, narrow=nn.Linear(64, 5), scale=bare(5), mix=nn.Sequential(nn.Linear(5, 5), nn.Tanh()),
+        places=nn.Embedding(3, 5), blocks=nn.ModuleList([nn.Linear(5, 3)]),
+        shifts=nn.ParameterList([bare(5), bare(3, 3)]),
+    )  # fmt: skip
+
+
+def without_rule() -> nn.Module:
+    child = Net(lambda net, x: WithoutRule.apply(net.linear(x)), linear=nn.Linear(192, 3))
+    return Net(lambda net, x: net.child(x.flatten(1)) * net.scale, child=child, scale=bare(3))
+
+
+def twice() -> nn.Module:
+    return Net(
+        lambda net, x: net.head(net.layer(torch.tanh(net.layer(x.flatten(1)[:, :6])) * net.scale)),
+        layer=nn.Linear(6, 6), head=nn.Linear(6, 3), scale=bare(6),
+    )  # fmt: skip
+
+
+def frozen() -> nn.Module:
+    net = vision()
+    net.first.positions.requires_grad_(False)
+    net.first.patches.weight.requires_grad_(False)
+    return net
+
+
+def checkpointed() -> nn.Module:
+    inner = vision()
+    return Net(lambda net, x: checkpoint(net.inner, x, use_reentrant=False), inner=inner)
+
+
+def structured() -> nn.Module:
+    """A child that takes and returns dictionaries, lists and a number."""
+
+    def child(net, things):
+        return {"y": [net.linear(things["x"][0])], "n": 2}
+
+    def run(net, x):
+        found = net.child({"x": [x.flatten(1), 3]})
+        return found["n"] * found["y"][0] * net.scale
+
+    child = Net(child, linear=nn.Linear(192, 3))
+    return Net(run, child=child, scale=bare(3))
+
+
+def hidden_call() -> nn.Module:
+    """A grandchild that is called without its parent."""
+    child = nn.Sequential(nn.Linear(192, 4), nn.Linear(4, 3))
+    return Net(
+        lambda net, x: net.child[1](net.child[0](x.flatten(1)) * net.scale),
+        child=child, scale=bare(4),
+    )  # fmt: skip
+
+
+def weight_of_a_child() -> nn.Module:
+    return Net(
+        lambda net, x: F.linear(net.a(x.flatten(1)) * net.scale, net.b.weight),
+        a=nn.Linear(192, 4), b=nn.Linear(4, 3), scale=bare(4),
+    )  # fmt: skip
+
+
+def tied() -> nn.Module:
+    net = Net(
+        lambda net, x: net.a(x.flatten(1)[:, :6]) @ net.table,
+        a=nn.Linear(6, 6, bias=False), table=bare(6, 6),
+    )  # fmt: skip
+    net.a.weight = net.table
+    return nn.Sequential(net, nn.Linear(6, 3))
+
+
+def own_values_into_a_child() -> nn.Module:
+    """A child that sees values of the parameter, and no sample."""
+    return Net(
+        lambda net, x: net.a(x.flatten(1)) + net.b(net.table).sum(0),
+        a=nn.Linear(192, 3), b=nn.Linear(4, 3), table=bare(2, 4),
+    )  # fmt: skip
+
+
+APART = (
+    vision, scaled_block, in_rows, without_rule, twice, frozen, checkpointed, structured,
+    hidden_call,
+)  # fmt: skip
+WHOLE = (weight_of_a_child, tied, own_values_into_a_child)
+
+
+def batch_of(size: int = 4, dtype: torch.dtype = torch.float64):
+    return oracle.move(zoo.classes(size, 3, 8, 8), dtype=dtype)
+
+
+def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    outputs = outputs.flatten(1)[:, :3]
+    return F.cross_entropy(outputs.double(), targets, reduction="none")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("build", [*APART, *WHOLE], ids=lambda build: build.__name__)
+def test_gradients_are_those_of_one_sample_at_a_time(build, mode):
+    network, batch = zoo.seeded(build).double(), batch_of()
+    gradients = oracle.per_sample_gradients(network, batch, loss)
+    norms = oracle.norms(gradients)
+    limit = float(norms.median())
+    model = private(network, mode, limit)
+    for _ in range(2):
+        sums = clipped_sums(model, batch, loss)
+        torch.testing.assert_close(model.per_sample_gradient_norms, norms, rtol=1e-9, atol=0)
+        assert_close(sums, oracle.clipped_sum(gradients, limit), 1e-9)
+        model.zero_grad()
+    assert bool(model.capture.apart) == (build in APART)
+
+
+def test_other_batch_sizes_and_no_samples():
+    network = zoo.seeded(in_rows).double()
+    model = private(network, "bookkeeping")
+    for size in (3, 5, 64, 1, 0):
+        batch = batch_of(size)
+        sums = clipped_sums(model, batch, loss)
+        if size:
+            gradients = oracle.per_sample_gradients(network, batch, loss)
+            norms = oracle.norms(gradients)
+            torch.testing.assert_close(model.per_sample_gradient_norms, norms, rtol=1e-9, atol=0)
+            assert_close(sums, oracle.clipped_sum(gradients, 1.0), 1e-9)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("build", [vision, scaled_block], ids=lambda build: build.__name__)
+def test_layers_have_their_own_arithmetic(build):
+    """Also in 16 bit and under autocast, where norms stay near those in float64."""
+    kinds = {h.name: h.kind for h in private(zoo.seeded(build)).capture.handles}
+    assert {"convolution", "linear", "layer_norm", "vectorized"} <= set(kinds.values())
+    exact = oracle.norms(oracle.per_sample_gradients(zoo.seeded(build).double(), batch_of(), loss))
+    for dtype in (torch.float32, torch.bfloat16):
+        network = zoo.seeded(build)
+        model = private(network, "bookkeeping")
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            private_loss(model, batch_of(dtype=torch.float32), loss).backward()
+        rtol = 1e-4 if dtype == torch.float32 else 5e-2
+        found = model.per_sample_gradient_norms
+        torch.testing.assert_close(found.double(), exact, rtol=rtol, atol=0)
+
+
+def test_clipped_per_layer():
+    network, batch = zoo.seeded(scaled_block).double(), batch_of()
+    gradients = oracle.per_sample_gradients(network, batch, loss)
+    model = private(network, "bookkeeping", clipping="per_layer")
+    groups = {name: model.capture.groups[p] for name, p in network.named_parameters()}
+    limit = 1 / max(groups.values()).__add__(1) ** 0.5
+    sums = clipped_sums(model, batch, loss)
+    for group in set(groups.values()):
+        own = {name: g for name, g in gradients.items() if groups[name] == group}
+        expected = oracle.clipped_sum(own, limit)
+        assert_close({name: sums[name] for name in own}, expected, 1e-9)
+
+
+def test_evaluation_and_removal_leave_the_network_alone():
+    network = zoo.seeded(vision)
+    x = batch_of(dtype=torch.float32)[0]
+    expected = network(x)
+    model = private(network, "bookkeeping")
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(torch.vmap(lambda one: network(one[None])[0])(x), expected)
+    model.to_standard_module()
+    assert not any("forward" in vars(m) or "_private" in vars(m) for m in network.modules())
+    torch.testing.assert_close(network(x), expected)
+
+
+def test_a_network_compiled_takes_children_along():
+    network = zoo.seeded(vision).double()
+    network.first.compile(backend="eager")
+    model = private(network, "bookkeeping")
+    assert model.capture.apart == []
+    batch = batch_of()
+    gradients = oracle.per_sample_gradients(zoo.seeded(vision).double(), batch, loss)
+    clipped_sums(model, batch, loss)
+    norms = oracle.norms(gradients)
+    torch.testing.assert_close(model.per_sample_gradient_norms, norms, rtol=1e-9, atol=0)
+
+
+def test_a_sample_in_an_unknown_place_is_looked_for_again():
+    layer = nn.Linear(3, 3)
+    handle = layer._private = LayerState("a.b", "linear", layer, ("weight", "bias"))
+    handle.trial, handle.layouts = print, {(2,): (Layout("dimension", 0),)}
+    run = leaves_vmap(lambda layer, x: nn.Linear.forward(layer, x))
+    x = torch.randn(4, 3)
+    with pytest.raises(LayoutUnknown, match=r"a\.b"):
+        torch.vmap(lambda row: run(layer, row))(x)  # [3]
+    with pytest.raises(LayoutUnknown, match=r"a\.b"):
+        torch.vmap(lambda row: run(layer, row.expand(2, 3)))(x)
+    found = torch.vmap(lambda row: run(layer, row[None])[0])(x)
+    torch.testing.assert_close(found, nn.Linear.forward(layer, x))
