@@ -81,11 +81,16 @@ def step_in_float64(model, case, batch_size):
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_every_network(case, mode, clipping):
     """Both clipping functions meet both batch sizes, as they have norms only to work on: the other
-    way round in the other style."""
+    way round in the other style.
+
+    Whether samples see each other does not depend on the style, and is looked for in one.
+    """
     functions = ("abadi", "automatic")[:: 1 if clipping == "flat" else -1]
     network = case.build().double()
     with refusals(case, network):
         model = private(network, mode, clipping=clipping)
+        if clipping == "per_layer" and not case.or_refused:
+            model.skip_checks()
         for batch_size, function in zip((zoo.SIZE, 1), functions, strict=True):
             expected = reference(case.name, batch_size)
             clip_norms = limits_of(expected, clipping)
@@ -161,6 +166,8 @@ def test_16_bit(case, mode, dtype):
     expected = reference(case.name, zoo.SIZE, dtype)
     limit = middle(oracle.norms(expected))
     model = private(case.build().to(dtype), mode, limit)
+    if mode != "bookkeeping":  # samples that see each other are looked for in one mode
+        model.skip_checks()
     batch = oracle.move(case.batch(zoo.SIZE), dtype=dtype)
     sums = clipped_sums(model, batch, case.per_sample_loss)
     norms = model.per_sample_gradient_norms
@@ -176,6 +183,8 @@ def test_autocast(case, mode):
     expected = reference(case.name, zoo.SIZE, torch.float32)
     limit = middle(oracle.norms(expected))
     model = private(case.build(), mode, limit)
+    if mode != "bookkeeping":
+        model.skip_checks()
     with torch.autocast("cpu", torch.bfloat16):
         loss = private_loss(model, case.batch(zoo.SIZE), case.per_sample_loss)
     loss.backward()
