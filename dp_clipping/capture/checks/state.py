@@ -255,7 +255,9 @@ class State:
         values = holder.values
         if isinstance(values, dict):
             for key, value in [(k, v) for k, v in values.items() if k not in SKIPPED]:
-                self._visit(value, f"{holder.name}{key}", holder, key, depth + 1)
+                is_long = isinstance(key, Tensor | nn.Module)  # and slow to print
+                name = type(key).__name__ if is_long else key
+                self._visit(value, f"{holder.name}{name}", holder, key, depth + 1)
         else:
             for value in holder._all():
                 self._visit(value, holder.name.rstrip("."), holder, None, depth + 1)
