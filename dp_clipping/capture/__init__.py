@@ -2,8 +2,8 @@
 
 Files:
 
-    capture               a captured network: its parameters, their groups and slots
-    installation          which layers are captured; replaces their forwards
+    capture               replaces the layers' forwards; the parameters, their groups and slots
+    ownership             whose parameters are whose
     vmap_trial            whether modules under vmap can leave their child layers outside
     network               a captured network as steps and searches know it; its modules
     fixed_parameters      refuses parameters that were frozen or replaced meanwhile

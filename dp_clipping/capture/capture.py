@@ -8,6 +8,7 @@ No hooks on layers are involved, so `torch.compile`, non-reentrant activation ch
 autocast meet plain autograd functions.
 """
 
+import types
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,16 +18,64 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dp_clipping.capture.batch import tensors_in
-from dp_clipping.capture.installation import install, uninstall
 from dp_clipping.capture.network import every_module
+from dp_clipping.capture.ownership import (
+    CONTAINERS,
+    called_by,
+    can_be_apart,
+    owned,
+    trainable_names,
+)
 from dp_clipping.capture.randomness import fork_randomness
 from dp_clipping.clipping.accumulation import accumulation_dtype
-from dp_clipping.distributed.dtensor import owner_of, plain_name
+from dp_clipping.distributed.dtensor import owner_of, plain_name, plain_type
 from dp_clipping.distributed.sharding import Sharding
+from dp_clipping.layers import convolution, embedding, group_norm, linear, norm
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import Recorder
+from dp_clipping.layers.vmap import children
+from dp_clipping.layers.vmap import module as vectorized
 from dp_clipping.torch_compat import any_size, can_leave_vmap, is_compiled, reusable_backwards
 from dp_clipping.validation import refuse_offsets
+
+FORWARDS = {
+    "linear": linear.forward,
+    "conv1d": linear.forward,
+    "convolution": convolution.forward,
+    "embedding": embedding.forward,
+    "group_norm": group_norm.forward,
+    "rms_norm": norm.forward,
+    "llama_rms_norm": norm.forward,
+    "layer_norm": norm.forward,
+    "vectorized": vectorized.forward,
+    "child": children.forward,
+}
+
+
+def kind_of(module: nn.Module) -> str:
+    """Returns which of `FORWARDS` computes what this module does; `vectorized` is right for any."""
+    names = {name for name, _ in module.named_parameters(recurse=False)}
+    if not names <= {"weight", "bias"} or nn.utils.parametrize.is_parametrized(module):
+        return "vectorized"
+    plain = plain_type(module)
+    method = plain.forward
+    if method is nn.Linear.forward:
+        return "linear"
+    if method is nn.Embedding.forward:
+        return "embedding"
+    if convolution.is_plain(plain):
+        return "convolution"
+    if group_norm.is_plain(module, plain):
+        return "group_norm"
+    if method is nn.RMSNorm.forward:
+        return "rms_norm"
+    if method is nn.LayerNorm.forward and module.weight is not None:
+        return "layer_norm"
+    if norm.is_llama_rms_norm(module):
+        return "llama_rms_norm"
+    if plain.__name__ == "Conv1D" and plain.__module__ == "transformers.pytorch_utils":
+        return "conv1d"
+    return "vectorized"
 
 
 class Capture:
@@ -90,15 +139,54 @@ class Capture:
     # ---- which layers ---------------------------------------------------------------------------
 
     def _install(self) -> None:
-        """Captures the layers; children of modules under vmap apart, where that is possible."""
+        """Replaces the forwards of all modules that own trainable parameters.
+
+        One that owns bare parameters runs under vmap. Its child layers are captured as any others,
+        and run outside of it where that is possible.
+        """
         may_be_apart = self.sharding is None and can_leave_vmap() and not self.is_compiled
-        self.handles = install(self.network, self._whole if may_be_apart else None)
-        self._copied = {
-            parameter: owner_of(module, name)
-            for module in self.network.modules()
-            if "_private" in vars(module) and module._private.kind == "vectorized"
-            for name, parameter in module._private.parameters().items()
-        }
+        self.handles: list[LayerState] = []
+        self._copied: dict[Parameter, tuple[nn.Module, str]] = {}
+        covered: set[nn.Module] = set()
+        inside: set[nn.Module] = set()  # of modules whose children run outside of vmap
+        called: set[nn.Module] = set()  # by their own code
+        for name, module in self.network.named_modules():
+            if module in covered or isinstance(module, CONTAINERS):
+                continue
+            if any(p.requires_grad for p in owned(module)):
+                kind = kind_of(module)
+            elif module in called:
+                kind = "child"
+            else:
+                continue
+            is_apart = kind == "vectorized" and may_be_apart and self._can_be_apart(module)
+            if is_apart:
+                inside.update(child for child in module.modules() if child is not module)
+                called.update(c for c in called_by(module) if any(True for _ in c.parameters()))
+            elif kind == "vectorized":
+                covered.update(module.modules())
+            self._replace_forward(plain_name(name), kind, module, is_apart, module in inside)
+
+    def _can_be_apart(self, module: nn.Module) -> bool:
+        return module not in self._whole and can_be_apart(module)
+
+    def _replace_forward(
+        self, name: str, kind: str, module: nn.Module, is_apart: bool, is_inside: bool
+    ) -> None:
+        takes_all = kind == "vectorized" and not is_apart
+        handle = LayerState(name, kind, module, trainable_names(module, takes_all, is_apart))
+        handle.children_apart = is_apart
+        run = children.leaves_vmap(FORWARDS[kind]) if is_inside else FORWARDS[kind]
+        module._private, module.forward = handle, types.MethodType(run, module)
+        self.handles.append(handle)
+        if kind == "vectorized":
+            for own, parameter in handle.parameters().items():
+                self._copied[parameter] = owner_of(module, own)
+
+    def _uninstall(self) -> None:
+        for module in self.network.modules():
+            if "_private" in vars(module):
+                del module._private, module.forward
 
     def make_whole(self, handles: Collection[LayerState]) -> None:
         """Runs the children of these modules under vmap with them; where samples are is forgotten.
@@ -107,14 +195,14 @@ class Capture:
         """
         modules = [m for m in self.network.modules() if vars(m).get("_private") in handles]
         self._whole.update(modules)
-        uninstall(self.network)
+        self._uninstall()
         self._install()
         for handle in self.handles:
             handle.private_step = self._session
 
     def remove(self) -> None:
         """Give the modules their own forwards back, and 16-bit parameters 16-bit gradients."""
-        uninstall(self.network)
+        self._uninstall()
         for hook in self._hooks:
             hook.remove()
         for parameter in self.parameters:

@@ -5,6 +5,7 @@ child, calls it with what is no sample's, or cannot run. Such a module takes its
 with it, which is right for any.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,8 @@ from torch.overrides import TorchFunctionMode
 from dp_clipping.capture.batch import map_tensors, tensors_in
 from dp_clipping.capture.network import CapturedNetwork, expanded_output
 from dp_clipping.capture.randomness import generator_states, without_dropout
-from dp_clipping.layers.batch_layout import Layout, is_close
+from dp_clipping.layers.batch_layout import is_close
 from dp_clipping.layers.handle import LayerState
-from dp_clipping.layers.vmap.module import every_sample
 from dp_clipping.torch_compat import current_vmap
 
 
@@ -44,10 +44,14 @@ def unfit_modules(capture: CapturedNetwork, arguments: tuple, batch_size: int) -
 
 
 def _try(
-    unfit: list[LayerState], capture: CapturedNetwork, batch_size: int, module: nn.Module,
-    *args: Any, **kwargs: Any,
+    unfit: list[LayerState], capture: CapturedNetwork, batch_size: int,
+    every_sample: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict,
 ) -> Any:  # fmt: skip
-    """Returns what a module returns in a plain forward; notes it if it is unfit."""
+    """Returns what a module returns in a plain forward; notes it if it is unfit.
+
+    Args:
+        every_sample: runs the module under vmap: see `layers.vmap.module`.
+    """
     handle: LayerState = vars(module)["_private"]
     if not handle.children_apart or handle in unfit:
         return type(module).forward(module, *args, **kwargs)
@@ -57,7 +61,9 @@ def _try(
     is_random = generator_states(capture.network.modules(), capture.trigger.device) != before
     layouts = handle.output_layouts.get(tuple(x.dim() for x in tensors_in((args, kwargs))), ())
     try:
-        if not _agrees(module, copied_args, copied_kwargs, batch_size, layouts, plain, is_random):
+        run = partial(every_sample, batch_size=batch_size, args=copied_args, kwargs=copied_kwargs)
+        expected = expanded_output(handle, layouts, plain, batch_size)
+        if not _agrees(module, run, batch_size, expected, is_random):
             unfit.append(handle)
     except Exception:  # under vmap with its children it may be fine, and if not will say why
         unfit.append(handle)
@@ -65,20 +71,19 @@ def _try(
 
 
 def _agrees(
-    module: nn.Module, args: tuple, kwargs: dict, batch_size: int, layouts: tuple[Layout, ...],
-    plain: Any, is_random: bool,
-) -> bool:  # fmt: skip
+    module: nn.Module, run: Callable[..., Any], batch_size: int, expected: Any, is_random: bool
+) -> bool:
     """Returns whether it computes what a plain forward does, with its own parameters alone."""
     handle: LayerState = vars(module)["_private"]
     own = handle.parameters()
     copies = {n: p.detach().expand(batch_size, *p.shape) for n, p in own.items()}
     others = {id(p) for p in module.parameters() if p.requires_grad}
     with _Uses(others - {id(p) for p in own.values()}) as uses:
-        found = tensors_in(every_sample(module, copies, batch_size, args, kwargs))
-    expected = tensors_in(expanded_output(handle, layouts, plain, batch_size))
-    if uses.found or [y.shape for y in found] != [y.shape for y in expected]:
+        found = tensors_in(run(module, copies))
+    wanted = tensors_in(expected)
+    if uses.found or [y.shape for y in found] != [y.shape for y in wanted]:
         return False
-    return is_random or all(is_close(*pair) for pair in zip(found, expected, strict=True))
+    return is_random or all(is_close(*pair) for pair in zip(found, wanted, strict=True))
 
 
 class _Uses(TorchFunctionMode):

@@ -41,7 +41,7 @@ class LayerState:
         name: of the module in the network.
         kind: which file of `layers` its forward comes from.
         children_apart: it runs under vmap, and its child layers outside of it (`vmap.children`).
-        trial: what runs a module under vmap in a plain forward that tries it; None: none does.
+        trial: takes a call of a module under vmap in a plain forward that tries it; or None.
         trainable: names of the parameters it captures, relative to the module.
         private_step: the private step that its calls belong to; None: the layer is an ordinary one.
         slots: name -> the dense slot of this private step.

@@ -35,8 +35,9 @@ class Body(nn.Module):
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     handle: LayerState = self._private
     if handle.private_step is None:
-        run = type(self).forward if handle.trial is None else handle.trial
-        return run(self, *args, **kwargs)
+        if handle.trial is not None:
+            return handle.trial(every_sample, self, args, kwargs)
+        return type(self).forward(self, *args, **kwargs)
     slots = {name: handle.slot(name) for name in handle.trainable}
     return every_sample(self, slots, handle.private_step.batch_size, args, kwargs)
 

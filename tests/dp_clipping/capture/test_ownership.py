@@ -1,17 +1,18 @@
-"""Which layers are captured, and which children run outside of their parent's vmap."""
+"""Whose parameters are whose, and which children so run outside of their parent's vmap."""
 
 import torch
 from torch import nn
 
-from dp_clipping.capture.installation import install, kind_of, uninstall
+from dp_clipping.capture.capture import Capture, kind_of
 from tests.support.zoo import Net
 
 
-def states(network: nn.Module, whole: set | None) -> dict[str, tuple[str, bool, tuple[str, ...]]]:
-    found = {
-        h.name: (h.kind, h.children_apart, h.trainable) for h in install(network, whole)
-    }  # fmt: skip
-    uninstall(network)
+def states(network: nn.Module, whole: bool = False) -> dict[str, tuple[str, bool, tuple]]:
+    capture = Capture(network)
+    if whole:
+        capture.make_whole(capture.apart)
+    found = {h.name: (h.kind, h.children_apart, h.trainable) for h in capture.handles}
+    capture.remove()
     return found
 
 
@@ -30,13 +31,12 @@ def test_children_are_captured_themselves_or_under_vmap():
         frozen=nn.Linear(3, 3).requires_grad_(False),
     )  # fmt: skip
     linear = ("linear", False, ("weight", "bias"))
-    assert states(network, set()) == {
+    assert states(network) == {
         "": ("vectorized", True, ("scale",)), "layers.0": ("child", False, ()),
         "layers.0.0": linear, "frozen": ("child", False, ()),
     }  # fmt: skip
     everything = ("scale", "layers.0.0.weight", "layers.0.0.bias")
-    for whole in (None, {network}):
-        assert states(network, whole) == {"": ("vectorized", False, everything)}
+    assert states(network, whole=True) == {"": ("vectorized", False, everything)}
     assert not any("forward" in vars(m) for m in network.modules())
 
 
@@ -49,9 +49,9 @@ def test_parameters_that_several_modules_have_stay_together():
     parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
     without = block(a=nn.Linear(3, 3).requires_grad_(False), b=nn.ReLU())
     for network in (tied, several, parametrized, without):
-        assert not any(is_apart for _, is_apart, _ in states(network, set()).values())
+        assert not any(is_apart for _, is_apart, _ in states(network).values())
 
 
 def test_lists_of_parameters_are_a_modules_own():
     network = Net(None, shifts=nn.ParameterList([torch.ones(2)]), a=nn.Linear(2, 2))
-    assert states(network, set())[""] == ("vectorized", True, ("shifts.0",))
+    assert states(network)[""] == ("vectorized", True, ("shifts.0",))

@@ -1,0 +1,58 @@
+"""Whose parameters are whose: a module's own, and those of layers that it calls."""
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn import Parameter
+
+CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
+
+
+def owned(module: nn.Module) -> Iterator[Parameter]:
+    """Yields the module's own parameters, also those of its lists and parametrizations."""
+    yield from _bare(module)
+    if nn.utils.parametrize.is_parametrized(module):
+        yield from module.parametrizations.parameters()
+    # PEFT's DoRA multiplies weights of child layers, so they are captured together.
+    magnitudes = getattr(module, "lora_magnitude_vector", None)
+    if isinstance(magnitudes, nn.Module):
+        yield from magnitudes.parameters()
+
+
+def _bare(module: nn.Module) -> Iterator[Parameter]:
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if isinstance(child, nn.ParameterList | nn.ParameterDict):
+            yield from child.parameters()
+
+
+def called_by(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the children that a module may call, also those in lists and dictionaries."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from called_by(child)
+        elif not isinstance(child, CONTAINERS) and "forward" not in vars(child):
+            yield child
+
+
+def own_names(module: nn.Module) -> list[str]:
+    """Returns the names of a module's trainable bare parameters; all of one with several."""
+    own = {id(p) for p in _bare(module)}
+    named = module.named_parameters(remove_duplicate=False)
+    return [name for name, p in named if id(p) in own and p.requires_grad]
+
+
+def trainable_names(module: nn.Module, with_children: bool, is_apart: bool) -> tuple[str, ...]:
+    """Returns the names of the parameters that are captured with a module."""
+    if is_apart:
+        return tuple(own_names(module))
+    named = module.named_parameters(recurse=with_children)
+    return tuple(name for name, p in named if p.requires_grad)
+
+
+def can_be_apart(module: nn.Module) -> bool:
+    """Returns whether its own parameters are nobody else's, and a child has some that train."""
+    own = {p for p in _bare(module) if p.requires_grad}
+    if {p for p in owned(module) if p.requires_grad} != own or len(own_names(module)) != len(own):
+        return False
+    return any(p.requires_grad for child in called_by(module) for p in child.parameters())
