@@ -6,6 +6,7 @@ from typing import Any, overload
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
 from dp_clipping.arguments.numbers import check_noise_multiplier
@@ -17,7 +18,7 @@ from dp_clipping.step.fixed_settings import FixedSettings
 from dp_clipping.step.gradient_noise import GradientNoise
 from dp_clipping.step.state import StepSettings
 from dp_clipping.step.steppable import Steppable
-from dp_clipping.torch_compat import has_step_hooks, is_hook_registry
+from dp_clipping.torch_compat import is_hook_registry
 
 Hook = Callable[["PrivateOptimizer"], None]
 
@@ -279,20 +280,23 @@ class PrivateOptimizer(Optimizer):
                 parameter.grad = None
 
     def _guard(self, optimizer: Optimizer) -> None:
-        """A step of the wrapped optimizer itself would apply sums that have no noise yet."""
+        """A step of any other optimizer over the parameters would apply sums without noise."""
         me = weakref.ref(self)
 
-        def refuse(*_: Any) -> None:
+        def refuse(other: Optimizer, *_: Any) -> None:
             owner = me()
-            if owner is not None and owner.step_state.is_open:
+            if owner is None or not owner.step_state.is_open:
+                return
+            held = {p for group in getattr(other, "param_groups", []) for p in group["params"]}
+            if other is optimizer or not held.isdisjoint(owner.model.capture.groups):
                 raise RuntimeError(
-                    "step() of the optimizer that make_private was given would apply clipped sums "
-                    "without noise: call step() of the one that make_private returned"
+                    "step() of the optimizer that make_private was given, or of another one over "
+                    "the same parameters, would apply clipped sums without noise: call step() of "
+                    "the one that make_private returned"
                 )
 
-        if has_step_hooks(optimizer):  # built by Optimizer.__init__
-            handle = optimizer.register_step_pre_hook(refuse)
-            weakref.finalize(self, handle.remove)
+        handle = register_optimizer_step_pre_hook(refuse)
+        weakref.finalize(self, handle.remove)
 
     def _current(self) -> StepSettings:
         return StepSettings(self.noise_multiplier, self.expected_batch_size, self.loss_reduction)

@@ -20,7 +20,6 @@ from torch.autograd import profiler
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
-    from torch.optim import Optimizer
 
 CHECKED = "2.11 to 2.13"
 
@@ -338,11 +337,6 @@ def is_profiling() -> bool:
 
 
 # ---- optimizers ----------------------------------------------------------------------------------
-
-
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Returns whether `Optimizer.__init__` has run, so that hooks can be registered."""
-    return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def is_hook_registry(name: str) -> bool:

@@ -5,6 +5,7 @@ Files:
     capture               replaces the layers' forwards; the parameters, their groups and slots
     ownership             whose parameters are whose
     vmap_trial            whether modules under vmap can leave their child layers outside
+    layer_kinds           which arithmetic a layer gets, and whether it still fits
     network               a captured network as steps and searches know it; its modules
     fixed_parameters      refuses parameters that were frozen or replaced meanwhile
     batch                 the samples in a forward's arguments

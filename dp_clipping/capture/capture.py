@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dp_clipping.capture.batch import tensors_in
+from dp_clipping.capture.layer_kinds import FORWARDS, Arithmetic, kind_of
 from dp_clipping.capture.network import every_module
 from dp_clipping.capture.ownership import (
     CONTAINERS,
@@ -28,54 +29,13 @@ from dp_clipping.capture.ownership import (
 )
 from dp_clipping.capture.randomness import fork_randomness
 from dp_clipping.clipping.accumulation import accumulation_dtype
-from dp_clipping.distributed.dtensor import owner_of, plain_name, plain_type
+from dp_clipping.distributed.dtensor import owner_of, plain_name
 from dp_clipping.distributed.sharding import Sharding
-from dp_clipping.layers import convolution, embedding, group_norm, linear, norm
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import Recorder
 from dp_clipping.layers.vmap import children
-from dp_clipping.layers.vmap import module as vectorized
 from dp_clipping.torch_compat import any_size, can_leave_vmap, is_compiled, reusable_backwards
 from dp_clipping.validation import refuse_offsets
-
-FORWARDS = {
-    "linear": linear.forward,
-    "conv1d": linear.forward,
-    "convolution": convolution.forward,
-    "embedding": embedding.forward,
-    "group_norm": group_norm.forward,
-    "rms_norm": norm.forward,
-    "llama_rms_norm": norm.forward,
-    "layer_norm": norm.forward,
-    "vectorized": vectorized.forward,
-    "child": children.forward,
-}
-
-
-def kind_of(module: nn.Module) -> str:
-    """Returns which of `FORWARDS` computes what this module does; `vectorized` is right for any."""
-    names = {name for name, _ in module.named_parameters(recurse=False)}
-    if not names <= {"weight", "bias"} or nn.utils.parametrize.is_parametrized(module):
-        return "vectorized"
-    plain = plain_type(module)
-    method = plain.forward
-    if method is nn.Linear.forward:
-        return "linear"
-    if method is nn.Embedding.forward:
-        return "embedding"
-    if convolution.is_plain(plain):
-        return "convolution"
-    if group_norm.is_plain(module, plain):
-        return "group_norm"
-    if method is nn.RMSNorm.forward:
-        return "rms_norm"
-    if method is nn.LayerNorm.forward and module.weight is not None:
-        return "layer_norm"
-    if norm.is_llama_rms_norm(module):
-        return "llama_rms_norm"
-    if plain.__name__ == "Conv1D" and plain.__module__ == "transformers.pytorch_utils":
-        return "conv1d"
-    return "vectorized"
 
 
 class Capture:
@@ -99,6 +59,7 @@ class Capture:
         sharding: how the network is spread over ranks; None: it is not.
         norm_group_key: parameter -> what it shares with those whose norms may be taken together:
             the clipping group, and whether other ranks of a tensor axis have other parts of it.
+        arithmetic: what captured layers compute with, which no step may find changed.
         shapes: parameter -> shape of what its layer computes with, a part under tensor parallelism.
     """
 
@@ -166,6 +127,11 @@ class Capture:
             elif kind == "vectorized":
                 covered.update(module.modules())
             self._replace_forward(plain_name(name), kind, module, is_apart, module in inside)
+        self.arithmetic = Arithmetic(
+            (plain_name(name), module)
+            for name, module in self.network.named_modules()
+            if "_private" in vars(module)
+        )
 
     def _can_be_apart(self, module: nn.Module) -> bool:
         return module not in self._whole and can_be_apart(module)
@@ -186,7 +152,10 @@ class Capture:
     def _uninstall(self) -> None:
         for module in self.network.modules():
             if "_private" in vars(module):
+                own = module._private.own_forward
                 del module._private, module.forward
+                if own is not None:
+                    module.forward = own
 
     def make_whole(self, handles: Collection[LayerState]) -> None:
         """Runs the children of these modules under vmap with them; where samples are is forgotten.

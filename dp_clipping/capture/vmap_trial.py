@@ -18,6 +18,7 @@ from dp_clipping.capture.network import CapturedNetwork, expanded_output
 from dp_clipping.capture.randomness import generator_states, without_dropout
 from dp_clipping.layers.batch_layout import is_close
 from dp_clipping.layers.handle import LayerState
+from dp_clipping.layers.vmap.module import plain_forward
 from dp_clipping.torch_compat import current_vmap
 
 
@@ -54,10 +55,10 @@ def _try(
     """
     handle: LayerState = vars(module)["_private"]
     if not handle.children_apart or handle in unfit:
-        return type(module).forward(module, *args, **kwargs)
+        return plain_forward(module, *args, **kwargs)
     copied_args, copied_kwargs = map_tensors(Tensor.clone, (args, kwargs))
     before = generator_states(capture.network.modules(), capture.trigger.device)
-    plain = type(module).forward(module, *args, **kwargs)
+    plain = plain_forward(module, *args, **kwargs)
     is_random = generator_states(capture.network.modules(), capture.trigger.device) != before
     layouts = handle.output_layouts.get(tuple(x.dim() for x in tensors_in((args, kwargs))), ())
     try:

@@ -43,6 +43,7 @@ class LayerState:
         children_apart: it runs under vmap, and its child layers outside of it (`vmap.children`).
         trial: takes a call of a module under vmap in a plain forward that tries it; or None.
         trainable: names of the parameters it captures, relative to the module.
+        own_forward: what the module had in the place of its class's forward; None: nothing.
         private_step: the private step that its calls belong to; None: the layer is an ordinary one.
         slots: name -> the dense slot of this private step.
         layouts: number of dimensions of each input -> their layouts.
@@ -51,6 +52,7 @@ class LayerState:
     def __init__(self, name: str, kind: str, module: nn.Module, trainable: tuple[str, ...]):
         self.name, self.kind, self.trainable = name, kind, trainable
         self._parameters = {n: module.get_parameter(n) for n in trainable}
+        self.own_forward: Callable[..., Any] | None = vars(module).get("forward")
         self.private_step: Recorder | None = None
         self.slots: dict[str, Tensor] = {}
         self.layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}

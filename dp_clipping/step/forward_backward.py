@@ -89,6 +89,7 @@ class ForwardBackward:
                 "last checkpoint in a new process"
             )
         check_still_fixed(self._normalizations)
+        self.capture.arithmetic.refuse_changes()
         refuse_packed(args, kwargs)
         given = batch = Batch(args, kwargs, self.context.batch_first)
         if not given.size:

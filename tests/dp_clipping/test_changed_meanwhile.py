@@ -91,6 +91,20 @@ def test_the_wrapped_optimizer_applies_no_sums_without_noise(run):
     run.optimizer.original_optimizer.step()  # the noisy gradient again, which gives nothing away
 
 
+def test_another_optimizer_applies_no_sums_without_noise(run):
+    network = run.model.network
+    other = torch.optim.Adam([network[0].weight], lr=0.1)
+    elsewhere = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    before = engine.parameters(run)
+    engine.backward(run, BATCH)
+    elsewhere.step()
+    with pytest.raises(RuntimeError, match=r"would apply clipped sums without noise"):
+        other.step()
+    assert all(map(torch.equal, before, engine.parameters(run)))
+    run.optimizer.step()
+    other.step()  # the noisy gradient
+
+
 def clipped_too_early(context, variant):
     """On ranks: right after backward, and after the exchange was finished by hand."""
     run = replicas.build(context, variant)

@@ -236,6 +236,9 @@ class State:
         self._hold(Holder(f"{name} non-persistent", non_persistent_buffers(module), module), 0)
         for hook in hooks_of(module):
             self._hooks.append((f"{prefix}{getattr(hook, '__name__', 'hook')}", hook))
+        handle = vars(module).get("_private")
+        if handle is not None and handle.own_forward is not None:
+            self._hooks.append((f"{prefix}forward", handle.own_forward))
         if not self._is_covered:
             self._hold(Holder(prefix, vars(module)), 0)
 

@@ -29,7 +29,15 @@ class Body(nn.Module):
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.module).forward(self.module, *args, **kwargs)
+        return plain_forward(self.module, *args, **kwargs)
+
+
+def plain_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Calls the forward that a captured module has of its own, or its class's."""
+    own = module._private.own_forward
+    if own is not None:
+        return own(*args, **kwargs)
+    return type(module).forward(module, *args, **kwargs)
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +45,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if handle.private_step is None:
         if handle.trial is not None:
             return handle.trial(every_sample, self, args, kwargs)
-        return type(self).forward(self, *args, **kwargs)
+        return plain_forward(self, *args, **kwargs)
     slots = {name: handle.slot(name) for name in handle.trainable}
     return every_sample(self, slots, handle.private_step.batch_size, args, kwargs)
 

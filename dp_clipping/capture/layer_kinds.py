@@ -1,0 +1,114 @@
+"""Which arithmetic a captured layer gets, and whether it still fits the layer in a later step."""
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+from dp_clipping.distributed.dtensor import plain_type
+from dp_clipping.layers import convolution, embedding, group_norm, linear, norm
+from dp_clipping.layers.vmap import children
+from dp_clipping.layers.vmap import module as vectorized
+
+FORWARDS = {
+    "linear": linear.forward,
+    "conv1d": linear.forward,
+    "convolution": convolution.forward,
+    "embedding": embedding.forward,
+    "group_norm": group_norm.forward,
+    "rms_norm": norm.forward,
+    "llama_rms_norm": norm.forward,
+    "layer_norm": norm.forward,
+    "vectorized": vectorized.forward,
+    "child": children.forward,
+}
+LINEAR, EMBEDDING = nn.Linear.forward, nn.Embedding.forward  # as PyTorch has them
+RMS_NORM, LAYER_NORM = nn.RMSNorm.forward, nn.LayerNorm.forward
+READ = {"weight", "bias", "__getattr__", "__getattribute__"}
+
+
+def kind_of(module: nn.Module) -> str:
+    """Returns which of `FORWARDS` computes what this module does; `vectorized` is right for any.
+
+    Raises:
+        ValueError: its class computes its weight in a property, so no parameter is what it reads.
+    """
+    names = {name for name, _ in module.named_parameters(recurse=False)}
+    is_parametrized = nn.utils.parametrize.is_parametrized(module)
+    if "weight" not in names or names - {"weight", "bias"} or is_parametrized:
+        return "vectorized"
+    plain: Any = plain_type(module)
+    if _reads_otherwise(plain):
+        raise ValueError(
+            f"{plain.__name__} reads its weight or bias through a property or __getattr__ of its "
+            "own, so what it computes with is no parameter: register that computation with "
+            'torch.nn.utils.parametrize.register_parametrization(layer, "weight", ...)'
+        )
+    if replaced_methods(module):
+        return "vectorized"
+    method = plain.forward
+    if method is LINEAR:
+        return "linear"
+    if method is EMBEDDING:
+        return "embedding"
+    if convolution.is_plain(plain):
+        return "convolution"
+    if group_norm.is_plain(module, plain):
+        return "group_norm"
+    if method is RMS_NORM:
+        return "rms_norm"
+    if method is LAYER_NORM:
+        return "layer_norm"
+    if norm.is_llama_rms_norm(module):
+        return "llama_rms_norm"
+    if plain.__name__ == "Conv1D" and plain.__module__ == "transformers.pytorch_utils":
+        return "conv1d"
+    return "vectorized"
+
+
+def replaced_methods(module: nn.Module) -> set[str]:
+    """Returns names of methods of its class that the module has attributes of its own for."""
+    kind: Any = type(module)
+    return module.__dict__.keys() & _methods(kind)
+
+
+@lru_cache(maxsize=1024)
+def _methods(kind: Any) -> frozenset[str]:
+    own = {name for c in kind.__mro__ for name, value in vars(c).items() if callable(value)}
+    return frozenset(own - (vars(nn.Module).keys() - {"forward"}))
+
+
+@lru_cache(maxsize=1024)
+def _reads_otherwise(kind: Any) -> bool:
+    """Returns whether a class says how its weight is read: by a property, for example."""
+    before = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    return any(READ & vars(c).keys() for c in before)
+
+
+class Arithmetic:
+    """What captured modules compute with, to be compared in each step.
+
+    Args:
+        modules: the captured modules, once they have their forwards.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]):
+        self._before = [(name, module, *_signature(module)) for name, module in modules]
+
+    def refuse_changes(self) -> None:
+        """Raises RuntimeError naming layers whose methods were replaced since `make_private`."""
+        for name, module, *before in self._before:
+            if _signature(module) != tuple(before):
+                raise RuntimeError(
+                    f"forward, another method or the class of {name or 'the network'} "
+                    f"({type(module).__name__}) was replaced after make_private, and its "
+                    "per-sample gradients are of what it computed before: replace methods before "
+                    "make_private, or register a forward hook"
+                )
+
+
+def _signature(module: nn.Module) -> tuple[Any, type, Callable, set[str]]:
+    """Returns what it computes with: functions compare as the same objects do."""
+    kind: Any = type(module)
+    return module.__dict__.get("forward"), kind, kind.forward, replaced_methods(module)
