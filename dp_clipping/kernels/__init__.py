@@ -4,7 +4,6 @@ Files:
 
     gradient              per-sample gradients of a linear layer and their norms, in one pass
     gram                  norms of linear layers from Gram matrices of tokens
-    convolution           per-sample gradients, norms and clipped sums of convolutions
     channel_sums          per-sample gradients of GroupNorm and InstanceNorm
     embedding             rows of equal tokens, and their norms
     norm_layer_gradients  per-sample gradients of RMSNorm and LayerNorm
@@ -13,5 +12,6 @@ Files:
     sorted_coefficients   coefficients in the order in which `weighted_product` takes samples
     weighted_product      clipped sum of a linear layer from its factors
     weighted_sum          clipped sum of kept per-sample gradients
+    convolution/          per-sample gradients, norms and clipped sums of convolutions
     launch/               tiles, their tuning, and one launch for many layers
 """

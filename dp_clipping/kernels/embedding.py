@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dp_clipping.clipping.norms import Norm
 from dp_clipping.kernels.launch.tiles import ceil_div, readable, triton
 
 if triton is not None:
@@ -71,9 +72,9 @@ class TokenSums:
     may_be_recomputed = False
     nbytes = 0  # little beside what the forward holds
 
-    def take_norm(self, _keep: bool) -> Tensor:
+    def take_norm(self, _keep: bool) -> Norm:
         """Returns `squares`."""
-        return self.squares
+        return Norm(self.squares)
 
     def weighted_sum(self, coefficients: Tensor, vocabulary: int) -> Tensor:
         """Returns Σ_i c_i G_i [V, d] float32, over the samples with c_i > 0; c [B] float32."""

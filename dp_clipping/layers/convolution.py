@@ -6,9 +6,10 @@ y are output gradients, x inputs, l output positions and k the kernel's taps (Ro
 arXiv:1912.06015). A transposed convolution is the same with x and y exchanged. Forward and the
 input's gradient are PyTorch's own.
 
-On the kernels G is kept where it is smaller than x and y together. Elsewhere those are kept: G_i is
-formed for the norm and, by the same operations, once more for the sum, so that what is summed is
-what was normed.
+On the kernels G is kept where it is smaller than x and y together. Elsewhere those are kept: norms
+come from Gram matrices where positions are few, and G_i is formed for the sum; else G_i is formed
+for the norm and, by the same operations, once more for the sum, so that what is summed is what was
+normed.
 """
 
 from functools import partial
@@ -19,15 +20,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_clipping.clipping.accumulation import accumulation_dtype, full_float32, stored_dtype
-from dp_clipping.kernels.convolution import (
-    Geometry,
-    gradients_and_squares,
-    gradients_plain,
-    narrow_gradients,
-    pack,
-    weighted_sum,
+from dp_clipping.clipping.accumulation import (
+    SUM_ROUNDING,
+    accumulation_dtype,
+    full_float32,
+    stored_dtype,
 )
+from dp_clipping.clipping.norms import GRAM_ROUNDING, Norm
+from dp_clipping.kernels.convolution import gram
+from dp_clipping.kernels.convolution.geometry import Geometry, gradients_plain
+from dp_clipping.kernels.convolution.gradients import gradients_and_squares, weighted_sum
+from dp_clipping.kernels.convolution.narrow import narrow_gradients
+from dp_clipping.kernels.convolution.packing import pack
 from dp_clipping.kernels.launch.tiles import available
 from dp_clipping.kernels.weighted_sum import weighted_sum as weighted_gradients
 from dp_clipping.layers import tensor_parallel
@@ -184,7 +188,11 @@ class Factors:
     @property
     def is_wide(self) -> bool:
         """Whether matrix units form it."""
-        return self._has_kernels and self.geometry.is_wide(self.x.shape[1], self.y.shape[1])
+        return self._has_kernels and not self._is_narrow
+
+    @property
+    def _is_narrow(self) -> bool:
+        return self.geometry.is_narrow(self.x.shape[1], self.y.shape[1])
 
     @property
     def _has_kernels(self) -> bool:
@@ -193,10 +201,9 @@ class Factors:
     def dense(self, fused: bool = False) -> Tensor:
         """Returns G [B, *parameter] in `accumulation_dtype(dtype)`, on kernels if `fused`.
 
-        Where those do not pay, some samples' patches are formed at a time.
+        Without kernels, some samples' patches are formed at a time.
         """
-        channels = self.x.shape[1], self.y.shape[1]
-        if fused and self._has_kernels and self.geometry.is_narrow(*channels):
+        if fused and self._has_kernels and self._is_narrow:
             found = narrow_gradients(self.x, self.y, self.geometry, self.batch_size)
             return found.view(self.batch_size, *self.shape)
         dtype, pictures = accumulation_dtype(self.y.dtype), len(self.x) // max(1, self.batch_size)
@@ -229,7 +236,10 @@ class KernelFactors:
         self._shape, self._geometry, self._batch_size = use.shape, use.geometry, use.batch_size
         tf32 = torch.backends.cudnn.conv.fp32_precision == "tf32"
         self._itemsize = stored_dtype(use.y.dtype).itemsize
-        self._operands = [pack(z, use.batch_size, tf32) for z in (use.x, use.y)]
+        self._operands = (
+            pack(use.x, use.batch_size, tf32, use.geometry.padding),
+            pack(use.y, use.batch_size, tf32),
+        )
         self._gradients: Tensor | None = None
 
     @property
@@ -238,16 +248,20 @@ class KernelFactors:
         held = self._operands if self._gradients is None else [self._gradients]
         return sum(z.nbytes for z in held)
 
-    def take_norm(self, keep: bool) -> Tensor:
-        """Returns ‖G_i‖² [B] float32; with `keep`, G is stored where it is smaller."""
+    def take_norm(self, keep: bool) -> Norm:
+        """Returns ‖G_i‖² and its rounding; with `keep`, G is stored where it is smaller."""
+        work = *self._operands, self._geometry, self._batch_size
         size = self._batch_size * self._shape.numel() * self._itemsize
         store = keep and size <= self.nbytes
-        gradients, squares = gradients_and_squares(
-            *self._operands, self._geometry, self._batch_size, store
-        )
+        if not store and gram.pays(*work):
+            positions = len(self._operands[1].values) // self._batch_size
+            positions *= prod(self._operands[1].values.shape[1:-1])
+            error = positions * SUM_ROUNDING[torch.float32]
+            return Norm(*gram.gram_squares(*work), GRAM_ROUNDING, error)
+        gradients, squares = gradients_and_squares(*work, store)
         if store:
-            self._gradients, self._operands = gradients, []
-        return squares
+            self._gradients, self._operands = gradients, ()
+        return Norm(squares)
 
     def weighted_sum(self, coefficients: Tensor, _outputs: int) -> Tensor:
         """Returns Σ_i c_i G_i float32, over the samples with c_i > 0; c [B] float32."""

@@ -144,7 +144,7 @@ class FusedBackend:
         """Takes the norm of an embedding or a convolution, which is one launch."""
         keep = not (self.context.policy.two_passes and use.may_be_recomputed)
         with self.context.timer.layers("norm/factors", parameter):
-            self.norms.found[parameter] = Norm(use.take_norm(keep))
+            self.norms.found[parameter] = use.take_norm(keep)
         if keep:
             self.sums.kept[parameter] = use
         else:

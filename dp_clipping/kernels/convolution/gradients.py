@@ -1,0 +1,260 @@
+"""Per-sample gradients of convolutions, their norms and their clipped sum, on matrix units.
+
+    G_i[o, c, k] = Σ_l y_i[l, o] · x_i[l·stride + k·dilation, c]
+
+x is the padded input. All taps together are one linear layer, whose matrix of inputs is never
+written: its row l and its column (k, c) are at the sum of two offsets in x, one of l and one of
+(k, c).
+
+`gradients_and_squares` accumulates a tile of one sample's G in float32 registers and squares the
+values that it stores. Without storing it computes norms only; `weighted_sum` then accumulates the
+same tiles again, in the same order, and adds each times its coefficient. So what is summed is what
+was normed, in TensorFloat-32 too.
+
+Operations: 2·B·L·taps·C·O, those of the ordinary weight gradient.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from dp_clipping.clipping.accumulation import stored_dtype
+from dp_clipping.kernels.convolution.geometry import Geometry
+from dp_clipping.kernels.convolution.packing import Operand, power_of_two
+from dp_clipping.kernels.launch.tiles import ceil_div, triton
+
+if triton is not None:
+    import triton.language as tl
+
+PROGRAMS = 1056  # eight for each processor of an H200, over which a sum divides its samples
+VECTOR = 16  # channels side by side in memory that a thread's loads may count on, if divisible
+UNSPECIALIZED = [
+    "batch_size", "share", "pictures", *"DHWZYX", "n_groups",
+    *(f"{name}_{axis}" for name in ("stride", "dil", "taps") for axis in "dhw"),
+]  # fmt: skip
+
+
+def gradients_and_squares(
+    x: Operand, y: Operand, geometry: Geometry, batch_size: int, store: bool = True
+) -> tuple[Tensor | None, Tensor]:
+    """Returns G [B, O, taps, C / groups], None unless `store`, and its squared norms [B] float32.
+
+    G is in `stored_dtype`, float32 where that is what was packed.
+
+    Args:
+        x: the padded input, [N, D, H, W, C].
+        y: the output gradients, [N, *positions, O].
+    """
+    work = _Work(x, y, geometry, batch_size)
+    gradients = None
+    if store:
+        shape = (batch_size, y.values.shape[-1], work.taps, work.inputs)
+        scaled = x.exponents is not None
+        dtype = torch.float32 if scaled else stored_dtype(x.values.dtype)
+        gradients = x.values.new_empty(shape, dtype=dtype)
+    squares = x.values.new_empty(batch_size, work.tiles, dtype=torch.float32)
+    if not work.is_empty:
+        _gradient_kernel[(batch_size * work.tiles,)](
+            x.values, y.values, work.factors, gradients, squares, batch_size, STORE=store,
+            **work.arguments, num_warps=4, num_stages=3,
+        )  # fmt: skip
+    else:
+        squares.zero_()
+        if gradients is not None:
+            gradients.zero_()
+    return gradients, squares.sum(1, dtype=torch.float64).float()
+
+
+def weighted_sum(x: Operand, y: Operand, geometry: Geometry, coefficients: Tensor) -> Tensor:
+    """Returns Σ_i c_i G_i [O, taps, C / groups] float32, over the samples with c_i > 0.
+
+    Args:
+        x, y: as `gradients_and_squares` takes them.
+        coefficients: c [B] float32.
+    """
+    batch_size, outputs = len(coefficients), y.values.shape[-1]
+    work = _Work(x, y, geometry, batch_size)
+    if work.is_empty:
+        return coefficients.new_zeros(outputs, work.taps, work.inputs)
+    splits = min(batch_size, max(1, PROGRAMS // work.tiles))
+    share = ceil_div(batch_size, splits)
+    splits = ceil_div(batch_size, share)
+    parts = coefficients.new_empty(splits, outputs, work.taps, work.inputs)
+    is_large = work.arguments["BLOCK_O"] * work.arguments["BLOCK_N"] > 64 * 128
+    _weighted_kernel[(splits * work.tiles,)](
+        x.values, y.values, work.factors, coefficients.contiguous(), parts, batch_size, share,
+        **work.arguments, num_warps=8 if is_large else 4, num_stages=3,
+    )  # fmt: skip
+    return parts.sum(0) if splits > 1 else parts[0]
+
+
+class _Work:
+    """Tiles of one convolution, and the arguments that its kernels share."""
+
+    def __init__(self, x: Operand, y: Operand, geometry: Geometry, batch_size: int):
+        given, left = x.values, y.values
+        pictures = len(given) // max(1, batch_size)
+        self.taps, groups = prod(geometry.taps), geometry.groups
+        self.inputs, outputs = given.shape[-1] // groups, left.shape[-1] // groups
+        columns, positions = self.taps * self.inputs, prod(left.shape[1:-1])
+        self.is_empty = not (batch_size and pictures and positions and columns and outputs)
+        scaled = x.exponents is not None and y.exponents is not None
+        self.factors = power_of_two(x.exponents + y.exponents) if scaled else given
+        wide = given.element_size() == 4
+        vector = VECTOR if self.inputs % VECTOR == 0 else 1
+        block_o = _block(outputs, 64 if wide else 128)
+        block_n = _block(columns, 64 if wide or vector == 1 else 128)
+        self.tiles = max(1, groups * ceil_div(outputs, block_o) * ceil_div(columns, block_n))
+        self.arguments = dict(
+            pictures=pictures, **numbers(geometry, given.shape[1:4], left.shape[1:4]),
+            n_inputs=self.inputs, n_outputs=outputs, n_groups=groups, VECTOR=vector,
+            SCALED=scaled, BLOCK_O=block_o, BLOCK_N=block_n, BLOCK_L=32 if wide else 64,
+        )  # fmt: skip
+
+
+def numbers(
+    geometry: Geometry, pixels: tuple[int, ...], positions: tuple[int, ...]
+) -> dict[str, int]:
+    """Returns the arguments of the kernels that say where pixels are."""
+    found = dict(zip("DHWZYX", (*pixels, *positions), strict=True))
+    for name, values in (("stride", geometry.stride), ("dil", geometry.dilation)):
+        found |= {f"{name}_{axis}": value for axis, value in zip("dhw", values, strict=True)}
+    return found | dict(zip(("taps_d", "taps_h", "taps_w"), geometry.taps, strict=True))
+
+
+def _block(size: int, most: int) -> int:
+    return max(16, min(most, triton.next_power_of_2(size)))
+
+
+if triton is not None:
+
+    @triton.jit
+    def _row_pixels(o_rows, D, H, W, Z, Y, X, stride_d, stride_h, stride_w):
+        """Pixels of padded x that the first tap meets at positions, counted over pictures."""
+        n_l = Z * Y * X
+        i_picture, i_l = o_rows // n_l, o_rows % n_l
+        i_d = i_l // (Y * X) * stride_d
+        i_h = i_l // X % Y * stride_h
+        i_w = i_l % X * stride_w
+        return ((i_picture * D + i_d) * H + i_h) * W + i_w
+
+    @triton.jit
+    def _column_offsets(
+        o_n, n_columns, i_g, n_inputs, n_groups, H, W, dil_d, dil_h, dil_w, taps_h, taps_w,
+        VECTOR: tl.constexpr,
+    ):  # fmt: skip
+        """How far the elements of columns (tap, channel) are from the first tap's pixel."""
+        o_n = tl.where(o_n < n_columns, o_n, 0)  # in place of columns that do not exist
+        i_tap, i_c = o_n // n_inputs, o_n % n_inputs
+        o_d, o_h = i_tap // (taps_h * taps_w) * dil_d, i_tap // taps_w % taps_h * dil_h
+        o_pixel = (o_d * H + o_h) * W + i_tap % taps_w * dil_w
+        found = (o_pixel * n_groups + i_g) * n_inputs + i_c
+        if VECTOR > 1:
+            found = tl.multiple_of(tl.max_contiguous(found, VECTOR), VECTOR)
+        return found
+
+    @triton.jit
+    def _place(i_tile, n_columns, n_outputs, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr):
+        """Group, outputs and columns of a tile; neighbours share rows of y."""
+        n_n, n_o = tl.cdiv(n_columns, BLOCK_N), tl.cdiv(n_outputs, BLOCK_O)
+        o_n = i_tile % n_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        o_o = i_tile // n_n % n_o * BLOCK_O + tl.arange(0, BLOCK_O)
+        return i_tile // (n_n * n_o), o_o, o_n
+
+    @triton.jit
+    def _offsets(i_tile, n_columns, n_outputs, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr):
+        """Where a tile lies in G [groups · O, taps · C], and which of its elements exist."""
+        i_g, o_o, o_n = _place(i_tile, n_columns, n_outputs, BLOCK_O, BLOCK_N)
+        o_g = (i_g * n_outputs + o_o[:, None]) * n_columns + o_n[None, :]
+        return o_g, (o_o[:, None] < n_outputs) & (o_n[None, :] < n_columns)
+
+    @triton.jit
+    def _product(
+        p_x, p_y, o_columns, o_o, o_rows, n_rows, n_outputs, n_x, n_y, D, H, W, Z, Y, X,
+        stride_d, stride_h, stride_w, b_g,
+    ):  # fmt: skip
+        """b_g plus what some rows add. A row that does not exist reads the last one, times zero."""
+        o_pixels = _row_pixels(
+            tl.minimum(o_rows, n_rows - 1), D, H, W, Z, Y, X, stride_d, stride_h, stride_w
+        )
+        b_x = tl.load(p_x + o_pixels[:, None] * n_x + o_columns[None, :])
+        m_y = (o_rows < n_rows)[:, None] & (o_o < n_outputs)[None, :]
+        b_y = tl.load(p_y + o_rows[:, None] * n_y + o_o[None, :], mask=m_y, other=0)
+        return tl.dot(b_y.T, b_x, b_g, input_precision="ieee")
+
+    @triton.jit(do_not_specialize=[n for n in UNSPECIALIZED if n != "share"])
+    def _gradient_kernel(
+        p_x, p_y, p_factors, p_g, p_squares, batch_size, pictures, D, H, W, Z, Y, X,
+        stride_d, stride_h, stride_w, dil_d, dil_h, dil_w, taps_d, taps_h, taps_w,
+        n_inputs, n_outputs, n_groups, VECTOR: tl.constexpr, SCALED: tl.constexpr,
+        BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, STORE: tl.constexpr,
+    ):  # fmt: skip
+        n_tiles = tl.num_programs(0) // batch_size
+        i_b, i_tile = (tl.program_id(0) // n_tiles).to(tl.int64), tl.program_id(0) % n_tiles
+        n_columns, n_rows = taps_d * taps_h * taps_w * n_inputs, pictures * Z * Y * X
+        i_g, o_o, o_n = _place(i_tile, n_columns, n_outputs, BLOCK_O, BLOCK_N)
+        n_x, n_y = n_inputs * n_groups, n_outputs * n_groups
+        p_x += i_b * pictures * D * H * W * n_x
+        p_y += i_b * n_rows * n_y + i_g * n_outputs
+        o_columns = _column_offsets(
+            o_n, n_columns, i_g, n_inputs, n_groups, H, W, dil_d, dil_h, dil_w, taps_h, taps_w,
+            VECTOR,
+        )  # fmt: skip
+        b_g = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
+        for o_l in range(0, n_rows, BLOCK_L):
+            b_g = _product(
+                p_x, p_y, o_columns, o_o, o_l + tl.arange(0, BLOCK_L), n_rows, n_outputs, n_x, n_y,
+                D, H, W, Z, Y, X, stride_d, stride_h, stride_w, b_g,
+            )  # fmt: skip
+        if SCALED:
+            b_g *= tl.load(p_factors + i_b)
+        o_g, m_g = _offsets(i_tile, n_columns, n_outputs, BLOCK_O, BLOCK_N)
+        if STORE:
+            b_rounded = b_g.to(p_g.dtype.element_ty)
+            tl.store(p_g + i_b * n_outputs * n_groups * n_columns + o_g, b_rounded, mask=m_g)
+            b_g = b_rounded.to(tl.float32)
+        tl.store(p_squares + tl.program_id(0), tl.sum(tl.where(m_g, b_g * b_g, 0.0)))
+
+    @triton.jit(do_not_specialize=UNSPECIALIZED)
+    def _weighted_kernel(
+        p_x, p_y, p_factors, p_c, p_total, batch_size, share, pictures, D, H, W, Z, Y, X,
+        stride_d, stride_h, stride_w, dil_d, dil_h, dil_w, taps_d, taps_h, taps_w,
+        n_inputs, n_outputs, n_groups, VECTOR: tl.constexpr, SCALED: tl.constexpr,
+        BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
+    ):  # fmt: skip
+        """One loop over the blocks of rows of several samples, so that loads never pause."""
+        n_tiles = tl.num_programs(0) // tl.cdiv(batch_size, share)
+        i_split, i_tile = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
+        n_columns, n_rows = taps_d * taps_h * taps_w * n_inputs, pictures * Z * Y * X
+        i_g, o_o, o_n = _place(i_tile, n_columns, n_outputs, BLOCK_O, BLOCK_N)
+        n_x, n_y = n_inputs * n_groups, n_outputs * n_groups
+        n_pixels = pictures * D * H * W
+        p_y += i_g * n_outputs
+        o_columns = _column_offsets(
+            o_n, n_columns, i_g, n_inputs, n_groups, H, W, dil_d, dil_h, dil_w, taps_h, taps_w,
+            VECTOR,
+        )  # fmt: skip
+        b_total = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
+        b_g = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
+        i_first = i_split * share
+        n_blocks = tl.cdiv(n_rows, BLOCK_L)
+        for i in range(0, (tl.minimum(i_first + share, batch_size) - i_first) * n_blocks):
+            i_b, i_block = i_first + i // n_blocks, i % n_blocks
+            o_rows = i_block * BLOCK_L + tl.arange(0, BLOCK_L)
+            i_from = i_b.to(tl.int64)
+            b_g = _product(
+                p_x + i_from * n_pixels * n_x, p_y + i_from * n_rows * n_y, o_columns, o_o, o_rows,
+                n_rows, n_outputs, n_x, n_y, D, H, W, Z, Y, X, stride_d, stride_h, stride_w, b_g,
+            )  # fmt: skip
+            if i_block == n_blocks - 1:
+                c = tl.load(p_c + i_b)
+                if SCALED:
+                    b_g *= tl.load(p_factors + i_b)
+                b_total += tl.where(c > 0, c * b_g, 0.0)
+                b_g = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
+        o_g, m_g = _offsets(i_tile, n_columns, n_outputs, BLOCK_O, BLOCK_N)
+        n_g = tl.cast(n_outputs * n_groups, tl.int64) * n_columns
+        tl.store(p_total + i_split * n_g + o_g, b_total, mask=m_g)

@@ -1,0 +1,111 @@
+"""Operands of the kernels: channels last, which makes a row of them contiguous, and padded.
+
+With the padding written out, a tap is the same shift for every position, and no kernel asks whether
+a pixel exists.
+
+Matrix units take TensorFloat-32 operands in one layout only, which is not this one. So where
+convolutions may use it, float32 operands are packed as float16, which has as many digits, after
+each sample is scaled by a power of two: its largest value is rounded to 2⁻¹¹ of itself, and what is
+below 2⁻³⁸ of that becomes zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dp_clipping.kernels.launch.tiles import ceil_div, triton
+
+if triton is not None:
+    import triton.language as tl
+
+EXPONENT = 14  # of the largest value in float16
+SMALLEST = -100  # exponent of a sample's largest value, below which it is scaled no further
+BLOCK = 64  # channels and pixels that a program packs
+NO_PADDING = (0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor [N, D, H, W, C] as the kernels read it, and what its samples were divided by.
+
+    Attributes:
+        values: contiguous, in bfloat16, float16, or float32 that is to be multiplied as such.
+        exponents: [B] int32, log₂ of each sample's divisor; None: 1.
+    """
+
+    values: Tensor
+    exponents: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return self.values.nbytes
+
+
+def pack(
+    x: Tensor, batch_size: int, tf32: bool, padding: tuple[int, int, int] = NO_PADDING
+) -> Operand:
+    """Returns x with the channels last; float32 as scaled float16 if TensorFloat-32 may be used.
+
+    Args:
+        x: [N, C, D, H, W], N a multiple of B, in float32, bfloat16 or float16.
+        padding: zeros before and behind each dimension.
+    """
+    exponents = None
+    if tf32 and x.dtype == torch.float32 and x.numel():
+        largest = torch.linalg.vector_norm(x.reshape(batch_size, -1), torch.inf, dim=1)
+        exponents = torch.frexp(largest).exponent.clamp_min(SMALLEST) - EXPONENT
+    last = x.movedim(1, -1)
+    if exponents is None and padding == NO_PADDING and last.is_contiguous():
+        return Operand(last, None)
+    if not last.is_contiguous():
+        x = x.contiguous()
+    pictures, channels, *pixels = x.shape
+    padded = [size + 2 * each for size, each in zip(pixels, padding, strict=True)]
+    dtype = x.dtype if exponents is None else torch.float16
+    values = x.new_empty(pictures, *padded, channels, dtype=dtype)
+    if values.numel():
+        block = min(BLOCK, triton.next_power_of_2(channels))
+        grid = (ceil_div(values[0, ..., 0].numel(), BLOCK), ceil_div(channels, block), pictures)
+        factors = x if exponents is None else power_of_two(-exponents)
+        _pack_kernel[grid](
+            x, values, factors, pictures // batch_size, channels, *pixels, *padding,
+            *(x.stride(n) for n in (0, 1, 4)), SCALED=exponents is not None, BLOCK_L=BLOCK,
+            BLOCK_C=block, num_warps=4,
+        )  # fmt: skip
+    return Operand(values, exponents)
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """Returns 2 to the power of integers, float32."""
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+
+
+if triton is not None:
+
+    @triton.jit(do_not_specialize=["pictures", *"DHW", *(f"pad_{axis}" for axis in "dhw")])
+    def _pack_kernel(
+        p_x, p_packed, p_factors, pictures, n_channels, D, H, W, pad_d, pad_h, pad_w,
+        s_picture, s_channel, s_pixel, SCALED: tl.constexpr, BLOCK_L: tl.constexpr,
+        BLOCK_C: tl.constexpr,
+    ):  # fmt: skip
+        """[C, D, H, W] of one picture -> padded [D, H, W, C]."""
+        i_n = tl.program_id(2).to(tl.int64)
+        o_l = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
+        o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+        n_h, n_w = H + 2 * pad_h, W + 2 * pad_w
+        n_l = (D + 2 * pad_d) * n_h * n_w
+        i_d, i_h, i_w = o_l // (n_h * n_w) - pad_d, o_l // n_w % n_h - pad_h, o_l % n_w - pad_w
+        m_l, m_c = o_l < n_l, o_c < n_channels
+        m_x = m_l & (i_d >= 0) & (i_d < D) & (i_h >= 0) & (i_h < H) & (i_w >= 0) & (i_w < W)
+        o_x = ((i_d * H + i_h) * W + i_w) * s_pixel
+        p_x += i_n * s_picture + o_c[:, None] * s_channel + o_x[None, :]
+        b_x = tl.load(p_x, mask=m_c[:, None] & m_x[None, :], other=0)
+        if SCALED:
+            b_x *= tl.load(p_factors + i_n // pictures)
+        p_packed += i_n * n_l * n_channels + o_l[:, None] * n_channels + o_c[None, :]
+        b_x = b_x.T.to(p_packed.dtype.element_ty)
+        tl.store(p_packed, b_x, mask=m_l[:, None] & m_c[None, :])

@@ -1,0 +1,71 @@
+"""G, its norm and the clipped sum: in Triton's interpreter here, compiled on a GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from dp_clipping.kernels.convolution.geometry import Geometry
+from dp_clipping.kernels.convolution.gradients import gradients_and_squares, weighted_sum
+from dp_clipping.kernels.convolution.packing import pack
+from tests.support.convolution_cases import (
+    DTYPES,
+    TF32,
+    WIDE,
+    compiled,
+    operands,
+    run_in_the_interpreter,
+)
+
+
+def check_wide(device: str, dtype: torch.dtype, tf32: bool) -> None:
+    for case in WIDE:
+        size, *_, geometry = case
+        x, y, right = operands(case, dtype, device)
+        packed = pack(x, size, tf32, geometry.padding), pack(y, size, tf32)
+        found, squares = gradients_and_squares(*packed, geometry, size)
+        bound = TF32 if tf32 else DTYPES[dtype]
+        for own, expected in zip(found.movedim(3, 2).double(), right, strict=True):
+            assert (own - expected).abs().max() <= bound * expected.abs().max()
+        torch.testing.assert_close(squares, found.double().square().sum((1, 2, 3)).float())
+        _, alone = gradients_and_squares(*packed, geometry, size, store=False)
+        x[-1], y[-1] = torch.nan, torch.inf  # a sample that is left out is not read
+        packed = pack(x, size, tf32, geometry.padding), pack(y, size, tf32)
+        for i in range(size - 1):
+            c = torch.zeros(size, device=device)
+            c[i] = 1
+            total = weighted_sum(*packed, geometry, c)
+            assert torch.equal(total.to(found.dtype), found[i])  # what is summed is what was normed
+            torch.testing.assert_close(total.double().square().sum().float(), alone[i])
+        c = torch.rand(size, device=device)
+        c[-1] = 0
+        total = weighted_sum(*packed, geometry, c).movedim(2, 1).double()
+        expected = (c[:-1, None, None, None] * right[:-1]).sum(0)
+        assert (total - expected).abs().max() <= bound * expected.abs().max()
+
+
+def check_nothing(device: str, dtype: torch.dtype, tf32: bool) -> None:
+    """No samples, and a padding that no tap leaves."""
+    geometry = Geometry((1, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1), 1)
+    none = pack(torch.zeros(0, 16, 1, 2, 2, device=device, dtype=dtype), 0, tf32)
+    found, squares = gradients_and_squares(none, none, geometry, 0)
+    assert found.shape == (0, 16, 1, 16)
+    assert squares.shape == (0,)
+    assert not weighted_sum(none, none, geometry, torch.zeros(0, device=device)).any()
+    zeros = pack(torch.zeros(2, 16, 1, 2, 2, device=device, dtype=dtype), 2, tf32)
+    assert not gradients_and_squares(zeros, zeros, geometry, 2)[1].any()
+
+
+BODIES = [check_wide, check_nothing]
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("body", BODIES)
+def test_in_the_interpreter(interpreter, body, tf32):
+    run_in_the_interpreter(interpreter, body, tf32)
+
+
+@compiled
+@pytest.mark.parametrize("body", BODIES)
+def test_compiled(body, dtype, tf32):
+    body("cuda", dtype, tf32 and dtype == torch.float32)

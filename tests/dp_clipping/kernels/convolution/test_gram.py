@@ -1,0 +1,79 @@
+"""Norms from Gram matrices of positions: in Triton's interpreter here, compiled on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from dp_clipping.clipping.norms import GRAM_ROUNDING
+from dp_clipping.kernels.convolution import gram
+from dp_clipping.kernels.convolution.geometry import Geometry
+from dp_clipping.kernels.convolution.packing import pack
+from tests.support.convolution_cases import WIDE, compiled, operands, run_in_the_interpreter
+
+CASES = [case for case in WIDE if case[-1].groups == 1] + [
+    (2, 3, 600, 16, (1, 3, 3), Geometry((1, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1), 1)),
+]
+
+
+def check_squares(device: str, dtype: torch.dtype, tf32: bool) -> None:
+    if dtype == torch.float32 and not tf32:
+        return
+    for case in CASES:
+        size, *_, geometry = case
+        x, y, right = operands(case, dtype, device)
+        packed = pack(x, size, tf32, geometry.padding), pack(y, size, tf32)
+        squares, scales = gram.gram_squares(*packed, geometry, size)
+        plain, plain_scales = gram.gram_squares_plain(x, y, geometry, size)
+        exact = right.square().sum((1, 2, 3))
+        torch.testing.assert_close(plain.double(), exact, rtol=1e-6, atol=0)
+        digits = 2.0**-9 if tf32 else 0.0  # of the packed operands
+        allowed = (GRAM_ROUNDING + digits) * plain_scales.double().square()
+        assert ((squares.double() - exact).abs() <= allowed).all()
+        torch.testing.assert_close(scales, plain_scales, rtol=2e-3 if tf32 else 1e-5, atol=0)
+
+
+def check_cancelling(device: str, dtype: torch.dtype, tf32: bool) -> None:
+    """Positions of which half undo the other: the error stays below what is allowed for."""
+    if dtype == torch.float32 and not tf32:
+        return
+    geometry = Geometry((1, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1), 1)
+    x = torch.randn(1, 256, 1, 4, 8).to(device, dtype)
+    y = torch.randn(1, 32, 1, 4, 8).to(device, dtype)
+    x[:, :, :, 2:], y[:, :, :, 2:] = x[:, :, :, :2], -y[:, :, :, :2]
+    squares, scales = gram.gram_squares(pack(x, 1, tf32), pack(y, 1, tf32), geometry, 1)
+    assert squares.abs() <= GRAM_ROUNDING * scales.square()
+
+
+BODIES = [check_squares, check_cancelling]
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("body", BODIES)
+def test_in_the_interpreter(interpreter, body, tf32):
+    run_in_the_interpreter(interpreter, body, tf32)
+
+
+@compiled
+@pytest.mark.parametrize("body", BODIES)
+def test_compiled(body, dtype, tf32):
+    body("cuda", dtype, tf32 and dtype == torch.float32)
+
+
+def test_few_positions_of_many_channels_pay():
+    geometry = Geometry((1, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1), 1)
+
+    def pays(side: int, channels: int, of=geometry, dtype=torch.bfloat16) -> bool:
+        x = torch.zeros(1, channels, 1, side, side, dtype=dtype)
+        packed = pack(x.contiguous(memory_format=torch.channels_last_3d), 1, False)
+        return gram.pays(packed, packed, of, 1)
+
+    assert pays(7, 512)
+    assert pays(8, 256)
+    assert not pays(14, 256)
+    assert not pays(8, 16)
+    assert not pays(7, 512, dtype=torch.float32)
+    assert not pays(7, 512, of=replace(geometry, groups=2))
+    assert not pays(1, 512)  # one position cannot cancel: G's own norm is exact
