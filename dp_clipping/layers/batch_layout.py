@@ -50,7 +50,7 @@ class Layout:
     def restore(self, x: Tensor) -> Tensor:
         """Returns the inverse of `batch_first`."""
         if self.kind == "dimension":
-            return x.movedim(0, self.dim)
+            return x.movedim(0, self.dim) if self.dim else x  # no view: it may be changed in place
         if self.kind == "sample_major":
             return rearrange(x, "b t ... -> (b t) ...")
         if self.kind == "time_major":

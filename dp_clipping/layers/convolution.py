@@ -33,7 +33,6 @@ from dp_clipping.kernels.convolution.gradients import gradients_and_squares, wei
 from dp_clipping.kernels.convolution.narrow import narrow_gradients
 from dp_clipping.kernels.convolution.packing import pack
 from dp_clipping.kernels.launch.tiles import available
-from dp_clipping.kernels.weighted_sum import weighted_sum as weighted_gradients
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.handle import LayerState, autocast_operands, deliver
 
@@ -227,7 +226,9 @@ class Factors:
 class KernelFactors:
     """Operands with the channels last, from which norms and sums are computed on kernels.
 
-    Where G is smaller, taking the norm leaves it in their place.
+    Attributes:
+        gradients: G [B, O, taps, C / groups], which taking the norm leaves in the operands' place
+            where it is smaller.
     """
 
     may_be_recomputed = True
@@ -240,12 +241,12 @@ class KernelFactors:
             pack(use.x, use.batch_size, tf32, use.geometry.padding),
             pack(use.y, use.batch_size, tf32),
         )
-        self._gradients: Tensor | None = None
+        self.gradients: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes that it holds."""
-        held = self._operands if self._gradients is None else [self._gradients]
+        held = self._operands if self.gradients is None else [self.gradients]
         return sum(z.nbytes for z in held)
 
     def take_norm(self, keep: bool) -> Norm:
@@ -260,15 +261,15 @@ class KernelFactors:
             return Norm(*gram.gram_squares(*work), GRAM_ROUNDING, error)
         gradients, squares = gradients_and_squares(*work, store)
         if store:
-            self._gradients, self._operands = gradients, ()
+            self.gradients, self._operands = gradients, ()
         return Norm(squares)
 
     def weighted_sum(self, coefficients: Tensor, _outputs: int) -> Tensor:
         """Returns Σ_i c_i G_i float32, over the samples with c_i > 0; c [B] float32."""
-        if self._gradients is not None:
-            total = weighted_gradients(self._gradients, coefficients)
-        else:
-            total = weighted_sum(*self._operands, self._geometry, coefficients)
+        return self.shaped(weighted_sum(*self._operands, self._geometry, coefficients))
+
+    def shaped(self, total: Tensor) -> Tensor:
+        """Returns a sum [O, taps, C / groups] as the parameter has it."""
         total = total.view(self._shape[0], -1, self._shape[1])
         return total.movedim(2, 1).reshape(self._shape)
 

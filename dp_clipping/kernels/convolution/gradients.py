@@ -16,6 +16,9 @@ Operations: 2·B·L·taps·C·O, those of the ordinary weight gradient.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -23,11 +26,13 @@ from torch import Tensor
 
 from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.kernels.convolution.geometry import Geometry
-from dp_clipping.kernels.convolution.packing import Operand, power_of_two
+from dp_clipping.kernels.convolution.packing import EXPONENT, SMALLEST, Operand
 from dp_clipping.kernels.launch.tiles import ceil_div, triton
 
 if triton is not None:
     import triton.language as tl
+
+    from dp_clipping.kernels.convolution.packing import _product_of_scales
 
 PROGRAMS = 1056  # eight for each processor of an H200, over which a sum divides its samples
 VECTOR = 16  # channels side by side in memory that a thread's loads may count on, if divisible
@@ -48,18 +53,18 @@ def gradients_and_squares(
         x: the padded input, [N, D, H, W, C].
         y: the output gradients, [N, *positions, O].
     """
-    work = _Work(x, y, geometry, batch_size)
+    work, operands = _work_of(x, y, geometry, batch_size)
     gradients = None
     if store:
         shape = (batch_size, y.values.shape[-1], work.taps, work.inputs)
-        scaled = x.exponents is not None
+        scaled = x.largest is not None
         dtype = torch.float32 if scaled else stored_dtype(x.values.dtype)
         gradients = x.values.new_empty(shape, dtype=dtype)
     squares = x.values.new_empty(batch_size, work.tiles, dtype=torch.float32)
     if not work.is_empty:
         _gradient_kernel[(batch_size * work.tiles,)](
-            x.values, y.values, work.factors, gradients, squares, batch_size, STORE=store,
-            **work.arguments, num_warps=4, num_stages=3,
+            *operands, gradients, squares, batch_size, STORE=store, **work.arguments,
+            num_warps=4, num_stages=3,
         )  # fmt: skip
     else:
         squares.zero_()
@@ -76,7 +81,7 @@ def weighted_sum(x: Operand, y: Operand, geometry: Geometry, coefficients: Tenso
         coefficients: c [B] float32.
     """
     batch_size, outputs = len(coefficients), y.values.shape[-1]
-    work = _Work(x, y, geometry, batch_size)
+    work, operands = _work_of(x, y, geometry, batch_size)
     if work.is_empty:
         return coefficients.new_zeros(outputs, work.taps, work.inputs)
     splits = min(batch_size, max(1, PROGRAMS // work.tiles))
@@ -85,39 +90,56 @@ def weighted_sum(x: Operand, y: Operand, geometry: Geometry, coefficients: Tenso
     parts = coefficients.new_empty(splits, outputs, work.taps, work.inputs)
     is_large = work.arguments["BLOCK_O"] * work.arguments["BLOCK_N"] > 64 * 128
     _weighted_kernel[(splits * work.tiles,)](
-        x.values, y.values, work.factors, coefficients.contiguous(), parts, batch_size, share,
-        **work.arguments, num_warps=8 if is_large else 4, num_stages=3,
+        *operands, coefficients.contiguous(), parts, batch_size, share, **work.arguments,
+        num_warps=8 if is_large else 4, num_stages=3,
     )  # fmt: skip
     return parts.sum(0) if splits > 1 else parts[0]
 
 
+@dataclass(frozen=True)
 class _Work:
-    """Tiles of one convolution, and the arguments that its kernels share."""
+    """Tiles of a convolution, and the arguments that its kernels share."""
 
-    def __init__(self, x: Operand, y: Operand, geometry: Geometry, batch_size: int):
-        given, left = x.values, y.values
-        pictures = len(given) // max(1, batch_size)
-        self.taps, groups = prod(geometry.taps), geometry.groups
-        self.inputs, outputs = given.shape[-1] // groups, left.shape[-1] // groups
-        columns, positions = self.taps * self.inputs, prod(left.shape[1:-1])
-        self.is_empty = not (batch_size and pictures and positions and columns and outputs)
-        scaled = x.exponents is not None and y.exponents is not None
-        self.factors = power_of_two(x.exponents + y.exponents) if scaled else given
-        wide = given.element_size() == 4
-        vector = VECTOR if self.inputs % VECTOR == 0 else 1
-        block_o = _block(outputs, 64 if wide else 128)
-        block_n = _block(columns, 64 if wide or vector == 1 else 128)
-        self.tiles = max(1, groups * ceil_div(outputs, block_o) * ceil_div(columns, block_n))
-        self.arguments = dict(
-            pictures=pictures, **numbers(geometry, given.shape[1:4], left.shape[1:4]),
-            n_inputs=self.inputs, n_outputs=outputs, n_groups=groups, VECTOR=vector,
-            SCALED=scaled, BLOCK_O=block_o, BLOCK_N=block_n, BLOCK_L=32 if wide else 64,
-        )  # fmt: skip
+    taps: int
+    inputs: int
+    tiles: int
+    is_empty: bool
+    arguments: dict[str, int]
 
 
-def numbers(
-    geometry: Geometry, pixels: tuple[int, ...], positions: tuple[int, ...]
-) -> dict[str, int]:
+def _work_of(x: Operand, y: Operand, geometry: Geometry, batch_size: int) -> tuple[_Work, tuple]:
+    """Returns what follows from the shapes, and the operands as the kernels take them."""
+    work = _work_of_shapes(
+        x.values.shape, y.values.shape, x.values.element_size(), x.largest is not None, geometry,
+        batch_size,
+    )  # fmt: skip
+    scaled = x.largest is not None and y.largest is not None
+    largest = (x.largest, y.largest) if scaled else (x.values, y.values)
+    return work, (x.values, y.values, *largest)
+
+
+@lru_cache(maxsize=1024)
+def _work_of_shapes(
+    given: torch.Size, left: torch.Size, itemsize: int, scaled: bool, geometry: Geometry,
+    batch_size: int,
+) -> _Work:  # fmt: skip
+    pictures, wide, groups = given[0] // max(1, batch_size), itemsize == 4, geometry.groups
+    inputs, outputs, taps = given[-1] // groups, left[-1] // groups, prod(geometry.taps)
+    columns, positions = taps * inputs, prod(left[1:-1])
+    vector = VECTOR if inputs % VECTOR == 0 else 1
+    block_o = _block(outputs, 64 if wide else 128)
+    block_n = _block(columns, 64 if wide or vector == 1 else 128)
+    tiles = max(1, groups * ceil_div(outputs, block_o) * ceil_div(columns, block_n))
+    arguments = dict(
+        pictures=pictures, **numbers(geometry, given[1:4], left[1:4]), n_inputs=inputs,
+        n_outputs=outputs, n_groups=groups, VECTOR=vector, SCALED=scaled, SMALLEST=SMALLEST,
+        EXPONENT=EXPONENT, BLOCK_O=block_o, BLOCK_N=block_n, BLOCK_L=32 if wide else 64,
+    )  # fmt: skip
+    is_empty = not (batch_size and pictures and positions and columns and outputs)
+    return _Work(taps, inputs, tiles, is_empty, arguments)
+
+
+def numbers(geometry: Geometry, pixels: Sequence[int], positions: Sequence[int]) -> dict[str, int]:
     """Returns the arguments of the kernels that say where pixels are."""
     found = dict(zip("DHWZYX", (*pixels, *positions), strict=True))
     for name, values in (("stride", geometry.stride), ("dil", geometry.dilation)):
@@ -187,10 +209,11 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=[n for n in UNSPECIALIZED if n != "share"])
     def _gradient_kernel(
-        p_x, p_y, p_factors, p_g, p_squares, batch_size, pictures, D, H, W, Z, Y, X,
+        p_x, p_y, p_largest_x, p_largest_y, p_g, p_squares, batch_size, pictures, D, H, W, Z, Y, X,
         stride_d, stride_h, stride_w, dil_d, dil_h, dil_w, taps_d, taps_h, taps_w,
         n_inputs, n_outputs, n_groups, VECTOR: tl.constexpr, SCALED: tl.constexpr,
-        BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, STORE: tl.constexpr,
+        SMALLEST: tl.constexpr, EXPONENT: tl.constexpr, BLOCK_O: tl.constexpr,
+        BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, STORE: tl.constexpr,
     ):  # fmt: skip
         n_tiles = tl.num_programs(0) // batch_size
         i_b, i_tile = (tl.program_id(0) // n_tiles).to(tl.int64), tl.program_id(0) % n_tiles
@@ -210,7 +233,7 @@ if triton is not None:
                 D, H, W, Z, Y, X, stride_d, stride_h, stride_w, b_g,
             )  # fmt: skip
         if SCALED:
-            b_g *= tl.load(p_factors + i_b)
+            b_g *= _product_of_scales(p_largest_x, p_largest_y, i_b, SMALLEST, EXPONENT)
         o_g, m_g = _offsets(i_tile, n_columns, n_outputs, BLOCK_O, BLOCK_N)
         if STORE:
             b_rounded = b_g.to(p_g.dtype.element_ty)
@@ -220,10 +243,12 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=UNSPECIALIZED)
     def _weighted_kernel(
-        p_x, p_y, p_factors, p_c, p_total, batch_size, share, pictures, D, H, W, Z, Y, X,
+        p_x, p_y, p_largest_x, p_largest_y, p_c, p_total, batch_size, share, pictures,
+        D, H, W, Z, Y, X,
         stride_d, stride_h, stride_w, dil_d, dil_h, dil_w, taps_d, taps_h, taps_w,
         n_inputs, n_outputs, n_groups, VECTOR: tl.constexpr, SCALED: tl.constexpr,
-        BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
+        SMALLEST: tl.constexpr, EXPONENT: tl.constexpr, BLOCK_O: tl.constexpr,
+        BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
     ):  # fmt: skip
         """One loop over the blocks of rows of several samples, so that loads never pause."""
         n_tiles = tl.num_programs(0) // tl.cdiv(batch_size, share)
@@ -252,7 +277,7 @@ if triton is not None:
             if i_block == n_blocks - 1:
                 c = tl.load(p_c + i_b)
                 if SCALED:
-                    b_g *= tl.load(p_factors + i_b)
+                    b_g *= _product_of_scales(p_largest_x, p_largest_y, i_b, SMALLEST, EXPONENT)
                 b_total += tl.where(c > 0, c * b_g, 0.0)
                 b_g = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
         o_g, m_g = _offsets(i_tile, n_columns, n_outputs, BLOCK_O, BLOCK_N)

@@ -21,7 +21,7 @@ from torch import Tensor
 from dp_clipping.clipping.norms import GRAM_PIECE, UNDERFLOW
 from dp_clipping.kernels.convolution.geometry import Geometry, patches
 from dp_clipping.kernels.convolution.gradients import UNSPECIALIZED, VECTOR, numbers
-from dp_clipping.kernels.convolution.packing import Operand, power_of_two
+from dp_clipping.kernels.convolution.packing import Operand, scale_of
 from dp_clipping.kernels.launch.tiles import triton
 
 if triton is not None:
@@ -66,8 +66,8 @@ def gram_squares(
         num_warps=4, num_stages=3,
     )  # fmt: skip
     squares, scales = found
-    if x.exponents is not None and y.exponents is not None:
-        factors = power_of_two(x.exponents + y.exponents)
+    if x.largest is not None and y.largest is not None:
+        factors = scale_of(x.largest) * scale_of(y.largest)
         squares, scales = squares * factors * factors, scales * factors
     return squares, scales
 

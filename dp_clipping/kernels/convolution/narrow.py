@@ -1,7 +1,10 @@
 """Per-sample gradients of convolutions with few channels in a group, depthwise ones above all.
 
-A program computes all taps between one input and one output channel of one picture: sums over
-positions, for which matrix units have nothing to do.
+Each pair of an input and an output channel has its own taps: sums over positions, for which matrix
+units have nothing to do. With the channels last, threads lie side by side in the pairs, and each
+adds up its own: a program takes some pairs of one picture and a row of the kernel's taps.
+
+Traffic: y is read once for each row of taps, x once for each tap, from the caches.
 """
 
 from __future__ import annotations
@@ -12,12 +15,16 @@ import torch
 from torch import Tensor
 
 from dp_clipping.kernels.convolution.geometry import Geometry
-from dp_clipping.kernels.launch.tiles import triton
+from dp_clipping.kernels.convolution.packing import pack
+from dp_clipping.kernels.launch.tiles import ceil_div, triton
 
 if triton is not None:
     import triton.language as tl
 
-MOST = 1024  # pixels that a program loads at a time
+    from dp_clipping.kernels.convolution.gradients import _row_pixels
+
+PAIRS = 64  # of a program
+ELEMENTS = 4096  # of x that a program loads at a time
 
 
 def narrow_gradients(x: Tensor, y: Tensor, geometry: Geometry, batch_size: int) -> Tensor:
@@ -26,54 +33,66 @@ def narrow_gradients(x: Tensor, y: Tensor, geometry: Geometry, batch_size: int) 
     Args:
         x: [N, C, D, H, W], N a multiple of B; y: [N, O, *positions].
     """
-    x, y = x.contiguous(), y.contiguous()
-    inputs, taps = x.shape[1] // geometry.groups, prod(geometry.taps)
+    inputs, outputs = x.shape[1] // geometry.groups, y.shape[1] // geometry.groups
+    taps, last = prod(geometry.taps), geometry.taps[2]
     gradients = x.new_zeros(len(x), y.shape[1], inputs, taps, dtype=torch.float32)
-    pixels = y.shape[2:].numel()
-    if gradients.numel() and pixels:
-        block = min(MOST, triton.next_power_of_2(pixels))
-        _narrow_kernel[(gradients.numel() // taps,)](
-            x, y, gradients, *x.shape[2:], *y.shape[2:], *geometry.stride, *geometry.padding,
-            *geometry.dilation, *geometry.taps, inputs, y.shape[1] // geometry.groups,
-            geometry.groups, BLOCK=block, num_warps=4 if block > 256 else 1,
+    if gradients.numel() and y.numel():
+        right = pack(x, batch_size, False, geometry.padding).values
+        left = pack(y, batch_size, False).values
+        pairs = y.shape[1] * inputs
+        block_p = min(PAIRS, triton.next_power_of_2(pairs))
+        block_t = triton.next_power_of_2(last)
+        grid = (len(x), ceil_div(pairs, block_p), taps // last)
+        _narrow_kernel[grid](
+            right, left, gradients, pairs, *right.shape[1:4], *left.shape[1:4], *geometry.stride,
+            *geometry.dilation, *geometry.taps[1:], inputs, outputs, geometry.groups,
+            DEPTHWISE=inputs == outputs == 1, BLOCK_T=block_t, BLOCK_P=block_p,
+            BLOCK_L=max(1, ELEMENTS // (block_t * block_p)), num_warps=4,
         )  # fmt: skip
     return gradients.view(batch_size, -1, *gradients.shape[1:]).sum(1)
 
 
 UNSPECIALIZED = [
-    *"DHWZYX", "n_groups",
-    *(f"{name}_{axis}" for name in ("stride", "pad", "dil", "taps") for axis in "dhw"),
+    *"DHWZYX", "n_groups", "taps_h", "taps_w",
+    *(f"{name}_{axis}" for name in ("stride", "dil") for axis in "dhw"),
 ]  # fmt: skip
 
 if triton is not None:
 
     @triton.jit(do_not_specialize=UNSPECIALIZED)
     def _narrow_kernel(
-        p_x, p_y, p_g, D, H, W, Z, Y, X, stride_d, stride_h, stride_w, pad_d, pad_h, pad_w,
-        dil_d, dil_h, dil_w, taps_d, taps_h, taps_w, n_inputs, n_outputs, n_groups,
-        BLOCK: tl.constexpr,
+        p_x, p_y, p_g, n_pairs, D, H, W, Z, Y, X, stride_d, stride_h, stride_w, dil_d, dil_h, dil_w,
+        taps_h, taps_w, n_inputs, n_outputs, n_groups, DEPTHWISE: tl.constexpr,
+        BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr,
     ):  # fmt: skip
-        """All taps of one input and output of one picture, channels first."""
-        i_row = tl.program_id(0).to(tl.int64)
-        i_c, i_y = i_row % n_inputs, i_row // n_inputs
-        i_n, i_g = i_y // (n_outputs * n_groups), i_y % (n_outputs * n_groups) // n_outputs
-        n_l, n_taps = Z * Y * X, taps_d * taps_h * taps_w
-        p_x += ((i_n * n_groups + i_g) * n_inputs + i_c) * D * H * W
-        p_y += i_y * n_l
-        for i_tap in range(n_taps):
-            s_d = i_tap // (taps_h * taps_w) * dil_d - pad_d
-            s_h = i_tap // taps_w % taps_h * dil_h - pad_h
-            s_w = i_tap % taps_w * dil_w - pad_w
-            b_sum = tl.zeros((BLOCK,), tl.float32)
-            for o_first in range(0, n_l, BLOCK):
-                o_l = o_first + tl.arange(0, BLOCK)
-                i_d = o_l // (Y * X) * stride_d + s_d
-                i_h = o_l // X % Y * stride_h + s_h
-                i_w = o_l % X * stride_w + s_w
-                m_l = o_l < n_l
-                m_x = m_l & (i_d >= 0) & (i_d < D) & (i_h >= 0) & (i_h < H)
-                m_x = m_x & (i_w >= 0) & (i_w < W)
-                b_x = tl.load(p_x + (i_d * H + i_h) * W + i_w, mask=m_x, other=0)
-                b_y = tl.load(p_y + o_l, mask=m_l, other=0)
-                b_sum += b_x.to(tl.float32) * b_y.to(tl.float32)
-            tl.store(p_g + i_row * n_taps + i_tap, tl.sum(b_sum))
+        """[taps of a row, pairs] of one picture."""
+        i_n, i_row = tl.program_id(0).to(tl.int64), tl.program_id(2)
+        o_p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
+        m_p = o_p < n_pairs
+        if DEPTHWISE:
+            n_x, n_y = n_pairs, n_pairs
+            o_c, o_o = o_p, o_p
+        else:
+            n_x, n_y = n_inputs * n_groups, n_outputs * n_groups
+            o_o = o_p // n_inputs
+            o_c = o_o // n_outputs * n_inputs + o_p % n_inputs
+        o_t = tl.arange(0, BLOCK_T)
+        m_t = o_t < taps_w
+        o_first = (i_row // taps_h * dil_d * H + i_row % taps_h * dil_h) * W
+        o_shift = o_first + tl.where(m_t, o_t, 0) * dil_w
+        n_l = Z * Y * X
+        p_x += i_n * D * H * W * n_x + o_shift[:, None, None] * n_x + o_c[None, None, :]
+        p_y += i_n * n_l * n_y + o_o[None, :]
+        b_g = tl.zeros((BLOCK_T, BLOCK_L, BLOCK_P), tl.float32)
+        for o_l in range(0, n_l, BLOCK_L):
+            o_rows = o_l + tl.arange(0, BLOCK_L)
+            o_pixels = _row_pixels(
+                tl.minimum(o_rows, n_l - 1), D, H, W, Z, Y, X, stride_d, stride_h, stride_w
+            )
+            m_y = (o_rows < n_l)[:, None] & m_p[None, :]
+            b_y = tl.load(p_y + o_rows[:, None] * n_y, mask=m_y, other=0).to(tl.float32)
+            b_x = tl.load(p_x + o_pixels[None, :, None] * n_x, mask=m_p[None, None, :], other=0)
+            b_g += b_x.to(tl.float32) * b_y[None, :, :]
+        o_g = (i_n * n_pairs + o_p[None, :]) * taps_w * (tl.num_programs(2))
+        p_g += o_g + i_row * taps_w + o_t[:, None]
+        tl.store(p_g, tl.sum(b_g, axis=1), mask=m_t[:, None] & m_p[None, :])

@@ -33,11 +33,12 @@ class Operand:
 
     Attributes:
         values: contiguous, in bfloat16, float16, or float32 that is to be multiplied as such.
-        exponents: [B] int32, log₂ of each sample's divisor; None: 1.
+        largest: the largest magnitude of each sample [B] float32, of which `scale_of` is what the
+            sample was divided by; None: it was not.
     """
 
     values: Tensor
-    exponents: Tensor | None
+    largest: Tensor | None
 
     @property
     def nbytes(self) -> int:
@@ -54,43 +55,62 @@ def pack(
         x: [N, C, D, H, W], N a multiple of B, in float32, bfloat16 or float16.
         padding: zeros before and behind each dimension.
     """
-    exponents = None
+    largest = None
     if tf32 and x.dtype == torch.float32 and x.numel():
         largest = torch.linalg.vector_norm(x.reshape(batch_size, -1), torch.inf, dim=1)
-        exponents = torch.frexp(largest).exponent.clamp_min(SMALLEST) - EXPONENT
     last = x.movedim(1, -1)
-    if exponents is None and padding == NO_PADDING and last.is_contiguous():
+    if largest is None and padding == NO_PADDING and last.is_contiguous():
         return Operand(last, None)
     if not last.is_contiguous():
         x = x.contiguous()
     pictures, channels, *pixels = x.shape
     padded = [size + 2 * each for size, each in zip(pixels, padding, strict=True)]
-    dtype = x.dtype if exponents is None else torch.float16
+    dtype = x.dtype if largest is None else torch.float16
     values = x.new_empty(pictures, *padded, channels, dtype=dtype)
     if values.numel():
         block = min(BLOCK, triton.next_power_of_2(channels))
         grid = (ceil_div(values[0, ..., 0].numel(), BLOCK), ceil_div(channels, block), pictures)
-        factors = x if exponents is None else power_of_two(-exponents)
         _pack_kernel[grid](
-            x, values, factors, pictures // batch_size, channels, *pixels, *padding,
-            *(x.stride(n) for n in (0, 1, 4)), SCALED=exponents is not None, BLOCK_L=BLOCK,
-            BLOCK_C=block, num_warps=4,
+            x, values, x if largest is None else largest, pictures // batch_size, channels,
+            *pixels, *padding, *(x.stride(n) for n in (0, 1, 4)), SCALED=largest is not None,
+            BLOCK_L=BLOCK, BLOCK_C=block, SMALLEST=SMALLEST, EXPONENT=EXPONENT, num_warps=4,
         )  # fmt: skip
-    return Operand(values, exponents)
+    return Operand(values, largest)
 
 
-def power_of_two(exponents: Tensor) -> Tensor:
-    """Returns 2 to the power of integers, float32."""
-    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+def scale_of(largest: Tensor) -> Tensor:
+    """Returns the power of two by which samples with such largest magnitudes were divided."""
+    exponents = torch.frexp(largest).exponent.clamp_min(SMALLEST) - EXPONENT
+    return torch.ldexp(torch.ones_like(largest), exponents)
 
 
 if triton is not None:
 
+    @triton.jit
+    def _exponent_of(largest, SMALLEST: tl.constexpr, EXPONENT: tl.constexpr):
+        """log₂ of `scale_of`, from the bits of a float32 number."""
+        exponent = (largest.to(tl.int32, bitcast=True) >> 23 & 255) - 126
+        return tl.maximum(exponent, SMALLEST) - EXPONENT
+
+    @triton.jit
+    def _power_of_two(exponent):
+        """2 to the power of -126 to 127, from its bits."""
+        return (exponent + 127 << 23).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def _product_of_scales(
+        p_largest_x, p_largest_y, i_b, SMALLEST: tl.constexpr, EXPONENT: tl.constexpr
+    ):
+        """What a sum of products of two operands is to be multiplied with."""
+        e_x = _exponent_of(tl.load(p_largest_x + i_b), SMALLEST, EXPONENT)
+        e_y = _exponent_of(tl.load(p_largest_y + i_b), SMALLEST, EXPONENT)
+        return _power_of_two(e_x) * _power_of_two(e_y)
+
     @triton.jit(do_not_specialize=["pictures", *"DHW", *(f"pad_{axis}" for axis in "dhw")])
     def _pack_kernel(
-        p_x, p_packed, p_factors, pictures, n_channels, D, H, W, pad_d, pad_h, pad_w,
+        p_x, p_packed, p_largest, pictures, n_channels, D, H, W, pad_d, pad_h, pad_w,
         s_picture, s_channel, s_pixel, SCALED: tl.constexpr, BLOCK_L: tl.constexpr,
-        BLOCK_C: tl.constexpr,
+        BLOCK_C: tl.constexpr, SMALLEST: tl.constexpr, EXPONENT: tl.constexpr,
     ):  # fmt: skip
         """[C, D, H, W] of one picture -> padded [D, H, W, C]."""
         i_n = tl.program_id(2).to(tl.int64)
@@ -105,7 +125,8 @@ if triton is not None:
         p_x += i_n * s_picture + o_c[:, None] * s_channel + o_x[None, :]
         b_x = tl.load(p_x, mask=m_c[:, None] & m_x[None, :], other=0)
         if SCALED:
-            b_x *= tl.load(p_factors + i_n // pictures)
+            largest = tl.load(p_largest + i_n // pictures)
+            b_x *= _power_of_two(-_exponent_of(largest, SMALLEST, EXPONENT))
         p_packed += i_n * n_l * n_channels + o_l[:, None] * n_channels + o_c[None, :]
         b_x = b_x.T.to(p_packed.dtype.element_ty)
         tl.store(p_packed, b_x, mask=m_l[:, None] & m_c[None, :])

@@ -32,21 +32,23 @@ def clipped_sums(
 
     Args:
         saved: parameter -> G [B, *parameter], a linear layer's factors, or what has a
-            `weighted_sum`; emptied, so that a sum that leaves frees what it was formed of.
+            `weighted_sum` or `gradients`; emptied, so that a sum that leaves frees what it was
+            formed of.
         groups: parameter -> its clipping group.
         shapes: of the parameters as layers use them.
         tile_size: of the kernels, None: chosen by them.
         label: the range of a profiler's trace for "sum" and the parameters it is of.
     """
     row_of = {p: scale.rows[groups[p]] for p in saved}
-    dense = [p for p, one in saved.items() if isinstance(one, Tensor)]
+    dense = {p: g for p, one in saved.items() if (g := _gradients_of(one)) is not None}
     linear = [p for p, one in saved.items() if isinstance(one, LinearFactors)]
     totals: dict[Parameter, Tensor] = {}
     if dense:
         with label("sum", *dense):
             rows = [row_of[p] for p in dense]
-            found = weighted_sums([saved[p] for p in dense], scale.values, rows)
-        totals.update(zip(dense, found, strict=True))
+            found = weighted_sums(list(dense.values()), scale.values, rows)
+        for p, total in zip(dense, found, strict=True):
+            totals[p] = total if isinstance(saved[p], Tensor) else saved[p].shaped(total)
     if linear:
         with label("sum", *linear):
             pairs, rows = [saved[p].operands for p in linear], [row_of[p] for p in linear]
@@ -61,6 +63,11 @@ def clipped_sums(
                 )
     saved.clear()
     return {parameter: totals[parameter] for parameter in row_of}
+
+
+def _gradients_of(saved: Any) -> Tensor | None:
+    """Returns G, where that was kept."""
+    return saved if isinstance(saved, Tensor) else getattr(saved, "gradients", None)
 
 
 class FusedSums:
