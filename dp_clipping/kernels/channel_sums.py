@@ -27,9 +27,9 @@ def channel_sums(x: Tensor, y: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tens
     """
     pictures, channels = x.shape[:2]
     pixels = x.shape[2:].numel()
-    sums = x.new_zeros(2, pictures, channels, dtype=torch.float32)
-    if sums.numel() and pixels:
-        block = min(MOST, triton.next_power_of_2(pixels))
+    sums = x.new_empty(2, pictures, channels, dtype=torch.float32)
+    if sums.numel():
+        block = min(MOST, triton.next_power_of_2(max(1, pixels)))
         _channel_sums_kernel[(pictures * channels,)](
             x, y, mean, rstd, sums, pictures * channels, pixels,
             CHANNELS=channels // mean.shape[1], BLOCK=block, num_warps=4 if block > 256 else 1,

@@ -34,7 +34,7 @@ from dp_clipping.kernels.convolution.narrow import narrow_gradients
 from dp_clipping.kernels.convolution.packing import pack
 from dp_clipping.kernels.launch.tiles import available
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.handle import LayerState, autocast_operands, deliver
+from dp_clipping.layers.handle import LayerState, autocast_operands, deliver, sum_of_pictures
 
 CHUNK_ELEMENTS = 1 << 25  # of patches that are formed at a time
 KINDS = (
@@ -164,7 +164,7 @@ class Convolution(torch.autograd.Function):
                 ctx.sinks[0](use)
         if wants_bias:
             sums = gy.flatten(2).sum(2, dtype=accumulation_dtype(gy.dtype))
-            biases = deliver(ctx.sinks[1], sums.view(batch_size, -1, sums.shape[1]).sum(1))
+            biases = deliver(ctx.sinks[1], sum_of_pictures(sums, batch_size))
         return gx, None, None, gradients, None, biases, None, None, None
 
 
@@ -266,7 +266,8 @@ class KernelFactors:
 
     def weighted_sum(self, coefficients: Tensor, _outputs: int) -> Tensor:
         """Returns Σ_i c_i G_i float32, over the samples with c_i > 0; c [B] float32."""
-        return self.shaped(weighted_sum(*self._operands, self._geometry, coefficients))
+        total = weighted_sum(*self._operands, self._geometry, coefficients)
+        return total.view(self._shape)
 
     def shaped(self, total: Tensor) -> Tensor:
         """Returns a sum [O, taps, C / groups] as the parameter has it."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dp_clipping.kernels.channel_sums import channel_sums, channel_sums_plain
 from dp_clipping.kernels.launch.tiles import available
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.handle import LayerState, deliver
+from dp_clipping.layers.handle import LayerState, deliver, sum_of_pictures
 
 KINDS = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
@@ -77,7 +77,7 @@ class GroupNorm(torch.autograd.Function):
         if wants_weight or wants_bias:
             serves = fused and available(x.device, x.dtype)
             sums = (channel_sums if serves else channel_sums_plain)(x, gy, mean, rstd)
-            weights, biases = (z.view(batch_size, -1, z.shape[1]).sum(1) for z in sums)
+            weights, biases = (sum_of_pictures(z, batch_size) for z in sums)
         weights = deliver(ctx.sinks[0], weights) if wants_weight else None
         biases = deliver(ctx.sinks[1], biases) if wants_bias else None
         return gx, None, None, weights, None, biases, *[None] * 5

@@ -70,11 +70,11 @@ def gradients_and_squares(
         squares.zero_()
         if gradients is not None:
             gradients.zero_()
-    return gradients, squares.sum(1, dtype=torch.float64).float()
+    return gradients, squares.sum(1) if work.tiles > 1 else squares[:, 0]
 
 
 def weighted_sum(x: Operand, y: Operand, geometry: Geometry, coefficients: Tensor) -> Tensor:
-    """Returns Σ_i c_i G_i [O, taps, C / groups] float32, over the samples with c_i > 0.
+    """Returns Σ_i c_i G_i [O, C / groups, taps] float32, over the samples with c_i > 0.
 
     Args:
         x, y: as `gradients_and_squares` takes them.
@@ -83,11 +83,11 @@ def weighted_sum(x: Operand, y: Operand, geometry: Geometry, coefficients: Tenso
     batch_size, outputs = len(coefficients), y.values.shape[-1]
     work, operands = _work_of(x, y, geometry, batch_size)
     if work.is_empty:
-        return coefficients.new_zeros(outputs, work.taps, work.inputs)
+        return coefficients.new_zeros(outputs, work.inputs, work.taps)
     splits = min(batch_size, max(1, PROGRAMS // work.tiles))
     share = ceil_div(batch_size, splits)
     splits = ceil_div(batch_size, share)
-    parts = coefficients.new_empty(splits, outputs, work.taps, work.inputs)
+    parts = coefficients.new_empty(splits, outputs, work.inputs, work.taps)
     is_large = work.arguments["BLOCK_O"] * work.arguments["BLOCK_N"] > 64 * 128
     _weighted_kernel[(splits * work.tiles,)](
         *operands, coefficients.contiguous(), parts, batch_size, share, **work.arguments,
@@ -280,6 +280,8 @@ if triton is not None:
                     b_g *= _product_of_scales(p_largest_x, p_largest_y, i_b, SMALLEST, EXPONENT)
                 b_total += tl.where(c > 0, c * b_g, 0.0)
                 b_g = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
-        o_g, m_g = _offsets(i_tile, n_columns, n_outputs, BLOCK_O, BLOCK_N)
+        _, m_g = _offsets(i_tile, n_columns, n_outputs, BLOCK_O, BLOCK_N)
         n_g = tl.cast(n_outputs * n_groups, tl.int64) * n_columns
+        o_g = (i_g * n_outputs + o_o[:, None]) * n_columns
+        o_g += (o_n % n_inputs * (n_columns // n_inputs) + o_n // n_inputs)[None, :]
         tl.store(p_total + i_split * n_g + o_g, b_total, mask=m_g)

@@ -35,8 +35,8 @@ def narrow_gradients(x: Tensor, y: Tensor, geometry: Geometry, batch_size: int) 
     """
     inputs, outputs = x.shape[1] // geometry.groups, y.shape[1] // geometry.groups
     taps, last = prod(geometry.taps), geometry.taps[2]
-    gradients = x.new_zeros(len(x), y.shape[1], inputs, taps, dtype=torch.float32)
-    if gradients.numel() and y.numel():
+    gradients = x.new_empty(len(x), y.shape[1], inputs, taps, dtype=torch.float32)
+    if gradients.numel():
         right = pack(x, batch_size, False, geometry.padding).values
         left = pack(y, batch_size, False).values
         pairs = y.shape[1] * inputs
@@ -49,6 +49,8 @@ def narrow_gradients(x: Tensor, y: Tensor, geometry: Geometry, batch_size: int) 
             DEPTHWISE=inputs == outputs == 1, BLOCK_T=block_t, BLOCK_P=block_p,
             BLOCK_L=max(1, ELEMENTS // (block_t * block_p)), num_warps=4,
         )  # fmt: skip
+    if len(x) == batch_size:
+        return gradients
     return gradients.view(batch_size, -1, *gradients.shape[1:]).sum(1)
 
 

@@ -12,6 +12,7 @@ below 2⁻³⁸ of that becomes zero.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ EXPONENT = 14  # of the largest value in float16
 SMALLEST = -100  # exponent of a sample's largest value, below which it is scaled no further
 BLOCK = 64  # channels and pixels that a program packs
 NO_PADDING = (0, 0, 0)
+PLACES = ["H", "W", "D_PADDED", "H_PADDED", "W_PADDED", "pad_d", "pad_h", "pad_w"]
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,17 @@ def pack(
     pictures, channels, *pixels = x.shape
     padded = [size + 2 * each for size, each in zip(pixels, padding, strict=True)]
     dtype = x.dtype if largest is None else torch.float16
-    values = x.new_empty(pictures, *padded, channels, dtype=dtype)
-    if values.numel():
+    new = x.new_empty if padding == NO_PADDING else x.new_zeros
+    values = new(pictures, *padded, channels, dtype=dtype)
+    if x.numel():
+        count = prod(pixels)
         block = min(BLOCK, triton.next_power_of_2(channels))
-        grid = (ceil_div(values[0, ..., 0].numel(), BLOCK), ceil_div(channels, block), pictures)
+        grid = (ceil_div(count, BLOCK), ceil_div(channels, block), pictures)
         _pack_kernel[grid](
-            x, values, x if largest is None else largest, pictures // batch_size, channels,
-            *pixels, *padding, *(x.stride(n) for n in (0, 1, 4)), SCALED=largest is not None,
-            BLOCK_L=BLOCK, BLOCK_C=block, SMALLEST=SMALLEST, EXPONENT=EXPONENT, num_warps=4,
+            x, values, x if largest is None else largest, pictures // batch_size, channels, count,
+            *pixels[1:], *padded, *padding, *(x.stride(n) for n in (0, 1, 4)),
+            PADDED=padding != NO_PADDING, SCALED=largest is not None, BLOCK_L=BLOCK, BLOCK_C=block,
+            SMALLEST=SMALLEST, EXPONENT=EXPONENT, num_warps=4,
         )  # fmt: skip
     return Operand(values, largest)
 
@@ -106,27 +111,29 @@ if triton is not None:
         e_y = _exponent_of(tl.load(p_largest_y + i_b), SMALLEST, EXPONENT)
         return _power_of_two(e_x) * _power_of_two(e_y)
 
-    @triton.jit(do_not_specialize=["pictures", *"DHW", *(f"pad_{axis}" for axis in "dhw")])
+    @triton.jit(do_not_specialize=["pictures", *PLACES])
     def _pack_kernel(
-        p_x, p_packed, p_largest, pictures, n_channels, D, H, W, pad_d, pad_h, pad_w,
-        s_picture, s_channel, s_pixel, SCALED: tl.constexpr, BLOCK_L: tl.constexpr,
-        BLOCK_C: tl.constexpr, SMALLEST: tl.constexpr, EXPONENT: tl.constexpr,
+        p_x, p_packed, p_largest, pictures, n_channels, n_l, H, W, D_PADDED, H_PADDED, W_PADDED,
+        pad_d, pad_h, pad_w, s_picture, s_channel, s_pixel, PADDED: tl.constexpr,
+        SCALED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, SMALLEST: tl.constexpr,
+        EXPONENT: tl.constexpr,
     ):  # fmt: skip
-        """[C, D, H, W] of one picture -> padded [D, H, W, C]."""
+        """[C, D, H, W] of one picture -> inside of padded [D, H, W, C]."""
         i_n = tl.program_id(2).to(tl.int64)
         o_l = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
         o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-        n_h, n_w = H + 2 * pad_h, W + 2 * pad_w
-        n_l = (D + 2 * pad_d) * n_h * n_w
-        i_d, i_h, i_w = o_l // (n_h * n_w) - pad_d, o_l // n_w % n_h - pad_h, o_l % n_w - pad_w
         m_l, m_c = o_l < n_l, o_c < n_channels
-        m_x = m_l & (i_d >= 0) & (i_d < D) & (i_h >= 0) & (i_h < H) & (i_w >= 0) & (i_w < W)
-        o_x = ((i_d * H + i_h) * W + i_w) * s_pixel
-        p_x += i_n * s_picture + o_c[:, None] * s_channel + o_x[None, :]
-        b_x = tl.load(p_x, mask=m_c[:, None] & m_x[None, :], other=0)
+        p_x += i_n * s_picture + o_c[:, None] * s_channel + o_l[None, :] * s_pixel
+        b_x = tl.load(p_x, mask=m_c[:, None] & m_l[None, :], other=0)
         if SCALED:
             largest = tl.load(p_largest + i_n // pictures)
             b_x *= _power_of_two(-_exponent_of(largest, SMALLEST, EXPONENT))
-        p_packed += i_n * n_l * n_channels + o_l[:, None] * n_channels + o_c[None, :]
+        o_to = o_l
+        n_to = n_l
+        if PADDED:
+            i_d, i_h, i_w = o_l // (H * W) + pad_d, o_l // W % H + pad_h, o_l % W + pad_w
+            o_to = (i_d * H_PADDED + i_h) * W_PADDED + i_w
+            n_to = D_PADDED * H_PADDED * W_PADDED
+        p_packed += i_n * n_to * n_channels + o_to[:, None] * n_channels + o_c[None, :]
         b_x = b_x.T.to(p_packed.dtype.element_ty)
         tl.store(p_packed, b_x, mask=m_l[:, None] & m_c[None, :])

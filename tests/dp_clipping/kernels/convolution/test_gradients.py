@@ -34,12 +34,12 @@ def check_wide(device: str, dtype: torch.dtype, tf32: bool) -> None:
         for i in range(size - 1):
             c = torch.zeros(size, device=device)
             c[i] = 1
-            total = weighted_sum(*packed, geometry, c)
+            total = weighted_sum(*packed, geometry, c).movedim(2, 1)  # as G is stored
             assert torch.equal(total.to(found.dtype), found[i])  # what is summed is what was normed
             torch.testing.assert_close(total.double().square().sum().float(), alone[i])
         c = torch.rand(size, device=device)
         c[-1] = 0
-        total = weighted_sum(*packed, geometry, c).movedim(2, 1).double()
+        total = weighted_sum(*packed, geometry, c).double()
         expected = (c[:-1, None, None, None] * right[:-1]).sum(0)
         assert (total - expected).abs().max() <= bound * expected.abs().max()
 
