@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from dp_clipping.arguments.thresholds import Thresholds
 from dp_clipping.capture.capture import Capture
 from dp_clipping.clipping.statistics import NormStatistics, norm_statistics
-from dp_clipping.distributed.dtensor import FSDP_MODULES
+from dp_clipping.distributed.dtensor import fsdp_classes
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.modes import REFERENCE_MODE, Policy
@@ -25,12 +25,13 @@ from dp_clipping.step.forward_backward import ForwardBackward
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.state import BatchNorms, StepState
+from dp_clipping.torch_compat import never_compiled
 from dp_clipping.validation import replicas
 
 
 def _refuse_to_be_wrapped(parent: nn.Module, _: str, child: nn.Module | None) -> None:
     """Called for each submodule that a module gets: of a data-parallel wrapper, none is private."""
-    wraps = isinstance(parent, (*replicas(), *FSDP_MODULES)) or hasattr(
+    wraps = isinstance(parent, (*replicas(), *fsdp_classes())) or hasattr(
         type(parent), "gradient_ready"
     )
     if wraps and child is not None and any(isinstance(m, PrivateModel) for m in child.modules()):
@@ -231,7 +232,7 @@ class PrivateModel(nn.Module):
     def __init_subclass__(cls, **options: Any) -> None:
         """Of what `fully_shard` and `replicate` make of a module's class."""
         super().__init_subclass__(**options)
-        if issubclass(cls, (*replicas(), *FSDP_MODULES)):
+        if issubclass(cls, (*replicas(), *fsdp_classes())):
             raise RuntimeError(WRAPPED.format(kind=cls.__mro__[1].__name__))
 
     def no_sync(self) -> AbstractContextManager:
@@ -345,7 +346,7 @@ class PrivateModel(nn.Module):
         return self.no_sync() if self.step_state.microbatches.accumulating else nullcontext()
 
 
-@torch.compiler.disable
+@never_compiled
 def _refuse_to_be_compiled() -> None:
     """Not traced: it raises where the private model is called."""
     raise RuntimeError(

@@ -293,6 +293,14 @@ def is_compiled(module: nn.Module) -> bool:
     return is_compiled_in_place(module) or "_torchdynamo_orig_callable" in vars(module)
 
 
+def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a function that graphs break at, `torch._disable_dynamo`.
+
+    Without it `torch.compiler.disable`, which imports torch._dynamo, a second, at once.
+    """
+    return getattr(torch, "_disable_dynamo", torch.compiler.disable)(function)
+
+
 def any_size() -> AbstractContextManager:
     """Lets graphs compiled inside for a second batch size, or number of tokens, serve all others.
 
@@ -420,6 +428,11 @@ def strided_shard(placement: Any) -> tuple[int, int] | None:
 
 WRAPPED = "_fsdp_wrapped_module"
 USE_FSDP2 = "shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead"
+
+
+def plain_name(name: str) -> str:
+    """Returns the name of a module or a parameter before FSDP1 wrapped modules around it."""
+    return name.replace(f"{WRAPPED}.", "").removesuffix(WRAPPED)
 
 
 @cache

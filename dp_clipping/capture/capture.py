@@ -29,12 +29,18 @@ from dp_clipping.capture.ownership import (
 )
 from dp_clipping.capture.randomness import fork_randomness
 from dp_clipping.clipping.accumulation import accumulation_dtype
-from dp_clipping.distributed.dtensor import owner_of, plain_name
+from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import Recorder
 from dp_clipping.layers.vmap import children
-from dp_clipping.torch_compat import any_size, can_leave_vmap, is_compiled, reusable_backwards
+from dp_clipping.torch_compat import (
+    any_size,
+    can_leave_vmap,
+    is_compiled,
+    plain_name,
+    reusable_backwards,
+)
 from dp_clipping.validation import refuse_offsets
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from dp_clipping.checkpoint.file_format import (
     ACCOUNTANT,
@@ -28,7 +27,7 @@ from dp_clipping.checkpoint.file_format import (
 )
 from dp_clipping.checkpoint.ledger import Parts, count, parts_of
 from dp_clipping.checkpoint.run import PrivateRun, Snapshot, agree, set_random_state
-from dp_clipping.distributed.dtensor import local
+from dp_clipping.distributed.dtensor import is_fsdp1, local
 from dp_clipping.noise.keys import Keys, fresh_keys
 
 
@@ -82,7 +81,7 @@ def check_load(snapshot: Snapshot) -> None:
 
 def refuse_fsdp1(run: PrivateRun) -> None:
     """Raises ValueError for FSDP1: pieces in its optimizer state do not say where they lie."""
-    if any(isinstance(module, FullyShardedDataParallel) for module in run.model.network.modules()):
+    if any(is_fsdp1(module) for module in run.model.network.modules()):
         raise ValueError(
             "checkpoints of models in FullyShardedDataParallel (FSDP1) are not supported: shard "
             "the model with torch.distributed.fsdp.fully_shard (FSDP2) instead"

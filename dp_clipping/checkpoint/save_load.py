@@ -50,7 +50,6 @@ from typing import Any
 
 from torch import Tensor
 
-from dp_clipping.checkpoint import distributed_format as folder_format
 from dp_clipping.checkpoint.compatibility import check_fits
 from dp_clipping.checkpoint.file_format import (
     ACCOUNTANT,
@@ -118,6 +117,8 @@ def _save_file(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
 
 
 def _save_folder(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
+    from dp_clipping.checkpoint import distributed_format as folder_format  # takes a second
+
     run, path = snapshot.run, snapshot.path
     random = random_states(run)
     name = folder_format.new_name(run)
@@ -225,6 +226,8 @@ def _read_file(snapshot: Snapshot, new_keys: bool) -> Resume:
 
 def _read_folder(snapshot: Snapshot, new_keys: bool) -> tuple[Resume, Callable[[], None]]:
     """Returns what was read, without its tensors, and a function of all ranks that reads those."""
+    from dp_clipping.checkpoint import distributed_format as folder_format  # takes a second
+
     run, path = snapshot.run, snapshot.path
     saved = read(path / folder_format.RUN_FILE, snapshot.torch_kwargs)
     folder_format.verify(run, path, saved)

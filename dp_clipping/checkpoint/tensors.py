@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from dp_clipping.checkpoint.file_format import MODULE, OPTIMIZER
 from dp_clipping.checkpoint.run import PrivateRun
+from dp_clipping.distributed import dtensor
 from dp_clipping.distributed.placement import box_of, slices_of
 
 State = dict[str, Any]
@@ -23,7 +23,7 @@ State = dict[str, Any]
 
 def is_sharded(run: PrivateRun) -> bool:
     """Returns whether the model's parameters lie in parts on several ranks. Every rank calls it."""
-    return any(isinstance(x, DTensor) for x in run.model.network.state_dict().values())
+    return any(dtensor.is_sharded(x) for x in run.model.network.state_dict().values())
 
 
 # ---- out of a run --------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def by_name(run: PrivateRun) -> State:
     for number, values in state["state"].items():
         name = name_of[number]
         for key, x in values.items():
-            if isinstance(x, DTensor) and not _lies_like(x, parameters[name]):
+            if dtensor.is_sharded(x) and not _lies_like(x, parameters[name]):
                 raise ValueError(
                     f"the optimizer's {key} of {name} is sharded otherwise than {name} itself: "
                     "checkpoints of this optimizer's sharded state are not supported"
@@ -61,9 +61,9 @@ def by_name(run: PrivateRun) -> State:
     }
 
 
-def _lies_like(x: DTensor, parameter: Tensor) -> bool:
+def _lies_like(x: Any, parameter: Tensor) -> bool:
     return (
-        isinstance(parameter, DTensor)
+        dtensor.is_sharded(parameter)
         and x.shape == parameter.shape
         and (x.device_mesh, x.placements) == (parameter.device_mesh, parameter.placements)
     )
@@ -87,7 +87,7 @@ def take_tensors(contents: State) -> dict[str, Tensor]:
 def check_part(run: PrivateRun, name: str, x: Tensor) -> None:
     """torch writes and reads a part where it believes it to lie: where several axes cut a dimension
     unevenly, that may be where another part lies."""
-    if not isinstance(x, DTensor):
+    if not dtensor.is_sharded(x):
         return
     if run.group is None:
         raise ValueError(
@@ -194,8 +194,10 @@ def lay_out(run: PrivateRun, saved: State) -> State:
 
 def _part_of(x: Any, model: Tensor) -> Any:
     """Returns a whole tensor as the sharded `model` has it, if they have a shape in common."""
-    if not isinstance(x, Tensor) or not isinstance(model, DTensor) or x.shape != model.shape:
+    if not isinstance(x, Tensor) or not dtensor.is_sharded(model) or x.shape != model.shape:
         return x
+    from torch.distributed.tensor import DTensor
+
     part = x[slices_of(model)].to(model.device).contiguous()
     return DTensor.from_local(
         part, model.device_mesh, model.placements, run_check=False, shape=x.shape,

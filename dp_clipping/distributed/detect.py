@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
-from dp_clipping.distributed.dtensor import is_sharded, local, size_of
+from dp_clipping.distributed.dtensor import is_fsdp1, is_fsdp2, is_sharded, local, size_of
 from dp_clipping.distributed.sharding import Gathering, ParameterPart, Sharding
 
-if dist.is_available():
+if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor, Shard
 
 DEFAULT_UNIT_SIZE = 8  # parameters that are handled together where no FSDP module says so
 
@@ -34,12 +32,12 @@ def sharding_of(
     """
     if not dist.is_available():
         return None
-    if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
+    if any(is_fsdp1(m) for m in module.modules()):
         from dp_clipping.distributed import fsdp1
 
         return fsdp1.flat_sharding_of(module)
-    wrapped = [name for name, m in module.named_modules() if isinstance(m, FSDPModule)]
-    if wrapped and not isinstance(module, FSDPModule):
+    wrapped = [name for name, m in module.named_modules() if is_fsdp2(m)]
+    if wrapped and not is_fsdp2(module):
         raise ValueError(
             f"fully_shard (FSDP2) has been applied to {', '.join(wrapped[:3])}, but not to the "
             "module itself, so nothing controls when its gradients are synchronised: call "
@@ -47,7 +45,7 @@ def sharding_of(
         )
     if wrapped and data_parallel_group is None:
         return _of_fsdp(module)
-    if any(isinstance(p, DTensor) for p in module.parameters()):
+    if any(is_sharded(p) for p in module.parameters()):
         if wrapped or hasattr(module, "gradient_ready"):
             raise ValueError(
                 "the module is sharded and has a data-parallel wrapper or a data_parallel_group "
@@ -84,7 +82,7 @@ def _of_fsdp(root: nn.Module) -> Sharding:
                 mesh, placements = parameter.device_mesh, parameter.placements
                 axes = mesh.ndim - (0 if inner is None else inner.ndim)
                 kinds = placements[:axes]
-                dims = [p.dim for p in kinds if isinstance(p, Shard) or hasattr(p, "dim")]
+                dims = [p.dim for p in kinds if hasattr(p, "dim")]
                 shape = parameter.shape if inner is None else local(now).shape
                 split = inner is not None and any(p.is_shard() for p in now.placements)
                 data[mesh] = axes
@@ -116,7 +114,7 @@ def _units(root: nn.Module) -> list[tuple[Any, dict[Parameter, str]]]:
     """Returns the modules that FSDP manages, with the parameters of each and their names."""
     found = []
     taken: set[Parameter] = set()
-    modules = [m for m in root.modules() if isinstance(m, FSDPModule)]
+    modules = [m for m in root.modules() if is_fsdp2(m)]
     for module in reversed(modules):  # inner ones first: what they manage is not the outer ones'
         names = module.named_parameters()
         parameters = {p: n for n, p in names if p not in taken and is_sharded(p)}
@@ -162,7 +160,7 @@ def _joined(
 def _of_tensor_parallel(
     module: nn.Module, data_parallel_group: dist.ProcessGroup | None
 ) -> Sharding:
-    meshes = {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}
+    meshes = {p.device_mesh for p in module.parameters() if is_sharded(p)}
     if len(meshes) > 1 or next(iter(meshes)).ndim > 1:
         raise ValueError(
             f"the model's parameters are DTensors on {len(meshes)} meshes ({meshes}) and not "

@@ -1,42 +1,59 @@
-"""Helpers for DTensors, and for modules and names that FSDP has wrapped."""
+"""Helpers for DTensors, and for modules and names that FSDP has wrapped.
+
+Their packages take seconds to import, and are imported here only where one of them can be.
+"""
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from dp_clipping.torch_compat import WRAPPED
-
-if dist.is_available():
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
-
-    DISTRIBUTED: tuple[type, ...] = (DTensor,)
-    FSDP_MODULES: tuple[type, ...] = (FSDPModule, FullyShardedDataParallel)
-else:
-    DISTRIBUTED = FSDP_MODULES = ()
+from torch.nn import Parameter
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
-    return x.to_local() if isinstance(x, DISTRIBUTED) else x
+    """Returns this rank's part of a DTensor; any other tensor itself."""
+    return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
 
 
-def is_sharded(x: Tensor) -> bool:
-    return isinstance(x, DISTRIBUTED)
+def is_sharded(x: Any) -> bool:
+    """Returns whether it is a DTensor."""
+    kind = type(x)
+    if kind is Tensor or kind is Parameter or not isinstance(x, Tensor) or not dist.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)
+
+
+def fsdp_classes() -> tuple[type, ...]:
+    """Returns the classes of modules in FSDP1 and FSDP2; () if nothing has imported them."""
+    return _loaded("FullyShardedDataParallel") + _loaded("FSDPModule")
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Returns whether it is a `FullyShardedDataParallel`."""
+    return isinstance(module, _loaded("FullyShardedDataParallel"))
+
+
+def is_fsdp2(module: nn.Module) -> bool:
+    """Returns whether `fully_shard` has been applied to it."""
+    return isinstance(module, _loaded("FSDPModule"))
+
+
+def _loaded(name: str) -> tuple[type, ...]:
+    found = getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
+    return () if found is None else (found,)
 
 
 def plain_type(module: nn.Module) -> type:
-    """The class that a module had before `fully_shard` gave it one of its own."""
-    kind = type(module)
-    if dist.is_available() and isinstance(module, FSDPModule):
-        return next(c for c in kind.__mro__[1:] if not issubclass(c, FSDPModule))
+    """Returns the class that a module had before `fully_shard` gave it one of its own."""
+    kind, fsdp = type(module), _loaded("FSDPModule")
+    if isinstance(module, fsdp):
+        return next(c for c in kind.__mro__[1:] if not issubclass(c, fsdp))
     return kind
-
-
-def plain_name(name: str) -> str:
-    """What a module or a parameter was called before FSDP1 wrapped what is on the way to it."""
-    return name.replace(f"{WRAPPED}.", "").removesuffix(WRAPPED)
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
@@ -44,15 +61,14 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 
 
 def shard_again(module: nn.Module) -> None:
-    """FSDP2 leaves its root gathered after a forward: other objects than an optimizer holds."""
-    if dist.is_available():
-        for one in module.modules():
-            if isinstance(one, FSDPModule):
-                one.reshard()
+    """Reshards a root that FSDP2 left gathered, with other objects than an optimizer holds."""
+    for one in module.modules():
+        if is_fsdp2(one):
+            one.reshard()
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Which module has a parameter of this one, and what it calls it.
+    """Returns which module has a parameter of this one, and what it calls it.
 
     An attribute, whatever stands there: FSDP puts a gathered tensor in a parameter's place.
     """

@@ -20,17 +20,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 from torch.nn import Parameter
 
+from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.torch_compat import strided_shard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
 
 Box = tuple[tuple[int, int], ...]
 """(start, length) along each dimension."""
@@ -58,7 +61,7 @@ Place = tuple[Span, ...]
 
 def place_of(parameter: Tensor) -> Place | None:
     """Returns the spans of this rank's part; None if it has all of the parameter."""
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return None
     box, whole = box_of(parameter), tuple(parameter.shape)
     return None if box == tuple((0, n) for n in whole) else spans_of(box, whole)
@@ -88,19 +91,20 @@ def box_of(parameter: Tensor) -> Box:
         RuntimeError: for a layout that this version of torch makes otherwise than is known here.
     """
     whole = tuple(parameter.shape)
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return tuple((0, n) for n in whole)
-    mesh: DeviceMesh = parameter.device_mesh
+    sharded: Any = parameter
+    mesh: DeviceMesh = sharded.device_mesh
     coordinate = mesh.get_coordinate()
-    local = parameter.to_local().shape
+    local = sharded.to_local().shape
     if coordinate is None:
         return tuple((n, 0) for n in whole)
-    box = _box(whole, tuple(mesh.shape), tuple(coordinate), tuple(parameter.placements))
+    box = _box(whole, tuple(mesh.shape), tuple(coordinate), tuple(sharded.placements))
     expected = torch.Size(length for _, length in box)
     if expected != local and not expected.numel() == local.numel() == 0:
         raise RuntimeError(
             f"torch {torch.__version__} gives this rank {list(local)} of a parameter "
-            f"{list(whole)} placed as {list(parameter.placements)}, where {list(expected)} was "
+            f"{list(whole)} placed as {list(sharded.placements)}, where {list(expected)} was "
             "expected: this layout is not supported"
         )
     return box
@@ -148,7 +152,7 @@ def _box(
 
 
 def _cuts(dim: int, mesh: tuple[int, ...], placements: tuple[Placement, ...]) -> list[int]:
-    """The mesh axes that cut a dimension, in the order in which they cut.
+    """Returns the mesh axes that cut a dimension, in the order in which they cut.
 
     From left to right, but for strided shards: with split factor f, such an axis cuts after later
     ones of f pieces together. FSDP2 shards so what tensor parallel has cut before it.
@@ -169,7 +173,9 @@ def _cuts(dim: int, mesh: tuple[int, ...], placements: tuple[Placement, ...]) ->
 
 
 def _shard_of(placement: Placement) -> tuple[int | None, int]:
-    """The dimension that a placement shards (None: replicated) and its split factor, else 1."""
+    """Returns the dimension that a placement shards, None if replicated, and its split factor."""
+    from torch.distributed.tensor import Replicate, Shard
+
     if isinstance(placement, Replicate):
         return None, 1
     if (strided := strided_shard(placement)) is not None:

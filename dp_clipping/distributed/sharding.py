@@ -22,10 +22,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.torch_compat import layout_of, with_layout
-
-if dist.is_available():
-    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -99,8 +97,7 @@ class Sharding:
     def unit_bytes(self) -> dict[int, int]:
         """Returns the number of an FSDP module -> float32 bytes of trainable parameters, whole."""
         sizes = {
-            p: p.numel() if isinstance(p, DTensor) else part.shape.numel()
-            for p, part in self.parts.items()
+            p: p.numel() if is_sharded(p) else part.shape.numel() for p, part in self.parts.items()
         }
         return {unit: 4 * sum(sizes[p] for p in of_unit) for unit, of_unit in self.units.items()}
 
@@ -115,11 +112,13 @@ class Sharding:
         `DTensor.from_local` takes the host as long as several launches, so the layout that it found
         serves again.
         """
-        if not isinstance(parameter, DTensor):
+        if not is_sharded(parameter):
             return part
         layout = self._layouts.get((parameter, part.dtype))
         if layout is not None:
             return with_layout(part, layout)
+        from torch.distributed.tensor import DTensor
+
         made = DTensor.from_local(
             part, parameter.device_mesh, parameter.placements, run_check=False,
             shape=parameter.shape, stride=parameter.stride(),
@@ -146,7 +145,7 @@ class Sharding:
         DTensor, or one on the tensor-parallel mesh."""
         if now is None or self.managed is None:
             return False
-        return not isinstance(now, DTensor) or now.device_mesh != before.device_mesh
+        return not is_sharded(now) or now.device_mesh != before.device_mesh
 
     def recover(self) -> bool:
         """Cleans up after a pass that failed; returns whether the next one can be right.

@@ -22,19 +22,18 @@ and ‖Σ_r G_r‖² is not Σ_r ‖G_r‖². Those are refused.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dp_clipping.distributed import dtensor
 from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.distributed.norm_reduce import refuse_split_samples
 
-if dist.is_available():
+if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Placement
 
 
 class Layer(Protocol):
@@ -72,6 +71,8 @@ class ShardedCall:
             return y
         if self.outside is not None:  # forward adds a zero there, backward gets one
             y = y.masked_fill(self.outside.expand(y.shape[:-1]).unsqueeze(-1), 0)
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
         placement = self.placement
         if placement.is_shard():
             placement = Shard(y.dim() - 1)
@@ -90,6 +91,8 @@ def linear(
     layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
 ) -> ShardedCall:
     """Returns the call for y = x Wᵀ + b; `transposed`: W, a DTensor, is stored [p, d]."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
     mesh, placement = _placement(layer, weight, "weight")
     width = weight.shape[out_dim]
@@ -110,6 +113,8 @@ def embedding(
     """Returns the call for y = W[ids], and the padding's id here (None: another rank's)."""
     if not is_sharded(weight):
         return ShardedCall(plain(layer, ids), weight), padding_idx
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
     mesh, placement = _placement(layer, weight, "weight")
     ids = _local(layer, ids, mesh, Replicate(), Replicate())
     vocabulary, width = weight.shape
@@ -129,6 +134,8 @@ def embedding(
 
 def norm(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> ShardedCall:
     """Returns the call of a normalisation, whose weights, DTensors, are whole on every rank."""
+    from torch.distributed.tensor import Replicate
+
     mesh, placement = _placement(layer, weight, "weight")
     if not placement.is_replicate():
         _refuse_placement(layer, "weight", placement)
@@ -186,7 +193,7 @@ def _is_under_way(x: Tensor) -> bool:
 
 
 class Settle(torch.autograd.Function):
-    """What the wrapper waits for."""
+    """Waits for what the wrapper wraps."""
 
     @staticmethod
     def forward(ctx, x):
@@ -237,6 +244,8 @@ def _local(
             f"{layer.name}: its parameters are DTensors and its input is none on their mesh: the "
             "hooks of parallelize_module, or a DTensor, must say how the input is spread"
         )
+    from torch.distributed.tensor import Shard
+
     features = 0 if layer.kind == "embedding" else 1
     refuse_split_samples(layer.name, "input", x.placements, x.shape, features)
     (placement,) = x.placements

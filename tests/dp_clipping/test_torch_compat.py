@@ -211,6 +211,16 @@ def test_compiled_modules():
     assert [torch_compat.is_compiled_in_place(m) for m in modules[:2]] == [False, True]
 
 
+def test_graphs_break_at_a_function(monkeypatch):
+    for _ in range(2):
+        alone = torch_compat.never_compiled(lambda: torch.compiler.is_compiling())
+        compiled = torch.compile(
+            lambda f=alone: (torch.compiler.is_compiling(), f()), backend="eager"
+        )
+        assert compiled() == (True, False)
+        monkeypatch.delattr(torch, "_disable_dynamo", raising=False)
+
+
 def test_graphs_for_any_size(monkeypatch):
     config = torch._dynamo.config
     with torch_compat.any_size():
@@ -306,3 +316,16 @@ def test_fsdp1_is_as_it_was():
 
     assert callable(_runtime_utils._reshard)
     assert callable(_runtime_utils._post_backward_final_callback)
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "name"),
+    [
+        ("weight", "weight"),
+        ("_fsdp_wrapped_module.weight", "weight"),
+        ("_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.up.weight", "blocks.0.up.weight"),
+        ("blocks.0._fsdp_wrapped_module", "blocks.0."),
+    ],
+)
+def test_names_before_fsdp1(wrapped, name):
+    assert torch_compat.plain_name(wrapped) == name

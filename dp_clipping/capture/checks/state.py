@@ -17,9 +17,9 @@ from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from dp_clipping.distributed.dtensor import is_fsdp1
 from dp_clipping.torch_compat import (
     TorchDispatchMode,
     hooks_of,
@@ -179,11 +179,8 @@ class State:
         self._seen: dict[int, Any] = {}
         self._is_covered = False
         self._is_for_the_user = not isinstance(self.root, nn.Module)
-        if self.is_sharded and dist.is_available():
-            from torch.distributed.fsdp import FullyShardedDataParallel
-
-            modules = self.root.modules()
-            self._is_covered = any(isinstance(m, FullyShardedDataParallel) for m in modules)
+        if self.is_sharded:
+            self._is_covered = any(is_fsdp1(m) for m in self.root.modules())
         self._hooks: list[tuple[str, Any]] = []
         self._visit(self.root, "", None, None, 0)
         self._is_for_the_user = True  # what only hooks know

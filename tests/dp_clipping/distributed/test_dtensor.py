@@ -1,6 +1,8 @@
 """Helpers for DTensors, and for what FSDP has wrapped."""
 
-import pytest
+import subprocess
+import sys
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,24 +13,10 @@ from dp_clipping.distributed.dtensor import (
     is_sharded,
     local,
     owner_of,
-    plain_name,
     plain_type,
     shard_again,
     size_of,
 )
-
-
-@pytest.mark.parametrize(
-    ("wrapped", "name"),
-    [
-        ("weight", "weight"),
-        ("_fsdp_wrapped_module.weight", "weight"),
-        ("_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.up.weight", "blocks.0.up.weight"),
-        ("blocks.0._fsdp_wrapped_module", "blocks.0."),
-    ],
-)
-def test_names(wrapped, name):
-    assert plain_name(wrapped) == name
 
 
 def test_owners():
@@ -60,3 +48,14 @@ def on_ranks(context) -> None:
 
 def test_sharded_ones(cpu_ranks):
     cpu_ranks.run(2, on_ranks)
+
+
+def test_importing_the_engine_leaves_their_packages_alone():
+    program = (
+        "import sys\n"
+        "from dp_clipping import PrivacyEngine\n"
+        "slow = 'torch.distributed.tensor', 'torch.distributed.checkpoint', 'torch._dynamo'\n"
+        "print([name for name in slow if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.stdout.strip() == "[]", found.stderr
