@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -10,7 +11,17 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from dp_clipping.kernels.launch.tiles import triton
+
+if triton is not None:
+    import triton.language as tl
+
 NARROW = 16  # inputs times outputs of a group, up to which matrix units are left alone
+VECTOR = 16  # channels side by side in memory that a thread's loads may count on, if divisible
+UNSPECIALIZED = [
+    "batch_size", "share", "pictures", *"DHWZYX", "n_groups",
+    *(f"{name}_{axis}" for name in ("stride", "dil", "taps") for axis in "dhw"),
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,3 +82,39 @@ def gradients_plain(x: Tensor, y: Tensor, geometry: Geometry, batch_size: int) -
     left = rearrange(y, "(b t) (g o) z h w -> (b g) o (t z h w)", b=batch_size, g=geometry.groups)
     product = torch.bmm(left, right)
     return rearrange(product, "(b g) o (c k) -> b (g o) c k", b=batch_size, k=prod(geometry.taps))
+
+
+def numbers(geometry: Geometry, pixels: Sequence[int], positions: Sequence[int]) -> dict[str, int]:
+    """Returns the arguments of the kernels that say where pixels are."""
+    found = dict(zip("DHWZYX", (*pixels, *positions), strict=True))
+    for name, values in (("stride", geometry.stride), ("dil", geometry.dilation)):
+        found |= {f"{name}_{axis}": value for axis, value in zip("dhw", values, strict=True)}
+    return found | dict(zip(("taps_d", "taps_h", "taps_w"), geometry.taps, strict=True))
+
+
+if triton is not None:
+
+    @triton.jit
+    def _row_pixels(o_rows, D, H, W, Z, Y, X, stride_d, stride_h, stride_w):
+        """Pixels of padded x that the first tap meets at positions, counted over pictures."""
+        n_l = Z * Y * X
+        i_picture, i_l = o_rows // n_l, o_rows % n_l
+        i_d = i_l // (Y * X) * stride_d
+        i_h = i_l // X % Y * stride_h
+        i_w = i_l % X * stride_w
+        return ((i_picture * D + i_d) * H + i_h) * W + i_w
+
+    @triton.jit
+    def _column_offsets(
+        o_n, n_columns, i_g, n_inputs, n_groups, H, W, dil_d, dil_h, dil_w, taps_h, taps_w,
+        VECTOR: tl.constexpr,
+    ):  # fmt: skip
+        """How far the elements of columns (tap, channel) are from the first tap's pixel."""
+        o_n = tl.where(o_n < n_columns, o_n, 0)  # in place of columns that do not exist
+        i_tap, i_c = o_n // n_inputs, o_n % n_inputs
+        o_d, o_h = i_tap // (taps_h * taps_w) * dil_d, i_tap // taps_w % taps_h * dil_h
+        o_pixel = (o_d * H + o_h) * W + i_tap % taps_w * dil_w
+        found = (o_pixel * n_groups + i_g) * n_inputs + i_c
+        if VECTOR > 1:
+            found = tl.multiple_of(tl.max_contiguous(found, VECTOR), VECTOR)
+        return found

@@ -19,15 +19,20 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.norms import GRAM_PIECE, UNDERFLOW
-from dp_clipping.kernels.convolution.geometry import Geometry, patches
-from dp_clipping.kernels.convolution.gradients import UNSPECIALIZED, VECTOR, numbers
+from dp_clipping.kernels.convolution.geometry import (
+    UNSPECIALIZED,
+    VECTOR,
+    Geometry,
+    numbers,
+    patches,
+)
 from dp_clipping.kernels.convolution.packing import Operand, scale_of
 from dp_clipping.kernels.launch.tiles import triton
 
 if triton is not None:
     import triton.language as tl
 
-    from dp_clipping.kernels.convolution.gradients import _column_offsets, _row_pixels
+    from dp_clipping.kernels.convolution.geometry import _column_offsets, _row_pixels
 
 MOST = 128  # positions of a sample
 PAYS = 2  # operations of forming G, relative to those of the matrices, from which these are formed

@@ -21,7 +21,7 @@ from dp_clipping.kernels.launch.tiles import ceil_div, triton
 if triton is not None:
     import triton.language as tl
 
-    from dp_clipping.kernels.convolution.gradients import _row_pixels
+    from dp_clipping.kernels.convolution.geometry import _row_pixels
 
 PAIRS = 64  # of a program
 ELEMENTS = 4096  # of x that a program loads at a time
