@@ -54,6 +54,23 @@ def private(
     )
 
 
+def skip_all_checks(model: PrivateModel) -> None:
+    """Looks in no batch for samples that see each other, which users cannot leave out.
+
+    For tests of sums and norms, whose steps take a fraction of it. It has tests of its own, and
+    runs where every network is tested.
+    """
+    model.skip_checks()
+    model.passes._establishment._schedule.settled = True
+
+
+def unchecked(*arguments: Any, **options: Any) -> PrivateModel:
+    """Returns `private(...)` without the search for samples that see each other."""
+    model = private(*arguments, **options)
+    skip_all_checks(model)
+    return model
+
+
 def change_policy(model: PrivateModel, **changes: Any) -> None:
     """Changes how a model clips, which no user can: what it knows of its layers stays."""
     policy = dataclasses.replace(model.policy, **changes)

@@ -18,7 +18,7 @@ from dp_clipping.model import PrivateModel
 from dp_clipping.verification import reference as oracle
 from lm.rank_pool import Context
 from tests.ddp.conftest import COPY_ENGINE, CPU_COPY_ENGINE, HAND_BUILT
-from tests.dp_clipping.conftest import assert_close, gradients_of, private, private_loss
+from tests.dp_clipping.conftest import assert_close, gradients_of, private_loss, unchecked
 from tests.dp_clipping.step.test_private_step import limits_of, reference
 from tests.support import zoo
 from tests.support.beside import small_buckets
@@ -74,7 +74,7 @@ class Beside:
             **small_buckets(variant, BUCKET_MB),
             **options,
         )
-        self.model: PrivateModel = private(wrapped, mode, self.clip_norms, clipping)
+        self.model: PrivateModel = unchecked(wrapped, mode, self.clip_norms, clipping)
 
     def backward(self, mine: slice) -> None:
         batch = oracle.pick(self.batch, mine)

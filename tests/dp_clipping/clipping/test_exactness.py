@@ -15,6 +15,7 @@ from tests.dp_clipping.conftest import (
     gradients_of,
     private,
     private_loss,
+    unchecked,
 )
 from tests.support import zoo
 
@@ -42,7 +43,7 @@ def contribution(
     mode: str, dtype: torch.dtype, batch: oracle.Batch, limit: float, **options
 ) -> float:
     p, d = batch[0].shape[-1], batch[1].shape[-1]
-    model = private(zoo.linear(p, d).to(dtype), mode, limit, **options)
+    model = unchecked(zoo.linear(p, d).to(dtype), mode, limit, **options)
     sums = clipped_sums(model, oracle.move(batch, dtype=dtype))
     assert all(g.dtype == torch.float32 for g in sums.values())
     return total_norm(sums)
@@ -147,7 +148,7 @@ NETWORKS += ["rms_norm", "conv2d", "group_norm"]
 def test_whole_networks(case, mode, dtype):
     """What is summed has the norm that was measured, over all parameters together."""
     batch = oracle.move(case.batch(1), dtype=dtype)
-    model = private(case.build().to(dtype), mode, 1e30)
+    model = unchecked(case.build().to(dtype), mode, 1e30)
     unclipped = total_norm(clipped_sums(model, batch, case.per_sample_loss))
     assert float(model.per_sample_gradient_norms) == pytest.approx(unclipped, rel=1e-4)
     for factor in THRESHOLDS:
@@ -166,7 +167,7 @@ def test_repeated_tokens_that_cancel_in_an_embedding(mode, dtype):
     y = torch.cat([half, -half * (1 + 2.0**-7)], dim=1).to(dtype)
     ids = torch.arange(64).remainder(5).repeat(2)[None]
     for limit in (1e-3, 1e-2, 1.0):
-        model = private(net, mode, limit)
+        model = unchecked(net, mode, limit)
         assert total_norm(clipped_sums(model, (ids, y))) <= limit * ABOVE
         model.to_standard_module()
 
@@ -186,7 +187,7 @@ def test_a_poisoned_sample_is_as_if_it_were_not_there(value, name, clipping, mod
     case = zoo.BY_NAME[name]
     poisoned = zoo.poisoned_sample(case.batch(4), 2, value)
     others = oracle.pick(case.batch(4), [0, 1, 3])
-    model = private(case.build(), mode, 2.0, clipping)
+    model = unchecked(case.build(), mode, 2.0, clipping)
     sums = clipped_sums(model, poisoned, case.per_sample_loss)
     assert model.nonfinite_samples == 1
     norms = model.per_sample_gradient_norms
@@ -202,7 +203,7 @@ def test_a_poisoned_sample_is_as_if_it_were_not_there(value, name, clipping, mod
 @every_mode
 def test_a_loss_that_is_not_finite(name, mode):
     case = zoo.BY_NAME[name]
-    model = private(case.build(), mode, 0.5)
+    model = unchecked(case.build(), mode, 0.5)
     loss = losses_times(model, case, case.batch(4), torch.tensor([1.0, 1.0, float("nan"), 1.0]))
     loss.backward()
     sums = gradients_of(model)
@@ -327,7 +328,7 @@ def test_any_shape(place, memory, sizes):
     norms = oracle.norms(expected)
     limit = float(norms.mean())
     for mode in MODES:
-        model = private(net, mode, limit)
+        model = unchecked(net, mode, limit)
         sums = clipped_sums(model, batch)
         torch.testing.assert_close(model.per_sample_gradient_norms, norms, rtol=1e-9, atol=0)
         assert_close(sums, oracle.clipped_sum(expected, limit), 1e-9)

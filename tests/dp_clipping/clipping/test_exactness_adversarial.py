@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dp_clipping.clipping.accumulation import full_float32, squared_norms, wide_mm
-from tests.dp_clipping.conftest import MODES, private, private_loss
+from tests.dp_clipping.conftest import MODES, private, private_loss, unchecked
 from tests.support import zoo
 
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -38,7 +38,7 @@ def test_constant_tokens_that_cancel(mode, dtype, width, base, epsilon):
     """Every product rounds the same way, so errors of Gram matrices grow with the width."""
     tokens = torch.stack((torch.full((width,), base), torch.full((width,), base * (1 + epsilon))))
     targets = torch.randn(64).expand(2, 64) * torch.tensor([[1.0], [-1.0]])
-    model = private(nn.Linear(width, 64, bias=False).to(dtype), mode)
+    model = unchecked(nn.Linear(width, 64, bias=False).to(dtype), mode)
     assert contribution(model, tokens[None].to(dtype), targets[None]) <= LIMIT
 
 
@@ -80,7 +80,7 @@ def test_an_output_gradient_that_a_kept_gradient_is_part_of():
         net = zoo.seeded(
             lambda: nn.Sequential(nn.Linear(64, 24), Positions(), nn.Linear(24, 24))
         ).to(torch.bfloat16)
-        model = private(net, mode, max_grad_norm=0.01)
+        model = unchecked(net, mode, max_grad_norm=0.01)
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(2, 5, 64, generator=generator).to(torch.bfloat16)
         targets = torch.randn(2, 5, 24, generator=generator)
@@ -92,7 +92,7 @@ def test_an_output_gradient_that_a_kept_gradient_is_part_of():
 @every_mode
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_batch_without_a_finite_sample(mode, dtype):
-    model = private(nn.Linear(16, 12).to(dtype), mode)
+    model = unchecked(nn.Linear(16, 12).to(dtype), mode)
     inputs = torch.full((2, 3, 16), torch.nan, dtype=dtype)
     assert contribution(model, inputs, torch.randn(2, 3, 12)) == 0
     assert model.nonfinite_samples == 2
@@ -101,7 +101,7 @@ def test_a_batch_without_a_finite_sample(mode, dtype):
 @every_mode
 def test_an_output_gradient_without_memory_of_its_own(mode):
     """The gradient of a sum is one number, expanded."""
-    model = private(nn.Linear(64, 48).to(torch.bfloat16), mode, max_grad_norm=0.1)
+    model = unchecked(nn.Linear(64, 48).to(torch.bfloat16), mode, max_grad_norm=0.1)
 
     def total(outputs, targets):
         return outputs.flatten(1).sum(1)
@@ -174,4 +174,4 @@ def test_tokens_that_cancel_among_subnormal_numbers(seed, scale, epsilon, factor
     limit = factor * float((y[0].double().T @ x[0].double()).norm())
     net = nn.Linear(40, 40, bias=False).half()
     nn.init.zeros_(net.weight)
-    assert contribution(private(net, "bookkeeping", limit), x, y) <= limit * LIMIT
+    assert contribution(unchecked(net, "bookkeeping", limit), x, y) <= limit * LIMIT

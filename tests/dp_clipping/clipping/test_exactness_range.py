@@ -16,7 +16,7 @@ from dp_clipping.clipping.norms import GRAM_ROUNDING, UNDERFLOW
 from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.distributed.split_norms import SplitNorms
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from tests.dp_clipping.conftest import MODES, clipped_sums, private
+from tests.dp_clipping.conftest import MODES, clipped_sums, private, unchecked
 from tests.support import zoo
 
 ABOVE = 1 + 1e-6
@@ -90,7 +90,7 @@ def test_linear_layers(mode, dtype, kind, shape, limit):
     more = (d,) if kind is nn.Linear else (d, 1)
     net = kind(len(GRID) * WIDTH, *more, bias=False).to(dtype)
     nn.init.zeros_(net.weight)
-    model = private(net, mode, limit)
+    model = unchecked(net, mode, limit)
     (gradient,) = clipped_sums(model, (spread(a), y)).values()
     entries = torch.stack([true, *(x.double().flatten(1).norm(dim=1) for x in (a, y))])
     lowest, highest = (1e-2, 1e4) if dtype == torch.float16 else (1e-15, 1e15)
@@ -114,7 +114,7 @@ def test_sums_of_output_gradients(mode, dtype, layer, limit):
         net.weight.requires_grad_(layer != "bias")
         inputs = 1 if layer == "bias" else width
         x, y = torch.randn(len(GRID), tokens, inputs).to(dtype), spread(y)
-    model = private(net.to(dtype), mode, limit)
+    model = unchecked(net.to(dtype), mode, limit)
     sums = clipped_sums(model, (x, y))
     if layer == "embedding":
         (gradient,) = sums.values()
@@ -134,7 +134,7 @@ def test_per_layer_and_both_functions(mode, dtype, clipping_function):
     net = nn.Linear(len(GRID) * WIDTH, 3, bias=False).to(dtype)
     nn.init.zeros_(net.weight)
     options = {"clipping": "per_layer", "clipping_function": clipping_function}
-    model = private(net, mode, 1e-6, **options)
+    model = unchecked(net, mode, 1e-6, **options)
     (gradient,) = clipped_sums(model, (spread(a), y)).values()
     found = contributions(gradient)
     assert found.isfinite().all()
