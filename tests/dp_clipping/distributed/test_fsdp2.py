@@ -314,7 +314,7 @@ def note_departures(model) -> list[int]:
     left, launch = [], model.step_context.sums._launch
 
     def noted(parameters, totals):
-        if model.step_state.pending.backend.is_in_backward:
+        if model.step_state.pending.backend.sums.is_in_backward:
             left.append(len(parameters))
         launch(parameters, totals)
 
