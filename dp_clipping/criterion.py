@@ -47,7 +47,7 @@ class PrivateLoss:
         self.model.private_backward(self._session, self._losses)
 
     def detach(self) -> Tensor:
-        """The mean (0 for an empty batch) or the sum. Not covered by ε."""
+        """Returns the mean (0 for an empty batch) or the sum. Not covered by ε."""
         losses = self.loss_per_sample.detach()
         if self.loss_reduction == "sum" or losses.numel() == 0:
             return losses.sum()
@@ -116,7 +116,7 @@ class PrivateLoss:
         return self._with(-self._losses)
 
     def __iter__(self) -> NoReturn:
-        """What `torch.amp.GradScaler` tries with a loss that is not a tensor."""
+        """Raises TypeError: `torch.amp.GradScaler` tries it with a loss that is not a tensor."""
         raise TypeError(
             "a private loss is one number, not to be iterated over; if torch.amp.GradScaler asked: "
             "it skips steps by what it sees in the data, so use bfloat16, which needs no scaler"
@@ -192,7 +192,7 @@ class PrivateCriterion:
         return PrivateCriterion(model, self.criterion, self.loss_reduction)
 
     def _of_no_samples(self, args: tuple, kwargs: dict) -> Tensor:
-        """Losses [0] of an empty draw, which many criterions (CTC) cannot be called with."""
+        """Returns losses [0] of an empty batch, which many criterions (CTC) do not take."""
         sums = [x.float().sum() for x in tensors_of((args, kwargs)) if x.requires_grad]
         return (sum(sums[1:], sums[0]) if sums else torch.zeros(())).expand(0)
 
@@ -216,7 +216,7 @@ class PrivateCriterion:
             return self._unreduced(*args, **kwargs)
 
     def _unreduced(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What the criterion gives with reduction "none"; a function without one, as it is."""
+        """Returns losses with reduction "none", or as they are from a function without one."""
         if not hasattr(self.criterion, "reduction"):
             return self.criterion(*args, **kwargs)
         before, self.criterion.reduction = self.criterion.reduction, "none"
@@ -226,7 +226,7 @@ class PrivateCriterion:
             self.criterion.reduction = before
 
     def _counted(self, losses: Tensor, args: tuple, kwargs: dict) -> Tensor | int:
-        """How many entries of each sample a mean is over: [B] or one number."""
+        """Returns how many entries of each sample a mean is over: [B] or one number."""
         entries = losses[0].numel() if len(losses) else 1
         ignore_index = getattr(self.criterion, "ignore_index", None)
         target = kwargs.get("target", args[1] if len(args) > 1 else None)

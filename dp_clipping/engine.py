@@ -82,7 +82,7 @@ class PrivacyEngine:
 
     @property
     def release(self) -> bool:
-        """The old name of `hide_unprotected`."""
+        """Returns `hide_unprotected`, of which this is the old name."""
         warnings.warn("release is now hide_unprotected", DeprecationWarning, stacklevel=2)
         return self.hide_unprotected
 
@@ -128,7 +128,7 @@ class PrivacyEngine:
         adaptive_threshold: AdaptiveThreshold | None = None,
         data_parallel_group: dist.ProcessGroup | None = None,
     ) -> tuple[PrivateModel, PrivateOptimizer, PrivateCriterion, DataLoader]:
-        """Model, optimizer, criterion and loader for private training.
+        """Returns model, optimizer, criterion and loader for private training.
 
         Args:
             module: the network, sharded or not, or `ddp.wrap(name, network)`.
@@ -253,7 +253,7 @@ class PrivacyEngine:
         return self._account.epsilon(delta)
 
     def check(self, model: PrivateModel, batch: Any, *, loss: Loss | None = None) -> Check:
-        """A private step on this batch, beside one ordinary backward a sample: `print` it.
+        """Compares a private step with one non-private backward per sample: `print` the result.
 
         Both sides run the user's own network: the private one in its mode with its thresholds as
         they are now, the other one sample at a time, uncaptured, with norms and the clipped sum in
@@ -380,7 +380,7 @@ class PrivacyEngine:
     def is_compatible(
         cls, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
     ) -> bool:
-        """Whether `make_private` would take the module."""
+        """Returns whether `make_private` would take the module."""
         try:
             check_module(module)
         except ValueError:
@@ -394,7 +394,7 @@ class PrivacyEngine:
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
-        """A copy in which Opacus's fixes have replaced what mixes samples, then validated."""
+        """Returns a validated copy in which Opacus's fixes have replaced what mixes samples."""
         from opacus.validators import ModuleValidator
 
         fixed = ModuleValidator.fix(module)

@@ -9,12 +9,12 @@ class WrongType(TypeError, ValueError):
 
 
 def is_number(x: Any) -> bool:
-    """Whether it is a real number; True and False are not."""
+    """Returns whether it is a real number; True and False are not."""
     return isinstance(x, Real) and not isinstance(x, bool)
 
 
 def is_count(x: Any) -> bool:
-    """Whether it is an integer; True and False are not."""
+    """Returns whether it is an integer; True and False are not."""
     return isinstance(x, Integral) and not isinstance(x, bool)
 
 
@@ -37,14 +37,14 @@ def check_count(name: str, value: Any, wanted: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A number as Python's own, of numpy's or a fraction too, which a checkpoint can hold."""
+    """Returns a number, numpy's or a fraction too, as Python's own, which checkpoints hold."""
     if isinstance(value, list | tuple):
         return [plain(x) for x in value]
     return value if type(value) in (int, float) else float(value)
 
 
 def shown(value: Any) -> str:
-    """A value of the wrong type, briefly."""
+    """Describes a value of the wrong type, briefly."""
     if isinstance(value, str | int | float | bool | None):
         return repr(value)
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

@@ -30,7 +30,7 @@ from dp_clipping.validation import replicas
 
 
 def _refuse_to_be_wrapped(parent: nn.Module, _: str, child: nn.Module | None) -> None:
-    """Called for each submodule that a module gets: of a data-parallel wrapper, none is private."""
+    """Raises RuntimeError for a private submodule of a data-parallel wrapper."""
     wraps = isinstance(parent, (*replicas(), *fsdp_classes())) or hasattr(
         type(parent), "gradient_ready"
     )
@@ -121,7 +121,7 @@ class PrivateModel(nn.Module):
 
     @property
     def network(self) -> nn.Module:
-        """The bare network."""
+        """Returns the bare network."""
         return self.module.module if self._is_wrapped else self.module
 
     @property
@@ -131,12 +131,12 @@ class PrivateModel(nn.Module):
 
     @property
     def profile(self) -> Profile | None:
-        """Of the model's steps; None: the switch is off."""
+        """Returns the profile of the model's steps; None: the switch is off."""
         return None if self.step_context is None else self.step_context.profile
 
     @property
     def per_sample_gradient_norms(self) -> Tensor:
-        """Unclipped norms of all samples since `zero_grad`, float32 [local batch], in order.
+        """Returns unclipped norms of all samples since `zero_grad`, float32 [local batch].
 
         Not covered by ε: for looking, not for publishing.
         """
@@ -146,7 +146,7 @@ class PrivateModel(nn.Module):
         return torch.cat([batch.norms for batch in self._batch_norms()])
 
     def global_norms(self) -> GlobalNorms:
-        """Squared norms of all samples of all ranks since `zero_grad`, on their way to every rank.
+        """Sends squared norms of all samples of all ranks since `zero_grad` to every rank.
 
         Every rank calls it, once a step. Not covered by ε: refused with `hide_unprotected=True`.
         """
@@ -154,7 +154,7 @@ class PrivateModel(nn.Module):
         return self.gather_norms()
 
     def norm_statistics(self) -> NormStatistics:
-        """Clipped fraction and histogram of the norms of all ranks' samples since `zero_grad`.
+        """Returns clipped fraction and histogram of all ranks' norms since `zero_grad`.
 
         Every rank calls it, after a backward and before `zero_grad`; all get the same. Not covered
         by ε: refused with `hide_unprotected=True`.
@@ -167,7 +167,7 @@ class PrivateModel(nn.Module):
 
     @property
     def nonfinite_samples(self) -> int:
-        """Samples since `zero_grad` that were left out, their norms not finite.
+        """Counts samples since `zero_grad` that were left out, their norms not finite.
 
         Not covered by ε either.
         """
@@ -175,10 +175,10 @@ class PrivateModel(nn.Module):
         return int(sum(batch.nonfinite for batch in self.step_state.norms))
 
     def profile_report(self) -> str:
-        """Times of a step's phases and layers on this rank, and its norms: see `profiling`.
+        """Returns times of a step's phases and layers on this rank, and its norms: see `profiling`.
 
         Not covered by ε: refused with `hide_unprotected=True`. `profile.data()` has the same for
-            JSON.
+        JSON.
         Raises RuntimeError if the switch was off when the model was made.
         """
         self.refuse_in_release("profile_report")
@@ -187,11 +187,10 @@ class PrivateModel(nn.Module):
         return self.profile.report()
 
     def plan_table(self) -> str:
-        """What the last step on fused kernels did with each linear layer; see `planning.plan`.
+        """Shows what the last fused step did with each linear layer; see `planning.plan`.
 
         It shows the size of that batch: refused with `hide_unprotected=True`. Raises RuntimeError
-            if there
-        was none.
+        if there was none.
         """
         self.refuse_in_release("plan_table")
         if self.policy is None or not self.policy.fused:
@@ -230,7 +229,7 @@ class PrivateModel(nn.Module):
         return outputs
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Of what `fully_shard` and `replicate` make of a module's class."""
+        """Refuses what `fully_shard` and `replicate` make of a module's class."""
         super().__init_subclass__(**options)
         if issubclass(cls, (*replicas(), *fsdp_classes())):
             raise RuntimeError(WRAPPED.format(kind=cls.__mro__[1].__name__))
@@ -261,7 +260,7 @@ class PrivateModel(nn.Module):
         self.passes.reset_batch_layouts()
 
     def forget_layouts(self) -> None:
-        """The old name of `reset_batch_layouts`."""
+        """Calls `reset_batch_layouts`, of which this is the old name."""
         warnings.warn("forget_layouts is now reset_batch_layouts", DeprecationWarning, stacklevel=2)
         self.reset_batch_layouts()
 
@@ -276,7 +275,7 @@ class PrivateModel(nn.Module):
             self.passes.skip_checks(batches)
 
     def to_standard_module(self) -> nn.Module:
-        """The network with its own forwards, as before `make_private`."""
+        """Returns the network with its own forwards, as before `make_private`."""
         if self.step_context is not None:
             self.capture.remove()
             self.gradient_buffer.remove()
@@ -309,7 +308,7 @@ class PrivateModel(nn.Module):
             )
 
     def gather_norms(self) -> GlobalNorms:
-        """As `global_norms`, for what adds noise to them before anybody sees it."""
+        """Returns `global_norms` for what adds noise to them before they are shown."""
         squared = torch.cat([batch.squared for batch in self._batch_norms()], dim=1)
         return GlobalNorms(self.step_context.reducer, squared)
 
@@ -320,7 +319,7 @@ class PrivateModel(nn.Module):
 
     @ranged("gradient_sync")
     def finish_synchronization(self) -> None:
-        """Before a step: `.grad` of each parameter is (this rank's shard of) the sum of all ranks.
+        """Lets `.grad` of each parameter be (this rank's shard of) the sum of all ranks.
 
         Raises:
             RuntimeError: parameters have no sum, as after a backward that was cut off.
@@ -348,7 +347,7 @@ class PrivateModel(nn.Module):
 
 @never_compiled
 def _refuse_to_be_compiled() -> None:
-    """Not traced: it raises where the private model is called."""
+    """Raises where the private model is called: it is not traced."""
     raise RuntimeError(
         "torch.compile of a private model: compile the network or its blocks, and before "
         "make_private, as network.compile() or block.compile()"

@@ -52,12 +52,12 @@ class Policy:
 
     @property
     def may_run_twice(self) -> bool:
-        """Whether sums may take a second backward."""
+        """Returns whether sums may take a second backward."""
         return self.two_passes or self.memory_budget is not None
 
 
 def policy_of(mode: str, **options: Any) -> Policy | None:
-    """What the mode does; None for `no_dp`. Options are `Policy`'s others.
+    """Returns what the mode does; None for `no_dp`. Options are `Policy`'s others.
 
     Raises:
         ValueError: for an unknown mode, with the known ones.
@@ -76,7 +76,7 @@ def policy_of(mode: str, **options: Any) -> Policy | None:
 
 
 def say_plain(mode: str) -> None:
-    """Once, on the first rank: the mode runs without its kernels."""
+    """Logs once, on the first rank, that the mode runs without its kernels."""
     if mode in _said or (dist.is_initialized() and dist.get_rank() > 0):
         return
     _said.add(mode)

@@ -24,7 +24,7 @@ Hook = Callable[["PrivateOptimizer"], None]
 
 
 class StepHooks:
-    """What runs in each step before it is counted."""
+    """Runs hooks in each step before it is counted."""
 
     def __init__(self, model: Steppable):
         self.attached: list[Hook] = []
@@ -149,7 +149,7 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def adaptive_threshold(self) -> AdaptiveThreshold | None:
-        """Lets C follow a quantile of the norms, or None."""
+        """Returns what lets C follow a quantile of the norms, or None."""
         return self.noise.adaptive
 
     @property
@@ -172,7 +172,7 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def step_hook(self) -> Hook | None:
-        """The hook that was attached last; setting it replaces all that were attached.
+        """Returns the hook that was attached last; setting it replaces all that were attached.
 
         The engine's account is not among them: it counts each step whatever is attached here.
         """
@@ -194,7 +194,7 @@ class PrivateOptimizer(Optimizer):
         self.hooks.attached.append(hook)
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
-        """The next `step()` belongs to a microbatch that is not the last one of its draw."""
+        """Says whether the next `step()` is that of a microbatch that is not the last one."""
         self.step_state.microbatches.signal(do_skip)
 
     def leave_microbatches(self, half_way: bool) -> bool:
@@ -212,7 +212,7 @@ class PrivateOptimizer(Optimizer):
     # ---- the step -------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the model's: after a skipped step, what is being accumulated is kept."""
+        """Drops gradients; after a skipped step, what is being accumulated is kept."""
         if self.step_state.microbatches.keeps_sums:
             return
         self.model.zero_grad(set_to_none)
@@ -244,7 +244,7 @@ class PrivateOptimizer(Optimizer):
         return loss
 
     def pre_step(self) -> bool:
-        """Let `.grad` be what `step()` applies: finish the exchange, count the step, add noise.
+        """Lets `.grad` be what `step()` applies: finish the exchange, count the step, add noise.
 
         `step()` does it itself. Called before, it leaves room for what may be done with noisy
         gradients only, such as clipping their total norm. False for a step that is skipped.
@@ -261,7 +261,7 @@ class PrivateOptimizer(Optimizer):
         return True
 
     def _refuse(self) -> None:
-        """Before anything is counted: what the optimizer must not apply."""
+        """Refuses what the optimizer must not apply, before anything is counted."""
         if self.model.policy is None:
             return
         check_noise_multiplier(self.noise_multiplier)

@@ -1,4 +1,4 @@
-"""What private training uses of PyTorch without a public name, each behind a name of its own.
+"""Gives a name to each interface of PyTorch that private training uses and that has none.
 
 Everything here was checked with torch 2.11, 2.12 and 2.13. Where another version lacks one of these
 interfaces, its function does without if the result stays exact, else it raises a RuntimeError that

@@ -1,4 +1,4 @@
-"""What cannot be private, refused by name, with what to use instead.
+"""Refuses what cannot be private, by name, with what to use instead.
 
 A per-sample gradient exists only where a sample's loss depends on that sample alone. Modules that
 mix samples, or carry what they saw from one batch into the next, have none.
@@ -28,7 +28,7 @@ REPLICAS = (nn.DataParallel, nn.parallel.DistributedDataParallel, *composable_re
 
 
 def replicas() -> tuple[type, ...]:
-    """Classes of wrappers that keep replicas in step, Opacus's too if anybody has imported it."""
+    """Returns classes of wrappers that keep replicas in step, Opacus's too if it was imported."""
     opacus = sys.modules.get("opacus.distributed")
     if opacus is None:
         return REPLICAS
@@ -67,7 +67,7 @@ def warn_of_other_ranks(stacklevel: int) -> None:
 
 
 def normalizations(network: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Name and module of every one that may mix samples once `train()` reaches it."""
+    """Returns name and module of every one that may mix samples once `train()` reaches it."""
     kinds = BATCH_NORMS + INSTANCE_NORMS
     return [(name, m) for name, m in network.named_modules() if isinstance(m, kinds)]
 
@@ -82,7 +82,7 @@ def check_still_fixed(modules: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 def problem_of(module: nn.Module) -> tuple[str, str] | None:
-    """Why this one module is refused, and what to do; None if it is not."""
+    """Returns why this one module is refused, and what to do; None if it is not."""
     if isinstance(module, replicas()) and not hasattr(module, "gradient_ready"):
         return "would not exchange clipped sums, which autograd does not accumulate", (
             'give ddp.wrap("torch_ddp", network), or another of its variants'
@@ -133,7 +133,7 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
 
 
 def refuse_offsets(module: nn.EmbeddingBag, args: tuple, kwargs: dict) -> None:
-    """A hook before a forward: raises ValueError for bags that lie one after another."""
+    """Raises ValueError for bags that lie one after another; a hook before a forward."""
     ids = args[0] if args else kwargs.get("input")
     if isinstance(ids, Tensor) and ids.dim() == 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What the arguments of `make_private` may be."""
+"""Checks the arguments of `make_private`."""
 
 import functools
 import inspect

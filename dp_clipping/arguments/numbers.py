@@ -1,4 +1,4 @@
-"""What σ, C and the divisor of a step may be: in `make_private`, and whenever they change."""
+"""Checks σ, C and the divisor of a step: in `make_private`, and whenever they change."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from dp_clipping.kinds import check_number
 
 LOSS_REDUCTIONS = ("mean", "sum")
 LARGEST = 2.0**100
-"""Of what is computed with in float32, which ends at 2¹²⁸: leaves room for what it multiplies."""
+"""Largest factor in float32, which ends at 2¹²⁸: it leaves room for what it multiplies."""
 
 
 def check_noise_multiplier(noise_multiplier: float) -> None:

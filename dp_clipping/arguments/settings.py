@@ -21,7 +21,7 @@ from dp_clipping.sampling.loader import expected_batch_size_of
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What one private run is made from; `PrivacyEngine.make_private` says what each field is.
+    """Holds what one private run is made from; `PrivacyEngine.make_private` explains each field.
 
     Numbers are Python's own, whatever was given.
 
@@ -77,7 +77,7 @@ class Settings:
 
     @cached_property
     def policy(self) -> Policy | None:
-        """How the mode works; None: `no_dp`. Raises ValueError for an unknown one."""
+        """Returns how the mode works, None for `no_dp`. Raises ValueError for an unknown one."""
         return policy_of(
             self.grad_sample_mode, clipping_function=self.clipping_function, gamma=self.gamma,
             per_layer=self.clipping == "per_layer", norm_algorithm=self.norm_algorithm,

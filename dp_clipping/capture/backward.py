@@ -1,4 +1,4 @@
-"""What a backward that failed leaves behind."""
+"""Frees what a backward that failed leaves behind."""
 
 import torch
 

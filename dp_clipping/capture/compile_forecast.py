@@ -1,4 +1,4 @@
-"""What a private step on fused kernels must know before it enters a compiled region.
+"""Tells a private step on fused kernels what it must know before a compiled region.
 
 In there a layer can make no slots and ask no plan, and a slot has a shape. So the shapes that
 linear layers are given are looked for beforehand, in plain forwards of a few samples, once for each
@@ -30,7 +30,7 @@ Observe = Callable[[tuple, dict, int], dict[str, list[LayerCall]]]
 
 @dataclass(frozen=True)
 class CompiledShapes:
-    """Of a forward whose inputs have certain shapes.
+    """Holds the shapes in a forward whose inputs have certain shapes.
 
     Attributes:
         uses: parameter -> the use of a linear layer by one sample, in the order of the forward;

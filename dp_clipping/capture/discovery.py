@@ -29,7 +29,7 @@ from dp_clipping.torch_compat import tree_map
 
 
 class LayoutDiscovery:
-    """What has been found out about a captured network, and from how many samples.
+    """Finds out where the samples are in a captured network, and remembers from how many.
 
     A batch of one sample tells little: beside one, every dimension of size one may count samples.
     What it gave is provisional until a larger batch comes.

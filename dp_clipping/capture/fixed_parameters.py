@@ -74,7 +74,7 @@ class FixedParameters:
         )
 
     def _stands_for(self, now: Tensor | None, before: Parameter) -> bool:
-        """Whether what is in a parameter's place is it, or what FSDP has put there meanwhile."""
+        """Returns whether a tensor is the parameter, or what FSDP has put in its place."""
         sharding = self.capture.sharding
         return now is before or (sharding is not None and sharding.stands_for(now, before))
 

@@ -87,7 +87,7 @@ def _reads_otherwise(kind: Any) -> bool:
 
 
 class Arithmetic:
-    """What captured modules compute with, to be compared in each step.
+    """Records what captured modules compute with, to be compared in each step.
 
     Args:
         modules: the captured modules, once they have their forwards.

@@ -16,7 +16,7 @@ from dp_clipping.torch_compat import own_modules, tree_map
 
 
 class CapturedNetwork(Protocol):
-    """What `capture.Capture` is for steps and searches, which do not know its layers: see there."""
+    """A `capture.Capture` as steps and searches see it, which do not know its layers."""
 
     network: nn.Module
     sharding: Any  # a `distributed.sharding.Sharding`, or None
@@ -58,7 +58,7 @@ class CapturedNetwork(Protocol):
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What one call of a layer was given and gave: shapes (on the meta device) where they tell.
+    """Inputs and outputs of one call of a layer: shapes (on the meta device) where they tell.
 
     `product_dtype` is what a matrix product of its first input would be taken in.
     """

@@ -36,8 +36,11 @@ NOISE = (
 def check_fits(
     snapshot: Snapshot, saved: dict[str, Any], new_keys: bool
 ) -> tuple[Keys | None, Parts, list[str]]:
-    """What `Resume` takes: the key to go on with, steps that stay in the account, and what deserves
-    a warning; else ValueError."""
+    """Returns the key to go on with, steps that stay in the account, and what deserves a warning.
+
+    Raises:
+        ValueError: the checkpoint does not fit.
+    """
     keys, notes = _check_run(snapshot, saved, new_keys)
     return keys, _check_account(snapshot, saved), notes
 

@@ -43,7 +43,7 @@ or of an accountant that was handed on)."""
 
 @dataclass(frozen=True)
 class Step:
-    """What a step's release depends on, its key and public settings.
+    """Identifies a step's release by its key and public settings.
 
     Attributes:
         fingerprint: of the key.

@@ -19,7 +19,7 @@ from dp_clipping.sampling.loader import PoissonLoader
 
 
 class Model(Protocol):
-    """What a checkpoint needs of a `PrivateModel`."""
+    """A `PrivateModel` as a checkpoint needs it."""
 
     policy: Any
     sharding: Any
@@ -35,7 +35,7 @@ class Model(Protocol):
 
 
 class Optimizer(Protocol):
-    """What a checkpoint needs of a `PrivateOptimizer`."""
+    """A `PrivateOptimizer` as a checkpoint needs it."""
 
     original_optimizer: torch.optim.Optimizer
     param_groups: list[dict[str, Any]]
@@ -57,8 +57,7 @@ class Optimizer(Protocol):
 
 
 class StepAccount(Protocol):
-    """What a checkpoint needs of the engine's account (`ledger.Account`, where methods say what
-    they do)."""
+    """The engine's `ledger.Account` as a checkpoint needs it."""
 
     accountant: Any
 
@@ -71,7 +70,7 @@ class StepAccount(Protocol):
 
 @dataclass
 class PrivateRun:
-    """What one `make_private` returned, with its key and its public settings.
+    """Holds what one `make_private` returned, with its key and its public settings.
 
     `PrivacyEngine` makes one per `make_private` and keeps it; saving reads it, loading changes it.
 
@@ -144,7 +143,7 @@ class PrivateRun:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is saved of a run or loaded into it, and where.
+    """Names what is saved of a run or loaded into it, and where.
 
     Attributes:
         path: the file, or the folder of a sharded model.

@@ -1,4 +1,4 @@
-"""What the norms of the global batch look like: clipped fraction and histogram.
+"""Clipped fraction and histogram of the norms of the global batch.
 
 They depend on the samples without noise: ε does not cover them. They are for looking, not for
 publishing, and refused with `hide_unprotected=True`. The same on every rank, since the norms are.
@@ -16,7 +16,7 @@ EDGES = tuple(2.0 ** (k / 2) for k in range(-12, 13))
 
 @dataclass(frozen=True)
 class NormStatistics:
-    """Of one step's global batch. Not covered by ε.
+    """Clipped fraction and histogram of one step's global batch. Not covered by ε.
 
     Attributes:
         samples: of all ranks together.

@@ -85,7 +85,7 @@ class FlatSharding(Sharding):
         return now is not None
 
     def recover(self) -> bool:
-        """By FSDP1's own end of a backward: for a pass that was cut off it has no public name."""
+        """Runs FSDP1's own end of a backward: for a pass that was cut off it has no public name."""
         fsdp1_end_backward(self.root)
         _shard_again(self.root)
         return True
@@ -136,7 +136,9 @@ class ReshardOnExit:
 
 
 def flat_sharding_of(module: nn.Module) -> FlatSharding:
-    """Of a module that contains FSDP1's. Every rank calls it: each unit is gathered once.
+    """Returns the sharding of a module that contains FSDP1's.
+
+    Every rank calls it: each unit is gathered once.
 
     Raises:
         ValueError: for what FSDP1 was told that private training cannot be exact with, and what to
@@ -174,7 +176,7 @@ def flat_sharding_of(module: nn.Module) -> FlatSharding:
 
 
 def _units(module: nn.Module) -> list[FSDP]:
-    """In the order that they are numbered in."""
+    """Returns the units in the order of their numbers."""
     return [m for m in module.modules() if isinstance(m, FSDP)]
 
 
@@ -186,7 +188,7 @@ def _note_all(
 
 
 def _parameters_of(units: list[FSDP]) -> list[dict[Parameter, str]]:
-    """Parameters of each unit that are not an inner one's, with their names in what it wraps."""
+    """Returns each unit's parameters that are no inner unit's, with their names there."""
     taken: set[Parameter] = set()
     found = []
     for unit in reversed(units):
@@ -199,7 +201,7 @@ def _parameters_of(units: list[FSDP]) -> list[dict[Parameter, str]]:
 def _slices(
     parameter: Parameter, shard: Tensor, lengths: tuple[int, ...], rank: int
 ) -> list[Slice] | None:
-    """What each rank has, given how much; None: all of it. The parameter is whole now.
+    """Returns what each rank has, given how much; None: all of it. The parameter is whole now.
 
     Raises:
         ValueError: for a DTensor.
@@ -274,7 +276,7 @@ def _gathering_again(root: FSDP) -> Iterator[None]:
 
 
 def _shard_again(root: FSDP) -> None:
-    """What is gathered goes, shards take its place."""
+    """Frees what is gathered: shards take its place."""
     for unit, handle in _handles(root):
         if not handle.uses_sharded_strategy:
             handle.reshard(free_unsharded_flat_param=False)

@@ -56,7 +56,7 @@ class Span:
 
 
 Place = tuple[Span, ...]
-"""Of one part, in its own order and without gaps; () if the part is empty."""
+"""Spans of one part, in its own order and without gaps; () if the part is empty."""
 
 
 def place_of(parameter: Tensor) -> Place | None:

@@ -40,7 +40,7 @@ LEAST_STEPS = 4  # loads of a piece: shorter ones cost more in sums than they ga
 
 @dataclass(frozen=True)
 class Normalized:
-    """What the weights' gradients of one normalisation follow from.
+    """Holds what the weights' gradients of one normalisation follow from.
 
     Attributes:
         y: output gradients [B, T, d], float32, bfloat16 or float16, any strides.

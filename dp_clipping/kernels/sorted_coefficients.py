@@ -89,7 +89,7 @@ if triton is not None:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Of some clipping groups, on the device.
+    """Coefficients of some clipping groups, on the device.
 
     Attributes:
         values: c [rows, B] float32.

@@ -169,7 +169,7 @@ class Convolution(torch.autograd.Function):
 
 
 class Factors:
-    """What one use left: x [N, C, ..] and y [N, O, ..], N a multiple of B; G is [B, *weight]."""
+    """Factors of one use: x [N, C, ..] and y [N, O, ..], N a multiple of B; G is [B, *weight]."""
 
     def __init__(self, x: Tensor, y: Tensor, shape: torch.Size, batch_size: int, options: tuple):
         stride, padding, dilation, transposed, _, groups = options

@@ -85,7 +85,7 @@ class Factors(torch.autograd.Function):
 
 
 class EmbeddingFactors:
-    """What one use left: ids [B, T] int, y [B, T, d]."""
+    """Factors of one use: ids [B, T] int, y [B, T, d]."""
 
     def __init__(self, ids: Tensor, y: Tensor, vocabulary: int):
         self.ids, self.y, self.vocabulary = ids, y, vocabulary

@@ -75,7 +75,7 @@ def _token_norms(gram: Tensor, x: Tensor) -> Tensor:
 
 
 class LinearFactors:
-    """What one use left: a [B, T, p], y [B, T, d]; the parameter is [d, p], transposed [p, d]."""
+    """Factors of one use: a [B, T, p], y [B, T, d]; the parameter is [d, p], transposed [p, d]."""
 
     def __init__(self, a: Tensor, y: Tensor, transposed: bool):
         self.a, self.y, self.transposed = a, y, transposed

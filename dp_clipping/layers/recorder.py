@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 
 class LayerPlanner(Protocol):
-    """What a linear layer asks in forward, and tells."""
+    """Plans what becomes of linear layers."""
 
     def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
         """Announces a linear layer on x [.., p]."""

@@ -157,7 +157,7 @@ def _chunks(
 def _chunks_of_run(
     run: Span, stream: NoiseStream, device: torch.device | str
 ) -> Iterator[tuple[slice, Tensor]]:
-    """As `_chunks`, for a run: pairs (where in the part, its values), in order."""
+    """Yields `_chunks` of a run: pairs (where in the part, its values), in order."""
     if run.count == 1 or run.length > 4 * CHUNK:
         for q in range(run.count):
             start = run.local_start + q * run.length

@@ -29,7 +29,7 @@ LONGEST = 1 << 32  # elements of a row whose counters a program numbers in 32 bi
 
 
 class Stream(Protocol):
-    """What a launch needs of a `gaussian.NoiseStream`: four words below 2³²."""
+    """Holds what a launch needs of a `gaussian.NoiseStream`: four words below 2³²."""
 
     @property
     def key_0(self) -> int: ...

@@ -20,7 +20,7 @@ SUM_BYTES = 4  # of a clipped sum's element
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one device.
+    """Rates of one device.
 
     Attributes:
         product, gram, weighted: operations a second of the kernels gradient, gram and
@@ -89,7 +89,7 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one layer does.
+    """Choice for one layer.
 
     Attributes:
         algorithm: of the norm.
@@ -128,7 +128,7 @@ def predict(use: LinearShape, algorithm: str, rates: Rates) -> LayerPlan:
 
 
 def steps_of(use: LinearShape, is_sum: bool, rates: Rates) -> float:
-    """Seconds of a product's time that do not depend on its rate."""
+    """Returns the seconds of a product's time that do not depend on its rate."""
     return _waves(use, is_sum, rates) * rates.step
 
 
@@ -144,7 +144,7 @@ def _waves(use: LinearShape, is_sum: bool, rates: Rates) -> int:
 
 
 def _product(use: LinearShape, waves: int, rate: float, rates: Rates) -> float:
-    """Seconds of so many tiles, one after the other."""
+    """Returns the seconds of so many tiles, one after the other."""
     rows, columns = min(rates.tile[0], use.outputs), min(rates.tile[1], use.inputs)
     operations = 2.0 * use.tokens * rows * columns * rates.processors
     return waves * (operations / _speed(rate, use, rates) + rates.step)

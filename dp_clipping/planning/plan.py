@@ -119,7 +119,7 @@ class Plan:
                 used += choice.bytes
 
     def measured(self, ranges: Mapping[str, float]) -> dict[str, float]:
-        """Seconds of each layer's norm and sum, from those of the ranges in a profiler's trace.
+        """Returns seconds of each layer's norm and sum, from the ranges in a profiler's trace.
 
         A launch that several layers have in common, `sum/a+b`, is split by their operations.
         """

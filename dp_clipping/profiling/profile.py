@@ -77,7 +77,7 @@ def switch_on() -> None:
 
 
 def profile_of(device: torch.device, hide_unprotected: bool, alone: bool) -> Profile | None:
-    """A new one if the switch is on; None: off.
+    """Returns a new profile if the switch is on; None: off.
 
     With `hide_unprotected` it is off: how often a range runs in a step, and how long it takes, tell
     the size of the draw.
@@ -196,7 +196,7 @@ class Profile:
         }
 
     def report(self) -> str:
-        """A table of the ranges, the slowest layers, and the norms of the last step."""
+        """Returns a table of the ranges, the slowest layers, and the norms of the last step."""
         steps, times = self.steps(), self.median()
         lines = [
             f"Profile of {len(steps)} private steps on this rank, by {self._clock.name}. Not "
@@ -323,7 +323,7 @@ class _Events:
 
 
 def _of_norms(squares: Tensor) -> dict[str, Any]:
-    """Of an empty batch there is no mean; what is not finite is None, which JSON knows."""
+    """Returns None for what is not finite, which JSON knows; an empty batch has no mean."""
     values = [x.item() for x in (squares.mean(), squares.max())] if squares.numel() else [math.nan]
     mean, largest = (x if math.isfinite(x) else None for x in (values[0], values[-1]))
     return {"shape": list(squares.shape), "mean": mean, "max": largest}

@@ -36,7 +36,7 @@ class Timer:
         return record_function(name)
 
     def part(self, name: str) -> AbstractContextManager:
-        """What is timed within a phase, and has no label of its own without the switch."""
+        """Times a part of a phase; without the switch it has no label of its own."""
         return NOTHING
 
     def layers(self, what: str, *parameters: Parameter) -> AbstractContextManager:
@@ -76,5 +76,5 @@ class ProfileTimer(Timer):
 
 
 def timer_of(names: Mapping[Parameter, str], profile: Profile | None) -> Timer:
-    """The one for a model with this profile; None: the switch is off."""
+    """Returns the timer of a model with this profile; None: the switch is off."""
     return Timer(names) if profile is None else ProfileTimer(names, profile)

@@ -116,7 +116,7 @@ class Position:
 
 
 class MicrobatchLoader(DataLoader):
-    """What `BatchMemoryManager` yields."""
+    """Loader that `BatchMemoryManager` yields."""
 
     def __init__(self, loader: DataLoader, max_size: int, optimizer: Any) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""What all steps of one model have in common, settled when the model is made.
+"""Holds what all steps of one model have in common, settled when the model is made.
 
 Nothing in it is replaced later. Who runs steps of another kind beside a model's own, as
 `verification.check` does, makes another context with `dataclasses.replace`.
@@ -36,7 +36,7 @@ class Plans:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What steps of one model are made of.
+    """Holds what steps of one model are made of.
 
     Attributes:
         capture: the captured layers of the network: parameters, names, groups.

@@ -74,8 +74,9 @@ class ForwardBackward:
         kwargs: dict,
         sync: AbstractContextManager,
     ) -> Any:
-        """Outputs of the module, the network or its data-parallel wrapper, called inside of `sync`;
-        of no samples if it is given none.
+        """Returns outputs of the module, the network or its data-parallel wrapper.
+
+        It is called inside of `sync`. Given no samples, it returns outputs of none.
 
         Raises:
             ValueError: where a layer's samples are cannot be told, or `model.train()` has reached
@@ -226,13 +227,13 @@ class ForwardBackward:
         return norms
 
     def recover(self) -> None:
-        """After a pass that failed."""
+        """Puts a sharded network back after a pass that failed."""
         sharding = self.capture.sharding
         if sharding is not None and not sharding.recover():
             self._is_broken = True
 
     def _call_network_again(self, args: tuple, kwargs: dict) -> Any:
-        """Not through the wrapper, which has prepared its step: other ranks do not repeat it."""
+        """Calls it without the wrapper, which has prepared its step: other ranks call it once."""
         try:
             return self.network(*args, **kwargs)
         except LayoutUnknown as error:

@@ -1,4 +1,4 @@
-"""What `.grad` of a private model holds, from one `zero_grad` to the next.
+"""Holds clipped sums in `.grad` of a private model, from one `zero_grad` to the next.
 
     clear            nothing, and room for float32
     begin_backward   checked: it may be added to
@@ -55,7 +55,7 @@ class GradientBuffer:
         self.watch = GradientWatch(context.capture, context.sums, state)
 
     def remove(self) -> None:
-        """Let autograd and the wrapper fill `.grad` again, as it did before.
+        """Lets autograd and the wrapper fill `.grad` again, as it did before.
 
         Raises:
             RuntimeError: sums of 16-bit parameters are on their way: finish or drop the step first.
@@ -69,7 +69,7 @@ class GradientBuffer:
     # ---- a backward -----------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Let a backward add its sums.
+        """Lets a backward add its sums.
 
         Raises:
             RuntimeError: an ordinary backward has added to `.grad`, or parameters were frozen or
@@ -85,7 +85,7 @@ class GradientBuffer:
             )
 
     def accumulate(self, parameter: Parameter, total: Tensor | None) -> None:
-        """Add a clipped sum to `.grad`, in float32 (float64), and let it leave; None: zeros."""
+        """Adds a clipped sum to `.grad`, in float32 (float64), and lets it leave; None: zeros."""
         shape, dtype = self.capture.shapes[parameter], accumulation_dtype(parameter.dtype)
         if total is None:
             total = torch.zeros(shape, dtype=dtype, device=parameter.device)
@@ -103,20 +103,20 @@ class GradientBuffer:
             self.wrapper.gradient_ready(parameter)
 
     def accumulate_zeros(self) -> None:
-        """Zeros for all parameters."""
+        """Adds zeros for all parameters."""
         # Backwards, as a backward would: rank 0's first order becomes that of the buckets.
         for parameter in reversed(self.capture.parameters):
             self.accumulate(parameter, None)
 
     def end_backward(self) -> None:
-        """Called where `no_sync` still holds, if it does."""
+        """Notes whether sums stay on this rank; called where `no_sync` still holds."""
         self.state.held_back = self.wrapper is not None and not _sends(self.wrapper)
         self.watch.note()
 
     # ---- the step -------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait for the sums of all ranks; those that `no_sync` held back leave now.
+        """Waits for the sums of all ranks; those that `no_sync` held back leave now.
 
         Raises:
             RuntimeError: under `no_sync`, or a parameter has no sum, as after a backward that was
@@ -133,7 +133,7 @@ class GradientBuffer:
         self.state.reduce()
 
     def _finish_by_wrapper(self) -> None:
-        """The wrapper's own, called by a user."""
+        """Runs the wrapper's own, which a user has called."""
         self.watch.refuse_unclipped(is_noisy=not self.state.is_open)
         self._finish_wrapper()
         self.watch.note()
@@ -148,7 +148,7 @@ class GradientBuffer:
             self.wrapper.gradient_ready(parameter)
 
     def apply(self, parameter: Parameter, gradient: Tensor) -> None:
-        """Let `.grad` be what the optimizer applies, in the parameter's own dtype.
+        """Lets `.grad` be what the optimizer applies, in the parameter's own dtype.
 
         `gradient`: of a DTensor, this rank's part; it may be what `.grad` holds, changed in place.
         """
@@ -161,7 +161,7 @@ class GradientBuffer:
         parameter.grad = gradient
 
     def clear(self) -> None:
-        """Drop what there is; sums may come in float32 again."""
+        """Drops what there is; sums may come in float32 again."""
         self.watch.clear()
         if self.context.sums is not None:
             self.context.sums.forget()

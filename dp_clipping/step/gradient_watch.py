@@ -81,7 +81,7 @@ class GradientWatch:
             )
 
     def _changed(self) -> list[Parameter]:
-        """Parameters whose `.grad` is not the tensor, or not of the version, that was left."""
+        """Returns parameters whose `.grad` is another tensor or version than was left."""
         if self.sums is not None:
             changed = self.sums.changed()
             return [p for p in changed if self.state.is_open or p.grad is not None]

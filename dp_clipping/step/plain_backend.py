@@ -165,7 +165,7 @@ class PlainBackend:
         return BatchNorms(squared.sum(0).sqrt(), squared, nonfinite)
 
     def _rescaled(self, scale: Tensor, good: Tensor | None) -> Tensor:
-        """Coefficients that hold for 16-bit factors that are multiplied with them and rounded."""
+        """Returns coefficients that hold for 16-bit factors, which they scale and round."""
         split, kept = self.norms.split, self.sums.kept
         if not split.some_are_rescaled(any(is_rescaled(saved) for saved in kept.values())):
             return scale

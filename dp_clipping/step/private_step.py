@@ -39,7 +39,7 @@ Accumulate = Callable[[Parameter, Tensor | None], None]
 
 
 class Stage(Enum):
-    """What a backward does with what arrives."""
+    """Says what a backward does with what arrives."""
 
     IDLE = auto()
     NORMS = auto()
@@ -47,7 +47,7 @@ class Stage(Enum):
 
 
 class Plans(LayerPlanner, Protocol):
-    """What becomes of the layers of one step."""
+    """Plans what becomes of the layers of one step."""
 
     def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
         """Returns a layer's slots in a compiled region; None: one for each parameter."""
@@ -180,7 +180,7 @@ class PrivateStep:
         return self.context.sharding is not None
 
     def slot(self, parameter: Parameter) -> Tensor:
-        """The slot of a parameter: one, however many layers use it."""
+        """Returns the slot of a parameter: one, however many layers use it."""
         if parameter not in self._slots:
             value = self.capture.slot_value(parameter)
             self._slots[parameter] = GradientSlot.apply(
@@ -189,20 +189,20 @@ class PrivateStep:
         return self._slots[parameter]
 
     def slots_of(self, handle: LayerState) -> dict[str, Tensor]:
-        """All that the layer may ask for where none can be made."""
+        """Returns all slots that the layer may ask for where none can be made."""
         slots = self.plans.slots_of(self, handle)
         if slots is None:
             slots = {name: self.slot(parameter) for name, parameter in handle.parameters().items()}
         return slots
 
     def trigger_of(self, parameter: Parameter) -> Tensor:
-        """The leaf whose gradient, a nothing, makes backward visit what uses the parameter."""
+        """Returns the empty leaf whose gradient makes backward visit what uses the parameter."""
         return self.capture.triggers[parameter]
 
     # ---- what layers hand over in backward ------------------------------------------------------
 
     def dense(self, parameter: Parameter, gradients: Tensor, own: Tensor | None = None) -> None:
-        """G [B, *parameter], the sum over all uses of the parameter; `own`: its squared norms."""
+        """Takes G [B, *parameter], summed over the parameter's uses; `own`: its squared norms."""
         if not self._is_new(parameter):
             return
         if self._stage is Stage.SUMS:
@@ -211,7 +211,7 @@ class PrivateStep:
             self.backend.dense(parameter, gradients, own)
 
     def factors(self, parameter: Parameter, factors: Any) -> None:
-        """Factors of G of the parameter's only use."""
+        """Takes the factors of G of the parameter's only use."""
         if not self._is_new(parameter):
             return
         if self._stage is Stage.SUMS:
@@ -220,17 +220,17 @@ class PrivateStep:
             self.backend.factors(parameter, factors)
 
     def normalized(self, weight: Parameter | None, bias: Parameter | None, use: Any) -> None:
-        """What a normalisation's only use has left; None: that parameter is frozen."""
+        """Takes what a normalisation's only use has left; None: that parameter is frozen."""
         own = [p for p in (weight, bias) if p is not None]
         if all([self._is_new(parameter) for parameter in own]):
             self.backend.normalized(weight, bias, use)
 
     def counted(self, parameter: Parameter, count: Tensor) -> None:
-        """How often compiled code has used a weight [1]; what it hands over comes next."""
+        """Takes how often compiled code has used a weight [1]; what it hands over comes next."""
         self.backend.counted(parameter, count)
 
     def _is_new(self, parameter: Parameter) -> bool:
-        """Whether what arrives is to be used.
+        """Returns whether what arrives is to be used.
 
         Raises:
             RuntimeError: the norm would miss something.
@@ -257,7 +257,7 @@ class PrivateStep:
     # ---- the step -------------------------------------------------------------------------------
 
     def backward(self, losses: Tensor, clip_norms: Tensor, accumulate: Accumulate) -> BatchNorms:
-        """Clipped sums of a batch.
+        """Forms the clipped sums of a batch.
 
         Args:
             losses: [B], one a sample.

@@ -33,7 +33,7 @@ class Randomness:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """From there; afterwards generators go on from where they were."""
+        """Draws again from there; afterwards generators go on from where they were."""
         with torch.random.fork_rng(self._devices):
             torch.set_rng_state(self._cpu)
             set_device_states(self._devices, self._states)

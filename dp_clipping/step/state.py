@@ -27,7 +27,7 @@ from dp_clipping.sampling.usage import SampleUsage
 
 
 class Phase(Enum):
-    """What `.grad` holds."""
+    """Says what `.grad` holds."""
 
     IDLE = auto()
     OPEN = auto()
@@ -40,7 +40,7 @@ WITH_SUMS = (Phase.OPEN, Phase.REDUCED)
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a step's noise and divisor are made of, as they were at its first backward."""
+    """Settings of a step's noise and divisor, as they were at its first backward."""
 
     noise_multiplier: float
     expected_batch_size: float
@@ -64,7 +64,7 @@ class BatchNorms:
 
 @dataclass
 class Microbatches:
-    """What `signal_skip_step` has said of the parts of a draw.
+    """Keeps what `signal_skip_step` has said of the parts of a Poisson batch.
 
     Attributes:
         accumulating: more parts follow, so sums stay on this rank.
@@ -77,11 +77,11 @@ class Microbatches:
     keeps_sums: bool = False
 
     def signal(self, do_skip: bool) -> None:
-        """The part that comes is not the last one, if `do_skip`."""
+        """Notes that the part that comes is not the last one, if `do_skip`."""
         self.skips_next = self.accumulating = do_skip
 
     def take(self) -> bool:
-        """Whether this `optimizer.step()` is to be skipped; the signal is used up."""
+        """Returns whether this `optimizer.step()` is to be skipped; the signal is used up."""
         self.keeps_sums, self.skips_next = self.skips_next, False
         return self.keeps_sums
 
@@ -147,7 +147,7 @@ class StepState:
     # ---- transitions ----------------------------------------------------------------------------
 
     def open(self, clip_norms: list[float]) -> None:
-        """The first backward of a step begins: its settings are fixed."""
+        """Opens a step with its first backward: its settings are fixed."""
         if self.is_open:
             raise RuntimeError("a step is open already: its settings are those of its start")
         self.clip_norms, self.phase = clip_norms, Phase.OPEN
@@ -159,7 +159,7 @@ class StepState:
         self.phase = Phase.OPEN
 
     def reduce(self) -> None:
-        """The sums of all ranks have arrived; without a step that is open nothing changes."""
+        """Notes that the sums of all ranks have arrived, if a step is open."""
         self.held_back = False
         if self.is_open:
             self.phase = Phase.REDUCED
@@ -184,7 +184,7 @@ class StepState:
         self.phase = Phase.NOISY
 
     def apply(self) -> None:
-        """The optimizer is about to apply `.grad`."""
+        """Lets the optimizer apply `.grad`."""
         if not self.is_noisy:
             raise RuntimeError("sums without noise must not be applied: call optimizer.step()")
         self.phase = Phase.IDLE
@@ -204,7 +204,7 @@ class StepState:
         self.microbatches.end()
 
     def begin_draw(self, number: int, in_training: bool) -> None:
-        """The loader is about to hand over a new Poisson draw."""
+        """Begins a new Poisson batch, which the loader is about to hand over."""
         if self.is_open or (self.usage.is_unused and in_training):
             raise RuntimeError(
                 f"draw {number} of the loader begins before optimizer.step() has used the last "

@@ -60,14 +60,14 @@ class StepNorms:
         self._parts: list[Tensor] = []  # squared norms of this rank's parts, exchange by exchange
 
     def begin(self, count: int) -> None:
-        """A backward begins, with `count` clipping groups."""
+        """Begins a backward, with `count` clipping groups."""
         self._count = count
         if self.split.is_split and self._reducer.mode == "layerwise":
             self._partial = self._reducer.layerwise(self._order, self._own_table)
 
     @property
     def leave_early(self) -> bool:
-        """Whether norms go to other ranks layer by layer, while backward runs."""
+        """Returns whether norms go to other ranks layer by layer, while backward runs."""
         return self._partial is not None
 
     def launch(self) -> None:
@@ -81,7 +81,7 @@ class StepNorms:
                     self._partial.add(parameter)
 
     def _own_table(self, parameters: Sequence[Any]) -> Tensor:
-        """What is known here and adds up over ranks: see `SplitNorms.table`."""
+        """Returns what is known here and adds up over ranks: see `SplitNorms.table`."""
         rescaled = any(self._is_rescaled(p) for p in parameters)
         table = self.split.table(self.table(), parameters, rescaled)
         self._parts.append(table[0])
@@ -101,13 +101,13 @@ class StepNorms:
     def exchange(
         self, parameters: list[Parameter], groups: slice | list[int] = slice(None)
     ) -> tuple[Tensor, Tensor]:
-        """The same of some parameters and groups, exchanged now."""
+        """Returns the same of some parameters and groups, exchanged now."""
         with self._timer.phase("norm_all_reduce"):
             table = self._own_table(parameters)[:, groups]
             return self.split.unpack(self._reducer.reduce(table).wait())
 
     def table(self, samples: Tensor | None = None) -> Norms:
-        """All norms of the step, or of some samples."""
+        """Returns all norms of the step, or of some samples."""
         norms, zero = self.found, self.zero()
         if samples is not None:
             norms = {p: _of_samples(norm, samples) for p, norm in norms.items()}
@@ -137,7 +137,7 @@ def norms_of(
     batch_size: int,
     is_rescaled: Callable[[Parameter], bool] = lambda parameter: False,
 ) -> StepNorms:
-    """Norms of one batch of a model with this `StepContext`."""
+    """Returns the norms of one batch of a model with this `StepContext`."""
     capture = context.capture
     return StepNorms(
         capture.groups, list(reversed(capture.parameters)), context.reducer, context.sharding,

@@ -1,4 +1,4 @@
-"""What optimizer and criterion need of a private model, which `model.PrivateModel` has."""
+"""Says what optimizer and criterion need of a private model, which `model.PrivateModel` has."""
 
 from typing import Any, Protocol
 

@@ -48,7 +48,7 @@ EXAMPLE = 'loss=lambda model, criterion, batch: criterion(model(**batch).logits,
 
 
 class Run(Protocol):
-    """What a check needs of a `checkpoint.run.PrivateRun`."""
+    """A `checkpoint.run.PrivateRun` as a check needs it."""
 
     model: Any
     optimizer: Any

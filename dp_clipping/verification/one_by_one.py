@@ -24,7 +24,7 @@ RUNS = 4  # of a sample, and so many samples, that are compared to find randomne
 
 @dataclass(frozen=True)
 class Setting:
-    """What one sample's backward, and the sum over samples, depend on.
+    """Settings of one sample's backward, and of the sum over samples.
 
     Attributes:
         losses_of: a batch -> losses [B], by the network in evaluation.
@@ -68,7 +68,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the definition gives, in float64.
+    """Norms and sums by the definition, in float64.
 
     Attributes:
         norms: [K, B].

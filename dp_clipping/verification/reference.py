@@ -1,4 +1,4 @@
-"""What private clipping must compute, straight from its definition: one backward per sample.
+"""Computes private clipping straight from its definition: one backward per sample.
 
 Slow, in float64, and without any of the arithmetic that `dp_clipping` uses, of which nothing is
 imported: tests and `experiments.verify_correctness` compare with it. A batch is
@@ -60,7 +60,7 @@ def pick(tensors: Any, which: slice | list[int] | Tensor) -> Any:
 
 
 def per_sample_sum(x: Tensor) -> Tensor:
-    """Sums [B, ...] to [B], also [B] itself and no samples."""
+    """Adds [B, ...] up to [B], also [B] itself and no samples."""
     return x[:, None].flatten(1).sum(1)
 
 

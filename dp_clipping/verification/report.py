@@ -14,7 +14,7 @@ SHOWN = 8  # samples, in print
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What rounding may do, relative: to a sample's norm, to a parameter's clipped sum.
+    """Bounds what rounding may do, relative: to a sample's norm, to a parameter's clipped sum.
 
     `floor`: of the whole; what is below may be nothing but rounding, and is compared with that.
     """

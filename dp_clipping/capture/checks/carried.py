@@ -51,7 +51,7 @@ def refuse_changes(changes: list[Change], when: str = "a forward in training") -
 
 
 class Restored:
-    """What a body in `restored` does to a state, until it is put back.
+    """Records what a body in `restored` does to a state, until it is put back.
 
     Attributes:
         changes: what it has changed; known once it is done.
@@ -130,7 +130,7 @@ def restored(
 
 
 class Carried:
-    """What the calls of a network, or of a criterion, carry from one batch to the next.
+    """Refuses what calls of a network, or of a criterion, carry from one batch to the next.
 
     Args:
         root: the network or criterion.

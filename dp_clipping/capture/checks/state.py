@@ -57,7 +57,7 @@ class Change(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Holder:
-    """What holds values: a dict (of an object's attributes), a list, a set or a cell.
+    """Holds values: a dict (of an object's attributes), a list, a set or a cell.
 
     Attributes:
         name: prefix of the names of what it holds.
@@ -304,7 +304,7 @@ class State:
 
 
 class Mark:
-    """What a `State` held at one moment.
+    """Records what a `State` held at one moment.
 
     The values of all dicts are one list, made and compared without a loop in Python: a step
     makes several marks of thousands of dicts.
@@ -418,7 +418,7 @@ class Writes(TorchDispatchMode):
 
 
 class Values:
-    """What tensors of a mark hold: the sum of their bits, and copies unless they are parameters.
+    """Values of a mark's tensors: the sum of their bits, and copies unless they are parameters.
 
     It finds writes that raise no version counter, as those through `.data`, with one wait of the
     host, and without a look at every operator.

@@ -1,4 +1,4 @@
-"""What a tensor has of each sample, in a few numbers that two runs can be compared by.
+"""Sums up what a tensor has of each sample in a few numbers, by which two runs compare.
 
 A summary of a tensor with B samples is [B, SIGNS + 1]: each sample's sum under several fixed random
 signs, and its norm. Two samples of different values have different sums but for chance.
@@ -25,7 +25,7 @@ WHOLE = 1e-12  # of whole numbers: in float64 only norms round, by the order of 
 
 @dataclass(frozen=True)
 class Summary:
-    """Of a tensor with B samples.
+    """Sums up a tensor with B samples.
 
     Attributes:
         values: [B, SIGNS + 1], as they were computed.
@@ -63,7 +63,7 @@ def differ(pairs: Sequence[tuple[Summary, Summary]], stays: Tensor) -> list[bool
 
 @dataclass
 class Seen:
-    """What was seen in one run.
+    """Collects what was seen in one run.
 
     Attributes:
         summaries: (layer, what, number of its call) -> what it had of each sample, in the order of

@@ -106,7 +106,7 @@ if triton is not None:
     def _product_of_scales(
         p_largest_x, p_largest_y, i_b, SMALLEST: tl.constexpr, EXPONENT: tl.constexpr
     ):
-        """What a sum of products of two operands is to be multiplied with."""
+        """Returns the factor of a sum of products of two operands."""
         e_x = _exponent_of(tl.load(p_largest_x + i_b), SMALLEST, EXPONENT)
         e_y = _exponent_of(tl.load(p_largest_y + i_b), SMALLEST, EXPONENT)
         return _power_of_two(e_x) * _power_of_two(e_y)

@@ -1,4 +1,4 @@
-"""What the matrix kernels share: how a tile of a [B, T, x] operand is read, and in which order.
+"""Reads tiles of [B, T, x] operands, in the order that all matrix kernels share.
 
 Operands that the bulk copy engine takes (last stride 1, all others and the address multiples of 16
 bytes) are read through tensor descriptors, three-dimensional ones, so that a tile that reaches past

@@ -97,7 +97,7 @@ class FusedBackend:
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Sums leave at sync points only, and in the end."""
+        """Lets sums leave at sync points only, and in the end."""
         sums = self.context.sums
         self.sums.is_in_backward = True
         if sums is not None:

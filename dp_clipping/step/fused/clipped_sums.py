@@ -71,7 +71,7 @@ def _gradients_of(saved: Any) -> Tensor | None:
 
 
 class FusedSums:
-    """What sums of one backward are formed of, until they are, with few launches.
+    """Keeps what sums of one backward are formed of, and forms them with few launches.
 
     Args:
         capture: the parameters.
@@ -118,7 +118,7 @@ class FusedSums:
             self.schedule.reset_sync_point()
 
     def second_triggers(self, randomness: Randomness) -> list[Tensor]:
-        """Only as deep as it must, and everywhere if the first one drew random numbers.
+        """Returns triggers as deep as needed, and all if the first backward drew random numbers.
 
         On the ranks of a sharded model the network draws alike, so they agree on what they gather.
         """

@@ -37,7 +37,7 @@ class FusedCoefficients:
     def of(
         self, groups: list[int], found: Mapping[Parameter, Norm], make_zero: Callable[[], Tensor]
     ) -> Coefficients:
-        """Of these groups, 0 for samples that have not had finite norms so far.
+        """Returns coefficients of these groups, 0 for samples without finite norms so far.
 
         Args:
             found: parameter -> its norm.
@@ -62,7 +62,7 @@ class FusedCoefficients:
         return Coefficients(values, {group: row for row, group in enumerate(groups)})
 
     def of_bounds(self, bounds: Tensor, groups: list[int]) -> Coefficients:
-        """From upper bounds [K, B] of whole samples' squared norms."""
+        """Returns coefficients from upper bounds [K, B] of whole samples' squared norms."""
         clip_norms, policy = self._clip_norms_of(groups), self._policy
         self.left_out |= ~finite_samples(bounds)
         values = coefficients(bounds, clip_norms, policy.clipping_function, policy.gamma)

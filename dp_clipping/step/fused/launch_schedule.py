@@ -27,7 +27,7 @@ MEETINGS = 8  # and where all of them are few: this part of them
 
 
 class LaunchSchedule:
-    """Of one step on one rank.
+    """Schedules the launches of one step on one rank.
 
     Args:
         sharding: how the network is spread over ranks; None: it is not, and nobody is to be met.
@@ -41,14 +41,14 @@ class LaunchSchedule:
         self.begin()
 
     def begin(self) -> None:
-        """Nothing waits, nothing has arrived: before a backward, and before the sums after it."""
+        """Begins a backward, or the sums after it: nothing waits and nothing has arrived."""
         self._pending = 0  # bytes that nothing else would hold
         self._may_wait = PENDING_BYTES  # of these, before the next look at the memory
         self._arrivals: Counter[int] = Counter()  # of parameters, by the unit that they are of
         self._complete = 0  # bytes of the units that have all, since the last meeting
 
     def begin_backward(self) -> None:
-        """From here on memory is freed."""
+        """Begins a backward, which frees memory from here on."""
         self._held = allocated(self._device)
         self._stream = None
         self.begin()
@@ -68,19 +68,19 @@ class LaunchSchedule:
 
     @property
     def saved(self) -> int:
-        """Bytes that the forward has left, for its backward."""
+        """Returns the bytes that the forward has left, for its backward."""
         return allocated(self._device) - self._at_first
 
     def add(self, size: int) -> None:
-        """So many bytes more wait."""
+        """Adds to the bytes that wait."""
         self._pending += size
 
     def launched(self) -> None:
-        """Nothing waits any more."""
+        """Notes that nothing waits any more."""
         self._pending, self._may_wait = 0, PENDING_BYTES
 
     def is_sync_point(self, parameter: Parameter) -> bool:
-        """Whether, with this parameter's arrival, ranks meet. Asked once for each."""
+        """Returns whether ranks meet with this parameter's arrival. Called once for each."""
         if self._sharding is None:
             return False
         unit = self._sharding.parts[parameter].unit
@@ -91,11 +91,11 @@ class LaunchSchedule:
         return self._complete > 0 and self._complete >= enough
 
     def reset_sync_point(self) -> None:
-        """What was complete has left."""
+        """Notes that what was complete has left."""
         self._complete = 0
 
     def is_crowded(self) -> bool:
-        """Whether what waits has to be launched now."""
+        """Returns whether what waits has to be launched now."""
         return self._pending > self._may_wait and not self._has_room()
 
     def _has_room(self) -> bool:
@@ -110,7 +110,7 @@ class LaunchSchedule:
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes now; `torch.cuda.memory_allocated` sorts all statistics first, which takes longer."""
+    """Returns bytes in use. `torch.cuda.memory_allocated` takes longer: it sorts statistics."""
     if device.type != "cuda":
         return 0
     return torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"]

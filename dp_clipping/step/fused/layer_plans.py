@@ -1,4 +1,4 @@
-"""What becomes of each linear layer of a step: uses as the forward meets them, and their plan."""
+"""Plans what becomes of each linear layer of a step, by its uses in forward."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -52,7 +52,7 @@ class LayerPlans:
         self.plan: Plan | None = None
 
     def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
-        """A linear layer is about to be run on x [.., p]."""
+        """Notes that a linear layer is about to be run on x [.., p]."""
         if parameter in self._uses:  # foreseen
             return
         inputs = x.shape[-1]
@@ -79,7 +79,7 @@ class LayerPlans:
 
     @cached_property
     def ahead(self) -> Plan:
-        """The plan for what is foreseen, before the forward."""
+        """Returns the plan for what is foreseen, before the forward."""
         return self._plan_of(list(self._uses.values()))
 
     def make(self) -> Plan:
@@ -88,7 +88,7 @@ class LayerPlans:
         return self.plan
 
     def choice_of(self, parameter: Parameter, factors: Any) -> LayerPlan:
-        """What becomes of a layer's factors."""
+        """Returns what becomes of a layer's factors."""
         name = self._names[parameter]
         if parameter in self._uses and self.plan is not None:
             return self.plan[name]
@@ -106,7 +106,7 @@ class LayerPlans:
         return self._known[key]
 
     def _budget(self) -> int | None:
-        """Bytes that may be kept: what was asked for, or what an ordinary step would hold too.
+        """Returns the bytes that may be kept: as asked for, or what a non-private step would hold.
 
         That is what the forward has saved, which backward frees as it goes, or the gradients that
         it would leave, whichever is more.

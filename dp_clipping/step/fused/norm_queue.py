@@ -1,4 +1,4 @@
-"""What layers have left and no norm has been taken of yet: few launches for many layers.
+"""Queues what layers have left until norms are taken, with few launches for many layers.
 
 Linear layers wait with the algorithm that a plan has chosen for them (`dp_clipping.planning.plan`);
 normalisations until their weights' G are formed, and vectors (those G, and biases') until they are
@@ -27,7 +27,7 @@ from dp_clipping.torch_compat import version_of
 
 @dataclass
 class NormBatch:
-    """What the launches gave.
+    """Results of the launches.
 
     Attributes:
         norms: by parameter.
@@ -58,12 +58,13 @@ class NormQueue:
     def add_normalized(
         self, weight: Parameter | None, bias: Parameter | None, use: Normalized
     ) -> None:
-        """Of a normalisation of which the weight, the bias, or both are trained."""
+        """Queues a normalisation of which the weight, the bias, or both are trained."""
         self._normalized.append(((weight, bias), use))
 
     def flush(self, everything: bool, label: Label) -> NormBatch:
-        """Of linear layers whose factors nothing else would hold, or of everything. Normalisations'
-        G are formed in any case.
+        """Takes norms of linear layers whose factors nothing else holds, or of everything.
+
+        G of normalisations is formed in any case.
 
         `label`: the range of a profiler's trace for a kind of norm and the parameters it is of.
         """
@@ -147,6 +148,6 @@ class NormQueue:
 
 
 def _kind(choice: LayerPlan) -> str:
-    """How the norm is taken: a G that is not kept is accumulated and not stored."""
+    """Returns how the norm is taken: a G that is not kept is accumulated and not stored."""
     recomputed = choice.algorithm == GRADIENT and choice.recomputed
     return INPUT_LENGTH if recomputed else choice.algorithm
