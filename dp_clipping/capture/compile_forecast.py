@@ -21,7 +21,7 @@ from dp_clipping.clipping.norms import Norm
 from dp_clipping.layers.batch_layout import FEW, MORE
 from dp_clipping.layers.handle import FACTOR_SLOTS, GRADIENT_SLOTS, LayerState
 from dp_clipping.layers.linear_factors import LinearFactors
-from dp_clipping.planning.cost_model import GRADIENT, LinearShape
+from dp_clipping.planning.cost_model import INSTANTIATE, LinearShape
 from dp_clipping.torch_compat import tree_flatten
 
 Arguments = tuple[tuple, dict]
@@ -61,7 +61,7 @@ class CompiledShapes:
         parameter, batch_size = handle.parameter("weight"), private_step.batch_size
         use, dtype = self.uses[parameter], self.dtypes[parameter]
         transposed = handle.kind == "conv1d"
-        if algorithm == GRADIENT:
+        if algorithm == INSTANTIATE:
             names = GRADIENT_SLOTS
             shape = private_step.capture.shapes[parameter]
             kinds = (((batch_size, *shape), stored_dtype(dtype)), ((batch_size,), NORM))
@@ -69,7 +69,7 @@ class CompiledShapes:
             names = FACTOR_SLOTS
             rows = (batch_size, use.tokens)
             kinds = (((*rows, use.outputs), dtype), ((*rows, use.inputs), dtype))
-        rest = (parameter, algorithm == GRADIENT, transposed, (*kinds, ((1,), NORM)))
+        rest = (parameter, algorithm == INSTANTIATE, transposed, (*kinds, ((1,), NORM)))
         tensors = LinearTap.apply(private_step.trigger_of(parameter), private_step, *rest)
         return dict(zip(names, tensors, strict=True))
 

@@ -226,7 +226,7 @@ class Account:
         if not same or made not in (None, step.digest):
             raise RuntimeError(
                 f"step {step.number} was made before, from the same key and with another "
-                "noise_multiplier, max_grad_norm, sample rate or draw: two results under the same "
+                "noise_multiplier, max_grad_norm, sample rate or batch: two results under the same "
                 "noise give away the difference of their sums; load with new_keys=True"
             )
         self._is_used = True

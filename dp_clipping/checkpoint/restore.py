@@ -66,7 +66,7 @@ def check_save(run: PrivateRun) -> None:
     if not run.model.step_state.is_idle:
         raise RuntimeError(
             "a checkpoint in the middle of a step would lose the sums in .grad: save after "
-            "optimizer.step(), and with BatchMemoryManager after the last microbatch of a draw"
+            "optimizer.step(), and with BatchMemoryManager after the last microbatch of a batch"
         )
 
 

@@ -35,10 +35,10 @@ from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_product
 from dp_clipping.kernels.weighted_sum import weighted_sum
 from dp_clipping.planning.cost_model import (
-    GRADIENT,
-    INPUT_LENGTH,
+    ACCUMULATE,
+    GRAM,
+    INSTANTIATE,
     SUM_BYTES,
-    WIDTH,
     LinearShape,
     Rates,
     default_rates,
@@ -137,9 +137,9 @@ def _half_precision(shape: tuple[int, ...], rates: Rates, device: torch.device) 
     }
     seconds = _seconds(calls, device)
     return {
-        "product": _rate(use, GRADIENT, "product", rates, seconds["product"]),
-        "gram": _rate(use, WIDTH, "gram", rates, seconds["gram"] / GRAM_LAYERS),
-        "weighted": _rate(use, INPUT_LENGTH, "weighted", rates, seconds["weighted"]),
+        "product": _rate(use, INSTANTIATE, "product", rates, seconds["product"]),
+        "gram": _rate(use, GRAM, "gram", rates, seconds["gram"] / GRAM_LAYERS),
+        "weighted": _rate(use, ACCUMULATE, "weighted", rates, seconds["weighted"]),
         "bandwidth": (kept[0].nbytes + kept[0][0].numel() * SUM_BYTES) / seconds["bandwidth"],
     }
 
@@ -150,7 +150,7 @@ def _single_precision(shape: tuple[int, ...], rates: Rates, device: torch.device
     rates = replace(rates, single=1.0)
     call = lambda number: gradient_and_squares(*sets[number % SETS], store=False)  # noqa: E731
     seconds = _seconds({"single": call}, device)["single"]
-    return _rate(use, GRADIENT, "product", rates, seconds)
+    return _rate(use, INSTANTIATE, "product", rates, seconds)
 
 
 def _rate(use: LinearShape, algorithm: str, name: str, rates: Rates, seconds: float) -> float:

@@ -12,8 +12,8 @@ from math import ceil
 
 import torch
 
-GRADIENT, WIDTH, INPUT_LENGTH = "gradient", "width", "input_length"
-ALGORITHMS = (GRADIENT, WIDTH, INPUT_LENGTH)
+INSTANTIATE, GRAM, ACCUMULATE = "gradient", "width", "input_length"  # as options name them
+ALGORITHMS = (INSTANTIATE, GRAM, ACCUMULATE)
 LONGEST_GRAM = 1024  # tokens: beyond, the allowance for rounding is felt (see layers/linear.py)
 SUM_BYTES = 4  # of a clipped sum's element
 
@@ -113,11 +113,11 @@ def predict(use: LinearShape, algorithm: str, rates: Rates) -> LayerPlan:
     samples = use.batch_size
     values = use.inputs * use.outputs
     product = _product(use, _waves(use, False, rates), rates.product, rates)
-    if algorithm == GRADIENT:
+    if algorithm == INSTANTIATE:
         moved = 2 * samples * values * use.gradient_size + values * SUM_BYTES
         return LayerPlan(algorithm, product + moved / rates.bandwidth, use.gradient_bytes)
     weighted = _product(use, _waves(use, True, rates), rates.weighted, rates)
-    if algorithm == WIDTH:
+    if algorithm == GRAM:
         blocks = ceil(use.tokens / rates.block)
         pairs = blocks * (blocks + 1) / 2
         operations = samples * pairs * rates.block**2 * 2 * (use.inputs + use.outputs)

@@ -20,11 +20,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dp_clipping.planning.cost_model import (
+    ACCUMULATE,
     ALGORITHMS,
-    GRADIENT,
-    INPUT_LENGTH,
+    GRAM,
+    INSTANTIATE,
     LONGEST_GRAM,
-    WIDTH,
     LayerPlan,
     LinearShape,
     Rates,
@@ -32,7 +32,7 @@ from dp_clipping.planning.cost_model import (
 )
 from dp_clipping.table import aligned
 
-NORM_ALGORITHMS = ("auto", INPUT_LENGTH, WIDTH)
+NORM_ALGORITHMS = ("auto", ACCUMULATE, GRAM)
 
 
 def allowed(use: LinearShape, norm_algorithm: str) -> tuple[str, ...]:
@@ -40,7 +40,7 @@ def allowed(use: LinearShape, norm_algorithm: str) -> tuple[str, ...]:
     if norm_algorithm != "auto":
         return (norm_algorithm,)
     if use.tokens == 1 or use.element_size == 4 or use.tokens > LONGEST_GRAM:
-        return (GRADIENT, INPUT_LENGTH)
+        return (INSTANTIATE, ACCUMULATE)
     return ALGORITHMS
 
 
@@ -112,7 +112,7 @@ class Plan:
         for n, choice in enumerate(self.choices):
             full = full or used + choice.bytes > budget
             if full:
-                norm_only = [o for o in options[n] if o.algorithm != GRADIENT] or options[n]
+                norm_only = [o for o in options[n] if o.algorithm != INSTANTIATE] or options[n]
                 best = min(norm_only, key=lambda option: option.seconds)
                 self.choices[n] = replace(best, bytes=0, recomputed=True)
             else:
@@ -127,7 +127,7 @@ class Plan:
         for name, seconds in ranges.items():
             layers = name.split("/", 1 if name.startswith("sum/") else 2)[-1].split("+")
             uses = [self.uses[self._number[one]] for one in layers if one in self._number]
-            is_gram = name.startswith(f"norm/{WIDTH}/")
+            is_gram = name.startswith(f"norm/{GRAM}/")
             parts = [u.tokens * (u.inputs + u.outputs) if is_gram else u.operations for u in uses]
             for use, part in zip(uses, parts, strict=True):
                 found[use.name] = found.get(use.name, 0.0) + seconds * part / sum(parts)

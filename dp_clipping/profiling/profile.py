@@ -85,9 +85,7 @@ def profile_of(device: torch.device, hide_unprotected: bool, alone: bool) -> Pro
     if not is_on():
         return None
     if hide_unprotected:
-        LOG.warning(
-            "%s=1 does nothing with hide_unprotected=True: times tell the sizes of draws", SWITCH
-        )
+        LOG.warning("%s=1 does nothing with hide_unprotected=True: times tell batch sizes", SWITCH)
         return None
     return Profile(device, alone)
 

@@ -175,8 +175,9 @@ class PoissonLoader(DataLoader):
             self.on_draw(draw)
         if not first and not self.usage.is_unused:
             raise RuntimeError(
-                f"a step has used a part of draw {draw} and would be followed by one on the rest: "
-                "call optimizer.step() once after each microbatch, it skips all but the last"
+                f"a step has used a part of Poisson batch {draw} and would be followed by one on "
+                "the rest: call optimizer.step() once after each microbatch, it skips all but the "
+                "last"
             )
         self.usage.hand_over(samples, is_dummy=self.rand_on_empty and samples == 0)
         if last:
@@ -227,14 +228,14 @@ def _why_not_alone(num_workers: int, rand_on_empty: bool) -> str | None:
     """Returns why another loader may not take this one's batches; None: it may."""
     if num_workers:
         instead = "num_workers=0"
-        what = f"with num_workers={num_workers} steps would take the end of one draw for another's"
+        what = f"with num_workers={num_workers} steps would take the end of one batch for another's"
     elif rand_on_empty:
         instead = "rand_on_empty=False"
-        what = "what rand_on_empty=True makes up for an empty draw would be trained on"
+        what = "what rand_on_empty=True makes up for an empty batch would be trained on"
     else:
         return None
     return (
-        f"another loader takes this one's draws (Opacus's BatchMemoryManager?), and {what}: use "
+        f"another loader takes this one's batches (Opacus's BatchMemoryManager?), and {what}: use "
         f"dp_clipping.BatchMemoryManager, or {instead}"
     )
 

@@ -174,8 +174,8 @@ class MicrobatchLoader(DataLoader):
             poisson.position = max(poisson.position, current.draw + 1)
         if self._optimizer.leave_microbatches(half_way):
             warnings.warn(
-                f"draw {current.draw} was left after some of its microbatches: what they added to "
-                "the gradients is dropped, and no step was made of it",
+                f"Poisson batch {current.draw} was left after some of its microbatches: what they "
+                "added to the gradients is dropped, and no step was made of it",
                 stacklevel=2,
             )
 

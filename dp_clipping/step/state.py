@@ -207,8 +207,8 @@ class StepState:
         """Begins a new Poisson batch, which the loader is about to hand over."""
         if self.is_open or (self.usage.is_unused and in_training):
             raise RuntimeError(
-                f"draw {number} of the loader begins before optimizer.step() has used the last "
-                "one: a step is one draw, an empty one too; to split a draw into microbatches use "
+                f"Poisson batch {number} of the loader begins before optimizer.step() has used "
+                "the last one: a step is one batch, an empty one too; to split it use "
                 "BatchMemoryManager, and to leave the loader's iteration begin another"
             )
         self.draw = number

@@ -17,7 +17,7 @@ from dp_clipping.capture.batch import Batch
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.clipping.statistics import norm_statistics
-from dp_clipping.planning.cost_model import WIDTH
+from dp_clipping.planning.cost_model import GRAM
 from dp_clipping.verification.one_by_one import (
     Reference,
     Setting,
@@ -219,7 +219,7 @@ def _plain_loss(model: nn.Module, criterion: Any, batch: Any) -> Any:
 def _tokens_of_grams(plan: Any) -> int:
     """Returns the number of tokens in the longest Gram matrix of the step."""
     pairs = () if plan is None else zip(plan.uses, plan.choices, strict=True)
-    return max((use.tokens for use, choice in pairs if choice.algorithm == WIDTH), default=0)
+    return max((use.tokens for use, choice in pairs if choice.algorithm == GRAM), default=0)
 
 
 def _refuse(run: Run) -> None:

@@ -14,11 +14,11 @@ from statistics import median
 import torch
 
 from dp_clipping.planning.cost_model import (
+    ACCUMULATE,
     ALGORITHMS,
-    GRADIENT,
-    INPUT_LENGTH,
+    GRAM,
+    INSTANTIATE,
     LONGEST_GRAM,
-    WIDTH,
     Rates,
 )
 from experiments.kernels.one_layer import (
@@ -37,14 +37,14 @@ LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 
 INK, FAINT = "#222222", "#6B6B6B"
 STYLES = {  # colours by Okabe and Ito; told apart also by line and marker
-    GRADIENT: {"color": "#D55E00", "linestyle": "-", "marker": "o"},
-    WIDTH: {"color": "#0072B2", "linestyle": (0, (5, 2)), "marker": "s"},
-    INPUT_LENGTH: {"color": "#222222", "linestyle": (0, (1, 1.5)), "marker": "^"},
+    INSTANTIATE: {"color": "#D55E00", "linestyle": "-", "marker": "o"},
+    GRAM: {"color": "#0072B2", "linestyle": (0, (5, 2)), "marker": "s"},
+    ACCUMULATE: {"color": "#222222", "linestyle": (0, (1, 1.5)), "marker": "^"},
 }
 MEANINGS = {
-    GRADIENT: "gradient: G kept, then summed",
-    WIDTH: "width: Gram matrices, then a product",
-    INPUT_LENGTH: "input_length: G accumulated, then a product",
+    INSTANTIATE: "gradient: G kept, then summed",
+    GRAM: "width: Gram matrices, then a product",
+    ACCUMULATE: "input_length: G accumulated, then a product",
 }
 
 
@@ -98,7 +98,7 @@ def crossing(cells: list[dict], key: str, one: str, other: str) -> tuple[float, 
 
 
 def pairs() -> list[tuple[str, str]]:
-    return [(WIDTH, GRADIENT), (WIDTH, INPUT_LENGTH), (GRADIENT, INPUT_LENGTH)]
+    return [(GRAM, INSTANTIATE), (GRAM, ACCUMULATE), (INSTANTIATE, ACCUMULATE)]
 
 
 def report(results: dict) -> str:

@@ -23,10 +23,10 @@ from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_product
 from dp_clipping.kernels.weighted_sum import weighted_sum
 from dp_clipping.planning.cost_model import (
+    ACCUMULATE,
     ALGORITHMS,
-    GRADIENT,
-    INPUT_LENGTH,
-    WIDTH,
+    GRAM,
+    INSTANTIATE,
     LinearShape,
     Rates,
     predict,
@@ -153,12 +153,12 @@ class OneLayer:
         other gradients than those just written.
         """
         return {
-            GRADIENT: lambda number: (self.gradient(number), self.weighted_sum(number)),
-            WIDTH: lambda number: (
+            INSTANTIATE: lambda number: (self.gradient(number), self.weighted_sum(number)),
+            GRAM: lambda number: (
                 self.gram(number),
                 [self.weighted_product(n) for n in range(GRAM_LAYERS)],
             ),
-            INPUT_LENGTH: lambda number: (self.norm(number), self.weighted_product(number)),
+            ACCUMULATE: lambda number: (self.norm(number), self.weighted_product(number)),
         }
 
     # ---- their times ----------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class OneLayer:
 
     def time_algorithms(self, rounds: int) -> Samples:
         calls = {"ordinary": self.ordinary, **self.algorithms()}
-        return interleaved(calls, self.device, rounds, {WIDTH: GRAM_LAYERS})
+        return interleaved(calls, self.device, rounds, {GRAM: GRAM_LAYERS})
 
     # ---- are they right -------------------------------------------------------------------------
 
@@ -177,9 +177,9 @@ class OneLayer:
         y, a = self._take(0)
         exact = torch.mm(y[0].double().t(), a[0].double()).square().sum().sqrt().item()
         squares = {
-            GRADIENT: self.gradient(0)[1],
-            WIDTH: self.gram_alone(0),
-            INPUT_LENGTH: self.norm(0),
+            INSTANTIATE: self.gradient(0)[1],
+            GRAM: self.gram_alone(0),
+            ACCUMULATE: self.norm(0),
         }
         return {name: abs(x[0].double().sqrt().item() / exact - 1) for name, x in squares.items()}
 
@@ -196,9 +196,9 @@ def sums_of_pieces(milliseconds: Mapping[str, float]) -> dict[str, float]:
     """Norm and clipped sum by each algorithm, from the times of the pieces."""
     product = milliseconds["weighted_product"]
     return {
-        GRADIENT: milliseconds["gradient"] + milliseconds["weighted_sum"],
-        WIDTH: milliseconds["gram"] + product,
-        INPUT_LENGTH: milliseconds["norm"] + product,
+        INSTANTIATE: milliseconds["gradient"] + milliseconds["weighted_sum"],
+        GRAM: milliseconds["gram"] + product,
+        ACCUMULATE: milliseconds["norm"] + product,
     }
 
 

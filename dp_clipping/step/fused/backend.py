@@ -27,7 +27,7 @@ from dp_clipping.kernels.sorted_coefficients import Coefficients
 from dp_clipping.kernels.squared_norms import squared_norms
 from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.planning.calibration import rates_of
-from dp_clipping.planning.cost_model import GRADIENT
+from dp_clipping.planning.cost_model import INSTANTIATE
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.fused.clipped_sums import FusedSums
 from dp_clipping.step.fused.coefficients import FusedCoefficients
@@ -136,7 +136,7 @@ class FusedBackend:
             self.sums.recomputed.append(parameter)
         else:
             self.sums.kept[parameter] = factors  # in order of arrival; G may take its place
-        stays = not choice.recomputed and choice.algorithm != GRADIENT and not self._streams
+        stays = not choice.recomputed and choice.algorithm != INSTANTIATE and not self._streams
         total = self.sums.bytes_of(parameter) if self._streams else 0
         self._wait_for(parameter, 0 if stays else max(factors.bytes, choice.bytes) + total)
 

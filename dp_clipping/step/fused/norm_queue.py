@@ -20,7 +20,7 @@ from dp_clipping.kernels.launch.tiles import tile_of
 from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_layer_gradients
 from dp_clipping.kernels.squared_norms import squared_norms
 from dp_clipping.layers.linear_factors import LinearFactors
-from dp_clipping.planning.cost_model import GRADIENT, INPUT_LENGTH, WIDTH, LayerPlan
+from dp_clipping.planning.cost_model import ACCUMULATE, GRAM, INSTANTIATE, LayerPlan
 from dp_clipping.profiling.timer import Label
 from dp_clipping.torch_compat import version_of
 
@@ -71,16 +71,16 @@ class NormQueue:
         now = {
             parameter: (factors, choice)
             for parameter, (factors, choice) in self.linear.items()
-            if everything or choice.recomputed or choice.algorithm == GRADIENT
+            if everything or choice.recomputed or choice.algorithm == INSTANTIATE
         }
         self.linear = {p: one for p, one in self.linear.items() if p not in now}
         factors = {p: one for p, (one, _) in now.items()}
         kinds = {p: _kind(choice) for p, (_, choice) in now.items()}
         found = NormBatch()
-        for kind in (GRADIENT, INPUT_LENGTH):
+        for kind in (INSTANTIATE, ACCUMULATE):
             mine = {p: factors[p] for p in now if kinds[p] == kind}
             self._accumulate(found, mine, kind, label)
-        self._multiply_grams(found, {p: factors[p] for p in now if kinds[p] == WIDTH}, label)
+        self._multiply_grams(found, {p: factors[p] for p in now if kinds[p] == GRAM}, label)
         self._form_vectors(found, label)
         if everything:
             self._norm_vectors(found, label)
@@ -94,7 +94,7 @@ class NormQueue:
         pairs = [factors.operands for factors in mine.values()]
         with label(f"norm/{kind}", *mine):
             tile = tile_of(self._tile_size, *(left.dtype for left, _ in pairs))
-            results = gradients_and_squares(pairs, tile, store=kind == GRADIENT)
+            results = gradients_and_squares(pairs, tile, store=kind == INSTANTIATE)
         for parameter, (gradients, own) in zip(mine, results, strict=True):
             found.norms[parameter] = Norm(own)
             if gradients is not None:
@@ -149,5 +149,5 @@ class NormQueue:
 
 def _kind(choice: LayerPlan) -> str:
     """Returns how the norm is taken: a G that is not kept is accumulated and not stored."""
-    recomputed = choice.algorithm == GRADIENT and choice.recomputed
-    return INPUT_LENGTH if recomputed else choice.algorithm
+    recomputed = choice.algorithm == INSTANTIATE and choice.recomputed
+    return ACCUMULATE if recomputed else choice.algorithm

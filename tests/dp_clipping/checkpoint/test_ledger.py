@@ -236,7 +236,7 @@ class TestAccount:
         save(run, path)
         train(run, 2)
         self.load(run, path, 2)
-        with pytest.raises(RuntimeError, match=r"step 0 was made before, .* draw:"):
+        with pytest.raises(RuntimeError, match=r"step 0 was made before, .* batch:"):
             train(run, 1)
 
     def test_runs_with_one_fixed_seed_are_counted_apart(self):

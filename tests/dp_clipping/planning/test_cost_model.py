@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from dp_clipping.planning.cost_model import (
+    ACCUMULATE,
     ALGORITHMS,
-    GRADIENT,
-    INPUT_LENGTH,
+    GRAM,
+    INSTANTIATE,
     SUM_BYTES,
-    WIDTH,
     LinearShape,
     Rates,
     predict,
@@ -31,14 +31,14 @@ def test_sizes():
 
 
 def test_gradient_writes_and_reads_every_value():
-    found = predict(USE, GRADIENT, PLAIN)
+    found = predict(USE, INSTANTIATE, PLAIN)
     moved = 2 * USE.gradient_bytes + 8 * 8 * SUM_BYTES
     assert found.seconds == pytest.approx(USE.operations / 2.0 + moved / 7.0)
     assert found.bytes == USE.gradient_bytes
 
 
 def test_width_multiplies_pairs_of_blocks_of_tokens():
-    found = predict(USE, WIDTH, PLAIN)
+    found = predict(USE, GRAM, PLAIN)
     pairs = 2 * 3 / 2  # of two blocks of four tokens
     operations = 3 * pairs * 4**2 * 2 * (8 + 8)
     assert found.seconds == pytest.approx(operations / 3.0 + USE.operations / 5.0)
@@ -46,14 +46,14 @@ def test_width_multiplies_pairs_of_blocks_of_tokens():
 
 
 def test_input_length_computes_twice_and_writes_nothing():
-    found = predict(USE, INPUT_LENGTH, PLAIN)
+    found = predict(USE, ACCUMULATE, PLAIN)
     assert found.seconds == pytest.approx(USE.operations * (1 / 2.0 + 1 / 5.0))
     assert found.bytes == USE.factor_bytes
 
 
 def test_float32_products_are_slower():
     single = replace(USE, element_size=4)
-    for algorithm in (WIDTH, INPUT_LENGTH):
+    for algorithm in (GRAM, ACCUMULATE):
         both = [predict(use, algorithm, PLAIN).seconds for use in (single, USE)]
         assert both[0] == pytest.approx(both[1] / PLAIN.single)
 
@@ -77,6 +77,6 @@ def test_more_work_takes_more_time(algorithm, name):
 
 def test_gram_matrices_are_for_short_sequences():
     rates = Rates()
-    for tokens, best in ((256, WIDTH), (8192, GRADIENT)):
+    for tokens, best in ((256, GRAM), (8192, INSTANTIATE)):
         use = LinearShape("w", 8, tokens, 4096, 4096, 2, 2)
         assert min(ALGORITHMS, key=lambda a: predict(use, a, rates).seconds) == best

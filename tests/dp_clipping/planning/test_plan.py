@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from dp_clipping.planning.cost_model import (
+    ACCUMULATE,
     ALGORITHMS,
-    GRADIENT,
-    INPUT_LENGTH,
+    GRAM,
+    INSTANTIATE,
     LONGEST_GRAM,
-    WIDTH,
     LinearShape,
     Rates,
     predict,
@@ -82,20 +82,20 @@ def test_short_sequences_take_gram_matrices_and_long_ones_gradients():
         .choices[0].algorithm
         for t in (128, 256, 512, 1024, 2048, 8192)
     ]  # fmt: skip
-    assert chosen[0] == WIDTH
-    assert chosen[-1] == GRADIENT
-    assert chosen == sorted(chosen, key=lambda algorithm: algorithm != WIDTH)  # one change
+    assert chosen[0] == GRAM
+    assert chosen[-1] == INSTANTIATE
+    assert chosen == sorted(chosen, key=lambda algorithm: algorithm != GRAM)  # one change
 
 
 @pytest.mark.parametrize(
     "shape", [{"tokens": LONGEST_GRAM + 1}, {"tokens": 1}, {"size": 4}], ids=str
 )
 def test_where_gram_matrices_are_not_allowed(shape):
-    assert WIDTH not in allowed(use(**shape), "auto")
-    assert allowed(use(**shape), WIDTH) == (WIDTH,)  # unless they are asked for
+    assert GRAM not in allowed(use(**shape), "auto")
+    assert allowed(use(**shape), GRAM) == (GRAM,)  # unless they are asked for
 
 
-@pytest.mark.parametrize("norm_algorithm", [WIDTH, INPUT_LENGTH])
+@pytest.mark.parametrize("norm_algorithm", [GRAM, ACCUMULATE])
 @pytest.mark.parametrize("budget", [None, 0])
 def test_a_forced_algorithm_is_everyones(norm_algorithm, budget):
     plan = Plan(random_uses(random.Random(1)), RATES, budget, norm_algorithm, may_recompute=True)
@@ -106,7 +106,7 @@ def test_a_forced_algorithm_is_everyones(norm_algorithm, budget):
 def test_one_sample():
     one = use(batch_size=1, tokens=4096, inputs=2048, outputs=2048)
     plan = Plan([one], RATES)
-    assert plan.choices[0].algorithm == GRADIENT
+    assert plan.choices[0].algorithm == INSTANTIATE
     assert plan.bytes == 2048 * 2048 * 2
     short = use(batch_size=1, tokens=64, inputs=2048, outputs=2048)
     assert Plan([short], RATES, budget=short.factor_bytes).bytes == short.factor_bytes
@@ -153,16 +153,16 @@ def test_the_cheapest_change_comes_first():
     cheap = use("cheap", batch_size=8, tokens=1000, inputs=2048, outputs=8192)
     dear = use("dear", batch_size=8, tokens=1000, inputs=2048, outputs=2048)
     plan = Plan([dear, cheap], RATES)
-    assert [choice.algorithm for choice in plan.choices] == [GRADIENT, GRADIENT]
+    assert [choice.algorithm for choice in plan.choices] == [INSTANTIATE, INSTANTIATE]
     losses = {}
     for one in (cheap, dear):
-        own, other = (predict(one, algorithm, RATES) for algorithm in (GRADIENT, WIDTH))
+        own, other = (predict(one, algorithm, RATES) for algorithm in (INSTANTIATE, GRAM))
         assert own.bytes > other.bytes
         losses[one.name] = (other.seconds - own.seconds) / (own.bytes - other.bytes)
     assert losses["cheap"] < losses["dear"]
     shrunk = Plan([dear, cheap], RATES, plan.bytes - 1)
-    assert shrunk["cheap"].algorithm == WIDTH
-    assert shrunk["dear"].algorithm == GRADIENT
+    assert shrunk["cheap"].algorithm == GRAM
+    assert shrunk["dear"].algorithm == INSTANTIATE
 
 
 def test_nothing_changes_before_it_must():
@@ -181,7 +181,7 @@ def test_layers_nearest_the_output_are_recomputed():
     assert not plan.is_one_pass
     for choice in plan.choices[4:]:
         assert choice.bytes == 0
-        assert choice.algorithm != GRADIENT  # nothing is kept: no reason to store G
+        assert choice.algorithm != INSTANTIATE  # nothing is kept: no reason to store G
     assert not any(c.recomputed for c in Plan(uses, RATES, 4 * each).choices)  # not asked for
 
 

@@ -9,7 +9,7 @@ from dp_clipping import BatchMemoryManager
 from tests.dp_clipping.test_engine import backward, build, data, fixed, step
 
 TWICE = "a sample is in one backward of one step only"
-SECOND_DRAW = "a step is one draw"
+SECOND_DRAW = "a step is one batch"
 
 
 def first_draw(run):
@@ -130,7 +130,7 @@ def test_a_microbatch_counts_once():
         backward(run, next(batches))
         run.optimizer.step()
         run.optimizer.step()  # not skipped: a step on half of the draw
-        with pytest.raises(RuntimeError, match="a part of draw 0"):
+        with pytest.raises(RuntimeError, match="a part of Poisson batch 0"):
             next(batches)
 
 
