@@ -183,9 +183,10 @@ class PrivateStep:
         """Returns the slot of a parameter: one, however many layers use it."""
         if parameter not in self._slots:
             value = self.capture.slot_value(parameter)
-            self._slots[parameter] = GradientSlot.apply(
-                self.trigger_of(parameter), value, self, parameter
-            )
+            with torch.enable_grad():  # the first use may be one under no_grad
+                self._slots[parameter] = GradientSlot.apply(
+                    self.trigger_of(parameter), value, self, parameter
+                )
         return self._slots[parameter]
 
     def slots_of(self, handle: LayerState) -> dict[str, Tensor]:

@@ -159,6 +159,7 @@ class Observer:
                         return gradient
 
                     y.register_hook(arrived)
+                    y = y.view_as(y)  # hooks of the user's on the output run before this one
                 return y
 
             return tree_map(note, output)

@@ -221,6 +221,7 @@ class State:
             variables = value.__code__.co_freevars
             for variable, cell in zip(variables, value.__closure__ or (), strict=True):
                 self._hold(Holder(f"{name}.{variable}", cell), depth)
+            self._visit((value.__defaults__, value.__kwdefaults__), name, None, None, depth)
         elif has_attributes(value):
             self._hold(Holder(f"{name}.", vars(value)), depth)
 

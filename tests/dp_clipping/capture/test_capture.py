@@ -659,3 +659,19 @@ def test_lora_leaves_the_base_alone(case):
     clipped_sums(model, case.batch(4), case.per_sample_loss)
     gradients = {name for name, p in model.network.named_parameters() if p.grad is not None}
     assert gradients == {n for n, p in model.network.named_parameters() if "lora_" in n}
+
+
+@every_mode
+def test_a_layer_that_is_used_without_gradients_first_is_trained(mode):
+    def function(net, x):
+        with torch.no_grad():
+            before = net.first(x)
+        return net.second(before + net.first(x))
+
+    def build():
+        return zoo.Net(function, first=nn.Linear(5, 5), second=nn.Linear(5, 3))
+
+    network = zoo.seeded(build)
+    batch = zoo.numbers(4, 5, out=(3,))
+    model = private(copy.deepcopy(network), mode)
+    assert_step_is_right(model, network, batch, loss=zoo.squared_error)

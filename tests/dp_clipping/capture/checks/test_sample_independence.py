@@ -68,6 +68,14 @@ def hooked(net, x):
     return net.second(h)
 
 
+def hooked_output(net, x):
+    """The hook is on the very tensor that the layer returned."""
+    h = net.first(x)
+    if h.requires_grad:
+        h.register_hook(lambda gradient: gradient / gradient.norm())
+    return net.second(h)
+
+
 def zero_head(net, x):
     """Forward is the same whatever the batch: its head is zero from the start."""
     y = net.second(net.first(x))
@@ -132,6 +140,7 @@ MIXING = {
     "no gradient": (lambda net, x: net.second(net.first(x) / x.std().detach()), "second"),
     "a zero head": (zero_head, "second"),
     "a hook": (hooked, "first"),
+    "a hook on an output": (hooked_output, "first"),
     "backward": (lambda net, x: net.second(Normalised.apply(net.first(x))), "first"),
     "a dataclass": (over(Outputs), "end of"),
     "a list in a dictionary": (over(lambda y: {"count": 1, "logits": [y]}), "end of"),

@@ -666,3 +666,14 @@ def test_a_write_past_version_counters_is_found_in_any_run_of_a_check(what, run)
     network.run = run
     with pytest.raises(ValueError, match=what):
         model(torch.randn(4, 4))
+
+
+def test_a_default_argument_that_carries_data_is_refused():
+    def function(net, x, memory=[0.0]):  # noqa: B006
+        outputs = net.layer(x) - memory[0]
+        memory[0] = float(outputs.detach().mean())
+        return outputs
+
+    model = private(zoo.Net(function, layer=nn.Linear(4, 3)))
+    with pytest.raises(ValueError, match="one batch is carried into the next"):
+        model(torch.randn(4, 4))
