@@ -660,7 +660,8 @@ def test_a_write_past_version_counters_is_found_in_any_run_of_a_check(what, run)
     model = private(network)
     if run == "later":
         for _ in range(3):
-            private_loss(model, torch.randn(4, 4)).backward()
+            batch = torch.randn(4, 4), torch.randn(4, 3)
+            private_loss(model, batch, zoo.squared_error).backward()
             model.zero_grad()
         run = len(RUNS) + 2
     network.run = run
