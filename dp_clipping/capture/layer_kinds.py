@@ -70,7 +70,11 @@ def kind_of(module: nn.Module) -> str:
 def replaced_methods(module: nn.Module) -> set[str]:
     """Returns names of methods of its class that the module has attributes of its own for."""
     kind: Any = type(module)
-    return module.__dict__.keys() & _methods(kind)
+    found = module.__dict__.keys() & _methods(kind)
+    handle = module.__dict__.get("_private")
+    if handle is not None and handle.own_forward is None:
+        found.discard("forward")  # which a private model has put there
+    return found
 
 
 @lru_cache(maxsize=1024)

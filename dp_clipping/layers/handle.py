@@ -59,7 +59,10 @@ class LayerState:
     def __init__(self, name: str, kind: str, module: nn.Module, trainable: tuple[str, ...]):
         self.name, self.kind, self.trainable = name, kind, trainable
         self._parameters = {n: module.get_parameter(n) for n in trainable}
-        self.own_forward: Callable[..., Any] | None = vars(module).get("forward")
+        before = vars(module).get("_private")  # of an earlier private model, which is not its own
+        self.own_forward: Callable[..., Any] | None = (
+            vars(module).get("forward") if before is None else before.own_forward
+        )
         self.private_step: Recorder | None = None
         self.slots: dict[str, Tensor] = {}
         self.layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
