@@ -1,1 +1,1 @@
-"""What a private step costs on many kinds of network: `python -m experiments.networks`."""
+"""Measures what a private step costs on many kinds of network: `python -m experiments.networks`."""

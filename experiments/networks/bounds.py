@@ -1,4 +1,4 @@
-"""What bounds a step: the host that launches kernels, or the kernels themselves.
+"""Measures what bounds a step: the host that launches kernels, or the kernels themselves.
 
 | entry of a cell | |
 | --- | --- |

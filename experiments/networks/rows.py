@@ -104,7 +104,7 @@ def squares(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def classifier(network: nn.Module, classes: int, samples: int, *shape: int) -> Task:
-    """Of normal numbers [B, *shape]."""
+    """Returns the classification of normal numbers [B, *shape]."""
     targets = torch.randint(classes, (samples,))
     return Task(network, (torch.randn(samples, *shape),), targets, nn.CrossEntropyLoss())
 

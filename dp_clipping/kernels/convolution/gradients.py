@@ -150,7 +150,7 @@ if triton is not None:
 
     @triton.jit
     def _offsets(i_tile, n_columns, n_outputs, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr):
-        """Where a tile lies in G [groups · O, taps · C], and which of its elements exist."""
+        """Returns where a tile lies in G [groups · O, taps · C], and which elements exist."""
         i_g, o_o, o_n = _place(i_tile, n_columns, n_outputs, BLOCK_O, BLOCK_N)
         o_g = (i_g * n_outputs + o_o[:, None]) * n_columns + o_n[None, :]
         return o_g, (o_o[:, None] < n_outputs) & (o_n[None, :] < n_columns)

@@ -72,6 +72,12 @@ def test_restore_is_the_inverse(name):
     assert torch.equal(layout.restore(layout.batch_first(x, B)), x)
 
 
+def test_samples_in_front_are_restored_without_a_view():
+    """Autograd copies gradients of a view that is changed in place, by a ReLU for example."""
+    x = torch.randn(3, 4)
+    assert Layout("dimension", 0).restore(x) is x
+
+
 @pytest.mark.parametrize("name", WITH_SAMPLES)
 def test_split_has_the_samples_where_it_says(name):
     make, layout = KINDS[name]

@@ -1,4 +1,4 @@
-"""What `.grad` of a small network holds."""
+"""Computes what `.grad` of a small network holds."""
 
 import pytest
 import torch

@@ -35,7 +35,7 @@ def bare(*shape: int) -> nn.Parameter:
 
 
 def embeddings(net: Net, x: torch.Tensor) -> torch.Tensor:
-    """As a Vision Transformer has them; images [B, 3, 8, 8]."""
+    """Embeds images [B, 3, 8, 8] with a token and positions, as a Vision Transformer does."""
     patches = net.patches(x).flatten(2).transpose(1, 2)
     tokens = torch.cat([net.token.expand(len(x), -1, -1), patches], dim=1)
     return net.dropout(tokens + net.positions)
@@ -51,7 +51,7 @@ def vision() -> nn.Module:
 
 
 def scaled_block() -> nn.Module:
-    """As ConvNeXt has them, one in another."""
+    """Builds blocks with a layer scale, one in another, as in ConvNeXt."""
 
     def run(net, x):
         return x + net.scale * net.mix(net.norm(net.depthwise(x).movedim(1, -1))).movedim(-1, 1)
