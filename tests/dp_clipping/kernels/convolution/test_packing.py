@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from dp_clipping.kernels.convolution.packing import pack, scale_of
 from tests.support.convolution_cases import compiled, run_in_the_interpreter
 
-PADDING = (1, 0, 2)
+PADDING = (2, 1, 3)
 
 
 def check_places(device: str, dtype: torch.dtype, tf32: bool) -> None:
