@@ -38,7 +38,7 @@ CHUNK = 1 << 15  # counters drawn at once: six int64 words each still fit the se
 class NoiseStream:
     """The address of one parameter's noise in one step: a stream of 2⁶⁶ values.
 
-    `PrivateOptimizer` derives one per parameter and step and gives it to `add_noise_to_all`; an
+    `GradientNoise` derives one per parameter and step and gives it to `add_noise_to_all`; an
     adaptive threshold derives one per step for its counts. Nothing is stored between steps.
 
     Attributes:
