@@ -21,6 +21,7 @@ from tests.support.interpreter import Interpreter
 multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "opacus", "pytest"])
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist may not be there
 def pytest_xdist_auto_num_workers() -> int:
     """Two, each with ranks of its own; on GPUs, which they would share, tests run one by one."""
     return 0 if torch.cuda.is_available() else 2
