@@ -14,7 +14,7 @@ from torch import Tensor
 from dp_clipping.layers.batch_layout import Layout
 
 SIGNS = 4
-LONGEST = 1 << 20
+PIECE, PIECES = 1 << 12, 1 << 20
 # Relative to the norm of what a sample has in the tensor. Two runs have the same shapes, so mostly
 # the same kernels; what remains is the order in which a GPU's atomic operations add. With a sample
 # more it is another kernel, so float32 products are full ones: TensorFloat-32 differs by 5e-4.
@@ -98,21 +98,22 @@ def summary(x: Tensor, layout: Layout, batch_size: int) -> Summary:
 def _signed_sums(rows: Tensor) -> Tensor:
     """Returns the sums [B, SIGNS] of [B, N] under the signs of each row's numbers.
 
-    Above `LONGEST` they are made of the signs of pieces, and of those of the pieces' sums.
+    A number's sign is the product of that of its place in a piece and that of the piece: a product
+    of matrices with many short rows is fast on a GPU, one with few long rows is not.
     """
     signs = _signs(rows.dtype, rows.device)
     size, length = rows.shape
-    if length <= LONGEST:
+    if length <= PIECE:
         return rows @ signs[:, :length].t()
-    whole = length // LONGEST * LONGEST
-    pieces = rows[:, :whole].view(size, -1, LONGEST) @ signs.t()
+    whole = length // PIECE * PIECE
+    pieces = rows[:, :whole].view(size, -1, PIECE) @ signs[:, :PIECE].t()
     weights = signs[:, -pieces.shape[1] :].t()
     return (pieces * weights).sum(1) + rows[:, whole:] @ signs[:, : length - whole].t()
 
 
 @lru_cache(maxsize=8)
 def _signs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns [SIGNS, LONGEST] of 1 and -1."""
+    """Returns [SIGNS, PIECES] of 1 and -1."""
     draw = torch.Generator().manual_seed(0)
-    signs = torch.randint(2, (SIGNS, LONGEST), generator=draw, dtype=torch.int8) * 2 - 1
+    signs = torch.randint(2, (SIGNS, PIECES), generator=draw, dtype=torch.int8) * 2 - 1
     return signs.to(device, dtype)

@@ -67,7 +67,7 @@ def test_calls_of_one_layer_are_numbered():
 
 
 def test_long_rows_are_summed_in_pieces(monkeypatch):
-    monkeypatch.setattr(summaries, "LONGEST", 8)
+    monkeypatch.setattr(summaries, "PIECE", 8)
     summaries._signs.cache_clear()
     x = numbers(3, 29)
     for place in range(29):
