@@ -12,6 +12,7 @@ Files:
     sorted_coefficients   coefficients in the order in which `weighted_product` takes samples
     weighted_product      clipped sum of a linear layer from its factors
     weighted_sum          clipped sum of kept per-sample gradients
+    signed_sums           sums of a sample's numbers under random signs, by which checks compare
     convolution/          per-sample gradients, norms and clipped sums of convolutions
     launch/               tiles, their tuning, and one launch for many layers
 """

@@ -6,15 +6,14 @@ signs, and its norm. Two samples of different values have different sums but for
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from dp_clipping.kernels.launch.tiles import available
+from dp_clipping.kernels.signed_sums import SIGNS, signed_sums, signed_sums_plain
 from dp_clipping.layers.batch_layout import Layout
 
-SIGNS = 4
-PIECE, PIECES = 1 << 12, 1 << 20
 # Relative to the norm of what a sample has in the tensor. Two runs have the same shapes, so mostly
 # the same kernels; what remains is the order in which a GPU's atomic operations add. With a sample
 # more it is another kernel, so float32 products are full ones: TensorFloat-32 differs by 5e-4.
@@ -46,7 +45,7 @@ def compared(pairs: Sequence[tuple[Summary, Summary]], stays: Tensor) -> tuple[T
     What is not finite is zero: a bad sample is not a mixing network.
     """
     one, other = (
-        torch.stack([found.values.double() for found in side])[:, stays].nan_to_num(0, 0, 0)
+        torch.stack([found.values for found in side]).double()[:, stays].nan_to_num(0, 0, 0)
         for side in zip(*pairs, strict=True)
     )
     tolerances = one.new_tensor([found.tolerance for found, _ in pairs])[:, None, None]
@@ -90,30 +89,7 @@ def summary(x: Tensor, layout: Layout, batch_size: int) -> Summary:
     if not x.numel():
         return Summary(x.new_zeros(batch_size, SIGNS + 1, dtype=torch.float64), tolerance)
     rows = layout.batch_first(x, batch_size).reshape(batch_size, -1)
+    if rows.is_cuda and available(rows.device, rows.dtype):
+        return Summary(signed_sums(rows), tolerance)
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32) if is_float else torch.float64)
-    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    return Summary(torch.cat((_signed_sums(rows), norms), 1), tolerance)
-
-
-def _signed_sums(rows: Tensor) -> Tensor:
-    """Returns the sums [B, SIGNS] of [B, N] under the signs of each row's numbers.
-
-    A number's sign is the product of that of its place in a piece and that of the piece: a product
-    of matrices with many short rows is fast on a GPU, one with few long rows is not.
-    """
-    signs = _signs(rows.dtype, rows.device)
-    size, length = rows.shape
-    if length <= PIECE:
-        return rows @ signs[:, :length].t()
-    whole = length // PIECE * PIECE
-    pieces = rows[:, :whole].view(size, -1, PIECE) @ signs[:, :PIECE].t()
-    weights = signs[:, -pieces.shape[1] :].t()
-    return (pieces * weights).sum(1) + rows[:, whole:] @ signs[:, : length - whole].t()
-
-
-@lru_cache(maxsize=8)
-def _signs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns [SIGNS, PIECES] of 1 and -1."""
-    draw = torch.Generator().manual_seed(0)
-    signs = torch.randint(2, (SIGNS, PIECES), generator=draw, dtype=torch.int8) * 2 - 1
-    return signs.to(device, dtype)
+    return Summary(signed_sums_plain(rows), tolerance)

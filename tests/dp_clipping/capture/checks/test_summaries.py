@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dp_clipping.capture.checks import summaries
 from dp_clipping.capture.checks.summaries import SIGNS, Seen, compared, differ, summary
+from dp_clipping.kernels import signed_sums
 from dp_clipping.layers.batch_layout import Layout
 
 ROWS = Layout("dimension", 0)
@@ -67,12 +67,10 @@ def test_calls_of_one_layer_are_numbered():
 
 
 def test_long_rows_are_summed_in_pieces(monkeypatch):
-    monkeypatch.setattr(summaries, "PIECE", 8)
-    summaries._signs.cache_clear()
+    monkeypatch.setattr(signed_sums, "PIECE", 8)
     x = numbers(3, 29)
     for place in range(29):
         other = x.clone()
         other[1, place] += 0.01
         stays = torch.tensor([True, True, False])
         assert differ([(summary(x, ROWS, 3), summary(other, ROWS, 3))], stays) == [True]
-    summaries._signs.cache_clear()
