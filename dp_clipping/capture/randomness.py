@@ -2,7 +2,6 @@
 
 import random
 import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -49,28 +48,6 @@ def same_generators(modules: Iterable[nn.Module]) -> Iterator[None]:
             numpy.set_state(legacy)
         for generator, state in generators:
             generator.set_state(state)
-
-
-@contextmanager
-def deterministic_kernels() -> Iterator[None]:
-    """Asks PyTorch for kernels that round alike in each run, where it has them.
-
-    Others add in the order in which a GPU's threads arrive; in bfloat16, the gradient of twelve
-    blocks then changes by a hundredth of its norm. What has no such kernel runs as it is.
-    """
-    before = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    if not before:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*deterministic")
-            yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def generator_states(modules: Iterable[nn.Module], device: torch.device) -> list[Any]:

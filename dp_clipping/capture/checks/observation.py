@@ -12,11 +12,7 @@ from dp_clipping.capture.batch import tensors_in, tensors_of
 from dp_clipping.capture.checks.state import State
 from dp_clipping.capture.checks.summaries import Seen, Summary, summary
 from dp_clipping.capture.network import CapturedNetwork, expanded_input, expanded_output
-from dp_clipping.capture.randomness import (
-    deterministic_kernels,
-    generator_states,
-    same_generators,
-)
+from dp_clipping.capture.randomness import generator_states, same_generators
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.layers.batch_layout import Layout
@@ -69,7 +65,6 @@ class Observer:
             same_generators(modules),
             torch.enable_grad(),
             full_float32(convolutions=True),
-            nullcontext() if self._capture.is_compiled else deterministic_kernels(),
             self._watched(seen, batch_size, rounding) as triggers,
         ):
             args, kwargs = arguments

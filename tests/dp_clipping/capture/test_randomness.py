@@ -1,7 +1,6 @@
 """Generators that are put back, and dropout that is off."""
 
 import random
-import warnings
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from dp_clipping.capture.randomness import (
-    deterministic_kernels,
     fork_randomness,
     generator_states,
     same_generators,
@@ -63,33 +61,3 @@ def test_attention_drops_nothing_inside():
             F.scaled_dot_product_attention(q, q, q, dropout_p=0.5, is_causal=True),
         ):
             torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_kernels_are_deterministic_inside_and_nothing_else_changes(before):
-    torch.use_deterministic_algorithms(before, warn_only=before)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            with deterministic_kernels():
-                assert torch.are_deterministic_algorithms_enabled()
-                assert not torch.utils.deterministic.fill_uninitialized_memory
-                warnings.warn("kthvalue does not have a deterministic implementation", stacklevel=1)
-        assert torch.are_deterministic_algorithms_enabled() == before
-        assert torch.is_deterministic_algorithms_warn_only_enabled() == before
-        assert torch.utils.deterministic.fill_uninitialized_memory
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_attention_rounds_alike_in_each_run():
-    draw = torch.Generator("cuda").manual_seed(0)
-    qkv = torch.randn(3, 2, 4, 512, 64, device="cuda", generator=draw).bfloat16().requires_grad_()
-    with deterministic_kernels():
-        gradients = [
-            torch.autograd.grad(F.scaled_dot_product_attention(*qkv, is_causal=True).sum(), qkv)[0]
-            for _ in range(5)
-        ]
-    assert all(torch.equal(gradients[0], other) for other in gradients[1:])
