@@ -213,9 +213,15 @@ class Company:
         keys = [key for key in base.summaries if key in beside.summaries]
         flags = differ([(base.summaries[key], beside.summaries[key]) for key in keys], stays)
         changed = [key for key, flag in zip(keys, flags, strict=True) if flag]
-        if self._on_any_rank(bool(changed)):
-            again = [self._run(batch, rows, seed=seed, drawn=drawn) for seed in range(REPEATS)]
-            changed = [key for key in changed if _is_larger(key, base, beside, again, stays)]
+        rooms: dict[Key, Tensor] = {}
+        for seed in range(REPEATS):
+            if not self._on_any_rank(bool(changed)):
+                break
+            again = self._run(batch, rows, seed=seed, drawn=drawn)
+            for key in changed:
+                room = _by_rounding(key, base, again, stays)
+                rooms[key] = torch.maximum(room, rooms.get(key, room))
+            changed = [key for key in changed if _is_larger(key, base, beside, rooms[key], stays)]
         self._refuse(changed[0] if changed else None)
 
     def _on_any_rank(self, flag: bool) -> bool:
@@ -239,15 +245,19 @@ class Company:
                 raise ValueError(CAUSES[what].format(layer=layer or "the network"))
 
 
-def _is_larger(key: Key, base: Seen, beside: Seen, again: list[Seen], stays: Tensor) -> bool:
-    """Returns whether a sample that stays has changed more than in any of the repeated runs."""
+def _by_rounding(key: Key, base: Seen, again: Seen, stays: Tensor) -> Tensor:
+    """Returns how much samples that stay may change [1, S, 1], from a run repeated with errors."""
     one = base.summaries[key]
-    change, room = compared([(one, beside.summaries[key])], stays)
+    other = again.summaries.get(key)
+    if other is None:
+        return one.values.new_full((1, int(stays.sum()), 1), torch.inf)
+    change, _ = compared([(other, one)], stays)
     _, size = compared([(one, one)], stays)
-    for run in again:
-        if key not in run.summaries:
-            return False
-        by_rounding = compared([(run.summaries[key], one)], stays)[0].amax(2, keepdim=True)
-        is_random = by_rounding > RANDOM * size
-        room = torch.maximum(room, ROUNDINGS * by_rounding).where(~is_random, torch.inf)
-    return bool((change > room).any())
+    change = change.amax(2, keepdim=True)
+    return (ROUNDINGS * change).where(change <= RANDOM * size, torch.inf)
+
+
+def _is_larger(key: Key, base: Seen, beside: Seen, by_rounding: Tensor, stays: Tensor) -> bool:
+    """Returns whether a sample that stays has changed by more than what may be rounding."""
+    change, room = compared([(base.summaries[key], beside.summaries[key])], stays)
+    return bool((change > torch.maximum(room, by_rounding)).any())
