@@ -6,7 +6,7 @@ The steps, in the order of reading:
 2. individual.py, with base.py and schedule.py: a hook per gradient starts its all-reduce
 3. individual_v2.py, with buckets.py: coalesced groups
 4. bucketed.py: flat buckets whose slices are the gradients
-5. copy_engine.py, with peer_memory.py and kernels.py: buckets that the copy engines exchange
+5. copy_engine/, which begins with variant.py: buckets that the copy engines exchange
 
 none.py is the floor of every comparison, torch_ddp.py the oracle.
 

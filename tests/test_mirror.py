@@ -10,10 +10,11 @@ WITHOUT = {  # protocols: nothing runs
     "dp_clipping/layers/recorder.py", "dp_clipping/step/steppable.py",
 }  # fmt: skip
 MOST_MODULES = 12  # of a folder
-FOLDERS = [p.parent for p in sorted((ROOT / "dp_clipping").rglob("__init__.py"))]
+PACKAGES = ("ddp", "dp_clipping")
+FOLDERS = [p.parent for name in PACKAGES for p in sorted((ROOT / name).rglob("__init__.py"))]
 MODULES = sorted(
     str(path.relative_to(ROOT))
-    for package in ("ddp", "dp_clipping")
+    for package in PACKAGES
     for path in (ROOT / package).rglob("*.py")
     if path.stem != "__init__"
 )

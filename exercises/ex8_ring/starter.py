@@ -27,7 +27,7 @@ Beware
     The number of elements need not be a multiple of W, and may be smaller than W.
 
 Check it        python -m exercises.check ring my_ring.py
-Then read       ddp/copy_engine.py: the same two halves, pulled by the copy engines
+Then read       ddp/copy_engine/exchange.py: the same two halves, pulled by the copy engines
 """
 
 import torch

@@ -197,10 +197,10 @@ MUTANTS = [
     ),
     Mutant(
         "the copy engine pulls before its peers have filled their buffers",
-        (("copy_engine.py",
+        (("copy_engine/exchange.py",
           "        self._memory.signal()\n        self._memory.wait_for_peers()\n        for mine",
           "        for mine"),),
-        ("tests/ddp/test_copy_engine.py",),
+        ("tests/ddp/copy_engine/test_variant.py",),
     ),
     Mutant(
         "a discarded step passes for zeros",

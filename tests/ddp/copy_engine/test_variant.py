@@ -1,4 +1,4 @@
-"""The copy-engine exchange: chunks, and ranks that dawdle."""
+"""The copy-engine variant beside `ddp_bucketed`, with ranks that are late."""
 
 import random
 import time
@@ -7,18 +7,9 @@ import pytest
 import torch
 
 from ddp import wrap
-from ddp.copy_engine import chunk_of
 from lm.rank_pool import Context
 from tests.ddp.conftest import COPY_ENGINE, CPU_COPY_ENGINE
 from tests.support.beside import Branches, branches_loss
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("numel", [0, 1, 127, 128, 129, 1000, 12_345])
-def test_chunks_cover_the_bucket_once(world_size, numel):
-    bounds = [chunk_of(rank, numel, world_size) for rank in range(world_size)]
-    assert [i for low, high in bounds for i in range(low, high)] == list(range(numel))
-    assert max(high - low for low, high in bounds) <= -(-numel // world_size) + 127
 
 
 def dawdle(context: Context, choose: random.Random) -> None:
@@ -62,13 +53,13 @@ def beside_bucketed(context: Context, name: str, steps: int) -> None:
 
 def in_pieces(context: Context, name: str) -> None:
     """Chunks larger than the scratch memory are pulled piece by piece."""
-    from ddp import copy_engine
+    from ddp.copy_engine import variant
 
-    before, copy_engine.PIECE_BYTES = copy_engine.PIECE_BYTES, 2048
+    before, variant.PIECE_BYTES = variant.PIECE_BYTES, 2048
     try:
         beside_bucketed(context, name, 3)
     finally:
-        copy_engine.PIECE_BYTES = before
+        variant.PIECE_BYTES = before
 
 
 def test_many_steps_with_late_ranks(cpu_ranks):

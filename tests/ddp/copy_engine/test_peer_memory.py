@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ddp import peer_memory
+from ddp.copy_engine import peer_memory
 from lm.rank_pool import Context
 
 

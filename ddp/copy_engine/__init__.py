@@ -1,0 +1,12 @@
+"""Step 5, `ddp_copy_engine`: flat buckets that the GPUs' copy engines exchange.
+
+- variant.py: the problem, the idea, and `CopyEngineDDP`; read this first
+- exchange.py: the all-reduce of one bucket, as copies and sums
+- peer_memory.py: memory that every GPU of a host can read, and flags in it
+- combine.py: the sum of what was pulled, the one kernel of the course
+"""
+
+from ddp.copy_engine.peer_memory import Unavailable
+from ddp.copy_engine.variant import CopyEngineDDP
+
+__all__ = ["CopyEngineDDP", "Unavailable"]
