@@ -79,6 +79,14 @@ def _run(
     )
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns `F.linear`, which with a bias is a view of what was computed, and here is none.
+
+    Autograd lets nobody change a view in place that a custom function has returned.
+    """
+    return F.linear(x, weight, bias).data
+
+
 class Dense(torch.autograd.Function):
     """`F.linear`, which in backward computes G [B, d, p] and delivers it.
 
@@ -97,7 +105,7 @@ class Dense(torch.autograd.Function):
         ctx.wants = (x.requires_grad, weight_slot is not None, bias_slot is not None)
         ctx.targets = (weight_target, bias_target)
         ctx.transposed = transposed
-        return F.linear(x, weight, bias)
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx, gy):
@@ -114,8 +122,8 @@ class Dense(torch.autograd.Function):
             a = layout.batch_tokens(x, batch_size)
             left, right = (a, y) if ctx.transposed else (y, a)
             # In float16 a sum over tokens may exceed the largest number.
-            product = wide_bmm if y.dtype == torch.float16 else torch.bmm
-            gradients = deliver(weight_target, product(left.mT, right))
+            multiply = wide_bmm if y.dtype == torch.float16 else torch.bmm
+            gradients = deliver(weight_target, multiply(left.mT, right))
         if wants_bias:
             biases = deliver(bias_target, y.sum(1, dtype=accumulation_dtype(y.dtype)))
         return gx, None, None, biases, None, gradients, None, None, None, None, None
@@ -129,7 +137,7 @@ class Factors(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.rest = (rest[0].private_step, *rest)
         ctx.wants = (x.requires_grad, bias_slot is not None)
-        return F.linear(x, weight, bias)
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx, gy):
@@ -210,7 +218,7 @@ class CompiledLinear(torch.autograd.Function):
         ctx.layout = (kind, dim, batch_size)
         ctx.wants = (x.requires_grad, bias_slot is not None)
         ctx.rest = (transposed, keeps_factors, tile_size)
-        return F.linear(x, weight, bias)
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx, gy):

@@ -348,6 +348,11 @@ def _plain() -> list[Case]:
         _case("transformer_tied", lambda: transformer(tie_embeddings=True), tokens, cross_entropy),
         _case("same_weight", same_weight, lambda b: numbers(b, 6, 5, out=(6, 5))),
         _case("reused", reused, lambda b: numbers(b, 6, 5, out=(6, 5))),
+        _case(
+            "changed_in_place",
+            lambda: two_linears(lambda net, x: net.b(net.a(x).add_(x).relu_()), 5, 5),
+            lambda b: numbers(b, 6, 5, out=(6, 3)),
+        ),
         _case("reused_without_tokens", reused, lambda b: numbers(b, 5, out=(5,))),
         _case(
             "reused_on_fewer_tokens",
