@@ -1,8 +1,5 @@
-"""Convolutions for the tests of their kernels, and the two ways in which these run."""
+"""Convolutions for the tests of their kernels."""
 
-from collections.abc import Callable
-
-import pytest
 import torch
 from torch import Tensor
 
@@ -35,21 +32,3 @@ def operands(case: tuple, dtype: torch.dtype, device: str) -> tuple[Tensor, Tens
     y = torch.randn(shape, generator=draw) * 10.0 ** -torch.arange(len(x)).view(-1, 1, 1, 1, 1)
     x, y = x.to(device, dtype), y.to(device, dtype)
     return x, y, gradients_plain(x.double(), y.double(), geometry, size)
-
-
-def run_in_the_interpreter(interpreter, body: Callable, tf32: bool) -> None:
-    interpreter.run(body, "cpu", torch.float32, tf32)
-    if not tf32:
-        interpreter.run(body, "cpu", torch.float16, tf32)
-
-
-def compiled(test: Callable) -> Callable:
-    """Marks a test that takes `dtype` and `tf32`, and needs a GPU."""
-    for mark in (
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-        pytest.mark.parametrize("tf32", [False, True]),
-        pytest.mark.parametrize("dtype", DTYPES, ids=str),
-    ):
-        test = mark(test)
-    return test

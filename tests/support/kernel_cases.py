@@ -5,9 +5,10 @@ products the interpreter gets wrong. Memory that PyTorch does not initialise hol
 tests, and so does what lies beside an operand.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from unittest.mock import patch
 
 import pytest
@@ -39,6 +40,11 @@ SHAPES = [
     (2, 0, 8, 8),
 ]
 FEATURES = [(16, 24), (33, 7), (40, 16), (1, 1), (64, 48), (24, 16)]  # d, p; more than one table's
+TILE = Tile(32, 32, 32, 4, 2)  # of the interpreter
+NEEDS_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 LARGE = [(3, 1000, 768, 520), (2, 1024, 1024, 3072), (9, 257, 513, 129), (64, 1, 1024, 1000)]
 
 
@@ -51,6 +57,7 @@ class Place:
         tile: of the matrix kernels; None for their own choice.
         shapes: (B, T, d, p).
         layouts: of the two operands.
+        tf32: whether products of float32 operands may be TF32.
     """
 
     device: str
@@ -58,6 +65,7 @@ class Place:
     tile: Tile | None
     shapes: list[tuple[int, int, int, int]]
     layouts: list[tuple[str, str]]
+    tf32: bool = False
 
     def normal(self, *shape: int, seed: int = 0, shift: float = 0.0, scale: float = 1.0) -> Tensor:
         """Values of `dtype`, the same on every device."""
@@ -136,24 +144,54 @@ def pairs_of(device: str, dtype: torch.dtype, batch_size: int, tokens: int, coun
     return found
 
 
-def interpreted(body: Callable[[Place], None]) -> None:
-    """Runs a body in the interpreter; each dtype reads through descriptors and through pointers."""
-    tile = Tile(32, 32, 32, 4, 2)
-    with poisoned_memory(), patch.object(gram, "CHUNK", 64):
-        for n, dtype in enumerate((torch.float32, torch.float16)):
-            body(Place("cpu", dtype, tile, SHAPES, LAYOUTS[n::2]))
+def on_kernels(dtypes: Iterable[torch.dtype] = tuple(SUM_BOUND), tf32: bool = False) -> Callable:
+    """Makes a test of a body, in Triton's interpreter here and compiled on a GPU.
+
+    The body takes a `Place`. In the interpreter each dtype has half of the layouts, so that both
+    ways of loading run; on a GPU there are large shapes too.
+
+    Args:
+        dtypes: of operands; bfloat16 on a GPU only.
+        tf32: whether float32 operands in TF32 are another case.
+    """
+    cases = [(dtype, False) for dtype in dtypes]
+    cases += [(torch.float32, True)] if tf32 else []
+
+    def decorate(body: Callable[[Place], None]) -> Callable:
+        places = []
+        for dtype, is_tf32 in cases:
+            name = "tf32" if is_tf32 else str(dtype).removeprefix("torch.")
+            if dtype != torch.bfloat16:
+                layouts = LAYOUTS[dtype == torch.float16 :: 2]
+                place = Place("cpu", dtype, TILE, SHAPES, layouts, is_tf32)
+                places.append(pytest.param(place, id=f"interpreted-{name}"))
+            place = Place("cuda", dtype, None, SHAPES + LARGE, LAYOUTS, is_tf32)
+            places.append(pytest.param(place, id=f"compiled-{name}", marks=NEEDS_GPU))
+
+        @pytest.mark.parametrize("place", places)
+        def test(place: Place, request: pytest.FixtureRequest) -> None:
+            __tracebackhide__ = True
+            if place.device == "cuda":
+                _run(body.__module__, body.__name__, place)
+            else:
+                interpreter = request.getfixturevalue("interpreter")
+                interpreter.run(_run, body.__module__, body.__name__, place)
+
+        test.__name__, test.__doc__, test.body = body.__name__, body.__doc__, body
+        return test
+
+    return decorate
 
 
-def compiled(body: Callable[[Place], None], dtype: torch.dtype) -> None:
-    """Runs a body on a GPU, with large shapes too."""
-    with poisoned_memory():
-        body(Place("cuda", dtype, None, SHAPES + LARGE, LAYOUTS))
+def _run(module: str, name: str, place: Place) -> None:
+    """Runs the body that a test was made of."""
+    chunk = nullcontext() if place.device == "cuda" else patch.object(gram, "CHUNK", 64)
+    with poisoned_memory(), chunk:
+        getattr(import_module(module), name).body(place)
 
 
 def on_gpu(test: Callable) -> Callable:
     """Marks a test that needs a GPU."""
-    needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-    return pytest.mark.gpu(needs_gpu(test))
-
-
-every_dtype = pytest.mark.parametrize("dtype", SUM_BOUND, ids=str)
+    for mark in NEEDS_GPU:
+        test = mark(test)
+    return test

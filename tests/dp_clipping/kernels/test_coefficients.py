@@ -7,11 +7,12 @@ pytest.importorskip("triton")
 
 from dp_clipping.clipping.coefficients import HIGHEST, LOWEST
 from dp_clipping.kernels.coefficients import clip_coefficients, clip_coefficients_plain
-from dp_clipping.kernels.launch.tiles import Tile
-from tests.support.kernel_cases import on_gpu
+from tests.support.kernel_cases import Place, on_kernels
 
 
-def check_coefficients(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
+@on_kernels(dtypes=[torch.float32])
+def test_coefficients(place: Place) -> None:
+    device = place.device
     torch.manual_seed(0)
     inf, nan = torch.inf, torch.nan
     for batch_size in (1, 5, 130):
@@ -55,14 +56,3 @@ def check_coefficients(device: str, dtype: torch.dtype, tile: Tile | None) -> No
             assert (c.double() * squares.double().sqrt() <= limit * (1 + 1e-6)).all()
             expected = clip_coefficients_plain(*arguments, bad.clone())
             torch.testing.assert_close(c, expected, rtol=1e-3, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-def test_in_the_interpreter(interpreter, dtype):
-    interpreter.run(check_coefficients, "cpu", dtype, Tile(32, 32, 32, 4, 2))
-
-
-@on_gpu
-@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-def test_compiled(dtype):
-    check_coefficients("cuda", dtype, None)

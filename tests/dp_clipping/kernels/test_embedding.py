@@ -16,11 +16,8 @@ from tests.support.kernel_cases import (
     Place,
     assert_squares,
     assert_within,
-    compiled,
-    every_dtype,
-    interpreted,
     lay_out,
-    on_gpu,
+    on_kernels,
     poison,
 )
 
@@ -41,7 +38,8 @@ def token_cases(place: Place) -> Iterator[tuple[Tensor, Tensor, int]]:
     yield distinct.to(place.device), place.normal(4, 6, 7), 25
 
 
-def check_token_sums(place: Place) -> None:
+@on_kernels()
+def test_token_sums(place: Place) -> None:
     """Norms and sums; samples whose coefficient is zero are not read."""
     for ids, y, vocabulary in token_cases(place):
         c = place.coefficients(len(ids))
@@ -57,7 +55,8 @@ def check_token_sums(place: Place) -> None:
         assert not found[vocabulary - 1].any(), "a row without tokens"
 
 
-def check_token_sums_are_the_same_bits_every_time(place: Place) -> None:
+@on_kernels()
+def test_token_sums_are_the_same_bits_every_time(place: Place) -> None:
     shape = max((shape[:2] for shape in place.shapes), key=lambda shape: shape[0] * shape[1])
     ids = torch.randint(3, shape, generator=torch.Generator().manual_seed(2)).to(place.device)
     y, c = place.normal(*shape, 33), place.coefficients(len(ids))
@@ -69,7 +68,8 @@ def check_token_sums_are_the_same_bits_every_time(place: Place) -> None:
     assert not first.weighted_sum(0 * c, 4).any()
 
 
-def check_token_norms_are_those_of_the_sums(place: Place) -> None:
+@on_kernels()
+def test_token_norms_are_those_of_the_sums(place: Place) -> None:
     """Where tokens nearly cancel, the norm is that of what is left after the same rounding."""
     half = place.normal(3, 20, 70, seed=3)
     y = torch.cat((half, -half * (1 + 2.0**-9)), dim=1)
@@ -81,22 +81,3 @@ def check_token_norms_are_those_of_the_sums(place: Place) -> None:
         only[i] = 1
         own = sums.weighted_sum(only, 4).double().square().sum()
         assert_squares(sums.squares[i], own, STORED_BOUND)
-
-
-BODIES = [
-    check_token_sums,
-    check_token_sums_are_the_same_bits_every_time,
-    check_token_norms_are_those_of_the_sums,
-]
-
-
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_in_the_interpreter(interpreter, body):
-    interpreter.run(interpreted, body)
-
-
-@on_gpu
-@every_dtype
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_compiled_kernels(body, dtype):
-    compiled(body, dtype)

@@ -15,15 +15,13 @@ from tests.support.kernel_cases import (
     Place,
     assert_squares,
     assert_within,
-    compiled,
-    every_dtype,
-    interpreted,
     lay_out,
-    on_gpu,
+    on_kernels,
 )
 
 
-def check_gradient(place: Place) -> None:
+@on_kernels()
+def test_gradient(place: Place) -> None:
     """Values are rounded once; norms are of the rounded values, or with nothing stored of exact."""
     for (batch_size, tokens, d, p), layouts in product(place.shapes, place.layouts):
         # large enough for gradients beyond float16's largest number
@@ -42,18 +40,3 @@ def check_gradient(place: Place) -> None:
         exact = torch.bmm(y.double().mT, a.double()).square().sum((1, 2))
         assert_squares(squares, exact)
         assert_squares(gradient.gradient_and_squares_plain(y, a, store=False)[1], exact)
-
-
-BODIES = [check_gradient]
-
-
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_in_the_interpreter(interpreter, body):
-    interpreter.run(interpreted, body)
-
-
-@on_gpu
-@every_dtype
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_compiled_kernels(body, dtype):
-    compiled(body, dtype)

@@ -13,15 +13,13 @@ from dp_clipping.kernels import gram
 from tests.support.kernel_cases import (
     Place,
     assert_squares,
-    compiled,
-    every_dtype,
-    interpreted,
     lay_out,
-    on_gpu,
+    on_kernels,
 )
 
 
-def check_gram(place: Place) -> None:
+@on_kernels()
+def test_gram(place: Place) -> None:
     """Several uses in one launch; some share their input; sums of more than one chain."""
     for (batch_size, tokens, d, p), layouts in product(place.shapes, place.layouts):
 
@@ -40,10 +38,9 @@ def check_gram(place: Place) -> None:
         assert_squares(scale, expected_scale)
 
 
-def check_gram_that_underflows(place: Place) -> None:
+@on_kernels(dtypes=[torch.float32, torch.bfloat16])  # squares of float16 values are float32 numbers
+def test_gram_that_underflows(place: Place) -> None:
     """What squares below float32's numbers take from a norm is allowed for by its scale."""
-    if place.dtype == torch.float16:
-        return  # its squares are float32 numbers, all of them
     exponents = [(17, -23), (-23, 17), (18.5, -20), (-30, 12), (5, -30), (0, 0)]
     factors = torch.tensor([[10.0**a, 10.0**y] for a, y in exponents], device=place.device)
     shape = (len(exponents), 5)
@@ -55,18 +52,3 @@ def check_gram_that_underflows(place: Place) -> None:
     assert (bounds.nan_to_num(nan=torch.inf) >= true * (1 - 1e-5)).all(), "NaN is no norm either"
     ordinary = (a[-1].double().norm(dim=1) * y[-1].double().norm(dim=1)).sum()
     torch.testing.assert_close(scale[-1], ordinary, rtol=1e-5, atol=0)
-
-
-BODIES = [check_gram, check_gram_that_underflows]
-
-
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_in_the_interpreter(interpreter, body):
-    interpreter.run(interpreted, body)
-
-
-@on_gpu
-@every_dtype
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_compiled_kernels(body, dtype):
-    compiled(body, dtype)

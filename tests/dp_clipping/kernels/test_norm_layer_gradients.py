@@ -14,15 +14,13 @@ from tests.support.kernel_cases import (
     Place,
     assert_squares,
     assert_within,
-    compiled,
-    every_dtype,
-    interpreted,
     lay_out,
-    on_gpu,
+    on_kernels,
 )
 
 
-def check_norm_layers(place: Place) -> None:
+@on_kernels()
+def test_norm_layers(place: Place) -> None:
     """With and without mean and bias, of one program a sample and of several pieces; what shares a
     launch changes no bit."""
     block = norm_layer_gradients.BLOCK
@@ -57,25 +55,11 @@ def check_norm_layers(place: Place) -> None:
                     assert_squares(f.square().sum(1), e.double().square().sum(1))
 
 
-def check_norm_layers_of_two_dtypes(place: Place) -> None:
+@on_kernels()
+def test_norm_layers_of_two_dtypes(place: Place) -> None:
     """Under autocast inputs may be wider than output gradients."""
     y, x = place.normal(2, 20, 24, seed=1), place.normal(2, 20, 24, seed=2).float() / 3
     use = Normalized(y, x, torch.ones(2, 20, device=place.device))
     found, _ = norm_layer_gradients.norm_layer_gradients([use])[0]
     expected, _ = norm_layer_gradients.norm_layer_gradients_plain(use)
     assert_squares(found.square().sum(1), expected.double().square().sum(1))
-
-
-BODIES = [check_norm_layers, check_norm_layers_of_two_dtypes]
-
-
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_in_the_interpreter(interpreter, body):
-    interpreter.run(interpreted, body)
-
-
-@on_gpu
-@every_dtype
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_compiled_kernels(body, dtype):
-    compiled(body, dtype)

@@ -5,13 +5,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from dp_clipping.kernels.launch.tiles import Tile
 from dp_clipping.kernels.sorted_coefficients import MOST, SortedCoefficients
-from tests.support.kernel_cases import on_gpu
+from tests.support.kernel_cases import Place, on_kernels
 
 
-def check_ascending(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
+@on_kernels(dtypes=[torch.float32])
+def test_ascending(place: Place) -> None:
     """To the last bit: zeros, equal ones, and more than the kernel takes."""
+    device = place.device
     torch.manual_seed(0)
     for batch_size in (1, 2, 13, 16, 17, MOST, MOST + 1):
         c = torch.rand(5, batch_size, device=device)
@@ -28,14 +29,3 @@ def check_ascending(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
         one, row = SortedCoefficients.of(c[2]), SortedCoefficients.plain(c[2:3])
         assert torch.equal(one.order, row.order)
         assert torch.equal(one.ratio, row.ratio)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-def test_in_the_interpreter(interpreter, dtype):
-    interpreter.run(check_ascending, "cpu", dtype, Tile(32, 32, 32, 4, 2))
-
-
-@on_gpu
-@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-def test_compiled(dtype):
-    check_ascending("cuda", dtype, None)

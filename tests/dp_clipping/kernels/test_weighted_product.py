@@ -13,16 +13,14 @@ from tests.support.kernel_cases import (
     SUM_BOUND,
     Place,
     assert_within,
-    compiled,
-    every_dtype,
-    interpreted,
     lay_out,
-    on_gpu,
+    on_kernels,
     poison,
 )
 
 
-def check_weighted_product(place: Place) -> None:
+@on_kernels()
+def test_weighted_product(place: Place) -> None:
     """Coefficients in any order; samples whose coefficient is zero are not read."""
     for (batch_size, tokens, d, p), layouts in product(place.shapes, place.layouts):
         some = place.coefficients(batch_size)
@@ -36,23 +34,9 @@ def check_weighted_product(place: Place) -> None:
             assert_within(found, expected, SUM_BOUND[place.dtype] * magnitude.double())
 
 
-def check_weighted_product_of_nothing(place: Place) -> None:
+@on_kernels()
+def test_weighted_product_of_nothing(place: Place) -> None:
     """The weights of an empty batch are never formed: the kernel is not asked for them."""
     y, a = place.normal(0, 4, 8), place.normal(0, 4, 16)
     found = weighted_product.weighted_product(y, a, None, place.tile)
     assert torch.equal(found, torch.zeros(8, 16, device=place.device))
-
-
-BODIES = [check_weighted_product, check_weighted_product_of_nothing]
-
-
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_in_the_interpreter(interpreter, body):
-    interpreter.run(interpreted, body)
-
-
-@on_gpu
-@every_dtype
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_compiled_kernels(body, dtype):
-    compiled(body, dtype)

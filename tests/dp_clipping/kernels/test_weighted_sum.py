@@ -11,15 +11,14 @@ from tests.support.kernel_cases import (
     SUM_BOUND,
     Place,
     assert_within,
-    compiled,
-    every_dtype,
-    interpreted,
     on_gpu,
+    on_kernels,
     poison,
 )
 
 
-def check_weighted_sum(place: Place) -> None:
+@on_kernels()
+def test_weighted_sum(place: Place) -> None:
     """Few samples and many, whose loads are not unrolled, in several shapes."""
     many = weighted_sum_file.UNROLLED + 3
     rows = [(1, 1), (2, 5), (3, 7, 11), (many, 2 * weighted_sum_file.BLOCK + 3), (0, 4), (3, 0)]
@@ -35,21 +34,6 @@ def check_weighted_sum(place: Place) -> None:
                     found = weighted_sum(values, weights)
                     assert found.dtype == torch.float32
                     assert_within(found, expected, SUM_BOUND[torch.float32] * magnitude)
-
-
-BODIES = [check_weighted_sum]
-
-
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_in_the_interpreter(interpreter, body):
-    interpreter.run(interpreted, body)
-
-
-@on_gpu
-@every_dtype
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_compiled_kernels(body, dtype):
-    compiled(body, dtype)
 
 
 @on_gpu

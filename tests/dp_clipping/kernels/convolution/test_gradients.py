@@ -1,4 +1,4 @@
-"""G, its norm and the clipped sum: in Triton's interpreter here, compiled on a GPU."""
+"""G, its norm and the clipped sum, against the reference implementation in float64."""
 
 import pytest
 import torch
@@ -12,13 +12,14 @@ from tests.support.convolution_cases import (
     DTYPES,
     TF32,
     WIDE,
-    compiled,
     operands,
-    run_in_the_interpreter,
 )
+from tests.support.kernel_cases import Place, on_kernels
 
 
-def check_wide(device: str, dtype: torch.dtype, tf32: bool) -> None:
+@on_kernels(tf32=True)
+def test_wide(place: Place) -> None:
+    device, dtype, tf32 = place.device, place.dtype, place.tf32
     for case in WIDE:
         size, *_, geometry = case
         x, y, right = operands(case, dtype, device)
@@ -44,8 +45,10 @@ def check_wide(device: str, dtype: torch.dtype, tf32: bool) -> None:
         assert (total - expected).abs().max() <= bound * expected.abs().max()
 
 
-def check_nothing(device: str, dtype: torch.dtype, tf32: bool) -> None:
+@on_kernels(tf32=True)
+def test_nothing(place: Place) -> None:
     """No samples, and a padding that no tap leaves."""
+    device, dtype, tf32 = place.device, place.dtype, place.tf32
     geometry = Geometry((1, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1), 1)
     none = pack(torch.zeros(0, 16, 1, 2, 2, device=device, dtype=dtype), 0, tf32)
     found, squares = gradients_and_squares(none, none, geometry, 0)
@@ -54,18 +57,3 @@ def check_nothing(device: str, dtype: torch.dtype, tf32: bool) -> None:
     assert not weighted_sum(none, none, geometry, torch.zeros(0, device=device)).any()
     zeros = pack(torch.zeros(2, 16, 1, 2, 2, device=device, dtype=dtype), 2, tf32)
     assert not gradients_and_squares(zeros, zeros, geometry, 2)[1].any()
-
-
-BODIES = [check_wide, check_nothing]
-
-
-@pytest.mark.parametrize("tf32", [False, True])
-@pytest.mark.parametrize("body", BODIES)
-def test_in_the_interpreter(interpreter, body, tf32):
-    run_in_the_interpreter(interpreter, body, tf32)
-
-
-@compiled
-@pytest.mark.parametrize("body", BODIES)
-def test_compiled(body, dtype, tf32):
-    body("cuda", dtype, tf32 and dtype == torch.float32)

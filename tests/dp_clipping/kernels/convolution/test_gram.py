@@ -1,4 +1,4 @@
-"""Norms from Gram matrices of positions: in Triton's interpreter here, compiled on a GPU."""
+"""Norms from Gram matrices of positions, against the reference implementation in float64."""
 
 from dataclasses import replace
 
@@ -11,16 +11,17 @@ from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.kernels.convolution import gram
 from dp_clipping.kernels.convolution.geometry import Geometry
 from dp_clipping.kernels.convolution.packing import pack
-from tests.support.convolution_cases import WIDE, compiled, operands, run_in_the_interpreter
+from tests.support.convolution_cases import WIDE, operands
+from tests.support.kernel_cases import Place, on_kernels
 
 CASES = [case for case in WIDE if case[-1].groups == 1] + [
     (2, 3, 600, 16, (1, 3, 3), Geometry((1, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1), 1)),
 ]
 
 
-def check_squares(device: str, dtype: torch.dtype, tf32: bool) -> None:
-    if dtype == torch.float32 and not tf32:
-        return
+@on_kernels(dtypes=[torch.float16, torch.bfloat16], tf32=True)
+def test_squares(place: Place) -> None:
+    device, dtype, tf32 = place.device, place.dtype, place.tf32
     for case in CASES:
         size, *_, geometry = case
         x, y, right = operands(case, dtype, device)
@@ -35,31 +36,16 @@ def check_squares(device: str, dtype: torch.dtype, tf32: bool) -> None:
         torch.testing.assert_close(scales, plain_scales, rtol=2e-3 if tf32 else 1e-5, atol=0)
 
 
-def check_cancelling(device: str, dtype: torch.dtype, tf32: bool) -> None:
+@on_kernels(dtypes=[torch.float16, torch.bfloat16], tf32=True)
+def test_cancelling(place: Place) -> None:
     """Positions of which half undo the other: the error stays below what is allowed for."""
-    if dtype == torch.float32 and not tf32:
-        return
+    device, dtype, tf32 = place.device, place.dtype, place.tf32
     geometry = Geometry((1, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1), 1)
     x = torch.randn(1, 256, 1, 4, 8).to(device, dtype)
     y = torch.randn(1, 32, 1, 4, 8).to(device, dtype)
     x[:, :, :, 2:], y[:, :, :, 2:] = x[:, :, :, :2], -y[:, :, :, :2]
     squares, scales = gram.gram_squares(pack(x, 1, tf32), pack(y, 1, tf32), geometry, 1)
     assert squares.abs() <= GRAM_ROUNDING * scales.square()
-
-
-BODIES = [check_squares, check_cancelling]
-
-
-@pytest.mark.parametrize("tf32", [False, True])
-@pytest.mark.parametrize("body", BODIES)
-def test_in_the_interpreter(interpreter, body, tf32):
-    run_in_the_interpreter(interpreter, body, tf32)
-
-
-@compiled
-@pytest.mark.parametrize("body", BODIES)
-def test_compiled(body, dtype, tf32):
-    body("cuda", dtype, tf32 and dtype == torch.float32)
 
 
 def test_few_positions_of_many_channels_pay():

@@ -1,4 +1,4 @@
-"""Operands with the channels last: in Triton's interpreter here, compiled on a GPU."""
+"""Operands with the channels last, beside PyTorch's padding."""
 
 import pytest
 import torch
@@ -7,13 +7,15 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from dp_clipping.kernels.convolution.packing import pack, scale_of
-from tests.support.convolution_cases import compiled, run_in_the_interpreter
+from tests.support.kernel_cases import Place, on_kernels
 
 PADDING = (2, 1, 3)
 
 
-def check_places(device: str, dtype: torch.dtype, tf32: bool) -> None:
+@on_kernels(tf32=True)
+def test_places(place: Place) -> None:
     """Any layout that is given comes out channels last, with zeros around it."""
+    device, dtype, tf32 = place.device, place.dtype, place.tf32
     x = torch.randn(2, 5, 2, 3, 4).to(device, dtype)
     layouts = [x, x.to(memory_format=torch.channels_last_3d), x.mT.contiguous().mT]
     for padding in ((0, 0, 0), PADDING):
@@ -28,10 +30,10 @@ def check_places(device: str, dtype: torch.dtype, tf32: bool) -> None:
             assert ((back - expected.double()).abs() <= bound * expected.double().abs()).all()
 
 
-def check_digits(device: str, dtype: torch.dtype, tf32: bool) -> None:
+@on_kernels(dtypes=(), tf32=True)
+def test_digits(place: Place) -> None:
     """Each sample keeps its digits, however small or large the others are."""
-    if dtype != torch.float32 or not tf32:
-        return
+    device = place.device
     scales = torch.tensor([1e-30, 1.0, 1e30]).view(3, 1, 1, 1, 1)
     x = (torch.randn(3, 2, 1, 3, 5) * scales).to(device)
     packed = pack(x, 3, True)
@@ -39,21 +41,6 @@ def check_digits(device: str, dtype: torch.dtype, tf32: bool) -> None:
     factors = scale_of(packed.largest).double().view(3, 1, 1, 1, 1)
     back = packed.values.double().movedim(-1, 1) * factors
     assert ((back - x.double()).abs() <= 2.0**-11 * x.double().abs()).all()
-
-
-BODIES = [check_places, check_digits]
-
-
-@pytest.mark.parametrize("tf32", [False, True])
-@pytest.mark.parametrize("body", BODIES)
-def test_in_the_interpreter(interpreter, body, tf32):
-    run_in_the_interpreter(interpreter, body, tf32)
-
-
-@compiled
-@pytest.mark.parametrize("body", BODIES)
-def test_compiled(body, dtype, tf32):
-    body("cuda", dtype, tf32 and dtype == torch.float32)
 
 
 def test_what_lies_right_is_not_copied():

@@ -7,7 +7,6 @@ pytest.importorskip("triton")
 
 from dp_clipping.kernels.gradient import gradient_and_squares, gradients_and_squares
 from dp_clipping.kernels.launch import grouped_launch
-from dp_clipping.kernels.launch.tiles import Tile
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import (
     weighted_product,
@@ -15,11 +14,13 @@ from dp_clipping.kernels.weighted_product import (
     weighted_products,
 )
 from dp_clipping.kernels.weighted_sum import weighted_sum_plain, weighted_sums
-from tests.support.kernel_cases import FEATURES, on_gpu, pairs_of
+from tests.support.kernel_cases import FEATURES, Place, on_kernels, pairs_of
 
 
-def check_products(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
+@on_kernels()
+def test_products(place: Place) -> None:
     """Each layer gets what a launch of its own would give it, whatever is beside it."""
+    device, dtype, tile = place.device, place.dtype, place.tile
     many = pairs_of(device, dtype, 3, 20, grouped_launch.MOST_ROWS + 3) + pairs_of(
         device, dtype, 2, 9, 2
     )
@@ -41,8 +42,10 @@ def check_products(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
         torch.testing.assert_close(total, alone, rtol=1e-6, atol=1e-6)
 
 
-def check_sums(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
+@on_kernels()
+def test_sums(place: Place) -> None:
     """Also where a gradient does not start at a multiple of 16 bytes."""
+    device, dtype = place.device, place.dtype
     torch.manual_seed(0)
     c = torch.tensor([[0.5, 0.0, 2.0], [1.0, 0.25, 1e-6]], device=device)
     gradients = [torch.randn(3, *shape).to(device, dtype) for shape in [*FEATURES, (5000,)] * 3]
@@ -56,19 +59,3 @@ def check_sums(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
     one = memory[1:].view(1, 96)
     (total,) = weighted_sums([one], torch.ones(1, 1, device=device), [0])
     assert torch.equal(total, one[0].float())
-
-
-BODIES = [check_products, check_sums]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_in_the_interpreter(interpreter, body, dtype):
-    interpreter.run(body, "cpu", dtype, Tile(32, 32, 32, 4, 2))
-
-
-@on_gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_compiled(body, dtype):
-    body("cuda", dtype, None)

@@ -8,15 +8,13 @@ pytest.importorskip("triton")
 from dp_clipping.kernels.launch.tiles import Tile, ceil_div, is_described, readable, tile_of
 from tests.support.kernel_cases import (
     Place,
-    compiled,
-    every_dtype,
-    interpreted,
     lay_out,
-    on_gpu,
+    on_kernels,
 )
 
 
-def check_operands(place: Place) -> None:
+@on_kernels()
+def test_operands(place: Place) -> None:
     """The layouts are what the bodies take them for: both ways of loading are used."""
     aligned, odd = place.normal(2, 40, 40), place.normal(2, 33, 35)
     assert all(is_described(lay_out(aligned, how)) for how in ("contiguous", "time_major"))
@@ -24,21 +22,6 @@ def check_operands(place: Place) -> None:
     for how in ("transposed", "shifted", "shared"):
         assert not is_described(lay_out(aligned, how))
     assert not is_described(odd)
-
-
-BODIES = [check_operands]
-
-
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_in_the_interpreter(interpreter, body):
-    interpreter.run(interpreted, body)
-
-
-@on_gpu
-@every_dtype
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_compiled_kernels(body, dtype):
-    compiled(body, dtype)
 
 
 def test_a_tile_of_a_size_is_square_and_as_deep_as_its_widest_operand_allows():

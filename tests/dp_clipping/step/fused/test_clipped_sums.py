@@ -8,17 +8,18 @@ pytest.importorskip("triton")
 from contextlib import nullcontext
 
 from dp_clipping.kernels.embedding import TokenSums
-from dp_clipping.kernels.launch.tiles import Tile
 from dp_clipping.kernels.sorted_coefficients import Coefficients
 from dp_clipping.kernels.weighted_product import weighted_product_plain
 from dp_clipping.kernels.weighted_sum import weighted_sum_plain
 from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.step.fused.clipped_sums import clipped_sums
-from tests.support.kernel_cases import on_gpu
+from tests.support.kernel_cases import Place, on_kernels
 
 
-def check_clipped_sums(device: str, dtype: torch.dtype, tile: Tile | None) -> None:
+@on_kernels()
+def test_clipped_sums(place: Place) -> None:
     """Of every kind, in the order of arrival; what they were formed of is let go."""
+    device, dtype, tile = place.device, place.dtype, place.tile
     torch.manual_seed(0)
     c = torch.tensor([[0.5, 0.0, 2.0], [1.0, 0.25, 1e-6]], device=device)
     ids = torch.tensor([[0, 1, 1], [2, 2, 2], [3, 0, 3]], device=device)
@@ -49,14 +50,3 @@ def check_clipped_sums(device: str, dtype: torch.dtype, tile: Tile | None) -> No
             else weighted_product_plain(*product, own)
         )  # fmt: skip
         torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_in_the_interpreter(interpreter, dtype):
-    interpreter.run(check_clipped_sums, "cpu", dtype, Tile(32, 32, 32, 4, 2))
-
-
-@on_gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_compiled(dtype):
-    check_clipped_sums("cuda", dtype, None)
