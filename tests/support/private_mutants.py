@@ -61,8 +61,8 @@ ROWS = [
      "squares.sqrt() > bounds[:, None]", "squares.sqrt() >= bounds[:, None]", STATISTICS),
     # ---- layers
     ("a weight's gradient is a mean over tokens", "layers/linear.py",
-     "deliver(weight_target, product(left.mT, right))",
-     "deliver(weight_target, product(left.mT, right) / y.shape[1])", LINEAR),
+     "deliver(weight_target, multiply(left.mT, right))",
+     "deliver(weight_target, multiply(left.mT, right) / y.shape[1])", LINEAR),
     ("cross terms of tokens are dropped", "layers/linear_factors.py",
      "squared = (gram_a * gram_y).sum((1, 2), dtype=torch.float64)",
      "squared = (gram_a * gram_y).diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float64)", FACTORS),
