@@ -34,9 +34,10 @@ class PrivateLoss:
     @property
     def loss_per_sample(self) -> Tensor:
         """[B]. Not covered by ε."""
-        if self._session is not None:
-            self.model.refuse_in_release("the loss in training")
-        return self._losses
+        if self._session is None:
+            return self._losses
+        self.model.refuse_in_release("the loss in training")
+        return self._losses[: self._session.real]
 
     def backward(self) -> None:
         if self._session is None:
@@ -156,6 +157,8 @@ class PrivateCriterion:
     ) -> PrivateLoss | Tensor:
         if self.model.policy is None:
             losses = self._per_sample(*args, shape=shape, **kwargs)
+            if self.model.training and torch.is_grad_enabled():
+                losses = losses[: self.model.step_state.usage.real_of(len(losses))]
             return losses.mean() if self.loss_reduction == "mean" else losses.sum()
         if not torch.is_grad_enabled() or not self.model.training:
             losses = self._per_sample(*args, shape=shape, **kwargs)

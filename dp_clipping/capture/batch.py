@@ -144,6 +144,10 @@ class Batch:
                 found.append(i)
         return found
 
+    def first(self, count: int) -> "Batch":
+        """Returns a view of the first samples."""
+        return Batch(*self._map(lambda x, dim: x.narrow(dim, 0, count)), self._batch_first)
+
     def first_sample(self) -> tuple[tuple, dict]:
         """Returns a view of the first sample."""
         return self._map(lambda x, dim: x.narrow(dim, 0, 1))

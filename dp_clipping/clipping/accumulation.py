@@ -69,6 +69,11 @@ def wide_mm(left: Tensor, right: Tensor) -> Tensor:
     return torch.mm(left.to(dtype), right.to(dtype))
 
 
+def only(x: Tensor, good: Tensor) -> Tensor:
+    """Returns x [B, ...] with zeros for the samples that are not `good` [B]."""
+    return x.masked_fill(~good.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
 def squared_norms(gradients: Tensor) -> Tensor:
     """Returns ‖G_i‖² of G [B, ...], of exactly the rounded values in it.
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_clipping.clipping.accumulation import Weights, accumulation_dtype, squared_norms
+from dp_clipping.clipping.accumulation import Weights, accumulation_dtype, only, squared_norms
 from dp_clipping.clipping.norms import Norm
 from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.layers import tensor_parallel
@@ -134,5 +134,6 @@ class EmbeddingFactors:
         """Returns the sums over equal tokens, formed on kernels."""
         return TokenSums.of(self.ids, self.y)
 
-    def select(self, samples: Tensor | slice) -> "EmbeddingFactors":
-        return EmbeddingFactors(self.ids[samples], self.y[samples], self.vocabulary)
+    def only(self, good: Tensor) -> "EmbeddingFactors":
+        """Returns zeros for the samples that are not `good` [B]."""
+        return EmbeddingFactors(self.ids, only(self.y, good), self.vocabulary)

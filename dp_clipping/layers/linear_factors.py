@@ -24,6 +24,7 @@ from dp_clipping.clipping.accumulation import (
     Weights,
     accumulation_dtype,
     full_float32,
+    only,
     product_squares,
     squared_norms,
     wide_bmm,
@@ -142,8 +143,9 @@ class LinearFactors:
             return wide_mm(left.flatten(0, 1).t(), right.flatten(0, 1))
         if self.accumulates:
             total = left.new_zeros(left.shape[-1], right.shape[-1], dtype=dtype)
-            for gradient, c in zip(self._samples(), weights.by_host, strict=True):
-                total.add_(gradient[0], alpha=c)
+            for i, c in enumerate(weights.by_host):
+                if c:
+                    total.add_(self.select(slice(i, i + 1)).dense()[0], alpha=c)
             return total
         if left.is_cuda and self.is_16_bit:
             return self._sum_by_sample(left, right, weights.by_host)
@@ -163,5 +165,9 @@ class LinearFactors:
         left, right = self.operands
         return wide_bmm(left.mT, right)
 
-    def select(self, samples: Tensor | slice) -> "LinearFactors":
+    def select(self, samples: slice) -> "LinearFactors":
         return LinearFactors(self.a[samples], self.y[samples], self.transposed)
+
+    def only(self, good: Tensor) -> "LinearFactors":
+        """Returns zeros for the samples that are not `good` [B]."""
+        return LinearFactors(only(self.a, good), only(self.y, good), self.transposed)

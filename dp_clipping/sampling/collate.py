@@ -1,4 +1,8 @@
-"""Makes batches without samples: a Poisson batch may be empty, and its step is like any other."""
+"""Makes batches without samples, and batches of one size.
+
+A Poisson batch may be empty, and its step is like any other. Where all batches are to have one
+shape, rows of zeros follow the samples.
+"""
 
 import copy
 from collections.abc import Callable, Mapping, MutableMapping
@@ -50,6 +54,77 @@ class CollateWithEmpty:
         if isinstance(one, np.ndarray):
             return torch.randint(2, one.shape, generator=generator).numpy().astype(one.dtype)
         return _map_entries(lambda entry: self._dummy(entry, generator), one)
+
+
+class PaddedCollate:
+    """A collate function whose batches have `rows` samples each: zeros follow those that are given.
+
+    Zeros, since they say nothing about anybody, and most networks can compute with them; what comes
+    of them is left out. Two collated copies of `sample` beside one tell which tensors, arrays and
+    lists grow with the samples: zeros (empty strings, None) follow in these, all else stays. So all
+    batches have one shape if `collate_fn` gives one shape for one number of samples: sequences must
+    be padded to a fixed length. Without samples a batch is zeros in the shape of `sample`.
+
+    Raises:
+        ValueError: for what holds other than one row a sample (tokens of all samples in one row).
+    """
+
+    def __init__(
+        self, collate_fn: Callable[[list], Any], sample: Any, *, batch_dim: int, rows: int
+    ) -> None:
+        self.collate_fn, self.batch_dim, self.rows = collate_fn, batch_dim, rows
+        if isinstance(collate_fn, CollateWithEmpty):
+            self.collate_fn = collate_fn.collate_fn
+        self._one = self.collate_fn([copy.deepcopy(sample)])
+        self._two = self.collate_fn([copy.deepcopy(sample) for _ in range(2)])
+        self([])  # raises for what cannot be padded
+
+    def __call__(self, samples: list) -> Any:
+        batch = self.collate_fn(samples) if len(samples) else copy.deepcopy(self._one)
+        return self._padded(len(samples), batch, self._one, self._two)
+
+    def _padded(self, samples: int, batch: Any, one: Any, two: Any) -> Any:
+        if isinstance(one, Tensor | np.ndarray) and one.shape != two.shape:
+            return self._padded_rows(samples, batch, one, two)
+        if isinstance(one, list | tuple) and len(one) != len(two):
+            if (len(one), len(two), len(batch)) != (1, 2, max(1, samples)):
+                raise ValueError(
+                    PADDED.format(what=f"a list of {len(batch)}", count=max(1, samples))
+                )
+            rest = [_zeros(copy.deepcopy(one[0])) for _ in range(self.rows - samples)]
+            return type(batch)([*batch[:samples], *rest])
+        if isinstance(one, Tensor | np.ndarray):
+            return batch if samples else _zeros(batch)
+        return _map_entries(lambda *entries: self._padded(samples, *entries), batch, one, two)
+
+    def _padded_rows(self, samples: int, batch: Any, one: Any, two: Any) -> Any:
+        dim = min(self.batch_dim, one.ndim - 1)
+        if (one.shape[dim], two.shape[dim], batch.shape[dim]) != (1, 2, max(1, samples)):
+            what = f"a tensor of shape {tuple(batch.shape)}"
+            raise ValueError(PADDED.format(what=what, count=max(1, samples)))
+        batch = batch[(slice(None),) * dim + (slice(samples),)]
+        shape = (*batch.shape[:dim], self.rows - samples, *batch.shape[dim + 1 :])
+        if isinstance(batch, Tensor):
+            return torch.cat((batch, batch.new_zeros(shape)), dim)
+        return np.concatenate((batch, np.zeros(shape, batch.dtype)), dim)
+
+
+PADDED = (
+    "collate_fn makes {what} of {count} samples, and pad_batches adds zeros where each sample has "
+    "one row: let dimension 0 of each tensor (of inputs 1, with batch_first=False) count the "
+    "samples, or use pad_batches=False"
+)
+
+
+def _zeros(entry: Any) -> Any:
+    """Returns zeros in the entry's place, of its shape and type."""
+    if isinstance(entry, Tensor):
+        return torch.zeros_like(entry)
+    if isinstance(entry, np.ndarray):
+        return np.zeros_like(entry)
+    if isinstance(entry, bool | int | float | complex | str | bytes | np.generic):
+        return type(entry)()
+    return _map_entries(_zeros, entry)
 
 
 def _map_entries(function: Callable[..., Any], one: Any, *others: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from dp_clipping.kinds import check_count, check_type
+from dp_clipping.sampling.collate import PaddedCollate
 from dp_clipping.sampling.loader import PoissonLoader, kept_options
 from dp_clipping.sampling.poisson import PoissonSampler
 
@@ -25,6 +26,15 @@ class BatchMemoryManager:
     three, some of them perhaps empty, if all pass the same `max_physical_batch_size`. A batch
     without samples is one empty microbatch.
 
+    With `pad_batches` every microbatch has `max_physical_batch_size` rows: zeros follow the samples
+    (`collate.PaddedCollate`), of which the yielded loader's `real` says how many there are. The
+    network and the criterion compute with these rows, and nothing comes of them: their coefficients
+    are 0, whatever their losses and gradients are, they are in no norm and no count, and a private
+    loss prints the mean of the samples alone. (Mode `no_dp`, which has no coefficients, leaves
+    their losses out.) What a loop computes of outputs by itself, an accuracy say, has these rows
+    too: `outputs[: loader.real]`. Each forward takes a whole microbatch. Kernels then see one shape
+    only, so no sample's gradient depends, in the last bits, on how many others were drawn.
+
     A PoissonLoader's `on_draw` is called before the first microbatch of a Poisson batch, and its
     `position` moves with the last one. Ending the iteration in the middle of a batch (`break`, an
     exception) drops its sums with a warning, so that the optimizer is between two steps, and the
@@ -33,8 +43,14 @@ class BatchMemoryManager:
     """
 
     def __init__(
-        self, *, data_loader: DataLoader, max_physical_batch_size: int, optimizer: Any
+        self,
+        *,
+        data_loader: DataLoader,
+        max_physical_batch_size: int,
+        optimizer: Any,
+        pad_batches: bool = False,
     ) -> None:
+        check_type("pad_batches", pad_batches, bool, "True or False")
         check_type("data_loader", data_loader, DataLoader, "the one that make_private returned")
         check_count("max_physical_batch_size", max_physical_batch_size, "a whole number, 1 or more")
         if max_physical_batch_size < 1:
@@ -56,10 +72,13 @@ class BatchMemoryManager:
         self.data_loader = data_loader
         self.max_physical_batch_size = max_physical_batch_size
         self.optimizer = optimizer
+        self.pad_batches = pad_batches
         self._entered: list[MicrobatchLoader] = []
 
     def __enter__(self) -> "MicrobatchLoader":
-        loader = MicrobatchLoader(self.data_loader, self.max_physical_batch_size, self.optimizer)
+        loader = MicrobatchLoader(
+            self.data_loader, self.max_physical_batch_size, self.optimizer, self.pad_batches
+        )
         self._entered.append(loader)
         return loader
 
@@ -70,6 +89,8 @@ class BatchMemoryManager:
         traceback: TracebackType | None,
     ) -> None:
         self._entered.pop().leave()
+        if self.pad_batches:
+            self.optimizer.step_state.usage.pad(None)
 
 
 class MicrobatchSampler(Sampler[list[int]]):
@@ -116,15 +137,28 @@ class Position:
 
 
 class MicrobatchLoader(DataLoader):
-    """Loader that `BatchMemoryManager` yields."""
+    """Loader that `BatchMemoryManager` yields.
 
-    def __init__(self, loader: DataLoader, max_size: int, optimizer: Any) -> None:
+    Attributes:
+        real: of the last microbatch, how many rows are samples: the first ones.
+    """
+
+    def __init__(
+        self, loader: DataLoader, max_size: int, optimizer: Any, pad_batches: bool
+    ) -> None:
+        collate = loader.collate_fn
+        if pad_batches:
+            batch_dim = 0 if optimizer.model.batch_first else 1
+            sample = loader.dataset[0]
+            collate = PaddedCollate(collate, sample, batch_dim=batch_dim, rows=max_size)
         super().__init__(
             loader.dataset,
             batch_sampler=MicrobatchSampler(loader.batch_sampler, max_size),
-            collate_fn=loader.collate_fn,
+            collate_fn=collate,
             **kept_options(loader),
         )
+        self.real = 0
+        self._rows = max_size if pad_batches else None
         self._loader = loader
         self._optimizer = optimizer
         self._place: Position | None = None  # of the iteration in progress
@@ -147,7 +181,9 @@ class MicrobatchLoader(DataLoader):
                     before = poisson.usage.steps
                     poisson.hand_over(place.draw, left[0], first=first, last=len(left) == 1)
                     place.steps = before if first else place.steps
-                left.popleft()
+                self.real = left.popleft()
+                if self._rows is not None:
+                    self._optimizer.step_state.usage.pad(self._rows, self.real)
                 place.left = left
                 self._optimizer.signal_skip_step(do_skip=bool(left))
                 yield batch

@@ -25,6 +25,8 @@ class SampleUsage:
         holds_dummy: what was handed out is the made-up sample of `rand_on_empty`. Its gradient must
             be masked: were it added, taking away the only real sample of a batch could move the sum
             by 2C.
+        rows: of the batch that was yielded last, if zeros follow its samples; None: there are none.
+        real: the first of these rows, which are samples.
     """
 
     def __init__(self) -> None:
@@ -37,6 +39,8 @@ class SampleUsage:
         self.steps = 0
         self.is_unused = False
         self.holds_dummy = False
+        self.rows: int | None = None
+        self.real = 0
 
     def begin_iteration(self) -> None:
         """Accepts that the last batch of an iteration that was ended early stays unused."""
@@ -48,6 +52,26 @@ class SampleUsage:
         self.holds_dummy = is_dummy
         self.uses = 0
         self.is_unused = True
+        self.rows = None
+
+    def pad(self, rows: int | None, real: int = 0) -> None:
+        """Notes that only the first of so many rows are samples; None: all are, from here on."""
+        self.rows, self.real = rows, real
+
+    def real_of(self, rows: int) -> int:
+        """Returns how many of a batch's rows are samples: the first ones.
+
+        Raises ValueError for a part of a batch in which zeros follow them.
+        """
+        if self.rows is None:
+            return rows
+        if rows != self.rows:
+            raise ValueError(
+                f"forward of {rows} samples, and with pad_batches=True the loader has yielded "
+                f"{self.rows} rows, of which only the first are samples: give the model the whole "
+                "batch in the loader's order, or use pad_batches=False"
+            )
+        return self.real
 
     def use(
         self, samples: int, on_any_rank: Callable[[bool], bool] = bool, *, part: bool = False

@@ -93,18 +93,21 @@ class ForwardBackward:
         self.capture.arithmetic.refuse_changes()
         refuse_packed(args, kwargs)
         given = batch = Batch(args, kwargs, self.context.batch_first)
+        real = self.state.usage.real_of(given.size)
         if not given.size:
             args, kwargs = given.with_a_row_of_zeros()
             batch = Batch(args, kwargs, self.context.batch_first)
+        seen = batch if real == given.size else batch.first(max(1, real))  # by the checks
         try:
-            check = self._establishment.ensure(batch)
+            check = self._establishment.ensure(seen)
         except BaseException:
             self.recover()
             raise
-        private_step = PrivateStep(self.context, batch.size, self._backend(batch))
+        padding = None if real == given.size else self._rows_from(real, batch.size)
+        private_step = PrivateStep(self.context, batch.size, self._backend(batch, padding), real)
         private_step.is_empty = not given.size
         self.state.pending = self._batch = None
-        with self.capture.attached(private_step), sync, self._state_is_checked(module, batch):
+        with self.capture.attached(private_step), sync, self._state_is_checked(module, seen):
             try:
                 output = module(*args, **kwargs)
             except LayoutUnknown as error:
@@ -115,12 +118,12 @@ class ForwardBackward:
                         "other ranks cannot be asked to look again now: call "
                         "model.reset_batch_layouts() on every rank before a forward that differs"
                     ) from error
-                self._establishment.look(batch)
+                self._establishment.look(seen)
                 output = self._call_network_again(args, kwargs)
             except BaseException:
                 self.recover()
                 raise
-        self.state.pending, self._batch = private_step, batch
+        self.state.pending, self._batch = private_step, seen
         if check is not None:
             private_step.watched = Watched(output, self._establishment.layouts_of(output), check)
             output = private_step.watched.outputs
@@ -150,7 +153,7 @@ class ForwardBackward:
         if private_step is not state.pending:
             raise RuntimeError("backward of an earlier forward: run one forward, then its backward")
         is_empty = private_step.is_empty or state.usage.holds_dummy
-        samples = 0 if is_empty else private_step.batch_size
+        samples = 0 if is_empty else private_step.real
         part = state.microbatches.accumulating
         state.usage.use(samples, self._is_so_on_any_rank, part=part)
         self._gradients.begin_backward()
@@ -261,18 +264,22 @@ class ForwardBackward:
                 hook.remove()
         self._carried.check(mark, batch, "a forward in training")
 
-    def _backend(self, batch: Batch) -> Backend:
+    def _rows_from(self, first: int, rows: int) -> Tensor:
+        """Returns which of the rows are the first of zeros or one after it: bool [rows]."""
+        return torch.arange(rows, device=self.capture.trigger.device) >= first
+
+    def _backend(self, batch: Batch, padding: Tensor | None) -> Backend:
         """On fused kernels, if the mode asks for them and all parameters are where they run."""
         context = self.context
         if not context.policy.fused:
-            return PlainBackend(context, batch.size)
+            return PlainBackend(context, batch.size, padding)
         if not all(available(p.device, p.dtype) for p in self.capture.parameters):
             say_plain(context.mode)
-            return PlainBackend(context, batch.size)
+            return PlainBackend(context, batch.size, padding)
         forecast = None  # of linear layers' operands: compiled code must know them beforehand
         if self.capture.is_compiled and context.sharding is None:
             forecast = self._establishment.forecast(batch)
-        return FusedBackend(context, batch.size, forecast)
+        return FusedBackend(context, batch.size, padding, forecast)
 
 
 @lru_cache(maxsize=8)

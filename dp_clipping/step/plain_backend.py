@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dp_clipping.clipping.accumulation import Weights, squared_norms, weighted_sum
+from dp_clipping.clipping.accumulation import Weights, only, squared_norms, weighted_sum
 from dp_clipping.clipping.coefficients import coefficients, finite_samples
 from dp_clipping.clipping.norms import Norm
 from dp_clipping.layers.handle import LayerState
@@ -60,13 +60,13 @@ class PlainSums:
         self._weights: list[Weights] = []
 
     def leave_out(self, good: Tensor) -> None:
-        """Leaves out the samples that are not among `good`: their norms are not finite."""
+        """Leaves out the samples that are not `good` [B]: their norms are not finite."""
         self._good = good
         for parameter, saved in self.kept.items():
             self.kept[parameter] = self._only_good(saved)
 
     def weigh(self, scale: Tensor) -> None:
-        """Sets the coefficients [K, samples] of the samples that are not left out."""
+        """Sets the coefficients [K, B], 0 of samples that are left out."""
         self._weights = [Weights(*c) for c in zip(scale, scale.tolist(), strict=True)]
 
     def second_triggers(self, randomness: Randomness) -> list[Tensor]:
@@ -87,10 +87,10 @@ class PlainSums:
             self._sum(parameter, self.kept.pop(parameter))
 
     def _only_good(self, saved: Any) -> Any:
-        """Returns it without the samples that are left out."""
+        """Returns it with zeros for the samples that are left out; shapes stay as they are."""
         if self._good is None:
             return saved
-        return saved[self._good] if isinstance(saved, Tensor) else saved.select(self._good)
+        return only(saved, self._good) if isinstance(saved, Tensor) else saved.only(self._good)
 
     @torch.no_grad()
     def _sum(self, parameter: Parameter, saved: Any) -> None:
@@ -104,12 +104,18 @@ class PlainSums:
 
 
 class PlainBackend:
-    """Takes norms as layers hand over; see `private_step.Backend`."""
+    """Takes norms as layers hand over; see `private_step.Backend`.
+
+    Args:
+        context: what all steps of the model have in common.
+        batch_size: samples of the batch.
+        padding: [B] bool, which of them are no samples but zeros; None: none.
+    """
 
     fused = False
 
-    def __init__(self, context: StepContext, batch_size: int):
-        self.context, self.batch_size = context, batch_size
+    def __init__(self, context: StepContext, batch_size: int, padding: Tensor | None = None):
+        self.context, self.batch_size, self.padding = context, batch_size, padding
         self.plans = PlainPlans(context.policy)
         self.norms = norms_of(context, batch_size, lambda p: is_rescaled(self.sums.kept.get(p)))
         self.forget()
@@ -155,13 +161,15 @@ class PlainBackend:
         policy, clip_norms = self.context.policy, self._clip_norms
         scale = coefficients(bounds, clip_norms, policy.clipping_function, policy.gamma)
         # One look from the host: a product with zero would not keep NaN out of the sum.
-        finite, good = finite_samples(bounds), None
+        finite, good, nonfinite = finite_samples(bounds), None, 0
         if not bool(finite.all()):
-            good = finite.nonzero()[:, 0]
-            scale = scale[:, good]
+            good = finite
             self.sums.leave_out(good)
+            nonfinite = int((~good).sum())
+        if self.padding is not None:  # finite zeros where they are not left out: c is what is 0
+            scale = scale.masked_fill(self.padding, 0.0)
+            nonfinite = nonfinite and int((~finite & ~self.padding).sum())
         self.sums.weigh(self._rescaled(scale, good))
-        nonfinite = 0 if good is None else self.batch_size - len(good)
         return BatchNorms(squared.sum(0).sqrt(), squared, nonfinite)
 
     def _rescaled(self, scale: Tensor, good: Tensor | None) -> Tensor:

@@ -144,6 +144,7 @@ class PrivateStep:
         context: what all steps of the model have in common.
         batch_size: samples of the batch.
         backend: takes norms and forms sums.
+        real: how many of the samples are real, the first ones; None: all are.
 
     Attributes:
         is_empty: the batch is a row that stands for no sample.
@@ -153,8 +154,11 @@ class PrivateStep:
         slots: name of a layer -> parameter's name -> slot, of those that are made beforehand.
     """
 
-    def __init__(self, context: StepContext, batch_size: int, backend: Backend):
+    def __init__(
+        self, context: StepContext, batch_size: int, backend: Backend, real: int | None = None
+    ):
         self.context, self.batch_size, self.backend = context, batch_size, backend
+        self.real = batch_size if real is None else real
         self.capture, self.plans = context.capture, backend.plans
         self.is_empty = False
         self.leaves: dict[Parameter, Tensor] = {}
@@ -267,7 +271,7 @@ class PrivateStep:
                 (float64), or None for a parameter that this backward did not reach.
 
         Returns:
-            Unclipped norms, of the parameters' accumulation dtype.
+            Unclipped norms of the real samples, of the parameters' accumulation dtype.
         """
         timer, capture, backend = self.context.timer, self.capture, self.backend
 
@@ -286,7 +290,7 @@ class PrivateStep:
                     triggers = list(capture.triggers.values())
                     self._run_backward(losses, triggers, retain_graph=backend.runs_twice)
                 with timer.phase("clip_coefficients"):
-                    found = backend.clip()
+                    found = backend.clip().first(self.real)
                 with timer.phase("weighted_sum"):
                     self._sum(losses, randomness)
             for parameter in capture.parameters:

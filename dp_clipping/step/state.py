@@ -61,6 +61,10 @@ class BatchNorms:
     squared: Tensor
     nonfinite: int | Tensor = 0
 
+    def first(self, samples: int) -> "BatchNorms":
+        """Returns those of the first samples; the others are counted nowhere."""
+        return BatchNorms(self.norms[:samples], self.squared[:, :samples], self.nonfinite)
+
 
 @dataclass
 class Microbatches:

@@ -106,13 +106,12 @@ class StepNorms:
             table = self._own_table(parameters)[:, groups]
             return self.split.unpack(self._reducer.reduce(table).wait())
 
-    def table(self, samples: Tensor | None = None) -> Norms:
-        """Returns all norms of the step, or of some samples."""
-        norms, zero = self.found, self.zero()
-        if samples is not None:
-            norms = {p: _of_samples(norm, samples) for p, norm in norms.items()}
-            zero = zero[samples]
-        table = Norms(self._groups, self._count, zero, self._timer.part)
+    def table(self, good: Tensor | None = None) -> Norms:
+        """Returns all norms of the step, zero of samples that are not `good` [B]."""
+        norms = self.found
+        if good is not None:
+            norms = {p: _only(norm, good) for p, norm in norms.items()}
+        table = Norms(self._groups, self._count, self.zero(), self._timer.part)
         for parameter, norm in norms.items():
             table.add(parameter, norm)
         return table
@@ -127,9 +126,9 @@ class StepNorms:
         return torch.stack(self._parts).sum(0) if self._parts else None
 
 
-def _of_samples(norm: Norm, samples: Tensor) -> Norm:
-    scale = None if norm.scale is None else norm.scale[samples]
-    return replace(norm, squared=norm.squared[samples], scale=scale)
+def _only(norm: Norm, good: Tensor) -> Norm:
+    scale = None if norm.scale is None else norm.scale.where(good, 0.0)
+    return replace(norm, squared=norm.squared.where(good, 0.0), scale=scale)
 
 
 def norms_of(

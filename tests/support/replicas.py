@@ -128,17 +128,18 @@ def build(
     distributed_sampler: bool = False,
     shard: Callable[[nn.Module], nn.Module] | None = None,
     accountant: str = "rdp",
+    module: nn.Module | None = None,
     **changes: Any,
 ) -> SimpleNamespace:
     """What `make_private` returns on this rank, or in a process without ranks.
 
     A sample's last entry is its number. `seed` fixes the keys; None draws them. `shard`: takes the
-    place of a data-parallel variant. On ranks nobody looks whether samples see each other, which
-    takes longer than a step.
+    place of a data-parallel variant; `module`: of the case's own. On ranks nobody looks whether
+    samples see each other, which takes longer than a step.
     """
     case = zoo.BY_NAME[name]
     device = torch.device("cpu") if context is None else context.device
-    module = case.build().to(device, dtype)
+    module = (case.build() if module is None else module).to(device, dtype)
     if shard is not None:
         module = shard(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -153,12 +154,13 @@ def build(
     if seed is not None:
         arguments |= {"noise_generator": torch.Generator().manual_seed(seed)}
     engine = PrivacyEngine(accountant=accountant)
+    reduction = arguments.get("loss_reduction", "mean")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "poisson_sampling=False")
         model, private_optimizer, criterion, loader = engine.make_private(
             module=module,
             optimizer=optimizer,
-            criterion=zoo.Criterion(case.per_sample_loss),
+            criterion=zoo.Criterion(case.per_sample_loss, reduction),
             data_loader=DataLoader(dataset, batch_size=batch_size, sampler=sampler),
             **arguments,
         )
@@ -174,33 +176,36 @@ def build(
     )
 
 
-def batches(run: SimpleNamespace, microbatch: int | None):
+def batches(run: SimpleNamespace, microbatch: int | None, pad: bool = False):
     while True:
         if microbatch is None:
             yield from run.loader
         else:
             with BatchMemoryManager(
-                data_loader=run.loader, max_physical_batch_size=microbatch, optimizer=run.optimizer
-            ) as loader:
+                data_loader=run.loader, max_physical_batch_size=microbatch,
+                optimizer=run.optimizer, pad_batches=pad,
+            ) as loader:  # fmt: skip
                 yield from loader
 
 
 def train(
-    run: SimpleNamespace, steps: int, microbatch: int | None = None, zero_grad=None
-) -> list[list[list[int]]]:
-    """So many steps; the samples of each microbatch of each draw.
+    run: SimpleNamespace, steps: int, microbatch: int | None = None, zero_grad=None,
+    pad: bool = False,
+) -> list[list[list[int]]]:  # fmt: skip
+    """So many steps; the samples of each microbatch of each draw, of padded ones too.
 
     `zero_grad(step)` is called before each step but the first, in place of the optimizer's.
     """
     draws, pieces = [], []
-    for *batch, numbers in batches(run, microbatch):
+    for *batch, numbers in batches(run, microbatch, pad):
         inputs, targets = oracle.move(batch, device=run.device)
         if run.optimizer.steps and not pieces and zero_grad:
             zero_grad(run.optimizer.steps)
         elif not zero_grad:
             run.optimizer.zero_grad()
         run.criterion(run.model(inputs), targets).backward()
-        pieces.append(numbers.tolist())
+        real = run.model.step_state.usage.real_of(len(numbers))
+        pieces.append(numbers[:real].tolist())
         before = run.optimizer.steps
         run.optimizer.step()
         if run.optimizer.steps > before:

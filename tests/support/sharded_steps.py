@@ -260,18 +260,22 @@ def fail_in_backward(module, args, output):
 # ---- through the front door ----------------------------------------------------------------------
 
 
-def trained(context: Context, shard: Shard, mode: str, microbatch: int | None) -> list[Tensor]:
+def trained(
+    context: Context, shard: Shard, mode: str, microbatch: int | None, pad: bool
+) -> list[Tensor]:
     sharded = partial(shard, context)
     run = build(context, shard=sharded, name="transformer", grad_sample_mode=mode)
-    train(run, 4, microbatch)
+    train(run, 4, microbatch, pad=pad)
     return whole_parameters(run)
 
 
-def check_training(cpu_ranks, shard: Shard, mode: str, microbatch: int | None) -> None:
+def check_training(
+    cpu_ranks, shard: Shard, mode: str, microbatch: int | None, pad: bool = False
+) -> None:
     """Draws, noise of each part, momentum: nothing tells how many ranks there are."""
     alone = build(name="transformer", grad_sample_mode=mode)
     train(alone, 4)
-    for found in cpu_ranks.run(2, trained, shard, mode, microbatch):
+    for found in cpu_ranks.run(2, trained, shard, mode, microbatch, pad):
         for one, other in zip(found, whole_parameters(alone), strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
 

@@ -49,15 +49,17 @@ class FusedBackend:
     Args:
         context: what all steps of the model have in common.
         batch_size: samples of the batch.
+        padding: [B] bool, which of them are no samples but zeros; None: none.
         forecast: of what linear layers are given, where compiled code needs it.
     """
 
     fused = True
 
     def __init__(
-        self, context: StepContext, batch_size: int, forecast: CompiledShapes | None = None
-    ):
-        self.context, self.batch_size = context, batch_size
+        self, context: StepContext, batch_size: int, padding: Tensor | None = None,
+        forecast: CompiledShapes | None = None,
+    ):  # fmt: skip
+        self.context, self.batch_size, self.padding = context, batch_size, padding
         capture, device = context.capture, context.capture.trigger.device
         self.norms = norms_of(context, batch_size)
         self.schedule = LaunchSchedule(context.sharding, device)
@@ -84,7 +86,10 @@ class FusedBackend:
         self.context.plans.last = self.plans.make()
         self.schedule.begin_backward()
         self._streams = policy.per_layer and not self.runs_twice
-        left_out = torch.zeros(self.batch_size, dtype=torch.bool, device=losses.device)
+        if self.padding is None:
+            left_out = torch.zeros(self.batch_size, dtype=torch.bool, device=losses.device)
+        else:
+            left_out = self.padding.clone()
         if self._streams and len(losses) == self.batch_size:  # not for a row without a sample
             left_out |= ~losses.detach().isfinite()
         self.sums.accumulate = accumulate
@@ -200,7 +205,10 @@ class FusedBackend:
             if needed:
                 self.sums.scale = self._coefficients_of(everything)
             squared = self.norms.table().squared()
-        return BatchNorms(squared.sum(0).sqrt(), squared, self.coefficients.left_out.sum())
+        left_out = self.coefficients.left_out
+        if self.padding is not None:
+            left_out = left_out & ~self.padding
+        return BatchNorms(squared.sum(0).sqrt(), squared, left_out.sum())
 
     def _coefficients_of(self, groups: list[int]) -> Coefficients:
         own = [p for k in groups for p in self.context.capture.members[k]]

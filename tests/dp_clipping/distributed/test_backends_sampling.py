@@ -28,10 +28,13 @@ from tests.support.replicas import SYNCHRONISING, applied, build, flat, paramete
 COUNT, BATCH = 24, 4  # 6 draws an epoch
 
 
-def epoch(context: Context, variant: str, microbatch: int | None, steps: int, options: dict):
+def epoch(
+    context: Context, variant: str, microbatch: int | None, steps: int, options: dict,
+    pad: bool = False,
+) -> dict:  # fmt: skip
     """So many steps: what was drawn, and what must agree."""
     run = build(context, variant, **options)
-    draws = train(run, steps, microbatch)
+    draws = train(run, steps, microbatch, pad=pad)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "noise and sampling come from a fixed seed")
         epsilon = run.engine.get_epsilon(1e-5)
@@ -129,10 +132,13 @@ def check_against_one_process(answers: list, steps: int, **options) -> None:
     np.testing.assert_allclose(answers[0]["parameters"], parameters(alone), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("microbatch", [None, 1, 2])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_share_one_draw(cpu_ranks, world_size, microbatch):
-    answers = cpu_ranks.run(world_size, epoch, "ddp_bucketed", microbatch, 9, {})
+@pytest.mark.parametrize(
+    ("world_size", "microbatch", "pad"),
+    [(2, None, False), (4, None, False), (2, 1, False), (4, 1, False), (2, 2, False), (4, 2, False),
+     (4, 2, True)],
+)  # fmt: skip
+def test_ranks_share_one_draw(cpu_ranks, world_size, microbatch, pad):
+    answers = cpu_ranks.run(world_size, epoch, "ddp_bucketed", microbatch, 9, {}, pad)
     check_against_one_process(answers, 9)
     sizes = [[len(joined(draw)) for draw in a["draws"]] for a in answers]
     mixed = [0 in of_ranks and any(of_ranks) for of_ranks in zip(*sizes, strict=True)]

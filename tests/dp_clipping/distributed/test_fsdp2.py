@@ -81,9 +81,12 @@ def test_the_zoo(cpu_ranks):
     cpu_ranks.run(2, every_network, at_the_root)
 
 
-@pytest.mark.parametrize(("mode", "microbatch"), [("bookkeeping", None), ("ghost", 1)])
-def test_training_is_that_of_one_process(cpu_ranks, mode, microbatch):
-    check_training(cpu_ranks, sharded, mode, microbatch)
+@pytest.mark.parametrize(
+    ("mode", "microbatch", "pad"),
+    [("bookkeeping", None, False), ("ghost", 1, False), ("bookkeeping", 3, True)],
+)
+def test_training_is_that_of_one_process(cpu_ranks, mode, microbatch, pad):
+    check_training(cpu_ranks, sharded, mode, microbatch, pad)
 
 
 @pytest.mark.parametrize("change", [frozen, checkpointing])

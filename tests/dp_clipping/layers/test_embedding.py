@@ -32,8 +32,10 @@ def test_the_weighted_sum(factors):
 
 
 def test_some_samples(factors):
-    part = factors.select(slice(1, 3))
-    torch.testing.assert_close(part.dense(), factors.dense()[1:])
+    factors.y[0] = torch.nan
+    part = factors.only(torch.tensor([False, True, True])).dense()
+    assert torch.equal(part[1:], factors.dense()[1:])
+    assert not part[0].any()
 
 
 def test_padding_trains_nothing():

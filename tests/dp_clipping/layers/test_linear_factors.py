@@ -72,4 +72,8 @@ def test_gram_matrices_are_shared_by_layers_that_read_the_same():
 def test_some_samples():
     factors = factors_of(3, 2, 4, 5)
     torch.testing.assert_close(exact(factors.select(slice(1, 3))), exact(factors)[1:])
+    factors.a[0], factors.y[0] = torch.inf, torch.nan
+    part = exact(factors.only(torch.tensor([False, True, True])))
+    assert torch.equal(part[1:], exact(factors)[1:])
+    assert not part[0].any()
     assert factors.bytes == factors.a.nbytes + factors.y.nbytes

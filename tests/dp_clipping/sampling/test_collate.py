@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import default_collate
+from transformers import BatchEncoding
 
-from dp_clipping.sampling.collate import CollateWithEmpty
+from dp_clipping.sampling.collate import CollateWithEmpty, PaddedCollate
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -101,3 +102,69 @@ def test_the_sample_is_not_changed_by_the_collate_function():
 def test_what_might_carry_the_sample_is_refused():
     with pytest.raises(ValueError, match="collate_fn makes a object, and what no samples look"):
         empty_of(lambda samples: object(), 1)
+
+
+# ---- batches of one size -------------------------------------------------------------------------
+
+
+def padded(collate_fn, samples, rows=4, batch_dim=0):
+    return PaddedCollate(collate_fn, samples[0], batch_dim=batch_dim, rows=rows)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4])
+def test_zeros_follow_the_samples(count):
+    samples = [(torch.full((3,), 1.0 + i), i + 1, np.full(2, i + 1.0)) for i in range(4)]
+    x, label, array = padded(default_collate, samples)(samples[:count])
+    whole = default_collate(samples)
+    for found, expected in zip((x, label, array), whole, strict=True):
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        assert torch.equal(found[:count], expected[:count])
+        assert not found[count:].any()
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_structures_and_lists_of_samples_are_filled_up(count):
+    def lists(samples):
+        return BatchEncoding({
+            "ids": torch.stack([x for _, x in samples]), "names": [n for n, _ in samples],
+            "pair": Pair(np.ones((len(samples), 2)), "mean"), "position": torch.arange(3)[None],
+            "frozen": Frozen({"k": 3, "none": None}),
+        })  # fmt: skip
+
+    samples = [("a", torch.ones(3)), ("b", torch.ones(3))]
+    found = padded(lists, samples)(samples[:count])
+    assert isinstance(found, BatchEncoding)
+    assert found.to("cpu")["ids"].sum(1).tolist() == [3.0] * count + [0.0] * (4 - count)
+    assert found["names"] == ["a", "b"][:count] + [""] * (4 - count)
+    assert found["pair"].x.shape == (4, 2)
+    assert found["pair"].y == "mean"
+    assert found["position"].shape == (1, 3)
+    assert dict(found["frozen"]) == {"k": 3, "none": None}
+
+
+def test_the_samples_may_be_in_the_second_dimension():
+    def time_major(samples):
+        return torch.stack([x for x, _ in samples], dim=1), torch.tensor([y for _, y in samples])
+
+    samples = [(torch.ones(5, 3), 1)] * 2
+    x, labels = padded(time_major, samples, batch_dim=1)(samples)
+    assert x.shape == (5, 4, 3)
+    assert x.sum((0, 2)).tolist() == [15.0, 15.0, 0.0, 0.0]
+    assert labels.tolist() == [1, 1, 0, 0]
+
+
+def test_no_sample_is_in_a_batch_without_samples():
+    def lists(samples):
+        return {"rows": torch.stack(samples), "names": [7 for _ in samples]}
+
+    found = padded(lists, [torch.full((2,), 3.0)])([])
+    assert not found["rows"].any()
+    assert found["names"] == [0] * 4
+
+
+def test_rows_that_are_no_samples_are_refused():
+    def joined(samples):
+        return torch.cat(samples)
+
+    with pytest.raises(ValueError, match=r"shape \(5,\) of 1 samples.*pad_batches=False"):
+        padded(joined, [torch.ones(5)])

@@ -1,10 +1,15 @@
 """Microbatches: what they hold, how many there are on each rank, and which one steps."""
 
+import copy
 from contextlib import nullcontext
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -15,6 +20,7 @@ from torch.utils.data import (
 
 from dp_clipping.sampling.loader import PoissonLoader
 from dp_clipping.sampling.memory_manager import BatchMemoryManager, split
+from tests.support import zoo
 from tests.support.replicas import build, parameters, train
 
 KEY = bytes(range(32))
@@ -370,3 +376,158 @@ class TestLeftEarly:
         train(run, 2, 1)
         assert run.loader.position == 2
         assert not [w for w in recwarn if "was left" in str(w.message)]
+
+
+class Direction(nn.Module):
+    """NaN for a sample of zeros, forward and backward."""
+
+    def forward(self, x):
+        return x / x.norm(dim=-1, keepdim=True)
+
+
+class Shapes(TorchDispatchMode):
+    """Notes which operators are called on which shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: set[tuple] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        shapes = tuple(tuple(x.shape) for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+        self.seen.add((str(function), shapes))
+        return function(*args, **(kwargs or {}))
+
+
+def padded(run, size=4):
+    return BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=size, optimizer=run.optimizer,
+        pad_batches=True,
+    )  # fmt: skip
+
+
+class TestPadded:
+    """Through the front door: zeros follow the samples, and nothing comes of them."""
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"grad_sample_mode": "ghost"},
+            {"grad_sample_mode": "per_sample", "clipping_function": "automatic"},
+            {"grad_sample_mode": "bookkeeping", "clipping": "per_layer", "loss_reduction": "sum"},
+            {"name": "transformer", "dtype": torch.bfloat16, "grad_sample_mode": "bookkeeping"},
+        ],
+    )
+    def test_training_is_that_without(self, options):
+        run, alone = (build(**options) for _ in range(2))
+        assert [joined(draw) for draw in train(run, 7, 3, pad=True)] == joined(train(alone, 7))
+        rounding = 1e-2 if "dtype" in options else 1e-6
+        np.testing.assert_allclose(parameters(run), parameters(alone), rtol=0, atol=rounding)
+        assert run.engine.accountant.history == alone.engine.accountant.history
+
+    def test_every_microbatch_has_one_shape(self):
+        for workers in (0, 1):
+            loader, optimizer = poisson(24, 1, num_workers=workers), build().optimizer
+            with BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=2, optimizer=optimizer, pad_batches=True
+            ) as pieces:
+                found = [(batch.tolist(), pieces.real) for (batch,) in pieces]
+            assert {len(batch) for batch, _ in found} == {2}
+            assert {real for _, real in found} == {0, 1, 2}
+            whole = [batch.tolist() for (batch,) in poisson(24, 1)]
+            assert joined(batch[:real] for batch, real in found) == joined(whole)
+
+    def test_a_loader_without_poisson_sampling(self):
+        run, alone = (
+            build(count=7, batch_size=3, poisson_sampling=False, grad_sample_mode="bookkeeping")
+            for _ in range(2)
+        )
+        assert joined(train(run, 3, 2, pad=True)) == [[0], [1, 2], [3], [4, 5], [6]]
+        train(alone, 3)
+        np.testing.assert_allclose(parameters(run), parameters(alone), rtol=0, atol=1e-6)
+        assert run.model.step_state.usage.rows is None, "other batches are as they are"
+
+    def test_what_is_printed_is_of_the_samples(self):
+        run, seen = build(batch_size=3), 0
+        with padded(run, 8) as pieces:
+            for x, y, _ in pieces:
+                loss = run.criterion(run.model(x), y)
+                loss.backward()
+                assert len(x) == 8
+                seen += pieces.real
+                assert len(loss.loss_per_sample) == pieces.real
+                assert len((2 * loss).loss_per_sample) == pieces.real
+                total = loss.loss_per_sample.sum().item()
+                assert loss.item() == pytest.approx(total / max(1, pieces.real))
+                assert run.model.per_sample_gradient_norms.shape == (pieces.real,)
+                assert run.model.norm_statistics().samples == pieces.real
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                if seen:
+                    break
+
+    @pytest.mark.parametrize("mode", ["bookkeeping", "ghost", "per_sample"])
+    def test_what_zeros_become_poisons_nothing(self, mode):
+        options = {"grad_sample_mode": mode, "module": nn.Sequential(Direction(), zoo.mlp(6, 8, 3))}
+        assert not options["module"](torch.zeros(1, 6)).isfinite().any()
+        run, alone = (build(**copy.deepcopy(options)) for _ in range(2))
+        train(alone, 3)
+        with padded(run) as pieces:
+            for x, y, _ in pieces:
+                run.criterion(run.model(x), y).backward()
+                assert run.model.nonfinite_samples == 0
+                assert run.model.per_sample_gradient_norms.isfinite().all()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                if run.optimizer.steps == 3:
+                    break
+        np.testing.assert_allclose(parameters(run), parameters(alone), rtol=0, atol=1e-6)
+
+    def test_a_sample_that_is_not_finite_is_counted_beside_them(self):
+        run = build(batch_size=8)
+        with padded(run, 24) as pieces:
+            x, y, _ = next(iter(pieces))
+            x[0] = torch.nan
+            run.criterion(run.model(x), y).backward()
+            assert 1 < pieces.real < 24
+            assert run.model.nonfinite_samples == 1
+            assert all(p.grad.isfinite().all() for p in run.model.network.parameters())
+
+    @pytest.mark.parametrize("mode", ["bookkeeping", "ghost"])
+    def test_kernels_see_one_shape(self, mode):
+        run = build(name="transformer", grad_sample_mode=mode)
+        run.model.skip_checks()
+        seen, reals = [], []
+        with padded(run, 12) as pieces:
+            for x, y, _ in pieces:
+                with Shapes() as shapes:
+                    run.criterion(run.model(x), y).backward()
+                    run.optimizer.step()
+                    run.optimizer.zero_grad()
+                if pieces.real and run.optimizer.steps > 2:
+                    seen.append(shapes.seen)
+                    reals.append(pieces.real)
+        assert len(set(reals)) > 1
+        assert all(one == seen[0] for one in seen)
+
+    def test_bits_of_a_sample_do_not_depend_on_how_many_others_there_are(self):
+        run = build(name="transformer", batch_size=8, dtype=torch.bfloat16)
+        usage = run.model.step_state.usage
+        x, y, _ = next(iter(run.loader))
+        found = []
+        for real in range(1, 4):
+            usage.pad(4, real)
+            usage.handed = usage.left = 4
+            rows = torch.cat((x[:real], torch.zeros_like(x[: 4 - real])))
+            targets = torch.cat((y[:real], torch.zeros_like(y[: 4 - real])))
+            run.criterion(run.model(rows), targets).backward()
+            found.append(run.model.per_sample_gradient_norms[0].item())
+            run.optimizer.zero_grad()
+        assert len(set(found)) == 1
+
+    def test_a_part_of_a_microbatch_is_refused(self):
+        run = build()
+        with padded(run) as pieces:
+            x, _, _ = next(iter(pieces))
+            with pytest.raises(ValueError, match="whole batch"):
+                run.model(x[:2])

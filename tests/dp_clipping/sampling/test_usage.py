@@ -6,6 +6,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager as OpacusBatchM
 from torch.utils.data import DataLoader
 
 from dp_clipping import BatchMemoryManager
+from dp_clipping.sampling.usage import SampleUsage
 from tests.dp_clipping.test_engine import backward, build, data, fixed, step
 
 TWICE = "a sample is in one backward of one step only"
@@ -203,3 +204,17 @@ def test_without_poisson_draws_nothing_is_counted():
     batch = next(iter(run.loader))
     step(run, batch)
     step(run, batch)
+
+
+def test_rows_that_are_no_samples():
+    usage = SampleUsage()
+    assert usage.real_of(5) == 5
+    usage.pad(4, 3)
+    assert usage.real_of(4) == 3
+    with pytest.raises(ValueError, match=r"forward of 2 samples.* 4 rows.*pad_batches=False"):
+        usage.real_of(2)
+    usage.hand_over(5)
+    assert usage.real_of(5) == 5, "of a loader that does not pad"
+    usage.pad(4, 3)
+    usage.pad(None)
+    assert usage.real_of(5) == 5

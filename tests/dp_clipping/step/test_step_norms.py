@@ -31,8 +31,8 @@ def test_they_add_up_within_a_group():
 
 
 def test_some_samples():
-    table = norms({A: 0, B: 0}).table(torch.tensor([1]))
-    assert table.squared().tolist() == [[20.0]]
+    table = norms({A: 0, B: 0}).table(torch.tensor([False, True]))
+    assert table.squared().tolist() == [[0.0, 20.0]]
 
 
 def test_one_rank_exchanges_nothing():

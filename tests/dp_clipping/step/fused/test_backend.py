@@ -171,6 +171,27 @@ def check_one_bad_group() -> None:
         launch_schedule.PENDING_BYTES = before
 
 
+def check_padding() -> None:
+    """Rows that are no samples are in no sum, norm or count, whatever is in them."""
+    for name, mode, clipping in (
+        ("mlp", "flash", "flat"), ("mlp", "flash_bookkeeping", "per_layer"),
+        ("conv2d", "flash_bookkeeping", "flat"), ("transformer", "flash_bookkeeping", "flat"),
+    ):  # fmt: skip
+        case = zoo.BY_NAME[name]
+        network, (inputs, targets) = case.build(), case.batch(4)
+        rows = inputs.clone()
+        rows[2:] = torch.nan if inputs.is_floating_point() else 0
+        model = private(network, mode, 0.5, clipping)
+        expected = clipped_sums(model, (inputs[:2], targets[:2]), case.per_sample_loss)
+        norms = model.per_sample_gradient_norms
+        model.step_state.usage.pad(4, 2)
+        found = clipped_sums(model, (rows, targets), case.per_sample_loss)
+        assert_close(found, expected, 1e-6)
+        torch.testing.assert_close(model.per_sample_gradient_norms, norms)
+        assert model.nonfinite_samples == 0
+        model.to_standard_module()
+
+
 def check_contributions() -> None:
     """At most C also where tokens cancel, by each algorithm of the norm."""
     for mode in FLASH:
@@ -444,9 +465,9 @@ def check_a_refused_backward_leaves_nothing() -> None:
 
 
 BODIES = [
-    check_norm_layers, check_zoo, check_options, check_nonfinite, check_contributions,
-    check_overflow, check_many_parameters, check_one_bad_group, check_depth, check_streaming,
-    check_room, check_shared_inputs, check_random_numbers_of_a_backward,
+    check_norm_layers, check_zoo, check_options, check_nonfinite, check_padding,
+    check_contributions, check_overflow, check_many_parameters, check_one_bad_group, check_depth,
+    check_streaming, check_room, check_shared_inputs, check_random_numbers_of_a_backward,
     check_a_refused_backward_leaves_nothing, check_norm_layers_wait, check_order_of_sums,
     check_lengths_that_change,
 ]  # fmt: skip
