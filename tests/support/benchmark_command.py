@@ -19,7 +19,7 @@ TINY = [
     *("--context-length", "16", "--batch-size", "2"),
     *("--steps-per-epoch", "2", "--rounds", "2"),
 ]
-PROGRESS = re.compile(r"\d+ of \d+, after \d+ \w+: [\w:]+ \(")  # on stderr, without a terminal
+PROGRESS = re.compile(r"\d+ of \d+, after [\w ]+: [\w:]+ \(")  # on stderr, without a terminal
 LIMIT_S = 240
 TOKEN = "BENCHMARK_TEST"
 

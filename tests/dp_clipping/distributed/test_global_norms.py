@@ -6,21 +6,26 @@ import torch
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.norm_reduce import NormReducer
 
-SIZES = (3, 0)
 
-
-def exchanged(context) -> list[list[float]]:
+def exchanged(context, sizes: tuple[int, int]) -> list[list[float]]:
     reducer = NormReducer(data_parallel_group=context.group, dtype=torch.float64)
-    mine = torch.arange(2.0 * SIZES[context.rank]).view(2, -1) + 10 * (context.rank + 1)
+    mine = torch.arange(2.0 * sizes[context.rank]).view(2, -1) + 10 * (context.rank + 1)
     found = GlobalNorms(reducer, mine)
-    assert found.sizes == list(SIZES)
+    assert found.sizes == list(sizes)
     assert torch.equal(found.wait(), found.wait())
     return found.wait().tolist()
 
 
-def test_every_rank_has_all_samples_in_order_of_ranks(cpu_ranks):
-    expected = [[10.0, 11.0, 12.0], [13.0, 14.0, 15.0]]
-    assert cpu_ranks.run(2, exchanged) == [expected] * 2
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((3, 0), [[10.0, 11.0, 12.0], [13.0, 14.0, 15.0]]),
+        ((1, 2), [[10.0, 20.0, 21.0], [11.0, 22.0, 23.0]]),
+    ],
+    ids=str,
+)
+def test_every_rank_has_all_samples_in_order_of_ranks(cpu_ranks, sizes, expected):
+    assert cpu_ranks.run(2, exchanged, sizes) == [expected] * 2
 
 
 def of_one_axis(context) -> None:

@@ -45,6 +45,13 @@ def on_ranks(context) -> None:
     for name, parameter in named.items():
         total = parameter.grad.full_tensor()
         torch.testing.assert_close(total, 2 * (both[0][name] + both[1][name]))
+    for _ in range(2):  # as do two before they are in `.grad`
+        for name in named:
+            sums.accumulate(named[name], mine[name].clone())
+    sums.finish()
+    for name, parameter in named.items():
+        total = parameter.grad.full_tensor()
+        torch.testing.assert_close(total, 4 * (both[0][name] + both[1][name]))
     local(named["0.weight"].grad).add_(1)
     assert sums.changed() == [named["0.weight"]]
 
