@@ -455,7 +455,9 @@ def test_ctrl_c_at_any_time(arguments, moment):
     moment(process)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=300)
-    assert (process.returncode, error) == (130, "interrupted\n")
+    # Shells report both as 130. Python ends by the signal where it came in code made from text.
+    assert process.returncode in (130, -signal.SIGINT)
+    assert error == "interrupted\n"
 
 
 @pytest.mark.slow
