@@ -131,7 +131,7 @@ def build_loader(settings: Settings, ranks: Ranks, keys: Keys) -> DataLoader:
 def build_model(
     settings: Settings, ranks: Ranks, loader: DataLoader, hide_unprotected: bool
 ) -> PrivateModel:
-    """Returns the model, which takes draws from the loader."""
+    """Returns the model, which takes Poisson batches from the loader."""
     poisson = loader if isinstance(loader, PoissonLoader) else None
     model = PrivateModel(
         settings.module,
@@ -148,7 +148,7 @@ def build_model(
     if poisson is None:
         model.step_state.usage.batch_size = batch_size_of(loader)
     else:
-        poisson.on_draw = lambda number: model.step_state.begin_draw(number, model.training)
+        poisson.on_batch = lambda number: model.step_state.begin_batch(number, model.training)
     return model
 
 

@@ -21,7 +21,8 @@ class PrivateLoss:
 
     `backward()` adds the clipped sum of the samples' gradients to `.grad`. Sums, differences and
     multiples work as for a tensor; they act on each sample's loss. A tensor to add or multiply with
-    has no gradient and is one number, or one a sample.
+    has no gradient and is one number, or one a sample. Most methods are these operators, and those
+    of a tensor that training loops call (`item`, `detach`, `backward`).
 
     With `PrivacyEngine(hide_unprotected=True)` a training loss cannot be looked at. One of
     evaluation can: what that data is, is the user's own matter.

@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 class PrivacyEngine:
     """Makes a network, its optimizer, criterion and loader private, and keeps the account.
 
+    Its public methods are those of Opacus's engine, and `check`; `dp_clipping.build` and the rooms
+    below do the work.
+
     Args:
         accountant: `"prv"`, `"rdp"` or `"gdp"`, Opacus's own.
         secure_mode: not supported: the noise is counter-based, not cryptographic.
@@ -145,7 +148,7 @@ class PrivacyEngine:
             noise_generator: its seed (rank 0's) fixes noise and sampling: for tests only.
             grad_sample_mode: one of `dp_clipping.MODES`.
             wrap_model: only True.
-            rand_on_empty: an empty draw yields a batch of random values, as in Opacus.
+            rand_on_empty: an empty Poisson batch yields one of random values, as in Opacus.
             clipping_function: `"abadi"` or `"automatic"`; `gamma` is the latter's γ.
             expected_batch_size: of all ranks together; default the loader's batch size, times the
                 ranks if it has a `DistributedSampler`. A public constant.
@@ -261,7 +264,7 @@ class PrivacyEngine:
         in evaluation meanwhile and float32 products are full ones, so dropout and TensorFloat-32
         are not part of it; what is random even so is taken for an error.
 
-        Training does not notice: parameters, `.grad`, norms, step count, account, noise, draws,
+        Training does not notice: parameters, `.grad`, norms, step count, account, noise, batches,
         torch's random states and what ranks exchange stay as they are. Each rank checks a batch of
         its own. The batch is private data and so is the report: ε covers neither.
 
@@ -344,7 +347,7 @@ class PrivacyEngine:
         the file is executed. The engine's account becomes the saved one, and keeps what this
         engine has counted beyond it (with a warning); steps that the saved key then makes again
         are not counted twice, and refused (RuntimeError) with another σ or C than before, or of
-        another draw. A folder, and a file, may be of another number of ranks, sharded or not.
+        another batch. A folder, and a file, may be of another number of ranks, sharded or not.
 
         Args:
             path: as given to `save_checkpoint`.
@@ -355,7 +358,7 @@ class PrivacyEngine:
             new_keys: go on with a new key for noise and samples: where the key file is lost, the
                 data are others, or another continuation of this checkpoint is published. Another
                 σ, C or clipping, number of ranks or kind of device, or a scheduler or optimizer
-                that is missing in the checkpoint or here, draws a new key without being asked, with
+                that is missing in the checkpoint or here, makes a new key without being asked, with
                 a warning.
 
         Returns:
@@ -415,7 +418,7 @@ class PrivacyEngine:
             sigma=optimizer.step_state.settings.noise_multiplier if is_private else 0.0,
             rate=sample_rate * optimizer.accumulated_iterations,
             clip_norms=tuple(optimizer.step_state.clip_norms) if is_private else (),
-            draw=optimizer.step_state.draw,
+            batch_number=optimizer.step_state.batch_number,
         )
         self._account.count(step, key_is_fixed=run.keys.fixed)
 

@@ -66,7 +66,7 @@ class PrivateModel(nn.Module):
         hide_unprotected: what is not covered by ε raises instead of showing itself.
         sharding: `sharding_of(module)`: how the network is spread over ranks, if it is.
         norm_reduction: how norms are added up over ranks that have parts of the parameters.
-        usage: of the loader, if it makes Poisson draws.
+        usage: of the loader, if it yields Poisson batches.
 
     Attributes:
         step_state: the state of the step, which everybody else asks too.

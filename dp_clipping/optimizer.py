@@ -60,7 +60,7 @@ class PrivateOptimizer(Optimizer):
     next step on. Ranks compare them in each step (`fixed_settings`).
 
     Args:
-        count: counts a step in an account, before its noise is drawn. No hook takes its place.
+        count: counts a step in an account, before its noise is generated. No hook takes its place.
         agreement: compares settings with other ranks; None: there are none.
 
     Attributes:
@@ -167,7 +167,7 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def accumulated_iterations(self) -> int:
-        """Draws that a step consists of: always one. Accountants multiply the sample rate by it."""
+        """Poisson batches of a step: always one. Accountants multiply the sample rate by it."""
         return 1
 
     @property
@@ -198,7 +198,7 @@ class PrivateOptimizer(Optimizer):
         self.step_state.microbatches.signal(do_skip)
 
     def leave_microbatches(self, half_way: bool) -> bool:
-        """No further microbatch comes. Sums of a draw that was left `half_way` are dropped.
+        """No further microbatch comes. Sums of a batch that was left `half_way` are dropped.
 
         Whether there were any.
         """
@@ -240,7 +240,7 @@ class PrivateOptimizer(Optimizer):
                 self._prepare()
         self.step_state.apply()
         self.original_optimizer.step()
-        self.step_state.draw = None
+        self.step_state.batch_number = None
         return loss
 
     def pre_step(self) -> bool:
@@ -313,13 +313,13 @@ class PrivateOptimizer(Optimizer):
             self.hooks.run(self)
         else:
             self._count(self)
-        # Counted before noise is drawn: what fails from here on never draws the same noise again.
+        # Counted before noise is made: what fails from here on never adds the same noise again.
         number = self.step_state.count()
         if is_private:
             self.noise.add(number)
         self.step_state.add_noise()
 
     def resume(self, steps: int, noise_key: bytes) -> None:
-        """Goes on at a step boundary: the noise of step number `steps` is the next to be drawn."""
+        """Goes on at a step boundary: the next noise is that of step number `steps`."""
         self.noise.key = noise_key
         self.step_state.resume(steps)

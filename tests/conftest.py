@@ -27,6 +27,21 @@ def pytest_xdist_auto_num_workers() -> int:
     return 0 if torch.cuda.is_available() else 2
 
 
+LONGEST = (
+    "tests/experiments/test_llama_fsdp.py",
+    "tests/dp_clipping/step/fused/test_backend.py",
+    "tests/bench/test_benchmark.py",
+    "tests/examples/test_private_text.py",
+    "tests/dp_clipping/checkpoint/test_distributed_format.py",
+    "tests/dp_clipping/distributed/test_fsdp2.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with the longest files: a process that began one last would end alone."""
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--implementation",

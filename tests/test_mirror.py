@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONGEST
+
 ROOT = Path(__file__).parents[1]
 WITHOUT = {  # protocols: nothing runs
     "dp_clipping/layers/recorder.py", "dp_clipping/step/steppable.py",
@@ -38,3 +40,7 @@ def test_a_module_has_tests_of_its_name(module):
 def test_a_folder_is_read_at_a_glance(folder):
     modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     assert len(modules) <= MOST_MODULES, sorted(modules)
+
+
+def test_the_longest_files_are_there():
+    assert all((ROOT / file).is_file() for file in LONGEST)

@@ -19,7 +19,7 @@ def check_noise_multiplier(noise_multiplier: float) -> None:
 
 
 def check_noise(noise_multiplier: float, sensitivity: float) -> None:
-    """Raises ValueError if noise of σC, drawn in float32, would overflow or come out as zero."""
+    """Raises ValueError if float32 noise of σC would overflow or come out as zero."""
     std = noise_multiplier * sensitivity
     if std and not 1 / LARGEST <= std <= LARGEST:
         raise ValueError(

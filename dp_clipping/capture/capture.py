@@ -50,6 +50,8 @@ class Capture:
     `PrivateModel` makes it, and `remove` gives the network its own layers back. In between each
     forward of a private step runs in `attached`, in which the layers deliver to that step; outside
     of it they compute what they did. The searches for samples run plain forwards in `looked_at`.
+    Its attributes are the map of the network that all parts of a step read: each belongs to all
+    captured layers together and is made once, so none has a smaller owner.
 
     Raises:
         ValueError: the network is in evaluation.

@@ -47,8 +47,8 @@ class CompiledShapes:
     def planned(batch_size: int) -> int:
         """Returns the batch size that plans are made for: the next power of two.
 
-        Draws vary in size. With a plan of its own each of them would ask for other slots, which
-        is another function to compile.
+        Poisson batches vary in size. With a plan of its own each of them would ask for other
+        slots, which is another function to compile.
         """
         return 1 << max(0, batch_size - 1).bit_length()
 

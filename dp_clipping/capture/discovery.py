@@ -32,7 +32,8 @@ class LayoutDiscovery:
     """Finds out where the samples are in a captured network, and remembers from how many.
 
     A batch of one sample tells little: beside one, every dimension of size one may count samples.
-    What it gave is provisional until a larger batch comes.
+    What it gave is provisional until a larger batch comes. Looking and checking stay together: each
+    check may ask for another look, and both follow one schedule, on one rank or on all together.
     """
 
     def __init__(

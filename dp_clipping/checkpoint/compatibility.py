@@ -96,7 +96,7 @@ def _check_run(
         notes.append(", ".join(f"{n} was {there.get(n)} and is {here[n]}" for n in changed))
     if notes:
         # Another σ or C, now or later: two results under the same noise could be solved for a sum.
-        return None, [f"{note}, so noise and samples are drawn with a new key" for note in notes]
+        return None, [f"{note}, so noise and samples come from a new key" for note in notes]
     return _find_keys(path, details["key_fingerprint"]), notes
 
 
@@ -183,7 +183,7 @@ def _find_keys(path: Path, fingerprint: str) -> Keys:
             return key
     what = "holds no key of this checkpoint" if keys else "is missing"
     raise ValueError(
-        f"{beside} {what}, so a resumed run would draw other noise and other samples than the "
+        f"{beside} {what}, so a resumed run would have other noise and other samples than the "
         "saved one: restore the file, or pass new_keys=True to go on with a new key (private all "
         "the same, but not the same run)"
     )

@@ -6,7 +6,7 @@ history are among those of another cannot be told from it, and a load that takes
 the engine's would lower ε where the engine has made other steps meanwhile. So the steps of each key
 are listed apart, here and in a checkpoint.
 
-Step n of a key always draws the same noise for the same samples. So two lists of one key agree as
+Step n of a key always has the same noise for the same samples. So two lists of one key agree as
 far as both go, and the longer one has the steps of both; lists of different keys compose. A run
 that was set back makes the steps of its key again: the same releases, which the account has
 already. That holds only if they are made alike. With another C or σ, or other samples, two results
@@ -50,7 +50,7 @@ class Step:
         number: under which the key is asked for noise.
         sigma, rate: as they are counted.
         clip_norms: C, or those of the clipping groups.
-        draw: number of the draw that it is made of; None if it is no Poisson draw.
+        batch_number: of the Poisson batch that it is made of; None if it is made of another.
     """
 
     fingerprint: str
@@ -58,12 +58,12 @@ class Step:
     sigma: float
     rate: float
     clip_norms: tuple[float, ...]
-    draw: int | None
+    batch_number: int | None
 
     @property
     def digest(self) -> int:
         """Returns a digest of what a history does not say."""
-        return hash((self.clip_norms, self.draw))
+        return hash((self.clip_norms, self.batch_number))
 
 
 def count(history: History) -> int:
@@ -202,7 +202,7 @@ class Account:
             key_is_fixed: of a test, where runs with one key are not the same run: each step counts.
 
         Raises:
-            RuntimeError: if it was made with another σ, sample rate or C, or of another draw.
+            RuntimeError: if it was made with another σ, sample rate or C, or of another batch.
         """
         self._refuse_lost()
         self._note_others()

@@ -128,15 +128,15 @@ class PrivateRun:
     def sampler_state(self) -> dict[str, int | float] | None:
         """Returns where the loader goes on after a resume.
 
-        A Poisson batch that was handed out and not used is drawn again. One that was used is not,
+        A Poisson batch that was handed out and not used comes again. One that was used is not,
         also if the loader was not told of it.
         """
         if self.poisson is None:
             return None
         state = self.poisson.state_dict()
         used = self.start[0] + self.optimizer.steps - self.start[1]
-        if self.model.step_state.draw is not None:
-            state["position"] = self.model.step_state.draw
+        if self.model.step_state.batch_number is not None:
+            state["position"] = self.model.step_state.batch_number
         state["position"] = max(state["position"], used)
         return state
 

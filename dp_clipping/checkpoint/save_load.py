@@ -1,8 +1,8 @@
 """Checkpoints: a run goes on as if it had never stopped, and nothing secret is in the file.
 
-Two files. `PATH` holds the model, the optimizer, the accountant's history, the position in the
-draws, the number of steps and the public settings of the run. `PATH.key` (mode 0600) holds the key
-that noise and sampling are drawn from: who has both files can subtract the noise.
+Two files. `PATH` holds the model, the optimizer, the accountant's history, the number of
+Poisson batches, of steps, and the public settings of the run. `PATH.key` (mode 0600) holds the key
+that noise and sampling come from: who has both files can subtract the noise.
 
 A save replaces files in an order in which a kill at any moment leaves a checkpoint with its key:
 
@@ -12,12 +12,12 @@ A save replaces files in an order in which a kill at any moment leaves a checkpo
 
 A checkpoint names its key by a fingerprint, so a load finds its line, or sees that none is there.
 
-When does a load go on with the saved key? The same key draws the same noise, and two different
+When does a load go on with the saved key? The same key gives the same noise, and two different
 sums under the same noise give away their difference. So:
 
 | differs from the saved run | what a load does |
 | --- | --- |
-| nothing; mode; sharded or not | saved key: the same draws, noise and sums (to rounding) |
+| nothing; mode; sharded or not | saved key: the same batches, noise and sums (to rounding) |
 | σ, C, clipping, expected batch size | new key, with a warning |
 | number of ranks (all, or those with other samples), CPU or GPU | new key, with a warning |
 | a scheduler, or the optimizer's state, is missing in one of the two | new key, with a warning |
@@ -32,7 +32,7 @@ size of microbatches and the GPU's model) is the user's: of two different contin
 checkpoint publish one, or give the second `new_keys=True`. Two that are published compose, and the
 account of neither has the steps of the other, unless both were made in one engine: a load keeps
 what its engine has counted beyond the checkpoint, and a step that is made again from the saved key
-with another σ or C, or of another draw, is refused (see ledger.py).
+with another σ or C, or of another batch, is refused (see ledger.py).
 
 Both are tied together and verified as a whole: `PATH` ends with the SHA-256 of its content and an
 HMAC of that digest under a key derived from the run's (file_format.py). What does not agree is

@@ -1,4 +1,4 @@
-"""Compares the settings of each step over ranks before any noise is drawn.
+"""Compares the settings of each step over ranks before any noise is added.
 
 Two replicas that add different multiples of one noise give away the noiseless sum, and a shard with
 less noise than the account says voids ε. So no rank takes a step on which ranks disagree.
@@ -69,7 +69,7 @@ class Agreement:
 def agree_on_settings(settings: Settings, group: dist.ProcessGroup | None) -> None:
     """Raises ValueError on every rank, naming the settings in which ranks differ.
 
-    Each rank would add other noise or draw other samples, and no replica would be what ε is about.
+    Each rank would add other noise or sample others, and no replica would be what ε is about.
     """
     if group is not None and (found := differences(settings, group)):
         raise ValueError(f"{found}: give the same on all")

@@ -61,7 +61,7 @@ def _exchange_sizes(reducer: NormReducer, size: int) -> list[int]:
     if negative and [-size for size in negative] != sizes:
         raise RuntimeError(
             "ranks of one tensor-parallel axis have different numbers of samples (largest by data "
-            f"rank {sizes}, smallest {[-size for size in negative]}): they must draw the same "
+            f"rank {sizes}, smallest {[-size for size in negative]}): they must sample the same "
             "batches"
         )
     return sizes

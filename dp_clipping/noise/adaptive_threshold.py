@@ -18,14 +18,14 @@ Gaussian mechanism of noise multiplier
     z = (z_Δ⁻² + (2σ_b)⁻²)^(-1/2),   so   z_Δ = (z⁻² - (2σ_b)⁻²)^(-1/2)
 
 on the gradient makes a step cost what the accountant is told, z. Both parts are of the same Poisson
-draw, so amplification by sampling holds for the pair; C is a function of what earlier steps
+batch, so amplification by sampling holds for the pair; C is a function of what earlier steps
 released, so composition is the ordinary adaptive one. K clipping groups, a count each, move the
 second part by √K/(2σ_b): then K(2σ_b)⁻² stands for (2σ_b)⁻².
 
 **Why b_i - ½.** The factor 2 is there because a sample moves a sum of b_i - ½ by ½. The count
 Σ b_i itself moves by 1 and would need (σ_b)⁻² instead. Where the batch size n is public, Σ b_i is
-Σ (b_i - ½) + n/2 and the two are the same; in a Poisson draw n depends on the data, so nothing may
-be added to the sum or divide it but the constant m. For the same reason a step whose draw is empty
+Σ (b_i - ½) + n/2 and the two are the same; in a Poisson batch n depends on the data, so nothing may
+be added to the sum or divide it but the constant m. For the same reason a step whose batch is empty
 releases its noise as well.
 """
 

@@ -30,7 +30,7 @@ def add_noise(
     Args:
         total: any shape and strides, float32 (or float64, for tests: then computed in float64 on
             the same z). Its element i, counted in row-major order, gets z[offset + i].
-        std: standard deviation of the noise on the sum, σC or σC/√W for one of W shares; 0 draws
+        std: standard deviation of the noise on the sum, σC or σC/√W for one of W shares; 0 adds
             nothing.
         divisor: the expected global batch size, a public constant.
         dtype: of the result; default that of `out`, or of `total`.

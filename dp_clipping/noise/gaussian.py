@@ -1,8 +1,8 @@
 """Defines the Gaussian noise of DP-SGD: streams in which every value has an address.
 
 Value number `offset` of a stream is a function of (secret, step, parameter, share, offset) and of
-nothing else: no state, no global seed, no rank. So a shard draws its own slice of the noise that
-one process would draw, replicas draw the same, and a resumed run draws what it would have drawn.
+nothing else: no state, no global seed, no rank. So a shard generates its own slice of the
+noise of one process, replicas generate the same, and a resumed run goes on as if never stopped.
 
 The streams are counter-based, not cryptographic: Philox was designed to pass statistical tests,
 and whoever sees exact values may work back to its key. Attacks on the floating-point grid of the
@@ -31,7 +31,7 @@ WORD = 0xFFFFFFFF
 ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85  # golden ratio and √3 − 1, as in the paper
-CHUNK = 1 << 15  # counters drawn at once: six int64 words each still fit the second-level cache
+CHUNK = 1 << 15  # counters taken at once: six int64 words each still fit the second-level cache
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,12 @@ def add_noise_plain(
         torch.div(total, divisor, out=out)
         return
     device = total.device
-    drawn = (
+    generated = (
         _chunks(total.numel(), stream, offset, device)
         if place is None
         else (piece for run in place for piece in _chunks_of_run(run, stream, device))
     )
-    for part, z in drawn:
+    for part, z in generated:
         noisy = z.to(total.dtype).mul_(std).add_(total[part])
         torch.div(noisy, divisor, out=out[part])
 

@@ -1,7 +1,7 @@
-"""Draws noise in registers and adds it: the fused counterpart of `gaussian.add_noise_plain`.
+"""Generates noise in registers and adds it: the fused counterpart of `gaussian.add_noise_plain`.
 
-Traffic: n float32 values are read once and n of the output's dtype written, nothing else. Drawing
-with `torch.randn` and adding would write and read the noise too, and could not draw a slice alone.
+Traffic: n float32 values are read once and n of the output's dtype written, nothing else. Adding
+what `torch.randn` returns would write and read the noise too, and could not generate a slice alone.
 On an H200 (torch 2.11, Triton 3.6) `randn_like`, add, divide and copy of 2²⁸ values in float32 took
 2.35 ms.
 """
@@ -52,7 +52,7 @@ def serves(total: Tensor) -> bool:
 def add_noise_kernel_launch(
     total: Tensor, out: Tensor, stream: Stream, std: float, divisor: float, offset: int
 ) -> None:
-    """`out ← (total + std·z) / divisor`, cast last; `std` 0 draws nothing.
+    """`out ← (total + std·z) / divisor`, cast last; `std` 0 adds nothing.
 
     Args:
         total: [n], float32, contiguous.
@@ -67,7 +67,7 @@ def add_noise_kernel_launch(
         total, out, n, first, shift,
         _signed(stream.key_0 | stream.key_1 << 32, 64),
         _signed(stream.counter_2, 32), _signed(stream.counter_3, 32),
-        float(std), float(divisor), 1 / divisor, DRAW=std != 0, BLOCK=BLOCK, num_warps=4,
+        float(std), float(divisor), 1 / divisor, ADD_NOISE=std != 0, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 
 
@@ -110,8 +110,8 @@ def add_noise_to_parts_kernel_launch(
 
     Each run of a part is a row of the table. Programs number its counters row by row of the run:
     counter j of row q holds values from 4(⌊(offset + q·stride) / 4⌋ + j) on. Where rows begin and
-    end inside of a counter, those at both ends are drawn for some of their values only. Where none
-    does, elements lie as the counters do, and addresses need no row.
+    end inside of a counter, those at both ends are generated for some of their values only. Where
+    none does, elements lie as the counters do, and addresses need no row.
     """
     runs = [(i, run) for i, place in enumerate(places) for run in _within_reach(place)]
     for aligned in (True, False):
@@ -165,7 +165,7 @@ def _within_reach(place: Place) -> Place:
 
 @lru_cache(maxsize=8)
 def _pieces(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Which tensor and which piece of it each program draws: [programs, 2] int64."""
+    """Which tensor and which piece of it each program generates noise for: [programs, 2] int64."""
     counts = [-(-n // (4 * BLOCK * LOOPS)) for n in sizes]
     pairs = [
         torch.stack((torch.full((c,), i), torch.arange(c)), dim=1) for i, c in enumerate(counts)
@@ -279,12 +279,12 @@ if triton is not None:
     @triton.jit(do_not_specialize=["first", "seed", "c2", "c3"])
     def _add_noise_kernel(
         p_total, p_out, n, first, shift, seed, c2, c3, std, divisor, inverse,
-        DRAW: tl.constexpr, BLOCK: tl.constexpr,
+        ADD_NOISE: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         o_n = tl.program_id(0).to(tl.int64) * (4 * BLOCK) + tl.arange(0, 4 * BLOCK) - shift
         m_n = (o_n >= 0) & (o_n < n)
         b_sum = tl.load(p_total + o_n, mask=m_n, other=0)
-        if DRAW:
+        if ADD_NOISE:
             w0, w1, w2, w3 = _words(first, seed, c2, c3, BLOCK)
             b_sum += std * _normals_of(w0, w1, w2, w3, BLOCK)
         b_out = _quotient(b_sum, divisor, inverse)

@@ -80,7 +80,7 @@ def profile_of(device: torch.device, hide_unprotected: bool, alone: bool) -> Pro
     """Returns a new profile if the switch is on; None: off.
 
     With `hide_unprotected` it is off: how often a range runs in a step, and how long it takes, tell
-    the size of the draw.
+    the size of the Poisson batch.
     """
     if not is_on():
         return None

@@ -2,7 +2,7 @@
 
 Files:
 
-    poisson               the draw of each step
+    poisson               the batch of each step
     loader                the user's DataLoader with Poisson batches
     collate               batches without samples
     memory_manager        one Poisson batch in several physical ones

@@ -4,6 +4,7 @@ poisson.py says which samples a batch has, collate.py what one without samples l
 """
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -31,15 +32,15 @@ class PoissonLoader(DataLoader):
     """A DataLoader that yields Poisson batches; `make_private` returns one.
 
     `from_data_loader` makes it of the user's loader. Each iteration begins where the user is
-    (`start_epoch`), and announces each batch before it yields it (`hand_over`): to `on_draw`, which
-    refuses a second batch before the step of the first, and to `usage`, which the model asks before
-    each backward. A checkpoint saves `state_dict()`.
+    (`start_epoch`), and announces each batch before it yields it (`hand_over`): to `on_batch`,
+    which refuses a second batch before the step of the first, and to `usage`, which the model asks
+    before each backward. A checkpoint saves `state_dict()`.
 
     Attributes:
         sample_rate: q.
         position: how many batches were yielded to the user, over all epochs; also by another loader
             (Opacus's BatchMemoryManager) that takes this one's.
-        on_draw: called with the number of a Poisson batch just before its (first) part is yielded,
+        on_batch: called with the number of a Poisson batch just before its (first) part is yielded,
             in the main process; what it raises is raised instead of yielding the batch.
         usage: which samples of the last batch no backward has used.
     """
@@ -89,7 +90,7 @@ class PoissonLoader(DataLoader):
         collate function makes, or with `rand_on_empty` one sample of random zeros and ones; tensors
         have their batch in dimension 1 with `batch_first=False`. `drop_last` means nothing
         here. Raises ValueError, with what to use in its place, for loaders whose data cannot be
-        drawn by index and samplers that do not visit every sample alike.
+        sampled by index and samplers that do not visit every sample alike.
         """
         _check_loader(loader, world_size)
         sampler = PoissonSampler(
@@ -118,16 +119,27 @@ class PoissonLoader(DataLoader):
         return self.batch_sampler.position
 
     @position.setter
-    def position(self, draws: int) -> None:
-        self.batch_sampler.position = draws
+    def position(self, batches: int) -> None:
+        self.batch_sampler.position = batches
+
+    @property
+    def on_batch(self) -> Callable[[int], object] | None:
+        return self.batch_sampler.on_batch
+
+    @on_batch.setter
+    def on_batch(self, call: Callable[[int], object] | None) -> None:
+        self.batch_sampler.on_batch = call
 
     @property
     def on_draw(self) -> Callable[[int], object] | None:
-        return self.batch_sampler.on_draw
+        """Returns `on_batch`, of which this is the old name."""
+        warnings.warn("on_draw is now on_batch", DeprecationWarning, stacklevel=2)
+        return self.on_batch
 
     @on_draw.setter
     def on_draw(self, call: Callable[[int], object] | None) -> None:
-        self.batch_sampler.on_draw = call
+        warnings.warn("on_draw is now on_batch", DeprecationWarning, stacklevel=2)
+        self.on_batch = call
 
     @property
     def holds_dummy(self) -> bool:
@@ -138,8 +150,8 @@ class PoissonLoader(DataLoader):
         epoch = self.start_epoch()
         # Of this iteration alone: one that was left early cannot disturb it.
         sizes = self.batch_sampler.sizes = deque()
-        for draw, batch in enumerate(super().__iter__(), epoch.start):
-            self.hand_over(draw, sizes.popleft())
+        for number, batch in enumerate(super().__iter__(), epoch.start):
+            self.hand_over(number, sizes.popleft())
             yield batch
             self.check_last(epoch)
 
@@ -166,22 +178,24 @@ class PoissonLoader(DataLoader):
             self.generator.manual_seed((torch.initial_seed() + epoch.start) % 2**63)
         return epoch
 
-    def hand_over(self, draw: int, samples: int, *, first: bool = True, last: bool = True) -> None:
-        """Announces a batch, or its `first` or `last` microbatch, before it is yielded.
+    def hand_over(
+        self, number: int, samples: int, *, first: bool = True, last: bool = True
+    ) -> None:
+        """Announces batch `number`, or its `first` or `last` microbatch, before it is yielded.
 
         Without `samples` it is a made-up one, if `rand_on_empty`.
         """
-        if first and self.on_draw is not None:
-            self.on_draw(draw)
+        if first and self.on_batch is not None:
+            self.on_batch(number)
         if not first and not self.usage.is_unused:
             raise RuntimeError(
-                f"a step has used a part of Poisson batch {draw} and would be followed by one on "
+                f"a step has used a part of Poisson batch {number} and would be followed by one on "
                 "the rest: call optimizer.step() once after each microbatch, it skips all but the "
                 "last"
             )
         self.usage.hand_over(samples, is_dummy=self.rand_on_empty and samples == 0)
         if last:
-            self.position = draw + 1
+            self.position = number + 1
 
     def state_dict(self) -> dict[str, int | float]:
         """Returns where the user is: without the key, and the same on every rank."""
@@ -261,11 +275,13 @@ def _check_loader(loader: DataLoader, world_size: int) -> None:
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ValueError(
-            f"data_loader's {type(dataset).__name__} cannot be drawn from by index: give a dataset "
+            f"data_loader's {type(dataset).__name__} cannot be sampled by index: give a dataset "
             "with __getitem__ and __len__, or poisson_sampling=False"
         )
     if loader.batch_sampler is None:
-        raise ValueError("data_loader has batch_size=None: give a batch size, samples are drawn")
+        raise ValueError(
+            "data_loader has batch_size=None: give a batch size: it sets the sample rate"
+        )
     if len(loader) == 0:
         raise ValueError(
             f"data_loader has no batches of its {len(dataset)} samples: give more data, a "

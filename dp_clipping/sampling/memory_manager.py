@@ -33,9 +33,9 @@ class BatchMemoryManager:
     loss prints the mean of the samples alone. (Mode `no_dp`, which has no coefficients, leaves
     their losses out.) What a loop computes of outputs by itself, an accuracy say, has these rows
     too: `outputs[: loader.real]`. Each forward takes a whole microbatch. Kernels then see one shape
-    only, so no sample's gradient depends, in the last bits, on how many others were drawn.
+    only, so no sample's gradient depends, in the last bits, on how many others were sampled.
 
-    A PoissonLoader's `on_draw` is called before the first microbatch of a Poisson batch, and its
+    A PoissonLoader's `on_batch` is called before the first microbatch of a Poisson batch, and its
     `position` moves with the last one. Ending the iteration in the middle of a batch (`break`, an
     exception) drops its sums with a warning, so that the optimizer is between two steps, and the
     batch is yielded again from its beginning, unless a step has used a part of it. Any other
@@ -107,7 +107,7 @@ class MicrobatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         sizes = self.sizes
-        for indices, largest in self._draws():
+        for indices, largest in self._batches():
             pieces = split(indices, self.count(largest))
             sizes.append(deque(map(len, pieces)))
             yield from pieces
@@ -116,10 +116,10 @@ class MicrobatchSampler(Sampler[list[int]]):
         """Returns the pieces of a batch of which the rank with most has `largest` samples."""
         return max(1, -(-largest // self.max_size))
 
-    def _draws(self) -> Iterator[tuple[list[int], int]]:
+    def _batches(self) -> Iterator[tuple[list[int], int]]:
         """Yields this rank's samples of each batch, and the most that any rank has."""
         if isinstance(self.batch_sampler, PoissonSampler):
-            for shares in self.batch_sampler.draws():
+            for shares in self.batch_sampler.batches():
                 yield shares[self.batch_sampler.rank], max(map(len, shares))
         else:
             for batch in self.batch_sampler:
@@ -130,7 +130,7 @@ class MicrobatchSampler(Sampler[list[int]]):
 class Position:
     """Where an iteration is: number of its batch, sizes of the microbatches yet to come."""
 
-    draw: int
+    number: int
     left: deque[int] = field(default_factory=deque)
     steps: int = 0
     """Released before this batch, as the loader's usage counts them."""
@@ -163,7 +163,7 @@ class MicrobatchLoader(DataLoader):
         self._optimizer = optimizer
         self._place: Position | None = None  # of the iteration in progress
         self._epoch: range | None = None  # of the iteration in progress
-        self._counted = (range(0), 0)  # draws and their microbatches, when last asked
+        self._counted = (range(0), 0)  # batches and their microbatches, when last asked
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.leave()
@@ -179,7 +179,7 @@ class MicrobatchLoader(DataLoader):
                 left = place.left or sizes.popleft()
                 if poisson:
                     before = poisson.usage.steps
-                    poisson.hand_over(place.draw, left[0], first=first, last=len(left) == 1)
+                    poisson.hand_over(place.number, left[0], first=first, last=len(left) == 1)
                     place.steps = before if first else place.steps
                 self.real = left.popleft()
                 if self._rows is not None:
@@ -191,7 +191,7 @@ class MicrobatchLoader(DataLoader):
                     raise RuntimeError("this iteration was left: begin another")
                 if poisson:
                     poisson.check_last(epoch)
-                place.draw += not left
+                place.number += not left
         finally:
             self.leave(place)
 
@@ -207,19 +207,20 @@ class MicrobatchLoader(DataLoader):
         self._place = self._epoch = None
         poisson, half_way = self._poisson, bool(current.left)
         if half_way and poisson and poisson.usage.steps > current.steps:
-            poisson.position = max(poisson.position, current.draw + 1)
+            poisson.position = max(poisson.position, current.number + 1)
         if self._optimizer.leave_microbatches(half_way):
             warnings.warn(
-                f"Poisson batch {current.draw} was left after some of its microbatches: what they "
-                "added to the gradients is dropped, and no step was made of it",
+                f"Poisson batch {current.number} was left after some of its microbatches: what "
+                "they added to the gradients is dropped, and no step was made of it",
                 stacklevel=2,
             )
 
     def __len__(self) -> int:
         """Returns the microbatches of the iteration in progress, otherwise of the next one.
 
-        Known of Poisson batches, at the cost of drawing the epoch of a PoissonLoader once more, and
-        where torch's BatchSampler says what it gives. Raises TypeError for other batch samplers.
+        Known of Poisson batches, at the cost of sampling the epoch of a PoissonLoader once more,
+        and where torch's BatchSampler says what it gives. Raises TypeError for other batch
+        samplers.
         """
         if isinstance(self._loader, PoissonLoader):
             return self._count_pieces(self._epoch or self._loader.coming_epoch())
@@ -235,11 +236,11 @@ class MicrobatchLoader(DataLoader):
         length = full * sampler.count(batches.batch_size)
         return length if batches.drop_last or not rest else length + sampler.count(rest)
 
-    def _count_pieces(self, draws: range) -> int:
-        if self._counted[0] != draws:
+    def _count_pieces(self, batches: range) -> int:
+        if self._counted[0] != batches:
             sampler = self.batch_sampler
-            shares = map(sampler.batch_sampler.shares, draws)
-            self._counted = draws, sum(sampler.count(max(map(len, share))) for share in shares)
+            shares = map(sampler.batch_sampler.shares, batches)
+            self._counted = batches, sum(sampler.count(max(map(len, share))) for share in shares)
         return self._counted[1]
 
 

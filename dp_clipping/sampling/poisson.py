@@ -2,7 +2,7 @@
 
 That is what the accountants assume (Abadi et al. 2016, "Deep Learning with Differential Privacy";
 Mironov, Talwar and Zhang 2019, "Rényi Differential Privacy of the Sampled Gaussian Mechanism"), so
-batches have random sizes and may be empty. A *Poisson batch*, or draw, is the batch of one step on
+batches have random sizes and may be empty. A *Poisson batch* is the batch of one step on
 all data-parallel ranks together, numbered from 0 over all epochs. Which samples it has is a pure
 function of a secret key and its number: ranks need not communicate, workers may prefetch, a resume
 restores one number, and no seed of the user's has any influence.
@@ -35,7 +35,7 @@ def included(key: bytes, step: int, num_samples: int, sample_rate: float) -> Ten
     ValueError for a key of other than 32 bytes, a negative step, fewer than one sample and a rate
     outside (0, 1].
     """
-    _check_draw(key, step, num_samples, sample_rate)
+    _check_sampling(key, step, num_samples, sample_rate)
     # Noise is keyed by the same kind of secret: the personalisation keeps the streams apart.
     derived = hashlib.blake2b(key=key, person=b"sampling", digest_size=16).digest()
     # The step is in the counter's second word and blocks of samples count in its first.
@@ -57,7 +57,7 @@ class PoissonSampler(Sampler[list[int]]):
         position: how many batches were yielded to the user, over all epochs.
         step: the number of the next batch. A prefetching DataLoader moves it ahead of `position`.
         sizes: of this rank's batches, for the loader, if it asks for the next iteration.
-        on_draw: called with the number of a Poisson batch before it is yielded.
+        on_batch: called with the number of a Poisson batch before it is yielded.
         on_direct_use: called when batches are taken by another loader than the one that owns this.
         why_not_alone: a reason not to yield batches to another loader.
     """
@@ -72,7 +72,7 @@ class PoissonSampler(Sampler[list[int]]):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        _check_draw(key, 0, num_samples, sample_rate)
+        _check_sampling(key, 0, num_samples, sample_rate)
         if steps < 1:
             raise ValueError(f"steps is {steps}: give 1 or more")
         if world_size < 1:
@@ -86,7 +86,7 @@ class PoissonSampler(Sampler[list[int]]):
         self.world_size = world_size
         self.position = self.step = 0
         self.sizes: deque[int] | None = None
-        self.on_draw: Callable[[int], object] | None = None
+        self.on_batch: Callable[[int], object] | None = None
         self.on_direct_use: Callable[[], object] = _nothing
         self.why_not_alone: str | None = None
         self._iteration: object | None = None  # the last one that was begun
@@ -102,17 +102,17 @@ class PoissonSampler(Sampler[list[int]]):
             if self.why_not_alone:
                 raise RuntimeError(self.why_not_alone)
             self.step = self.position
-        for shares in self.draws():
+        for shares in self.batches():
             if sizes is None:
                 self.on_direct_use()
-                if self.on_draw is not None:
-                    self.on_draw(self.step - 1)
+                if self.on_batch is not None:
+                    self.on_batch(self.step - 1)
                 self.position = self.step
             else:
                 sizes.append(len(shares[self.rank]))
             yield shares[self.rank]
 
-    def draws(self) -> Iterator[list[list[int]]]:
+    def batches(self) -> Iterator[list[list[int]]]:
         """Yields the next `steps` Poisson batches, each as `shares` returns it.
 
         Raises RuntimeError, and yields none, when another iteration has begun or `seek` was called.
@@ -132,22 +132,22 @@ class PoissonSampler(Sampler[list[int]]):
         return [indices[indices % self.world_size == r].tolist() for r in range(self.world_size)]
 
     def rekey(self, key: bytes) -> None:
-        """Draws the coming batches from another key, as a resumed run does."""
-        _check_draw(key, 0, self.num_samples, self.sample_rate)
+        """Samples the coming batches from another key, as a resumed run does."""
+        _check_sampling(key, 0, self.num_samples, self.sample_rate)
         self._key = key
 
-    def seek(self, draws: range) -> None:
+    def seek(self, batches: range) -> None:
         """Lets the next iteration yield these batches, and later ones those after them."""
         self._iteration = None
-        self.step = draws.start
-        self._next_steps = len(draws)
+        self.step = batches.start
+        self._next_steps = len(batches)
 
 
 def _nothing() -> None:
     """Does nothing."""
 
 
-def _check_draw(key: bytes, step: int, num_samples: int, sample_rate: float) -> None:
+def _check_sampling(key: bytes, step: int, num_samples: int, sample_rate: float) -> None:
     if not isinstance(key, bytes) or len(key) != KEY_BYTES:
         raise ValueError(f"key is not {KEY_BYTES} bytes: give secrets.token_bytes({KEY_BYTES})")
     if step < 0:

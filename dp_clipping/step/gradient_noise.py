@@ -46,7 +46,7 @@ class GradientNoise:
         """Raises RuntimeError in a process that was forked from the one that made this."""
         if os.getpid() != self._process:
             raise RuntimeError(
-                "this process was forked from the one that called make_private, and would draw the "
+                "this process was forked from the one that called make_private, and would add the "
                 "same noise, which two different sums must not share: call make_private in the "
                 "process that trains"
             )

@@ -109,9 +109,9 @@ class StepState:
         norms: of each backward since the sums were dropped last.
         pending: the private step of the last forward, until its backward.
         steps: steps counted so far, which is the number of the next one.
-        draw: number of the draw that was handed out and that no step has used.
+        batch_number: of the Poisson batch that was handed out and that no step has used.
         held_back: sums are this rank's alone, because of `no_sync()`.
-        microbatches: whether further parts of the draw follow.
+        microbatches: whether further parts of the Poisson batch follow.
     """
 
     def __init__(self, usage: SampleUsage | None = None, is_private: bool = True):
@@ -124,7 +124,7 @@ class StepState:
         self.norms: list[BatchNorms] = []
         self.pending: Any = None
         self.steps = 0
-        self.draw: int | None = None
+        self.batch_number: int | None = None
         self.held_back = False
         self.microbatches = Microbatches()
 
@@ -177,7 +177,7 @@ class StepState:
             )
 
     def count(self) -> int:
-        """Returns the step's number, which no later step has: its noise is about to be drawn."""
+        """Returns the step's number, which no later step has: its noise comes next."""
         number, self.steps = self.steps, self.steps + 1
         self.usage.close()
         return number
@@ -203,11 +203,11 @@ class StepState:
     def resume(self, steps: int) -> None:
         """Goes on between two steps, `steps` of which were made."""
         self.phase = Phase.IDLE
-        self.steps, self.draw = steps, None
+        self.steps, self.batch_number = steps, None
         self.usage.take_back()
         self.microbatches.end()
 
-    def begin_draw(self, number: int, in_training: bool) -> None:
+    def begin_batch(self, number: int, in_training: bool) -> None:
         """Begins a new Poisson batch, which the loader is about to hand over."""
         if self.is_open or (self.usage.is_unused and in_training):
             raise RuntimeError(
@@ -215,4 +215,4 @@ class StepState:
                 "the last one: a step is one batch, an empty one too; to split it use "
                 "BatchMemoryManager, and to leave the loader's iteration begin another"
             )
-        self.draw = number
+        self.batch_number = number

@@ -41,12 +41,12 @@ def test_keys_are_drawn_unless_a_generator_is_given():
     assert keys_for(given, ranks) == keys_for(given, ranks)
 
 
-def test_a_model_takes_draws_from_a_poisson_loader():
+def test_a_model_takes_batches_from_a_poisson_loader():
     ranks, _, loader, given = parts(settings())
     model = build_model(given, ranks, loader, hide_unprotected=False)
     assert isinstance(loader, PoissonLoader)
-    loader.on_draw(7)
-    assert model.step_state.draw == 7
+    loader.on_batch(7)
+    assert model.step_state.batch_number == 7
     assert model.step_state.usage is loader.usage
 
 

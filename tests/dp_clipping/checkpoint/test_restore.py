@@ -48,7 +48,7 @@ def everything(run, *schedulers):
         for x in (
             run.model.state_dict(), [p.grad for p in run.model.parameters()],
             optimizer.state_dict(), optimizer.noise_multiplier, optimizer.max_grad_norm,
-            optimizer.steps, optimizer.noise.key, state.draw, state.phase,
+            optimizer.steps, optimizer.noise.key, state.batch_number, state.phase,
             adaptive and adaptive.state_dict(), vars(state.usage),
             run.loader.state_dict(), run.loader.batch_sampler._key, run.loader.batch_sampler.step,
             own.keys.master, own.start, list(account.history), account._parts, account._released,

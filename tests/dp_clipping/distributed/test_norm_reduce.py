@@ -375,7 +375,7 @@ def test_reading_is_up_to_each_rank(cpu_ranks):
 def other_batch(context: Context) -> None:
     reducer = reducer_of(context, "data x tensor")
     own = torch.ones(1, 3 if context.rank else 2)  # rank 1 is its tensor-parallel partner
-    with pytest.raises(RuntimeError, match="must draw the same batches"):
+    with pytest.raises(RuntimeError, match="must sample the same batches"):
         GlobalNorms(reducer, own)
 
 

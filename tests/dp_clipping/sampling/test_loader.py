@@ -88,7 +88,7 @@ class TestLoader:
     def test_draws_are_announced_before_they_are_handed_out(self):
         loader = poisson(12, 3)
         events = []
-        loader.on_draw = lambda draw: events.append(("draw", draw, loader.position))
+        loader.on_batch = lambda draw: events.append(("draw", draw, loader.position))
         for _ in range(2):
             for _ in loader:
                 events.append(("batch", loader.position))
@@ -102,18 +102,18 @@ class TestLoader:
             if draw == 1:
                 raise RuntimeError("no second draw")
 
-        loader.on_draw = refuse
+        loader.on_batch = refuse
         seen = []
         with pytest.raises(RuntimeError, match="no second draw"):
             seen.extend(batch for (batch,) in loader)
         assert loader.position == 1
-        loader.on_draw = None
+        loader.on_batch = None
         assert next(iter(loader))[0].tolist() == drawn(poisson())[1]
 
     @pytest.mark.parametrize("options", [{}, dict(num_workers=1, persistent_workers=True)])
     def test_an_older_iteration_is_refused_and_takes_nothing_from_the_newer(self, options):
         loader, announced = poisson(**options), []
-        loader.on_draw = announced.append
+        loader.on_batch = announced.append
         one, other = iter(loader), iter(loader)
         seen = [next(one), next(other)]
         with pytest.raises(RuntimeError, match="another iteration"):
@@ -124,9 +124,16 @@ class TestLoader:
         expected = [loader.batch_sampler.shares(draw)[0] for draw in announced]
         assert [batch.tolist() for (batch,) in seen] == expected
 
+    def test_the_old_name_of_on_batch_works_and_warns(self):
+        loader = poisson()
+        with pytest.warns(DeprecationWarning, match="on_draw is now on_batch"):
+            loader.on_draw = print
+        with pytest.warns(DeprecationWarning, match="on_draw is now on_batch"):
+            assert loader.on_draw is loader.on_batch is print
+
     def test_draws_that_another_loader_takes_count(self):
         loader, announced = poisson(), []
-        loader.on_draw = announced.append
+        loader.on_batch = announced.append
         sampler = loader.batch_sampler
         one, other = iter(sampler), iter(sampler)
         seen = [next(one), next(other)]

@@ -111,10 +111,10 @@ class TestPoisson:
         assert [joined(p) for _ in range(2) for p in draws_of(again, 5)] == whole
         assert again.position == 10
 
-    def test_on_draw_comes_once_before_the_signal_and_position_moves_with_the_last(self):
+    def test_on_batch_comes_once_before_the_signal_and_position_moves_with_the_last(self):
         loader = poisson()
         events = []
-        loader.on_draw = lambda draw: events.append(draw)
+        loader.on_batch = lambda draw: events.append(draw)
         optimizer = Optimizer()
         optimizer.signal_skip_step = lambda do_skip: events.append(do_skip)
         with BatchMemoryManager(
@@ -128,13 +128,13 @@ class TestPoisson:
         expected = [[n, *[True] * (-(-size // 4) - 1), False] for n, size in enumerate(sizes)]
         assert events == joined(expected)
 
-    def test_what_on_draw_raises_comes_instead_of_signal_and_batch(self):
+    def test_what_on_batch_raises_comes_instead_of_signal_and_batch(self):
         loader = poisson()
 
         def refuse(draw):
             raise RuntimeError("no second draw")
 
-        loader.on_draw = refuse
+        loader.on_batch = refuse
         optimizer = Optimizer()
         with (
             BatchMemoryManager(
@@ -185,7 +185,7 @@ class TestPoisson:
     ):
         ahead = 99 if workers else None  # the whole epoch
         loader, announced = poisson(num_workers=workers, prefetch_factor=ahead), []
-        loader.on_draw = announced.append
+        loader.on_batch = announced.append
         with BatchMemoryManager(
             data_loader=loader, max_physical_batch_size=1000, optimizer=Optimizer()
         ) as whole_draws:

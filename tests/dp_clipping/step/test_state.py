@@ -135,18 +135,18 @@ class TestSamples:
         state = at(phase)
         if phase in (OPEN, REDUCED):
             with pytest.raises(RuntimeError, match="Poisson batch 3 of the loader begins before"):
-                state.begin_draw(3, in_training=True)
-            assert state.draw is None
+                state.begin_batch(3, in_training=True)
+            assert state.batch_number is None
         else:
-            state.begin_draw(3, in_training=True)
-            assert state.draw == 3
+            state.begin_batch(3, in_training=True)
+            assert state.batch_number == 3
 
     def test_a_draw_may_stay_unused_in_evaluation(self):
         state = StepState()
         state.usage.hand_over(4)
         with pytest.raises(RuntimeError, match="Poisson batch 1 of the loader begins before"):
-            state.begin_draw(1, in_training=True)
-        state.begin_draw(1, in_training=False)
+            state.begin_batch(1, in_training=True)
+        state.begin_batch(1, in_training=False)
 
 
 def test_microbatches_skip_all_steps_but_the_last():
@@ -165,10 +165,10 @@ def test_microbatches_skip_all_steps_but_the_last():
 
 def test_a_resumed_run_is_between_two_steps():
     state = at(NOISY)
-    state.begin_draw(2, in_training=True)
+    state.begin_batch(2, in_training=True)
     state.microbatches.signal(True)
     state.resume(9)
-    assert (state.phase, state.steps, state.draw) == (IDLE, 9, None)
+    assert (state.phase, state.steps, state.batch_number) == (IDLE, 9, None)
     assert not state.microbatches.accumulating
 
 

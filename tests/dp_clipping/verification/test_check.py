@@ -607,7 +607,7 @@ def train(run: SimpleNamespace, look=lambda place: None, steps: int = 3) -> dict
             break
     return {
         "draws": draws, "norms": [n.tolist() for n in norms], "steps": optimizer.steps,
-        "account": run.engine.accountant.history, "open draw": model.step_state.draw,
+        "account": run.engine.accountant.history, "open batch": model.step_state.batch_number,
         "budget": vars(model.step_state.usage) | {}, "random": torch.get_rng_state().tolist(),
         "parameters": replicas.parameters(run).tolist(),
     }  # fmt: skip
