@@ -108,7 +108,8 @@ def check_steps(
     tolerance: float = 1e-7,
     **options,
 ) -> None:
-    """Norms and clipped sums of two steps are those of one process in float64.
+    """Norms and clipped sums of two steps are those of one process in float64, also of samples that
+    zeros follow.
 
     Args:
         make: the sharded network.
@@ -128,9 +129,12 @@ def check_steps(
         model = private(network, mode, LIMIT, clipping, **how)
         if n:  # samples that see each other are looked for in the first run
             model.skip_checks()
-        for _ in range(2):
+        real = mine.stop - mine.start
+        for zeros in (0, 2):
             model.clear_gradients()
-            one_step(model, oracle.pick(batch, mine), zoo.cross_entropy)
+            model.step_state.usage.pad(real + zeros, real)
+            own = [torch.cat((x[mine], torch.zeros_like(x[:zeros]))) for x in batch]
+            one_step(model, (own[0], own[1]), zoo.cross_entropy)
             found = model.per_sample_gradient_norms.double()
             torch.testing.assert_close(found, norms[mine], rtol=tolerance, atol=0)
             check_sums(model, expected)
