@@ -15,6 +15,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.rnn import PackedSequence
 from torch.nn.utils.weight_norm import WeightNorm
 
+from dp_clipping.layers.recurrent import cells
 from dp_clipping.torch_compat import (
     batch_norms,
     composable_replicas,
@@ -113,10 +114,15 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
         return "has complex parameters, whose gradients are not clipped here", (
             "keep real and imaginary parts as two parameters, and use torch.complex in forward"
         )
-    if isinstance(module, nn.RNNBase | nn.LSTMCell) and any(p.requires_grad for p in own):
-        return "has no per-sample gradients, as its kernels have no rule for torch.vmap", (
-            "use opacus.layers.DPLSTM, DPGRU, DPRNN or DPLSTMCell in its place, or freeze it"
-        )
+    if any(p.requires_grad for p in module.parameters()):
+        if isinstance(module, nn.RNNBase) and not cells.is_plain(module):
+            return "computes something else than nn.LSTM, nn.GRU or nn.RNN, on their kernels", (
+                "use one of those, without parametrizations, or freeze it"
+            )
+        if isinstance(module, nn.LSTMCell):
+            return "has no per-sample gradients, as its kernels have no rule for torch.vmap", (
+                "use nn.LSTM, or opacus.layers.DPLSTMCell in its place, or freeze it"
+            )
     for hook in forward_pre_hooks(module):
         if isinstance(hook, WeightNorm):
             return "computes its weight before its forward, where no sample is seen", (

@@ -153,12 +153,16 @@ class Batch:
         return self._map(lambda x, dim: x.narrow(dim, 0, 1))
 
     def with_a_row_of_zeros(self) -> tuple[tuple, dict]:
-        """Returns arguments of one sample of zeros: many networks cannot run on an empty batch."""
+        """Returns arguments of one sample of zeros: many networks cannot run on an empty batch.
+
+        Where a sample has one whole number it is 1: it may be a length, and no sequence has none.
+        """
 
         def one_row(x: Tensor, dim: int) -> Tensor:
             shape = list(x.shape)
             shape[dim] = 1
-            return x.new_zeros(shape)
+            is_length = x.dim() == 1 and not x.is_floating_point() and not x.is_complex()
+            return x.new_ones(shape) if is_length else x.new_zeros(shape)
 
         return self._map(one_row)
 

@@ -65,6 +65,26 @@ class LayoutDiscovery:
             ValueError: naming the layer whose samples cannot be found, or that sees one differently
                 beside other samples.
         """
+        try:
+            return self._ensure(batch)
+        except RuntimeError as error:
+            if "enforce_sorted" not in str(error):
+                raise
+            raise ValueError(
+                "the network packs sequences that must be sorted by length, and batches with other "
+                "samples in some places are run to see whether samples see each other: call "
+                "pack_padded_sequence(x, lengths, enforce_sorted=False)"
+            ) from error
+        except ValueError as error:
+            if not self._search.packs:
+                raise
+            raise ValueError(
+                f"{error} (sequences that were packed are padded to the longest one of the batch: "
+                "if outputs of the network or arguments of a layer have that length, call "
+                "pad_packed_sequence(y, batch_first=True, total_length=x.shape[1]))"
+            ) from error
+
+    def _ensure(self, batch: Batch) -> int | None:
         alone = self._sharding is None
         is_due = self._schedule.next_is_due(batch.size, alone)
         if not alone:
@@ -99,11 +119,15 @@ class LayoutDiscovery:
         return self._search.layouts_of(tensors_of(outputs))
 
     def _arguments(self, batch: Batch) -> list[tuple]:
-        """Returns the arguments of three forwards: see `Search.establish`."""
+        """Returns the arguments of three forwards: see `Search.establish`.
+
+        And of one that repeats a sample of the first in the place of the one that joins.
+        """
         rows = batch.distinct(PLACES)
         rows = rows + [i % batch.size for i in range(PLACES) if i % batch.size not in rows]
         rows = (rows * PLACES)[:PLACES]
-        return [batch.with_rows(r) for r in (rows[:FEW], rows, [rows[0], rows[-1]])]
+        again = [*rows[:FEW], rows[0]]
+        return [batch.with_rows(r) for r in (rows[:FEW], rows, [rows[0], rows[-1]], again)]
 
     def _look(self, arguments: list[tuple], size: int) -> None:
         """Looks, with the arguments of forwards that were made of a batch of so many samples."""
@@ -115,14 +139,23 @@ class LayoutDiscovery:
         self._is_known, self._is_provisional = True, size < FEW
 
     def _establish(self, arguments: list[tuple]) -> None:
-        """Finds the layouts; modules whose children cannot run outside of vmap run with them."""
+        """Finds the layouts; modules whose children cannot run outside of vmap run with them.
+
+        What has been packed is padded to the longest sequence, and one that joins may be longer.
+        Then two dimensions grow, and no sample joins but one that is there.
+        """
         capture = self._capture
+        few, more, other, again = arguments
         unfit = capture.apart if capture.is_compiled else []
         if not unfit:
             try:
-                self._search.establish(*arguments)
-                unfit = unfit_modules(capture, arguments[0], FEW)
+                self._search.establish(few, more, other)
+                unfit = unfit_modules(capture, few, FEW)
             except ValueError:
+                if self._search.packs and more is not again:
+                    self._search.forget()
+                    self._establish([few, again, few, again])
+                    return
                 unfit = capture.apart
                 if not unfit:
                     raise

@@ -8,6 +8,8 @@ from torch import nn
 
 from dp_clipping.distributed.dtensor import plain_type
 from dp_clipping.layers import convolution, embedding, group_norm, linear, norm
+from dp_clipping.layers.recurrent import cells
+from dp_clipping.layers.recurrent import module as recurrent
 from dp_clipping.layers.vmap import children
 from dp_clipping.layers.vmap import module as vectorized
 
@@ -20,6 +22,7 @@ FORWARDS = {
     "rms_norm": norm.forward,
     "llama_rms_norm": norm.forward,
     "layer_norm": norm.forward,
+    "recurrent": recurrent.forward,
     "vectorized": vectorized.forward,
     "child": children.forward,
 }
@@ -35,6 +38,8 @@ def kind_of(module: nn.Module) -> str:
         ValueError: its class computes its weight in a property, so no parameter is what it reads.
     """
     names = {name for name, _ in module.named_parameters(recurse=False)}
+    if cells.is_plain(module) and not replaced_methods(module):
+        return "recurrent"
     is_parametrized = nn.utils.parametrize.is_parametrized(module)
     if "weight" not in names or names - {"weight", "bias"} or is_parametrized:
         return "vectorized"

@@ -6,14 +6,16 @@ how often a parameter is used, since the cross terms of several uses belong to i
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.utils.rnn import PackedSequence
 
-from dp_clipping.capture.batch import tensors_in, tensors_of
+from dp_clipping.capture.batch import tensors_of
 from dp_clipping.capture.network import (
     CapturedNetwork,
     LayerCall,
@@ -41,6 +43,7 @@ class Search:
         self.capture = capture
         self._uses: dict[Parameter, int] = {}
         self._routing: set[str] = set()
+        self.packs = False  # sequences, for a recurrent layer
         self.checks_values = False  # a GPU may stop at numbers that are out of range
         self.output_layouts: dict[tuple[int, ...], list[Layout | None]] = {}
         self.last_outputs: tuple[int, ...] = ()
@@ -119,8 +122,12 @@ class Search:
         """
         layouts = self.output_layouts[self.last_outputs]
         kinds = ("sample_major", "time_major")
-        for kind in kinds if Layout(UNSURE) in layouts else kinds[:1]:
-            guess = [Layout(kind) if y == Layout(UNSURE) else y for y in layouts]
+        unsure = [y is not None and y.kind == UNSURE for y in layouts]
+        for kind in kinds if any(unsure) else kinds[:1]:
+            guess = [
+                replace(y, kind=kind) if is_unsure else y
+                for y, is_unsure in zip(layouts, unsure, strict=True)
+            ]
             self.output_layouts[self.last_outputs] = guess
             yield
 
@@ -162,9 +169,10 @@ class Search:
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             handle: LayerState = module._private
-            inputs = [tensor_parallel.local(x) for x in tensors_in((args, kwargs))]
+            inputs = [tensor_parallel.local(x) for x in handle.tensors((args, kwargs))]
+            self.packs |= any(isinstance(x, PackedSequence) for x in args)
             dtype = product_dtype(inputs[0]) if inputs else None
-            shapes = [_if_flattened(x, batch_size) for x in inputs]
+            shapes = [_if_flattened(x, batch_size, handle) for x in inputs]
             calls.setdefault(handle.name, []).append(LayerCall(shapes, [], dtype))
             layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
             expanded = expanded_input(handle, layouts, inputs, batch_size)
@@ -175,8 +183,8 @@ class Search:
         def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             handle: LayerState = module._private
             call = calls[handle.name][-1]
-            outputs = [tensor_parallel.local(y) for y in tensors_in(output)]
-            call.outputs[:] = [_if_flattened(y, batch_size) for y in outputs]
+            outputs = [tensor_parallel.local(y) for y in handle.tensors(output)]
+            call.outputs[:] = [_if_flattened(y, batch_size, handle) for y in outputs]
             dims = tuple(x.dim() for x in call.inputs)
             if dims not in handle.layouts:
                 tensor_parallel.refuse_split_rows(handle, call.inputs, outputs)
@@ -250,7 +258,11 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _if_flattened(x: Tensor, batch_size: int) -> Tensor:
-    """Returns x if it may hold flattened samples, which values tell apart; else its shape alone."""
+def _if_flattened(x: Tensor, batch_size: int, handle: LayerState | None = None) -> Tensor:
+    """Returns x if it may hold flattened samples, which values tell apart; else its shape alone.
+
+    States of recurrent layers may hold them in dimension 1.
+    """
     flattened = x.dim() > 0 and x.shape[0] != batch_size and x.shape[0] % batch_size == 0
-    return x if flattened else torch.empty_like(x, device="meta")
+    is_recurrent = handle is not None and handle.kind == "recurrent"
+    return x if flattened or is_recurrent else torch.empty_like(x, device="meta")

@@ -88,11 +88,16 @@ def without_dropout(network: nn.Module) -> Iterator[None]:
     """Turns dropout off, which would make one sample look different in two runs."""
     layers = [m for m in network.modules() if isinstance(m, dropouts())]
     before = [m.training for m in layers]
+    between = [(m, m.dropout) for m in network.modules() if isinstance(m, nn.RNNBase) and m.dropout]
     for module in layers:
         module.training = False
+    for module, _ in between:
+        module.dropout = 0.0
     try:
         with _NoDropout():
             yield
     finally:
         for module, training in zip(layers, before, strict=True):
             module.training = training
+        for module, dropout in between:
+            module.dropout = dropout

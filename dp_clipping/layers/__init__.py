@@ -6,6 +6,8 @@ Files:
     recorder              what a layer may ask of a private step, and must deliver to it
     batch_layout          where the samples are in a tensor
     linear, convolution, embedding, norm, group_norm    layers with arithmetic of their own
+    recurrent/            LSTM, GRU and RNN
+    projection            a linear layer, or one that is part of another layer
     linear_factors        norms and sums of a linear layer from its inputs and output gradients
     vmap/                 any other module
     tensor_parallel       layers whose parameters are DTensors

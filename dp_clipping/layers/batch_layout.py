@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 FEW, MORE = 2, 3  # samples in the two runs
 
@@ -21,8 +22,8 @@ class Layout:
     | kind | shape | meaning |
     | --- | --- | --- |
     | `dimension` | [.., B, ..] | `dim` counts the samples |
-    | `sample_major` | [B·T, ..] | flattened, a sample's tokens side by side |
-    | `time_major` | [T·B, ..] | flattened, the samples of a token side by side |
+    | `sample_major` | [.., B·T, ..] | flattened into `dim`, a sample's tokens side by side |
+    | `time_major` | [.., T·B, ..] | flattened into `dim`, the samples of a token side by side |
     | `shared` | [..] | no batch: every sample uses the same values (position ids); `dim` is 1 if
     the first dimension is a batch of one, to be broadcast |
     """
@@ -32,13 +33,14 @@ class Layout:
 
     def batch_first(self, x: Tensor, batch_size: int) -> Tensor:
         """Returns a view or copy of x whose first dimension is the sample."""
-        if self.kind == "dimension":
-            return x.movedim(self.dim, 0) if self.dim else x
+        if self.kind == "shared":
+            raise ValueError("a shared tensor has no samples")
+        x = x.movedim(self.dim, 0) if self.dim else x
         if self.kind == "sample_major":
             return rearrange(x, "(b t) ... -> b t ...", b=batch_size)
         if self.kind == "time_major":
             return rearrange(x, "(t b) ... -> b t ...", b=batch_size)
-        raise ValueError("a shared tensor has no samples")
+        return x
 
     def batch_tokens(self, x: Tensor, batch_size: int) -> Tensor:
         """Returns x [.., features] as [B, T, features]."""
@@ -49,24 +51,24 @@ class Layout:
 
     def restore(self, x: Tensor) -> Tensor:
         """Returns the inverse of `batch_first`."""
-        if self.kind == "dimension":
-            return x.movedim(0, self.dim) if self.dim else x  # no view: it may be changed in place
+        if self.kind == "shared":
+            raise ValueError("a shared tensor has no samples")
         if self.kind == "sample_major":
-            return rearrange(x, "b t ... -> (b t) ...")
-        if self.kind == "time_major":
-            return rearrange(x, "b t ... -> (t b) ...")
-        raise ValueError("a shared tensor has no samples")
+            x = rearrange(x, "b t ... -> (b t) ...")
+        elif self.kind == "time_major":
+            x = rearrange(x, "b t ... -> (t b) ...")
+        return x.movedim(0, self.dim) if self.dim else x  # no view: it may be changed in place
 
     def sample_dim(self) -> int:
         """Returns which dimension `split` has put the samples in."""
-        return {"dimension": self.dim, "sample_major": 0, "time_major": 1}[self.kind]
+        return self.dim + (self.kind == "time_major")
 
     def split(self, x: Tensor, batch_size: int) -> Tensor:
         """Returns x with a dimension of its own for the samples, in place: for `torch.vmap`."""
         if self.kind == "sample_major":
-            return rearrange(x, "(b t) ... -> b t ...", b=batch_size)
+            return x.unflatten(self.dim, (batch_size, x.shape[self.dim] // batch_size))
         if self.kind == "time_major":
-            return rearrange(x, "(t b) ... -> t b ...", b=batch_size)
+            return x.unflatten(self.dim, (x.shape[self.dim] // batch_size, batch_size))
         return x
 
 
@@ -105,16 +107,19 @@ def find_layout(
         )
     if length == 1:
         return Layout("dimension", dim)
-    if dim != 0:
+    if dim and (few.is_meta or more.is_meta):  # values that would tell the order were not kept
         raise ValueError(
             f"{what} is flattened into dimension {dim}: flatten batch and tokens in front"
         )
-    return _flattened_order(few, more, length, what, other, unsure)
+    if other is not None and other.shape == few.shape:
+        other = other.movedim(dim, 0)
+    few, more = few.movedim(dim, 0), more.movedim(dim, 0)
+    return Layout(_flattened_order(few, more, length, what, other, unsure), dim)
 
 
 def _flattened_order(
     few: Tensor, more: Tensor, length: int, what: str, other: Tensor | None, unsure: str
-) -> Layout:
+) -> str:
     """Returns which of the two orders; both runs start with the same samples, so values tell."""
     sample_major = is_close(more[: FEW * length], few)
     by_time = more.unflatten(0, (length, MORE))[:, :FEW].flatten(0, 1)
@@ -126,13 +131,13 @@ def _flattened_order(
             time_major = not changed.unflatten(0, (length, FEW))[:, 0].any()
     if sample_major == time_major:
         if unsure:
-            return Layout(unsure)
+            return unsure
         why = "fits both orders" if sample_major else "fits neither order (samples are mixed)"
         raise ValueError(
             f"{what} is flattened to {tuple(few.shape)} and its content {why}: give the layer "
             "[batch, tokens, features]"
         )
-    return Layout("sample_major" if sample_major else "time_major")
+    return "sample_major" if sample_major else "time_major"
 
 
 def is_close(a: Tensor, b: Tensor) -> bool:
@@ -141,3 +146,19 @@ def is_close(a: Tensor, b: Tensor) -> bool:
         return torch.equal(a, b)
     a, b = a.double(), b.double()
     return bool((a - b).norm() <= 1e-2 * b.norm())
+
+
+def first_tokens(packed: PackedSequence) -> Tensor:
+    """Returns [N, 1, 1, ..]: the first token of each of N sequences, in the order of the batch.
+
+    Four dimensions and more: no tensor that a recurrent layer takes in place of it has so many.
+    """
+    rows = packed.data[: int(packed.batch_sizes[0])]
+    if packed.unsorted_indices is not None:
+        rows = rows.index_select(0, packed.unsorted_indices)
+    return rows[:, None, None]
+
+
+def all_tokens(packed: PackedSequence) -> Tensor:
+    """Returns [N, T, 1, ..]: all tokens of N sequences, in the order of the batch, and zeros."""
+    return pad_packed_sequence(packed, batch_first=True)[0].unsqueeze(2)

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.utils.rnn import PackedSequence
 
-from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.layers.batch_layout import Layout, first_tokens
 from dp_clipping.layers.recorder import Recorder
+from dp_clipping.torch_compat import tree_leaves
 
 # What arrives at the slots of a linear layer in a compiled region: see linear.py.
 GRADIENT_SLOTS = (
@@ -74,7 +76,20 @@ class LayerState:
     @property
     def learns_outputs(self) -> bool:
         """Returns whether `output_layouts` are looked for: else samples stay where they were."""
-        return self.kind in ("vectorized", "child")
+        return self.kind in ("vectorized", "child", "recurrent")
+
+    def tensors(
+        self, tree: Any, of_packed: Callable[[PackedSequence], Tensor] = first_tokens
+    ) -> list[Tensor]:
+        """Returns the tensors of a call in which samples are looked for.
+
+        Those of a packed sequence have no dimension for the samples: `of_packed` makes one with it.
+        """
+        if self.kind != "recurrent":
+            return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+        leaves = tree_leaves(tree, is_leaf=lambda x: isinstance(x, PackedSequence))
+        leaves = [of_packed(x) if isinstance(x, PackedSequence) else x for x in leaves]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def parameter(self, name: str) -> Parameter:
         return self._parameters[name]
@@ -106,9 +121,7 @@ class LayerState:
         return self.private_step.trigger_of(parameter), partial(self.private_step.dense, parameter)
 
     def layouts_of(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
-        return self._layouts_at(tuple(x.dim() for x in inputs))
-
-    def _layouts_at(self, dims: tuple[int, ...]) -> tuple[Layout, ...]:
+        dims = tuple(x.dim() for x in inputs)
         found = self.layouts.get(dims)
         if found is None:
             raise LayoutUnknown(self.name)
@@ -121,7 +134,7 @@ class LayerState:
         output gradient for all of them, in which the samples are added up already. With the input
         expanded to the batch, broadcasting does downstream what it did before.
         """
-        (layout,) = self._layouts_at((x.dim(),))
+        (layout,) = self.layouts_of([x])
         check_size(x, layout, self, self.private_step.batch_size)
         if layout.kind == "shared":
             return Layout("dimension", 0), expand_shared(x, self.private_step.batch_size)
@@ -150,7 +163,7 @@ def check_size(x: Tensor, layout: Layout, handle: LayerState, batch_size: int) -
     elif layout.kind == "dimension":
         fits = x.shape[layout.dim] == batch_size
     else:
-        fits = x.shape[0] % batch_size == 0
+        fits = x.shape[layout.dim] % batch_size == 0
     if not fits:
         raise ValueError(
             f"{handle.name or 'the network'} got an input of shape {tuple(x.shape)} for a batch of "

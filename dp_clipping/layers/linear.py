@@ -1,7 +1,6 @@
 """Linear layers: y = x Wᵀ + b, so G_i = Σ_t y_it a_itᵀ for W and Σ_t y_it for b.
 
-Backward delivers G itself (`Dense`), or the output gradients y and the inputs a, from which the
-private step takes norms and sums (`Factors`, see `linear_factors`).
+What a use leaves behind is in `projection`.
 
 **In a region that `torch.compile` traces** nothing can be handed to a private step. So there the
 layer's function (`CompiledLinear`) has three inputs that forward ignores, slots without memory, and
@@ -18,23 +17,16 @@ forward, while it is traced, and are guards of the compiled function.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from dp_clipping.clipping.accumulation import accumulation_dtype, stored_dtype, wide_bmm
+from dp_clipping.clipping.accumulation import accumulation_dtype, stored_dtype
 from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.kernels.gradient import gradient_and_squares
 from dp_clipping.kernels.launch.tiles import tile_of
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import (
-    FACTOR_SLOTS,
-    GRADIENT_SLOTS,
-    LayerState,
-    autocast_operands,
-    deliver,
-)
-from dp_clipping.layers.linear_factors import LinearFactors
+from dp_clipping.layers.handle import FACTOR_SLOTS, GRADIENT_SLOTS, LayerState
+from dp_clipping.layers.projection import operands, product, project
 
 CHANGED = (
     "than in the plain forward that was made for network inputs of these shapes: a compiled layer "
@@ -51,108 +43,24 @@ def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
     weight, bias, transposed = self.weight, self.bias, handle.kind == "conv1d"
     if is_sharded(weight):
         call = tensor_parallel.linear(handle, x, weight, bias, transposed)
-        return call.leave(_run(handle, call.x, call.weight, call.bias, transposed))
-    return _run(handle, tensor_parallel.plain(handle, x), weight, bias, transposed)
+        layout, x = handle.batched(call.x)
+        return call.leave(_run(handle, x, layout, call.weight, call.bias, transposed))
+    layout, x = handle.batched(tensor_parallel.plain(handle, x))
+    return _run(handle, x, layout, weight, bias, transposed)
 
 
 def _run(
-    handle: LayerState, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
+    handle: LayerState,
+    x: Tensor,
+    layout: Layout,
+    weight: Tensor,
+    bias: Tensor | None,
+    transposed: bool,
 ) -> Tensor:
-    layout, x = handle.batched(x)
-    bias = None if bias is None else bias.detach()
-    x, weight, bias = autocast_operands(x, weight.detach(), bias)
-    weight = weight.t() if transposed else weight
     if _serves_compiled(handle):
-        return _run_compiled(handle, x, weight, bias, layout, transposed)
-    private_step = handle.private_step
-    bias_slot, bias_target = handle.gradient_target("bias")
-    arguments = (x, weight, bias, bias_slot, bias_target)
-    if "weight" not in handle.trainable or handle.keeps_dense(x, weight):
-        weight_slot, weight_target = handle.gradient_target("weight")
-        place = (layout.kind, layout.dim, private_step.batch_size)
-        return Dense.apply(*arguments, weight_slot, weight_target, *place, transposed)
-    parameter = handle.parameter("weight")
-    private_step.plans.will_use(parameter, x, weight.shape[0])
-    trigger = private_step.trigger_of(parameter)
-    return Factors.apply(
-        x, weight, bias, bias_slot, trigger, (handle, layout, transposed, bias_target)
-    )
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns `F.linear`, which with a bias is a view of what was computed, and here is none.
-
-    Autograd lets nobody change a view in place that a custom function has returned.
-    """
-    return F.linear(x, weight, bias).data
-
-
-class Dense(torch.autograd.Function):
-    """`F.linear`, which in backward computes G [B, d, p] and delivers it.
-
-    Slots are inputs that forward ignores (see `LayerState.gradient_target`). All arguments are
-    tensors, plain constants and, outside of compiled regions, targets. `transposed`: the parameter
-    is [p, d].
-    """
-
-    @staticmethod
-    def forward(
-        ctx, x, weight, bias, bias_slot, bias_target, weight_slot, weight_target, kind, dim,
-        batch_size, transposed,
-    ):  # fmt: skip
-        ctx.save_for_backward(x, weight)
-        ctx.layout = (kind, dim, batch_size)
-        ctx.wants = (x.requires_grad, weight_slot is not None, bias_slot is not None)
-        ctx.targets = (weight_target, bias_target)
-        ctx.transposed = transposed
-        return product(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, gy):
-        x, weight = ctx.saved_tensors
-        gy = tensor_parallel.settled(gy)
-        kind, dim, batch_size = ctx.layout
-        wants_x, wants_weight, wants_bias = ctx.wants
-        weight_target, bias_target = ctx.targets
-        layout = Layout(kind, dim)
-        y = layout.batch_tokens(gy, batch_size)
-        gx = gy @ weight if wants_x else None
-        gradients = biases = None
-        if wants_weight:
-            a = layout.batch_tokens(x, batch_size)
-            left, right = (a, y) if ctx.transposed else (y, a)
-            # In float16 a sum over tokens may exceed the largest number.
-            multiply = wide_bmm if y.dtype == torch.float16 else torch.bmm
-            gradients = deliver(weight_target, multiply(left.mT, right))
-        if wants_bias:
-            biases = deliver(bias_target, y.sum(1, dtype=accumulation_dtype(y.dtype)))
-        return gx, None, None, biases, None, gradients, None, None, None, None, None
-
-
-class Factors(torch.autograd.Function):
-    """`F.linear`, which in backward hands its factors to the private step and computes no G."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, bias_slot, trigger, rest):
-        ctx.save_for_backward(x, weight)
-        ctx.rest = (rest[0].private_step, *rest)
-        ctx.wants = (x.requires_grad, bias_slot is not None)
-        return product(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, gy):
-        x, weight = ctx.saved_tensors
-        gy = tensor_parallel.settled(gy)
-        private_step, handle, layout, transposed, bias_target = ctx.rest
-        wants_x, wants_bias = ctx.wants
-        y = layout.batch_tokens(gy, private_step.batch_size)
-        gx = gy @ weight if wants_x else None
-        a = layout.batch_tokens(x, private_step.batch_size)
-        private_step.factors(handle.parameter("weight"), LinearFactors(a, y, transposed))
-        biases = None
-        if wants_bias:
-            biases = deliver(bias_target, y.sum(1, dtype=accumulation_dtype(y.dtype)))
-        return gx, None, None, biases, None, None
+        given = operands(x, weight, bias, transposed)
+        return _run_compiled(handle, *given, layout, transposed)
+    return project(handle, x, layout, weight, bias, transposed)
 
 
 # ---- in compiled regions ------------------------------------------------------------------------

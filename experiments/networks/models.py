@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 
 def group_norm(width: int) -> nn.GroupNorm:
@@ -230,7 +231,10 @@ class AudioEncoder(nn.Module):
 
 
 class LSTMClassifier(nn.Module):
-    """An embedding, `nn.LSTM`, and a linear layer on the last state: `tokens` [B, T]."""
+    """An embedding, `nn.LSTM`, and a linear layer on the last state: `tokens` [B, T].
+
+    With `lengths` [B] the sequences are packed.
+    """
 
     def __init__(
         self, vocabulary: int = 20_000, width: int = 512, layers: int = 2, classes: int = 2
@@ -240,8 +244,11 @@ class LSTMClassifier(nn.Module):
         self.lstm = nn.LSTM(width, width, layers, batch_first=True)
         self.head = nn.Linear(width, classes)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embedding(tokens))[0][:, -1])
+    def forward(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
+        x = self.embedding(tokens)
+        if lengths is not None:
+            x = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return self.head(self.lstm(x)[1][0][-1])
 
 
 class TableNet(nn.Module):

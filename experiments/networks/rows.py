@@ -128,6 +128,13 @@ def token_classifier(network: nn.Module, vocabulary: int, samples: int, length: 
     return Task(network, inputs, targets, nn.CrossEntropyLoss())
 
 
+def packed_classifier(network: nn.Module, vocabulary: int, samples: int, length: int) -> Task:
+    """Returns the classification of sequences from a quarter of this length on."""
+    task = token_classifier(network, vocabulary, samples, length)
+    lengths = torch.randint(length // 4, length + 1, (samples,))
+    return task._replace(inputs=(*task.inputs, lengths))
+
+
 def bert(samples: int, length: int, **sizes: int) -> Task:
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -218,6 +225,9 @@ _ROWS = (
     NetworkRow("lstm", "64 x 128 tokens, float32", _FP32,
         lambda: token_classifier(LSTMClassifier(), 20_000, 64, 128),
         lambda: token_classifier(LSTMClassifier(50, 16, 1), 50, 4, 8)),
+    NetworkRow("lstm_packed", "64 x 32 to 128 tokens, float32", _FP32,
+        lambda: packed_classifier(LSTMClassifier(), 20_000, 64, 128),
+        lambda: packed_classifier(LSTMClassifier(50, 16, 1), 50, 4, 8)),
     NetworkRow("table", "1024 x 26 bags of categories and 13 numbers, float32", _FP32,
         lambda: table(1024, 26, 10_000), lambda: table(4, 3, 20, width=4, hidden=16)),
     NetworkRow("video_resnet18", "16 x 3 x 16 x 112 x 112, bfloat16", _BF16,

@@ -28,7 +28,11 @@ REFUSED = {
     "by frequency": (lambda: nn.Embedding(3, 2, scale_grad_by_freq=True), "scale_grad_by_freq"),
     "lazy": (lambda: nn.LazyLinear(2), "run the network once"),
     "complex": (lambda: nn.Linear(2, 2, dtype=torch.complex64), "real and imaginary parts"),
-    "lstm": (lambda: nn.LSTM(2, 2), "DPLSTM"),
+    "parametrized lstm": (
+        lambda: parametrizations.weight_norm(nn.LSTM(2, 2), "weight_hh_l0"),
+        "without parametrizations",
+    ),
+    "lstm cell": (lambda: nn.LSTMCell(2, 2), "DPLSTMCell"),
     "pruned": (lambda: prune.l1_unstructured(nn.Linear(2, 2), "weight", 0.5), "prune.remove"),
     "spectral norm": (lambda: nn.utils.spectral_norm(nn.Linear(2, 2)), "remove_spectral_norm"),
     "replicas": (lambda: nn.DataParallel(nn.Linear(2, 2)), "ddp.wrap"),
@@ -37,7 +41,8 @@ TAKEN = {
     "fixed batch norm": lambda: frozen(nn.BatchNorm1d(2)),
     "group norm": lambda: nn.GroupNorm(1, 2),
     "instance norm": lambda: nn.InstanceNorm1d(2),
-    "frozen lstm": lambda: frozen(nn.LSTM(2, 2)),
+    "lstm": lambda: nn.LSTM(2, 2),
+    "frozen lstm cell": lambda: frozen(nn.LSTMCell(2, 2)),
     "frozen and sparse": lambda: frozen(nn.Embedding(3, 2, sparse=True)),
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(2, 2)),
 }
@@ -61,8 +66,8 @@ def test_taken(name):
 
 
 def test_all_are_named_at_once():
-    network = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.LSTM(2, 2))
-    with pytest.raises(ValueError, match=r"(?s)0 \(BatchNorm1d\).*2 \(LSTM\)"):
+    network = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.LSTMCell(2, 2))
+    with pytest.raises(ValueError, match=r"(?s)0 \(BatchNorm1d\).*2 \(LSTMCell\)"):
         check_module(network)
 
 

@@ -7,7 +7,7 @@ COEFFICIENTS = "tests/dp_clipping/clipping/test_coefficients.py"
 NORMS = "tests/dp_clipping/clipping/test_norms.py"
 ACCUMULATION = "tests/dp_clipping/clipping/test_accumulation.py"
 STATISTICS = "tests/dp_clipping/clipping/test_statistics.py"
-LINEAR = "tests/dp_clipping/layers/test_linear.py"
+LINEAR = "tests/dp_clipping/layers/test_projection.py"
 FACTORS = "tests/dp_clipping/layers/test_linear_factors.py"
 EMBEDDING = "tests/dp_clipping/layers/test_embedding.py"
 NORM = "tests/dp_clipping/layers/test_norm.py"
@@ -60,9 +60,8 @@ ROWS = [
     ("clipped samples are those at the threshold too", "clipping/statistics.py",
      "squares.sqrt() > bounds[:, None]", "squares.sqrt() >= bounds[:, None]", STATISTICS),
     # ---- layers
-    ("a weight's gradient is a mean over tokens", "layers/linear.py",
-     "deliver(weight_target, multiply(left.mT, right))",
-     "deliver(weight_target, multiply(left.mT, right) / y.shape[1])", LINEAR),
+    ("a weight's gradient is a mean over tokens", "layers/projection.py",
+     "return multiply(left.mT, right)", "return multiply(left.mT, right) / left.shape[1]", LINEAR),
     ("cross terms of tokens are dropped", "layers/linear_factors.py",
      "squared = (gram_a * gram_y).sum((1, 2), dtype=torch.float64)",
      "squared = (gram_a * gram_y).diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float64)", FACTORS),

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import rnn
 
 from dp_clipping.verification.reference import Batch, PerSampleLoss, per_sample_sum
 from lm.model import ModelConfig, Transformer
@@ -593,6 +594,40 @@ def _unusual_parameters() -> list[Case]:
     ]
 
 
+def packed(net: Net, ids: Tensor) -> Tensor:
+    """Sequences of other lengths, through both directions, their states and their last ones."""
+    x = torch.tanh(net.embed(ids))
+    lengths = (1 + ids[:, 0] % ids.shape[1]).cpu()
+    y, (last, _) = net.layer(rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False))
+    y, _ = rnn.pad_packed_sequence(y, batch_first=True, total_length=ids.shape[1])
+    return net.head(y).sum(1) + net.head(last[:2].transpose(0, 1).flatten(1))
+
+
+def _recurrent() -> list[Case]:
+    return [
+        _case(
+            "lstm_packed",
+            lambda: Net(
+                packed,
+                embed=nn.Embedding(VOCABULARY, 4),
+                layer=nn.LSTM(4, 5, 2, batch_first=True, bidirectional=True),
+                head=nn.Linear(10, 3),
+            ),
+            lambda b: tokens(b, count=3),
+            cross_entropy,
+        ),
+        _case(
+            "gru_time_major",
+            lambda: Net(
+                lambda net, x: net.b(net.a(x.transpose(0, 1))[0])[0].transpose(0, 1),
+                a=nn.GRU(5, 4),
+                b=nn.RNN(4, 3, bias=False),
+            ),
+            lambda b: numbers(b, 6, 5, out=(6, 3)),
+        ),
+    ]
+
+
 def _hugging_face() -> list[Case]:
     labels = partial(keywords, count=3)
     projections = ["q_proj", "v_proj", "down_proj"]
@@ -636,6 +671,7 @@ CASES: tuple[Case, ...] = (
     *_embeddings(),
     *_norms_and_convolutions(),
     *_unusual_parameters(),
+    *_recurrent(),
     *_hugging_face(),
 )
 BY_NAME: dict[str, Case] = {case.name: case for case in CASES}

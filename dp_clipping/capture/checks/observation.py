@@ -6,16 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from dp_clipping.capture.backward import flush_ready_nodes
-from dp_clipping.capture.batch import tensors_in, tensors_of
+from dp_clipping.capture.batch import tensors_of
 from dp_clipping.capture.checks.state import State
 from dp_clipping.capture.checks.summaries import Seen, Summary, summary
 from dp_clipping.capture.network import CapturedNetwork, expanded_input, expanded_output
 from dp_clipping.capture.randomness import generator_states, same_generators
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.dtensor import is_sharded
-from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.layers.batch_layout import Layout, all_tokens
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.torch_compat import tree_map, version_of
@@ -117,7 +118,7 @@ class Observer:
             handle: LayerState = module._private
             if handle.kind == "child":  # what it sees, its layers do
                 return None
-            inputs = [local(x) for x in tensors_in((args, kwargs))]
+            inputs = [local(x) for x in handle.tensors((args, kwargs), all_tokens)]
             key = tuple(x.dim() for x in inputs)
             dims.setdefault(module, []).append(key)
             layouts = handle.layouts.get(key, ())
@@ -132,7 +133,7 @@ class Observer:
             if handle.kind == "child":
                 return output
             key = dims[module].pop()
-            if handle.kind == "vectorized":
+            if handle.learns_outputs:
                 layouts = list(handle.output_layouts.get(key, ()))
             else:
                 layouts = list(handle.layouts.get(key, ()))
@@ -140,9 +141,13 @@ class Observer:
             places = iter(layouts)
 
             def note(y: Any) -> Any:
-                if not isinstance(y, Tensor):
-                    return y
-                layout = next(places, None)
+                if isinstance(y, PackedSequence):
+                    return y._replace(data=watched(y.data, next(places, None), y))
+                return watched(y, next(places, None)) if isinstance(y, Tensor) else y
+
+            def watched(
+                y: Tensor, layout: Layout | None, packed: PackedSequence | None = None
+            ) -> Tensor:
                 if layout is None or not y.is_floating_point() or is_sharded(y):
                     return y
                 if layout.kind == "shared":
@@ -154,7 +159,10 @@ class Observer:
 
                     def arrived(gradient: Tensor) -> Tensor:
                         gradient = _rounded(gradient, rounding)
-                        found = summary(local(gradient), layout, batch_size)
+                        rows = local(gradient)
+                        if packed is not None:
+                            rows = all_tokens(packed._replace(data=rows))
+                        found = summary(rows, layout, batch_size)
                         seen.add(handle.name, "gradient", found)
                         return gradient
 
@@ -162,7 +170,7 @@ class Observer:
                     y = y.view_as(y)  # hooks of the user's on the output run before this one
                 return y
 
-            return tree_map(note, output)
+            return tree_map(note, output, is_leaf=lambda y: isinstance(y, PackedSequence))
 
         with self._capture.looked_at(before, after):
             yield triggers

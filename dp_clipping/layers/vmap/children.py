@@ -88,6 +88,8 @@ def _with_batch(x: Tensor, layout: Layout, vmap: Vmap, handle: LayerState) -> Te
         if x.shape[layout.dim] != 1:
             raise LayoutUnknown(handle.name)
         rows = rows.squeeze(layout.dim + 1)
+    else:
+        rows = rows.movedim(layout.dim + 1, 1)
     return layout.restore(rows)
 
 
@@ -105,4 +107,6 @@ def _by_sample(y: Tensor, layout: Layout, batch_size: int, handle: LayerState) -
     rows = layout.batch_first(y, batch_size)
     if len(rows) != batch_size:
         raise LayoutUnknown(handle.name)
-    return rows.unsqueeze(layout.dim + 1) if layout.kind == "dimension" else rows
+    if layout.kind == "dimension":
+        return rows.unsqueeze(layout.dim + 1)
+    return rows.movedim(1, layout.dim + 1)

@@ -114,7 +114,8 @@ def every_sample(
         raise ValueError(
             f"{handle.name or 'the network'} ({type(self).__name__}) cannot be run under "
             f"torch.vmap, so its per-sample gradients are not to be had ({first_line}); freeze it, "
-            "or write it with operators that have a batching rule (opacus.layers has LSTM and GRU)"
+            "or write it with operators that have a batching rule, or of layers with arithmetic of "
+            "their own (nn.LSTM, nn.GRU and nn.RNN as PyTorch has them, for example)"
         ) from error
     complete, shape, where = rest
     for n, y, layout in zip(where, outputs, out_layouts, strict=True):
@@ -130,7 +131,7 @@ def _join(y: Tensor, layout: Layout) -> Tensor:
     """Returns an output of vmap, as `split` put it in, with its samples where they were."""
     if layout.kind == "shared":  # it has a batch now: every sample has its own parameters
         return y.squeeze(1) if layout.dim else y
-    return y if layout.kind == "dimension" else y.flatten(0, 1)
+    return y if layout.kind == "dimension" else y.flatten(layout.dim, layout.dim + 1)
 
 
 def _uncovered(module: nn.Module, handle: LayerState) -> AbstractContextManager:

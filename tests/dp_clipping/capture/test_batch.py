@@ -79,4 +79,6 @@ def test_an_empty_batch_has_a_row_that_goes_again():
     batch = Batch((torch.ones(0, 2),), {}, True)
     args, _ = batch.with_a_row_of_zeros()
     assert torch.equal(args[0], torch.zeros(1, 2))
+    lengths = Batch((torch.ones(0, 2), torch.zeros(0, dtype=torch.long)), {}, True)
+    assert lengths.with_a_row_of_zeros()[0][1].tolist() == [1]  # no sequence has none
     assert batch.without_rows({"y": torch.ones(1, 5)})["y"].shape == (0, 5)

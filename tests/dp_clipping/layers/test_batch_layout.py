@@ -4,8 +4,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import rnn
 
-from dp_clipping.layers.batch_layout import FEW, MORE, Layout, find_layout
+from dp_clipping.layers.batch_layout import (
+    FEW,
+    MORE,
+    Layout,
+    all_tokens,
+    find_layout,
+    first_tokens,
+)
 from tests.dp_clipping.conftest import MODES, assert_close, clipped_sums, private
 from tests.support import zoo
 
@@ -36,6 +44,14 @@ KINDS = {
     "time_major_flattened": (
         lambda n: samples(n, T, P).transpose(0, 1).flatten(0, 1),
         Layout("time_major"),
+    ),
+    "flattened_into_dimension_1": (
+        lambda n: samples(n, T, P).flatten(0, 1).t(),
+        Layout("sample_major", 1),
+    ),
+    "time_major_flattened_into_dimension_2": (
+        lambda n: samples(n, T, P, 2).movedim(0, 1).flatten(0, 1).movedim(0, 2),
+        Layout("time_major", 2),
     ),
     "positions": (lambda n: torch.arange(T), Layout("shared", 0)),
     "positions_of_batch_one": (lambda n: torch.arange(T)[None], Layout("shared", 1)),
@@ -84,7 +100,10 @@ def test_split_has_the_samples_where_it_says(name):
     x = make(B)
     split = layout.split(x, B)
     assert split.shape[layout.sample_dim()] == B
-    assert torch.equal(split.movedim(layout.sample_dim(), 0), layout.batch_first(x, B))
+    rows = layout.batch_first(x, B)
+    if layout.kind != "dimension":
+        rows = rows.movedim(1, layout.dim + 1)  # tokens stay where they were
+    assert torch.equal(split.movedim(layout.sample_dim(), 0), rows)
 
 
 @pytest.mark.parametrize("change", ["batch_first", "restore"])
@@ -111,7 +130,7 @@ REFUSED = {
     "rows_that_belong_to_nobody": (lambda n: torch.ones(2 * n + 1, P), "rows"),
     "rows_that_do_not_divide": (lambda n: torch.ones(n + 1, P), "rows"),
     "flattened_elsewhere": (
-        lambda n: samples(n, T, P).flatten(0, 1).t(),
+        lambda n: samples(n, T, P).flatten(0, 1).t().to("meta"),
         "flattened into dimension 1",
     ),
     "mixed_samples": (
@@ -225,3 +244,17 @@ def test_functional_dropout_before_a_flattened_layer(attention):
         torch.manual_seed(seed)
         model = private(net_of(function))
         assert model(torch.randn(3, T * P)).shape == (3, T, P)
+
+
+def test_the_tokens_of_packed_sequences():
+    sequences = [torch.arange(n)[:, None] + 10.0 * n for n in (2, 3, 1)]
+    for ordered in (False, True):
+        if ordered:
+            sequences.sort(key=len, reverse=True)
+        packed = rnn.pack_sequence(sequences, enforce_sorted=ordered)
+        padded = all_tokens(packed)
+        assert padded.shape == (3, 3, 1, 1)
+        for one, sequence in zip(padded, sequences, strict=True):
+            assert torch.equal(one[: len(sequence), 0], sequence)
+            assert not one[len(sequence) :].any()
+        assert torch.equal(first_tokens(packed), padded[:, :1])

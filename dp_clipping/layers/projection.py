@@ -1,0 +1,169 @@
+"""y = x Wᵀ + b, computed by `nn.Linear`, or as a part of another layer, and what it leaves behind.
+
+Backward delivers G_i = Σ_t y_it a_itᵀ itself (`Dense`), or the output gradients y and the inputs a,
+from which the private step takes norms and sums (`Factors`, see `linear_factors`).
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dp_clipping.clipping.accumulation import accumulation_dtype, wide_bmm
+from dp_clipping.layers import tensor_parallel
+from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.layers.handle import LayerState, autocast_operands, deliver
+from dp_clipping.layers.linear_factors import LinearFactors
+
+
+def project(
+    handle: LayerState,
+    x: Tensor,
+    layout: Layout,
+    weight: Tensor,
+    bias: Tensor | None,
+    transposed: bool = False,
+    names: tuple[str, str] = ("weight", "bias"),
+) -> Tensor:
+    """Returns y = x Wᵀ + b, one use of W and b in a layer that calls them by these names."""
+    x, weight, bias = operands(x, weight, bias, transposed)
+    private_step = handle.private_step
+    weight_name, bias_name = names
+    bias_slot, bias_target = handle.gradient_target(bias_name)
+    arguments = (x, weight, bias, bias_slot, bias_target)
+    if weight_name not in handle.trainable or handle.keeps_dense(x, weight):
+        weight_slot, weight_target = handle.gradient_target(weight_name)
+        place = (layout.kind, layout.dim, private_step.batch_size)
+        return Dense.apply(*arguments, weight_slot, weight_target, *place, transposed)
+    parameter = handle.parameter(weight_name)
+    private_step.plans.will_use(parameter, x, weight.shape[0])
+    trigger = private_step.trigger_of(parameter)
+    rest = (private_step, parameter, layout, transposed, bias_target)
+    return Factors.apply(x, weight, bias, bias_slot, trigger, rest)
+
+
+def operands(
+    x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns x, W [d, p] and b, detached, as autocast would make them."""
+    bias = None if bias is None else bias.detach()
+    x, weight, bias = autocast_operands(x, weight.detach(), bias)
+    return x, weight.t() if transposed else weight, bias
+
+
+def weight_use(
+    handle: LayerState, name: str, x: Tensor, weight: Tensor | None
+) -> tuple[Tensor | None, Callable[[Tensor, Tensor], Tensor | None] | None]:
+    """Announces y = x Wᵀ to the private step, for a function that computes it itself.
+
+    Args:
+        x: [.., p], of which only shape and dtype count.
+
+    Returns:
+        An input for that function, and what its backward calls with inputs [B, T, p] and output
+        gradients [B, T, d] for the gradient of that input. (None, None): W is frozen.
+    """
+    if name not in handle.trainable:
+        return None, None
+    if handle.keeps_dense(x, weight):
+        slot, target = handle.gradient_target(name)
+        return slot, lambda a, y: deliver(target, _gradients(y, a))
+    private_step, parameter = handle.private_step, handle.parameter(name)
+    private_step.plans.will_use(parameter, x, weight.shape[0])
+
+    def take(a: Tensor, y: Tensor) -> None:
+        private_step.factors(parameter, LinearFactors(a, y, False))
+
+    return private_step.trigger_of(parameter), take
+
+
+def bias_use(
+    handle: LayerState, name: str
+) -> tuple[Tensor | None, Callable[[Tensor], Tensor | None] | None]:
+    """Returns the same for the b of y = x Wᵀ + b, called with output gradients [B, T, d]."""
+    slot, target = handle.gradient_target(name)
+    if slot is None:
+        return None, None
+    return slot, lambda y: deliver(target, y.sum(1, dtype=accumulation_dtype(y.dtype)))
+
+
+def _gradients(left: Tensor, right: Tensor) -> Tensor:
+    """Returns G_i = left_iᵀ right_i."""
+    # In float16 a sum over tokens may exceed the largest number.
+    multiply = wide_bmm if left.dtype == torch.float16 else torch.bmm
+    return multiply(left.mT, right)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns `F.linear`, which with a bias is a view of what was computed, and here is none.
+
+    Autograd lets nobody change a view in place that a custom function has returned.
+    """
+    return F.linear(x, weight, bias).data
+
+
+class Dense(torch.autograd.Function):
+    """`F.linear`, which in backward computes G [B, d, p] and delivers it.
+
+    Slots are inputs that forward ignores (see `LayerState.gradient_target`). All arguments are
+    tensors, plain constants and, outside of compiled regions, targets. `transposed`: the parameter
+    is [p, d].
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x, weight, bias, bias_slot, bias_target, weight_slot, weight_target, kind, dim,
+        batch_size, transposed,
+    ):  # fmt: skip
+        ctx.save_for_backward(x, weight)
+        ctx.layout = (kind, dim, batch_size)
+        ctx.wants = (x.requires_grad, weight_slot is not None, bias_slot is not None)
+        ctx.targets = (weight_target, bias_target)
+        ctx.transposed = transposed
+        return product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, gy):
+        x, weight = ctx.saved_tensors
+        gy = tensor_parallel.settled(gy)
+        kind, dim, batch_size = ctx.layout
+        wants_x, wants_weight, wants_bias = ctx.wants
+        weight_target, bias_target = ctx.targets
+        layout = Layout(kind, dim)
+        y = layout.batch_tokens(gy, batch_size)
+        gx = gy @ weight if wants_x else None
+        gradients = biases = None
+        if wants_weight:
+            a = layout.batch_tokens(x, batch_size)
+            left, right = (a, y) if ctx.transposed else (y, a)
+            gradients = deliver(weight_target, _gradients(left, right))
+        if wants_bias:
+            biases = deliver(bias_target, y.sum(1, dtype=accumulation_dtype(y.dtype)))
+        return gx, None, None, biases, None, gradients, None, None, None, None, None
+
+
+class Factors(torch.autograd.Function):
+    """`F.linear`, which in backward hands its factors to the private step and computes no G."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, bias_slot, trigger, rest):
+        ctx.save_for_backward(x, weight)
+        ctx.rest = rest
+        ctx.wants = (x.requires_grad, bias_slot is not None)
+        return product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, gy):
+        x, weight = ctx.saved_tensors
+        gy = tensor_parallel.settled(gy)
+        private_step, parameter, layout, transposed, bias_target = ctx.rest
+        wants_x, wants_bias = ctx.wants
+        y = layout.batch_tokens(gy, private_step.batch_size)
+        gx = gy @ weight if wants_x else None
+        a = layout.batch_tokens(x, private_step.batch_size)
+        private_step.factors(parameter, LinearFactors(a, y, transposed))
+        biases = None
+        if wants_bias:
+            biases = deliver(bias_target, y.sum(1, dtype=accumulation_dtype(y.dtype)))
+        return gx, None, None, biases, None, None
