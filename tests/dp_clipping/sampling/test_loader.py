@@ -25,7 +25,7 @@ Pair = namedtuple("Pair", "inputs labels")
 
 
 class TestLoader:
-    def test_rate_steps_and_draws(self):
+    def test_rate_steps_and_batches(self):
         loader = poisson(103, 6)
         assert len(loader) == 18
         assert loader.sample_rate == 1 / 18
@@ -85,7 +85,7 @@ class TestLoader:
         with pytest.raises(ValueError, match="give expected_batch_size"):
             expected_batch_size_of(original, 1)
 
-    def test_draws_are_announced_before_they_are_handed_out(self):
+    def test_batches_are_announced_before_they_are_handed_out(self):
         loader = poisson(12, 3)
         events = []
         loader.on_batch = lambda draw: events.append(("draw", draw, loader.position))
@@ -95,7 +95,7 @@ class TestLoader:
         expected = [[("draw", n, n), ("batch", n + 1)] for n in range(8)]
         assert events == joined(expected)
 
-    def test_what_on_draw_raises_reaches_the_user_instead_of_the_batch(self):
+    def test_what_on_batch_raises_reaches_the_user_instead_of_the_batch(self):
         loader = poisson()
 
         def refuse(draw):
@@ -131,7 +131,7 @@ class TestLoader:
         with pytest.warns(DeprecationWarning, match="on_draw is now on_batch"):
             assert loader.on_draw is loader.on_batch is print
 
-    def test_draws_that_another_loader_takes_count(self):
+    def test_batches_that_another_loader_takes_count(self):
         loader, announced = poisson(), []
         loader.on_batch = announced.append
         sampler = loader.batch_sampler
@@ -158,7 +158,7 @@ class TestLoader:
         with pytest.raises(RuntimeError, match="load_state_dict"):
             next(late)
 
-    def test_leaving_early_neither_repeats_nor_skips_draws(self):
+    def test_leaving_early_neither_repeats_nor_skips_batches(self):
         loader = poisson()
         seen = []
         for (batch,) in loader:

@@ -147,7 +147,7 @@ class TestPoisson:
         assert loader.position == 0
 
     @pytest.mark.parametrize("workers", [0, 2])
-    def test_resume_between_and_within_draws(self, workers):
+    def test_resume_between_and_within_batches(self, workers):
         whole = draws_of(poisson(), 4)
         for received in (len(whole[0]), len(whole[0]) + 1):  # one draw, and one and a piece
             loader = poisson(num_workers=workers)
@@ -338,7 +338,7 @@ class TestLeftEarly:
 
     @pytest.mark.parametrize("mode", ["bookkeeping", "no_dp"])
     @pytest.mark.parametrize("how", ["break", "raise", "kept"])
-    def test_sums_are_dropped_and_the_draw_is_drawn_again(self, how, mode):
+    def test_sums_are_dropped_and_the_batch_comes_again(self, how, mode):
         run, alone = (build(batch_size=12, grad_sample_mode=mode) for _ in range(2))
         with (
             nullcontext()

@@ -108,7 +108,7 @@ def test_a_backward_that_failed_may_be_repeated(monkeypatch):
     step(run, batch)
 
 
-def test_evaluation_on_the_draws_is_no_step():
+def test_evaluation_on_the_batches_is_no_step():
     run = make()
     run.model.eval()
     assert len([run.model(x) for x, _ in run.loader]) == len(run.loader)
@@ -152,7 +152,7 @@ def test_prefetching_workers(workers):
             step(run, batch)
 
 
-def test_draws_that_opacus_takes_are_not_counted():
+def test_batches_that_opacus_takes_are_not_counted():
     run = make()
     _, batch = first_draw(run)
     step(run, batch)
@@ -168,7 +168,7 @@ def test_draws_that_opacus_takes_are_not_counted():
         backward(run, batch)
 
 
-def test_two_draws_that_opacus_takes_are_not_one_step():
+def test_two_batches_that_opacus_takes_are_not_one_step():
     run = make()
     with OpacusBatchMemoryManager(
         data_loader=run.loader, max_physical_batch_size=100, optimizer=run.optimizer
@@ -186,7 +186,7 @@ def test_two_draws_that_opacus_takes_are_not_one_step():
         ({}, dict(rand_on_empty=True), "rand_on_empty=False"),
     ],
 )
-def test_draws_that_opacus_would_mix_up_are_refused(loader, options, instead):
+def test_batches_that_opacus_would_mix_up_are_refused(loader, options, instead):
     """It skips steps as it fetches, ahead of them, and does not know what is made up."""
     run = make(data_loader=DataLoader(data(), batch_size=3, **loader), **options)
     with (
@@ -199,7 +199,7 @@ def test_draws_that_opacus_would_mix_up_are_refused(loader, options, instead):
 
 
 @pytest.mark.filterwarnings("ignore:poisson_sampling=False")
-def test_without_poisson_draws_nothing_is_counted():
+def test_without_poisson_batches_nothing_is_counted():
     run = make(poisson_sampling=False)
     batch = next(iter(run.loader))
     step(run, batch)
