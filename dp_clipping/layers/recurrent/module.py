@@ -18,9 +18,10 @@ from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, check_size
 from dp_clipping.layers.recurrent.cells import Cell, Gru, Lstm, Rnn
 from dp_clipping.layers.recurrent.recurrence import Recurrence, Steps
+from dp_clipping.torch_compat import never_compiled
 
 
-@torch.compiler.disable
+@never_compiled
 def forward(self: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None) -> Any:
     """Computes the module; as in PyTorch, a packed sequence is returned for one that is given."""
     handle: Any = self._private
