@@ -180,6 +180,31 @@ def hooks_of(module: nn.Module) -> list[Any]:
     return [hook for hooks in kinds for hook in (hooks or {}).values()]
 
 
+def hooks_so_far() -> int:
+    """Returns how many hooks were registered in this process: each has a larger number.
+
+    Raises:
+        RuntimeError: if hooks have no numbers, as new ones could not be told then.
+    """
+    try:
+        return torch.utils.hooks.RemovableHandle.next_id
+    except AttributeError as error:
+        raise _missing("RemovableHandle.next_id") from error
+
+
+def take_hooks_since(module: nn.Module, number: int) -> list[tuple[dict, int, Any]]:
+    """Removes what was registered around its forward since `hooks_so_far` was this number.
+
+    Returns:
+        For each hook its dict, its number and itself, to be put back there.
+    """
+    dicts = (module._forward_pre_hooks, module._forward_hooks)
+    found = [(d, key, hook) for d in dicts for key, hook in d.items() if key >= number]
+    for hooks, key, _ in found:
+        del hooks[key]
+    return found
+
+
 def pruned_name(hook: Any) -> str:
     """Returns the name of the parameter that a pruning hook computes, "weight" if unknown."""
     return getattr(hook, "_tensor_name", "weight")

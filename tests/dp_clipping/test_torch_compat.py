@@ -57,6 +57,22 @@ def test_scaling_with_and_without_foreach(monkeypatch):
         monkeypatch.delattr(torch, "_foreach_mul_", raising=False)
 
 
+def test_hooks_that_have_come(monkeypatch):
+    layer = nn.Linear(1, 1)
+    layer.register_forward_hook(old := lambda *_: None)
+    number = torch_compat.hooks_so_far()
+    layer.register_forward_pre_hook(new := lambda *_: None)
+    assert torch_compat.hooks_so_far() > number
+    ((hooks, key, hook),) = torch_compat.take_hooks_since(layer, number)
+    assert hook is new
+    assert torch_compat.hooks_of(layer) == [old]
+    hooks[key] = hook
+    assert torch_compat.hooks_of(layer) == [new, old]
+    monkeypatch.delattr(torch.utils.hooks.RemovableHandle, "next_id")
+    with pytest.raises(RuntimeError, match=r"RemovableHandle\.next_id"):
+        torch_compat.hooks_so_far()
+
+
 def test_the_fused_rms_norm(monkeypatch):
     x, weight = torch.randn(3, 4), torch.randn(4)
     expected = nn.functional.rms_norm(x, (4,), weight, 1e-6)

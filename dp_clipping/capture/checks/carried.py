@@ -158,11 +158,13 @@ class Carried:
         if self.state.is_sharded or batch.size < FEW:
             return
         now = self.state.mark()
-        mark.put_back()
+        hooks = mark.put_back()
         try:
             self.refuse(batch.with_samples(samples))
         finally:
             now.put_back()
+            for around, number, hook in hooks:
+                around[number] = hook
 
     def refuse(self, few: tuple[tuple, dict]) -> None:
         """`refuse_carried`, from a call's arguments: its first sample alone, and its second."""

@@ -23,11 +23,13 @@ from dp_clipping.distributed.dtensor import is_fsdp1
 from dp_clipping.torch_compat import (
     TorchDispatchMode,
     hooks_of,
+    hooks_so_far,
     non_persistent_buffers,
     own_buffers,
     own_modules,
     own_parameters,
     schema_of,
+    take_hooks_since,
     version_of,
 )
 
@@ -322,6 +324,7 @@ class Mark:
         self._keys = list(chain.from_iterable(map(dict.keys, dicts)))
         self._values = list(chain.from_iterable(map(dict.values, dicts)))
         self._others = [(holder, holder.copy()) for holder in self.state.others]
+        self._hooks = hooks_so_far()
         self.tensors = self.state.tensors
         self._versions = _versions(self.tensors)
 
@@ -360,10 +363,18 @@ class Mark:
         moved = zip(self.tensors, now, self._versions, strict=True)
         return [named for named, new, old in moved if new != old]
 
-    def put_back(self) -> None:
-        """Puts back everything that was held."""
+    def put_back(self) -> list[tuple[dict, int, Any]]:
+        """Puts back everything that was held; returns the hooks that have come since.
+
+        A forward that registers hooks may note in an attribute that it has (Hugging Face's, for
+        hidden states), and would register them again and again if that alone were put back.
+        """
         for holder, copy in list(self._differing()):
             holder.put_back(copy)
+        root = self.state.root
+        if hooks_so_far() == self._hooks or not isinstance(root, nn.Module):
+            return []
+        return [hook for m in root.modules() for hook in take_hooks_since(m, self._hooks)]
 
 
 def _has_memory(x: Tensor) -> bool:

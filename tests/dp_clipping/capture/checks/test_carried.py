@@ -39,6 +39,16 @@ class Counts(Network):
         return self.layer(x)
 
 
+class Hooked(Network):
+    """Registers a hook in the first forward, and notes that it has, as Hugging Face's models do."""
+
+    def forward(self, x):
+        if self.last is None:
+            self.last = True
+            self.layer.register_forward_hook(lambda module, args, y: 2 * y)
+        return self.layer(x)
+
+
 def step(network: nn.Module) -> None:
     carried = Carried(network, network, batch_first=True)
     x = torch.tensor([[1.0, 2.0], [3.0, -4.0]])
@@ -47,7 +57,7 @@ def step(network: nn.Module) -> None:
     carried.check(mark, Batch((x,), {}, True), "a forward in training")
 
 
-@pytest.mark.parametrize("kind", [Network, KeepsTheLast])
+@pytest.mark.parametrize("kind", [Network, KeepsTheLast, Hooked])
 def test_what_depends_on_its_own_batch_alone_is_taken(kind):
     step(kind())
 
@@ -75,3 +85,18 @@ def test_an_error_in_a_body_is_raised_when_all_is_put_back():
     with pytest.raises(RuntimeError, match="shapes"), restored(State(network, False)):
         network(torch.ones(1, 3))
     assert network.last is None
+
+
+def test_hooks_are_put_back_with_what_notes_them():
+    network = Hooked()
+    network.layer.register_forward_hook(lambda *_: None)
+    for _ in range(2):
+        with restored(State(network, False)):
+            network(torch.ones(1, 2))
+        assert len(network.layer._forward_hooks) == 1
+    step(network)
+    assert len(network.layer._forward_hooks) == 2
+    before = network(torch.ones(1, 2))
+    assert torch.equal(
+        before, 2 * nn.functional.linear(torch.ones(1, 2), *network.layer.parameters())
+    )
