@@ -124,6 +124,8 @@ class Capture:
                 continue
             if any(p.requires_grad for p in owned(module)):
                 kind = kind_of(module)
+                if kind == "attention" and module in self._whole:
+                    kind = "vectorized"
             elif module in called:
                 kind = "child"
             else:
@@ -132,7 +134,7 @@ class Capture:
             if is_apart:
                 inside.update(child for child in module.modules() if child is not module)
                 called.update(c for c in called_by(module) if any(True for _ in c.parameters()))
-            elif kind == "vectorized":
+            elif kind in ("vectorized", "attention"):
                 covered.update(module.modules())
             self._replace_forward(plain_name(name), kind, module, is_apart, module in inside)
         self.arithmetic = Arithmetic(
@@ -147,7 +149,7 @@ class Capture:
     def _replace_forward(
         self, name: str, kind: str, module: nn.Module, is_apart: bool, is_inside: bool
     ) -> None:
-        takes_all = kind == "vectorized" and not is_apart
+        takes_all = kind in ("vectorized", "attention") and not is_apart
         handle = LayerState(name, kind, module, trainable_names(module, takes_all, is_apart))
         handle.children_apart = is_apart
         run = children.leaves_vmap(FORWARDS[kind]) if is_inside else FORWARDS[kind]
@@ -166,7 +168,7 @@ class Capture:
                     module.forward = own
 
     def make_whole(self, handles: Collection[LayerState]) -> None:
-        """Runs the children of these modules under vmap with them; where samples are is forgotten.
+        """Runs these modules under vmap, their children too; where samples are is forgotten.
 
         All layers get a new state.
         """

@@ -8,6 +8,7 @@ from torch import nn
 
 from dp_clipping.distributed.dtensor import plain_type
 from dp_clipping.layers import convolution, embedding, group_norm, linear, norm
+from dp_clipping.layers.attention import module as attention
 from dp_clipping.layers.recurrent import cells
 from dp_clipping.layers.recurrent import module as recurrent
 from dp_clipping.layers.vmap import children
@@ -23,6 +24,7 @@ FORWARDS = {
     "llama_rms_norm": norm.forward,
     "layer_norm": norm.forward,
     "recurrent": recurrent.forward,
+    "attention": attention.forward,
     "vectorized": vectorized.forward,
     "child": children.forward,
 }
@@ -40,6 +42,8 @@ def kind_of(module: nn.Module) -> str:
     names = {name for name, _ in module.named_parameters(recurse=False)}
     if cells.is_plain(module) and not replaced_methods(module):
         return "recurrent"
+    if attention.is_plain(module, plain_type(module)) and not replaced_methods(module):
+        return "attention"
     is_parametrized = nn.utils.parametrize.is_parametrized(module)
     if "weight" not in names or names - {"weight", "bias"} or is_parametrized:
         return "vectorized"

@@ -14,6 +14,8 @@ def owned(module: nn.Module) -> Iterator[Parameter]:
     if nn.utils.parametrize.is_parametrized(module):
         yield from module.parametrizations.parameters()
     # PEFT's DoRA multiplies weights of child layers, so they are captured together.
+    if isinstance(module, nn.MultiheadAttention):  # its own code computes with that weight
+        yield from module.out_proj.parameters()
     magnitudes = getattr(module, "lora_magnitude_vector", None)
     if isinstance(magnitudes, nn.Module):
         yield from magnitudes.parameters()

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from dp_clipping.capture.batch import map_tensors, tensors_in
 from dp_clipping.capture.network import CapturedNetwork, expanded_output
 from dp_clipping.capture.randomness import generator_states, without_dropout
+from dp_clipping.layers.attention.core import fits
 from dp_clipping.layers.batch_layout import is_close
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.vmap.module import plain_forward
@@ -24,12 +25,19 @@ from dp_clipping.torch_compat import current_vmap
 
 @torch.no_grad()
 def unfit_modules(capture: CapturedNetwork, arguments: tuple, batch_size: int) -> list[LayerState]:
-    """Returns the modules whose children must run under vmap with them.
+    """Returns the modules that must run under vmap with their children.
 
     Args:
         arguments: positional and keyword arguments of a forward of `batch_size` samples.
     """
-    found: list[LayerState] = []
+    attentions: list[Any] = [
+        module
+        for module in capture.network.modules()
+        if "_private" in vars(module) and module._private.kind == "attention"
+    ]
+    found: list[LayerState] = [
+        m._private for m in attentions if not fits(m.batch_first, m._private.layouts)
+    ]
     if not capture.apart:
         return found
     args, kwargs = arguments

@@ -7,6 +7,7 @@ Files:
     batch_layout          where the samples are in a tensor
     linear, convolution, embedding, norm, group_norm    layers with arithmetic of their own
     recurrent/            LSTM, GRU and RNN
+    attention/            nn.MultiheadAttention
     projection            a linear layer, or one that is part of another layer
     linear_factors        norms and sums of a linear layer from its inputs and output gradients
     vmap/                 any other module

@@ -76,7 +76,7 @@ class LayerState:
     @property
     def learns_outputs(self) -> bool:
         """Returns whether `output_layouts` are looked for: else samples stay where they were."""
-        return self.kind in ("vectorized", "child", "recurrent")
+        return self.kind in ("vectorized", "child", "recurrent", "attention")
 
     def tensors(
         self, tree: Any, of_packed: Callable[[PackedSequence], Tensor] = first_tokens

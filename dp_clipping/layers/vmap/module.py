@@ -2,8 +2,8 @@
 
 The copies are one tensor expanded to [B, *parameter], which takes no memory; its gradient under
 ordinary autograd is G. Nothing is derived by hand, so this is right for every module that treats
-samples apart, and costs what G costs. Attention with packed weights and modules that own a bare
-parameter come here; where it can, the latter runs without its child layers (`children`).
+samples apart, and costs what G costs. Modules that own a bare parameter come
+here; where it can, such a one runs without its child layers (`children`).
 """
 
 import re
