@@ -10,6 +10,7 @@ from dp_clipping.layers.attention.core import Options, attend, merged_mask
 from dp_clipping.layers.attention.in_projections import AddBiases, InProjections, RepeatToken
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, check_size
+from dp_clipping.torch_compat import never_compiled
 
 OWN = ("forward", "merge_masks")
 
@@ -23,7 +24,7 @@ def is_plain(module: nn.Module, kind: type) -> bool:
     return same and not any(parametrized) and "forward" not in vars(module.out_proj)
 
 
-@torch.compiler.disable
+@never_compiled
 def forward(self: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
     handle: Any = self._private
     if handle.private_step is None:
