@@ -21,6 +21,7 @@ ADAPTIVE = "tests/dp_clipping/noise/test_adaptive_threshold.py"
 POISSON = "tests/dp_clipping/sampling/test_poisson.py"
 LOADER = "tests/dp_clipping/sampling/test_loader.py"
 USAGE = "tests/dp_clipping/sampling/test_usage.py"
+MEMORY = "tests/dp_clipping/sampling/test_memory_manager.py"
 COLLATE = "tests/dp_clipping/sampling/test_collate.py"
 SPLIT = "tests/dp_clipping/distributed/test_split_norms.py"
 REDUCE = "tests/dp_clipping/distributed/test_gradient_reduce.py"
@@ -95,6 +96,14 @@ ROWS = [
     ("bad samples stay in the sum", "step/plain_backend.py",
      "self.kept[parameter] = self._only_good(saved)", "pass",
      "tests/dp_clipping/clipping/test_exactness.py", "only_poisoned or counted_until"),
+    ("rows that are no samples have coefficients", "step/plain_backend.py",
+     "scale = scale.masked_fill(self.padding, 0.0)", "pass", MEMORY, "training_is_that_without"),
+    ("rows that are no samples have norms", "step/private_step.py",
+     "backend.clip().first(self.real)", "backend.clip()", MEMORY, "what_is_printed"),
+    ("rows that are no samples have losses", "criterion.py",
+     "return self._losses[: self._session.real]", "return self._losses", MEMORY, "what_is_printed"),
+    ("rows that are no samples follow the first sample", "step/forward_backward.py",
+     ">= first", "> first", MEMORY, "training_is_that_without"),
     ("norms that are returned are squared", "step/plain_backend.py",
      "BatchNorms(squared.sum(0).sqrt()", "BatchNorms(squared.sum(0)", STEP),
     ("unclipped sums", "step/plain_backend.py",
