@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dp_clipping.capture.batch import tensors_of
 from dp_clipping.capture.checks.carried import Carried
-from dp_clipping.capture.checks.losses import Exchange
+from dp_clipping.capture.checks.losses import Exchange, Shapes
 from dp_clipping.capture.randomness import same_generators
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.step.steppable import Steppable
@@ -151,6 +151,7 @@ class PrivateCriterion:
             )
         self.model, self.criterion, self.loss_reduction = model, criterion, reduction
         self._carried = Carried(criterion, self._again, batch_first=True)
+        self._shapes = Shapes()
         self._largest = 0  # batch that has been looked at, all of it
 
     def __call__(
@@ -184,11 +185,12 @@ class PrivateCriterion:
             private_step.watched.check_graph(losses)
             exchange = Exchange(
                 self._per_sample, self._carried.state, args, kwargs, expected, shape,
-                self.model.batch_first,
+                self.model.batch_first, self._shapes,
             )  # fmt: skip
             is_whole = expected > self._largest
             self._largest = max(self._largest, expected)
             exchange.check(private_step.watched.number, is_whole)
+        self._shapes.note((args, kwargs), expected)
         return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
 
     def for_model(self, model: Any) -> "PrivateCriterion":

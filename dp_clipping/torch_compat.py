@@ -51,6 +51,14 @@ __all__ = [
 # ---- tensors and operators -----------------------------------------------------------------------
 
 
+def without_memory(kind: type[Tensor], like: Tensor, dtype: torch.dtype) -> Any:
+    """Returns a tensor of a subclass with shape and device of another, and no memory."""
+    make = getattr(Tensor, "_make_wrapper_subclass", None)
+    if make is None:
+        raise _missing("torch.Tensor._make_wrapper_subclass")
+    return make(kind, like.shape, strides=like.stride(), dtype=dtype, device=like.device)
+
+
 def version_of(x: Tensor) -> int:
     """Returns the number of in-place changes of a tensor, `Tensor._version`.
 

@@ -10,6 +10,7 @@ Files:
     global_norms          the norms of the global batch, on every rank
     split_norms           norms of samples whose parameters are split by tensor parallelism
     gradient_reduce       clipped sums to their shards
+    awaited               what stands in `.grad` before they are there
     fsdp1                 FSDP1's flat parameters
     agreement             the settings of a step, compared over all ranks
 """

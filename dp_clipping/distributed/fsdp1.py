@@ -63,6 +63,10 @@ class FlatSharding(Sharding):
     root: FSDP = field(repr=False, kw_only=True)
     leaving: ReshardOnExit = field(repr=False, kw_only=True)
 
+    @property
+    def leaves_gradients(self) -> bool:
+        return False
+
     @contextmanager
     def backward(self) -> Iterator[None]:
         with _gathering_again(self.root), self.root.no_sync(), self.leaving.running():

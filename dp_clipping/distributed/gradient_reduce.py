@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.profiler import record_function
 
+from dp_clipping.distributed.awaited import awaited_sum
 from dp_clipping.distributed.dtensor import local, size_of
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.profiling.profile import Profile
@@ -38,8 +39,8 @@ class ShardedSums:
     go as they are, the others of a unit packed into one.
 
     A private step calls `accumulate` for each final sum, and `launch_ready` where all ranks are at
-    the same place if `deferred`; `GradientBuffer` calls `finish` before noise is added and `forget`
-    where a step is dropped.
+    the same place if `deferred`; `GradientBuffer` calls `stand_in` after a backward, `finish`
+    before noise is added and `forget` where a step is dropped.
 
     Attributes:
         deferred: sums are stored until `launch_ready` is called.
@@ -53,6 +54,7 @@ class ShardedSums:
         self._next = 0
         self._pending: list[list[Transfer]] = []
         self._written: dict[Parameter, tuple[Tensor, tuple[int, int]]] = {}  # `.grad`, its versions
+        self._awaited: dict[Parameter, Tensor] = {}  # what stands there before
         # Not in `.grad` before all are there: what changes a DTensor's parts (the foreach functions
         # of clip_grad_norm_) moves no version, and FSDP1 resets `.grad` in each forward.
         self._sums: dict[Parameter, Tensor] = {}
@@ -69,7 +71,7 @@ class ShardedSums:
 
     @torch.no_grad()
     def changed(self) -> list[Parameter]:
-        """Returns parameters whose `.grad` is not as `finish` has written it."""
+        """Returns parameters whose `.grad` is not as `stand_in` or `finish` has written it."""
         found = []
         for parameter in self.sharding.parts:
             gradient, written = parameter.grad, self._written.get(parameter)
@@ -77,6 +79,20 @@ class ShardedSums:
             if not is_same or (written is not None and _versions(gradient) != written[1]):
                 found.append(parameter)
         return found
+
+    @torch.no_grad()
+    def stand_in(self) -> None:
+        """Puts what raises when it is used into `.grad` where a sum is to come (see `awaited`)."""
+        for parameter in self.sharding.parts if self.sharding.leaves_gradients else ():
+            if parameter.grad is None:
+                if parameter not in self._awaited:
+                    self._awaited[parameter] = awaited_sum(self.sharding, parameter)
+                parameter.grad = awaited = self._awaited[parameter]
+                self._written[parameter] = awaited, _versions(awaited)
+
+    def settle(self) -> None:
+        """Lets `.grad` be changed: noise is in it."""
+        self._written.clear()
 
     def accumulate(self, parameter: Parameter, total: Tensor) -> None:
         """Takes the clipped sum of this rank's samples, in the shape that layers compute with."""
@@ -111,7 +127,7 @@ class ShardedSums:
         if self._next or self._arrived:
             raise RuntimeError("sums of some parameters have not arrived: was a backward cut off?")
         for parameter, total in self._sums.items():
-            if parameter.grad is not None:
+            if parameter.grad is not None and parameter.grad is not self._awaited.get(parameter):
                 local(parameter.grad).add_(total)
             else:
                 parameter.grad = self.sharding.like(parameter, total.view(local(parameter).shape))

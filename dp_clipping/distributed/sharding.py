@@ -85,6 +85,11 @@ class Sharding:
     slices: dict[Parameter, list[Slice]] = field(repr=False, default_factory=dict)
     _layouts: dict[tuple[Tensor, torch.dtype], Any] = field(repr=False, default_factory=dict)
 
+    @property
+    def leaves_gradients(self) -> bool:
+        """Returns whether a forward leaves `.grad` as it is."""
+        return True
+
     @cached_property
     def units(self) -> dict[int, list[Parameter]]:
         """Returns the number of an FSDP module -> its trainable parameters."""

@@ -112,6 +112,8 @@ class GradientBuffer:
         """Notes whether sums stay on this rank; called where `no_sync` still holds."""
         self.state.held_back = self.wrapper is not None and not _sends(self.wrapper)
         self.watch.note()
+        if self.context.sums is not None:
+            self.context.sums.stand_in()
 
     # ---- the step -------------------------------------------------------------------------------
 

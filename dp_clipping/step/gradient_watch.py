@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dp_clipping.capture.network import CapturedNetwork
+from dp_clipping.distributed.awaited import REMEDY
 from dp_clipping.distributed.gradient_reduce import ShardedSums
 from dp_clipping.step.state import StepState
 from dp_clipping.torch_compat import version_of
@@ -42,6 +43,8 @@ class GradientWatch:
     def settle(self) -> None:
         """Lets a user change each gradient: it is what the optimizer applies."""
         self._left = {}
+        if self.sums is not None:
+            self.sums.settle()
 
     def clear(self) -> None:
         """Expects `.grad` to be empty."""
@@ -51,7 +54,7 @@ class GradientWatch:
     def note(self) -> None:
         """Expects `.grad` to stay as it is until the next backward, or the step.
 
-        Sums of a sharded network note themselves, each when it arrives.
+        Sums of a sharded network note themselves, when they are there.
         """
         if self.sums is None and self.state.is_open:
             held = [(p, p.grad) for p in self.capture.parameters]
@@ -72,13 +75,7 @@ class GradientWatch:
                 "private forward"
             )
         if not is_noisy and (changed := self._changed()):
-            raise RuntimeError(
-                f"the gradient of {self._show(changed)} was changed between backward() and "
-                "optimizer.step(), and the noise is scaled to the sum as it was: to clip or scale "
-                "it, call optimizer.pre_step() first, then clip_grad_norm_(..) and "
-                "optimizer.step(); if it was zeroed, or an ordinary backward has added to it, call "
-                "optimizer.zero_grad() to drop the step"
-            )
+            raise RuntimeError(f"the gradient of {self._show(changed)} was changed {REMEDY}")
 
     def _changed(self) -> list[Parameter]:
         """Returns parameters whose `.grad` is another tensor or version than was left."""

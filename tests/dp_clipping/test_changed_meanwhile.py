@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 import ddp
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 from tests.dp_clipping import test_engine as engine
-from tests.support import replicas
+from tests.support import replicas, zoo
 from tests.support import sharded_steps as sharded
 
 BATCH = engine.data()[:5]
@@ -135,30 +135,71 @@ def test_a_gradient_changed_on_ranks(cpu_ranks, variant):
     cpu_ranks.run(2, clipped_too_early, variant)
 
 
+def halved(net):
+    next(net.parameters()).grad *= 0.5
+
+
+def clipped_value(net):
+    nn.utils.clip_grad_value_(net.parameters(), 1e-3)
+
+
+def ordinary_backward(net):
+    net(zoo.tokens(2, 6)[0]).sum().backward()
+
+
+AT_ONCE = (CHANGES["clip_grad_norm_"], clipped_value, halved, CHANGES["zeros"])
+IN_THE_STEP = (
+    CHANGES["zero_grad"],
+    lambda net: setattr(next(net.parameters()), "grad", None),
+    lambda net: next(net.parameters()).grad.add_(1.0),
+)
+AFTER_THE_SUM = (
+    lambda net: next(net.parameters()).grad.mul_(0.5),
+    lambda net: setattr(next(net.parameters()), "grad", 0.5 * next(net.parameters()).grad),
+)
+
+
 def clipped_too_early_under_fsdp2(context):
-    """The sums of sharded parameters are out of reach until the step: clipping changes nothing."""
-    runs = [
-        replicas.build(context, shard=lambda net: sharded.shard_fsdp2(
-            net, "block", DeviceMesh.from_group(context.group, "cpu")), name="transformer")
-        for _ in range(2)
-    ]  # fmt: skip
-    for run, clips in zip(runs, (True, False), strict=True):
-        *batch, _ = next(iter(run.loader))
-        run.criterion(run.model(batch[0]), batch[1]).backward()
-        if clips:
-            nn.utils.clip_grad_norm_(run.model.network.parameters(), 1e-3)
-        run.optimizer.step()
-    for one, other in zip(*(run.model.network.parameters() for run in runs), strict=True):
-        assert torch.equal(one.grad.to_local(), other.grad.to_local())
-    run = runs[0]
-    for change in (lambda p: p.grad.mul_(0.5), lambda p: setattr(p, "grad", 0.5 * p.grad)):
+    """The sums of sharded parameters are out of reach until the step: what uses them raises."""
+    run = replicas.build(context, shard=lambda net: sharded.shard_fsdp2(
+        net, "block", DeviceMesh.from_group(context.group, "cpu")), name="transformer")  # fmt: skip
+    net = run.model.network
+
+    def backward():
         run.optimizer.zero_grad()
         *batch, _ = next(iter(run.loader))
         run.criterion(run.model(batch[0]), batch[1]).backward()
-        run.model.finish_synchronization()
-        change(next(run.model.network.parameters()))
-        with pytest.raises(RuntimeError, match=CHANGED):
+
+    def is_refused(when=CHANGED):
+        with pytest.raises(RuntimeError, match=when):
             run.optimizer.step()
+
+    for change in AT_ONCE:
+        backward()
+        with pytest.raises(RuntimeError, match=r"is not there before.*optimizer\.pre_step\(\)"):
+            change(net)
+    for change in IN_THE_STEP:
+        backward()
+        change(net)
+        is_refused()
+    backward()
+    with run.model.capture.attached(None):
+        ordinary_backward(net)
+    is_refused("an ordinary backward")
+    for change in AFTER_THE_SUM:
+        backward()
+        run.model.finish_synchronization()
+        change(net)
+        is_refused()
+    assert run.optimizer.steps == 0
+    for _ in range(2):  # the network's own zero_grad, as of plain ones
+        backward()
+        run.optimizer.step()
+        net.zero_grad()
+    backward()
+    run.optimizer.pre_step()
+    nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+    run.optimizer.step()
     run.optimizer.zero_grad()
     replicas.train(run, 1)
     assign(run.model.network)

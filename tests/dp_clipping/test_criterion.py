@@ -127,3 +127,52 @@ def test_evaluation_has_losses_and_no_backward(model):
 def test_a_criterion_before_the_forward_is_refused(model):
     with pytest.raises(RuntimeError, match="before the private model's forward"):
         PrivateCriterion(model, nn.CrossEntropyLoss(), "mean")(torch.randn(2, 2), torch.zeros(2))
+
+
+# ---- what is the same for every batch ------------------------------------------------------------
+
+
+def weighted(outputs, targets, weight):
+    return nn.functional.cross_entropy(outputs, targets, weight, reduction="none")
+
+
+def labelled(size, classes=2):
+    return torch.randn(size, 3), torch.arange(1, size + 1) % classes
+
+
+def test_class_weights_of_as_many_classes_as_samples_may_be_given_if_shapes_have_told(model):
+    criterion, weight = PrivateCriterion(model, weighted, "mean"), torch.tensor([0.5, 2.0])
+    for size in (3, 2, 4, 2):
+        x, targets = labelled(size)
+        criterion(model(x), targets, weight).backward()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 2), (1, 2)])
+def test_without_that_a_refusal_shows_the_call_that_works(model, sizes):
+    criterion, weight = PrivateCriterion(model, weighted, "mean"), torch.tensor([0.5, 2.0])
+
+    def steps(criterion, **given):
+        for size in sizes:
+            x, targets = labelled(size)
+            criterion(model(x), targets, **given).backward()
+            model.zero_grad()
+
+    with pytest.raises(ValueError, match=r"functools\.partial\(loss_function, weight=weight\)"):
+        steps(criterion, weight=weight)
+    model.zero_grad()
+    steps(PrivateCriterion(model, partial(weighted, weight=weight), "mean"))
+    steps(PrivateCriterion(model, nn.CrossEntropyLoss(weight), "mean"))
+
+
+def across(outputs, others):
+    return (outputs @ others.T).logsumexp(1)
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (2, 3)])
+def test_other_samples_are_no_constant(model, sizes):
+    """In-batch negatives, whose shape follows the batch's."""
+    criterion = PrivateCriterion(model, across, "mean")
+    for size in sizes:
+        with pytest.raises(ValueError, match="depends on "):
+            criterion(model(torch.randn(size, 3)), torch.randn(size, 2))

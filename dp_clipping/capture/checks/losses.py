@@ -30,6 +30,7 @@ OF_SIZE = (
     "sample alone; return that, and the mean is taken by loss_reduction='mean'"
 )
 PART = 8  # samples of a check in between
+CALLS = 16  # shapes of arguments that are remembered
 REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError)
 
 
@@ -141,6 +142,36 @@ def _any_differs(
     return any(differ([pair for pair in both if None not in pair], stays))
 
 
+class Shapes:
+    """Remembers shapes of a criterion's arguments, which tell what counts samples from what does not.
+
+    A dimension had n numbers in an earlier call and has n now. If the batch had another size then,
+    of which n is no multiple (as of tokens in one dimension), it does not count samples.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple, set[tuple[int, torch.Size]]] = {}
+
+    def note(self, arguments: tuple[tuple, dict], size: int) -> None:
+        """Remembers those of a call with so many samples."""
+        for key, x in _keyed(arguments):
+            seen = self._seen.setdefault(key, set())
+            if len(seen) < CALLS:
+                seen.add((size, x.shape))
+
+    def counts_samples(self, key: tuple, dim: int, size: int) -> bool:
+        """Returns whether a dimension that has `size` numbers, as the batch, may count samples."""
+        seen = self._seen.get(key, ())
+        return not any(shape[dim] == size and size % batch for batch, shape in seen)
+
+
+def _keyed(arguments: tuple[tuple, dict]) -> list[tuple[tuple, Tensor]]:
+    """Returns the tensors of a call, each with what tells it from other arguments."""
+    tensors = tensors_of(arguments)
+    kinds = tuple(x.dim() for x in tensors), tuple(arguments[1])
+    return [((n, *kinds), x) for n, x in enumerate(tensors)]
+
+
 class Exchange:
     """Calls a criterion with other samples in the places of some.
 
@@ -151,15 +182,18 @@ class Exchange:
         size: B.
         shape: of outputs before they were flattened, if the user says so.
         batch_first: whether the first dimension counts samples.
+        shapes: of earlier calls.
     """
 
     def __init__(
         self, per_sample: Callable[..., Tensor], state: State, args: tuple, kwargs: dict,
-        size: int, shape: tuple[int, ...] | None, batch_first: bool,
+        size: int, shape: tuple[int, ...] | None, batch_first: bool, shapes: Shapes,
     ):  # fmt: skip
         self._call, self._state = per_sample, state
         self._arguments, self._size = (args, kwargs), size
-        self._tensors = tensors_of(self._arguments)
+        keyed = _keyed(self._arguments)
+        self._keys, self._tensors = [key for key, _ in keyed], [x for _, x in keyed]
+        self._shapes = shapes
         self._names = [
             name
             for name, value in [*enumerate(args, 1), *kwargs.items()]
@@ -171,7 +205,7 @@ class Exchange:
             graded = [x for x in self._tensors if x.requires_grad and size not in x.shape]
             flat = [x.shape[0] for x in graded if x.dim() and x.shape[0] % size == 0]
             self._flat = next(iter(flat), None)
-        places = {n: self._candidates(x) for n, x in enumerate(self._tensors)}
+        places = {n: self._candidates(n) for n in range(len(self._tensors))}
         ragged = any(
             x.dim() and not places[n] and not x.is_floating_point()
             for n, x in enumerate(self._tensors)
@@ -259,11 +293,15 @@ class Exchange:
             raise ValueError(OF_OUTPUTS)
         name = self._names[n]
         argument = f"argument {name}" if isinstance(name, int) else f"argument {name!r}"
+        keyword = "weight" if isinstance(name, int) else name
         raise ValueError(
             f"the loss of a sample depends on what {argument} of the criterion has of other "
             f"samples (class weights or a count of the whole batch, for example): {REMEDY}; "
-            "compute such numbers from public data, once; give what is the same for every batch "
-            "to the criterion itself, as nn.CrossEntropyLoss(weight=...) or by functools.partial"
+            "compute such numbers from public data, once; what is the same for every batch, and "
+            f"has {self._size} entries as the batch has samples by chance, give to make_private "
+            "in the criterion, not to the criterion in each call: "
+            f"criterion=nn.CrossEntropyLoss(weight=weight), or of a function "
+            f"criterion=functools.partial(loss_function, {keyword}={keyword})"
         )
 
     def _agrees(
@@ -291,11 +329,13 @@ class Exchange:
         device = self._tensors[0].device
         return _agree(base, found, places, torch.tensor(stays, device=device))
 
-    def _candidates(self, x: Tensor) -> list[Layout]:
+    def _candidates(self, n: int) -> list[Layout]:
         """Returns how its samples may lie, the likeliest first; none: it has no samples."""
+        x, key = self._tensors[n], self._keys[n]
         if not x.dim():
             return []
         dims = [d for d in range(x.dim()) if x.shape[d] == self._size]
+        dims = [d for d in dims if self._shapes.counts_samples(key, d, self._size)]
         if not self._batch_first and 1 in dims:
             dims.sort(key=lambda d: d != 1)
         found = [Layout("dimension", d) for d in dims]

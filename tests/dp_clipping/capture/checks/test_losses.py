@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dp_clipping.capture.checks.losses import Watched, company, halves
+from dp_clipping.capture.checks.losses import Shapes, Watched, company, halves
 from dp_clipping.layers.batch_layout import Layout
 
 ROWS = Layout("dimension", 0)
@@ -62,3 +62,25 @@ def test_the_first_check_parts_each_two_samples(size):
 def test_company_is_of_those_that_stay():
     assert company([True, False, True, False], 0) == [0, 2, 2, 2]
     assert company([True, False, True, False], 1) == [0, 0, 2, 0]
+
+
+def counts(shape, size, *earlier):
+    """Whether the first dimension of a call's argument may count samples, by earlier calls."""
+    shapes = Shapes()
+    for of, batch in earlier:
+        shapes.note(((torch.empty(of),), {}), batch)
+    x = torch.empty(shape)
+    return shapes.counts_samples((0, (x.dim(),), ()), 0, size)
+
+
+def test_a_dimension_that_did_not_follow_the_batch_counts_no_samples():
+    assert not counts((4,), 4, ((4,), 3))
+    assert not counts((4, 2), 4, ((3, 2), 3), ((4, 2), 5))
+
+
+def test_one_that_may_have_followed_it_does():
+    assert counts((4,), 4)
+    assert counts((4,), 4, ((4,), 4), ((5,), 5))
+    assert counts((4,), 4, ((4,), 2))  # two tokens a sample
+    assert counts((4,), 4, ((4,), 1))
+    assert counts((4,), 4, ((4, 1), 3))  # another argument
