@@ -72,6 +72,14 @@ class Layout:
         return x
 
 
+TRIMMED = (
+    "has another length for a sample beside other samples of the batch, as from "
+    "x[:, :lengths.max()] in forward, so it shows how long those are: trim before the network, in "
+    "the DataLoader's collate_fn, as by def collate(samples): x, y = default_collate(samples); "
+    "return x[:, : (x != padding).sum(1).max()], y"
+)
+
+
 def find_layout(
     few: Tensor, more: Tensor, what: str, other: Tensor | None = None, unsure: str = ""
 ) -> Layout:
@@ -92,6 +100,9 @@ def find_layout(
     if not grown:
         return Layout("shared", int(few.dim() > 1 and few.shape[0] == 1))
     if len(grown) > 1:
+        of_samples = [d for d in grown if (few.shape[d], more.shape[d]) == (FEW, MORE)]
+        if len(of_samples) == 1:
+            raise ValueError(f"{what} {TRIMMED}")
         raise ValueError(
             f"{what} has more than one dimension that grows with the batch "
             f"({tuple(few.shape)} for {FEW} samples, {tuple(more.shape)} for {MORE}): samples are "

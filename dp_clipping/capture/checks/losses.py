@@ -143,7 +143,7 @@ def _any_differs(
 
 
 class Shapes:
-    """Remembers shapes of a criterion's arguments, which tell what counts samples from what does not.
+    """Remembers shapes of a criterion's arguments, which tell what does not count samples.
 
     A dimension had n numbers in an earlier call and has n now. If the batch had another size then,
     of which n is no multiple (as of tokens in one dimension), it does not count samples.

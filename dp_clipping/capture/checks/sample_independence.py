@@ -20,7 +20,7 @@ from dp_clipping.capture.batch import Batch
 from dp_clipping.capture.checks.summaries import Seen, compared, differ
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.randomness import without_dropout
-from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.layers.batch_layout import TRIMMED, Layout
 
 RANDOM = 100  # tolerances: what changes more in a repeated run is no rounding
 PLACES = 3  # samples of the first batch, each exchanged in turn
@@ -222,7 +222,7 @@ class Company:
                 room = _by_rounding(key, base, again, stays)
                 rooms[key] = torch.maximum(room, rooms.get(key, room))
             changed = [key for key in changed if _is_larger(key, base, beside, rooms[key], stays)]
-        self._refuse(changed[0] if changed else None)
+        self._refuse(_cause(changed[0], base, beside) if changed else None)
 
     def _on_any_rank(self, flag: bool) -> bool:
         sharding = self._capture.sharding
@@ -232,8 +232,8 @@ class Company:
         dist.all_gather_object(flags, flag, group=sharding.everyone)
         return any(flags)
 
-    def _refuse(self, found: Key | None) -> None:
-        """Raises ValueError on all ranks if one of them has found something."""
+    def _refuse(self, found: str | None) -> None:
+        """Raises ValueError on all ranks if one of them has found something, with its message."""
         sharding = self._capture.sharding
         everything = [found]
         if sharding is not None:
@@ -241,8 +241,14 @@ class Company:
             dist.all_gather_object(everything, found, group=sharding.everyone)
         for one in everything:
             if one is not None:
-                layer, what, _ = one
-                raise ValueError(CAUSES[what].format(layer=layer or "the network"))
+                raise ValueError(one)
+
+
+def _cause(key: Key, base: Seen, beside: Seen) -> str:
+    layer, what, _ = key
+    if base.summaries[key].shape != beside.summaries[key].shape:
+        return f"{what} of {layer or 'the network'} {TRIMMED}"
+    return CAUSES[what].format(layer=layer or "the network")
 
 
 def _by_rounding(key: Key, base: Seen, again: Seen, stays: Tensor) -> Tensor:

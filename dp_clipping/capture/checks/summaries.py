@@ -29,10 +29,12 @@ class Summary:
     Attributes:
         values: [B, SIGNS + 1], as they were computed.
         tolerance: of a difference that says nothing, relative to the norm of a sample.
+        shape: of what each sample has.
     """
 
     values: Tensor
     tolerance: float
+    shape: tuple[int, ...] = ()
 
     def without_first(self) -> "Summary":
         """Returns that of the other samples."""
@@ -88,8 +90,10 @@ def summary(x: Tensor, layout: Layout, batch_size: int) -> Summary:
     x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
     if not x.numel():
         return Summary(x.new_zeros(batch_size, SIGNS + 1, dtype=torch.float64), tolerance)
-    rows = layout.batch_first(x, batch_size).reshape(batch_size, -1)
+    rows = layout.batch_first(x, batch_size)
+    shape = tuple(rows.shape[1:])
+    rows = rows.reshape(batch_size, -1)
     if rows.is_cuda and available(rows.device, rows.dtype):
-        return Summary(signed_sums(rows), tolerance)
+        return Summary(signed_sums(rows), tolerance, shape)
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32) if is_float else torch.float64)
-    return Summary(signed_sums_plain(rows), tolerance)
+    return Summary(signed_sums_plain(rows), tolerance, shape)

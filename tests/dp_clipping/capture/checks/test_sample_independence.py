@@ -686,3 +686,41 @@ def test_checks_compute_convolutions_in_float32():
     model(torch.randn(4, 5))
     assert PRECISIONS.count("ieee") >= 4
     assert PRECISIONS[-1] == before == torch.backends.cudnn.conv.fp32_precision  # the step itself
+
+
+class Trimmed(nn.Module):
+    """Cuts tokens to the longest sample of the batch, and leaves out what is padding."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+        self.embedding, self.first, self.second = (
+            nn.Embedding(9, 5),
+            nn.Linear(5, 5),
+            nn.Linear(5, 2),
+        )
+
+    def forward(self, x, lengths):
+        if self.where == "tokens":
+            x = x[:, : lengths.max()]
+        h = self.embedding(x)
+        if self.where == "features":
+            h = h[:, : lengths.max()]
+        mask = torch.arange(h.shape[1]) < lengths[:, None]
+        return self.second((self.first(h).tanh() * mask[..., None]).sum(1))
+
+
+def tokens_of(lengths):
+    lengths = torch.tensor(lengths)
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randint(1, 9, (len(lengths), 7), generator=draw)
+    return x * (torch.arange(7) < lengths[:, None]), lengths
+
+
+@pytest.mark.parametrize("lengths", [(7, 3, 5, 2), (4, 3, 5, 2)])
+@pytest.mark.parametrize("where", ["tokens", "features"])
+def test_a_refused_trim_to_the_longest_sample_shows_where_it_belongs(where, lengths):
+    x, lengths = tokens_of(lengths)
+    with pytest.raises(ValueError, match=r"has another length for a sample.*def collate"):
+        private(Trimmed(where))(x, lengths)
+    private(Trimmed(None))(x[:, : lengths.max()], lengths)  # as the message says
