@@ -1,12 +1,12 @@
 """Stands in `.grad` of sharded parameters between a backward and the step, and raises when used."""
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from dp_clipping.distributed.dtensor import local
-from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.torch_compat import without_memory
 
 REMEDY = (
@@ -40,8 +40,8 @@ class AwaitedSum(Tensor):
         raise RuntimeError("a sum that is not there cannot be saved: call optimizer.step() first")
 
 
-def awaited_sum(sharding: Sharding, parameter: Tensor) -> Tensor:
-    """Returns one with the layout of a parameter's gradient."""
+def awaited_sum(parameter: Tensor, like: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Returns one for a parameter's gradient; `like` gives a part the parameter's layout."""
     part, dtype = local(parameter.detach()), parameter.grad_dtype or parameter.dtype
-    sharding.like(parameter, part.new_empty((), dtype=dtype).expand(part.shape))  # its layout
-    return sharding.like(parameter, without_memory(AwaitedSum, part, dtype))
+    like(parameter, part.new_empty((), dtype=dtype).expand(part.shape))  # finds the layout
+    return like(parameter, without_memory(AwaitedSum, part, dtype))

@@ -86,7 +86,7 @@ class ShardedSums:
         for parameter in self.sharding.parts if self.sharding.leaves_gradients else ():
             if parameter.grad is None:
                 if parameter not in self._awaited:
-                    self._awaited[parameter] = awaited_sum(self.sharding, parameter)
+                    self._awaited[parameter] = awaited_sum(parameter, self.sharding.like)
                 parameter.grad = awaited = self._awaited[parameter]
                 self._written[parameter] = awaited, _versions(awaited)
 

@@ -8,4 +8,7 @@ Files:
     observation           what each layer sees of each sample, forward and backward
     summaries             a sample's part of a tensor in a few numbers, to be compared
     state                 where a network holds values
+    code_names            what of a module a function names
+    holders               the values of one such place
+    writes                values of tensors from before they are written to
 """

@@ -18,18 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.capture.batch import Batch, tensors_in
-from dp_clipping.capture.checks.state import (
-    DEPTH,
-    PLAIN,
-    Change,
-    Mark,
-    Named,
-    State,
-    Values,
-    Writes,
-    equal,
-    has_attributes,
-)
+from dp_clipping.capture.checks.holders import PLAIN, Change, Named
+from dp_clipping.capture.checks.state import DEPTH, Mark, State, has_attributes
+from dp_clipping.capture.checks.writes import Values, Writes, equal
 from dp_clipping.layers.batch_layout import FEW
 
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 1e-2}
@@ -61,9 +52,9 @@ class Restored:
         state.walk()
         state.changes = self.changes = []
         self.mark = state.mark()
-        self.writes = Writes(self.mark)
+        self.writes = Writes(self.mark.tensors)
         state.watch = self.writes if is_of_runs and is_watched else None
-        self._values = Values(self.mark) if is_of_runs else None
+        self._values = Values(self.mark.tensors) if is_of_runs else None
         self._is_watched = is_watched
 
     def left(self) -> Left:

@@ -8,17 +8,14 @@ import torch
 from torch import nn
 
 from dp_clipping.distributed.awaited import awaited_sum
-from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.torch_compat import version_of
-
-PLAIN = Sharding("", None, None, None, None, None, {})
 
 
 def standing_in(dtype: torch.dtype = torch.float32) -> nn.Parameter:
     parameter = nn.Parameter(torch.ones(4, 3, dtype=dtype))
     if dtype != torch.float32:
         parameter.grad_dtype = torch.float32
-    parameter.grad = awaited_sum(PLAIN, parameter)
+    parameter.grad = awaited_sum(parameter, lambda _, part: part)
     return parameter
 
 

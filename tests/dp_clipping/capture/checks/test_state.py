@@ -1,6 +1,7 @@
 """A forward or backward that carries what it saw into the next batch is refused by name."""
 
 import copy
+import types
 from collections import deque
 
 import numpy as np
@@ -300,6 +301,169 @@ class BufferOfAModuleInAList(Network):
         self.parts["0"].mean += x.mean(0)
 
 
+@refused("AttributeOfTheClass.average")
+class AttributeOfTheClass(Network):
+    average = 0.0
+
+    def note(self, x):
+        type(self).average = 0.9 * self.average + 0.1 * x.mean().item()
+
+
+class Base(Network):
+    def note(self, x):
+        Base.average = 0.9 * getattr(self, "average", 0) + 0.1 * x.mean()
+
+
+@refused("Base.average")
+class NewAttributeOfABase(Base):
+    pass
+
+
+@refused("TensorOfTheClass.average")
+class TensorOfTheClass(Network):
+    average = torch.zeros(4)
+
+    def note(self, x):
+        self.average.data.mul_(0.9).add_(x.mean(0), alpha=0.1)
+
+
+@refused("Shared.average")
+class ClassOfAnObject(Network):
+    def make(self):
+        class Shared:
+            average = 0.0
+
+        self.shared = Shared()
+
+    def note(self, x):
+        kind = type(self.shared)
+        kind.average = 0.9 * kind.average + 0.1 * x.mean().item()
+
+
+AVERAGE, AVERAGES, QUEUE = 0.0, {"x": torch.zeros(4)}, deque(maxlen=3)
+SETTINGS = types.ModuleType("settings_of_a_user")
+SETTINGS.average = 0.0
+
+
+def averaged(x: Tensor) -> float:
+    global AVERAGE
+    AVERAGE = 0.9 * AVERAGE + 0.1 * x.mean().item()
+    return AVERAGE
+
+
+def with_attribute(x: Tensor) -> None:
+    with_attribute.average = 0.9 * with_attribute.average + 0.1 * x.mean().item()
+
+
+with_attribute.average = 0.0
+
+
+class Statistics:
+    """Called from a network, and in no attribute of it."""
+
+    average = 0.0
+
+    def update(self, x: Tensor) -> None:
+        self.average = 0.9 * self.average + 0.1 * x.mean().item()
+
+
+STATISTICS = Statistics()
+
+
+@refused("test_state.AVERAGE")
+class VariableOfTheModule(Network):
+    """Which another function binds."""
+
+    def note(self, x):
+        averaged(x)
+
+
+@refused("test_state.AVERAGE")
+class InAStaticMethod(Network):
+    @staticmethod
+    def update(x):
+        averaged(x)
+
+    def note(self, x):
+        (lambda: self.update(x))()
+
+
+@refused("AVERAGES.x")
+class DictOfTheModule(Network):
+    def note(self, x):
+        AVERAGES["x"] = 0.9 * AVERAGES["x"] + 0.1 * x.mean(0)
+
+
+@refused("QUEUE")
+class QueueOfTheModule(Network):
+    def forward(self, x):
+        QUEUE.append(x.mean().item())
+        return super().forward(x) + sum(QUEUE)
+
+
+@refused("settings_of_a_user.average")
+class VariableOfAnotherModule(Network):
+    def note(self, x):
+        SETTINGS.average = 0.9 * SETTINGS.average + 0.1 * x.mean().item()
+
+
+@refused("with_attribute.average")
+class AttributeOfAFunction(Network):
+    def note(self, x):
+        with_attribute(x)
+
+
+@refused("STATISTICS.average")
+class ObjectOfTheModule(Network):
+    def note(self, x):
+        STATISTICS.update(x)
+
+
+def around_a_class():
+    average = 0.0
+
+    class VariableAround(Network):
+        def note(self, x):
+            nonlocal average
+            average = 0.9 * average + 0.1 * x.mean().item()
+
+    return VariableAround
+
+
+refused("VariableAround.note.average")(around_a_class())
+
+
+@refused("DefaultOfAMethod.note.*")
+class DefaultOfAMethod(Network):
+    def note(self, x, memory=[0.0]):  # noqa: B006
+        memory[0] = 0.9 * memory[0] + x.mean().item()
+        return memory[0]
+
+    def forward(self, x):
+        return self.linear(x) + self.note(x)
+
+
+class Remembering(torch.autograd.Function):
+    """The identity; its backward remembers."""
+
+    average = 0.0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gy):
+        Remembering.average = 0.9 * Remembering.average + 0.1 * gy.mean().item()
+        return gy * (1 + Remembering.average)
+
+
+@refused("Remembering.average")
+class ClassOfAFunctionInBackward(Network):
+    def forward(self, x):
+        return Remembering.apply(self.linear(x))
+
+
 @refused("seen")
 class LastBatch(Network):
     """Each batch sees the one before."""
@@ -503,6 +667,28 @@ class LogOfAHook(Network):
         self.linear.register_forward_hook(lambda module, args, y: log.append(y.detach().mean()))
 
 
+LOG: list[float] = []
+LAST = CALLS = 0
+
+
+@accepted
+class LogOfTheModule(Network):
+    def note(self, x):
+        LOG.append(x.mean().item())
+
+
+@accepted
+class CountsInTheModule(Network):
+    """Counts calls, and keeps something of the last one for a look."""
+
+    calls = 0
+
+    def note(self, x):
+        global LAST, CALLS
+        LAST, CALLS = x.mean(), CALLS + 1
+        type(self).calls += 1
+
+
 @accepted
 class Random(Network):
     """By torch's generator, by one of its own, and by Python's."""
@@ -600,6 +786,33 @@ class Centred(nn.Module):
         return losses
 
 
+class CentredByItsClass(Centred):
+    mean = torch.zeros(3)
+
+    def __init__(self, keep: str):
+        super().__init__(keep)
+        del self.mean
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = (outputs - targets - self.mean).square().sum(1)
+        CentredByItsClass.mean = 0.9 * self.mean + 0.1 * outputs.detach().mean(0)
+        return losses
+
+
+def centred_by_the_module(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets - averaged(outputs.detach())).square().sum(1)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "name"),
+    [(CentredByItsClass(""), "CentredByItsClass.mean"), (centred_by_the_module, "AVERAGE")],
+)
+def test_a_criterion_that_carries_data_outside_of_itself_is_refused(criterion, name):
+    loss = PrivateCriterion(private(Network()), criterion, "sum")
+    with pytest.raises(ValueError, match=rf"{name}[,:]"):
+        loss(loss.model(torch.randn(4, 4)), torch.randn(4, 3))
+
+
 @pytest.mark.parametrize("keep", ["buffer", "attribute", "in place", "nothing"])
 def test_a_criterion_that_carries_data_is_refused(keep):
     network = Network()
@@ -633,7 +846,13 @@ def test_a_function_that_remembers_is_refused():
         criterion(model(torch.randn(4, 4)), torch.randn(4, 3))
 
 
-RUNS: list[int] = []
+class Runs:
+    """Counts, in what no search puts back."""
+
+    __slots__ = ("count",)
+
+
+RUNS = Runs()
 
 
 class WritesInSomeRun(nn.Module):
@@ -645,8 +864,8 @@ class WritesInSomeRun(nn.Module):
         self.register_buffer("sums", torch.zeros(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        RUNS.append(1)
-        if len(RUNS) == self.run:
+        RUNS.count += 1
+        if RUNS.count == self.run:
             tensor = self.sums if self.what == "sums" else self.layer.weight
             tensor.data.add_(x.detach().mean())
         return self.layer(x) + self.sums
@@ -655,7 +874,7 @@ class WritesInSomeRun(nn.Module):
 @pytest.mark.parametrize("run", [4, 5, 7, 10, "later"])
 @pytest.mark.parametrize("what", ["sums", "weight"])
 def test_a_write_past_version_counters_is_found_in_any_run_of_a_check(what, run):
-    RUNS.clear()
+    RUNS.count = 0
     network = WritesInSomeRun(what, -1)
     model = private(network)
     if run == "later":
@@ -663,7 +882,7 @@ def test_a_write_past_version_counters_is_found_in_any_run_of_a_check(what, run)
             batch = torch.randn(4, 4), torch.randn(4, 3)
             private_loss(model, batch, zoo.squared_error).backward()
             model.zero_grad()
-        run = len(RUNS) + 2
+        run = RUNS.count + 2
     network.run = run
     with pytest.raises(ValueError, match=what):
         model(torch.randn(4, 4))
