@@ -56,7 +56,6 @@ class Search:
             handle.layouts.clear()
             handle.output_layouts.clear()
 
-    @torch.no_grad()
     def establish(
         self, few: tuple[tuple, dict], more: tuple[tuple, dict], other: tuple[tuple, dict]
     ) -> None:
@@ -194,10 +193,11 @@ class Search:
                 shared.append(handle.name)
             return expanded
 
-        modules = self.capture.network.modules() if self.capture.sharding is None else ()
+        is_alone = self.capture.sharding is None  # FSDP would wait for a backward
+        modules = self.capture.network.modules() if is_alone else ()
         with (
             self.capture.looked_at(before, after), without_dropout(self.capture.network), routing,
-            same_generators(modules), _naming(shared),
+            same_generators(modules), _naming(shared), torch.set_grad_enabled(is_alone),
         ):  # fmt: skip
             outputs = tensors_of(self.capture.network(*args, **kwargs))
         self._routing = routing.operators
@@ -265,4 +265,6 @@ def _if_flattened(x: Tensor, batch_size: int, handle: LayerState | None = None) 
     """
     flattened = x.dim() > 0 and x.shape[0] != batch_size and x.shape[0] % batch_size == 0
     is_recurrent = handle is not None and handle.kind == "recurrent"
-    return x if flattened or is_recurrent else torch.empty_like(x, device="meta")
+    if flattened or is_recurrent:
+        return x.detach()
+    return torch.empty_like(x, device="meta", requires_grad=False)

@@ -23,7 +23,6 @@ from dp_clipping.layers.vmap.module import plain_forward
 from dp_clipping.torch_compat import current_vmap
 
 
-@torch.no_grad()
 def unfit_modules(capture: CapturedNetwork, arguments: tuple, batch_size: int) -> list[LayerState]:
     """Returns the modules that must run under vmap with their children.
 
@@ -44,7 +43,11 @@ def unfit_modules(capture: CapturedNetwork, arguments: tuple, batch_size: int) -
     for handle in capture.handles:
         handle.trial = partial(_try, found, capture, batch_size)
     try:
-        with capture.looked_at(lambda *_: None), without_dropout(capture.network):
+        with (
+            capture.looked_at(lambda *_: None),
+            without_dropout(capture.network),
+            torch.set_grad_enabled(capture.sharding is None),
+        ):
             capture.network(*args, **kwargs)
     finally:
         for handle in capture.handles:

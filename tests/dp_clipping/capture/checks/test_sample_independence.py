@@ -639,25 +639,31 @@ def test_a_module_without_a_batching_rule_is_named():
         private(Recurrent())(torch.randn(4, 3, 5))
 
 
-FORWARDS: list[int] = []  # not a hook's own: what a check leaves there is put back
-PRECISIONS: list[str] = []
+class Unseen:
+    """Keeps a list where no check finds it: what one leaves elsewhere is put back."""
+
+    __slots__ = ("values",)
+
+
+FORWARDS, PRECISIONS = Unseen(), Unseen()
+FORWARDS.values, PRECISIONS.values = [], []
 
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_checks_may_be_skipped_for_a_measurement(skips):
     """The first batch is looked at in any case; then only those that count as powers of two."""
-    FORWARDS.clear()
+    FORWARDS.values.clear()
     model = private(zoo.seeded(lambda: Function(lambda net, x: net.second(net.first(x)))))
-    model.network.first.register_forward_hook(lambda *_: FORWARDS.append(1))
+    model.network.first.register_forward_hook(lambda *_: FORWARDS.values.append(1))
     if skips:
         model.skip_checks()
     x = torch.randn(4, 5)
     model(x)
-    assert len(FORWARDS) > 1
-    FORWARDS.clear()
+    assert len(FORWARDS.values) > 1
+    FORWARDS.values.clear()
     for _ in range(3):  # 2, 3 and 4
         model(x)
-    assert (len(FORWARDS) == 3) == skips
+    assert (len(FORWARDS.values) == 3) == skips
 
 
 def test_a_summary_tells_large_whole_numbers_apart():
@@ -675,17 +681,42 @@ def test_a_summary_tells_large_whole_numbers_apart():
 
 def test_checks_compute_convolutions_in_float32():
     """With another number of samples cuDNN takes another kernel, in TensorFloat-32 by default."""
-    PRECISIONS.clear()
+    PRECISIONS.values.clear()
 
     def noted(net, x):
-        PRECISIONS.append(torch.backends.cudnn.conv.fp32_precision)
+        PRECISIONS.values.append(torch.backends.cudnn.conv.fp32_precision)
         return net.second(net.first(x))
 
     before = torch.backends.cudnn.conv.fp32_precision
     model = private(Function(noted))
     model(torch.randn(4, 5))
-    assert PRECISIONS.count("ieee") >= 4
-    assert PRECISIONS[-1] == before == torch.backends.cudnn.conv.fp32_precision  # the step itself
+    assert PRECISIONS.values.count("ieee") >= 4
+    assert (
+        PRECISIONS.values[-1] == before == torch.backends.cudnn.conv.fp32_precision
+    )  # the step itself
+
+
+def scaled(gradient):
+    return gradient / 2
+
+
+@pytest.mark.parametrize("where", ["hidden", "output"])
+def test_a_hook_on_a_tensor_of_the_forward_runs_and_is_looked_at(where):
+    """Also in the search for samples, where no gradient is asked for."""
+
+    def network(hook):
+        def function(net, x):
+            h = net.first(x)
+            y = net.second(h.relu())
+            (h if where == "hidden" else y).register_hook(hook)
+            return y
+
+        return zoo.seeded(lambda: Function(function))
+
+    x = torch.randn(4, 5)
+    private(network(scaled))(x)
+    with pytest.raises(ValueError, match=r"the gradient that (first|second) is given"):
+        private(network(lambda gradient: gradient - gradient.mean(0)))(x)
 
 
 class Trimmed(nn.Module):
