@@ -213,6 +213,11 @@ def take_hooks_since(module: nn.Module, number: int) -> list[tuple[dict, int, An
     return found
 
 
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Returns whether `Tensor.register_hook` has been called on it; no, if torch does not tell."""
+    return bool(getattr(parameter, "_backward_hooks", None))
+
+
 def pruned_name(hook: Any) -> str:
     """Returns the name of the parameter that a pruning hook computes, "weight" if unknown."""
     return getattr(hook, "_tensor_name", "weight")

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dp_clipping.capture.network import CapturedNetwork, every_module
-from dp_clipping.torch_compat import own_parameters
+from dp_clipping.torch_compat import has_gradient_hooks, own_parameters
 
 Own = dict[str, Parameter]
 NOTHING: Own = {}
@@ -26,7 +26,17 @@ class FixedParameters:
         self._own = {m: _trainable(m) for m in every_module(self.network)}
 
     def check(self) -> None:
-        """Raises RuntimeError if trainable parameters are others than when this was made."""
+        """Raises RuntimeError if trainable parameters are others than when this was made.
+
+        Also if a user has put a hook on one, which autograd would run with its gradient.
+        """
+        hooked = [name for p, name in self.capture.names.items() if has_gradient_hooks(p)]
+        if hooked:
+            raise RuntimeError(
+                f"{', '.join(hooked[:5])} has a hook of Tensor.register_hook, which is not called "
+                "in private training, where autograd computes no gradient of a parameter: remove "
+                "it, and change .grad between optimizer.pre_step() and optimizer.step()"
+            )
         for parameter, dtype in self._dtypes.items():
             if parameter.dtype != dtype:
                 raise RuntimeError(

@@ -14,7 +14,7 @@ from dp_clipping.capture.checks.summaries import WHOLE, summary
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.validation import check_module
-from tests.dp_clipping.conftest import private
+from tests.dp_clipping.conftest import Unseen, private
 from tests.support import zoo
 
 
@@ -639,14 +639,7 @@ def test_a_module_without_a_batching_rule_is_named():
         private(Recurrent())(torch.randn(4, 3, 5))
 
 
-class Unseen:
-    """Keeps a list where no check finds it: what one leaves elsewhere is put back."""
-
-    __slots__ = ("values",)
-
-
 FORWARDS, PRECISIONS = Unseen(), Unseen()
-FORWARDS.values, PRECISIONS.values = [], []
 
 
 @pytest.mark.parametrize("skips", [False, True])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.criterion import PrivateCriterion
-from tests.dp_clipping.conftest import private, private_loss
+from tests.dp_clipping.conftest import Unseen, private, private_loss
 from tests.support import zoo
 
 STEPS = 5
@@ -846,13 +846,7 @@ def test_a_function_that_remembers_is_refused():
         criterion(model(torch.randn(4, 4)), torch.randn(4, 3))
 
 
-class Runs:
-    """Counts, in what no search puts back."""
-
-    __slots__ = ("count",)
-
-
-RUNS = Runs()
+RUNS = Unseen()
 
 
 class WritesInSomeRun(nn.Module):
@@ -864,8 +858,8 @@ class WritesInSomeRun(nn.Module):
         self.register_buffer("sums", torch.zeros(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        RUNS.count += 1
-        if RUNS.count == self.run:
+        RUNS.values.append(1)
+        if len(RUNS.values) == self.run:
             tensor = self.sums if self.what == "sums" else self.layer.weight
             tensor.data.add_(x.detach().mean())
         return self.layer(x) + self.sums
@@ -874,7 +868,7 @@ class WritesInSomeRun(nn.Module):
 @pytest.mark.parametrize("run", [4, 5, 7, 10, "later"])
 @pytest.mark.parametrize("what", ["sums", "weight"])
 def test_a_write_past_version_counters_is_found_in_any_run_of_a_check(what, run):
-    RUNS.count = 0
+    RUNS.values.clear()
     network = WritesInSomeRun(what, -1)
     model = private(network)
     if run == "later":
@@ -882,7 +876,7 @@ def test_a_write_past_version_counters_is_found_in_any_run_of_a_check(what, run)
             batch = torch.randn(4, 4), torch.randn(4, 3)
             private_loss(model, batch, zoo.squared_error).backward()
             model.zero_grad()
-        run = RUNS.count + 2
+        run = len(RUNS.values) + 2
     network.run = run
     with pytest.raises(ValueError, match=what):
         model(torch.randn(4, 4))
