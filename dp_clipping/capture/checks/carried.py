@@ -61,8 +61,9 @@ class Restored:
         """Returns name -> what has changed so far, values of tensors copied."""
         found: Left = {}
         for change in self.mark.replaced():
-            if not change.holder.is_log:
-                _collect(found, change.name, change.holder.value(change.key), 0)
+            value = change.holder.value(change.key)
+            if not (change.holder.is_log and isinstance(value, list | deque)):
+                _collect(found, change.name, value, 0)
         for named, *_ in self.writes.copies.values():
             _collect(found, named.holder.change(named.key).name, named.tensor, 0)
         return found

@@ -40,7 +40,7 @@ class Holder:
         values: the container.
         kind: "parameters", "buffers", "modules" or "temporary" (names of buffers) of a module; "".
         temporary: of buffers, the names of those that are not in the state dict.
-        is_log: a list of a hook's or of a criterion's, which may be there for the user to read.
+        is_log: its lists may be there for the user to read: only functions or a criterion know it.
     """
 
     name: str

@@ -105,8 +105,7 @@ class State:
         if isinstance(value, nn.Module):
             self._visit_module(value, name)
         elif isinstance(value, dict | list | deque | set | CellType):
-            is_log = self._is_for_the_user and isinstance(value, list | deque)
-            self._hold(Holder(f"{name}.", value, is_log=is_log), depth)
+            self._hold(Holder(f"{name}.", value), depth)
         elif is_array(value):
             if 0 < value.size <= LENGTH and value.ndim:
                 self.others.append(Holder(f"{name}.", value))
@@ -186,14 +185,14 @@ class State:
         elif is_written or name in namespace:
             holder = self._variables.get(id(namespace))
             if holder is None:
-                holder = Names(prefix, namespace, names=set())
+                holder = Names(prefix, namespace, is_log=True, names=set())
                 self._variables[id(namespace)] = holder
                 self.others.append(holder)
             if holder.add(name):
                 self._visit(value, f"{prefix}{name}", holder, name, depth + 1)
 
     def _hold(self, holder: Holder, depth: int) -> None:
-        values = holder.values
+        values, holder.is_log = holder.values, self._is_for_the_user
         if type(values) is CellType:
             try:
                 values = [values.cell_contents]

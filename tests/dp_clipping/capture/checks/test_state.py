@@ -2,7 +2,7 @@
 
 import copy
 import types
-from collections import deque
+from collections import defaultdict, deque
 
 import numpy as np
 import pytest
@@ -668,6 +668,7 @@ class LogOfAHook(Network):
 
 
 LOG: list[float] = []
+LOGS: defaultdict[str, list] = defaultdict(list)
 LAST = CALLS = 0
 
 
@@ -675,6 +676,7 @@ LAST = CALLS = 0
 class LogOfTheModule(Network):
     def note(self, x):
         LOG.append(x.mean().item())
+        LOGS["mean"].append(LOG[-1])
 
 
 @accepted
