@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,8 @@ class Capture:
             )
         self.network, self.sharding = network, sharding
         self._whole: set[nn.Module] = set()
+        # Under vmap for what they do with child layers, and the weights of those that they read.
+        self._widened: dict[nn.Module, list[Parameter]] = {}
         self._session: Recorder | None = None
         self._install()
         self.parameters = [p for p in network.parameters() if p.requires_grad]
@@ -122,7 +125,9 @@ class Capture:
         for name, module in self.network.named_modules():
             if module in covered or isinstance(module, CONTAINERS):
                 continue
-            if any(p.requires_grad for p in owned(module)):
+            if module in self._widened:
+                kind = "vectorized"
+            elif any(p.requires_grad for p in owned(module)):
                 kind = kind_of(module)
                 if kind == "attention" and module in self._whole:
                     kind = "vectorized"
@@ -150,7 +155,9 @@ class Capture:
         self, name: str, kind: str, module: nn.Module, is_apart: bool, is_inside: bool
     ) -> None:
         takes_all = kind in ("vectorized", "attention") and not is_apart
-        handle = LayerState(name, kind, module, trainable_names(module, takes_all, is_apart))
+        read = self._widened.get(module, ())
+        names = trainable_names(module, takes_all, is_apart, read)
+        handle = LayerState(name, kind, module, names)
         handle.children_apart = is_apart
         run = children.leaves_vmap(FORWARDS[kind]) if is_inside else FORWARDS[kind]
         module._private, module.forward = handle, types.MethodType(run, module)
@@ -178,6 +185,30 @@ class Capture:
         self._install()
         for handle in self.handles:
             handle.private_step = self._session
+
+    def widen(self, modules: Collection[nn.Module]) -> bool:
+        """Runs these modules under vmap, for the sake of a layer that they call.
+
+        Those that are run so already take their children with them. Returns False, and does
+        nothing, if they have done so too, or if ranks share the network's parameters.
+        """
+        known = {module for module in modules if module in self._widened or self._is_apart(module)}
+        if self.sharding is not None or not modules or known & self._whole:
+            return False
+        self._whole |= known
+        self._widened |= {module: [] for module in modules if module not in known}
+        self.make_whole(())
+        return True
+
+    def let_read(self, weights: dict[nn.Module, list[Parameter]]) -> None:
+        """Runs these modules under vmap, with weights of other layers that their code reads."""
+        if weights:
+            self._widened |= weights
+            self.make_whole(())
+
+    def _is_apart(self, module: nn.Module) -> bool:
+        handle = vars(module).get("_private")
+        return handle is not None and handle.kind == "vectorized"
 
     def remove(self) -> None:
         """Give the modules their own forwards back, and 16-bit parameters 16-bit gradients."""
@@ -289,14 +320,27 @@ class Capture:
             stack.enter_context(self.attached(None))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(fork_randomness(self.trigger.device))
+            calls: list[LayerState] = []  # that run now
+
+            def entered(module: nn.Module, args: tuple, kwargs: dict) -> Any:
+                handle = module._private
+                handle.is_inside = bool(calls) and calls[-1].children_apart
+                calls.append(handle)
+                return before(module, args, kwargs)
+
+            def left(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+                calls.pop()
+                return after(module, args, kwargs, output)
+
             for module in self.network.modules():
                 if isinstance(module, nn.EmbeddingBag):
                     hook = module.register_forward_pre_hook(refuse_offsets, with_kwargs=True)
                     stack.callback(hook.remove)
                 if "_private" in module.__dict__:
-                    hook = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+                    enter = before if after is None else entered
+                    hook = module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
                     stack.callback(hook.remove)
                     if after is not None:
-                        hook = module.register_forward_hook(after, with_kwargs=True)
+                        hook = module.register_forward_hook(left, with_kwargs=True)
                         stack.callback(hook.remove)
             yield

@@ -21,10 +21,10 @@ from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.randomness import same_generators, without_dropout
-from dp_clipping.capture.vmap_trial import unfit_modules
+from dp_clipping.capture.vmap_trial import callers_of, unfit_modules, weights_read_elsewhere
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.batch_layout import FEW, Layout
-from dp_clipping.layers.handle import LayoutUnknown
+from dp_clipping.layers.handle import LayerState, LayoutUnknown, NeedsVmap
 from dp_clipping.torch_compat import tree_map
 
 
@@ -139,30 +139,48 @@ class LayoutDiscovery:
         self._is_known, self._is_provisional = True, size < FEW
 
     def _establish(self, arguments: list[tuple]) -> None:
-        """Finds the layouts; modules whose children cannot run outside of vmap run with them.
+        """Finds the layouts, and which modules run under vmap for the sake of layers in them.
+
+        Modules whose children cannot run outside of vmap run with them.
+        """
+        capture, refusal = self._capture, None
+        if self._sharding is None:
+            capture.let_read(weights_read_elsewhere(capture, arguments[0]))
+        while True:
+            try:
+                unfit = self._unfit(arguments)
+            except NeedsVmap as error:
+                refusal = refusal or error
+                if not capture.widen(callers_of(capture, arguments[0], error.layer)):
+                    raise refusal from error
+            except ValueError as error:
+                raise refusal or error from error
+            else:
+                if not unfit:
+                    return
+                capture.make_whole(unfit)
+            self._search.forget()
+
+    def _unfit(self, arguments: list[tuple]) -> list[LayerState]:
+        """Finds the layouts; returns the modules that must take their children under vmap.
 
         What has been packed is padded to the longest sequence, and one that joins may be longer.
         Then two dimensions grow, and no sample joins but one that is there.
         """
         capture = self._capture
         few, more, other, again = arguments
-        unfit = capture.apart if capture.is_compiled else []
-        if not unfit:
-            try:
-                self._search.establish(few, more, other)
-                unfit = unfit_modules(capture, few, FEW)
-            except ValueError:
-                if self._search.packs and more is not again:
-                    self._search.forget()
-                    self._establish([few, again, few, again])
-                    return
-                unfit = capture.apart
-                if not unfit:
-                    raise
-        if unfit:
-            capture.make_whole(unfit)
-            self._search.forget()
-            self._establish(arguments)
+        if capture.is_compiled and capture.apart:
+            return capture.apart
+        try:
+            self._search.establish(few, more, other)
+            return unfit_modules(capture, few, FEW)
+        except ValueError as error:
+            if self._search.packs and more is not again:
+                self._search.forget()
+                return self._unfit([few, again, few, again])
+            if isinstance(error, NeedsVmap) or not capture.apart:
+                raise
+            return capture.apart
 
     def _check_again_if_unknown(self, batch: Batch) -> int | None:
         try:

@@ -25,7 +25,13 @@ from dp_clipping.capture.network import (
 from dp_clipping.capture.randomness import same_generators, without_dropout
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import FEW, MORE, Layout, find_layout
-from dp_clipping.layers.handle import LayerState, LayoutUnknown, product_dtype
+from dp_clipping.layers.handle import (
+    LayerState,
+    LayoutUnknown,
+    NeedsVmap,
+    product_dtype,
+    rows_unknown,
+)
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.torch_compat import TorchDispatchMode, is_dtype_cast
 
@@ -145,10 +151,15 @@ class Search:
             )
             self._refuse_routed(name, layouts)
             if known.setdefault(dims, layouts) != layouts:
-                raise ValueError(
+                raise NeedsVmap(
+                    handle.name,
                     f"{name} is called with its samples in different places "
-                    f"({known[dims]}, {layouts}): use two modules, or one layout"
+                    f"({known[dims]}, {layouts}): use two modules, or one layout",
                 )
+        if handle.kind == "vectorized" and not handle.is_inside:
+            given, made = handle.layouts[dims], handle.output_layouts[dims]
+            if all(x.kind == "shared" for x in given) and any(x.kind != "shared" for x in made):
+                raise rows_unknown(handle.name)
 
     def _refuse_routed(self, name: str, layouts: tuple[Layout, ...]) -> None:
         """Refuses flattened samples where rows are picked by value: they may fit by chance."""
@@ -243,14 +254,15 @@ def _naming(shared: list[str]) -> Iterator[None]:
     except (RuntimeError, ValueError, IndexError) as error:
         if not shared:
             raise
-        raise ValueError(
+        raise NeedsVmap(
+            shared[-1],
             f"{', '.join(dict.fromkeys(shared))}: given the same values for every sample (a "
             "relative position bias or an embedded prompt, for example), so its output got a "
             "dimension for the samples, and the code that uses it cannot run with that "
             f"({_first_line(error)}): freeze it, as "
             f'network.get_submodule("{shared[0]}").requires_grad_(False), before make_private, or '
             "give it an input with a row for each sample, as ids.expand(batch_size, -1); in place "
-            "of PEFT's prompt tuning use PrefixTuningConfig"
+            "of PEFT's prompt tuning use PrefixTuningConfig",
         ) from error
 
 

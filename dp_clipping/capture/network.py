@@ -47,6 +47,10 @@ class CapturedNetwork(Protocol):
 
     def make_whole(self, handles: Collection[LayerState]) -> None: ...
 
+    def widen(self, modules: Collection[nn.Module]) -> bool: ...
+
+    def let_read(self, weights: dict[nn.Module, list[Parameter]]) -> None: ...
+
     def remove(self) -> None: ...
 
     def looked_at(
@@ -71,7 +75,12 @@ class LayerCall:
 def expanded_input(
     handle: LayerState, layouts: Sequence[Layout], inputs: list[Tensor], batch_size: int
 ) -> tuple[tuple, dict] | None:
-    """Returns, for a hook before a layer, its shared input expanded to the batch; else None."""
+    """Returns, for a hook before a layer, its shared input expanded to the batch; else None.
+
+    The code around a layer inside of vmap sees no batch, and its output is not expanded there.
+    """
+    if handle.is_inside:
+        return None
     if not handle.learns_outputs and layouts and layouts[0].kind == "shared":
         return (expand_shared(inputs[0], batch_size),), {}
     return None
@@ -81,9 +90,20 @@ def expanded_output(
     handle: LayerState, layouts: Sequence[Layout], output: Any, batch_size: int
 ) -> Any:
     """Returns shared outputs with the batch's dimension, as a module under vmap has them."""
-    if handle.kind != "vectorized" or not any(x.kind == "shared" for x in layouts):
+    if handle.kind != "vectorized" or handle.is_inside:
         return output
-    return tree_map(lambda y: expand_shared(y, batch_size) if isinstance(y, Tensor) else y, output)
+    if not any(x.kind == "shared" for x in layouts):
+        return output
+    places = iter(layouts)
+
+    def expanded(y: Any) -> Any:
+        if not isinstance(y, Tensor):
+            return y
+        layout = next(places, None)
+        is_shared = layout is not None and layout.kind == "shared"
+        return expand_shared(y, batch_size) if is_shared else y
+
+    return tree_map(expanded, output)
 
 
 def every_module(network: nn.Module) -> Iterator[nn.Module]:

@@ -1,6 +1,6 @@
 """Whose parameters are whose: a module's own, and those of layers that it calls."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 from torch.nn import Parameter
@@ -37,17 +37,23 @@ def called_by(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def own_names(module: nn.Module) -> list[str]:
-    """Returns the names of a module's trainable bare parameters; all of one with several."""
-    own = {id(p) for p in _bare(module)}
+def own_names(module: nn.Module, also: Iterable[Parameter] = ()) -> list[str]:
+    """Returns the names of a module's trainable bare parameters; all of one with several.
+
+    Args:
+        also: parameters of layers in it, which its own code computes with.
+    """
+    own = {id(p) for p in (*_bare(module), *also)}
     named = module.named_parameters(remove_duplicate=False)
     return [name for name, p in named if id(p) in own and p.requires_grad]
 
 
-def trainable_names(module: nn.Module, with_children: bool, is_apart: bool) -> tuple[str, ...]:
-    """Returns the names of the parameters that are captured with a module."""
+def trainable_names(
+    module: nn.Module, with_children: bool, is_apart: bool, also: Iterable[Parameter] = ()
+) -> tuple[str, ...]:
+    """Returns the names of the parameters that are captured with a module; see `own_names`."""
     if is_apart:
-        return tuple(own_names(module))
+        return tuple(own_names(module, also))
     named = module.named_parameters(recurse=with_children)
     return tuple(name for name, p in named if p.requires_grad)
 

@@ -5,17 +5,19 @@ child, calls it with what is no sample's, or cannot run. Such a module takes its
 with it, which is right for any.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from dp_clipping.capture.batch import map_tensors, tensors_in
 from dp_clipping.capture.network import CapturedNetwork, expanded_output
-from dp_clipping.capture.randomness import generator_states, without_dropout
+from dp_clipping.capture.randomness import generator_states, same_generators, without_dropout
 from dp_clipping.layers.attention.core import fits
 from dp_clipping.layers.batch_layout import is_close
 from dp_clipping.layers.handle import LayerState
@@ -65,8 +67,10 @@ def _try(
         every_sample: runs the module under vmap: see `layers.vmap.module`.
     """
     handle: LayerState = vars(module)["_private"]
-    if not handle.children_apart or handle in unfit:
+    if handle in unfit:
         return plain_forward(module, *args, **kwargs)
+    if not handle.children_apart:
+        return _try_rows(module, every_sample, batch_size, args, kwargs)
     copied_args, copied_kwargs = map_tensors(Tensor.clone, (args, kwargs))
     before = generator_states(capture.network.modules(), capture.trigger.device)
     plain = plain_forward(module, *args, **kwargs)
@@ -82,13 +86,36 @@ def _try(
     return plain
 
 
+def _try_rows(
+    module: nn.Module, every_sample: Callable[..., Any], batch_size: int, args: tuple, kwargs: dict
+) -> Any:
+    """Returns what a module under vmap with its children returns, a row for each sample."""
+    handle: LayerState = vars(module)["_private"]
+    layouts = handle.output_layouts.get(tuple(x.dim() for x in tensors_in((args, kwargs))), ())
+    if any(layout.kind == "dimension" for layout in layouts):
+        copied_args, copied_kwargs = map_tensors(Tensor.clone, (args, kwargs))
+        try:
+            copies = _copies(handle, batch_size)
+            found = every_sample(module, copies, batch_size, copied_args, copied_kwargs)
+            if all(layout.kind != "shared" for layout in layouts):
+                return found
+        except Exception:  # the step will say so
+            pass
+    return plain_forward(module, *args, **kwargs)
+
+
+def _copies(handle: LayerState, batch_size: int) -> dict[str, Tensor]:
+    own = handle.parameters().items()
+    return {name: p.detach().expand(batch_size, *p.shape) for name, p in own}
+
+
 def _agrees(
     module: nn.Module, run: Callable[..., Any], batch_size: int, expected: Any, is_random: bool
 ) -> bool:
     """Returns whether it computes what a plain forward does, with its own parameters alone."""
     handle: LayerState = vars(module)["_private"]
     own = handle.parameters()
-    copies = {n: p.detach().expand(batch_size, *p.shape) for n, p in own.items()}
+    copies = _copies(handle, batch_size)
     others = {id(p) for p in module.parameters() if p.requires_grad}
     with _Uses(others - {id(p) for p in own.values()}) as uses:
         found = tensors_in(run(module, copies))
@@ -114,3 +141,102 @@ class _Uses(TorchFunctionMode):
                 id(x) in self._parameters for x in given
             )
         return result
+
+
+def callers_of(capture: CapturedNetwork, arguments: tuple, layer: str) -> list[nn.Module]:
+    """Returns the modules whose code calls a layer in a plain forward."""
+    found: list[nn.Module] = []
+
+    def note(module: nn.Module, running: list[nn.Module]) -> None:
+        handle = vars(module).get("_private")
+        if handle is not None and handle.name == layer and running and running[-1] not in found:
+            found.append(running[-1])
+
+    args, kwargs = arguments
+    with torch.no_grad(), _calls(capture, note):
+        capture.network(*args, **kwargs)
+    return found
+
+
+@torch.enable_grad()
+def weights_read_elsewhere(
+    capture: CapturedNetwork, arguments: tuple
+) -> dict[nn.Module, list[Parameter]]:
+    """Returns the weights that code of other modules computes with than those that own them.
+
+    Those of layers that are called as well are left out.
+    """
+    called: set[Parameter] = set()
+
+    def note(module: nn.Module, running: list[nn.Module]) -> None:
+        if (handle := vars(module).get("_private")) is not None:
+            called.update(handle.parameters().values())
+
+    args, kwargs = arguments
+    with _calls(capture, note) as running, _Reads(capture, running) as reads:
+        capture.network(*args, **kwargs)
+    found = {m: [p for p in weights if p not in called] for m, weights in reads.found.items()}
+    return {module: weights for module, weights in found.items() if weights}
+
+
+@contextmanager
+def _calls(
+    capture: CapturedNetwork, note: Callable[[nn.Module, list[nn.Module]], None]
+) -> Iterator[list[nn.Module]]:
+    """Inside are plain forwards; yields the modules that run now, outermost first.
+
+    Args:
+        note: called with a module that is called, and those that run then.
+    """
+    running: list[nn.Module] = []
+
+    def entered(module: nn.Module, *_: Any) -> None:
+        note(module, running)
+        running.append(module)
+
+    with ExitStack() as stack:
+        stack.enter_context(capture.looked_at(lambda *_: None))
+        stack.enter_context(without_dropout(capture.network))
+        stack.enter_context(same_generators(capture.network.modules()))
+        for module in capture.network.modules():
+            hook = module.register_forward_pre_hook(entered)
+            stack.callback(hook.remove)
+            hook = module.register_forward_hook(lambda *_: running.pop() and None, always_call=True)
+            stack.callback(hook.remove)
+        yield running
+
+
+class _Reads(TorchFunctionMode):
+    """Notes what running code computes with of parameters that no running layer has."""
+
+    def __init__(self, capture: CapturedNetwork, running: list[nn.Module]):
+        super().__init__()
+        self._trainable = {id(p): p for p in capture.parameters}
+        self._running = running
+        self.found: dict[nn.Module, list[Parameter]] = {}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if self._running and any(y.requires_grad for y in tensors_in(result)):
+            for x in tensors_in((args, kwargs or {})):
+                if id(x) in self._trainable and not self._is_own(x):
+                    self._note(self._trainable[id(x)])
+        return result
+
+    def _note(self, parameter: Parameter) -> None:
+        """Notes the innermost running module that has it, which may have handed it on."""
+        for module in reversed(self._running):
+            if any(parameter is p for p in module.parameters()):
+                weights = self.found.setdefault(module, [])
+                if all(parameter is not weight for weight in weights):
+                    weights.append(parameter)
+                return
+
+    def _is_own(self, parameter: Parameter) -> bool:
+        handles = (vars(module).get("_private") for module in self._running)
+        return any(
+            parameter is own
+            for handle in handles
+            if handle is not None
+            for own in handle.parameters().values()
+        )

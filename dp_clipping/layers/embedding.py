@@ -113,7 +113,7 @@ class EmbeddingFactors:
             rows = (number + first).flatten()
             y = self.y.flatten(0, 1).to(accumulation_dtype(self.y.dtype))
             which = torch.zeros_like(rows).scatter_(0, rows, self.ids.flatten())
-            self._sums = (torch.zeros_like(y).index_add_(0, rows, y), which)
+            self._sums = (y.new_zeros(y.shape).index_add_(0, rows, y), which)
         return self._sums
 
     def weighted_sum(self, weights: Weights) -> Tensor:

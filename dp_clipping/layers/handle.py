@@ -43,6 +43,27 @@ class LayoutUnknown(Exception):
     """A layer was called in a way that the search for the batch dimension has not seen."""
 
 
+class NeedsVmap(ValueError):
+    """A layer has no per-sample gradients as it is called; it may where its caller is under vmap.
+
+    Attributes:
+        layer: its name.
+    """
+
+    def __init__(self, layer: str, message: str):
+        super().__init__(message)
+        self.layer = layer
+
+
+def rows_unknown(layer: str) -> NeedsVmap:
+    """Returns the error of a module whose rows are those of a batch that it was not given."""
+    return NeedsVmap(
+        layer,
+        f"{layer or 'the network'} returns rows for each sample, and none of its arguments has "
+        "them: give it a tensor with a row for each sample, as x in place of len(x)",
+    )
+
+
 class LayerState:
     """State of one captured module, at `module._private`.
 
@@ -50,6 +71,7 @@ class LayerState:
         name: of the module in the network.
         kind: which file of `layers` its forward comes from.
         children_apart: it runs under vmap, and its child layers outside of it (`vmap.children`).
+        is_inside: code of such a module calls it now, in a plain forward.
         trial: takes a call of a module under vmap in a plain forward that tries it; or None.
         trainable: names of the parameters it captures, relative to the module.
         own_forward: what the module had in the place of its class's forward; None: nothing.
@@ -70,7 +92,7 @@ class LayerState:
         self.layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
         self.output_layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
         self.always_dense = False
-        self.children_apart = False
+        self.children_apart = self.is_inside = False
         self.trial: Callable[..., Any] | None = None
 
     @property

@@ -223,6 +223,46 @@ def class_token(net: Net, x: Tensor) -> Tensor:
     return net.head(torch.tanh(net.mix(x.transpose(1, 2)))[:, :, 0])
 
 
+class BiasedAttention(nn.Module):
+    """Attention with a bias for each distance, which is made once and handed on, as in T5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.mix = nn.Embedding(11, 2), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        if bias is None:
+            places = torch.arange(x.shape[1])
+            distances = places[None, :] - places[:, None] + 5
+            bias = self.bias(distances).permute(2, 0, 1).unsqueeze(0)
+        heads = self.mix(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=bias)
+        return y.transpose(1, 2).flatten(2), bias
+
+
+def biased(net: Net, x: Tensor) -> Tensor:
+    y, bias = net.first(x, None)
+    return net.second(torch.tanh(y), bias)[0]
+
+
+def queries(net: Net, x: Tensor) -> Tensor:
+    """Learned queries that are an embedding's weight, as in DETR, look at the samples' tokens."""
+    keys = net.keys(x)
+    scores = net.queries.weight @ keys.transpose(1, 2)
+    return net.head(scores.softmax(-1) @ keys).sum(1)
+
+
+class Latents(nn.Module):
+    """Rows that are the same for each sample, for so many of them, as in Perceiver."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, count: int) -> Tensor:
+        return self.rows.expand(count, -1)
+
+
 # Networks of Hugging Face, from configurations
 
 
@@ -570,6 +610,44 @@ def _unusual_parameters() -> list[Case]:
                 head=nn.Linear(4, 3),
             ),
             lambda b: classes(b, 6, 5),
+            cross_entropy,
+            or_refused=True,
+        ),
+        _case(
+            "relative_bias",
+            lambda: Net(biased, first=BiasedAttention(), second=BiasedAttention()),
+            lambda b: numbers(b, 6, 8, out=(6, 8)),
+            or_refused=True,
+        ),
+        _case(
+            "queries",
+            lambda: Net(
+                queries, queries=nn.Embedding(2, 4), keys=nn.Linear(5, 4), head=nn.Linear(4, 3)
+            ),
+            lambda b: classes(b, 6, 5),
+            cross_entropy,
+            or_refused=True,
+        ),
+        _case(
+            "latents",
+            lambda: Net(
+                lambda net, x: net.head(torch.tanh(net.latents(len(x)) + net.layer(x))),
+                latents=Latents(),
+                layer=nn.Linear(5, 4),
+                head=nn.Linear(4, 3),
+            ),
+            lambda b: classes(b, 5),
+            cross_entropy,
+            or_refused=True,
+        ),
+        _case(
+            "layer_for_samples_and_table",
+            lambda: Net(
+                lambda net, x: net.layer(x) @ net.layer(net.table.weight).t(),
+                layer=nn.Linear(5, 4),
+                table=nn.Embedding(3, 5),
+            ),
+            lambda b: classes(b, 5),
             cross_entropy,
             or_refused=True,
         ),

@@ -151,6 +151,8 @@ class Observer:
                 if layout is None or not y.is_floating_point() or is_sharded(y):
                     return y
                 if layout.kind == "shared":
+                    if handle.is_inside:  # no sample has a gradient of its own there
+                        return y
                     layout = Layout("dimension", 0)
                 trigger = self._anchor(y.dtype, y.device)
                 triggers.append(trigger)

@@ -103,10 +103,13 @@ def _by_sample(y: Tensor, layout: Layout, batch_size: int, handle: LayerState) -
             return None
         if handle.kind == "vectorized" and handle.private_step is None:
             y = expand_shared(y, batch_size)
-        layout = Layout("dimension", 0)
-    rows = layout.batch_first(y, batch_size)
+        rows = y
+    else:
+        rows = layout.batch_first(y, batch_size)
     if len(rows) != batch_size:
         raise LayoutUnknown(handle.name)
+    if layout.kind == "shared":
+        return rows.unsqueeze(1) if layout.dim else rows
     if layout.kind == "dimension":
         return rows.unsqueeze(layout.dim + 1)
     return rows.movedim(1, layout.dim + 1)

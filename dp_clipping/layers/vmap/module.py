@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import LayerState, check_size
+from dp_clipping.layers.handle import LayerState, check_size, rows_unknown
 from dp_clipping.layers.tensor_parallel import refuse_distributed, settled
+from dp_clipping.layers.vmap.attention import BatchedAttention
 from dp_clipping.torch_compat import own_parameters, tree_flatten, tree_unflatten
 
 
@@ -93,8 +94,7 @@ def every_sample(
                 "differs"
             )
         return tuple(
-            y.squeeze(layout.dim) if layout.kind == "dimension" else y
-            for y, layout in zip(found, out_layouts, strict=True)
+            _one_row(y, layout, handle) for y, layout in zip(found, out_layouts, strict=True)
         )
 
     run = torch.vmap(
@@ -105,7 +105,7 @@ def every_sample(
     )
     rows = [layout.split(x, batch_size) for x, layout in zip(tensors, layouts, strict=True)]
     try:
-        with _uncovered(self, handle):
+        with _uncovered(self, handle), BatchedAttention():
             outputs = run(copies, *rows)
     except RuntimeError as error:
         if not re.search("vmap|[Bb]atching rule", str(error)):
@@ -125,6 +125,15 @@ def every_sample(
 
 def _sample_dim(layout: Layout) -> int | None:
     return None if layout.kind == "shared" else layout.sample_dim()
+
+
+def _one_row(y: Tensor, layout: Layout, handle: LayerState) -> Tensor:
+    """Returns an output of one sample without the dimension that counts samples."""
+    if layout.kind != "dimension":
+        return y
+    if y.shape[layout.dim] != 1:
+        raise rows_unknown(handle.name)
+    return y.squeeze(layout.dim)
 
 
 def _join(y: Tensor, layout: Layout) -> Tensor:

@@ -498,13 +498,23 @@ def test_inputs_of_other_dimensions_than_in_the_first_batch(mode):
 
 
 @every_mode
-def test_a_parameter_used_outside_its_module_is_named(mode):
+def test_a_parameter_used_outside_its_module_only(mode):
+    """After the first batch its use is an error: what captures it was settled there."""
+
     def function(net, x):
         return F.linear(torch.tanh(net.a(x)), net.b.weight)
 
     net = zoo.seeded(lambda: zoo.two_linears(function))
+    batch = zoo.numbers(4, 6, 5, out=(6, 3))
+    assert_step_is_right(private(net, mode), copy.deepcopy(net), batch)
+
+    net.function = lambda net, x: net.b(torch.tanh(net.a(x)))
+    model = private(net, mode)
+    clipped_sums(model, batch)
+    model.zero_grad()
+    net.function = function
     with pytest.raises(RuntimeError, match=r"b\.weight: used outside of the module"):
-        clipped_sums(private(net, mode), zoo.numbers(4, 6, 5, out=(6, 3)))
+        clipped_sums(model, batch)
 
 
 @every_mode

@@ -1,11 +1,16 @@
 """When it is looked for where the samples are, and with how many of them."""
 
+import copy
+
+import pytest
 import torch
 from torch import nn
 
 from dp_clipping.capture.batch import Batch
 from dp_clipping.capture.discovery import LayoutDiscovery
-from tests.dp_clipping.conftest import count_calls, private
+from dp_clipping.verification import reference as oracle
+from tests.dp_clipping.conftest import count_calls, private, private_loss
+from tests.support import zoo
 
 
 def discovery() -> tuple[LayoutDiscovery, nn.Module]:
@@ -66,3 +71,86 @@ def test_a_look_leaves_the_network_as_it_was():
     assert all(map(torch.equal, before, network.parameters()))
     assert all(p.grad is None for p in network.parameters())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---- modules that run under vmap for the sake of a layer that they call --------------------------
+
+
+class Logits(nn.Module):
+    """A network of Hugging Face whose output is a tensor."""
+
+    def __init__(self, network: nn.Module, output: str):
+        super().__init__()
+        self.network, self.output = network, output
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self.network(x), self.output)
+
+
+SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+
+
+def hugging_face(name: str) -> tuple[nn.Module, torch.Tensor]:
+    """Returns a network, and its inputs of four samples."""
+    hf = pytest.importorskip("transformers")
+    ids, images = torch.randint(1, 20, (4, 6)), torch.randn(4, 3, 16, 16)
+    if name == "t5":
+        config = hf.T5Config(
+            vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, dropout_rate=0.0
+        )
+        return Logits(hf.T5EncoderModel(config), "last_hidden_state"), ids
+    if name == "swin":
+        config = hf.SwinConfig(
+            image_size=16, patch_size=2, embed_dim=8, depths=[2], num_heads=[2], window_size=4,
+            num_labels=3, drop_path_rate=0.0,
+        )  # fmt: skip
+        return Logits(hf.SwinForImageClassification(config), "logits"), images
+    if name == "deberta":
+        config = hf.DebertaV2Config(
+            vocab_size=20, relative_attention=True, pos_att_type=["p2c", "c2p"], share_att_key=True,
+            max_position_embeddings=8, **SIZES,
+        )  # fmt: skip
+        return Logits(hf.DebertaV2Model(config), "last_hidden_state"), ids
+    config = hf.PerceiverConfig(
+        vocab_size=20, num_latents=3, d_latents=8, d_model=8, num_blocks=1, num_labels=3,
+        num_self_attends_per_block=1, num_self_attention_heads=2, num_cross_attention_heads=2,
+        max_position_embeddings=8,
+    )  # fmt: skip
+    return Logits(hf.PerceiverForSequenceClassification(config), "logits"), ids
+
+
+@pytest.mark.parametrize(
+    ("name", "under_vmap", "is_apart"),
+    [
+        ("t5", "network.encoder.block.0.layer.0.SelfAttention", True),
+        ("swin", "network.swin.encoder.layers.0.blocks.0.attention", True),
+        ("deberta", "network.encoder", False),
+        ("perceiver", "network.perceiver", True),
+    ],
+)
+def test_a_caller_runs_under_vmap(name, under_vmap, is_apart):
+    network, inputs = hugging_face(name)
+    network = zoo.seeded(lambda: network)
+    without_dropout(network)
+    batch = (inputs, torch.zeros(4))
+    expected = oracle.norms(oracle.per_sample_gradients(copy.deepcopy(network), batch, loss))
+    model = private(network)
+    private_loss(model, batch, loss).backward()
+    torch.testing.assert_close(
+        model.per_sample_gradient_norms.double(), expected, rtol=1e-4, atol=0
+    )
+    state = {handle.name: handle for handle in model.capture.handles}[under_vmap]
+    assert (state.kind, state.children_apart) == ("vectorized", is_apart)
+
+
+def without_dropout(network: nn.Module) -> None:
+    for module in network.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(0)
+    outputs = outputs.flatten(1)
+    weights = torch.randn(outputs.shape[1], generator=draw, dtype=torch.float64)
+    return outputs.double() @ weights

@@ -6,8 +6,10 @@ from torch import nn
 
 from dp_clipping.capture.capture import Capture
 from dp_clipping.capture.layout_search import Search
-from dp_clipping.capture.vmap_trial import unfit_modules
+from dp_clipping.capture.vmap_trial import callers_of, unfit_modules, weights_read_elsewhere
 from dp_clipping.layers.batch_layout import FEW
+from dp_clipping.layers.handle import NeedsVmap
+from tests.support import zoo
 from tests.support.zoo import Net
 
 
@@ -58,3 +60,36 @@ def test_nothing_to_try():
     network[0].register_forward_hook(lambda *_: pytest.fail("no forward is needed"))
     capture = Capture(network)
     assert unfit_modules(capture, ((torch.randn(2, 3),), {}), FEW) == []
+
+
+def test_rows_that_no_argument_counts():
+    with pytest.raises(
+        NeedsVmap, match="latents returns rows for each sample, and none of its arg"
+    ):
+        tried(zoo.Net(lambda net, x: net.latents(len(x)).sum(1, True) + x, latents=zoo.Latents()))
+
+
+def test_who_calls_a_layer():
+    network = owner(lambda net, x: net.a(x) * net.scale)
+    capture, arguments = Capture(network), ((torch.randn(2, 3),), {})
+    assert callers_of(capture, arguments, "0.a") == [network[0]]
+    assert callers_of(capture, arguments, "1") == [network]
+    assert callers_of(capture, arguments, "") == []
+
+
+@pytest.mark.parametrize(
+    ("function", "is_read"),
+    [
+        (lambda net, x: x @ net.a.weight, True),
+        (lambda net, x: net.a(x) @ net.a.weight, False),  # it is called as well
+        (lambda net, x: x * net.a.weight.detach().sum(), False),
+        (lambda net, x: x.to(net.a.weight.dtype) * len(net.a.weight), False),
+        (lambda net, x: net.a(x), False),
+    ],
+)
+def test_weights_that_other_code_reads(function, is_read):
+    network = owner(function)
+    found = weights_read_elsewhere(Capture(network), ((torch.randn(2, 3),), {}))
+    weight = network[0].a.weight
+    assert list(found) == [network[0]] * is_read
+    assert all(x is weight for weights in found.values() for x in weights)

@@ -1,6 +1,5 @@
 """Networks and losses in which samples see each other are refused, and no others are."""
 
-import copy
 import os
 import random
 from dataclasses import dataclass
@@ -482,29 +481,6 @@ def test_a_criterion_is_not_called_for_an_empty_draw():
     assert found.item() == 0
     assert model.per_sample_gradient_norms.shape == (0,)
     assert all(not p.grad.any() for p in model.parameters())
-
-
-@pytest.mark.parametrize("name", ["t5", "deberta"])
-def test_a_position_bias_shared_by_all_samples_is_named(name):
-    transformers = pytest.importorskip("transformers")
-    if name == "t5":
-        sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
-        net = transformers.T5EncoderModel(transformers.T5Config(vocab_size=20, **sizes))
-        shared = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias"
-    else:
-        config = transformers.DebertaV2Config(
-            vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-            intermediate_size=8, relative_attention=True, pos_att_type=["p2c", "c2p"],
-        )  # fmt: skip
-        net = transformers.DebertaV2Model(config)
-        shared = "encoder.layer.0.attention.self.pos_key_proj"
-    ids = torch.randint(20, (4, 6))
-    with pytest.raises(ValueError, match=rf"{shared}.*same values for every sample.*freeze"):
-        private(copy.deepcopy(net))(input_ids=ids)
-    if name == "t5":
-        net.get_submodule(shared).requires_grad_(False)
-        model = private(net)
-        assert model(input_ids=ids).last_hidden_state.shape == (4, 6, 8)
 
 
 @pytest.mark.parametrize("across", [False, True])
