@@ -19,6 +19,7 @@ FORWARDS = {
     "conv1d": linear.forward,
     "convolution": convolution.forward,
     "embedding": embedding.forward,
+    "embedding_bag": embedding.forward_bag,
     "group_norm": group_norm.forward,
     "rms_norm": norm.forward,
     "llama_rms_norm": norm.forward,
@@ -61,6 +62,8 @@ def kind_of(module: nn.Module) -> str:
         return "linear"
     if method is EMBEDDING:
         return "embedding"
+    if embedding.is_plain_bag(module, plain):
+        return "embedding_bag"
     if convolution.is_plain(plain):
         return "convolution"
     if group_norm.is_plain(module, plain):

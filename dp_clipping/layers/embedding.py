@@ -13,7 +13,7 @@ from dp_clipping.clipping.norms import Norm
 from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import LayerState
+from dp_clipping.layers.handle import LayerState, check_size, expand_shared
 
 
 def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
@@ -28,6 +28,90 @@ def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
         return call.leave(Dense.apply(ids, weight, handle.slot("weight"), padding_idx, *place))
     trigger = private_step.trigger_of(handle.parameter("weight"))
     return call.leave(Factors.apply(ids, weight, trigger, handle, padding_idx, layout))
+
+
+def is_plain_bag(module: nn.Module, kind: type) -> bool:
+    """Returns whether it is PyTorch's, and adds up rows (`max` picks numbers of several)."""
+    if not isinstance(module, nn.EmbeddingBag) or module.mode == "max":
+        return False
+    return getattr(kind, "forward", None) is nn.EmbeddingBag.forward
+
+
+def forward_bag(
+    self: nn.EmbeddingBag,
+    input: Tensor,
+    offsets: Tensor | None = None,
+    per_sample_weights: Tensor | None = None,
+) -> Tensor:
+    """Computes bags of ids [N, T]; others are refused when samples are looked for."""
+    handle: LayerState = self._private
+    if handle.private_step is None:
+        return type(self).forward(self, input, offsets, per_sample_weights)
+    given = [x for x in (input, per_sample_weights) if x is not None]
+    tensor_parallel.refuse_distributed(handle, *given, self.weight)
+    layouts, private_step = handle.layouts_of(handle.tensors(given)), handle.private_step
+    for x, layout in zip(given, layouts, strict=True):
+        check_size(x, layout, handle, private_step.batch_size)
+    layout = layouts[0]
+    if input.dim() != 2 or (layout.dim and layout.kind != "shared") or len(set(layouts)) > 1:
+        raise ValueError(
+            f"{handle.name or 'the network'} (EmbeddingBag) is given its samples as "
+            f"{', '.join(map(str, layouts))}: give it ids, and weights of them, [batch, tokens]"
+        )
+    if layout.kind == "shared":
+        layout = Layout()
+        input, *rest = (expand_shared(x, private_step.batch_size) for x in given)
+        per_sample_weights = rest[0] if rest else None
+    slot = None
+    if "weight" in handle.trainable:
+        is_dense = handle.keeps_dense()
+        slot = (
+            handle.slot("weight")
+            if is_dense
+            else private_step.trigger_of(handle.parameter("weight"))
+        )
+    how = (self.mode, self.padding_idx, handle if slot is not None and not is_dense else None)
+    place = (layout, private_step.batch_size)
+    return Bag.apply(input, self.weight.detach(), per_sample_weights, slot, *how, *place)
+
+
+class Bag(torch.autograd.Function):
+    """`F.embedding_bag` of ids [N, T], which in backward delivers G, or ids and output gradients.
+
+    An id's output gradient is that of its bag, times its weight; of a mean, over their number.
+    """
+
+    @staticmethod
+    def forward(ctx, ids, weight, scales, slot, mode, padding_idx, handle, layout, batch_size):
+        ctx.save_for_backward(ids, weight, scales)
+        step = None if handle is None else handle.private_step
+        ctx.rest = (mode, padding_idx, handle, step, layout, batch_size)
+        ctx.slot_dtype = None if slot is None else slot.dtype
+        return F.embedding_bag(
+            ids, weight, mode=mode, per_sample_weights=scales, padding_idx=padding_idx
+        )
+
+    @staticmethod
+    def backward(ctx, gy):
+        ids, weight, scales = ctx.saved_tensors
+        mode, padding_idx, handle, private_step, layout, batch_size = ctx.rest
+        gy = tensor_parallel.settled(gy).unsqueeze(1)
+        of_scales = gradients = None
+        if scales is not None and ctx.needs_input_grad[2]:
+            of_scales = without_padding(ids, gy * F.embedding(ids, weight), padding_idx).sum(2)
+        if ctx.slot_dtype is None:
+            return None, None, of_scales, *[None] * 6
+        y = gy.expand(*ids.shape, -1) if scales is None else gy * scales.unsqueeze(2)
+        if mode == "mean":
+            counted = torch.ones_like(ids) if padding_idx is None else (ids != padding_idx).long()
+            y = y / counted.sum(1).clamp(min=1)[:, None, None]
+        y = without_padding(ids, y, padding_idx)
+        factors = EmbeddingFactors(*batch_tokens(ids, y, layout, batch_size), len(weight))
+        if handle is None:
+            gradients = factors.dense().to(ctx.slot_dtype)
+        else:
+            private_step.factors(handle.parameter("weight"), factors)
+        return None, None, of_scales, gradients, *[None] * 5
 
 
 def batch_tokens(ids: Tensor, gy: Tensor, layout: Layout, batch_size: int) -> tuple[Tensor, Tensor]:
