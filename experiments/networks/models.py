@@ -251,6 +251,24 @@ class LSTMClassifier(nn.Module):
         return self.head(self.lstm(x)[1][0][-1])
 
 
+class TransformerClassifier(nn.Module):
+    """An embedding, `nn.TransformerEncoder`, and a linear layer on the mean: `input_ids` [B, T]."""
+
+    def __init__(
+        self, vocabulary: int = 20_000, width: int = 512, layers: int = 6, classes: int = 2
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        layer = nn.TransformerEncoderLayer(
+            width, width // 64 or 1, 4 * width, dropout=0.0, batch_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embedding(input_ids)).mean(1))
+
+
 class TableNet(nn.Module):
     """An MLP on `numbers` [B, N] and the mean embeddings of `categories` [B, columns, bag]."""
 

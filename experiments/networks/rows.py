@@ -24,6 +24,7 @@ from experiments.networks.models import (
     MobileNet,
     ResNet18,
     TableNet,
+    TransformerClassifier,
     VideoResNet,
     WideResNet,
 )
@@ -228,6 +229,9 @@ _ROWS = (
     NetworkRow("lstm_packed", "64 x 32 to 128 tokens, float32", _FP32,
         lambda: packed_classifier(LSTMClassifier(), 20_000, 64, 128),
         lambda: packed_classifier(LSTMClassifier(50, 16, 1), 50, 4, 8)),
+    NetworkRow("transformer_encoder", "64 x 128 tokens, bfloat16", _BF16,
+        lambda: token_classifier(TransformerClassifier(), 20_000, 64, 128),
+        lambda: token_classifier(TransformerClassifier(50, 16, 2), 50, 4, 8)),
     NetworkRow("table", "1024 x 26 bags of categories and 13 numbers, float32", _FP32,
         lambda: table(1024, 26, 10_000), lambda: table(4, 3, 20, width=4, hidden=16)),
     NetworkRow("video_resnet18", "16 x 3 x 16 x 112 x 112, bfloat16", _BF16,
