@@ -5,6 +5,7 @@ A private step calls, from the top down:
     engine        `PrivacyEngine`: what a user calls
     build         builds what `make_private` returns
     model, criterion, optimizer     which are these, and a loader
+    cuda_graph    a whole step as one CUDA graph
     arguments/    the arguments of `make_private`, checked once
     kinds, validation, modes     types, networks and modes that they may have
     files, table  files written whole or not at all; aligned text tables

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from dp_clipping import cuda_graph
 from dp_clipping.arguments.checks import check_adaptive, check_optimizer
 from dp_clipping.arguments.numbers import check_noise
 from dp_clipping.arguments.settings import Settings
@@ -85,9 +86,20 @@ def ranks_of(settings: Settings) -> Ranks:
     check_optimizer(settings.optimizer, module)
     device = next(module.parameters()).device
     group = _group_of(module)
-    if policy is None:
+    if policy is not None:
+        check_module(module)
+    ranks = _found_ranks(settings, device, group)
+    if settings.cuda_graph:
+        cuda_graph.refuse(settings, ranks)
+    return ranks
+
+
+def _found_ranks(
+    settings: Settings, device: torch.device, group: dist.ProcessGroup | None
+) -> Ranks:
+    module = settings.module
+    if settings.policy is None:
         return Ranks(None, group, group, device)
-    check_module(module)
     sharding = sharding_of(module, settings.data_parallel_group)
     if sharding is None:
         if not hasattr(module, "gradient_ready"):
@@ -192,6 +204,7 @@ def build_optimizer(
         adaptive_threshold=settings.adaptive_threshold,
         count=count,
         agreement=agreement,
+        cuda_graph=settings.cuda_graph,
     )
 
 

@@ -38,6 +38,8 @@ class PrivateLoss:
         if self._session is None:
             return self._losses
         self.model.refuse_in_release("the loss in training")
+        if self._session.padding is not None:
+            raise RuntimeError("losses of samples have another shape in each step: use detach()")
         return self._losses[: self._session.real]
 
     def backward(self) -> None:
@@ -50,6 +52,11 @@ class PrivateLoss:
 
     def detach(self) -> Tensor:
         """Returns the mean (0 for an empty batch) or the sum. Not covered by ε."""
+        padding = None if self._session is None else self._session.padding
+        if padding is not None:
+            self.model.refuse_in_release("the loss in training")
+            total = self._losses.detach().masked_fill(padding, 0).sum()
+            return total if self.loss_reduction == "sum" else total / (~padding).sum()
         losses = self.loss_per_sample.detach()
         if self.loss_reduction == "sum" or losses.numel() == 0:
             return losses.sum()

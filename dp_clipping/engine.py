@@ -130,6 +130,7 @@ class PrivacyEngine:
         norm_reduction: str = "async",
         adaptive_threshold: AdaptiveThreshold | None = None,
         data_parallel_group: dist.ProcessGroup | None = None,
+        cuda_graph: bool = False,
     ) -> tuple[PrivateModel, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """Returns model, optimizer, criterion and loader for private training.
 
@@ -170,6 +171,8 @@ class PrivacyEngine:
                 what `noise_multiplier` says.
             data_parallel_group: of a tensor-parallel module, the ranks that have the same parts of
                 it and other samples. Its parameters become those of the group's first rank.
+            cuda_graph: whole steps are to run as one CUDA graph: `step = optimizer.graphed(body)`.
+                On one GPU, in mode `flash_bookkeeping`, with an optimizer that is capturable.
 
         Raises:
             ValueError: for an argument out of range or other than on another rank, an optimizer of
@@ -188,6 +191,7 @@ class PrivacyEngine:
             expected_batch_size=expected_batch_size, norm_algorithm=norm_algorithm,
             memory_budget=memory_budget, tile_size=tile_size, norm_reduction=norm_reduction,
             adaptive_threshold=adaptive_threshold, data_parallel_group=data_parallel_group,
+            cuda_graph=cuda_graph,
         )  # fmt: skip
         return self._build(settings)
 

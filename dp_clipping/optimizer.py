@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
 from dp_clipping.arguments.numbers import check_noise_multiplier
+from dp_clipping.cuda_graph import GraphedStep
 from dp_clipping.distributed.agreement import Agreement
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
@@ -62,6 +63,7 @@ class PrivateOptimizer(Optimizer):
     Args:
         count: counts a step in an account, before its noise is generated. No hook takes its place.
         agreement: compares settings with other ranks; None: there are none.
+        cuda_graph: whether `graphed` is what the user has asked for.
 
     Attributes:
         noise_multiplier: σ; the noise on the sum has standard deviation σC. Schedulers change it.
@@ -83,6 +85,7 @@ class PrivateOptimizer(Optimizer):
         adaptive_threshold: AdaptiveThreshold | None = None,
         count: Hook | None = None,
         agreement: Agreement | None = None,
+        cuda_graph: bool = False,
     ):
         self.original_optimizer = optimizer
         self.model, self.profile = model, model.profile
@@ -91,9 +94,10 @@ class PrivateOptimizer(Optimizer):
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
         self.hooks, self._count = StepHooks(model), count
+        self._cuda_graph = cuda_graph
         self.noise = GradientNoise(model, noise_key, adaptive_threshold)
         self.fixed_settings = FixedSettings(model, self.noise, self._current, agreement)
-        self._refuse()
+        self.refuse()
         self._guard(optimizer)
 
     # ---- an optimizer for schedulers and users --------------------------------------------------
@@ -232,7 +236,7 @@ class PrivateOptimizer(Optimizer):
                 loss = closure()
         if self.step_state.microbatches.take():
             return loss
-        self._refuse()
+        self.refuse()
         if not self.step_state.is_noisy:
             with record_function("gradient_sync"):
                 self.model.finish_synchronization()
@@ -242,6 +246,18 @@ class PrivateOptimizer(Optimizer):
         self.original_optimizer.step()
         self.step_state.batch_number = None
         return loss
+
+    def graphed(self, body: Callable[..., Any]) -> GraphedStep:
+        """Returns the body of a loop as one CUDA graph, which is called in its place.
+
+        The body is one whole step: model, criterion, `backward()`, `step()` and `zero_grad()`. Its
+        batches come from `BatchMemoryManager(.., pad_batches=True)`. See `cuda_graph`.
+
+        Raises RuntimeError unless `make_private` was given `cuda_graph=True`.
+        """
+        if not self._cuda_graph:
+            raise RuntimeError("optimizer.graphed(..) is for make_private(.., cuda_graph=True)")
+        return GraphedStep(self, body)
 
     def pre_step(self) -> bool:
         """Lets `.grad` be what `step()` applies: finish the exchange, count the step, add noise.
@@ -254,13 +270,13 @@ class PrivateOptimizer(Optimizer):
         """
         if self.step_state.microbatches.skips_next:
             return False
-        self._refuse()
+        self.refuse()
         if not self.step_state.is_noisy:
             self.model.finish_synchronization()
             self._prepare()
         return True
 
-    def _refuse(self) -> None:
+    def refuse(self) -> None:
         """Refuses what the optimizer must not apply, before anything is counted."""
         if self.model.policy is None:
             return
@@ -304,6 +320,13 @@ class PrivateOptimizer(Optimizer):
     @ranged("noise")
     def _prepare(self) -> None:
         """Counts the step, and lets `.grad` have its noise."""
+        number = self.count()
+        if self.model.policy is not None:
+            self.noise.add(number)
+        self.step_state.add_noise()
+
+    def count(self) -> int:
+        """Counts the step in hooks, account and state; returns its number."""
         is_private = self.model.policy is not None
         self.step_state.require_sums()
         if is_private:
@@ -314,10 +337,7 @@ class PrivateOptimizer(Optimizer):
         else:
             self._count(self)
         # Counted before noise is made: what fails from here on never adds the same noise again.
-        number = self.step_state.count()
-        if is_private:
-            self.noise.add(number)
-        self.step_state.add_noise()
+        return self.step_state.count()
 
     def resume(self, steps: int, noise_key: bytes) -> None:
         """Goes on at a step boundary: the next noise is that of step number `steps`."""

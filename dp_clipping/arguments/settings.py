@@ -52,6 +52,7 @@ class Settings:
     norm_reduction: str
     adaptive_threshold: AdaptiveThreshold | None
     data_parallel_group: dist.ProcessGroup | None
+    cuda_graph: bool
 
     def __post_init__(self) -> None:
         check_kinds(
@@ -59,7 +60,7 @@ class Settings:
             noise_generator=self.noise_generator, adaptive_threshold=self.adaptive_threshold,
             data_parallel_group=self.data_parallel_group, batch_first=self.batch_first,
             poisson_sampling=self.poisson_sampling, wrap_model=self.wrap_model,
-            rand_on_empty=self.rand_on_empty,
+            rand_on_empty=self.rand_on_empty, cuda_graph=self.cuda_graph,
         )  # fmt: skip
         check_arguments(
             self.noise_multiplier, self.max_grad_norm, self.clipping, self.clipping_function,

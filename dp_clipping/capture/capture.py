@@ -174,6 +174,20 @@ class Capture:
                 if own is not None:
                     module.forward = own
 
+    @contextmanager
+    def new_triggers(self) -> Iterator[None]:
+        """Inside, triggers are leaves that no earlier step has used.
+
+        Autograd remembers on which stream a leaf was used first while any graph with it is alive,
+        and lets that stream wait: a step that is captured on another one must have its own.
+        """
+        before = self.triggers
+        self.triggers = {p: torch.zeros_like(x, requires_grad=True) for p, x in before.items()}
+        try:
+            yield
+        finally:
+            self.triggers = before
+
     def make_whole(self, handles: Collection[LayerState]) -> None:
         """Runs these modules under vmap, their children too; where samples are is forgotten.
 

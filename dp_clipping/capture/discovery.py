@@ -95,6 +95,16 @@ class LayoutDiscovery:
             return self._check_again_if_unknown(batch)
         return None
 
+    def is_due(self, size: int) -> bool:
+        """Returns whether `ensure` will look at a batch of so many samples, if it is the next."""
+        schedule = self._schedule
+        due = schedule.is_due(size, alone=True) or (not schedule.settled and size >= PLACES)
+        return due or not self._is_known or self._is_provisional
+
+    def count(self, size: int) -> None:
+        """Counts a batch that is not looked at."""
+        self._schedule.next_is_due(size, alone=True)
+
     def look(self, batch: Batch) -> None:
         """Look where the samples are, on this rank."""
         self._look(self._arguments(batch), batch.size)

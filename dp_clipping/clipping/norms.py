@@ -31,7 +31,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -125,7 +125,7 @@ class Norms:
             return total.index_add_(0, index, values)
 
 
-@lru_cache(maxsize=4096)
+@cache  # for good: CUDA graphs read them, and there are few
 def on_device(values: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns a tensor that is cached: a copy to a GPU would make the host wait for it."""
     return torch.tensor(values, dtype=dtype, device=device)

@@ -19,7 +19,6 @@ are written. Operations: B·T·(T + BLOCK)·(p + d), a little over half of the f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from dp_clipping.kernels.launch.tiles import (
     Tile,
     ceil_div,
     is_described,
+    kept_on_device,
     kept_table_on,
     readable,
     triton,
@@ -116,7 +116,7 @@ def _rows(uses: Sequence[LinearShape]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-@lru_cache(maxsize=64)
+@kept_on_device(maxsize=64)
 def _pairs(blocks: int, device: torch.device) -> Tensor:
     """Returns blocks (i, j) with i ≤ j of a symmetric matrix: [pairs, 2] int32."""
     return torch.triu_indices(blocks, blocks, device=device).t().int().contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -73,6 +74,7 @@ def add_noise(
 def add_noise_to_all(
     totals: list[Tensor], streams: list[NoiseStream], *, std: float, divisor: float,
     dtypes: list[torch.dtype], places: Sequence[Place | None] | None = None,
+    table: kernels.StreamTable | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Returns `add_noise` of each total with its stream, in few launches and in order.
 
@@ -80,6 +82,7 @@ def add_noise_to_all(
         totals: float32, any shapes; those whose dtype stays are overwritten.
         dtypes: of the results.
         places: where each total lies in its parameter; None: it is the whole.
+        table: where a CUDA graph that is captured reads the streams of whole parameters.
     """
     places = [None] * len(totals) if places is None else places
     if std == 0 or not all(kernels.serves(total) for total in totals):
@@ -108,7 +111,8 @@ def add_noise_to_all(
             if parts:
                 kernels.add_noise_to_parts_kernel_launch(sums, noisy, own, parts, std, divisor)
             else:
-                kernels.add_noise_to_all_kernel_launch(sums, noisy, own, std, divisor)
+                make = None if table is None else partial(table.take, numbers)
+                kernels.add_noise_to_all_kernel_launch(sums, noisy, own, std, divisor, make)
     return results
 
 

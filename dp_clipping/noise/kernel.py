@@ -8,15 +8,21 @@ On an H200 (torch 2.11, Triton 3.6) `randn_like`, add, divide and copy of 2²⁸
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dp_clipping.distributed.placement import Place, Span
-from dp_clipping.kernels.launch.tiles import TRITON_DTYPES, ceil_div, table_on, triton
+from dp_clipping.kernels.launch.tiles import (
+    TRITON_DTYPES,
+    ceil_div,
+    kept_on_device,
+    table_on,
+    triton,
+)
 
 if triton is not None:
     import triton.language as tl
@@ -71,9 +77,45 @@ def add_noise_kernel_launch(
     )  # fmt: skip
 
 
+class StreamTable:
+    """The tables of launches that a CUDA graph has captured, whose streams change with each step.
+
+    Args:
+        size: rows of all launches together.
+    """
+
+    def __init__(self, size: int, device: torch.device):
+        self._words = torch.zeros(size, ROW_WORDS, dtype=torch.int64, device=device)
+        self._rows: list[tuple[int, list[int]]] = []  # number of the stream, and addresses
+
+    def take(self, numbers: list[int], rows: list[list[int]]) -> Tensor:
+        """Returns what a launch reads in place of a table of these rows.
+
+        Args:
+            numbers: which of the streams that `write` is given each row has.
+        """
+        start = len(self._rows)
+        self._rows += [(n, row[:3]) for n, row in zip(numbers, rows, strict=True)]
+        return self._words[start : len(self._rows)]
+
+    def write(self, streams: list[Stream]) -> None:
+        """Lets launches that come read these; copied in the order of the device's work."""
+        rows = [[*addresses, *_words_in_row(streams[n])] for n, addresses in self._rows]
+        if rows:
+            words = torch.tensor(rows, dtype=torch.int64, pin_memory=self._words.is_cuda)
+            self._words[: len(rows)].copy_(words, non_blocking=True)
+
+
+def _words_in_row(stream: Stream) -> list[int]:
+    return [
+        _signed(stream.key_0 | stream.key_1 << 32, 64), stream.counter_2, stream.counter_3
+    ]  # fmt: skip
+
+
 def add_noise_to_all_kernel_launch(
-    totals: list[Tensor], outs: list[Tensor], streams: list[Stream], std: float, divisor: float
-) -> None:
+    totals: list[Tensor], outs: list[Tensor], streams: list[Stream], std: float, divisor: float,
+    make_table: Callable[[list[list[int]]], Tensor] | None = None,
+) -> None:  # fmt: skip
     """`add_noise_kernel_launch` for many tensors at once, each from the start of its stream.
 
     A network has hundreds of parameters, most of them small: one launch each would keep the GPU
@@ -82,18 +124,16 @@ def add_noise_to_all_kernel_launch(
     Args:
         totals: of any sizes, float32, contiguous, on one device.
         outs: of one dtype, contiguous; each may be its total itself.
+        make_table: takes the rows to the device; default: copies them.
     """
     pieces = _pieces(tuple(total.numel() for total in totals), totals[0].device)
     if not len(pieces):
         return
     rows = [
-        (
-            total.data_ptr(), out.data_ptr(), total.numel(),
-            _signed(stream.key_0 | stream.key_1 << 32, 64), stream.counter_2, stream.counter_3,
-        )
+        [total.data_ptr(), out.data_ptr(), total.numel(), *_words_in_row(stream)]
         for total, out, stream in zip(totals, outs, streams, strict=True)
-    ]  # fmt: skip
-    table = table_on(totals[0].device, rows)
+    ]
+    table = table_on(totals[0].device, rows) if make_table is None else make_table(rows)
     _add_noise_to_all_kernel[(len(pieces),)](
         table, pieces, float(std), float(divisor), 1 / divisor,
         DTYPE=TRITON_DTYPES[outs[0].dtype], ROW_WORDS=ROW_WORDS, LOOPS=LOOPS, BLOCK=BLOCK,
@@ -163,7 +203,7 @@ def _within_reach(place: Place) -> Place:
     )
 
 
-@lru_cache(maxsize=8)
+@kept_on_device(maxsize=8)
 def _pieces(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """Which tensor and which piece of it each program generates noise for: [programs, 2] int64."""
     counts = [-(-n // (4 * BLOCK * LOOPS)) for n in sizes]

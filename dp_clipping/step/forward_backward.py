@@ -7,7 +7,6 @@ half-way, a sharded network is put back into a state from which the next one can
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from dp_clipping.capture.batch import Batch
 from dp_clipping.capture.checks.losses import Watched
 from dp_clipping.capture.checks.state import Mark
 from dp_clipping.capture.discovery import LayoutDiscovery
-from dp_clipping.kernels.launch.tiles import available
+from dp_clipping.kernels.launch.tiles import available, kept_on_device
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.modes import say_plain
 from dp_clipping.step.context import Plans, StepContext
@@ -37,6 +36,10 @@ class ForwardBackward:
         context: of the model's steps.
         state: of the step; the private step of a forward is pending in it.
         gradients: what backwards add their sums to; None: only forwards are run.
+
+    Attributes:
+        padding: [B] bool, where the CUDA graph that is being captured reads which rows of a batch
+            are no samples; None: nothing is captured.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class ForwardBackward:
         self.context, self.state = context, state
         self._gradients = gradients
         self.network, self.capture = context.network, context.capture
+        self.padding: Tensor | None = None
         self._establishment = LayoutDiscovery(
             self.network, self.capture, context.sharding, context.batch_first
         )
@@ -103,8 +107,11 @@ class ForwardBackward:
         except BaseException:
             self.recover()
             raise
-        padding = None if real == given.size else self._rows_from(real, batch.size)
+        padding = self.padding
+        if padding is None and real < given.size:
+            padding = torch.arange(batch.size, device=self.capture.trigger.device) >= real
         private_step = PrivateStep(self.context, batch.size, self._backend(batch, padding), real)
+        private_step.padding = self.padding
         private_step.is_empty = not given.size
         self.state.pending = self._batch = None
         with self.capture.attached(private_step), sync, self._state_is_checked(module, seen):
@@ -167,6 +174,21 @@ class ForwardBackward:
             self.recover()
             raise
         state.pending = None
+
+    def looks_at(self, samples: int) -> bool:
+        """Returns whether the next batch, of so many, will be looked at: no step like others."""
+        return self._establishment.is_due(samples)
+
+    def begin_replay(self, clip_norms: Callable[[], list[float]]) -> None:
+        """Opens a step, as forward and backward of a batch do, whose sums a CUDA graph forms."""
+        check_still_fixed(self._normalizations)
+        self.capture.arithmetic.refuse_changes()
+        usage = self.state.usage
+        self._establishment.count(usage.real)
+        self.state.pending = self._batch = None
+        usage.use(usage.real, self._is_so_on_any_rank)
+        self._gradients.begin_backward()
+        self._open_step(clip_norms)
 
     def drop(self) -> None:
         """`zero_grad`: gradients are dropped, and may be float32 again."""
@@ -264,10 +286,6 @@ class ForwardBackward:
                 hook.remove()
         self._carried.check(mark, batch, "a forward in training")
 
-    def _rows_from(self, first: int, rows: int) -> Tensor:
-        """Returns which of the rows are the first of zeros or one after it: bool [rows]."""
-        return torch.arange(rows, device=self.capture.trigger.device) >= first
-
     def _backend(self, batch: Batch, padding: Tensor | None) -> Backend:
         """On fused kernels, if the mode asks for them and all parameters are where they run."""
         context = self.context
@@ -282,7 +300,7 @@ class ForwardBackward:
         return FusedBackend(context, batch.size, padding, forecast)
 
 
-@lru_cache(maxsize=8)
+@kept_on_device(maxsize=8)
 def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Float64, kept: a copy to a GPU would make the host wait for what runs there."""
     return torch.tensor(values, dtype=torch.float64, device=device)

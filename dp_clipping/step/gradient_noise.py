@@ -11,6 +11,7 @@ from dp_clipping.distributed.placement import Place, places_of
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.add_noise import add_noise_to_all
 from dp_clipping.noise.gaussian import NoiseStream
+from dp_clipping.noise.kernel import StreamTable
 from dp_clipping.step.steppable import Steppable
 
 
@@ -21,10 +22,14 @@ class GradientNoise:
         model: whose `.grad` gets it.
         key: of the noise; a load replaces it.
         adaptive: lets C follow a quantile of the norms, whose counts need noise too; or None.
+
+    Attributes:
+        table: where the CUDA graph that is being captured reads the streams of its steps.
     """
 
     def __init__(self, model: Steppable, key: bytes, adaptive: AdaptiveThreshold | None):
         self.model, self.key, self.adaptive = model, key, adaptive
+        self.table: StreamTable | None = None
         self._process = os.getpid()
         self._places: list[Place | None] | None = None  # of this rank's parts, if it has parts
         if model.sharding is not None:
@@ -51,6 +56,14 @@ class GradientNoise:
                 "process that trains"
             )
 
+    def streams(self, step: int) -> list[NoiseStream]:
+        """Returns where the noise of each parameter comes from."""
+        capture = self.model.capture
+        return [
+            NoiseStream.derive(self.key, step=step, parameter=capture.names[p], share=0)
+            for p in capture.parameters
+        ]
+
     def add(self, step: int) -> None:
         """Lets `.grad` be what the optimizer applies, and C follow the norms if it is adaptive.
 
@@ -70,14 +83,12 @@ class GradientNoise:
         gradients: list[Any] = [p.grad for p in parameters]
         noisy = add_noise_to_all(
             [local(gradient) for gradient in gradients],
-            [
-                NoiseStream.derive(self.key, step=step, parameter=model.capture.names[p], share=0)
-                for p in parameters
-            ],
+            self.streams(step),
             std=self.std_multiplier() * model.step_state.sensitivity,
             divisor=settings.expected_batch_size if settings.loss_reduction == "mean" else 1.0,
             dtypes=[p.dtype for p in parameters],
             places=self._places,
+            table=self.table,
         )
         for parameter, gradient in zip(parameters, noisy, strict=True):
             model.gradient_buffer.apply(parameter, gradient)

@@ -152,6 +152,8 @@ class PrivateStep:
         watched: the outputs, if the losses are to be looked at.
         is_compiled: a part of the network is compiled.
         slots: name of a layer -> parameter's name -> slot, of those that are made beforehand.
+        padding: [B] bool, which rows are no samples, of a step that a CUDA graph captures: the
+            same graph serves batches of which others are real. None: `real` tells.
     """
 
     def __init__(
@@ -163,6 +165,7 @@ class PrivateStep:
         self.is_empty = False
         self.leaves: dict[Parameter, Tensor] = {}
         self.watched: Watched | None = None
+        self.padding: Tensor | None = None
         self.is_compiled: bool = self.capture.is_compiled  # asked once: it looks at every module
         self._stage = Stage.IDLE
         self._seen: set[Parameter] = set()  # in the backward under way
@@ -290,7 +293,8 @@ class PrivateStep:
                     triggers = list(capture.triggers.values())
                     self._run_backward(losses, triggers, retain_graph=backend.runs_twice)
                 with timer.phase("clip_coefficients"):
-                    found = backend.clip().first(self.real)
+                    found = backend.clip()
+                    found = found.first(self.real) if self.padding is None else found
                 with timer.phase("weighted_sum"):
                     self._sum(losses, randomness)
             for parameter in capture.parameters:

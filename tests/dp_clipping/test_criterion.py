@@ -176,3 +176,16 @@ def test_other_samples_are_no_constant(model, sizes):
     for size in sizes:
         with pytest.raises(ValueError, match="depends on "):
             criterion(model(torch.randn(size, 3)), torch.randn(size, 2))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_captured_loss_is_of_the_samples_that_its_mask_leaves(reduction):
+    model = private(zoo.linear(3, 2), "bookkeeping")
+    criterion = PrivateCriterion(model, zoo.Criterion(zoo.product, reduction), reduction)
+    batch = torch.ones(4, 3), torch.tensor([1.0, 2.0, 3.0, torch.nan])[:, None].expand(4, 2)
+    expected = criterion(model(batch[0]), batch[1]).loss_per_sample[:3]
+    model.passes.padding = torch.tensor([False, False, False, True])
+    loss = criterion(model(batch[0]), batch[1])
+    torch.testing.assert_close(loss.detach(), getattr(expected.detach(), reduction)())
+    with pytest.raises(RuntimeError, match=r"use detach\(\)"):
+        loss.loss_per_sample  # noqa: B018

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("ddp", "dp_clipping")
 COMPATIBILITY = "torch_compat.py"
 OF_MODULES = set(vars(nn.Module()))
-PYTHON = {"_fields"}  # of named tuples
+PYTHON = {"_fields", "_replace"}  # of named tuples
 
 
 def private_uses(package: str) -> list[str]:

@@ -61,8 +61,13 @@ class Schedule:
 
     def next_is_due(self, size: int, alone: bool) -> bool:
         """Counts a batch; returns whether it is checked. `alone`: no rank must do the same."""
+        due = self.is_due(size, alone)
         self.batches += 1
-        is_power = self.batches & (self.batches - 1) == 0
+        return due
+
+    def is_due(self, size: int, alone: bool) -> bool:
+        """Returns the same, and counts nothing."""
+        is_power = self.batches & (self.batches + 1) == 0
         return is_power or (alone and size >= 2 * self._largest > 0)
 
     def is_whole(self, size: int) -> bool:

@@ -8,9 +8,11 @@ a sample's last token is filled with zeros. Any other operand is read through po
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,23 +61,74 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+# ---- memory that launches read, also those that a CUDA graph repeats -----------------------------
+
+_holders: list[list[Any]] = []
+
+
+@contextmanager
+def holding(holder: list[Any]) -> Iterator[None]:
+    """Inside, what `held` is given is kept in the list: a graph that is captured will read it."""
+    _holders.append(holder)
+    try:
+        yield
+    finally:
+        _holders.pop()
+
+
+def is_holding() -> bool:
+    """Returns whether a graph is being captured in `holding`."""
+    return bool(_holders)
+
+
+def held(x: Any) -> Any:
+    """Returns x, which lives as long as the graphs that are being captured."""
+    for holder in _holders:
+        holder.append(x)
+    return x
+
+
+def kept_on_device(maxsize: int) -> Callable[[Callable], Callable]:
+    """Decorates a function that makes a tensor of its arguments, as `lru_cache` does.
+
+    A copy to a GPU would make the host wait for it. A graph holds what it was captured with.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        kept = lru_cache(maxsize)(function)
+
+        @wraps(function)
+        def call(*args: Any) -> Any:
+            return held(kept(*args))
+
+        return call
+
+    return decorate
+
+
 def table_on(device: torch.device, numbers: Sequence) -> Tensor:
     """Returns numbers (int64) that a launch reads, copied in the order of the device's work.
 
     From pinned memory: a copy from any other may first wait for all that the device has to do.
     """
-    table = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return table.to(device, non_blocking=True)
+    table = held(torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda"))
+    return held(table.to(device, non_blocking=True))
 
 
-@lru_cache(maxsize=4096)
 def kept_table_on(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
     """`table_on`, kept: where batches have one size, a step's addresses are those of the last.
 
     On another stream than the one that asked first, it is there when the operands are that it
-    describes: both were written before that stream could be told to go on.
+    describes: both were written before that stream could be told to go on. In a CUDA graph that is
+    captured nothing is written yet, so nothing is kept.
     """
-    return table_on(device, numbers)
+    return table_on(device, numbers) if is_holding() else _kept_table_on(device, numbers)
+
+
+_kept_table_on = lru_cache(maxsize=4096)(table_on)
+
+
+# ---- launches and tiles -------------------------------------------------------------------------
 
 
 def stream_on(device: torch.device) -> int:

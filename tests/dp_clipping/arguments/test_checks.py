@@ -29,6 +29,7 @@ WRONG = {
     "poisson_sampling": [1, None],
     "rand_on_empty": [0, "no"],
     "wrap_model": [1],
+    "cuda_graph": [1, None],
     "memory_budget": ["1GB", 1.5, True, -1],
     "tile_size": [16.0, "16", True, 17],
     "clipping": [None, 1, ["flat"]],

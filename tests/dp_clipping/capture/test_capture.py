@@ -685,3 +685,14 @@ def test_a_layer_that_is_used_without_gradients_first_is_trained(mode):
     batch = zoo.numbers(4, 5, out=(3,))
     model = private(copy.deepcopy(network), mode)
     assert_step_is_right(model, network, batch, loss=zoo.squared_error)
+
+
+def test_new_triggers_serve_a_step_and_the_old_ones_come_back():
+    network, batch = tokens_case()
+    model = private(network, "bookkeeping")
+    expected = clipped_sums(model, batch)
+    before = dict(model.capture.triggers)
+    with model.capture.new_triggers():
+        assert not set(map(id, before.values())) & set(map(id, model.capture.triggers.values()))
+        assert_close(clipped_sums(model, batch), expected, 0.0)
+    assert all(model.capture.triggers[p] is x for p, x in before.items())

@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from dp_clipping.kernels.launch import tiles
 from dp_clipping.kernels.launch.tiles import Tile, ceil_div, is_described, readable, tile_of
 from tests.support.kernel_cases import (
     Place,
@@ -49,3 +50,25 @@ def test_the_widest_operands_of_a_launch_bound_its_tile():
     assert tile_of(None, torch.float16) is None
     for dtypes in ([torch.float32, torch.float16], [torch.float16, torch.float32]):
         assert tile_of(64, *dtypes) == tile_of(64, torch.float32) != tile_of(64, torch.float16)
+
+
+def test_what_a_graph_reads_is_held():
+    made = []
+
+    @tiles.kept_on_device(maxsize=1)
+    def ones(size):
+        made.append(size)
+        return torch.ones(size)
+
+    holder = []
+    first = ones(2)
+    assert not tiles.is_holding()
+    with tiles.holding(holder):
+        assert tiles.is_holding()
+        assert ones(2) is first
+        ones(3)
+    assert ones(2) is not first
+    assert made == [2, 3, 2]
+    assert len(holder) == 2
+    assert holder[0] is first
+    assert not tiles.is_holding()

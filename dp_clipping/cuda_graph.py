@@ -1,0 +1,311 @@
+"""A private step as one CUDA graph: the host launches it once, and keeps the account beside it.
+
+`optimizer.graphed(body)` returns a `GraphedStep`, which is called like the body of the user's loop.
+
+    eager     the first steps, those with checks (batches 1, 2, 4, 8, ...), microbatches of a larger
+              batch: the body itself
+    capture   once: the body runs and launches nothing; what it would launch is recorded
+    replay    inputs, the mask of rows that are no samples, and the addresses of the step's noise
+              are copied to where the graph reads them; the host does what the body's Python would
+              (`_begin`, `_end`): it refuses, counts and numbers the step; one launch does the rest
+
+The noise of a replay is that of its step: each parameter's stream is derived from the key and the
+step's number, as in an eager step, and the graph reads it from a table on the device. So the bits
+are the same, and nothing waits for the device.
+
+What Python does in the body happens in eager steps and in the capture alone. All that a step may
+depend on is compared before each replay, and refused if it has changed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dp_clipping.capture.network import CapturedNetwork
+from dp_clipping.kernels.launch.tiles import available, holding
+from dp_clipping.modes import DEFAULT_MODE
+from dp_clipping.noise.kernel import StreamTable
+from dp_clipping.step.state import BatchNorms
+from dp_clipping.torch_compat import is_compiled, tree_flatten, tree_map, tree_unflatten
+
+EAGER = 3  # whole steps before a capture: kernels are tuned and compiled, momentum is there
+WITHOUT = "or leave out cuda_graph=True"
+
+
+def refuse(settings: Any, ranks: Any) -> None:
+    """Raises ValueError where no step can be captured, saying what to use in its place."""
+    module, optimizer = settings.module, settings.optimizer
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    capturable = isinstance(optimizer, torch.optim.SGD) or all(
+        group.get("capturable") for group in optimizer.param_groups
+    )
+    reasons = {
+        f"grad_sample_mode {settings.grad_sample_mode!r}, which looks at norms from the host or "
+        f"runs backward twice: use {DEFAULT_MODE!r}": settings.grad_sample_mode != DEFAULT_MODE,
+        "a module on several ranks, or wrapped: use the network itself on one GPU": (
+            ranks.sharding is not None or ranks.everyone is not None
+            or hasattr(module, "gradient_ready")
+        ),
+        f"parameters on {ranks.device}: move the network to a GPU": ranks.device.type != "cuda",
+        "parameters of a dtype without kernels, or no Triton: use float32, bfloat16 or float16": (
+            not all(available(p.device, p.dtype) for p in parameters)
+        ),
+        "parameters on several devices: use one GPU": len({p.device for p in parameters}) > 1,
+        "compiled modules: use them as they are, a graph launches nothing from the host": any(
+            is_compiled(m) for m in module.modules()
+        ),
+        "memory_budget, with which backward may run twice: leave it out": (
+            settings.memory_budget is not None
+        ),
+        "adaptive_threshold, which changes max_grad_norm in each step: leave it out": (
+            settings.adaptive_threshold is not None
+        ),
+        f"{type(optimizer).__name__}, whose state is the host's: use one with capturable=True, as "
+        "torch.optim.AdamW(.., capturable=True), or SGD": not capturable,
+    }  # fmt: skip
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(f"cuda_graph=True cannot capture {reason}, {WITHOUT}")
+
+
+class GraphedStep:
+    """One private step, called with the tensors of a batch from `BatchMemoryManager`.
+
+    Returns what the body returns; tensors in it are this step's own.
+
+    Args:
+        optimizer: the private one.
+        body: one whole step: model, criterion, `backward()`, `optimizer.step()`, and
+            `optimizer.zero_grad()` before or after. It gets its arguments with all tensors on the
+            GPU, and returns tensors or None.
+    """
+
+    def __init__(self, optimizer: Any, body: Callable[..., Any]):
+        self.optimizer, self.body = optimizer, body
+        self.model: Any = optimizer.model
+        self.device = self.model.capture.trigger.device
+        self._eager_steps = 0
+        self._captured: _Captured | None = None
+        optimizer.original_optimizer.register_load_state_dict_post_hook(self._forget)
+
+    @property
+    def is_captured(self) -> bool:
+        """Returns whether the next step may be a replay."""
+        return self._captured is not None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes one step.
+
+        Raises:
+            ValueError: for a batch that is not padded, or of another shape than the captured one.
+            RuntimeError: where the body cannot be captured, or something that a step depends on
+                has changed since.
+        """
+        args, kwargs = tree_map(self._moved, (args, kwargs))
+        if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
+            raise RuntimeError(
+                "a graphed step inside of torch.autocast would read weights as they were cast "
+                "before: enter torch.autocast in the body of the step"
+            )
+        if not self._is_alike():
+            return self._run(args, kwargs)
+        if self._captured is not None:
+            return self._captured.replay(args, kwargs)
+        captured = _Captured(self, args, kwargs)
+        self._captured = captured
+        return captured.outputs()
+
+    def _moved(self, x: Any) -> Any:
+        return x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x
+
+    def _is_alike(self) -> bool:
+        """Returns whether the coming step is like all others: then it may be captured."""
+        state, usage = self.model.step_state, self.model.step_state.usage
+        if usage.rows is None:
+            raise ValueError(
+                "a graphed step needs batches of one shape: take them from "
+                "BatchMemoryManager(.., optimizer=optimizer, pad_batches=True)"
+            )
+        if state.is_open or state.microbatches.skips_next or not usage.real:
+            return False
+        return self._eager_steps >= EAGER and not self.model.passes.looks_at(usage.real)
+
+    def _run(self, args: tuple, kwargs: dict) -> Any:
+        before, is_empty = self.optimizer.steps, not self.model.step_state.usage.real
+        result = self.body(*args, **kwargs)
+        self._eager_steps += 0 if is_empty else self.optimizer.steps - before
+        return result
+
+    def _forget(self, *_: Any) -> None:
+        """Captures again, after an eager step: the optimizer's state is in other tensors."""
+        self._captured, self._eager_steps = None, min(self._eager_steps, EAGER - 1)
+
+
+class _Captured:
+    """A graph, the memory that it reads, and what it was captured with."""
+
+    def __init__(self, step: GraphedStep, args: tuple, kwargs: dict):
+        self.step, self.model, self.optimizer = step, step.model, step.optimizer
+        self.state, self.passes = self.model.step_state, self.model.passes
+        self._refuse_unsuitable()
+        leaves, self._spec = tree_flatten((args, kwargs))
+        self._inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+        rows = self.state.usage.rows
+        self._numbers = torch.arange(rows, device=step.device)
+        self._padding = self._numbers >= self.state.usage.real
+        self._streams = StreamTable(len(self.model.capture.parameters), step.device)
+        self._held: list[Any] = []
+        self._graph = torch.cuda.CUDAGraph()
+        self._before = self._dependencies()
+        self._capture()
+
+    def outputs(self) -> Any:
+        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, self._outputs)
+
+    # ---- capture --------------------------------------------------------------------------------
+
+    def _refuse_unsuitable(self) -> None:
+        plan = self.model.step_context.plans.last
+        reasons = {
+            "profiling is on: unset DP_CLIPPING_PROFILE": self.model.profile is not None,
+            "the optimizer has step hooks, which would run in the capture alone: remove them": bool(
+                self.optimizer.hooks.attached
+            ),
+            "its memory does not suffice for one backward, and some layers run a second: take a "
+            "smaller max_physical_batch_size": plan is None or not plan.is_one_pass,
+        }
+        for reason, applies in reasons.items():
+            if applies:
+                raise RuntimeError(f"the step cannot be captured: {reason}, {WITHOUT}")
+
+    def _capture(self) -> None:
+        number, noise = self.state.steps, self.optimizer.noise
+        args, kwargs = tree_unflatten(self._inputs, self._spec)
+        self.passes.padding, noise.table = self._padding, self._streams
+        try:
+            with (
+                holding(self._held),
+                self.model.capture.new_triggers(),
+                torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
+            ):
+                self._outputs = self.step.body(*args, **kwargs)
+            if self.state.steps != number + 1 or not self.state.is_idle:
+                raise RuntimeError("its body is not one whole step, from forward to step()")
+        except Exception as error:
+            self.model.clear_gradients()
+            cause = str(error.__context__ or error).partition("\n")[0]
+            raise RuntimeError(
+                f"the step cannot be captured as a CUDA graph ({cause}): nothing in its body may "
+                "wait for the device (item(), cpu(), if on a tensor, an attention mask that is "
+                f"looked at, loss_per_sample), {WITHOUT}"
+            ) from error
+        finally:
+            self.passes.padding = noise.table = None
+        self._norms = list(self.state.norms)
+        self._gradients = [p.grad for p in self.model.capture.parameters]
+        self._launch(number)
+
+    def _launch(self, number: int) -> None:
+        self._streams.write(self.optimizer.noise.streams(number))
+        self._graph.replay()
+        real = self.state.usage.real
+        self.state.norms = [
+            BatchNorms(one.norms.clone(), one.squared.clone(), one.nonfinite + 0).first(real)
+            for one in self._norms
+        ]
+
+    # ---- replay ---------------------------------------------------------------------------------
+
+    def replay(self, args: tuple, kwargs: dict) -> Any:
+        """Makes the coming step by the graph."""
+        self._take(args, kwargs)
+        self._refuse_changes()
+        number = self._begin()
+        self._launch(number)
+        self._end()
+        return self.outputs()
+
+    def _take(self, args: tuple, kwargs: dict) -> None:
+        """Copies the inputs to where the graph reads them."""
+        leaves, spec = tree_flatten((args, kwargs))
+        if spec != self._spec or not all(map(_alike, leaves, self._inputs)):
+            raise ValueError(
+                "a graphed step gets other arguments than the captured one, or tensors of another "
+                "shape or dtype: pad sequences to one length in collate_fn, give numbers as "
+                "tensors, and make a graphed step for each kind of batch"
+            )
+        for static, given in zip(self._inputs, leaves, strict=True):
+            if isinstance(static, Tensor):
+                static.copy_(given, non_blocking=True)
+        torch.ge(self._numbers, self.state.usage.real, out=self._padding)
+
+    def _refuse_changes(self) -> None:
+        changed = [
+            name
+            for (name, now), (_, before) in zip(self._dependencies(), self._before, strict=True)
+            if now != before
+        ]
+        if changed:
+            raise RuntimeError(
+                f"{', '.join(changed)} changed after the step was captured, and the graph has the "
+                "old value: keep it (a learning rate that a scheduler changes is given as "
+                "lr=torch.tensor(.., device='cuda') to an optimizer with capturable=True), make "
+                f"the step anew with optimizer.graphed(..), {WITHOUT}"
+            )
+
+    def _dependencies(self) -> list[tuple[str, Any]]:
+        """Returns what Python would have read, by name."""
+        capture: CapturedNetwork = self.model.capture
+        groups = [
+            {k: _value(v) for k, v in group.items() if k != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        held = [[id(p) for p in group["params"]] for group in self.optimizer.param_groups]
+        return [
+            ("noise_multiplier", float(self.optimizer.noise_multiplier)),
+            ("max_grad_norm", self.model.thresholds.clip_norms()),
+            ("expected_batch_size", float(self.optimizer.expected_batch_size)),
+            ("loss_reduction", self.optimizer.loss_reduction),
+            ("optimizer.param_groups", (groups, held)),
+            ("optimizer.state", id(self.optimizer.state)),
+            ("the address of a parameter", [p.data_ptr() for p in capture.network.parameters()]),
+            ("training or eval of a module", _modes(self.model)),
+            ("the step hooks", len(self.optimizer.hooks.attached)),
+        ]
+
+    def _begin(self) -> int:
+        """Does what forward, backward and the step do before noise; returns the step's number."""
+        self.model.clear_gradients()
+        try:
+            self.passes.begin_replay(self.model.thresholds.clip_norms)
+            self.optimizer.refuse()
+            self.state.microbatches.take()
+            return self.optimizer.count()
+        except BaseException:
+            self.model.clear_gradients()
+            raise
+
+    def _end(self) -> None:
+        """Leaves state and `.grad` as the body has left them."""
+        self.state.add_noise()
+        self.state.apply()
+        self.state.batch_number = None
+        for parameter, gradient in zip(self.model.capture.parameters, self._gradients, strict=True):
+            if gradient is not None:
+                self.model.gradient_buffer.apply(parameter, gradient)
+
+
+def _modes(model: nn.Module) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+def _value(x: Any) -> Any:
+    return ("tensor", x.data_ptr()) if isinstance(x, Tensor) else x
+
+
+def _alike(given: Any, static: Any) -> bool:
+    if isinstance(given, Tensor) and isinstance(static, Tensor):
+        return given.shape == static.shape and given.dtype == static.dtype
+    return type(given) is type(static) and given == static

@@ -1,0 +1,528 @@
+"""A private step as a CUDA graph: beside the eager step it is the same, and what cannot be one is
+refused."""
+
+import copy
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_clipping import BatchMemoryManager, PrivacyEngine, cuda_graph
+from dp_clipping.cuda_graph import EAGER, refuse
+from dp_clipping.noise.gaussian import NoiseStream
+from dp_clipping.noise.kernel import StreamTable, add_noise_to_all_kernel_launch
+from tests.support import zoo
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ROWS, BATCH, COUNT = 12, 6, 60
+
+
+def build(network: nn.Module, device: str = "cuda", optimizer=None, **changes) -> SimpleNamespace:
+    torch.manual_seed(0)
+    network = network.to(device)
+    x = torch.randint(1, 20, (COUNT, 6))
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, capturable=device == "cuda")
+    arguments = {
+        "noise_multiplier": 0.8, "max_grad_norm": 0.5, "cuda_graph": True,
+        "noise_generator": torch.Generator().manual_seed(3),
+    }  # fmt: skip
+    engine = PrivacyEngine(accountant="rdp")
+    reduction = changes.get("loss_reduction", "mean")
+    model, private, criterion, loader = engine.make_private(
+        module=network, optimizer=optimizer, criterion=zoo.Criterion(zoo.cross_entropy, reduction),
+        data_loader=DataLoader(TensorDataset(x, (x * 7 + 3) % 20), batch_size=BATCH),
+        **arguments | changes,
+    )  # fmt: skip
+    return SimpleNamespace(
+        engine=engine, model=model, optimizer=private, criterion=criterion, loader=loader
+    )
+
+
+def transformer(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    width = 32
+
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.head = nn.Embedding(20, width), nn.Linear(width, 20)
+            self.norm = nn.LayerNorm(width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x):
+            x = self.tokens(x)
+            x = x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), dropout, self.training)
+            return self.head(x)
+
+    return Blocks()
+
+
+def train(run: SimpleNamespace, steps: int, graphed: bool, zero_first: bool = False) -> list:
+    """So many steps; what each has returned and left, and whether it was a replay."""
+
+    def body(x, y):
+        if zero_first:
+            run.optimizer.zero_grad()
+        loss = run.criterion(run.model(x), y)
+        loss.backward()
+        run.optimizer.step()
+        if not zero_first:
+            run.optimizer.zero_grad()
+        return loss.detach()
+
+    step = run.optimizer.graphed(body) if graphed else body
+    seen = []
+    while run.optimizer.steps < steps:
+        with BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=ROWS, optimizer=run.optimizer,
+            pad_batches=True,
+        ) as pieces:  # fmt: skip
+            for x, y in pieces:
+                x, y = x.cuda(), y.cuda()
+                replays = graphed and step.is_captured and step._is_alike()
+                loss = step(x, y)
+                norms = run.model.per_sample_gradient_norms if zero_first else None
+                if norms is not None:
+                    assert norms.shape == (pieces.real,)
+                seen.append((loss, norms, replays))
+                if run.optimizer.steps == steps:
+                    break
+    torch.cuda.synchronize()
+    return seen
+
+
+def hand_over(run: SimpleNamespace, real: int = 4) -> None:
+    """As a loader does before it yields a batch."""
+    run.model.step_state.usage.hand_over(real)
+    run.model.step_state.usage.pad(ROWS, real)
+
+
+def weights(run: SimpleNamespace) -> torch.Tensor:
+    return torch.cat([p.detach().float().flatten() for p in run.model.network.parameters()])
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("zero_first", [False, True])
+def test_twenty_steps_are_those_of_an_eager_run(dtype, zero_first):
+    runs = [build(transformer().to(dtype)) for _ in range(3)]
+    graphs = [train(run, 20, True, zero_first) for run in runs[:2]]
+    eager = train(runs[2], 20, False, zero_first)
+    assert sum(replays for *_, replays in graphs[0]) >= 8
+    assert torch.equal(weights(runs[0]), weights(runs[1])), "two graph runs, bit for bit"
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(weights(runs[0]), weights(runs[2]), rtol=0, atol=tolerance)
+    for (loss, norms, _), (expected, other, _) in zip(graphs[0], eager, strict=True):
+        torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-3)
+        if zero_first:
+            torch.testing.assert_close(norms, other, rtol=2e-2, atol=1e-3)
+    histories = [run.engine.accountant.history for run in runs]
+    assert histories[0] == histories[2]
+    assert [run.optimizer.steps for run in runs] == [20] * 3
+    assert len({run.loader.position for run in runs}) == 1
+    if zero_first:
+        assert all(p.grad is not None for p in runs[0].model.network.parameters())
+
+
+@gpu
+@needs_gpu
+def test_the_noise_of_a_replay_is_that_of_its_step():
+    """Without a gradient the steps of SGD are the noise alone."""
+
+    def scaled():
+        run = build(network := transformer(), noise_multiplier=5.0, loss_reduction="sum",
+                    optimizer=torch.optim.SGD(network.parameters(), lr=1.0))  # fmt: skip
+        run.criterion.criterion.per_sample_loss = lambda y, t: 0 * zoo.cross_entropy(y, t)
+        run.model.train()
+        return run
+
+    one, other = scaled(), scaled()
+    replays = [seen for *_, seen in train(one, 12, True)]
+    train(other, 12, False)
+    assert sum(replays) >= 4
+    assert torch.equal(weights(one), weights(other))
+
+
+@gpu
+@needs_gpu
+def test_dropout_is_another_in_each_replay():
+    run = build(transformer(0.5), noise_multiplier=0.0)
+    seen = []
+
+    def body(x, y):
+        run.optimizer.zero_grad()
+        y_hat = run.model(x)
+        run.criterion(y_hat, y).backward()
+        run.optimizer.step()
+        return y_hat
+
+    run.optimizer.original_optimizer.param_groups[0]["lr"] = 0.0
+    run.optimizer.original_optimizer.param_groups[0]["weight_decay"] = 0.0
+    step = run.optimizer.graphed(body)
+    x, y = torch.arange(ROWS * 6).view(ROWS, 6) % 20, torch.ones(ROWS, 6, dtype=torch.long)
+    for _ in range(12):
+        hand_over(run)
+        seen.append(step(x, y))
+    assert step.is_captured
+    assert not torch.equal(seen[-1], seen[-2])
+
+
+@gpu
+@needs_gpu
+def test_a_sample_that_is_not_finite_poisons_no_replay():
+    torch.manual_seed(0)
+    run = build(nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20)))
+
+    def body(x, y, bad):
+        run.optimizer.zero_grad()
+        loss = run.criterion(run.model(x) * bad[:, None, None], y)
+        loss.backward()
+        run.optimizer.step()
+
+    step = run.optimizer.graphed(body)
+    x, y = torch.arange(ROWS * 6).view(ROWS, 6) % 20, torch.ones(ROWS, 6, dtype=torch.long)
+    for n in range(10):
+        bad = torch.ones(ROWS)
+        bad[1] = torch.nan if n == 9 else 1.0
+        hand_over(run)
+        step(x, y, bad)
+    assert step.is_captured
+    assert run.model.nonfinite_samples == 1
+    assert weights(run).isfinite().all()
+
+
+@gpu
+@needs_gpu
+def test_what_has_changed_is_refused():
+    run = build(transformer())
+    train(run, 6, True)
+    step = None
+
+    def body(x, y):
+        run.criterion(run.model(x), y).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+    step = run.optimizer.graphed(body)
+    x, y = torch.arange(ROWS * 6).view(ROWS, 6) % 20, torch.ones(ROWS, 6, dtype=torch.long)
+
+    def go(*batch):
+        hand_over(run)
+        step(*batch)
+
+    while not step.is_captured:
+        go(x, y)
+    while not step._is_alike():
+        go(x, y)
+    before, counted = weights(run), run.optimizer.steps
+    with pytest.raises(ValueError, match="another shape"):
+        go(x[:, :4], y[:, :4])
+    for change, back, name in (
+        (lambda: setattr(run.optimizer, "noise_multiplier", 2.0),
+         lambda: setattr(run.optimizer, "noise_multiplier", 0.8), "noise_multiplier"),
+        (lambda: setattr(run.optimizer, "max_grad_norm", 2.0),
+         lambda: setattr(run.optimizer, "max_grad_norm", 0.5), "max_grad_norm"),
+        (lambda: run.optimizer.param_groups[0].update(lr=0.5),
+         lambda: run.optimizer.param_groups[0].update(lr=1e-2), "param_groups"),
+        (lambda: run.model.network.norm.eval(), lambda: run.model.network.norm.train(), "eval"),
+    ):  # fmt: skip
+        change()
+        with pytest.raises(RuntimeError, match=name):
+            go(x, y)
+        back()
+    assert run.optimizer.steps == counted
+    assert torch.equal(weights(run), before)
+    go(x, y)
+    assert run.optimizer.steps == counted + 1
+    run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    assert not step.is_captured
+    go(x, y)
+
+
+@gpu
+@needs_gpu
+def test_a_body_that_waits_is_refused():
+    run = build(transformer())
+    own = run.model.network.forward
+
+    def forward(x):
+        assert x.sum().item() >= 0
+        return own(x)
+
+    run.model.network.forward = forward
+    with pytest.raises(RuntimeError, match=r"cannot be captured.*item\(\)"):
+        train(run, 12, True)
+
+
+# ---- without a GPU -------------------------------------------------------------------------------
+
+
+def settings(**changes) -> SimpleNamespace:
+    module = nn.Linear(3, 2)
+    adam = torch.optim.AdamW(module.parameters(), capturable=True)
+    base = dict(module=module, optimizer=adam, grad_sample_mode="flash_bookkeeping",
+                memory_budget=None, adaptive_threshold=None)  # fmt: skip
+    return SimpleNamespace(**base | changes)
+
+
+class Wrapper(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(3, 2)
+
+    def gradient_ready(self, parameter):
+        raise NotImplementedError
+
+
+def compiled() -> nn.Module:
+    network = nn.Sequential(nn.Linear(3, 2))
+    network[0].compile()
+    return network
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"grad_sample_mode": "bookkeeping"}, "use 'flash_bookkeeping'"),
+        ({"grad_sample_mode": "no_dp"}, "use 'flash_bookkeeping'"),
+        ({"module": Wrapper()}, "the network itself on one GPU"),
+        ({"module": nn.Linear(3, 2).double()}, "dtype without kernels"),
+        ({"module": compiled()}, "compiled modules"),
+        ({"memory_budget": 5}, "memory_budget"),
+        ({"adaptive_threshold": object()}, "adaptive_threshold"),
+        ({"optimizer": torch.optim.AdamW(nn.Linear(2, 2).parameters())}, "capturable=True"),
+        ({"optimizer": torch.optim.Adagrad(nn.Linear(2, 2).parameters())}, "capturable=True"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_by_name(monkeypatch, changes, words):
+    monkeypatch.setattr(cuda_graph, "available", lambda device, dtype: dtype != torch.float64)
+    ranks = SimpleNamespace(sharding=None, everyone=None, device=torch.device("cuda"))
+    refuse(settings(), ranks)
+    with pytest.raises(ValueError, match=f"cuda_graph=True cannot capture.*{words}"):
+        refuse(settings(**changes), ranks)
+    for others in ({"everyone": object()}, {"sharding": object()}):
+        with pytest.raises(ValueError, match="several ranks"):
+            refuse(settings(), SimpleNamespace(**vars(ranks) | others))
+
+
+def test_without_a_gpu_it_is_refused():
+    with pytest.raises(ValueError, match="parameters on cpu: move the network to a GPU"):
+        build(transformer(), "cpu")
+
+
+def test_nothing_is_graphed_that_was_not_asked_for():
+    run = build(transformer(), "cpu", cuda_graph=False)
+    with pytest.raises(RuntimeError, match="cuda_graph=True"):
+        run.optimizer.graphed(lambda: None)
+
+
+def eager_on_cpu(run: SimpleNamespace) -> cuda_graph.GraphedStep:
+    def body(x, y):
+        run.criterion(run.model(x), y).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+    return cuda_graph.GraphedStep(run.optimizer, body)
+
+
+def test_steps_with_checks_and_microbatches_are_eager():
+    run = build(transformer(), "cpu", cuda_graph=False)
+    step, seen = eager_on_cpu(run), []
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=4, optimizer=run.optimizer, pad_batches=True
+    ) as pieces:
+        for number, (x, y) in enumerate(pieces, 1):
+            alike, skips = step._is_alike(), run.model.step_state.microbatches.skips_next
+            if alike:
+                break
+            seen.append((number, skips))
+            step(x, y)
+    assert run.optimizer.steps >= EAGER
+    assert number & (number - 1), "batches 1, 2, 4, 8 are looked at"
+    assert not skips
+    assert run.model.step_state.is_idle
+    assert any(skips for _, skips in seen)
+
+
+def test_batches_that_are_not_padded_are_refused():
+    run = build(transformer(), "cpu", cuda_graph=False)
+    batch = next(iter(run.loader))
+    with pytest.raises(ValueError, match="pad_batches=True"):
+        eager_on_cpu(run)(*batch)
+
+
+def test_what_a_loaded_optimizer_has_is_captured_anew():
+    run = build(transformer(), "cpu", cuda_graph=False)
+    step = eager_on_cpu(run)
+    step._captured, step._eager_steps = object(), 9
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    assert not step.is_captured
+    assert step._eager_steps == EAGER - 1
+
+
+class Graph:
+    """A graph that launches nothing."""
+
+    replays = 0
+
+    def replay(self):
+        Graph.replays += 1
+
+
+@contextmanager
+def captured_by_nobody(graph, capture_error_mode):
+    assert capture_error_mode == "thread_local"
+    yield
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """A run whose step is captured, and what makes the coming step of it."""
+    monkeypatch.setattr(torch.cuda, "graph", captured_by_nobody)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(Graph, "replays", 0)
+    run = build(transformer(), "cpu", cuda_graph=False)
+    run.model.step_context.plans.last = SimpleNamespace(is_one_pass=True)
+
+    def body(x, y):
+        run.optimizer.zero_grad()
+        loss = run.criterion(run.model(x), y)
+        loss.backward()
+        run.optimizer.step()
+        return loss.detach()
+
+    step = cuda_graph.GraphedStep(run.optimizer, body)
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=ROWS, optimizer=run.optimizer,
+        pad_batches=True,
+    ) as pieces:  # fmt: skip
+        yield SimpleNamespace(run=run, step=step, pieces=pieces, graph=Graph)
+
+
+def test_what_a_replay_keeps_beside_the_graph(captured):
+    run, steps = captured.run, 0
+    for _ in range(2):
+        for x, y in captured.pieces:
+            before = captured.graph.replays
+            captured.step(x, y)
+            steps += not run.model.step_state.microbatches.keeps_sums
+            assert run.optimizer.steps == steps
+            real = captured.pieces.real
+            assert run.model.per_sample_gradient_norms.shape[0] >= real
+            if captured.graph.replays > before:
+                assert run.model.per_sample_gradient_norms.shape == (real,)
+                assert run.model.norm_statistics().samples == real
+                assert run.model.step_state.is_idle
+                assert run.model.step_state.batch_number is None
+                assert all(p.grad is not None for p in run.model.network.parameters())
+    assert captured.graph.replays >= 8
+    assert run.loader.position == steps == 20
+    assert sum(n for *_, n in run.engine.accountant.history) == 20
+    assert len({tuple(p) for *p, _ in run.engine.accountant.history}) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda run: setattr(run.optimizer, "noise_multiplier", 2.0), "noise_multiplier"),
+        (lambda run: setattr(run.optimizer, "max_grad_norm", 2.0), "max_grad_norm"),
+        (lambda run: setattr(run.optimizer, "expected_batch_size", 7), "expected_batch_size"),
+        (lambda run: run.optimizer.param_groups[0].update(lr=1.0), "optimizer.param_groups"),
+        (lambda run: run.optimizer.attach_step_hook(print), "step hooks"),
+        (lambda run: run.model.network.norm.eval(), "training or eval of a module"),
+        (lambda run: setattr(run.model.network.norm.weight, "data", torch.ones(32)), "address"),
+    ],
+)
+def test_what_a_replay_would_not_see_is_refused(captured, change, name):
+    run, refused = captured.run, False
+    for x, y in captured.pieces:
+        if not (captured.step.is_captured and captured.step._is_alike()):
+            captured.step(x, y)
+            continue
+        change(run)
+        before = run.optimizer.steps
+        with pytest.raises(RuntimeError, match=f"{name}.* changed after the step was captured"):
+            captured.step(x, y)
+        assert run.optimizer.steps == before
+        refused = True
+        break
+    assert refused
+
+
+def test_another_shape_is_refused(captured):
+    refused = 0
+    for x, y in captured.pieces:
+        if captured.step.is_captured and captured.step._is_alike():
+            for other in ((x[:, :3], y), (x.int(), y), (x, y, 1)):
+                with pytest.raises(ValueError, match="another shape or dtype"):
+                    captured.step(*other)
+                refused += 1
+            break
+        captured.step(x, y)
+    assert refused == 3
+
+
+def test_a_body_that_is_no_whole_step_is_refused(captured):
+    captured.step._eager_steps = EAGER
+
+    def body(x, y):
+        captured.run.optimizer.zero_grad()
+        captured.run.criterion(captured.run.model(x), y).backward()
+
+    for number, (x, y) in enumerate(captured.pieces, 1):
+        if number & (number - 1) and captured.step._is_alike():
+            captured.step.body = body
+            with pytest.raises(RuntimeError, match="not one whole step"):
+                captured.step(x, y)
+            assert captured.run.model.step_state.is_idle
+            assert not captured.step.is_captured
+            return
+        captured.step.body(x, y)
+    raise AssertionError
+
+
+def check_streams() -> None:
+    """Launches that read a table add, step after step, what launches of their own add."""
+    sizes = (7, 1030, 4)
+    table = StreamTable(3, torch.device("cpu"))
+    totals = [torch.zeros(n) for n in sizes]
+
+    def streams(step):
+        return [
+            NoiseStream.derive(bytes(range(32)), step=step, parameter=str(n), share=0)
+            for n in sizes
+        ]
+
+    def launch(make_table=None, step=0):
+        outs = [torch.empty(n) for n in sizes]
+        add_noise_to_all_kernel_launch(totals, outs, streams(step), 2.0, 3.0, make_table)
+        return outs
+
+    taken = []
+
+    def take(rows):
+        taken.append(table.take([0, 1, 2], rows))
+        table.write(streams(0))
+        return taken[0]
+
+    first = launch(take)
+    assert all(map(torch.equal, first, launch()))
+    for step in (1, 2):
+        table.write(streams(step))
+        rows = taken[0].clone()
+        expected = launch(step=step)
+        outs = [torch.empty(n) for n in sizes]
+        rows[:, 1] = torch.tensor([out.data_ptr() for out in outs])
+        add_noise_to_all_kernel_launch(totals, outs, streams(0), 2.0, 3.0, lambda _, r=rows: r)
+        assert all(map(torch.equal, outs, expected))
+
+
+def test_streams_of_a_table_in_the_interpreter(interpreter):
+    interpreter.run(check_streams)
