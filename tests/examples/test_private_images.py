@@ -1,0 +1,56 @@
+"""Pictures of digits from fonts, and a small private run on them."""
+
+import json
+
+import pytest
+import torch
+
+from examples import private_images
+from examples.font_digits import _glyphs, font_digits
+
+
+def test_pictures_are_the_same_again_and_show_their_digits():
+    pictures, digits = font_digits(64, 16, 0)
+    assert pictures.shape == (64, 3, 16, 16)
+    assert 0.3 < float(pictures.std()) < 3
+    again, _ = font_digits(64, 16, 0)
+    other, _ = font_digits(64, 16, 1)
+    assert torch.equal(pictures, again)
+    assert not torch.equal(pictures, other)
+    assert set(digits.tolist()) == set(range(10))
+    glyphs = _glyphs()
+    assert len(glyphs) > 10
+    same = (glyphs.unsqueeze(1) == glyphs.unsqueeze(2)).flatten(3).all(3).sum((1, 2))
+    assert (same == 10).all()  # in each font, a digit looks like itself only
+
+
+@pytest.fixture
+def line(monkeypatch, tmp_path):
+    monkeypatch.setattr(private_images, "HELD_OUT", 32)
+    small = {"images": 64, "batch-size": 32, "epochs": 1, "size": 8, "epsilons": 8}
+    options = [word for name, value in small.items() for word in (f"--{name}", str(value))]
+    return [*options, "--device", "cpu", "--output-dir", str(tmp_path / "out")]
+
+
+def test_a_run_says_what_it_spent_and_draws_it(line, tmp_path, capsys):
+    assert private_images.main(line) == 0
+    found = json.loads((tmp_path / "out/accuracy.json").read_text())
+    private, ordinary = found["runs"]
+    assert (private["epsilon"], ordinary["epsilon"]) == (8.0, None)
+    assert private["noise_multiplier"] > 0
+    assert private["points"][-1]["step"] == ordinary["points"][-1]["step"] == 2
+    assert 0 < private["points"][0]["epsilon"] < private["points"][-1]["epsilon"] <= 8
+    assert all(0 <= p["accuracy"] <= 1 for p in private["points"] + ordinary["points"])
+    assert (tmp_path / "out/accuracy.png").read_bytes().startswith(b"\x89PNG")
+    assert "not private, step 2 of 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [(["--batch-size", "65"], "--batch-size"), (["--depth", "12"], "--depth is 12")],
+)
+def test_bad_input_is_one_line(line, capsys, wrong, said):
+    assert private_images.main([*line, *wrong]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
