@@ -31,6 +31,8 @@ from ddp.torch_compat import ddp_record, scale_
 class TorchDDP(Copyable, DistributedDataParallel):
     """PyTorch's DDP, with the methods of `ddp.base.DataParallel`.
 
+    It cannot inherit those, as it is a DistributedDataParallel: its methods repeat the interface.
+
     Args:
         settings: `bucket_size_mb`, which is PyTorch's `bucket_cap_mb` (default PyTorch's own, 25;
             None for one bucket), and, not through `wrap`, further arguments of

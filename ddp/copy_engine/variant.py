@@ -42,7 +42,9 @@ ALIGNMENT_BYTES = 256
 class CopyEngineDDP(BucketedDDP):
     """Flat buckets in peer-to-peer memory, exchanged by the copy engines.
 
-    It keeps the bytes of all gradients allocated, and at most `PIECE_BYTES` more for what it pulls.
+    Half of its methods fill in what `BucketedDDP` leaves open, the others own the memory that ranks
+    share. It keeps the bytes of all gradients allocated, and at most `PIECE_BYTES` more for what it
+    pulls.
 
     Args:
         bucket_size_mb: a bucket's capacity in MiB, a larger gradient has its own; None for one

@@ -52,6 +52,9 @@ class Record:
 class Step:
     """One step, from its first forward or gradient to `finish_gradient_synchronization`.
 
+    Every event of a step (a forward, an arriving gradient, the end of a backward, a failure) has a
+    method here, so that only this class knows which may follow which.
+
     Attributes:
         unfinished: something has happened that `finish_gradient_synchronization` must complete.
         record, finished: what this step has sent, and what the last finished one had.

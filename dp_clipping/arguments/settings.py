@@ -23,7 +23,7 @@ from dp_clipping.sampling.loader import expected_batch_size_of
 class Settings:
     """Holds what one private run is made from; `PrivacyEngine.make_private` explains each field.
 
-    Numbers are Python's own, whatever was given.
+    Numbers are Python's own, whatever was given. There is a field for each argument.
 
     Raises:
         ValueError: for an argument of the wrong type or out of range, by name.

@@ -34,7 +34,8 @@ class PoissonLoader(DataLoader):
     `from_data_loader` makes it of the user's loader. Each iteration begins where the user is
     (`start_epoch`), and announces each batch before it yields it (`hand_over`): to `on_batch`,
     which refuses a second batch before the step of the first, and to `usage`, which the model asks
-    before each backward. A checkpoint saves `state_dict()`.
+    before each backward. A checkpoint saves `state_dict()`. Six of its methods are
+    properties that the sampler answers.
 
     Attributes:
         sample_rate: q.

@@ -50,6 +50,9 @@ class PoissonSampler(Sampler[list[int]]):
     ranks are disjoint and together have the batch of a single process. Ranks that share samples
     (one tensor-parallel group) pass the same rank. `num_samples` counts the whole data set.
 
+    Its attributes are many because a DataLoader knows a sampler by them, and a checkpoint restores
+    it through them.
+
     Only the iteration that was begun last yields batches: two at a time would each skip those of
     the other.
 

@@ -32,6 +32,9 @@ from dp_clipping.validation import check_still_fixed, normalizations, refuse_pac
 class ForwardBackward:
     """The passes of one private model.
 
+    It owns both passes and what follows a failed one, since recovery needs the state of each: that
+    makes its methods many.
+
     Args:
         context: of the model's steps.
         state: of the step; the private step of a forward is pending in it.

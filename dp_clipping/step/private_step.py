@@ -138,7 +138,8 @@ class PrivateStep:
     """A private step: forward, backward, norms and clipped sums of one batch.
 
     Most of its methods are those of `layers.recorder.Recorder`, by which layers ask in forward and
-    deliver in backward. The criterion's loss starts `backward`.
+    deliver in backward. The criterion's loss starts `backward`. Most of its attributes are what
+    those methods tell layers.
 
     Args:
         context: what all steps of the model have in common.

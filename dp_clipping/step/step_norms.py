@@ -18,6 +18,8 @@ from dp_clipping.profiling.timer import Timer
 class StepNorms:
     """Norms of the parameters of one batch.
 
+    Seven of its attributes are fixed by the arguments; the others begin anew with each batch.
+
     Args:
         groups: parameter -> clipping group.
         order: all parameters, in the order in which backward reaches them.

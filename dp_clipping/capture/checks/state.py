@@ -55,6 +55,8 @@ DEPTH, LENGTH = 5, 4096  # of nested containers; longer ones are data of other k
 class State:
     """Where a network, or another callable object, holds values.
 
+    It visits each kind of place by a method of its own.
+
     Args:
         root: a module, or any object.
         is_sharded: it is a sharded network. FSDP puts other tensors in the place of its parameters
