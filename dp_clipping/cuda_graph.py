@@ -21,11 +21,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.kernels.launch.tiles import available, holding
 from dp_clipping.modes import DEFAULT_MODE
+from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.noise.kernel import StreamTable
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.torch_compat import is_compiled, tree_flatten, tree_map, tree_unflatten
@@ -150,6 +150,8 @@ class _Captured:
         self.step, self.model, self.optimizer = step, step.model, step.optimizer
         self.state, self.passes = self.model.step_state, self.model.passes
         self._refuse_unsuitable()
+        self._parameters = list(self.model.network.parameters())  # walks take long
+        self._modules = list(self.model.modules())
         leaves, self._spec = tree_flatten((args, kwargs))
         self._inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
         rows = self.state.usage.rows
@@ -157,6 +159,7 @@ class _Captured:
         self._padding = self._numbers >= self.state.usage.real
         self._streams = StreamTable(len(self.model.capture.parameters), step.device)
         self._held: list[Any] = []
+        self._coming: tuple[Any, list[NoiseStream]] = None, []  # of which key and step; its streams
         self._graph = torch.cuda.CUDAGraph()
         self._before = self._dependencies()
         self._capture()
@@ -208,8 +211,14 @@ class _Captured:
         self._launch(number)
 
     def _launch(self, number: int) -> None:
-        self._streams.write(self.optimizer.noise.streams(number))
+        noise = self.optimizer.noise
+        known, streams = self._coming
+        if known != (noise.key, number):
+            streams = noise.streams(number)
+        self._streams.write(streams)
         self._graph.replay()
+        # While the device computes: the next step's begins without this.
+        self._coming = (noise.key, number + 1), noise.streams(number + 1)
         real = self.state.usage.real
         self.state.norms = [
             BatchNorms(one.norms.clone(), one.squared.clone(), one.nonfinite + 0).first(real)
@@ -257,7 +266,6 @@ class _Captured:
 
     def _dependencies(self) -> list[tuple[str, Any]]:
         """Returns what Python would have read, by name."""
-        capture: CapturedNetwork = self.model.capture
         groups = [
             {k: _value(v) for k, v in group.items() if k != "params"}
             for group in self.optimizer.param_groups
@@ -270,8 +278,8 @@ class _Captured:
             ("loss_reduction", self.optimizer.loss_reduction),
             ("optimizer.param_groups", (groups, held)),
             ("optimizer.state", id(self.optimizer.state)),
-            ("the address of a parameter", [p.data_ptr() for p in capture.network.parameters()]),
-            ("training or eval of a module", _modes(self.model)),
+            ("the address of a parameter", [p.data_ptr() for p in self._parameters]),
+            ("training or eval of a module", [module.training for module in self._modules]),
             ("the step hooks", len(self.optimizer.hooks.attached)),
         ]
 
@@ -295,10 +303,6 @@ class _Captured:
         for parameter, gradient in zip(self.model.capture.parameters, self._gradients, strict=True):
             if gradient is not None:
                 self.model.gradient_buffer.apply(parameter, gradient)
-
-
-def _modes(model: nn.Module) -> list[bool]:
-    return [module.training for module in model.modules()]
 
 
 def _value(x: Any) -> Any:

@@ -8,7 +8,7 @@ On an H200 (torch 2.11, Triton 3.6) `randn_like`, add, divide and copy of 2²⁸
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -98,7 +98,7 @@ class StreamTable:
         self._rows += [(n, row[:3]) for n, row in zip(numbers, rows, strict=True)]
         return self._words[start : len(self._rows)]
 
-    def write(self, streams: list[Stream]) -> None:
+    def write(self, streams: Sequence[Stream]) -> None:
         """Lets launches that come read these; copied in the order of the device's work."""
         rows = [[*addresses, *_words_in_row(streams[n])] for n, addresses in self._rows]
         if rows:

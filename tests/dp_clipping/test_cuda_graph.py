@@ -456,6 +456,19 @@ def test_what_a_replay_would_not_see_is_refused(captured, change, name):
     assert refused
 
 
+def test_each_replay_has_the_streams_of_its_step_and_key(captured, monkeypatch):
+    run, written = captured.run, []
+    monkeypatch.setattr(StreamTable, "write", lambda self, streams: written.append(streams))
+    for n, (x, y) in enumerate(captured.pieces):
+        before, number = captured.graph.replays, run.optimizer.steps
+        captured.step(x, y)
+        if captured.graph.replays > before:
+            assert written[-1] == run.optimizer.noise.streams(number)
+        if n == 6:
+            run.optimizer.noise.key = bytes(range(32))
+    assert len(written) == captured.graph.replays >= 3
+
+
 def test_another_shape_is_refused(captured):
     refused = 0
     for x, y in captured.pieces:
