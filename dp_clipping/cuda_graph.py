@@ -28,7 +28,7 @@ from dp_clipping.modes import DEFAULT_MODE
 from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.noise.kernel import StreamTable
 from dp_clipping.step.state import BatchNorms
-from dp_clipping.torch_compat import is_compiled, tree_flatten, tree_map, tree_unflatten
+from dp_clipping.torch_compat import any_compiled, tree_flatten, tree_map, tree_unflatten
 
 EAGER = 3  # whole steps before a capture: kernels are tuned and compiled, momentum is there
 WITHOUT = "or leave out cuda_graph=True"
@@ -53,8 +53,8 @@ def refuse(settings: Any, ranks: Any) -> None:
             not all(available(p.device, p.dtype) for p in parameters)
         ),
         "parameters on several devices: use one GPU": len({p.device for p in parameters}) > 1,
-        "compiled modules: use them as they are, a graph launches nothing from the host": any(
-            is_compiled(m) for m in module.modules()
+        "compiled modules: use them as they are, a graph launches nothing from the host": (
+            any_compiled(module)
         ),
         "memory_budget, with which backward may run twice: leave it out": (
             settings.memory_budget is not None

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from operator import is_
 from typing import Any, overload
 
 import torch
@@ -97,6 +98,8 @@ class PrivateOptimizer(Optimizer):
         self._cuda_graph = cuda_graph
         self.noise = GradientNoise(model, noise_key, adaptive_threshold)
         self.fixed_settings = FixedSettings(model, self.noise, self._current, agreement)
+        self._held: list[Any] = []  # parameters, when they were looked at last
+        self._not_trained: list[Any] = []  # those of them that are not the model's
         self.refuse()
         self._guard(optimizer)
 
@@ -283,17 +286,24 @@ class PrivateOptimizer(Optimizer):
         check_noise_multiplier(self.noise_multiplier)
         self.model.gradient_buffer.watch.refuse_unclipped(is_noisy=self.step_state.is_noisy)
         capture = self.model.capture
-        held = {parameter for group in self.param_groups for parameter in group["params"]}
-        missing = [capture.names[p] for p in capture.parameters if p not in held]
+        held = [parameter for group in self.param_groups for parameter in group["params"]]
+        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
+            self._refuse_missing(held)
+            self._held = held
+            self._not_trained = [p for p in held if p not in capture.groups]
+        for parameter in self._not_trained:
+            parameter.grad = None
+
+    def _refuse_missing(self, held: list[Any]) -> None:
+        """Raises RuntimeError if the optimizer does not hold all parameters that are trained."""
+        capture, those = self.model.capture, set(held)
+        missing = [capture.names[p] for p in capture.parameters if p not in those]
         if missing:
             raise RuntimeError(
                 f"the optimizer no longer holds {', '.join(missing[:5])}, which would get noise "
                 "and never move: keep the parameters in optimizer.param_groups, or make the "
                 "network private again with a new optimizer"
             )
-        for parameter in held:
-            if parameter not in capture.groups:
-                parameter.grad = None
 
     def _guard(self, optimizer: Optimizer) -> None:
         """A step of any other optimizer over the parameters would apply sums without noise."""

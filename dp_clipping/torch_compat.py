@@ -7,9 +7,11 @@ names it. What only one user needs is imported when it is called: `import dp_cli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,6 +69,18 @@ def version_of(x: Tensor) -> int:
     """
     try:
         return x._version
+    except AttributeError as error:
+        raise _missing("Tensor._version") from error
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Returns `version_of` each tensor, without a loop in Python.
+
+    Raises:
+        RuntimeError: if torch does not count them.
+    """
+    try:
+        return list(map(attrgetter("_version"), tensors))
     except AttributeError as error:
         raise _missing("Tensor._version") from error
 
@@ -142,6 +156,15 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
         return module._parameters
     except AttributeError as error:
         raise _missing("Module._parameters") from error
+
+
+def parameters_and_children(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """Returns `own_parameters` of all modules, then `own_modules`, without a loop in Python."""
+    try:
+        found = (map(attrgetter(name), modules) for name in ("_parameters", "_modules"))
+        return list(chain.from_iterable(found))
+    except AttributeError as error:
+        raise _missing("Module._parameters or Module._modules") from error
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
@@ -326,9 +349,24 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Returns whether a module itself was compiled, by `module.compile()` or `torch.compile`."""
-    return is_compiled_in_place(module) or "_torchdynamo_orig_callable" in vars(module)
+def any_compiled(network: nn.Module) -> bool:
+    """Returns whether any module of a network was, by `module.compile()` or `torch.compile`.
+
+    It is asked in each step, and calls nothing for each module.
+    """
+    seen: set[int] = set()
+    found: list[nn.Module | None] = [network]
+    while found:
+        module = found.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        own = module.__dict__
+        if own.get("_compiled_call_impl") is not None or "_torchdynamo_orig_callable" in own:
+            return True
+        if children := own["_modules"]:
+            found += children.values()
+    return False
 
 
 def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,6 @@ from torch.nn import Parameter
 
 from dp_clipping.capture.batch import tensors_in
 from dp_clipping.capture.layer_kinds import FORWARDS, Arithmetic, kind_of
-from dp_clipping.capture.network import every_module
 from dp_clipping.capture.ownership import (
     CONTAINERS,
     called_by,
@@ -36,9 +35,9 @@ from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import Recorder
 from dp_clipping.layers.vmap import children
 from dp_clipping.torch_compat import (
+    any_compiled,
     any_size,
     can_leave_vmap,
-    is_compiled,
     plain_name,
     reusable_backwards,
 )
@@ -299,7 +298,7 @@ class Capture:
     @property
     def is_compiled(self) -> bool:
         """Returns whether any part of the network is."""
-        return any(is_compiled(module) for module in every_module(self.network))
+        return any_compiled(self.network)
 
     def slot_value(self, parameter: Parameter) -> Tensor:
         """Returns what a slot expands: the parameter where a module computes with it, else a zero.

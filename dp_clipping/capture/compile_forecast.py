@@ -54,7 +54,7 @@ class CompiledShapes:
 
     def of_batch(self, batch_size: int) -> dict[Parameter, LinearShape]:
         planned = self.planned(batch_size)
-        return {p: replace(use, batch_size=planned) for p, use in self.uses.items()}
+        return {p: LinearShape(use.name, planned, *use[2:]) for p, use in self.uses.items()}
 
     def slots(self, private_step: Any, handle: LayerState, algorithm: str) -> dict[str, Tensor]:
         """Returns the slots of a layer's weight."""
@@ -104,7 +104,7 @@ def refuse_repeated(
 
     Its norm would miss the cross terms; looking at a count would make the host wait.
     """
-    counted = [p for p in parameters if p in counts]
+    counted = [p for p in parameters if p in counts] if counts else []
     if counted:
         once = (torch.stack([counts[p] for p in counted]) == 1).all()
         first = next(p for p in parameters if p in norms)  # some share the norm of another

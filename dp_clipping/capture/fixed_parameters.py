@@ -1,10 +1,18 @@
 """The trainable parameters of a network, which stay what they were when it was made private."""
 
+from itertools import chain
+from operator import is_
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dp_clipping.capture.network import CapturedNetwork, every_module
-from dp_clipping.torch_compat import has_gradient_hooks, own_parameters
+from dp_clipping.torch_compat import (
+    has_gradient_hooks,
+    own_parameters,
+    parameters_and_children,
+)
 
 Own = dict[str, Parameter]
 NOTHING: Own = {}
@@ -22,8 +30,10 @@ class FixedParameters:
         self._parameters = dict(self.network.named_parameters())
         self._trainable = {name for name, p in self._parameters.items() if p.requires_grad}
         self._flags = [(p, p.requires_grad) for p in self._parameters.values()]
-        self._dtypes = {p: p.dtype for p in capture.parameters}
+        self._dtypes = [(p, p.dtype) for p in capture.parameters]
         self._own = {m: _trainable(m) for m in every_module(self.network)}
+        self._modules = list(self._own)
+        self._held = self._hold()
 
     def check(self) -> None:
         """Raises RuntimeError if trainable parameters are others than when this was made.
@@ -37,14 +47,16 @@ class FixedParameters:
                 "in private training, where autograd computes no gradient of a parameter: remove "
                 "it, and change .grad between optimizer.pre_step() and optimizer.step()"
             )
-        for parameter, dtype in self._dtypes.items():
+        for parameter, dtype in self._dtypes:
             if parameter.dtype != dtype:
                 raise RuntimeError(
                     f"{self.capture.names[parameter]} was {dtype} at make_private and is "
                     f"{parameter.dtype} now: convert the network before make_private"
                 )
         own = self._own
-        flags_hold = all(p.requires_grad == flag for p, flag in self._flags)
+        flags_hold = all([p.requires_grad == flag for p, flag in self._flags])
+        if flags_hold and self._holds():
+            return
         now = {m: _trainable(m) for m in every_module(self.network)}
         if (
             flags_hold
@@ -75,6 +87,18 @@ class FixedParameters:
                 "(load_state_dict(assign=True)? a new module?), which the optimizer does not move: "
                 "load without assign=True, or change the network before make_private"
             )
+
+    def _hold(self) -> tuple[list[Any], list[Any]]:
+        """Returns what modules have for parameters and for children: sizes and names, and those."""
+        dicts = parameters_and_children(self._modules)
+        names = [*map(len, dicts), *chain.from_iterable(dicts)]
+        return names, list(chain.from_iterable(map(dict.values, dicts)))
+
+    def _holds(self) -> bool:
+        """Returns whether the same modules have the same parameters and children."""
+        names, objects = self._hold()
+        known_names, known = self._held
+        return names == known_names and all(map(is_, objects, known))
 
     def _same(self, before: Own, now: Own) -> bool:
         if before.keys() != now.keys():

@@ -114,8 +114,14 @@ class Arithmetic:
 
     def refuse_changes(self) -> None:
         """Raises RuntimeError naming layers whose methods were replaced since `make_private`."""
-        for name, module, *before in self._before:
-            if _signature(module) != tuple(before):
+        for name, module, forward, kind, own_forward, methods, replaced in self._before:
+            own = module.__dict__
+            if (
+                own.get("forward") != forward
+                or type(module) is not kind
+                or kind.forward is not own_forward
+                or (own.keys() & methods) != replaced
+            ):
                 raise RuntimeError(
                     f"forward, another method or the class of {name or 'the network'} "
                     f"({type(module).__name__}) was replaced after make_private, and its "
@@ -124,7 +130,12 @@ class Arithmetic:
                 )
 
 
-def _signature(module: nn.Module) -> tuple[Any, type, Callable, set[str]]:
-    """Returns what it computes with: functions compare as the same objects do."""
+def _signature(module: nn.Module) -> tuple[Any, Any, Callable, frozenset[str], set[str]]:
+    """Returns what it computes with: functions compare as the same objects do.
+
+    That is its own forward, its class, the class's forward, names of that class's methods, and
+    those of them that the module has attributes of its own for.
+    """
     kind: Any = type(module)
-    return module.__dict__.get("forward"), kind, kind.forward, replaced_methods(module)
+    own, methods = module.__dict__, _methods(kind)
+    return own.get("forward"), kind, kind.forward, methods, own.keys() & methods

@@ -44,7 +44,7 @@ GRAM_ROUNDING = 2.0**-16
 GRAM_PIECE = 512
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Norm:
     """‖G_i‖² of one parameter as computed, and what rounding may have done to it.
 
@@ -82,6 +82,10 @@ class Norms:
 
     def add(self, parameter: Parameter, norm: Norm) -> None:
         self._of[parameter] = norm
+
+    def update(self, norms: dict[Parameter, Norm]) -> None:
+        """Adds several."""
+        self._of.update(norms)
 
     def only(self, parameters: set[Parameter]) -> "Norms":
         """Returns those of some parameters."""

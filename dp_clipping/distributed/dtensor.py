@@ -15,7 +15,9 @@ from torch.nn import Parameter
 
 def local(x: Tensor) -> Tensor:
     """Returns this rank's part of a DTensor; any other tensor itself."""
-    return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
+    if type(x) is Tensor or not is_sharded(x):
+        return x
+    return x.to_local()  # type: ignore[attr-defined]
 
 
 def is_sharded(x: Any) -> bool:

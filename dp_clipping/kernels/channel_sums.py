@@ -10,7 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import triton
+from dp_clipping.kernels.launch.tiles import (
+    next_power_of_two,
+    triton,
+)
 
 if triton is not None:
     import triton.language as tl
@@ -29,12 +32,13 @@ def channel_sums(x: Tensor, y: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tens
     pixels = x.shape[2:].numel()
     sums = x.new_empty(2, pictures, channels, dtype=torch.float32)
     if sums.numel():
-        block = min(MOST, triton.next_power_of_2(max(1, pixels)))
+        block = min(MOST, next_power_of_two(max(1, pixels)))
         _channel_sums_kernel[(pictures * channels,)](
             x, y, mean, rstd, sums, pictures * channels, pixels,
             CHANNELS=channels // mean.shape[1], BLOCK=block, num_warps=4 if block > 256 else 1,
         )  # fmt: skip
-    return sums[0], sums[1]
+    weights, biases = sums.unbind(0)
+    return weights, biases
 
 
 def channel_sums_plain(x: Tensor, y: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:

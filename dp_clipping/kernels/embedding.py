@@ -21,7 +21,12 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.norms import Norm
-from dp_clipping.kernels.launch.tiles import ceil_div, readable, triton
+from dp_clipping.kernels.launch.tiles import (
+    ceil_div,
+    next_power_of_two,
+    readable,
+    triton,
+)
 
 if triton is not None:
     import triton.language as tl
@@ -103,7 +108,7 @@ def _runs(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _blocks(features: int) -> tuple[int, int]:
     """Returns features of a block, and how many blocks."""
-    block = min(BLOCK, triton.next_power_of_2(features))
+    block = min(BLOCK, next_power_of_two(features))
     return block, ceil_div(features, block)
 
 

@@ -89,7 +89,7 @@ def _launch(
         lambda tile: _launch(pairs, tile, store),
     )  # fmt: skip
     results = [y.new_empty(batch_size, *shape, dtype=dtype) if store else None for shape in shapes]
-    counts = [ceil_div(d, tile.rows) * ceil_div(p, tile.columns) for d, p in shapes]
+    counts = [-(-d // tile.rows) * -(-p // tile.columns) for d, p in shapes]
     new = y.new_empty if min(counts) == max(counts) else y.new_zeros
     squares = new(len(pairs), batch_size, max(counts), dtype=torch.float32)
     shared = dict(

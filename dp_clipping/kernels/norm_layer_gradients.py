@@ -24,6 +24,7 @@ from dp_clipping.kernels.launch.tiles import (
     TRITON_DTYPES,
     ceil_div,
     kept_table_on,
+    next_power_of_two,
     readable,
     triton,
 )
@@ -107,7 +108,7 @@ def _launch(uses: list[Normalized]) -> Tensor:
     outputs, with_mean = 1 + first.with_bias, first.mean is not None
     if not y.numel():
         return y.new_zeros(len(uses), outputs, batch_size, features, dtype=torch.float32)
-    block = min(BLOCK, triton.next_power_of_2(features))
+    block = min(BLOCK, next_power_of_two(features))
     rows = ELEMENTS // block
     blocks = ceil_div(features, block)
     # As if each were alone: the order of its sum must not tell what else was launched.

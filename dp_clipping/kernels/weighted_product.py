@@ -32,7 +32,7 @@ from dp_clipping.kernels.launch.grouped_launch import (
     readable_pair,
     table,
 )
-from dp_clipping.kernels.launch.tiles import TRITON_DTYPES, Tile, ceil_div, triton
+from dp_clipping.kernels.launch.tiles import TRITON_DTYPES, Tile, triton
 from dp_clipping.kernels.launch.tuning import best_for_pairs
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 
@@ -93,7 +93,7 @@ def _launch(
         lambda tile: _launch(pairs, weights, groups, tile),
     )  # fmt: skip
     totals = [y.new_empty(shape, dtype=torch.float32) for shape in shapes]
-    counts = [ceil_div(d, tile.rows) * ceil_div(p, tile.columns) for d, p in shapes]
+    counts = [-(-d // tile.rows) * -(-p // tile.columns) for d, p in shapes]
     shared = dict(
         EXACT=y.element_size() == 4, GROUP=GROUP, BLOCK_D=tile.rows, BLOCK_P=tile.columns,
         BLOCK_T=tile.depth, num_warps=tile.warps, num_stages=tile.stages,

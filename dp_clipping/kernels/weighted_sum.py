@@ -17,7 +17,6 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.grouped_launch import MOST_ROWS
 from dp_clipping.kernels.launch.tiles import TRITON_DTYPES, ceil_div, kept_table_on, triton
 
 if triton is not None:
@@ -26,6 +25,7 @@ if triton is not None:
     from dp_clipping.kernels.launch.grouped_launch import _row_of
 
 BLOCK = 2048
+MOST = 128  # of one launch: a network has many small ones
 WARPS = 4
 UNROLLED = 16  # samples whose loads are in flight together
 PROGRAMS = 1056  # eight for each processor of an H200: fewer divide the samples
@@ -47,15 +47,15 @@ def weighted_sums(
     coefficients = coefficients.contiguous()
     alike: dict[tuple, list[int]] = {}
     for number, (g, total) in enumerate(zip(gradients, totals, strict=True)):
-        if len(g) and total.numel():
+        if g.numel():
             # The kernel is told that addresses are multiples of 16 bytes, and samples too.
             aligned = total.numel() % ALIGNED == 0 and g.data_ptr() % ALIGNED == 0
             alike.setdefault((g.dtype, g.device, aligned), []).append(number)
         else:
             total.zero_()
     for (dtype, _, aligned), numbers in alike.items():
-        for first in range(0, len(numbers), MOST_ROWS):
-            chunk = numbers[first : first + MOST_ROWS]
+        for first in range(0, len(numbers), MOST):
+            chunk = numbers[first : first + MOST]
             _launch(
                 [gradients[n] for n in chunk], [totals[n] for n in chunk], coefficients,
                 [groups[n] for n in chunk], dtype, aligned,
@@ -72,7 +72,7 @@ def _launch(
     gradients: list[Tensor], totals: list[Tensor], coefficients: Tensor, groups: list[int],
     dtype: torch.dtype, aligned: bool,
 ) -> None:  # fmt: skip
-    starts = [0, *accumulate(ceil_div(total.numel(), BLOCK) for total in totals)]
+    starts = [0, *accumulate([-(-total.numel() // BLOCK) for total in totals])]
     batch_size = coefficients.shape[1]
     splits = min(max(1, PROGRAMS // starts[-1]), ceil_div(batch_size, UNROLLED), UNROLLED)
     share = ceil_div(batch_size, splits)
@@ -88,7 +88,7 @@ def _launch(
     _weighted_sum_kernel[(starts[-1], splits)](
         numbers[len(starts) :], numbers, coefficients, len(totals), batch_size, share,
         batch_size if batch_size <= UNROLLED else 0, DTYPE=TRITON_DTYPES[dtype],
-        ALIGNED=ALIGNED if aligned else 1, MOST=MOST_ROWS, BLOCK=BLOCK, num_warps=WARPS,
+        ALIGNED=ALIGNED if aligned else 1, MOST=MOST, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     if splits > 1:
         ones = coefficients.new_ones(1, splits)

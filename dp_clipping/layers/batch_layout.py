@@ -44,7 +44,8 @@ class Layout:
 
     def batch_tokens(self, x: Tensor, batch_size: int) -> Tensor:
         """Returns x [.., features] as [B, T, features]."""
-        x = self.batch_first(x, batch_size)
+        if self.kind != "dimension" or self.dim:
+            x = self.batch_first(x, batch_size)
         if x.dim() == 3:
             return x
         return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)

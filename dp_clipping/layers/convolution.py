@@ -60,7 +60,7 @@ def forward(self: nn.Module, x: Tensor, output_size: list[int] | None = None) ->
     if handle.private_step is None:
         given = () if output_size is None else (output_size,)
         return type(self).forward(self, x, *given)
-    tensor_parallel.refuse_distributed(handle, x, *self.parameters())
+    tensor_parallel.refuse_distributed(handle, x, self.weight, self.bias)
     layout, x = handle.batched(tensor_parallel.settled(x))
     batch_size = handle.private_step.batch_size
     rows = layout.batch_first(x, batch_size)

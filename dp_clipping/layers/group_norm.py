@@ -26,7 +26,7 @@ def forward(self: nn.Module, x: Tensor) -> Tensor:
     handle: LayerState = self._private
     if handle.private_step is None:
         return type(self).forward(self, x)
-    tensor_parallel.refuse_distributed(handle, x, *self.parameters())
+    tensor_parallel.refuse_distributed(handle, x, self.weight, self.bias)
     layout, x = handle.batched(tensor_parallel.settled(x))
     batch_size, is_group_norm = handle.private_step.batch_size, isinstance(self, nn.GroupNorm)
     rows = layout.batch_first(x, batch_size)

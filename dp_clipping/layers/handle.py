@@ -157,6 +157,8 @@ class LayerState:
         expanded to the batch, broadcasting does downstream what it did before.
         """
         (layout,) = self.layouts_of([x])
+        if layout.kind == "dimension" and x.shape[layout.dim] == self.private_step.batch_size:
+            return layout, x
         check_size(x, layout, self, self.private_step.batch_size)
         if layout.kind == "shared":
             return Layout("dimension", 0), expand_shared(x, self.private_step.batch_size)

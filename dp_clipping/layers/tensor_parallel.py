@@ -144,9 +144,9 @@ def norm(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     return ShardedCall(x, local(weight), bias, mesh, Replicate(), x.shape[-1])
 
 
-def refuse_distributed(layer: Layer, *tensors: Tensor) -> None:
+def refuse_distributed(layer: Layer, *tensors: Tensor | None) -> None:
     """Refuses DTensors, for layers whose arithmetic is not known here."""
-    if any(is_sharded(x) for x in tensors):
+    if any(map(is_sharded, tensors)):
         raise ValueError(
             f"{layer.name or 'the network'} is given DTensors, and tensor parallel is supported "
             "for linear layers, embeddings and norms: leave it out of the plan, or freeze it"

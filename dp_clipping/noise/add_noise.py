@@ -85,19 +85,22 @@ def add_noise_to_all(
         table: where a CUDA graph that is captured reads the streams of whole parameters.
     """
     places = [None] * len(totals) if places is None else places
-    if std == 0 or not all(kernels.serves(total) for total in totals):
+    if std == 0 or not all(map(kernels.serves, totals)):
         return [
             add_noise(total, stream, std=std, divisor=divisor, dtype=dtype, place=place)
             for total, stream, dtype, place in zip(totals, streams, dtypes, places, strict=True)
         ]
+    _check_scales(std, divisor)
+    for dtype in set(dtypes):
+        _check_dtype(dtype)
     totals = [total.contiguous() for total in totals]
     results = [
         total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
         for total, dtype in zip(totals, dtypes, strict=True)
     ]
-    for total, result, dtype, place in zip(totals, results, dtypes, places, strict=True):
-        _check(total, std, divisor, dtype, 0, result)
-        _check_place(total, place, 0)
+    for total, place in zip(totals, places, strict=True):
+        if place is not None:
+            _check_place(total, place, 0)
     kinds = [
         (result.dtype, result.device, place is None)
         for result, place in zip(results, places, strict=True)
@@ -122,10 +125,7 @@ def _check(
 ) -> None:  # fmt: skip
     if total.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"noise joins a float32 sum, before the cast; got {total.dtype}")
-    if not (math.isfinite(std) and std >= 0):
-        raise ValueError(f"std must be finite and not negative, got {std}")
-    if not (math.isfinite(divisor) and divisor > 0):
-        raise ValueError(f"divisor must be finite and positive, got {divisor}")
+    _check_scales(std, divisor)
     check_offset(offset)
     if out is not None and (out.shape, out.device) != (total.shape, total.device):
         raise ValueError(
@@ -134,7 +134,17 @@ def _check(
         )
     if out is not None and dtype not in (None, out.dtype):
         raise ValueError(f"dtype is {dtype}, but that of out is {out.dtype}")
-    dtype = out.dtype if out is not None else dtype
+    _check_dtype(out.dtype if out is not None else dtype)
+
+
+def _check_scales(std: float, divisor: float) -> None:
+    if not (math.isfinite(std) and std >= 0):
+        raise ValueError(f"std must be finite and not negative, got {std}")
+    if not (math.isfinite(divisor) and divisor > 0):
+        raise ValueError(f"divisor must be finite and positive, got {divisor}")
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"noise in a {dtype} result would be cut off")
 

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import struct
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,14 +33,15 @@ ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85  # golden ratio and √3 − 1, as in the paper
 CHUNK = 1 << 15  # counters taken at once: six int64 words each still fit the second-level cache
+words_of = struct.Struct("<4I").unpack
 
 
-@dataclass(frozen=True)
-class NoiseStream:
+class NoiseStream(NamedTuple):
     """The address of one parameter's noise in one step: a stream of 2⁶⁶ values.
 
-    `GradientNoise` derives one per parameter and step and gives it to `add_noise_to_all`; an
-    adaptive threshold derives one per step for its counts. Nothing is stored between steps.
+    `GradientNoise` derives those of all parameters in each step and gives them to
+    `add_noise_to_all`; an adaptive threshold derives one per step for its counts. Nothing is stored
+    between steps.
 
     Attributes:
         key_0, key_1: Philox's key words, each below 2³².
@@ -47,19 +49,29 @@ class NoiseStream:
             are derived from, and are not printed.
     """
 
-    key_0: int = field(repr=False)
-    key_1: int = field(repr=False)
-    counter_2: int = field(repr=False)
-    counter_3: int = field(repr=False)
+    key_0: int
+    key_1: int
+    counter_2: int
+    counter_3: int
+
+    def __repr__(self) -> str:
+        return "NoiseStream()"
 
     @classmethod
     def derive(cls, secret: bytes, *, step: int, parameter: str, share: int) -> NoiseStream:
-        """Returns the stream of one parameter in one step: 128 bits of BLAKE2b keyed with `secret`.
+        """Returns the stream of one parameter: see `derive_all`."""
+        return cls.derive_all(secret, step=step, parameters=[parameter], share=share)[0]
+
+    @classmethod
+    def derive_all(
+        cls, secret: bytes, *, step: int, parameters: Iterable[str], share: int
+    ) -> list[NoiseStream]:
+        """Returns each parameter's stream in a step: 128 bits of BLAKE2b keyed with `secret`.
 
         Args:
             secret: 32 bytes from the operating system's entropy.
             step: the optimizer step, at least 0.
-            parameter: its full name, the same on every rank.
+            parameters: their full names, the same on every rank.
             share: which of the data-parallel shares of the noise, 0 where there is one.
 
         Raises:
@@ -70,9 +82,14 @@ class NoiseStream:
         if step < 0 or share < 0:
             raise ValueError(f"step and share must not be negative, got {step} and {share}")
         # Fixed widths first and the name last, so that no two messages are equal.
-        message = step.to_bytes(8, "little") + share.to_bytes(8, "little") + parameter.encode()
-        digest = hashlib.blake2b(message, digest_size=16, key=secret, person=b"noise").digest()
-        return cls(*(int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)))
+        start = step.to_bytes(8, "little") + share.to_bytes(8, "little")
+        common = hashlib.blake2b(start, digest_size=16, key=secret, person=b"noise")
+        found = []
+        for parameter in parameters:
+            own = common.copy()
+            own.update(parameter.encode())
+            found.append(tuple.__new__(cls, words_of(own.digest())))
+        return found
 
 
 def standard_normal(

@@ -126,7 +126,7 @@ def add_noise_to_all_kernel_launch(
         outs: of one dtype, contiguous; each may be its total itself.
         make_table: takes the rows to the device; default: copies them.
     """
-    pieces = _pieces(tuple(total.numel() for total in totals), totals[0].device)
+    pieces = _pieces(tuple([total.numel() for total in totals]), totals[0].device)
     if not len(pieces):
         return
     rows = [

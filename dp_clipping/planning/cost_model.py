@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 import torch
 
@@ -61,8 +62,7 @@ def default_rates(device: torch.device) -> Rates:
     )
 
 
-@dataclass(frozen=True)
-class LinearShape:
+class LinearShape(NamedTuple):
     """One call of a linear layer: y [B, T, d] from a [B, T, p]."""
 
     name: str

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from dp_clipping.planning.cost_model import (
     ACCUMULATE,
@@ -86,7 +87,7 @@ class Plan:
         """Returns the bytes kept in all."""
         return sum(choice.bytes for choice in self.choices)
 
-    @property
+    @cached_property
     def is_one_pass(self) -> bool:
         return not any(choice.recomputed for choice in self.choices)
 

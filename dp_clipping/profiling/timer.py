@@ -39,6 +39,10 @@ class Timer:
         """Times a part of a phase; without the switch it has no label of its own."""
         return NOTHING
 
+    def around(self, name: str, function: Callable[..., None]) -> Callable[..., None]:
+        """Returns the function with each of its calls timed as `part` times; here itself."""
+        return function
+
     def layers(self, what: str, *parameters: Parameter) -> AbstractContextManager:
         """`{what}/{layer}` (`+` between layers) while a profiler records; else nothing."""
         return record_function(self._label(what, parameters)) if is_profiling() else NOTHING
@@ -64,6 +68,13 @@ class ProfileTimer(Timer):
         return self._profile.range(name)
 
     part = phase
+
+    def around(self, name: str, function: Callable[..., None]) -> Callable[..., None]:
+        def timed(*args: Any) -> None:
+            with self.part(name):
+                function(*args)
+
+        return timed
 
     def layers(self, what: str, *parameters: Parameter) -> Any:
         return self._profile.range(self._label(what, parameters))

@@ -294,11 +294,12 @@ class ForwardBackward:
         context = self.context
         if not context.policy.fused:
             return PlainBackend(context, batch.size, padding)
-        if not all(available(p.device, p.dtype) for p in self.capture.parameters):
+        kinds = {(p.is_cuda, p.dtype): p for p in self.capture.parameters}
+        if not all(available(p.device, p.dtype) for p in kinds.values()):
             say_plain(context.mode)
             return PlainBackend(context, batch.size, padding)
         forecast = None  # of linear layers' operands: compiled code must know them beforehand
-        if self.capture.is_compiled and context.sharding is None:
+        if context.sharding is None and self.capture.is_compiled:
             forecast = self._establishment.forecast(batch)
         return FusedBackend(context, batch.size, padding, forecast)
 

@@ -44,6 +44,13 @@ class GradientBuffer:
         self.context, self.state, self.wrapper = context, state, wrapper
         self.capture = context.capture
         self.parameters = FixedParameters(context.capture)
+        self._sums = {
+            p: (self.capture.shapes[p], accumulation_dtype(p.dtype))
+            for p in self.capture.parameters
+        }
+        self._narrow = [
+            p for p in self.capture.parameters if p.dtype != accumulation_dtype(p.dtype)
+        ]
         if wrapper is not None:
             self._before = wrapper.reduce, wrapper.gradient_dtype
             wrapper.reduce = "sum"
@@ -78,7 +85,7 @@ class GradientBuffer:
         """
         self.parameters.check()
         self.watch.begin()
-        if not self.state.is_open and any(p.grad is not None for p in self.capture.parameters):
+        if not self.state.is_open and any([p.grad is not None for p in self.capture.parameters]):
             raise ValueError(
                 "gradients of the last step are still there: call optimizer.zero_grad() after "
                 "optimizer.step(), or they would be used twice"
@@ -86,10 +93,11 @@ class GradientBuffer:
 
     def accumulate(self, parameter: Parameter, total: Tensor | None) -> None:
         """Adds a clipped sum to `.grad`, in float32 (float64), and lets it leave; None: zeros."""
-        shape, dtype = self.capture.shapes[parameter], accumulation_dtype(parameter.dtype)
+        shape, dtype = self._sums[parameter]
         if total is None:
             total = torch.zeros(shape, dtype=dtype, device=parameter.device)
-        total = total.to(dtype).view(shape)
+        elif total.shape != shape or total.dtype != dtype:
+            total = total.to(dtype).view(shape)
         if self.context.sums is not None:
             self.context.sums.accumulate(parameter, total)
             return
@@ -173,11 +181,10 @@ class GradientBuffer:
 
     def _widen(self) -> None:
         """`.grad` of 16-bit parameters is float32 until noise is in it."""
-        narrow = [p for p in self.capture.parameters if p.dtype != accumulation_dtype(p.dtype)]
-        for parameter in narrow:
+        for parameter in self._narrow:
             if parameter.grad is None:
                 parameter.grad_dtype = accumulation_dtype(parameter.dtype)
-        if narrow and self.wrapper is not None:
+        if self._narrow and self.wrapper is not None:
             self.wrapper.gradient_dtype = torch.float32
 
 

@@ -31,6 +31,9 @@ class GradientNoise:
         self.model, self.key, self.adaptive = model, key, adaptive
         self.table: StreamTable | None = None
         self._process = os.getpid()
+        self._names: list[str] = []
+        if model.policy is not None:
+            self._names = [model.capture.names[p] for p in model.capture.parameters]
         self._places: list[Place | None] | None = None  # of this rank's parts, if it has parts
         if model.sharding is not None:
             self._places = places_of(model.sharding, model.capture.parameters)
@@ -58,11 +61,7 @@ class GradientNoise:
 
     def streams(self, step: int) -> list[NoiseStream]:
         """Returns where the noise of each parameter comes from."""
-        capture = self.model.capture
-        return [
-            NoiseStream.derive(self.key, step=step, parameter=capture.names[p], share=0)
-            for p in capture.parameters
-        ]
+        return NoiseStream.derive_all(self.key, step=step, parameters=self._names, share=0)
 
     def add(self, step: int) -> None:
         """Lets `.grad` be what the optimizer applies, and C follow the norms if it is adaptive.
@@ -82,7 +81,7 @@ class GradientNoise:
         parameters = model.capture.parameters
         gradients: list[Any] = [p.grad for p in parameters]
         noisy = add_noise_to_all(
-            [local(gradient) for gradient in gradients],
+            list(map(local, gradients)),
             self.streams(step),
             std=self.std_multiplier() * model.step_state.sensitivity,
             divisor=settings.expected_batch_size if settings.loss_reduction == "mean" else 1.0,
@@ -90,8 +89,9 @@ class GradientNoise:
             places=self._places,
             table=self.table,
         )
-        for parameter, gradient in zip(parameters, noisy, strict=True):
-            model.gradient_buffer.apply(parameter, gradient)
+        for parameter, before, gradient in zip(parameters, gradients, noisy, strict=True):
+            if gradient is not before:  # else it was changed in place
+                model.gradient_buffer.apply(parameter, gradient)
         if self.adaptive is not None:
             is_noisy = settings.noise_multiplier > 0
             self.adaptive.update(norms.wait(), step=step, noise_key=self.key, noisy=is_noisy)

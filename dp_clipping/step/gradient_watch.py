@@ -9,7 +9,7 @@ from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.distributed.awaited import REMEDY
 from dp_clipping.distributed.gradient_reduce import ShardedSums
 from dp_clipping.step.state import StepState
-from dp_clipping.torch_compat import version_of
+from dp_clipping.torch_compat import versions_of
 
 
 class GradientWatch:
@@ -23,7 +23,8 @@ class GradientWatch:
 
     def __init__(self, capture: CapturedNetwork, sums: ShardedSums | None, state: StepState):
         self.capture, self.sums, self.state = capture, sums, state
-        self._left: dict[Parameter, tuple[Tensor, int]] = {}  # `.grad` and its version
+        self._left: list[tuple[Parameter, Tensor]] = []  # what has a `.grad`, and that
+        self._versions: list[int] = []  # of those
         self._unclipped: set[Parameter] = set()  # what autograd has added an ordinary one to
         add, sharding = self._unclipped.add, self.capture.sharding
         self._hooks = [p.register_post_accumulate_grad_hook(add) for p in self.capture.parameters]
@@ -42,14 +43,14 @@ class GradientWatch:
 
     def settle(self) -> None:
         """Lets a user change each gradient: it is what the optimizer applies."""
-        self._left = {}
+        self._left = []
         if self.sums is not None:
             self.sums.settle()
 
     def clear(self) -> None:
         """Expects `.grad` to be empty."""
         self._unclipped.clear()
-        self._left = {}
+        self._left = []
 
     def note(self) -> None:
         """Expects `.grad` to stay as it is until the next backward, or the step.
@@ -58,7 +59,8 @@ class GradientWatch:
         """
         if self.sums is None and self.state.is_open:
             held = [(p, p.grad) for p in self.capture.parameters]
-            self._left = {p: (g, version_of(g)) for p, g in held if g is not None}
+            self._left = [(p, g) for p, g in held if g is not None]
+            self._versions = versions_of([g for _, g in self._left])
 
     def refuse_unclipped(self, is_noisy: bool = False) -> None:
         """Raises RuntimeError if `.grad` is not as private backwards have left it.
@@ -82,8 +84,9 @@ class GradientWatch:
         if self.sums is not None:
             changed = self.sums.changed()
             return [p for p in changed if self.state.is_open or p.grad is not None]
-        return [p for p, (g, version) in self._left.items()
-                if p.grad is not g or version_of(g) != version]  # fmt: skip
+        now = versions_of([g for _, g in self._left])
+        pairs = zip(self._left, self._versions, now, strict=False)
+        return [p for (p, g), then, version in pairs if p.grad is not g or then != version]
 
     def _show(self, parameters: Iterable[Parameter]) -> str:
         return ", ".join(sorted(self.capture.names[p] for p in parameters)[:5])

@@ -163,6 +163,7 @@ class PrivateStep:
         self.context, self.batch_size, self.backend = context, batch_size, backend
         self.real = batch_size if real is None else real
         self.capture, self.plans = context.capture, backend.plans
+        self.policy: Policy = context.policy
         self.is_empty = False
         self.leaves: dict[Parameter, Tensor] = {}
         self.watched: Watched | None = None
@@ -178,10 +179,6 @@ class PrivateStep:
     @property
     def fused(self) -> bool:
         return self.backend.fused
-
-    @property
-    def policy(self) -> Policy:
-        return self.context.policy
 
     @property
     def shards_parameters(self) -> bool:
@@ -246,21 +243,22 @@ class PrivateStep:
         """
         if self._stage is Stage.SUMS and self.backend.sums.has_taken(parameter):
             return False
-        name = self.capture.names[parameter]
         if self._stage is Stage.IDLE:
             raise RuntimeError(
-                f"{name}: backward of something else than the private criterion's loss for the "
-                "last forward: call backward() on what the criterion from make_private returns, "
-                "once for each forward (samples of one batch may be concatenated); in place of "
-                "loss = model(**batch).loss, loss = criterion(model(**batch).logits, labels)"
+                f"{self.capture.names[parameter]}: backward of something else than the private "
+                "criterion's loss for the last forward: call backward() on what the criterion from "
+                "make_private returns, once for each forward (samples of one batch may be "
+                "concatenated); in place of loss = model(**batch).loss, "
+                "loss = criterion(model(**batch).logits, labels)"
             )
-        if parameter in self._seen:
-            raise RuntimeError(
-                f"{name} was used more often in this step than in the first one, so its norm would "
-                "miss the cross terms: call model.reset_batch_layouts() before a forward that "
-                "differs"
-            )
+        count = len(self._seen)
         self._seen.add(parameter)
+        if len(self._seen) == count:
+            raise RuntimeError(
+                f"{self.capture.names[parameter]} was used more often in this step than in the "
+                "first one, so its norm would miss the cross terms: call "
+                "model.reset_batch_layouts() before a forward that differs"
+            )
         return True
 
     # ---- the step -------------------------------------------------------------------------------
@@ -278,11 +276,7 @@ class PrivateStep:
             Unclipped norms of the real samples, of the parameters' accumulation dtype.
         """
         timer, capture, backend = self.context.timer, self.capture, self.backend
-
-        def hand_over(parameter: Parameter, total: Tensor | None) -> None:
-            with timer.part("hand_over"):
-                accumulate(parameter, total)
-
+        hand_over = timer.around("hand_over", accumulate)
         device = capture.trigger.device
         guard = torch.cuda.device(device) if device.type == "cuda" else NOTHING
         try:
@@ -298,9 +292,10 @@ class PrivateStep:
                     found = found.first(self.real) if self.padding is None else found
                 with timer.phase("weighted_sum"):
                     self._sum(losses, randomness)
-            for parameter in capture.parameters:
-                if parameter not in self._seen:
-                    hand_over(parameter, None)
+            if len(self._seen) < len(capture.parameters):
+                for parameter in capture.parameters:
+                    if parameter not in self._seen:
+                        hand_over(parameter, None)
             timer.note_norms(backend.norms.own_squares, found.squared)
             return found
         except BaseException:

@@ -114,8 +114,7 @@ class StepNorms:
         if good is not None:
             norms = {p: _only(norm, good) for p, norm in norms.items()}
         table = Norms(self._groups, self._count, self.zero(), self._timer.part)
-        for parameter, norm in norms.items():
-            table.add(parameter, norm)
+        table.update(norms)
         return table
 
     def zero(self) -> Tensor:

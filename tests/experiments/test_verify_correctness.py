@@ -137,12 +137,14 @@ def too_small(monkeypatch):
 
 def miss_a_parameter(monkeypatch):
     """Of the first one that comes, the last layer's."""
-    add = Norms.add
+    update = Norms.update
 
-    def without_the_first(self, parameter, norm):
-        add(self, parameter, norm if self._of else replace(norm, squared=0 * norm.squared))
+    def without_the_first(self, norms):
+        first = next(iter(norms))
+        nothing = replace(norms[first], squared=0 * norms[first].squared)
+        update(self, norms | {first: nothing})
 
-    monkeypatch.setattr(Norms, "add", without_the_first)
+    monkeypatch.setattr(Norms, "update", without_the_first)
     return "one sample adds 1."
 
 

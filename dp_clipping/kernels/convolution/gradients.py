@@ -26,7 +26,11 @@ from torch import Tensor
 from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.kernels.convolution.geometry import UNSPECIALIZED, VECTOR, Geometry, numbers
 from dp_clipping.kernels.convolution.packing import EXPONENT, SMALLEST, Operand
-from dp_clipping.kernels.launch.tiles import ceil_div, triton
+from dp_clipping.kernels.launch.tiles import (
+    ceil_div,
+    next_power_of_two,
+    triton,
+)
 
 if triton is not None:
     import triton.language as tl
@@ -135,7 +139,7 @@ def _work_of_shapes(
 
 
 def _block(size: int, most: int) -> int:
-    return max(16, min(most, triton.next_power_of_2(size)))
+    return max(16, min(most, next_power_of_two(size)))
 
 
 if triton is not None:

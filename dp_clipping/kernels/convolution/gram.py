@@ -27,7 +27,10 @@ from dp_clipping.kernels.convolution.geometry import (
     patches,
 )
 from dp_clipping.kernels.convolution.packing import Operand, scale_of
-from dp_clipping.kernels.launch.tiles import triton
+from dp_clipping.kernels.launch.tiles import (
+    next_power_of_two,
+    triton,
+)
 
 if triton is not None:
     import triton.language as tl
@@ -91,7 +94,7 @@ def gram_squares_plain(
 
 
 def _side(rows: int) -> int:
-    return max(16, triton.next_power_of_2(rows))
+    return max(16, next_power_of_two(rows))
 
 
 if triton is not None:

@@ -16,7 +16,11 @@ from torch import Tensor
 
 from dp_clipping.kernels.convolution.geometry import Geometry
 from dp_clipping.kernels.convolution.packing import pack
-from dp_clipping.kernels.launch.tiles import ceil_div, triton
+from dp_clipping.kernels.launch.tiles import (
+    ceil_div,
+    next_power_of_two,
+    triton,
+)
 
 if triton is not None:
     import triton.language as tl
@@ -40,8 +44,8 @@ def narrow_gradients(x: Tensor, y: Tensor, geometry: Geometry, batch_size: int) 
         right = pack(x, batch_size, False, geometry.padding).values
         left = pack(y, batch_size, False).values
         pairs = y.shape[1] * inputs
-        block_p = min(PAIRS, triton.next_power_of_2(pairs))
-        block_t = triton.next_power_of_2(last)
+        block_p = min(PAIRS, next_power_of_two(pairs))
+        block_t = next_power_of_two(last)
         grid = (len(x), ceil_div(pairs, block_p), taps // last)
         _narrow_kernel[grid](
             right, left, gradients, pairs, *right.shape[1:4], *left.shape[1:4], *geometry.stride,

@@ -17,7 +17,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import ceil_div, triton
+from dp_clipping.kernels.launch.tiles import (
+    ceil_div,
+    next_power_of_two,
+    triton,
+)
 
 if triton is not None:
     import triton.language as tl
@@ -72,7 +76,7 @@ def pack(
     values = new(pictures, *padded, channels, dtype=dtype)
     if x.numel():
         count = prod(pixels)
-        block = min(BLOCK, triton.next_power_of_2(channels))
+        block = min(BLOCK, next_power_of_two(channels))
         grid = (ceil_div(count, BLOCK), ceil_div(channels, block), pictures)
         _pack_kernel[grid](
             x, values, x if largest is None else largest, pictures // batch_size, channels, count,

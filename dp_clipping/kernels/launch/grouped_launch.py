@@ -87,7 +87,7 @@ def launches(pairs: Sequence[Pair]) -> Iterator[list[int]]:
 
 def are_described(pairs: Sequence[Pair]) -> bool:
     """Returns whether the bulk copy engine takes all operands."""
-    return all(is_described(x) for pair in pairs for x in pair)
+    return all([is_described(x) for pair in pairs for x in pair])
 
 
 def describe(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
@@ -96,6 +96,8 @@ def describe(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
 
 
 def readable_pair(left: Tensor, right: Tensor) -> Pair:
+    if left.stride(2) == 1 == right.stride(2):
+        return left, right
     return readable(left), readable(right)
 
 

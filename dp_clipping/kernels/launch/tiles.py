@@ -61,6 +61,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def next_power_of_two(n: int) -> int:
+    """Returns the least power of two that is at least n, which is at least 1; see `ceil_div`."""
+    return 1 << (n - 1).bit_length()
+
+
 # ---- memory that launches read, also those that a CUDA graph repeats -----------------------------
 
 _holders: list[list[Any]] = []

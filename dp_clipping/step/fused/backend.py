@@ -62,10 +62,10 @@ class FusedBackend:
         self.context, self.batch_size, self.padding = context, batch_size, padding
         capture, device = context.capture, context.capture.trigger.device
         self.norms = norms_of(context, batch_size)
-        self.schedule = LaunchSchedule(context.sharding, device)
+        self.schedule = schedule = LaunchSchedule(context.sharding, device)
         self.plans = LayerPlans(
             capture.names, capture.parameters, context.policy, context.plans.known,
-            batch_size, forecast, lambda: rates_of(device), lambda: self.schedule.saved,
+            batch_size, forecast, lambda: rates_of(device), lambda: schedule.saved,
         )  # fmt: skip
         self.forget()
 
@@ -123,7 +123,7 @@ class FusedBackend:
         else:
             self.sums.kept[parameter] = gradients
         if own is None and gradients.dim() == 2:
-            self.queue.vectors[parameter] = gradients
+            self.queue.vectors.append((parameter, gradients))
             self._wait_for(parameter, 0)
             return
         with self.context.timer.layers("norm/dense", parameter):
@@ -136,7 +136,7 @@ class FusedBackend:
             self._take_norm(parameter, factors.on_kernels())
             return
         choice = self.plans.choice_of(parameter, factors)
-        self.queue.linear[parameter] = factors, choice
+        self.queue.linear.append((parameter, factors, choice))
         if choice.recomputed:
             self.sums.recomputed.append(parameter)
         else:
@@ -167,7 +167,8 @@ class FusedBackend:
 
     def _wait_for(self, parameter: Parameter, size: int) -> None:
         """Launch what waits if there is enough of it, or if what comes of it may leave now."""
-        self.schedule.add(size)
+        if not self.schedule.add(size):
+            return
         leaves = self._streams or self.norms.leave_early
         if self.schedule.is_sync_point(parameter) and leaves:
             self._take_norms(everything=True)

@@ -27,7 +27,7 @@ def clipped_sums(
     shapes: Mapping[Parameter, torch.Size],
     tile_size: int | None,
     label: Label,
-) -> dict[Parameter, Tensor]:
+) -> list[tuple[Parameter, Tensor]]:
     """Returns Σ_i c_i G_i of each parameter, [*parameter] in float32, in the order of `saved`.
 
     Args:
@@ -39,35 +39,32 @@ def clipped_sums(
         tile_size: of the kernels, None: chosen by them.
         label: the range of a profiler's trace for "sum" and the parameters it is of.
     """
-    row_of = {p: scale.rows[groups[p]] for p in saved}
-    dense = {p: g for p, one in saved.items() if (g := _gradients_of(one)) is not None}
-    linear = [p for p, one in saved.items() if isinstance(one, LinearFactors)]
-    totals: dict[Parameter, Tensor] = {}
-    if dense:
-        with label("sum", *dense):
-            rows = [row_of[p] for p in dense]
-            found = weighted_sums(list(dense.values()), scale.values, rows)
-        for p, total in zip(dense, found, strict=True):
-            totals[p] = total if isinstance(saved[p], Tensor) else saved[p].shaped(total)
-    if linear:
-        with label("sum", *linear):
-            pairs, rows = [saved[p].operands for p in linear], [row_of[p] for p in linear]
-            tile = tile_of(tile_size, *(left.dtype for left, _ in pairs))
-            found = weighted_products(pairs, scale.sorted, rows, tile)
-        totals.update(zip(linear, found, strict=True))
-    for parameter, one in saved.items():
-        if parameter not in totals:
-            with label("sum", parameter):
-                totals[parameter] = one.weighted_sum(
-                    scale.values[row_of[parameter]], shapes[parameter][0]
-                )
+    parameters, values = list(saved), list(saved.values())
     saved.clear()
-    return {parameter: totals[parameter] for parameter in row_of}
-
-
-def _gradients_of(saved: Any) -> Tensor | None:
-    """Returns G, where that was kept."""
-    return saved if isinstance(saved, Tensor) else getattr(saved, "gradients", None)
+    rows = [scale.rows[groups[p]] for p in parameters]
+    totals: list[Any] = [None] * len(values)
+    linear = [n for n, one in enumerate(values) if isinstance(one, LinearFactors)]
+    kept = [one if isinstance(one, Tensor) else getattr(one, "gradients", None) for one in values]
+    gradients = {n: g for n, g in enumerate(kept) if g is not None}
+    if gradients:
+        with label("sum", *[parameters[n] for n in gradients]):
+            own = [rows[n] for n in gradients]
+            found = weighted_sums(list(gradients.values()), scale.values, own)
+        for n, total in zip(gradients, found, strict=True):
+            one = values[n]
+            totals[n] = total if isinstance(one, Tensor) else one.shaped(total)
+    if linear:
+        with label("sum", *[parameters[n] for n in linear]):
+            pairs = [values[n].operands for n in linear]
+            tile = tile_of(tile_size, *{left.dtype for left, _ in pairs})
+            found = weighted_products(pairs, scale.sorted, [rows[n] for n in linear], tile)
+        for n, total in zip(linear, found, strict=True):
+            totals[n] = total
+    for n, (parameter, one) in enumerate(zip(parameters, values, strict=True)):
+        if totals[n] is None:
+            with label("sum", parameter):
+                totals[n] = one.weighted_sum(scale.values[rows[n]], shapes[parameter][0])
+    return list(zip(parameters, totals, strict=True))
 
 
 class FusedSums:
@@ -104,7 +101,7 @@ class FusedSums:
         self.kept: dict[Parameter, Any] = {}
         self.recomputed: list[Parameter] = []
         self.is_in_backward = False
-        self._taken: set[Parameter] = set()  # whose sums are queued, or have been formed
+        self._formed: set[Parameter] = set()  # before and while a second backward runs
         self._queued: dict[Parameter, Any] = {}
 
     def __len__(self) -> int:
@@ -128,7 +125,7 @@ class FusedSums:
         return [triggers[parameter] for parameter in self.recomputed]
 
     def has_taken(self, parameter: Parameter) -> bool:
-        return parameter in self.kept or parameter in self._taken
+        return parameter in self.kept or parameter in self._queued or parameter in self._formed
 
     def emit(self, parameter: Parameter, saved: Any) -> None:
         self.schedule.check_stream(saved if isinstance(saved, Tensor) else saved.y)
@@ -137,9 +134,10 @@ class FusedSums:
         self._queue(parameter, saved)
 
     def end(self) -> None:
-        while self.kept:
-            parameter = next(iter(self.kept))
-            self._queue(parameter, self.kept.pop(parameter))
+        left = list(reversed(self.kept.items()))
+        self.kept.clear()
+        while left:  # what a sum is formed of is freed with it
+            self._queue(*left.pop())
         self._flush()
 
     def launch_ready(self) -> None:
@@ -161,9 +159,9 @@ class FusedSums:
     def _queue(self, parameter: Parameter, saved: Any) -> None:
         """Lets a parameter's sum wait for a common launch."""
         self._queued[parameter] = saved
-        self._taken.add(parameter)
         held = getattr(saved, "nbytes", 0) or getattr(saved, "bytes", 0)
-        self.schedule.add(self.bytes_of(parameter) + held)
+        if not self.schedule.add(self.bytes_of(parameter) + held):
+            return
         if self.schedule.is_sync_point(parameter) and self.is_in_backward:
             self._flush()
             self.launch_ready()
@@ -180,7 +178,9 @@ class FusedSums:
     @torch.no_grad()
     def form(self, saved: dict[Parameter, Any], scale: Coefficients) -> None:
         """Forms sums of several parameters; `saved` is emptied."""
-        self._taken.update(saved)
+        if self.recomputed:
+            self._formed.update(saved)
         totals = clipped_sums(saved, scale, *self._how)
-        for parameter in list(totals):
-            self.accumulate(parameter, totals.pop(parameter))
+        totals.reverse()
+        while totals:
+            self.accumulate(*totals.pop())

@@ -43,14 +43,17 @@ class FusedCoefficients:
             found: parameter -> its norm.
             make_zero: [B] zeros, for what has none.
         """
-        mine = [[found[p] for p in self._members[k] if p in found] for k in groups]
+        if len(self._members) == 1:
+            mine = [list(found.values())]
+        else:
+            mine = [[found[p] for p in self._members[k] if p in found] for k in groups]
         norms = [norm for own in mine for norm in own] or [Norm(make_zero())]
         squares = torch.stack([norm.squared for norm in norms])
         scales = squares  # if no norm has errors, they are multiplied with 0
-        if any(norm.scale is not None for norm in norms):
+        if any([norm.scale is not None for norm in norms]):
             zero = make_zero()
             scales = torch.stack([zero if n.scale is None else n.scale for n in norms])
-        errors = tuple((norm.gram_error, norm.sum_error) for norm in norms)
+        errors = tuple([(norm.gram_error, norm.sum_error) for norm in norms])
         starts = tuple(accumulate((len(own) for own in mine), initial=0))
         device, policy = squares.device, self._policy
         values = clip_coefficients(

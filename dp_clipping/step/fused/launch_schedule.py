@@ -71,9 +71,10 @@ class LaunchSchedule:
         """Returns the bytes that the forward has left, for its backward."""
         return allocated(self._device) - self._at_first
 
-    def add(self, size: int) -> None:
-        """Adds to the bytes that wait."""
+    def add(self, size: int) -> bool:
+        """Adds to the bytes that wait. Returns whether anything may be launched for it."""
         self._pending += size
+        return self._sharding is not None or self._pending > self._may_wait
 
     def launched(self) -> None:
         """Notes that nothing waits any more."""

@@ -50,6 +50,7 @@ class LayerPlans:
         self._rates, self._saved = rates, saved
         self._uses = {} if forecast is None else forecast.of_batch(batch_size)
         self.plan: Plan | None = None
+        self._choices: dict[Parameter, LayerPlan] = {}  # of the plan
 
     def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
         """Notes that a linear layer is about to be run on x [.., p]."""
@@ -85,25 +86,27 @@ class LayerPlans:
     def make(self) -> Plan:
         """Settles the plan: the forward has met all layers."""
         self.plan = self._plan_of(list(self._uses.values()))
+        self._choices = dict(zip(self._uses, self.plan.choices, strict=True))
         return self.plan
 
     def choice_of(self, parameter: Parameter, factors: Any) -> LayerPlan:
         """Returns what becomes of a layer's factors."""
-        name = self._names[parameter]
-        if parameter in self._uses and self.plan is not None:
-            return self.plan[name]
-        left, right = factors.operands  # its forward was not seen
-        self.will_use(parameter, right, left.shape[-1])
-        return self._plan_of([self._uses[parameter]])[name]
+        choice = self._choices.get(parameter)
+        if choice is None:
+            left, right = factors.operands  # its forward was not seen
+            self.will_use(parameter, right, left.shape[-1])
+            (choice,) = self._plan_of([self._uses[parameter]]).choices
+        return choice
 
     def _plan_of(self, uses: list[LinearShape]) -> Plan:
         key = tuple(uses)
-        if key not in self._known:
-            self._known[key] = Plan(
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = Plan(
                 uses, self._rates(), self._budget(), self._policy.norm_algorithm,
                 may_recompute=self._policy.may_run_twice,
             )  # fmt: skip
-        return self._known[key]
+        return known
 
     def _budget(self) -> int | None:
         """Returns the bytes that may be kept: as asked for, or what a non-private step would hold.

@@ -40,6 +40,9 @@ class NormBatch:
     gradients: dict[Parameter, Tensor] = field(default_factory=dict)
 
 
+Linear = tuple[Parameter, LinearFactors, LayerPlan]
+
+
 class NormQueue:
     """Linear factors, normalisations and vectors without a norm.
 
@@ -51,8 +54,8 @@ class NormQueue:
 
     def __init__(self, norm_group_key: Mapping[Parameter, Hashable], tile_size: int | None):
         self._kin, self._tile_size = norm_group_key, tile_size
-        self.linear: dict[Parameter, tuple[LinearFactors, LayerPlan]] = {}
-        self.vectors: dict[Parameter, Tensor] = {}
+        self.linear: list[Linear] = []
+        self.vectors: list[tuple[Parameter, Tensor]] = []
         self._normalized: list[tuple[tuple[Parameter | None, Parameter | None], Normalized]] = []
 
     def add_normalized(
@@ -68,61 +71,56 @@ class NormQueue:
 
         `label`: the range of a profiler's trace for a kind of norm and the parameters it is of.
         """
-        now = {
-            parameter: (factors, choice)
-            for parameter, (factors, choice) in self.linear.items()
-            if everything or choice.recomputed or choice.algorithm == INSTANTIATE
-        }
-        self.linear = {p: one for p, one in self.linear.items() if p not in now}
-        factors = {p: one for p, (one, _) in now.items()}
-        kinds = {p: _kind(choice) for p, (_, choice) in now.items()}
+        waiting, self.linear = self.linear, []
+        now: dict[str, list[Linear]] = {INSTANTIATE: [], ACCUMULATE: [], GRAM: []}
+        for one in waiting:
+            choice = one[2]
+            if everything or choice.recomputed or choice.algorithm == INSTANTIATE:
+                now[_kind(choice)].append(one)
+            else:
+                self.linear.append(one)
         found = NormBatch()
         for kind in (INSTANTIATE, ACCUMULATE):
-            mine = {p: factors[p] for p in now if kinds[p] == kind}
-            self._accumulate(found, mine, kind, label)
-        self._multiply_grams(found, {p: factors[p] for p in now if kinds[p] == GRAM}, label)
+            self._accumulate(found, now[kind], kind, label)
+        self._multiply_grams(found, now[GRAM], label)
         self._form_vectors(found, label)
         if everything:
             self._norm_vectors(found, label)
         return found
 
-    def _accumulate(
-        self, found: NormBatch, mine: dict[Parameter, LinearFactors], kind: str, label: Label
-    ) -> None:
+    def _accumulate(self, found: NormBatch, mine: list[Linear], kind: str, label: Label) -> None:
         if not mine:
             return
-        pairs = [factors.operands for factors in mine.values()]
-        with label(f"norm/{kind}", *mine):
-            tile = tile_of(self._tile_size, *(left.dtype for left, _ in pairs))
+        pairs = [factors.operands for _, factors, _ in mine]
+        with label(f"norm/{kind}", *[parameter for parameter, _, _ in mine]):
+            tile = tile_of(self._tile_size, *{left.dtype for left, _ in pairs})
             results = gradients_and_squares(pairs, tile, store=kind == INSTANTIATE)
-        for parameter, (gradients, own) in zip(mine, results, strict=True):
+        for (parameter, _, _), (gradients, own) in zip(mine, results, strict=True):
             found.norms[parameter] = Norm(own)
             if gradients is not None:
                 found.gradients[parameter] = gradients
 
-    def _multiply_grams(
-        self, found: NormBatch, mine: dict[Parameter, LinearFactors], label: Label
-    ) -> None:
+    def _multiply_grams(self, found: NormBatch, mine: list[Linear], label: Label) -> None:
         """Layers that read the same input share its Gram matrix, and their norms are one sum."""
-        shared: dict[tuple, list[list[Parameter]]] = {}
-        for parameter, factors in mine.items():
-            a = factors.a
-            key = (self._kin[parameter], a.data_ptr(), a.shape, a.stride(), a.dtype, version_of(a))
+        shared: dict[tuple, list[list[Linear]]] = {}
+        for one in mine:
+            a = one[1].a
+            key = (self._kin[one[0]], a.data_ptr(), a.shape, a.stride(), a.dtype, version_of(a))
             rows = shared.setdefault(key, [[]])
             if len(rows[-1]) == MOST_SHARED:
                 rows.append([])
-            rows[-1].append(parameter)
-        launches: dict[tuple, list[list[Parameter]]] = {}
+            rows[-1].append(one)
+        launches: dict[tuple, list[list[Linear]]] = {}
         for (_, _, shape, _, dtype, _), rows in shared.items():
             launches.setdefault((shape[1], dtype), []).extend(rows)
         for (tokens, dtype), rows in launches.items():
-            uses = [(mine[row[0]].a, [mine[p].y for p in row]) for row in rows]
-            with label("norm/width", *(p for row in rows for p in row)):
+            uses = [(row[0][1].a, [factors.y for _, factors, _ in row]) for row in rows]
+            with label("norm/width", *[parameter for row in rows for parameter, _, _ in row]):
                 results = gram_squares(uses, tile_of(self._tile_size, dtype))
             error = tokens * SUM_ROUNDING[torch.float32]
             for row, own, scale in zip(rows, *results, strict=True):
-                found.norms[row[0]] = Norm(own, scale, GRAM_ROUNDING, error)
-                found.joined.update(row[1:])
+                found.norms[row[0][0]] = Norm(own, scale, GRAM_ROUNDING, error)
+                found.joined.update(parameter for parameter, _, _ in row[1:])
 
     def _form_vectors(self, found: NormBatch, label: Label) -> None:
         waiting, self._normalized = self._normalized, []
@@ -131,20 +129,21 @@ class NormQueue:
         with label("norm/normalization", *(p for own, _ in waiting for p in own if p is not None)):
             results = norm_layer_gradients([use for _, use in waiting])
         for (own, _), formed in zip(waiting, results, strict=True):
-            mine = {p: g for p, g in zip(own, formed, strict=True) if p is not None}
+            mine = [(p, g) for p, g in zip(own, formed, strict=True) if p is not None]
             found.gradients.update(mine)
-            self.vectors.update(mine)
+            self.vectors += mine
 
     def _norm_vectors(self, found: NormBatch, label: Label) -> None:
-        vectors, self.vectors = self.vectors, {}
-        alike: dict[tuple, list[Parameter]] = {}
-        for parameter, gradients in vectors.items():
-            alike.setdefault((gradients.shape, gradients.dtype), []).append(parameter)
+        vectors, self.vectors = self.vectors, []
+        alike: dict[tuple, list[tuple[Parameter, Tensor]]] = {}
+        for one in vectors:
+            alike.setdefault((one[1].shape, one[1].dtype), []).append(one)
         for (shape, _), mine in alike.items():
-            with label("norm/dense", *mine):
-                rows = torch.stack([vectors[p] for p in mine]).view(-1, shape[1])
+            with label("norm/dense", *[parameter for parameter, _ in mine]):
+                rows = torch.stack([gradients for _, gradients in mine]).view(-1, shape[1])
                 results = squared_norms(rows).view(len(mine), -1)
-            found.norms.update({p: Norm(own) for p, own in zip(mine, results, strict=True)})
+            for (parameter, _), own in zip(mine, results.unbind(0), strict=True):
+                found.norms[parameter] = Norm(own)
 
 
 def _kind(choice: LayerPlan) -> str:

@@ -52,7 +52,7 @@ def test_input_length_computes_twice_and_writes_nothing():
 
 
 def test_float32_products_are_slower():
-    single = replace(USE, element_size=4)
+    single = USE._replace(element_size=4)
     for algorithm in (GRAM, ACCUMULATE):
         both = [predict(use, algorithm, PLAIN).seconds for use in (single, USE)]
         assert both[0] == pytest.approx(both[1] / PLAIN.single)
@@ -62,7 +62,7 @@ def test_a_sum_goes_through_all_samples_and_a_product_divides_them():
     rates = replace(PLAIN, step=1.0, processors=3)
     assert steps_of(USE, False, rates) == 1.0
     assert steps_of(USE, True, rates) == 3.0
-    wide = replace(USE, outputs=9)  # two tiles
+    wide = USE._replace(outputs=9)  # two tiles
     assert steps_of(wide, False, rates) == 2.0
     assert steps_of(wide, True, rates) == 3.0
 
@@ -71,7 +71,7 @@ def test_a_sum_goes_through_all_samples_and_a_product_divides_them():
 @pytest.mark.parametrize("name", ["batch_size", "tokens", "inputs", "outputs"])
 def test_more_work_takes_more_time(algorithm, name):
     rates, use = Rates(), LinearShape("w", 64, 1024, 2048, 2048, 2, 2)
-    more = replace(use, **{name: 4 * getattr(use, name)})
+    more = use._replace(**{name: 4 * getattr(use, name)})
     assert predict(more, algorithm, rates).seconds > predict(use, algorithm, rates).seconds
 
 

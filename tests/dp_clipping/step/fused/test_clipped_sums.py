@@ -40,9 +40,9 @@ def test_clipped_sums(place: Place) -> None:
     size = None if tile is None else tile.rows
     label = lambda *_: nullcontext()  # noqa: E731
     totals = clipped_sums(saved, Coefficients(c, {9: 0, 4: 1}), groups, shapes, size, label)
-    assert [names[p] for p in totals] == list(parts)
+    assert [names[p] for p, _ in totals] == list(parts)
     assert saved == {}
-    for parameter, total in totals.items():
+    for parameter, total in totals:
         one, group, product = parts[names[parameter]]
         own = c[{9: 0, 4: 1}[group]]
         expected = (

@@ -1,0 +1,26 @@
+"""What a private step asks of the host, in calls of functions, does not grow unseen."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from dp_clipping.kernels.launch.tiles import INTERPRETED
+from tests.support.host_cost import NETWORKS, WARM_UP, calls_of, step_of, without_kernels
+
+LAYERS = 4
+LIMITS = {"transformer": (1750, 820), "convolutional": (1350, 450)}  # of one layer; of each more
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not launched by Triton's launcher")
+@pytest.mark.parametrize("name", NETWORKS)
+def test_calls_of_a_step(name):
+    counts = []
+    with without_kernels():
+        for layers in (1, 1 + LAYERS):
+            step = step_of(name, layers, private=True)
+            for _ in range(WARM_UP):
+                step()
+            counts.append(calls_of(step)[1])
+    once, layer = LIMITS[name]
+    assert counts[0] < once, counts
+    assert counts[1] - counts[0] < LAYERS * layer, counts

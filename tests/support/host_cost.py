@@ -1,0 +1,203 @@
+"""Counts what a private step asks of the host: `python -m tests.support.host_cost`.
+
+Kernels are looked up by Triton's own launcher and then not run, so neither a GPU nor a compiler is
+needed, and what is left is Python: calls of functions, and milliseconds of this thread. A step's
+results are whatever memory held.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import dp_clipping
+from dp_clipping import PrivacyEngine
+from dp_clipping.kernels.launch import tiles
+from dp_clipping.noise import kernel as noise
+
+WARM_UP, STEPS = 9, 30
+DEVICE = "no device"  # under which kernels are kept: real ones have numbers
+
+
+class Block(nn.Module):
+    """A layer of BERT."""
+
+    def __init__(self, width: int, heads: int = 2):
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        x = self.norm1(x + self.out(mixed.transpose(1, 2).flatten(2)))
+        return self.norm2(x + self.down(nn.functional.gelu(self.up(x))))
+
+
+class Classifier(nn.Module):
+    def __init__(self, layers: int, width: int):
+        super().__init__()
+        self.words = nn.Embedding(50, width)
+        self.layers = nn.Sequential(*[Block(width) for _ in range(layers)])
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers(self.words(tokens))[:, 0])
+
+
+class Residual(nn.Module):
+    """A block of a WideResNet, with GroupNorm."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm1, self.norm2 = nn.GroupNorm(4, width), nn.GroupNorm(4, width)
+        self.conv1, self.conv2 = (
+            nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv2(self.norm2(self.conv1(self.norm1(x).relu())).relu())
+
+
+def transformer(layers: int) -> tuple[nn.Module, Tensor]:
+    return Classifier(layers, 64), torch.randint(50, (4, 16))
+
+
+def convolutional(layers: int) -> tuple[nn.Module, Tensor]:
+    blocks = [Residual(16) for _ in range(layers)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3)]
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *blocks, *head), torch.randn(4, 3, 8, 8)
+
+
+NETWORKS = {"transformer": transformer, "convolutional": convolutional}
+
+
+class NoDevice:
+    """Stands in for Triton's driver."""
+
+    def get_current_device(self) -> str:
+        return DEVICE
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class NoKernel:
+    """Stands in for a compiled kernel: a launch of it is counted."""
+
+    function, packed_metadata, launches = 0, (), 0
+
+    def launch_metadata(self, *_: Any) -> None:
+        return None
+
+    def run(self, *_: Any) -> None:
+        NoKernel.launches += 1
+
+
+def _compile(self: JITFunction, key: Any, signature: Any, device: Any, *_: Any) -> NoKernel:
+    kernel = self.device_caches[device][0][key] = NoKernel()
+    return kernel
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Inside, kernels are launched on tensors of the CPU, and not run."""
+    with (
+        patch.object(driver, "_active", NoDevice()),
+        patch.object(JITFunction, "_do_compile", _compile),
+        patch.object(tiles, "INTERPRETED", True),
+        patch.object(noise, "serves", lambda total: True),
+    ):
+        yield
+
+
+def step_of(name: str, layers: int, private: bool) -> Callable[[], None]:
+    """Returns a step of a network on one batch, as a user writes it."""
+    torch.manual_seed(0)
+    network, x = NETWORKS[name](layers)
+    model: Any = network
+    criterion: Any = nn.CrossEntropyLoss()
+    optimizer: Any = torch.optim.AdamW(network.parameters(), fused=True)
+    y = torch.randint(3, (len(x),))
+    if private:
+        model, optimizer, criterion, _ = PrivacyEngine(accountant="rdp").make_private(
+            module=network, optimizer=optimizer, criterion=criterion,
+            data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)), noise_multiplier=1.0,
+            max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode="flash_bookkeeping",
+        )  # fmt: skip
+        model.skip_checks()
+
+    def step() -> None:
+        criterion(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def calls_of(step: Callable[[], None]) -> tuple[int, int]:
+    """Returns how many functions written in Python a step calls, and how many of `dp_clipping`."""
+    own, counts = dp_clipping.__path__[0], [0, 0]
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            counts[0] += 1
+            counts[1] += frame.f_code.co_filename.startswith(own)
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+    return counts[0], counts[1]
+
+
+def milliseconds_of(step: Callable[[], None]) -> float:
+    samples = []
+    for _ in range(STEPS):
+        start = time.thread_time()
+        step()
+        samples.append(1e3 * (time.thread_time() - start))
+    return median(samples)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with without_kernels():
+        for name in NETWORKS:
+            for private in (False, True):
+                step = step_of(name, 12, private)
+                for _ in range(WARM_UP):
+                    step()
+                before = NoKernel.launches
+                step()
+                launches = NoKernel.launches - before
+                calls, own = calls_of(step)
+                print(
+                    f"{name}, 12 layers, {'private' if private else 'ordinary'}: {calls} calls in "
+                    f"Python, {own} of dp_clipping; {launches} launches of its kernels; "
+                    f"{milliseconds_of(step):.1f} ms"
+                )
+
+
+if __name__ == "__main__":
+    main()
