@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = [p.parent for p in sorted((ROOT / "dp_clipping").rglob("__init__.py"))]
 DOCUMENTS = [
-    *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "exercises/README.md"
+    *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "examples/README.md", ROOT / "exercises/README.md",
 ]  # fmt: skip
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 COMMAND = re.compile(
