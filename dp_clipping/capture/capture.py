@@ -155,7 +155,7 @@ class Capture:
     ) -> None:
         takes_all = kind in ("vectorized", "attention") and not is_apart
         read = self._widened.get(module, ())
-        names = trainable_names(module, takes_all, is_apart, read)
+        names = trainable_names(module, takes_all, is_apart, read, kind == "vectorized")
         handle = LayerState(name, kind, module, names)
         handle.children_apart = is_apart
         run = children.leaves_vmap(FORWARDS[kind]) if is_inside else FORWARDS[kind]

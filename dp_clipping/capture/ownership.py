@@ -49,12 +49,20 @@ def own_names(module: nn.Module, also: Iterable[Parameter] = ()) -> list[str]:
 
 
 def trainable_names(
-    module: nn.Module, with_children: bool, is_apart: bool, also: Iterable[Parameter] = ()
+    module: nn.Module,
+    with_children: bool,
+    is_apart: bool,
+    also: Iterable[Parameter] = (),
+    is_under_vmap: bool = False,
 ) -> tuple[str, ...]:
-    """Returns the names of the parameters that are captured with a module; see `own_names`."""
+    """Returns the names of the parameters that are captured with a module; see `own_names`.
+
+    All names of one that is used under several (`lstm.weight_hh_l1 = lstm.weight_hh_l0`), but for
+    modules under vmap, in which PyTorch ties them.
+    """
     if is_apart:
         return tuple(own_names(module, also))
-    named = module.named_parameters(recurse=with_children)
+    named = module.named_parameters(recurse=with_children, remove_duplicate=is_under_vmap)
     return tuple(name for name, p in named if p.requires_grad)
 
 

@@ -29,14 +29,16 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @contextmanager
-def full_float32(convolutions: bool = False) -> Iterator[None]:
+def full_float32(layers: bool = False) -> Iterator[None]:
     """Computes float32 products inside in float32: no TensorFloat-32, no bfloat16.
 
-    With `convolutions` theirs too, which PyTorch computes in TensorFloat-32 by default.
+    With `layers` those of convolutions and recurrent layers too, which PyTorch computes in
+    TensorFloat-32 by default.
     """
     backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
-    if convolutions:
-        backends += [torch.backends.cudnn.conv, torch.backends.mkldnn.conv]
+    if layers:
+        cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
+        backends += [cudnn.conv, cudnn.rnn, mkldnn.conv, mkldnn.rnn]
     before = [backend.fp32_precision for backend in backends]
     for backend in backends:
         backend.fp32_precision = "ieee"

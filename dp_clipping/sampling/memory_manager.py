@@ -192,6 +192,8 @@ class MicrobatchLoader(DataLoader):
                 if poisson:
                     poisson.check_last(epoch)
                 place.number += not left
+            if self._rows is not None:  # the last microbatch is done
+                self._optimizer.step_state.usage.pad(None)
         finally:
             self.leave(place)
 

@@ -113,9 +113,15 @@ class ForwardBackward:
         padding = self.padding
         if padding is None and real < given.size:
             padding = torch.arange(batch.size, device=self.capture.trigger.device) >= real
-        private_step = PrivateStep(self.context, batch.size, self._backend(batch, padding), real)
-        private_step.padding = self.padding
-        private_step.is_empty = not given.size
+
+        def begin() -> PrivateStep:
+            backend = self._backend(batch, padding)
+            private_step = PrivateStep(self.context, batch.size, backend, real)
+            private_step.padding = self.padding
+            private_step.is_empty = not given.size
+            return private_step
+
+        private_step = begin()
         self.state.pending = self._batch = None
         with self.capture.attached(private_step), sync, self._state_is_checked(module, seen):
             try:
@@ -129,7 +135,9 @@ class ForwardBackward:
                         "model.reset_batch_layouts() on every rank before a forward that differs"
                     ) from error
                 self._establishment.look(seen)
-                output = self._call_network_again(args, kwargs)
+                private_step = begin()  # what layers left in the other belongs to other layouts
+                with self.capture.attached(private_step):
+                    output = self._call_network_again(args, kwargs)
             except BaseException:
                 self.recover()
                 raise

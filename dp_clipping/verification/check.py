@@ -113,7 +113,7 @@ def compare(run: Run, batch: Any, loss: Loss | None = None) -> Check:
     """Returns both sides of a step on this batch; see `PrivacyEngine.check`."""
     _refuse(run)
     model = run.model
-    with _without_trace(model), full_float32(convolutions=True):
+    with _without_trace(model), full_float32(layers=True):
         stage = Stage(model)
         criterion = run.criterion.for_model(stage)
         batch = changed(batch, lambda x: x.to(stage.clip_norms.device))

@@ -65,7 +65,7 @@ class Observer:
             self._state.rewound() if alone else nullcontext(),
             same_generators(modules),
             torch.enable_grad(),
-            full_float32(convolutions=True),
+            full_float32(layers=True),
             self._watched(seen, batch_size, rounding) as triggers,
         ):
             args, kwargs = arguments

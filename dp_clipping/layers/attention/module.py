@@ -1,5 +1,6 @@
 """`nn.MultiheadAttention`: its projections are uses of linear layers, the rest is autograd's."""
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -10,15 +11,22 @@ from dp_clipping.layers.attention.core import Options, attend, merged_mask
 from dp_clipping.layers.attention.in_projections import AddBiases, InProjections, RepeatToken
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, check_size
-from dp_clipping.torch_compat import never_compiled
+from dp_clipping.torch_compat import never_compiled, own_parameters
 
 OWN = ("forward", "merge_masks")
+WEIGHTS = (
+    "in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight",
+    "bias_k", "bias_v", "out_proj.weight", "out_proj.bias",
+)  # fmt: skip
 
 
 def is_plain(module: nn.Module, kind: type) -> bool:
     """Returns whether it computes what PyTorch's does, with parameters of its own."""
     if not isinstance(module, nn.MultiheadAttention):
         return False
+    own = {*own_parameters(module), *(f"out_proj.{n}" for n in own_parameters(module.out_proj))}
+    if any(isinstance(attrgetter(name)(module), Tensor) and name not in own for name in WEIGHTS):
+        return False  # a hook computes a weight of other parameters
     parametrized = (nn.utils.parametrize.is_parametrized(m) for m in module.modules())
     same = all(getattr(kind, name) is getattr(nn.MultiheadAttention, name) for name in OWN)
     return same and not any(parametrized) and "forward" not in vars(module.out_proj)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.distributed.dtensor import plain_type
+from dp_clipping.torch_compat import own_parameters
 
 OWN = ("forward", "permute_hidden")
 
@@ -22,6 +23,9 @@ def is_plain(module: nn.Module) -> bool:
     base = next((base for base in (nn.LSTM, nn.GRU, nn.RNN) if issubclass(kind, base)), None)
     if base is None or nn.utils.parametrize.is_parametrized(module):
         return False
+    weights: list[str] = module._flat_weights_names  # type: ignore[assignment]
+    if not set(weights) <= set(own_parameters(module)):
+        return False  # a hook computes a weight of other parameters
     return all(getattr(kind, name) is getattr(base, name) for name in OWN)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from dp_clipping.torch_compat import Vmap, current_vmap, outside_of_vmap
@@ -19,6 +20,9 @@ class BatchedAttention(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if function is F.multi_head_attention_forward:  # what it calls does not come here
+            with sdpa_kernel(SDPBackend.MATH):
+                return function(*args, **kwargs)
         if function is not F.scaled_dot_product_attention or torch.compiler.is_compiling():
             return function(*args, **kwargs)
         query = args[0] if args else kwargs["query"]

@@ -437,6 +437,18 @@ class TestPadded:
             whole = [batch.tolist() for (batch,) in poisson(24, 1)]
             assert joined(batch[:real] for batch, real in found) == joined(whole)
 
+    def test_a_batch_after_the_last_one_is_whole(self):
+        run = build(count=7, batch_size=4, poisson_sampling=False)
+        with padded(run, 4) as pieces:
+            for x, y, _ in pieces:
+                real = pieces.real
+                run.criterion(run.model(x), y).backward()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            assert real == 3
+            run.criterion(run.model(x), y).backward()
+            assert len(run.model.per_sample_gradient_norms) == 4
+
     def test_a_loader_without_poisson_sampling(self):
         run, alone = (
             build(count=7, batch_size=3, poisson_sampling=False, grad_sample_mode="bookkeeping")

@@ -34,7 +34,7 @@ def compare_with_oracle(case: zoo.Case, device: str, dtype: torch.dtype, mode: s
     expected = oracle.clipped_sum(gradients, threshold)
     model = private(network.to(device), mode, max_grad_norm=threshold)
     try:
-        with full_float32(convolutions=True):
+        with full_float32(layers=True):
             private_loss(model, oracle.move(batch, device=device), case.per_sample_loss).backward()
     except (ValueError, RuntimeError):
         if case.or_refused:
