@@ -23,8 +23,8 @@ def is_plain(module: nn.Module) -> bool:
     base = next((base for base in (nn.LSTM, nn.GRU, nn.RNN) if issubclass(kind, base)), None)
     if base is None or nn.utils.parametrize.is_parametrized(module):
         return False
-    weights: list[str] = module._flat_weights_names  # type: ignore[assignment]
-    if not set(weights) <= set(own_parameters(module)):
+    own = set(map(id, own_parameters(module).values()))
+    if not all(id(weight) in own for layer in module.all_weights for weight in layer):
         return False  # a hook computes a weight of other parameters
     return all(getattr(kind, name) is getattr(base, name) for name in OWN)
 
