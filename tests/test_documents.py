@@ -74,7 +74,7 @@ def test_a_package_lists_its_modules(package):
     assert modules <= set(re.findall(r"\w+", text))
 
 
-STOP = re.compile(r"`((?:dp_clipping|ddp)/[\w/]+\.py)`: `(\w+)`")
+STOP = re.compile(r"`((?:dp_clipping|ddp)/[\w/]+\.py)`:\s+`(\w+)`")
 
 
 @pytest.mark.parametrize("stop", STOP.findall((ROOT / "docs/how_it_works.md").read_text()))
