@@ -13,11 +13,14 @@ The noise of a replay is that of its step: each parameter's stream is derived fr
 step's number, as in an eager step, and the graph reads it from a table on the device. So the bits
 are the same, and nothing waits for the device.
 
-What Python does in the body happens in eager steps and in the capture alone. All that a step may
-depend on is compared before each replay, and refused if it has changed.
+What Python does in the body happens in eager steps and in the capture alone. Before each replay,
+settings, hyperparameters, addresses and the numbers and flags that modules hold are compared, and a
+change is refused. What else the body's Python reads (a variable, a criterion's attribute) stays as
+it was captured.
 """
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ from dp_clipping.noise.kernel import StreamTable
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.torch_compat import any_compiled, tree_flatten, tree_map, tree_unflatten
 
+PLAIN = {bool, int, float, str}
 EAGER = 3  # whole steps before a capture: kernels are tuned and compiled, momentum is there
 WITHOUT = "or leave out cuda_graph=True"
 
@@ -151,7 +155,7 @@ class _Captured:
         self.state, self.passes = self.model.step_state, self.model.passes
         self._refuse_unsuitable()
         self._parameters = list(self.model.network.parameters())  # walks take long
-        self._modules = list(self.model.modules())
+        self._modules = list(self.model.capture.network.modules())
         leaves, self._spec = tree_flatten((args, kwargs))
         self._inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
         rows = self.state.usage.rows
@@ -279,9 +283,14 @@ class _Captured:
             ("optimizer.param_groups", (groups, held)),
             ("optimizer.state", id(self.optimizer.state)),
             ("the address of a parameter", [p.data_ptr() for p in self._parameters]),
-            ("training or eval of a module", [module.training for module in self._modules]),
+            ("training, or another attribute of a module", self._attributes()),
             ("the step hooks", len(self.optimizer.hooks.attached)),
         ]
+
+    def _attributes(self) -> list[Any]:
+        """Returns the numbers, flags and strings that modules hold, as the rate of a dropout."""
+        held = chain.from_iterable(vars(module).values() for module in self._modules)
+        return [value for value in held if type(value) in PLAIN]
 
     def _begin(self) -> int:
         """Does what forward, backward and the step do before noise; returns the step's number."""

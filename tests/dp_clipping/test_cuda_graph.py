@@ -436,7 +436,8 @@ def test_what_a_replay_keeps_beside_the_graph(captured):
         (lambda run: setattr(run.optimizer, "expected_batch_size", 7), "expected_batch_size"),
         (lambda run: run.optimizer.param_groups[0].update(lr=1.0), "optimizer.param_groups"),
         (lambda run: run.optimizer.attach_step_hook(print), "step hooks"),
-        (lambda run: run.model.network.norm.eval(), "training or eval of a module"),
+        (lambda run: run.model.network.norm.eval(), "training, or another attribute"),
+        (lambda run: setattr(run.model.network.norm, "eps", 0.5), "another attribute of a module"),
         (lambda run: setattr(run.model.network.norm.weight, "data", torch.ones(32)), "address"),
     ],
 )

@@ -215,7 +215,7 @@ def refuse_carried(state: State, run: Callable[[Any], Any], first: Any, second: 
                 "gradients then depend on samples of earlier steps; let a batch depend on itself "
                 "alone, or set the value before make_private from public data"
             )
-    state.harmless |= {(id(c.holder.values), c.key) for c in found}
+    state.harmless |= {(id(c.holder.values), c.key): c.holder.values for c in found}
     return True
 
 

@@ -66,7 +66,7 @@ class State:
 
     def __init__(self, root: Any, is_sharded: bool = False):
         self.root, self.is_sharded = root, is_sharded
-        self.harmless: set[tuple[int, Any]] = set()  # changes, and does not carry data
+        self.harmless: dict[tuple[int, Any], Any] = {}  # what changes and carries nothing: its dict
         self.changes: list[Change] = []  # of what has been rewound
         self.watch: AbstractContextManager | None = None  # of the next body that is rewound
         self.walk()
