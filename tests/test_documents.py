@@ -65,6 +65,11 @@ def test_options_of_commands_exist(path):
             assert is_there, f"{option} in: {command}"
 
 
+def test_the_readme_stays_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 200, "a newcomer reads it: put more into a page of docs/"
+
+
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)
 def test_a_package_lists_its_modules(package):
     """In its docstring, which takes the place of a file tree in the README."""
