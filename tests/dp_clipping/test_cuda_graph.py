@@ -98,7 +98,7 @@ def train(run: SimpleNamespace, steps: int, graphed: bool, zero_first: bool = Fa
 
 
 def hand_over(run: SimpleNamespace, real: int = 4) -> None:
-    """As a loader does before it yields a batch."""
+    """Announces a batch, as a loader does before it yields one."""
     run.model.step_state.usage.hand_over(real)
     run.model.step_state.usage.pad(ROWS, real)
 

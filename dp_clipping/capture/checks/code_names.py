@@ -14,7 +14,7 @@ STANDARD = sysconfig.get_path("stdlib")
 
 
 class Named(NamedTuple):
-    """What a function's code names, with that of functions in it.
+    """Lists the names that a function's code uses, and that of functions inside it.
 
     Attributes:
         read: global variables that it reads.

@@ -1,4 +1,4 @@
-"""What stands in `.grad` of a sharded parameter raises when it is used, and costs no memory."""
+"""Tests the placeholder in `.grad` of a sharded parameter: its use raises, it has no memory."""
 
 import copy
 import pickle

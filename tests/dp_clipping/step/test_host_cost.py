@@ -1,4 +1,4 @@
-"""What a private step asks of the host, in calls of functions, does not grow unseen."""
+"""Limits how many functions a private step calls on the host."""
 
 import pytest
 

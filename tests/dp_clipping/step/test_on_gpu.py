@@ -55,7 +55,7 @@ def compare_with_oracle(case: zoo.Case, device: str, dtype: torch.dtype, mode: s
 def largest_contribution(
     device: str, dtype: torch.dtype, mode: str, shapes=SHAPES, policy: dict | None = None
 ) -> float:
-    """Of one sample, in units of C: random tokens, and second halves that nearly undo the first."""
+    """Returns a sample's largest share, in C: random tokens, and halves that nearly cancel."""
     largest = 0.0
     for tokens, inputs, outputs in shapes:
         for epsilon in (None, 1e-1, 1e-3, 1e-5):

@@ -151,7 +151,7 @@ def characters() -> nn.Module:
 
 
 def with_a_parameter_beside_it() -> nn.Module:
-    """As taggers with a conditional random field have it: the parameter's owner runs under vmap."""
+    """Returns a network whose own parameter sends it under vmap, as taggers with a CRF have."""
     return zoo.Net(
         lambda net, x: (net.b(net.a(x)[0]) * net.scale).sum(1),
         a=nn.LSTM(P, H, batch_first=True), b=nn.Linear(H, 3), scale=nn.Parameter(torch.ones(3)),
@@ -287,7 +287,7 @@ def largest_contribution(
     kinds: tuple[type, ...] = (nn.LSTM, nn.GRU, nn.RNN),
     tokens: tuple = TOKENS,
 ) -> float:
-    """Of one sample, in units of C: random tokens, and second halves that nearly undo the first."""
+    """Returns a sample's largest share, in C: random tokens, and halves that nearly cancel."""
     largest = 0.0
     for kind in kinds:
         for length, epsilon in tokens:
