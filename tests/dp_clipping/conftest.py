@@ -1,5 +1,6 @@
 """Private steps without an engine around them, for all tests of this folder."""
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -137,3 +138,21 @@ def count_calls(function: Callable) -> Callable:
 
     counted.count = 0
     return counted
+
+
+def assert_exact(
+    network: nn.Module, batch: oracle.Batch, mode: str = "bookkeeping", tolerance: float = 1e-9
+) -> set[str]:
+    """Compares norms and clipped sums with one sample at a time; returns the kinds of its layers.
+
+    The threshold is the median norm, which clips some samples.
+    """
+    gradients = oracle.per_sample_gradients(network, batch, zoo.product)
+    norms = oracle.norms(gradients).double()
+    threshold = norms.median().item()
+    model = private(copy.deepcopy(network), mode, max_grad_norm=threshold)
+    private_loss(model, batch, zoo.product).backward()
+    found = model.per_sample_gradient_norms.double()
+    assert ((found - norms).abs() <= tolerance * norms.max()).all()
+    assert_close(gradients_of(model), oracle.clipped_sum(gradients, threshold), tolerance)
+    return {handle.kind for handle in model.capture.handles}
