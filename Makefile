@@ -1,4 +1,4 @@
-# make benchmark | test | test-all | lint | clean
+# make benchmark | test | test-all | lint | docs | clean
 #
 # Each sets up .venv from a fresh clone with pip alone. PYTHON=python3.12 picks the
 # interpreter; VENV=0 uses the packages that this interpreter already has.
@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # tests/conftest.py says how many processes run tests; one has all tests of a file, in order.
 IN_PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: benchmark test test-all lint clean
+.PHONY: benchmark test test-all lint docs clean
 .DELETE_ON_ERROR:
 
 benchmark: $(READY)
@@ -38,11 +38,15 @@ test: lint
 test-all: lint
 	$(RUN) -m pytest --durations=15 $(ARGS)
 
-lint: $(READY)
+lint: docs
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -c 'from importlinter.cli import lint_imports_command as run; run()'
 	$(RUN) -m mypy
+
+# The site, in site/, without a network. A link that leads nowhere is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
 
 # ensurepip is missing from some distributions' Python: virtualenv, itself from pip, stands in.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -50,8 +54,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 		$(PYTHON) -m pip install --user --break-system-packages virtualenv && \
 		$(PYTHON) -m virtualenv $(VENV); }
 	@echo "installing PyTorch and what else is needed into $(VENV): some minutes the first time"
-	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test]'
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test,docs]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -309,13 +309,16 @@ class PrivacyEngine:
         Args:
             path: a file name; of a model sharded by FSDP2 or tensor parallelism, the name of a
                 folder to which every rank writes its part.
-            module, optimizer, data_loader: as `make_private` returned them. Without `optimizer`
-                the state of the wrapped one (momentum) is not saved.
-            noise_scheduler, grad_clip_scheduler: Opacus's; their state is saved.
+            module: as `make_private` returned it.
+            optimizer: as `make_private` returned it. Without it the state of the wrapped one
+                (momentum) is not saved.
+            noise_scheduler: Opacus's; its state is saved.
+            grad_clip_scheduler: Opacus's; its state is saved.
             checkpoint_dict: further entries of the user's (a learning-rate scheduler's
                 `state_dict()`, say): tensors, numbers, strings, in lists, tuples or dicts.
             module_state_dict_kwargs: for the network's `state_dict`.
             torch_save_kwargs: for `torch.save`.
+            data_loader: as `make_private` returned it.
 
         Raises:
             RuntimeError: in the middle of a step.
@@ -355,8 +358,11 @@ class PrivacyEngine:
 
         Args:
             path: as given to `save_checkpoint`.
-            module, optimizer, data_loader: as `make_private` returned them.
-            noise_scheduler, grad_clip_scheduler: made as before; they receive the saved state.
+            module: as `make_private` returned it.
+            optimizer: as `make_private` returned it.
+            data_loader: as `make_private` returned it.
+            noise_scheduler: made as before; it receives the saved state.
+            grad_clip_scheduler: made as before; it receives the saved state.
             module_load_dict_kwargs: for the network's `load_state_dict`.
             torch_load_kwargs: for `torch.load`; tensors come to the CPU by default.
             new_keys: go on with a new key for noise and samples: where the key file is lost, the

@@ -80,7 +80,8 @@ class AdaptiveThreshold:
         quantile: share of the samples whose norm shall be at most C.
         learning_rate: η.
         count_std: σ_b; default m / 20.
-        lowest, highest: public limits of C, relative to its first value.
+        lowest: the public lower limit of C, relative to its first value.
+        highest: the public upper limit of C, relative to its first value.
 
     Raises:
         ValueError: for an argument out of range.

@@ -1,0 +1,50 @@
+"""The hook that makes a site of the documents; `make docs` checks the links of what it makes."""
+
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+spec = importlib.util.spec_from_file_location("site_hook", ROOT / "docs/site_hook.py")
+site_hook = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(site_hook)
+
+
+def test_documents_at_the_root_are_on_the_site():
+    assert {path.name for path in ROOT.glob("*.md")} <= set(site_hook.ELSEWHERE)
+
+
+def test_links_lead_from_page_to_page():
+    to = site_hook.site_link
+    assert to("here", "#below", "README.md") == "[here](#below)"
+    assert to("it", "https://pytorch.org", "README.md") == "[it](https://pytorch.org)"
+    assert to("why", "../PROFILING.md#output", "docs/cost.md") == "[why](profiling.md#output)"
+    assert to("pic", "docs/a.png", "README.md") == "[pic](a.png)"
+    assert to("x", "../README.md", "docs/api/ddp.md") == "[x](../docs/README.md)".replace(
+        "docs/", ""
+    )
+    assert to("f", "../ddp/base.py", "docs/cost.md") == "[f](source/ddp/base.py.md)"
+
+
+def test_a_link_by_file_name_gets_the_title():
+    link = site_hook.site_link("docs/glossary.md", "docs/glossary.md", "README.md")
+    assert link == "[Glossary](glossary.md)"
+
+
+def test_links_in_code_stay():
+    page = "see [a](x)\n\n```python\na[0](y)\n```\n\n[b](z)"
+    parts = list(site_hook.parts_of(page))
+    assert "".join(text for text, _ in parts) == page
+    assert [text for text, is_code in parts if is_code] == ["```python\na[0](y)\n```"]
+
+
+def test_the_first_use_of_a_term_is_linked():
+    html = "<h2>Rank</h2><p>Each <code>rank</code>, all ranks and one rank; frank.</p>"
+    linked = site_hook.link_terms(html, "g.html", {"rank": "rank"})
+    assert linked == html.replace("all ranks", 'all <a class="term" href="g.html#rank">ranks</a>')
+
+
+def test_terms_are_those_of_the_glossary():
+    terms = site_hook.terms()
+    assert terms["fsdp"] == "fsdp"
+    assert terms["differential privacy"] == "differential-privacy-ε-and-δ"
+    assert site_hook.EVERYDAY.isdisjoint(terms)
