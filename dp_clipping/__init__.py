@@ -19,7 +19,8 @@ A private step calls, from the top down:
     noise/        Gaussian noise from addressed streams, keys, the adaptive threshold
     sampling/     Poisson batches, physical microbatches, and what a step may use of them
     distributed/  sharded models: placement, norms and clipped sums over ranks
-    checkpoint/   saving, loading, and the account of every step
+    accounting/   the account of every step, the noise for a target ε, the privacy statement
+    checkpoint/   saving and loading
     profiling/    the profiling switch
     verification/ `PrivacyEngine.check`, and the reference that every mode is compared with
 """

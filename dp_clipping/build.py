@@ -133,6 +133,8 @@ def build_loader(settings: Settings, ranks: Ranks, keys: Keys) -> DataLoader:
     return PoissonLoader.from_data_loader(
         settings.data_loader,
         key=keys.sampling,
+        sample_rate=settings.rates[0],
+        steps=settings.rates[1],
         rank=ranks.data_rank,
         world_size=ranks.data_ranks,
         batch_first=settings.batch_first,

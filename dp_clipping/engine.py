@@ -5,7 +5,7 @@ Code written for Opacus 1.6 with `grad_sample_mode="ghost"` runs with the import
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dp_clipping.arguments.checks import check_target, renamed
+from dp_clipping.accounting.ledger import Account, Step
+from dp_clipping.accounting.statement import PrivacyStatement, statement_of
+from dp_clipping.accounting.target_epsilon import noise_multiplier_for
+from dp_clipping.arguments.checks import check_rates, check_target, rates_of, renamed
 from dp_clipping.arguments.settings import Settings
 from dp_clipping.build import (
     TO_USER,
@@ -29,7 +32,6 @@ from dp_clipping.build import (
 )
 from dp_clipping.checkpoint import save_load as checkpoint
 from dp_clipping.checkpoint.file_format import file_name, given_schedulers
-from dp_clipping.checkpoint.ledger import Account, Step
 from dp_clipping.checkpoint.run import PrivateRun, Snapshot
 from dp_clipping.clipping.coefficients import GAMMA
 from dp_clipping.criterion import PrivateCriterion
@@ -38,7 +40,6 @@ from dp_clipping.kinds import check_type
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import DEFAULT_MODE
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from dp_clipping.noise.target_epsilon import noise_multiplier_for
 from dp_clipping.optimizer import PrivateOptimizer
 from dp_clipping.validation import check_module
 from dp_clipping.verification.check import Loss, compare
@@ -131,6 +132,8 @@ class PrivacyEngine:
         adaptive_threshold: AdaptiveThreshold | None = None,
         data_parallel_group: dist.ProcessGroup | None = None,
         cuda_graph: bool = False,
+        sample_rate: float | None = None,
+        steps: int | None = None,
     ) -> tuple[PrivateModel, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """Returns model, optimizer, criterion and loader for private training.
 
@@ -139,7 +142,8 @@ class PrivacyEngine:
             optimizer: over parameters of the module.
             criterion: with a `reduction`; it is asked for one loss a sample. Default
                 `nn.CrossEntropyLoss()`.
-            data_loader: over a map-style dataset; its length sets the sample rate 1 / len.
+            data_loader: over a map-style dataset; its length sets the sample rate 1 / len, unless
+                `sample_rate` does.
             noise_multiplier: σ; the noise has standard deviation σ · max_grad_norm. 0 is allowed.
             max_grad_norm: C, or one threshold a clipping group.
             batch_first: dimension 0 of the inputs counts the samples, else dimension 1.
@@ -173,6 +177,10 @@ class PrivacyEngine:
                 it and other samples. Its parameters become those of the group's first rank.
             cuda_graph: whole steps are to run as one CUDA graph: `step = optimizer.graphed(body)`.
                 On one GPU, in mode `flash_bookkeeping`, with an optimizer that is capturable.
+            sample_rate: probability q of each sample to be in a batch, as a public constant.
+                Default: 1 / len(data_loader), which depends on the size of the data. A sample more
+                or less can change it, and the guarantee then covers only data of one size.
+            steps: batches of an epoch, which the returned loader yields. Default: 1 / q, rounded.
 
         Raises:
             ValueError: for an argument out of range or other than on another rank, an optimizer of
@@ -191,7 +199,7 @@ class PrivacyEngine:
             expected_batch_size=expected_batch_size, norm_algorithm=norm_algorithm,
             memory_budget=memory_budget, tile_size=tile_size, norm_reduction=norm_reduction,
             adaptive_threshold=adaptive_threshold, data_parallel_group=data_parallel_group,
-            cuda_graph=cuda_graph,
+            cuda_graph=cuda_graph, sample_rate=sample_rate, steps=steps,
         )  # fmt: skip
         return self._build(settings)
 
@@ -204,13 +212,18 @@ class PrivacyEngine:
         data_loader: DataLoader,
         target_epsilon: float,
         target_delta: float,
-        epochs: int,
+        epochs: int | None = None,
         max_grad_norm: float | list[float],
+        epsilon_tolerance: float = 0.01,
+        alphas: Sequence[float] | None = None,
         **arguments: Any,
     ) -> tuple[PrivateModel, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """`make_private` with the noise that ends `epochs` epochs at (ε, δ).
 
-        Further arguments are those of `make_private`. Warns if the accountant has counted steps
+        Further arguments are those of `make_private`; `sample_rate` and `steps` among them are
+        what ε is computed from. With `steps`, `epochs` may be left out and is 1. The search for
+        the noise ends when ε is at most `epsilon_tolerance` below its target, and tries the Rényi
+        orders `alphas` if the accountant is `"rdp"`. Warns if the accountant has counted steps
         already, since the budget is taken to start at zero. Raises ValueError for a target that
         needs (next to) no noise.
         """
@@ -220,7 +233,15 @@ class PrivacyEngine:
                 "make_private(noise_multiplier=..)"
             )
         check_type("data_loader", data_loader, DataLoader, "a torch.utils.data.DataLoader")
+        rate, steps = arguments.get("sample_rate"), arguments.get("steps")
+        check_rates(rate, steps, arguments.get("poisson_sampling", True))
+        if epochs is None and steps is None:
+            raise ValueError(
+                "epochs is missing: give epochs=, or steps=, the number of batches of the training"
+            )
+        epochs = 1 if epochs is None else epochs
         check_target(target_epsilon, target_delta, epochs)
+        rate, steps = rates_of(data_loader, rate, steps)
         if len(self.accountant) > 0:
             warnings.warn(
                 "make_private_with_epsilon takes the whole budget to be unspent, but this engine's "
@@ -230,9 +251,11 @@ class PrivacyEngine:
         noise_multiplier = noise_multiplier_for(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
-            sample_rate=1 / len(data_loader),
-            epochs=epochs,
+            sample_rate=rate,
+            steps=epochs * steps,
             accountant=self.accountant.mechanism(),
+            epsilon_tolerance=epsilon_tolerance,
+            alphas=alphas,
         )
         return self.make_private(
             module=module,
@@ -258,6 +281,27 @@ class PrivacyEngine:
                 stacklevel=2,
             )
         return self._account.epsilon(delta)
+
+    def privacy_statement(self, delta: float) -> PrivacyStatement:
+        """Returns the guarantee at this δ with all that it depends on: `print` it.
+
+        `as_dict()` has the same as numbers and strings.
+
+        Raises:
+            RuntimeError: before `make_private`.
+            ValueError: unless 0 < δ < 1.
+        """
+        if not self._runs:
+            raise RuntimeError(
+                "nothing is private yet: call engine.make_private(..) before privacy_statement"
+            )
+        return statement_of(
+            self._runs,
+            self._account.history,
+            accountant=self.accountant.mechanism(),
+            epsilon=self.get_epsilon(delta),
+            delta=delta,
+        )
 
     def check(self, model: PrivateModel, batch: Any, *, loss: Loss | None = None) -> Check:
         """Compares a private step with one non-private backward per sample: `print` the result.

@@ -114,6 +114,37 @@ def check_kinds(
         ) from None
 
 
+def check_rates(sample_rate: float | None, steps: int | None, poisson_sampling: bool) -> None:
+    """Raises WrongType or ValueError for a sample rate or a number of steps out of range."""
+    if not poisson_sampling and not (sample_rate is None and steps is None):
+        raise ValueError(
+            "sample_rate and steps are those of Poisson sampling: leave them out, or "
+            "poisson_sampling=False"
+        )
+    if sample_rate is not None:
+        wanted = "a probability above 0, at most 1: expected batch size / samples, both public"
+        check_number("sample_rate", sample_rate, wanted)
+        if not 0 < sample_rate <= 1:
+            raise ValueError(f"sample_rate is {sample_rate}: give {wanted}")
+    if steps is not None:
+        check_count("steps", steps, "a whole number of 1 or more: the batches of an epoch")
+        if steps < 1:
+            raise ValueError(f"steps is {steps}: give a whole number of 1 or more")
+
+
+def rates_of(loader: DataLoader, sample_rate: float | None, steps: int | None) -> tuple[float, int]:
+    """Returns q and the batches of an epoch, in which each sample takes part once on average.
+
+    What is not given follows from the loader's length, and so from the size of the data; q is 1
+    for a loader without batches, which is refused later.
+    """
+    if sample_rate is None:
+        length = max(1, len(loader))
+        return 1 / length, length if steps is None else int(steps)
+    rate = float(sample_rate)
+    return rate, max(1, round(1 / rate)) if steps is None else int(steps)
+
+
 def check_target(target_epsilon: float, target_delta: float, epochs: int) -> None:
     """Raises WrongType or ValueError for an argument of `make_private_with_epsilon`."""
     check_number("target_epsilon", target_epsilon, "a finite number above 0")

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dp_clipping.arguments.checks import check_arguments, check_kernel_options, check_kinds
+from dp_clipping.arguments.checks import (
+    check_arguments,
+    check_kernel_options,
+    check_kinds,
+    check_rates,
+    rates_of,
+)
 from dp_clipping.arguments.numbers import check_expected_batch_size
 from dp_clipping.kinds import plain
 from dp_clipping.modes import Policy, policy_of
@@ -53,6 +59,8 @@ class Settings:
     adaptive_threshold: AdaptiveThreshold | None
     data_parallel_group: dist.ProcessGroup | None
     cuda_graph: bool
+    sample_rate: float | None
+    steps: int | None
 
     def __post_init__(self) -> None:
         check_kinds(
@@ -69,6 +77,7 @@ class Settings:
         if not self.wrap_model:
             raise ValueError("wrap_model=False is not supported: use the returned model")
         check_kernel_options(self.norm_algorithm, self.memory_budget, self.tile_size)
+        check_rates(self.sample_rate, self.steps, self.poisson_sampling)
         numbers = ["noise_multiplier", "max_grad_norm", "gamma"]
         if self.expected_batch_size is not None:
             check_expected_batch_size(self.expected_batch_size)
@@ -84,6 +93,11 @@ class Settings:
             per_layer=self.clipping == "per_layer", norm_algorithm=self.norm_algorithm,
             memory_budget=self.memory_budget, tile_size=self.tile_size,
         )  # fmt: skip
+
+    @cached_property
+    def rates(self) -> tuple[float, int]:
+        """Returns q and the batches of an epoch, as given or from the loader's length."""
+        return rates_of(self.data_loader, self.sample_rate, self.steps)
 
     def with_batch_size(self, world_size: int) -> "Settings":
         """Returns these settings with the loader's batch size, if no other one is expected."""
@@ -107,7 +121,7 @@ class Settings:
             "expected_batch_size": self.expected_batch_size,
             "poisson_sampling": self.poisson_sampling,
             "num_samples": len(dataset),
-            "sample_rate": 1 / len(self.data_loader),
+            "sample_rate": self.rates[0],
         }
 
     def compared(self) -> dict[str, Any]:
@@ -119,6 +133,7 @@ class Settings:
             "norm_algorithm": self.norm_algorithm,
             "norm_reduction": self.norm_reduction,
             "len(data_loader)": len(self.data_loader),
+            "steps": self.rates[1],
             "noise_generator is given": self.noise_generator is not None,
             "adaptive_threshold": adaptive and adaptive.state_dict(),
         }

@@ -1,10 +1,9 @@
-"""Checkpoints of private runs, and the account of their steps.
+"""Checkpoints of private runs.
 
 Files:
 
     save_load             `save_checkpoint` and `load_checkpoint`
     run                   what one `make_private` returned, and what its ranks agreed on
-    ledger                the engine's account, by noise key
     compatibility         whether a checkpoint fits a run
     restore               puts a run where the checkpoint was
     file_format           one file, written whole, read without executing code

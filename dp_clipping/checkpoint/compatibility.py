@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dp_clipping.accounting.ledger import Parts, count, joined, parts_of
 from dp_clipping.checkpoint.file_format import (
     ACCOUNTANT,
     DETAILS,
@@ -20,7 +21,6 @@ from dp_clipping.checkpoint.file_format import (
     key_path,
     scheduler_state,
 )
-from dp_clipping.checkpoint.ledger import Parts, count, joined, parts_of
 from dp_clipping.checkpoint.run import Optimizer, Snapshot
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.keys import Keys, read_keys

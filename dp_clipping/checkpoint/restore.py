@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dp_clipping.accounting.ledger import Parts, count, parts_of
 from dp_clipping.checkpoint.file_format import (
     ACCOUNTANT,
     ALWAYS,
@@ -25,7 +26,6 @@ from dp_clipping.checkpoint.file_format import (
     OPTIMIZER,
     RESERVED,
 )
-from dp_clipping.checkpoint.ledger import Parts, count, parts_of
 from dp_clipping.checkpoint.run import PrivateRun, Snapshot, agree, set_random_state
 from dp_clipping.distributed.dtensor import is_fsdp1, local
 from dp_clipping.noise.keys import Keys, fresh_keys

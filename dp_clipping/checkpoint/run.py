@@ -57,7 +57,7 @@ class Optimizer(Protocol):
 
 
 class StepAccount(Protocol):
-    """The engine's `ledger.Account` as a checkpoint needs it."""
+    """The engine's `accounting.ledger.Account` as a checkpoint needs it."""
 
     accountant: Any
 

@@ -6,6 +6,5 @@ Files:
     kernel                the same in one Triton kernel
     add_noise             adds it to clipped sums, by the kernel or its reference
     keys                  the secret key of noise and sampling
-    target_epsilon        the noise multiplier that ends a training at a given ε
     adaptive_threshold    a clipping threshold that follows a quantile of the norms
 """

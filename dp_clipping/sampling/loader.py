@@ -79,6 +79,8 @@ class PoissonLoader(DataLoader):
         loader: DataLoader,
         *,
         key: bytes,
+        sample_rate: float | None = None,
+        steps: int | None = None,
         rank: int = 0,
         world_size: int = 1,
         batch_first: bool = True,
@@ -86,7 +88,8 @@ class PoissonLoader(DataLoader):
     ) -> Self:
         """Returns the user's loader with Poisson batches in place of its own; the rest stays.
 
-        q = 1/len(loader), and an epoch has len(loader) steps. `rank` and `world_size` count
+        q is `sample_rate`, and an epoch has so many `steps`; by default 1/len(loader) and
+        len(loader). `rank` and `world_size` count
         data-parallel ranks. A Poisson batch without samples has zero length in the shape that the
         collate function makes, or with `rand_on_empty` one sample of random zeros and ones; tensors
         have their batch in dimension 1 with `batch_first=False`. `drop_last` means nothing
@@ -96,8 +99,8 @@ class PoissonLoader(DataLoader):
         _check_loader(loader, world_size)
         sampler = PoissonSampler(
             num_samples=len(loader.dataset),
-            sample_rate=1 / len(loader),
-            steps=len(loader),
+            sample_rate=1 / len(loader) if sample_rate is None else sample_rate,
+            steps=len(loader) if steps is None else steps,
             key=key,
             rank=rank,
             world_size=world_size,

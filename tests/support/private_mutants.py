@@ -26,7 +26,7 @@ COLLATE = "tests/dp_clipping/sampling/test_collate.py"
 SPLIT = "tests/dp_clipping/distributed/test_split_norms.py"
 REDUCE = "tests/dp_clipping/distributed/test_gradient_reduce.py"
 GLOBAL = "tests/dp_clipping/distributed/test_global_norms.py"
-LEDGER = "tests/dp_clipping/checkpoint/test_ledger.py"
+LEDGER = "tests/dp_clipping/accounting/test_ledger.py"
 STATE = "tests/dp_clipping/step/test_state.py"
 
 ROWS = [
@@ -169,12 +169,12 @@ ROWS = [
     ("norms of ranks lie over each other", "distributed/global_norms.py",
      "offset = sum(self.sizes[: reducer.data.rank])", "offset = 0", GLOBAL),
     # ---- checkpoint ledger
-    ("released steps are forgotten by a load", "checkpoint/ledger.py",
+    ("released steps are forgotten by a load", "accounting/ledger.py",
      "lost[key] = first, after(part, shared(part, there))", "lost[key] = first, []", LEDGER),
-    ("a repeated step may have another noise", "checkpoint/ledger.py",
+    ("a repeated step may have another noise", "accounting/ledger.py",
      "if not same or made not in (None, step.digest):", "if False:", LEDGER),
-    ("equal neighbours are counted once", "checkpoint/ledger.py",
+    ("equal neighbours are counted once", "accounting/ledger.py",
      "            steps += whole.pop()[2]", "            whole.pop()", LEDGER),
-    ("a step too many is dropped", "checkpoint/ledger.py",
+    ("a step too many is dropped", "accounting/ledger.py",
      "left = number - min(number, steps)", "left = number - min(number, steps + 1)", LEDGER),
 ]  # fmt: skip

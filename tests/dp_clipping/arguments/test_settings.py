@@ -18,7 +18,7 @@ DEFAULTS = {
     "clipping_function": "abadi", "gamma": GAMMA, "expected_batch_size": None,
     "norm_algorithm": "auto", "memory_budget": None, "tile_size": None,
     "norm_reduction": "async", "adaptive_threshold": None, "data_parallel_group": None,
-    "cuda_graph": False,
+    "cuda_graph": False, "sample_rate": None, "steps": None,
 }  # fmt: skip
 
 

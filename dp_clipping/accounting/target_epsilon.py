@@ -1,6 +1,11 @@
 """Finds the noise multiplier that ends a training at a given ε, by Opacus's search."""
 
+import math
 import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from dp_clipping.kinds import check_number
 
 LOWEST = 0.2
 """Smallest σ that is searched for: below it Opacus's PRV accountant takes minutes per value."""
@@ -11,21 +16,38 @@ def noise_multiplier_for(
     target_epsilon: float,
     target_delta: float,
     sample_rate: float,
-    epochs: int,
+    steps: int,
     accountant: str,
+    epsilon_tolerance: float = 0.01,
+    alphas: Sequence[float] | None = None,
 ) -> float:
-    """Returns σ with which `epochs` epochs end at (ε, δ), as `opacus` computes it.
+    """Returns σ with which so many steps end at (ε, δ), as `opacus` computes it.
 
     Args:
         sample_rate: probability of a sample to be in a step's batch.
+        steps: of the whole training.
         accountant: `"prv"`, `"rdp"` or `"gdp"`.
+        epsilon_tolerance: the search ends when ε is at most this far below its target.
+        alphas: Rényi orders that accountant `"rdp"` tries; default: Opacus's.
 
     Raises:
-        ValueError: if a σ below `LOWEST` would do, or if the accountant finds none.
+        ValueError: if a σ below `LOWEST` would do, or the accountant finds none; for orders with
+            another accountant, and a tolerance that is not above 0.
     """
+    options: dict[str, Any] = {}
+    if alphas is not None:
+        if accountant != "rdp":
+            raise ValueError(
+                f'alphas are for accountant "rdp", and the engine has "{accountant}": leave them '
+                'out, or build PrivacyEngine(accountant="rdp")'
+            )
+        options["alphas"] = list(alphas)
+    check_number("epsilon_tolerance", epsilon_tolerance, "a finite number above 0")
+    if not 0 < epsilon_tolerance < math.inf:
+        raise ValueError(f"epsilon_tolerance is {epsilon_tolerance}: give a finite number above 0")
     from opacus.accountants.utils import get_noise_multiplier  # importing Opacus takes seconds
 
-    most = _epsilon_of_lowest(target_delta, sample_rate, epochs)
+    most = _epsilon_of_lowest(target_delta, sample_rate, steps)
     if target_epsilon >= most:
         raise ValueError(
             f"target_epsilon is {target_epsilon:g}: with noise_multiplier {LOWEST:g} epsilon is "
@@ -37,8 +59,10 @@ def noise_multiplier_for(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
             sample_rate=sample_rate,
-            epochs=epochs,
+            steps=steps,
             accountant=accountant,
+            epsilon_tolerance=epsilon_tolerance,
+            **options,
         )
     except ValueError as error:
         raise ValueError(
@@ -48,12 +72,12 @@ def noise_multiplier_for(
         ) from error
 
 
-def _epsilon_of_lowest(delta: float, sample_rate: float, epochs: int) -> float:
+def _epsilon_of_lowest(delta: float, sample_rate: float, steps: int) -> float:
     """Returns an upper bound of ε under σ = `LOWEST`: that of Rényi, which is fast to compute."""
     from opacus.accountants import create_accountant
 
     accountant = create_accountant(mechanism="rdp")
-    accountant.history = [(LOWEST, sample_rate, int(epochs / sample_rate))]
+    accountant.history = [(LOWEST, sample_rate, steps)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its best order may be the last that it tries
         return float(accountant.get_epsilon(delta=delta))

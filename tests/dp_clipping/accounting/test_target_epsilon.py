@@ -3,9 +3,9 @@
 import pytest
 from opacus.accountants.utils import get_noise_multiplier
 
-from dp_clipping.noise.target_epsilon import noise_multiplier_for
+from dp_clipping.accounting.target_epsilon import noise_multiplier_for
 
-SETTING = {"target_delta": 1e-5, "sample_rate": 0.01, "epochs": 1}
+SETTING = {"target_delta": 1e-5, "sample_rate": 0.01, "steps": 100}
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "gdp"])
@@ -27,3 +27,15 @@ def test_a_target_that_needs_no_noise_is_refused_without_a_search(accountant, mo
 def test_a_search_that_fails_names_the_target():
     with pytest.raises(ValueError, match="target_epsilon is 1e-09: accountant rdp finds no noise"):
         noise_multiplier_for(**SETTING, target_epsilon=1e-9, accountant="rdp")
+
+
+def test_orders_and_tolerance_are_those_of_opacus():
+    arguments = {**SETTING, "target_epsilon": 2.0, "accountant": "rdp"}
+    options = {"alphas": (6, 12), "epsilon_tolerance": 0.5}
+    found = noise_multiplier_for(**arguments, **options)
+    assert found == get_noise_multiplier(**arguments, **options)
+    assert found != noise_multiplier_for(**arguments)
+    with pytest.raises(ValueError, match='alphas are for accountant "rdp"'):
+        noise_multiplier_for(**{**arguments, "accountant": "prv"}, alphas=[2])
+    with pytest.raises(ValueError, match="epsilon_tolerance is 0: give a finite number above 0"):
+        noise_multiplier_for(**arguments, epsilon_tolerance=0)

@@ -1,0 +1,8 @@
+"""What a private run has spent, and how it is stated.
+
+Files:
+
+    ledger            the engine's account, by noise key
+    target_epsilon    the noise multiplier that ends a training at a given ε
+    statement         the guarantee, with all that it depends on
+"""

@@ -1,0 +1,105 @@
+"""The guarantee of a private run, with everything that it depends on."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dp_clipping.accounting.ledger import History, count
+
+RELATION = "add or remove one unit"
+
+
+@dataclass(frozen=True)
+class PrivacyStatement:
+    """States (ε, δ) and what it was computed from; prints as text.
+
+    An attribute is a list where steps had several values: all of them, in the order in which they
+    were first used.
+
+    Attributes:
+        relation: which data sets are neighbours.
+        unit: what is added or removed.
+        noise_multiplier: σ.
+        max_grad_norm: C, or C_k of each clipping group. With an adaptive threshold: where it is
+            now; what it follows is paid for in σ.
+        sample_rate: q.
+        steps: taken so far.
+        sampler: how the units of a step are chosen.
+        accountant: which computed ε.
+        epsilon: infinite if a step had no noise, or no known sampling.
+        delta: δ.
+    """
+
+    relation: str
+    unit: str
+    noise_multiplier: float | list[float]
+    max_grad_norm: float | list[float]
+    sample_rate: float | list[float]
+    steps: int
+    sampler: str
+    accountant: str
+    epsilon: float
+    delta: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the attributes as numbers, strings and lists, in this order."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if math.isinf(self.epsilon):
+            first = f"No finite epsilon holds at delta = {self.delta:g}."
+        else:
+            first = f"(epsilon, delta) = ({self.epsilon:.4g}, {self.delta:g})"
+        lines = [
+            ("neighbouring data sets", self.relation),
+            ("unit", self.unit),
+            ("noise multiplier", self.noise_multiplier),
+            ("clipping threshold", self.max_grad_norm),
+            ("sample rate", self.sample_rate),
+            ("steps taken", self.steps),
+            ("sampler", self.sampler),
+            ("accountant", self.accountant),
+        ]
+        return "\n".join([first, *(f"  {name + ':':24}{_shown(value)}" for name, value in lines)])
+
+
+def statement_of(
+    runs: Sequence[Any], history: History, *, accountant: str, epsilon: float, delta: float
+) -> PrivacyStatement:
+    """Returns the statement of an engine's runs.
+
+    Args:
+        runs: the `PrivateRun` of each `make_private`.
+        history: of the engine's accountant.
+        accountant: its name.
+        epsilon: as it computed it.
+    """
+    is_poisson = all(run.settings["poisson_sampling"] for run in runs)
+    sigmas = [sigma for sigma, _, _ in history] or [run.optimizer.noise_multiplier for run in runs]
+    rates = [rate for _, rate, _ in history] or [run.settings["sample_rate"] for run in runs]
+    return PrivacyStatement(
+        relation=RELATION,
+        unit="one example",
+        noise_multiplier=_one_or_all(sigmas),
+        max_grad_norm=_one_or_all([run.optimizer.max_grad_norm for run in runs]),
+        sample_rate=_one_or_all(rates),
+        steps=count(history),
+        sampler="poisson" if is_poisson else "the loader's own, for which no account is known",
+        accountant=accountant,
+        epsilon=epsilon if is_poisson else math.inf,
+        delta=delta,
+    )
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    """Returns the one value that all are, or the list of those that differ."""
+    found = [value for i, value in enumerate(values) if value not in values[:i]]
+    return found[0] if len(found) == 1 else found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        shown = ", ".join(_shown(v) for v in value[:4])
+        return f"{shown}, ... ({len(value)} of them)" if len(value) > 4 else shown
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

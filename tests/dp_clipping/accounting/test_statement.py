@@ -1,0 +1,193 @@
+"""What is stated is what was done, and does not depend on how many samples there are."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_clipping import PrivacyEngine
+
+KEYS = [
+    "relation", "unit", "noise_multiplier", "max_grad_norm", "sample_rate", "steps", "sampler",
+    "accountant", "epsilon", "delta",
+]  # fmt: skip
+
+
+def made(samples=24, method="make_private", **arguments):
+    """An engine and what it returned, over so many samples in batches of four."""
+    torch.manual_seed(0)
+    network = nn.Linear(3, 2)
+    data = TensorDataset(torch.randn(samples, 3), torch.randint(2, (samples,)))
+    engine = PrivacyEngine(accountant="rdp")
+    if method == "make_private":
+        arguments = {"noise_multiplier": 1.0, **arguments}
+    private = getattr(engine, method)(
+        module=network,
+        optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=4),
+        **{"max_grad_norm": 0.5, **arguments},
+    )
+    return engine, private
+
+
+def train(private, epochs=1):
+    model, optimizer, criterion, loader = private
+    for _ in range(epochs):
+        for x, y in loader:
+            criterion(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_keys_and_values_are_those_of_the_run():
+    engine, private = made()
+    train(private)
+    statement = engine.privacy_statement(delta=1e-3).as_dict()
+    assert list(statement) == KEYS
+    assert statement == {
+        "relation": "add or remove one unit", "unit": "one example", "noise_multiplier": 1.0,
+        "max_grad_norm": 0.5, "sample_rate": 1 / 6, "steps": 6, "sampler": "poisson",
+        "accountant": "rdp", "epsilon": engine.get_epsilon(1e-3), "delta": 1e-3,
+    }  # fmt: skip
+
+
+def test_before_the_first_step_nothing_is_spent():
+    engine, _ = made(noise_multiplier=2.0, sample_rate=0.25)
+    statement = engine.privacy_statement(1e-3)
+    assert (statement.epsilon, statement.steps) == (0.0, 0)
+    assert (statement.noise_multiplier, statement.sample_rate) == (2.0, 0.25)
+
+
+def test_all_values_of_what_changed_are_listed():
+    engine, private = made()
+    train(private)
+    private[1].noise_multiplier = 3.0
+    train(private)
+    assert engine.privacy_statement(1e-3).noise_multiplier == [1.0, 3.0]
+
+
+def test_text_says_what_each_number_is():
+    engine, private = made()
+    train(private)
+    text = str(engine.privacy_statement(1e-3))
+    assert text.startswith(f"(epsilon, delta) = ({engine.get_epsilon(1e-3):.4g}, 0.001)")
+    for line in (
+        "neighbouring data sets: add or remove one unit",
+        "unit:                   one example",
+        "noise multiplier:       1",
+        "clipping threshold:     0.5",
+        "sample rate:            0.166667",
+        "steps taken:            6",
+        "sampler:                poisson",
+        "accountant:             rdp",
+    ):
+        assert f"\n  {line}\n" in f"{text}\n"
+
+
+def test_many_thresholds_are_cut_short():
+    network = nn.Sequential(*[nn.Linear(3, 3) for _ in range(6)])
+    engine = PrivacyEngine()
+    engine.make_private(
+        module=network, optimizer=torch.optim.SGD(network.parameters()), noise_multiplier=1.0,
+        data_loader=DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=4),
+        max_grad_norm=[0.5] * 6, clipping="per_layer",
+    )  # fmt: skip
+    assert "0.5, 0.5, 0.5, 0.5, ... (6 of them)" in str(engine.privacy_statement(1e-3))
+
+
+def test_no_noise_and_no_poisson_sampling_have_no_epsilon():
+    engine, private = made(noise_multiplier=0.0)
+    train(private)
+    assert engine.privacy_statement(1e-3).epsilon == math.inf
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine, private = made(poisson_sampling=False)
+    train(private)
+    statement = engine.privacy_statement(1e-3)
+    assert statement.epsilon == math.inf
+    assert statement.sampler == "the loader's own, for which no account is known"
+    assert str(statement).startswith("No finite epsilon holds at delta = 0.001.")
+
+
+def test_before_make_private_there_is_nothing_to_state():
+    with pytest.raises(RuntimeError, match=r"call engine.make_private\(..\) before"):
+        PrivacyEngine().privacy_statement(1e-3)
+
+
+def facts(samples, **arguments):
+    """What an observer may learn of a run without looking at its noise."""
+    engine, (_, optimizer, _, loader) = private = made(samples, **arguments)
+    train(private[1])
+    statement = engine.privacy_statement(1e-3).as_dict()
+    return statement, len(loader), optimizer.expected_batch_size, optimizer.noise_multiplier
+
+
+@pytest.mark.parametrize(
+    "target",
+    [{}, {"method": "make_private_with_epsilon", "target_epsilon": 3.0, "target_delta": 1e-3}],
+    ids=["sigma", "epsilon"],
+)
+def test_neighbours_are_treated_alike_under_public_rates(target):
+    public = {"sample_rate": 1 / 6, "steps": 7, **target}
+    assert facts(24, **public) == facts(25, **public)  # 25 samples are a batch more
+    statement, length, divisor, _ = facts(25, **public)
+    assert (statement["sample_rate"], statement["steps"], length, divisor) == (1 / 6, 7, 7, 4.0)
+
+
+def test_without_public_rates_they_are_not():
+    assert facts(24)[0]["sample_rate"] == 1 / 6
+    assert facts(25)[0]["sample_rate"] == 1 / 7
+
+
+@pytest.mark.parametrize(
+    ("given", "rate", "steps"),
+    [
+        ({}, 1 / 6, 6),
+        ({"sample_rate": 0.1}, 0.1, 10),
+        ({"steps": 3}, 1 / 6, 3),
+        ({"sample_rate": 1, "steps": 2}, 1.0, 2),
+    ],
+)
+def test_what_is_not_given_follows(given, rate, steps):
+    engine, private = made(**given)
+    loader = private[3]
+    assert (loader.sample_rate, len(loader)) == (rate, steps)
+    train(private)
+    assert engine.privacy_statement(1e-3).steps == steps
+
+
+def test_epsilon_ends_at_its_target_after_the_public_number_of_steps():
+    engine, private = made(
+        method="make_private_with_epsilon", target_epsilon=2.0, target_delta=1e-3,
+        sample_rate=0.2, steps=20,
+    )  # fmt: skip
+    train(private)
+    assert 1.98 <= engine.get_epsilon(1e-3) <= 2.0
+    twice = made(
+        method="make_private_with_epsilon", target_epsilon=2.0, target_delta=1e-3,
+        sample_rate=0.2, steps=20, epochs=2,
+    )  # fmt: skip
+    train(twice[1], epochs=2)
+    assert 1.98 <= twice[0].get_epsilon(1e-3) <= 2.0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sample_rate": 0}, "sample_rate is 0: give a probability above 0, at most 1"),
+        ({"sample_rate": 1.5}, r"sample_rate is 1.5: give a probability"),
+        ({"sample_rate": float("nan")}, "sample_rate is nan"),
+        ({"sample_rate": "0.1"}, "sample_rate is a string|sample_rate is '0.1'"),
+        ({"steps": 0}, "steps is 0: give a whole number of 1 or more"),
+        ({"steps": 2.5}, "steps is 2.5: give a whole number"),
+        ({"steps": 3, "poisson_sampling": False}, "sample_rate and steps are those of Poisson"),
+        ({"method": "make_private_with_epsilon", "target_epsilon": 3.0, "target_delta": 1e-3},
+         "epochs is missing: give epochs=, or steps="),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        made(**given)
