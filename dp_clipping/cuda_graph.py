@@ -19,8 +19,12 @@ change is refused. What else the body's Python reads (a variable, a criterion's 
 it was captured.
 """
 
-from collections.abc import Callable
+import linecache
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +40,7 @@ from dp_clipping.torch_compat import any_compiled, tree_flatten, tree_map, tree_
 PLAIN = {bool, int, float, str}
 EAGER = 3  # whole steps before a capture: kernels are tuned and compiled, momentum is there
 WITHOUT = "or leave out cuda_graph=True"
+LIBRARIES = tuple(str(Path(place).parent) + "/" for place in (torch.__file__, __file__))
 
 
 def refuse(settings: Any, ranks: Any) -> None:
@@ -72,6 +77,45 @@ def refuse(settings: Any, ranks: Any) -> None:
     for reason, applies in reasons.items():
         if applies:
             raise ValueError(f"cuda_graph=True cannot capture {reason}, {WITHOUT}")
+
+
+@contextmanager
+def capturing(graph: Any) -> Iterator[None]:
+    """Records in `graph` what the block would launch.
+
+    Raises RuntimeError where the block waits for the device, before it does: a capture that the
+    wait itself ends leaves PyTorch's allocator and generators as they are during a capture.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    first: Exception | None = None  # ending the capture may raise another
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                yield
+            except Exception as error:
+                first = error
+                raise
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+    except Exception as error:
+        first = first or error
+        cause = str(first).partition("\n")[0] + _place_of(first)
+        raise RuntimeError(
+            f"the step cannot be captured as a CUDA graph ({cause}): nothing in its body may "
+            "wait for the device (item(), cpu(), if on a tensor, an attention mask that is "
+            "looked at, loss_per_sample)"
+        ) from error
+
+
+def _place_of(error: BaseException) -> str:
+    """Returns the last line that is the user's own, of those that have led to an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+    if not own:
+        return ""
+    line = linecache.getline(own[-1].filename, own[-1].lineno or 0).strip()
+    return f", at {Path(own[-1].filename).name}:{own[-1].lineno}, {line}"
 
 
 class GraphedStep:
@@ -195,19 +239,14 @@ class _Captured:
             with (
                 holding(self._held),
                 self.model.capture.new_triggers(),
-                torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
+                capturing(self._graph),
             ):
                 self._outputs = self.step.body(*args, **kwargs)
-            if self.state.steps != number + 1 or not self.state.is_idle:
-                raise RuntimeError("its body is not one whole step, from forward to step()")
+                if self.state.steps != number + 1 or not self.state.is_idle:
+                    raise RuntimeError("its body is not one whole step, from forward to step()")
         except Exception as error:
             self.model.clear_gradients()
-            cause = str(error.__context__ or error).partition("\n")[0]
-            raise RuntimeError(
-                f"the step cannot be captured as a CUDA graph ({cause}): nothing in its body may "
-                "wait for the device (item(), cpu(), if on a tensor, an attention mask that is "
-                f"looked at, loss_per_sample), {WITHOUT}"
-            ) from error
+            raise RuntimeError(f"{error}, {WITHOUT}") from error
         finally:
             self.passes.padding = noise.table = None
         self._norms = list(self.state.norms)

@@ -8,9 +8,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 Batch = tuple[Tensor, Tensor]
+
+
+class Blanks(Dataset):
+    """So many samples that are nothing: they are counted, and the batches come from elsewhere."""
+
+    def __init__(self, count: int):
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(())
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        return [torch.zeros(())] * len(indices)
+
+
+def count_blanks(blanks: list[Tensor]) -> Tensor:
+    """Returns a batch of them."""
+    return torch.zeros(len(blanks))
 
 
 class ClassifierTraining:
@@ -18,14 +39,19 @@ class ClassifierTraining:
 
     Attributes:
         model: the network, or the private model around it.
+        loader: announces batches, if it is private.
     """
 
-    def __init__(self, network: nn.Module, device: torch.device, learning_rate: float = 1e-5):
+    def __init__(
+        self, network: nn.Module, device: torch.device, learning_rate: float = 1e-5,
+        capturable: bool = False,
+    ) -> None:  # fmt: skip
         self.model = network
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             [p for p in network.parameters() if p.requires_grad],
             lr=learning_rate,
             fused=device.type == "cuda",
+            capturable=capturable,
         )
         self.criterion: Callable[[Tensor, Tensor], Tensor] = nn.CrossEntropyLoss()
         self._finish: Callable[[], None] = lambda: None  # backward waits for FSDP's own exchange
@@ -35,14 +61,14 @@ class ClassifierTraining:
 
         Batches of fixed size are compared: nothing is published, and no ε is stated.
         """
-        data = TensorDataset(torch.zeros(64 * batch_size, 1))
+        blanks = DataLoader(Blanks(64 * batch_size), batch_size, collate_fn=count_blanks)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="poisson_sampling=False")
             self.model, self.optimizer, *others = engine.make_private(
                 module=self.model, optimizer=self.optimizer, criterion=self.criterion,
-                data_loader=DataLoader(data, batch_size=batch_size), poisson_sampling=False,
-                **options,
+                data_loader=blanks, poisson_sampling=False, **options,
             )  # fmt: skip
+        self.loader = others[-1]
         if len(others) == 2:  # Opacus returns no criterion for its `hooks`
             self.criterion = others[0]
         if hasattr(self.model, "skip_checks"):

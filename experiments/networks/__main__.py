@@ -4,12 +4,17 @@
     python -m experiments.networks                     all networks, four variants, three rounds
     python -m experiments.networks --networks vit_b16 bert_base --variants ordinary bookkeeping
     python -m experiments.networks --small             the same networks in small, on any device
+    python -m experiments.networks --cuda-graph --variants ordinary flash_bookkeeping
+                                                       steps as CUDA graphs, on both sides
 
 Variants take turns in interleaved rounds; each is built, warmed up, timed and freed. Steps are
 complete, with noise and AdamW, which is fused on a GPU. In the first round a variant takes a few
 more steps, which say how long the host needs to issue a step, how long the kernels take and how
 many there are. A variant that refuses a network, or fails on it, says why in its line, and is not
 tried again. Without a GPU all networks are small, which shows that they run, and no more.
+
+With --cuda-graph the complete step is one CUDA graph, the ordinary one too: forward, loss, backward
+and AdamW. Inputs are copied from pinned memory. The peak of memory is that of the capture.
 """
 
 import sys
@@ -17,11 +22,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dp_clipping import MODES
 from experiments.networks.bounds import bounds_of
+from experiments.networks.graphs import GraphedTraining, in_pinned_memory
 from experiments.networks.report import report
 from experiments.networks.rows import ROWS
 from experiments.networks.training import failure_of, training_of
@@ -58,22 +65,43 @@ class Options:
     steps: int = option(5, "timed steps a round", check=positive)
     small: bool = option(False, "small networks on small batches, as on a CPU (default: off)")
     compile: bool = option(False, "compile each network, in all variants (default: off)")
+    cuda_graph: bool = option(False, "capture each step as a CUDA graph (default: off)")
     output: Path | None = option(None, "JSON of all samples (default: none)")
 # fmt: on
 
     def __post_init__(self) -> None:
         if self.output:
             check_file("--output", self.output)
+        if self.cuda_graph and self.compile:
+            raise ValueError(
+                "--cuda-graph with --compile: a private step of compiled modules cannot be "
+                "captured, so give one of the two"
+            )
+        if self.cuda_graph and not torch.cuda.is_available():
+            raise ValueError(
+                "--cuda-graph needs a GPU, and PyTorch finds none: without one, measure eager "
+                f"steps with python -m {PROGRAM} --small"
+            )
 
 
 def measure(cell: RoundCell, options: Options, device: torch.device) -> dict:
     """Returns the costs of a cell, or why there are none."""
     is_small = options.small or device.type != "cuda"
+    graphed = None
     try:
-        training, batch = training_of(cell.variant, cell.row, is_small, device, options.compile)
-        warm_up = WARM_UP_SMALL if is_small else WARM_UP
+        training: Any
+        training, batch = training_of(
+            cell.variant, cell.row, is_small, device, options.compile, options.cuda_graph
+        )
+        if options.cuda_graph:
+            training = graphed = GraphedTraining(training, len(batch[1]), device)
+            batch = in_pinned_memory(batch)
+        warm_up = WARM_UP_SMALL if is_small and graphed is None else WARM_UP
         batches = [batch] * (warm_up + options.steps)
-        found = costs_of(time_steps(training, batches, warm_up, device))
+        check = (lambda: None) if graphed is None else graphed.check
+        found = costs_of(time_steps(training, batches, warm_up, device, warmed_up=check))
+        if graphed is not None:
+            found["peak_memory_mb"] = max(found["peak_memory_mb"], graphed.capture_peak_mb)
         bounds = bounds_of(training, batch, device) if cell.round == 0 else {}
         return {"status": OK, **found, **bounds}
     except Exception as error:
@@ -89,7 +117,9 @@ def run_all(options: Options, device: torch.device) -> list[dict]:
         if (cell.row.name, cell.variant) in failed:
             continue
         started = time.perf_counter()
-        config = {"batch": cell.row.batch, "compiled": options.compile}
+        config = {
+            "batch": cell.row.batch, "compiled": options.compile, "cuda_graph": options.cuda_graph,
+        }  # fmt: skip
         if options.small or device.type != "cuda":
             config["batch"] = "small"
         found = cell.names() | {"config": config} | measure(cell, options, device)

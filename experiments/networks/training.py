@@ -25,8 +25,8 @@ _ENGINES = tuple(str(Path(package.__file__).parent) for package in (dp_clipping,
 class NetworkTraining(ClassifierTraining):
     """Complete steps of a task with AdamW; see `lm.timing.Trainee`."""
 
-    def __init__(self, task: Task, device: torch.device):
-        super().__init__(task.network, device)
+    def __init__(self, task: Task, device: torch.device, capturable: bool = False):
+        super().__init__(task.network, device, capturable=capturable)
         self.criterion = task.criterion
 
     def backward(self, batch: tuple[Any, Tensor]) -> None:
@@ -37,19 +37,30 @@ class NetworkTraining(ClassifierTraining):
 
 
 def training_of(
-    variant: str, row: NetworkRow, is_small: bool, device: torch.device, compiled: bool = False
-) -> tuple[NetworkTraining, tuple[Any, Tensor]]:
-    """Returns the variant, ready to step, and its batch."""
+    variant: str, row: NetworkRow, is_small: bool, device: torch.device, compiled: bool = False,
+    cuda_graph: bool = False,
+) -> tuple[NetworkTraining, tuple[Any, Tensor]]:  # fmt: skip
+    """Returns the variant, ready to step, and its batch.
+
+    With `cuda_graph` the variant's step can be captured: see `graphs.GraphedTraining`.
+
+    Raises ValueError where this is asked of Opacus.
+    """
     task = row.build(is_small, device)
-    training = NetworkTraining(task, device)
+    capturable = cuda_graph and device.type == "cuda"
+    training = NetworkTraining(task, device, capturable)
     if variant != BASELINE:
         engine = opacus if variant.startswith(OPACUS) else dp_clipping
+        if capturable and engine is opacus:
+            raise ValueError("Opacus has no step that can be captured: measure it eagerly")
+        options = {"cuda_graph": True} if capturable else {}
         for opacus_says in ("Secure RNG turned off", "Full backward hook is firing"):
             warnings.filterwarnings("ignore", message=opacus_says)
         training.make_private(
             engine.PrivacyEngine(accountant="rdp"), len(task.targets), noise_multiplier=1.0,
             max_grad_norm=1.0, clipping="per_layer" if variant.endswith(PER_LAYER) else "flat",
             grad_sample_mode=variant.removeprefix(OPACUS).removesuffix(PER_LAYER),
+            **options,
         )  # fmt: skip
     if compiled:
         task.network.compile()

@@ -387,6 +387,8 @@ def captured(monkeypatch):
     """A run whose step is captured, and what makes the coming step of it."""
     monkeypatch.setattr(torch.cuda, "graph", captured_by_nobody)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
     monkeypatch.setattr(Graph, "replays", 0)
     run = build(transformer(), "cpu", cuda_graph=False)
     run.model.step_context.plans.last = SimpleNamespace(is_one_pass=True)

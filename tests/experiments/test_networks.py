@@ -1,13 +1,18 @@
 """experiments.networks: every network runs in small, and a line says why one does not."""
 
 import json
+import re
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from opacus.validators.errors import UnsupportedModuleError
 
+from dp_clipping.cuda_graph import EAGER
 from experiments.networks.__main__ import PROGRAM, Options, main, measure
 from experiments.networks.bounds import bound_by, bounds_of
+from experiments.networks.graphs import GraphedTraining, in_pinned_memory
 from experiments.networks.report import report
 from experiments.networks.rows import ROWS
 from experiments.networks.training import failure_of, training_of
@@ -44,7 +49,7 @@ def test_a_row_names_its_dtype(name):
 
 def test_the_command_and_its_file(tmp_path, capsys):
     output = tmp_path / "networks.json"
-    arguments = ["--rows", "table", "lstm", "--rounds", "2", "--steps", "1"]
+    arguments = ["--networks", "table", "lstm", "--rounds", "2", "--steps", "1"]
     arguments += ["--variants", "ordinary", "bookkeeping", "opacus_hooks", "opacus_ghost"]
     assert main([*arguments, "--output", str(output)]) == 0
     text = capsys.readouterr().out
@@ -120,6 +125,116 @@ def test_bounds_on_a_gpu():
     assert found["host_ms"] > 0
     assert found["kernel_ms"] > 0
     assert found["launches"] > 50
+
+
+# ---- steps as CUDA graphs ------------------------------------------------------------------------
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class Graph:
+    """A graph that launches nothing."""
+
+    replays = 0
+
+    def replay(self):
+        Graph.replays += 1
+
+
+@contextmanager
+def captured_by_nobody(graph, capture_error_mode):
+    yield
+
+
+@pytest.fixture
+def no_device(monkeypatch):
+    """What these steps ask of a GPU, on a CPU."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fakes = {
+        "graph": captured_by_nobody, "CUDAGraph": Graph, "Stream": lambda: stream,
+        "current_stream": lambda: stream, "stream": lambda _: nullcontext(),
+        "get_sync_debug_mode": lambda: 0, "set_sync_debug_mode": lambda mode: None,
+        "reset_peak_memory_stats": lambda: None, "max_memory_allocated": lambda: 3 << 20,
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(Graph, "replays", 0)
+
+
+@pytest.mark.parametrize("variant", ["ordinary", "flash_bookkeeping"])
+def test_a_graphed_step_is_eager_then_captured_then_replayed(no_device, variant):
+    training, batch = training_of(variant, ROWS["table"], True, CPU, cuda_graph=True)
+    steps = []
+    training.optimizer.step = lambda own=training.optimizer.step: steps.append(own())
+    if variant != "ordinary":
+        training.optimizer._cuda_graph = True
+        training.model.step_context.plans.last = SimpleNamespace(is_one_pass=True)
+    graphed = GraphedTraining(training, len(batch[1]), CPU)
+    for number in range(1, EAGER + 6):
+        if number <= EAGER + 1:
+            with pytest.raises(RuntimeError, match="not captured in the warm-up"):
+                graphed.check()
+        graphed.backward(batch)
+        graphed.step()
+        assert len(steps) == min(number, EAGER + 1)
+        assert Graph.replays == max(0, number - EAGER)
+    graphed.check()
+    assert graphed.capture_peak_mb == 3
+    if variant != "ordinary":
+        assert training.optimizer.steps == EAGER + 5
+
+
+def test_a_replay_has_the_inputs_of_its_step(no_device):
+    training, (inputs, targets) = training_of("ordinary", ROWS["bert_base"], True, CPU)
+    graphed = GraphedTraining(training, len(targets), CPU)
+    for number in range(EAGER + 2):
+        given = {"input_ids": torch.full_like(inputs["input_ids"], number)}, targets
+        graphed.backward(given)
+        seen, _ = graphed._step._inputs
+        assert torch.equal(seen["input_ids"], given[0]["input_ids"])
+        assert seen["input_ids"] is not given[0]["input_ids"]
+
+
+def test_without_a_gpu_graphs_are_refused(capsys):
+    for words, message in (
+        ([], f"needs a GPU.*python -m {PROGRAM} --small"),
+        (["--compile"], "give one of the two"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(["--cuda-graph", "--networks", "table", *words])
+        assert end.value.code == 2
+        assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", ["table", "bert_base", "wide_resnet_16_4"])
+def test_graphs_on_a_gpu(name):
+    device, options = torch.device("cuda"), Options(steps=2, small=True, cuda_graph=True)
+    for variant in ("ordinary", "flash_bookkeeping"):
+        found = measure(RoundCell(ROWS[name], variant, 0), options, device)
+        assert found["status"] == "ok", found
+        assert found["peak_memory_mb"] > 0
+    found = measure(RoundCell(ROWS[name], "opacus_hooks", 0), options, device)
+    assert found["reason"].startswith("raised: ValueError: Opacus has no step")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_step_that_waits_is_a_cell_and_the_next_is_measured():
+    device, options = torch.device("cuda"), Options(steps=2, small=True, cuda_graph=True)
+    for variant in ("ordinary", "flash_bookkeeping"):
+        found = measure(RoundCell(ROWS["lstm_packed"], variant, 0), options, device)
+        assert "lengths.cpu()" in found["reason"]
+        assert measure(RoundCell(ROWS["table"], variant, 0), options, device)["status"] == "ok"
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_pinned_inputs():
+    _, batch = training_of("ordinary", ROWS["table"], True, torch.device("cuda"))
+    (numbers, bags), targets = in_pinned_memory(batch)
+    assert all(x.is_pinned() for x in (numbers, bags, targets))
 
 
 def test_options():
