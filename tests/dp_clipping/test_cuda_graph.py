@@ -15,6 +15,7 @@ from dp_clipping import BatchMemoryManager, PrivacyEngine, cuda_graph
 from dp_clipping.cuda_graph import EAGER, refuse
 from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.noise.kernel import StreamTable, add_noise_to_all_kernel_launch
+from experiments.networks.models import LSTMClassifier, TransformerClassifier, WideResNet
 from tests.support import zoo
 
 gpu = pytest.mark.gpu
@@ -22,10 +23,13 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 ROWS, BATCH, COUNT = 12, 6, 60
 
 
-def build(network: nn.Module, device: str = "cuda", optimizer=None, **changes) -> SimpleNamespace:
+def build(
+    network: nn.Module, device: str = "cuda", optimizer=None, data: tuple | None = None, **changes
+) -> SimpleNamespace:  # fmt: skip
     torch.manual_seed(0)
     network = network.to(device)
     x = torch.randint(1, 20, (COUNT, 6))
+    data = (x, (x * 7 + 3) % 20) if data is None else data
     if optimizer is None:
         optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, capturable=device == "cuda")
     arguments = {
@@ -36,12 +40,13 @@ def build(network: nn.Module, device: str = "cuda", optimizer=None, **changes) -
     reduction = changes.get("loss_reduction", "mean")
     model, private, criterion, loader = engine.make_private(
         module=network, optimizer=optimizer, criterion=zoo.Criterion(zoo.cross_entropy, reduction),
-        data_loader=DataLoader(TensorDataset(x, (x * 7 + 3) % 20), batch_size=BATCH),
+        data_loader=DataLoader(TensorDataset(*data), batch_size=BATCH),
         **arguments | changes,
     )  # fmt: skip
     return SimpleNamespace(
-        engine=engine, model=model, optimizer=private, criterion=criterion, loader=loader
-    )
+        engine=engine, model=model, optimizer=private, criterion=criterion, loader=loader,
+        device=device,
+    )  # fmt: skip
 
 
 def transformer(dropout: float = 0.0) -> nn.Module:
@@ -84,7 +89,7 @@ def train(run: SimpleNamespace, steps: int, graphed: bool, zero_first: bool = Fa
             pad_batches=True,
         ) as pieces:  # fmt: skip
             for x, y in pieces:
-                x, y = x.cuda(), y.cuda()
+                x, y = x.to(run.device), y.to(run.device)
                 replays = graphed and step.is_captured and step._is_alike()
                 loss = step(x, y)
                 norms = run.model.per_sample_gradient_norms if zero_first else None
@@ -93,7 +98,8 @@ def train(run: SimpleNamespace, steps: int, graphed: bool, zero_first: bool = Fa
                 seen.append((loss, norms, replays))
                 if run.optimizer.steps == steps:
                     break
-    torch.cuda.synchronize()
+    if run.device == "cuda":
+        torch.cuda.synchronize()
     return seen
 
 
@@ -129,6 +135,90 @@ def test_twenty_steps_are_those_of_an_eager_run(dtype, zero_first):
     assert len({run.loader.position for run in runs}) == 1
     if zero_first:
         assert all(p.grad is not None for p in runs[0].model.network.parameters())
+
+
+def tokens_and_class() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randint(1, 20, (COUNT, 6), generator=generator)
+    return x, x.sum(1) % 2
+
+
+def images_and_class() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(COUNT, 3, 8, 8, generator=generator)
+    return x, torch.randint(10, (COUNT,), generator=generator)
+
+
+def embedding_bag() -> nn.Module:
+    return nn.Sequential(
+        nn.EmbeddingBag(20, 8, mode="mean"), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)
+    )
+
+
+KINDS = {  # convolutions, GroupNorm; nn.MultiheadAttention; nn.LSTM; nn.EmbeddingBag
+    "wide_resnet": (lambda: WideResNet(10, 1), images_and_class),
+    "encoder": (lambda: TransformerClassifier(20, 16, 2), tokens_and_class),
+    "lstm": (lambda: LSTMClassifier(20, 16, 1), tokens_and_class),
+    "bags": (embedding_bag, tokens_and_class),
+}
+
+
+def build_kind(kind: str, device: str = "cuda", **changes) -> SimpleNamespace:
+    network, data = KINDS[kind]
+    return build(zoo.seeded(network), device, data=data(), **changes)
+
+
+@pytest.fixture
+def full_float32():
+    """cuDNN computes convolutions in TensorFloat-32 by default, whose rounding depends on what
+    algorithm it has picked."""
+    before = torch.backends.cudnn.conv.fp32_precision
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    yield
+    torch.backends.cudnn.conv.fp32_precision = before
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_of_kinds_of_network_are_those_of_an_eager_run(kind, full_float32):
+    runs = [build_kind(kind) for _ in range(3)]
+    replays = [seen for *_, seen in train(runs[0], 20, True)]
+    train(runs[1], 20, True)
+    train(runs[2], 20, False)
+    assert sum(replays) >= 8
+    assert torch.equal(weights(runs[0]), weights(runs[1])), "two graph runs, bit for bit"
+    torch.testing.assert_close(weights(runs[0]), weights(runs[2]), rtol=0, atol=2e-5)
+    assert runs[0].engine.accountant.history == runs[2].engine.accountant.history
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_eager_runs_of_these_kinds_repeat(kind):
+    """What the graphs are compared with, which a CPU can run too."""
+    runs = [build_kind(kind, "cpu", cuda_graph=False) for _ in range(2)]
+    before = weights(runs[0])
+    for run in runs:
+        assert not any(seen for *_, seen in train(run, 4, False))
+    assert torch.equal(weights(runs[0]), weights(runs[1]))
+    assert not torch.equal(weights(runs[0]), before)
+
+
+@gpu
+@needs_gpu
+def test_packed_sequences_are_refused_by_the_line_that_waits():
+    """What follows in the program can draw numbers, allocate and be captured."""
+
+    class Packed(LSTMClassifier):
+        def forward(self, tokens):
+            return super().forward(tokens, (tokens > 0).sum(1).clamp(min=1))
+
+    run = build(Packed(20, 16, 1), data=tokens_and_class())
+    with pytest.raises(RuntimeError, match=r"cannot be captured.*lengths\.cpu\(\)"):
+        train(run, 12, True)
+    assert run.model.step_state.is_idle
+    torch.rand(3, device="cuda")  # generators are not left as in a capture
+    torch.cuda.empty_cache()
+    assert any(seen for *_, seen in train(build_kind("bags"), 20, True))
 
 
 @gpu
