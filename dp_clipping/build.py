@@ -19,7 +19,7 @@ from dp_clipping.distributed.agreement import Agreement
 from dp_clipping.distributed.detect import sharding_of
 from dp_clipping.distributed.dtensor import shard_again
 from dp_clipping.distributed.sharding import Sharding
-from dp_clipping.model import PrivateModel
+from dp_clipping.model import PrivateModel, is_private
 from dp_clipping.noise.keys import Keys, fixed_keys, fresh_keys
 from dp_clipping.optimizer import Hook, PrivateOptimizer
 from dp_clipping.sampling.loader import PoissonLoader, batch_size_of
@@ -60,7 +60,7 @@ class Ranks:
 def refuse_private(module: Any, optimizer: Any, criterion: Any, loader: Any) -> None:
     """Raises ValueError for what an earlier `make_private` has returned, or a network it has."""
     modules = module.modules() if isinstance(module, nn.Module) else ()
-    if any(isinstance(m, PrivateModel) or "_private" in vars(m) for m in modules):
+    if any(map(is_private, modules)):
         raise ValueError(
             "module is private already: give the network that model.to_standard_module() returns, "
             "called on the model of the earlier make_private, or a new network"
@@ -158,6 +158,7 @@ def build_model(
         sharding=ranks.sharding,
         norm_reduction=settings.norm_reduction,
         usage=None if poisson is None else poisson.usage,
+        wrap_model=settings.wrap_model,
     )
     if poisson is None:
         model.step_state.usage.batch_size = batch_size_of(loader)

@@ -134,7 +134,7 @@ class PrivacyEngine:
         cuda_graph: bool = False,
         sample_rate: float | None = None,
         steps: int | None = None,
-    ) -> tuple[PrivateModel, PrivateOptimizer, PrivateCriterion, DataLoader]:
+    ) -> tuple[Any, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """Returns model, optimizer, criterion and loader for private training.
 
         Args:
@@ -152,7 +152,9 @@ class PrivacyEngine:
             clipping: `"flat"`: one norm over all parameters; `"per_layer"`: one a module.
             noise_generator: its seed (rank 0's) fixes noise and sampling: for tests only.
             grad_sample_mode: one of `dp_clipping.MODES`.
-            wrap_model: only True.
+            wrap_model: False returns the module itself as the model: of its own class, with its own
+                methods, and with calls that are private steps while it trains. What `PrivateModel`
+                has beside is at `optimizer.model` then.
             rand_on_empty: an empty Poisson batch yields one of random values, as in Opacus.
             clipping_function: `"abadi"` or `"automatic"`; `gamma` is the latter's γ.
             expected_batch_size: of all ranks together; default the loader's batch size, times the
@@ -217,7 +219,7 @@ class PrivacyEngine:
         epsilon_tolerance: float = 0.01,
         alphas: Sequence[float] | None = None,
         **arguments: Any,
-    ) -> tuple[PrivateModel, PrivateOptimizer, PrivateCriterion, DataLoader]:
+    ) -> tuple[Any, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """`make_private` with the noise that ends `epochs` epochs at (ε, δ).
 
         Further arguments are those of `make_private`; `sample_rate` and `steps` among them are
@@ -329,7 +331,9 @@ class PrivacyEngine:
             ValueError: for a model of another engine, sharded or of mode `no_dp`, an empty batch,
                 or a loss that is not one a sample.
         """
-        return compare(self._run_of(model, None, None), batch, loss)
+        run = self._run_of(model, None, None)
+        with run.model.reached():
+            return compare(run, batch, loss)
 
     def save_checkpoint(
         self,
@@ -478,7 +482,7 @@ class PrivacyEngine:
 
     def _run_of(self, module: Any, optimizer: Any, loader: Any) -> PrivateRun:
         for run in self._runs:
-            if run.model is module:
+            if module in (run.model, run.model.returned):
                 for name, given, own in (
                     ("optimizer", optimizer, run.optimizer),
                     ("data_loader", loader, run.loader),
@@ -494,7 +498,7 @@ class PrivacyEngine:
 
     def _build(
         self, settings: Settings
-    ) -> tuple[PrivateModel, PrivateOptimizer, PrivateCriterion, DataLoader]:
+    ) -> tuple[Any, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """Builds what `make_private` returns, from the ranks up, and keeps it as a run."""
         ranks = ranks_of(settings)
         keys = keys_for(settings, ranks)
@@ -515,7 +519,7 @@ class PrivacyEngine:
                 model, optimizer, loader, ranks.everyone, keys, public, self._account, criterion
             )
         )
-        return model, optimizer, criterion, loader
+        return model.returned, optimizer, criterion, loader
 
     def _note_dataset(self, loader: DataLoader) -> None:
         if self._dataset is not None and self._dataset is not loader.dataset:

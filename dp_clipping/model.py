@@ -4,6 +4,7 @@
 """
 
 import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from dp_clipping.arguments.thresholds import Thresholds
+from dp_clipping.capture.calls import Calls, plain_names, with_signature_of
 from dp_clipping.capture.capture import Capture
 from dp_clipping.clipping.statistics import NormStatistics, norm_statistics
 from dp_clipping.distributed.dtensor import fsdp_classes
@@ -25,7 +27,7 @@ from dp_clipping.step.forward_backward import ForwardBackward
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.state import BatchNorms, StepState
-from dp_clipping.torch_compat import never_compiled
+from dp_clipping.torch_compat import is_intercepted, never_compiled
 from dp_clipping.validation import replicas
 
 
@@ -34,8 +36,13 @@ def _refuse_to_be_wrapped(parent: nn.Module, _: str, child: nn.Module | None) ->
     wraps = isinstance(parent, (*replicas(), *fsdp_classes())) or hasattr(
         type(parent), "gradient_ready"
     )
-    if wraps and child is not None and any(isinstance(m, PrivateModel) for m in child.modules()):
+    if wraps and child is not None and any(map(is_private, child.modules())):
         raise RuntimeError(WRAPPED.format(kind=type(parent).__name__))
+
+
+def is_private(module: nn.Module) -> bool:
+    """Returns whether an earlier `make_private` has returned the module, or captured it."""
+    return isinstance(module, PrivateModel) or "_private" in vars(module) or is_intercepted(module)
 
 
 WRAPPED = (
@@ -67,8 +74,10 @@ class PrivateModel(nn.Module):
         sharding: `sharding_of(module)`: how the network is spread over ranks, if it is.
         norm_reduction: how norms are added up over ranks that have parts of the parameters.
         usage: of the loader, if it yields Poisson batches.
+        wrap_model: the user gets this object; else their own module, whose calls come here.
 
     Attributes:
+        returned: which of the two it is.
         step_state: the state of the step, which everybody else asks too.
         thresholds: C, and C_k of each clipping group.
         gradient_buffer: `.grad` of the trainable parameters; not in mode `no_dp`.
@@ -88,9 +97,11 @@ class PrivateModel(nn.Module):
         sharding: Sharding | None = None,
         norm_reduction: str = "async",
         usage: SampleUsage | None = None,
+        wrap_model: bool = True,
     ):
         super().__init__()
         self.module: Any = module  # a network, or a wrapper with methods of its own
+        self.forward = with_signature_of(self.forward, module)  # type: ignore[method-assign]
         self.mode, self.policy, self.clipping = mode, policy, clipping
         self.batch_first = batch_first
         self.hide_unprotected = hide_unprotected
@@ -99,8 +110,11 @@ class PrivateModel(nn.Module):
         self._capture: Capture | None = None
         self.step_context: StepContext | None = None
         self._is_wrapped = hasattr(module, "gradient_ready")
+        self.__dict__["returned"] = self.module if not wrap_model else self  # and no child
+        self._calls: Calls | None = None
         if policy is None:
             self.thresholds = Thresholds(max_grad_norm, clipping, None)
+            self._return(wrap_model)
             return
         self._capture = Capture(self.network, clipping, sharding)
         self.step_context = context_of(
@@ -116,8 +130,11 @@ class PrivateModel(nn.Module):
         wrapper = module if self._is_wrapped else None
         self.gradient_buffer = GradientBuffer(self.step_context, self.step_state, wrapper)
         self.passes = ForwardBackward(self.step_context, self.step_state, self.gradient_buffer)
+        self._return(wrap_model)
 
     # ---- what a user calls ----------------------------------------------------------------------
+
+    returned: nn.Module
 
     @property
     def network(self) -> nn.Module:
@@ -279,14 +296,59 @@ class PrivateModel(nn.Module):
         if self.step_context is not None:
             self.capture.remove()
             self.gradient_buffer.remove()
+        if self._calls is not None:
+            self._calls.remove()
         return self.network
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "a private model belongs to one engine, and is neither copied nor pickled: use "
-            "copy.deepcopy(model.network), AveragedModel(model.network), "
-            "torch.save(model.network.state_dict(), path), or engine.save_checkpoint to go on later"
+    # ---- as the network is, for the user --------------------------------------------------------
+
+    @property
+    def training(self) -> bool:
+        """Returns whether calls are steps of training."""
+        own = self.__dict__.get("returned", self)
+        return self.__dict__["_training"] if own is self else own.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.__dict__["_training"] = mode
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the network's, under the network's own names."""
+        return self.network.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads what a network like this one has saved, or a private model of one.
+
+        Names may begin with `module.` or `_module.`, as this class and Opacus's had them.
+        """
+        return self.network.load_state_dict(
+            plain_names(state_dict, self.network), strict=strict, assign=assign
         )
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the network's, under the network's own names."""
+        return self.network.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields the network's, under the network's own names."""
+        return self.network.named_buffers(prefix, recurse, remove_duplicate)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Lets `copy.deepcopy` and `torch.save` take the plain network.
+
+        A copy belongs to no engine: it is for averaging weights and for evaluation, and training
+        it is not private. To go on later use `PrivacyEngine.save_checkpoint`.
+        """
+        reduced: Any = self.network.__reduce_ex__(protocol)
+        function, *rest = reduced
+        # pickle takes copyreg's function for a promise that the object is of this class.
+        return object.__new__ if function.__name__ == "__newobj__" else function, *rest
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -306,6 +368,10 @@ class PrivateModel(nn.Module):
                 "with hide_unprotected=True; build PrivacyEngine(hide_unprotected=False) to look "
                 "at it in private"
             )
+
+    def reached(self) -> AbstractContextManager:
+        """Inside, calls of the user's own module are its own."""
+        return nullcontext() if self._calls is None else self._calls.reached()
 
     def gather_norms(self) -> GlobalNorms:
         """Returns `global_norms` for what adds noise to them before they are shown."""
@@ -336,6 +402,18 @@ class PrivateModel(nn.Module):
 
     # ---- what these are made of -----------------------------------------------------------------
 
+    def _return(self, wrap_model: bool) -> None:
+        """Sets `returned`: this object, or the user's module, whose calls then come here."""
+        if wrap_model:
+            self.register_load_state_dict_pre_hook(_load_plain_names)
+            return
+        self._calls = Calls(self.module, self._call_of_unwrapped, self.zero_grad)
+
+    def _call_of_unwrapped(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.module, (*replicas(), *fsdp_classes())) and self.sharding is None:
+            raise RuntimeError(WRAPPED.format(kind=type(self.module).__name__))
+        return self.forward(*args, **kwargs)
+
     def _batch_norms(self) -> list[BatchNorms]:
         if not self.step_state.norms:
             raise RuntimeError("no backward since zero_grad: there are no norms yet")
@@ -343,6 +421,15 @@ class PrivateModel(nn.Module):
 
     def _sync_context(self) -> AbstractContextManager:
         return self.no_sync() if self.step_state.microbatches.accumulating else nullcontext()
+
+
+def _load_plain_names(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Lets a module that holds a private model load the network's own names; see `nn.Module`."""
+    inner = f"{prefix}module." + ("module." if model.module is not model.network else "")
+    own = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
+    of_network = {key.removeprefix(prefix): value for key, value in own.items()}
+    named = plain_names(of_network, model.network)
+    state_dict.update({f"{inner}{name}": value for name, value in named.items()})
 
 
 @never_compiled

@@ -143,6 +143,16 @@ def spin(cycles: int) -> None:
         sleep(cycles)
 
 
+def flush_ready_nodes() -> None:
+    """Frees what a backward that failed in this thread has left in autograd's queue.
+
+    Its nodes hold activations until another backward runs in the thread: a trivial one does.
+    """
+    with torch.enable_grad():
+        nothing = torch.zeros((), requires_grad=True)
+        torch.autograd.grad(nothing + 0, nothing)
+
+
 # ---- modules -------------------------------------------------------------------------------------
 
 
@@ -344,9 +354,52 @@ def outside_of_vmap() -> Iterator[None]:
 # ---- compilation and profiling -------------------------------------------------------------------
 
 
+class Intercepted:
+    """Stands where `nn.Module.compile` puts compiled code, which a module calls in its place."""
+
+    def __init__(self, call: Callable[..., Any], compiled: Callable[..., Any] | None):
+        self.call, self.compiled = call, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+
+def intercept_calls(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Lets `module(..)` be `call(..)`, hooks and compiled code of the module included."""
+    if not hasattr(type(module), "_compiled_call_impl"):
+        raise _missing("nn.Module._compiled_call_impl")
+    module._compiled_call_impl = Intercepted(call, module._compiled_call_impl)  # type: ignore[assignment]
+
+
+def call_intercepted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Calls a module as if its calls were not intercepted."""
+    compiled = module._compiled_call_impl.compiled  # type: ignore[union-attr]
+    return (module._call_impl if compiled is None else compiled)(*args, **kwargs)
+
+
+def stop_intercepting(module: nn.Module) -> None:
+    """Lets calls reach the module again, if `intercept_calls` was called and nothing after it."""
+    if isinstance(found := vars(module).get("_compiled_call_impl"), Intercepted):
+        if found.compiled is None:
+            del module.__dict__["_compiled_call_impl"]
+        else:
+            module._compiled_call_impl = found.compiled
+
+
+def is_intercepted(module: nn.Module) -> bool:
+    """Returns whether `intercept_calls` was called."""
+    return isinstance(vars(module).get("_compiled_call_impl"), Intercepted)
+
+
+def _compiled_call(own: dict[str, Any]) -> Any:
+    """Returns what `compile()` has left in a module's attributes; None: it was not called."""
+    found = own.get("_compiled_call_impl")
+    return found.compiled if isinstance(found, Intercepted) else found
+
+
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Returns whether `module.compile()` was called."""
-    return getattr(module, "_compiled_call_impl", None) is not None
+    return _compiled_call(vars(module)) is not None
 
 
 def any_compiled(network: nn.Module) -> bool:
@@ -362,7 +415,7 @@ def any_compiled(network: nn.Module) -> bool:
             continue
         seen.add(id(module))
         own = module.__dict__
-        if own.get("_compiled_call_impl") is not None or "_torchdynamo_orig_callable" in own:
+        if _compiled_call(own) is not None or "_torchdynamo_orig_callable" in own:
             return True
         if children := own["_modules"]:
             found += children.values()

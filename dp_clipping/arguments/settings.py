@@ -74,8 +74,6 @@ class Settings:
             self.noise_multiplier, self.max_grad_norm, self.clipping, self.clipping_function,
             self.gamma,
         )  # fmt: skip
-        if not self.wrap_model:
-            raise ValueError("wrap_model=False is not supported: use the returned model")
         check_kernel_options(self.norm_algorithm, self.memory_budget, self.tile_size)
         check_rates(self.sample_rate, self.steps, self.poisson_sampling)
         numbers = ["noise_multiplier", "max_grad_norm", "gamma"]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dp_clipping.capture.batch import tensors_in
+from dp_clipping.capture.calls import let_copies_be, let_copies_be_plain, with_signature_of
 from dp_clipping.capture.layer_kinds import FORWARDS, Arithmetic, kind_of
 from dp_clipping.capture.ownership import (
     CONTAINERS,
@@ -159,7 +160,11 @@ class Capture:
         handle = LayerState(name, kind, module, names)
         handle.children_apart = is_apart
         run = children.leaves_vmap(FORWARDS[kind]) if is_inside else FORWARDS[kind]
-        module._private, module.forward = handle, types.MethodType(run, module)
+        bound: Any = types.MethodType(run, module)
+        if module is self.network:
+            bound = with_signature_of(bound, module)
+        module._private, module.forward = handle, bound
+        let_copies_be_plain(module)
         self.handles.append(handle)
         if kind == "vectorized":
             for own, parameter in handle.parameters().items():
@@ -170,6 +175,7 @@ class Capture:
             if "_private" in vars(module):
                 own = module._private.own_forward
                 del module._private, module.forward
+                let_copies_be(module)
                 if own is not None:
                     module.forward = own
 

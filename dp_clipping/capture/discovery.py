@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dp_clipping.capture.backward import flush_ready_nodes
 from dp_clipping.capture.batch import Batch, tensors_in, tensors_of
 from dp_clipping.capture.checks.carried import Carried, restored
 from dp_clipping.capture.checks.observation import Observer
@@ -25,7 +24,7 @@ from dp_clipping.capture.vmap_trial import callers_of, unfit_modules, weights_re
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.layers.handle import LayerState, LayoutUnknown, NeedsVmap
-from dp_clipping.torch_compat import tree_map
+from dp_clipping.torch_compat import flush_ready_nodes, tree_map
 
 
 class LayoutDiscovery:

@@ -5,6 +5,7 @@ checkpoint needs of their objects.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +33,10 @@ class Model(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
     def clear_gradients(self) -> None: ...
+
+    returned: nn.Module
+
+    def reached(self) -> AbstractContextManager: ...
 
 
 class Optimizer(Protocol):

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dp_clipping.capture.backward import flush_ready_nodes
 from dp_clipping.capture.checks.losses import Watched
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import LayerPlanner
@@ -34,6 +33,7 @@ from dp_clipping.step.context import StepContext
 from dp_clipping.step.rng_replay import Randomness
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.step_norms import StepNorms
+from dp_clipping.torch_compat import flush_ready_nodes
 
 Accumulate = Callable[[Parameter, Tensor | None], None]
 

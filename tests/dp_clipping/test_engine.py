@@ -148,7 +148,6 @@ class TestRefused:
             ({"gamma": 0.0}, "gamma is 0.0"),
             ({"gamma": 1e-50, "clipping_function": "automatic"}, "gamma is 1e-50, .* from 1e-10"),
             ({"max_grad_norm": 1e-20}, "max_grad_norm is 1e-20, .* from 1e-10"),
-            ({"wrap_model": False}, "wrap_model=False is not supported: use the returned model"),
             ({"loss_reduction": "sum"}, "loss_reduction is 'sum' and criterion.reduction 'mean'"),
             ({"loss_reduction": "none"}, "both must be 'mean' or both 'sum'"),
             ({"module": nn.BatchNorm1d(4)}, r"BatchNorm1d.*mix samples"),

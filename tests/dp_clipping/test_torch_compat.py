@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dp_clipping import torch_compat
+from dp_clipping.torch_compat import flush_ready_nodes
 from tests.support.private_torch import imported_by, private_uses
 
 
@@ -346,3 +348,51 @@ def test_fsdp1_is_as_it_was():
 )
 def test_names_before_fsdp1(wrapped, name):
     assert torch_compat.plain_name(wrapped) == name
+
+
+# ---- a backward that failed ----------------------------------------------------------------------
+
+
+class Held(torch.autograd.Function):
+    """Keeps an activation, which is watched."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = torch.ones(3)
+        HELD.append(weakref.ref(ctx.kept))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Fails(torch.autograd.Function):
+    """A node that another one is queued behind."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError
+
+
+HELD: list[weakref.ref] = []
+
+
+def fail() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(ArithmeticError):
+        (Held.apply(x) + Fails.apply(x)).sum().backward()
+
+
+def test_activations_of_a_failed_backward_go():
+    HELD.clear()
+    with torch.autograd.set_multithreading_enabled(False):
+        fail()
+        with torch.no_grad():
+            flush_ready_nodes()
+    assert HELD
+    assert not any(held() is not None for held in HELD)

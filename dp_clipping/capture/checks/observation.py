@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from dp_clipping.capture.backward import flush_ready_nodes
 from dp_clipping.capture.batch import tensors_of
 from dp_clipping.capture.checks.state import State
 from dp_clipping.capture.checks.summaries import Seen, Summary, summary
@@ -19,7 +18,7 @@ from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.layers.batch_layout import Layout, all_tokens
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.tensor_parallel import local
-from dp_clipping.torch_compat import tree_map, version_of
+from dp_clipping.torch_compat import flush_ready_nodes, tree_map, version_of
 
 Arguments = tuple[tuple, dict]
 

@@ -548,7 +548,7 @@ def test_state_dict_has_the_networks_own_keys():
     model = private(net)
     clipped_sums(model, batch)
     assert list(net.state_dict()) == list(plain.state_dict())
-    assert list(model.state_dict()) == [f"module.{name}" for name in plain.state_dict()]
+    assert list(model.state_dict()) == list(plain.state_dict())
     model.load_state_dict(model.state_dict())
     plain.load_state_dict(net.state_dict())
 

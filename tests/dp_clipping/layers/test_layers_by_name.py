@@ -1,7 +1,6 @@
 """Layers that are right without arithmetic of their own, and those that are refused by name."""
 
 import copy
-import io
 from collections.abc import Callable
 
 import pytest
@@ -278,16 +277,6 @@ def test_a_private_model_is_not_compiled(model, how):
     with pytest.raises(RuntimeError, match=r"before make_private, as network.compile\(\)"):
         called(rows(4))
     torch.compiler.reset()
-
-
-def test_a_private_model_is_neither_copied_nor_pickled(model):
-    with pytest.raises(TypeError, match=r"copy.deepcopy\(model.network\)"):
-        copy.deepcopy(model)
-    with pytest.raises(TypeError, match=r"torch.save\(model.network.state_dict\(\)"):
-        torch.save(model, io.BytesIO())
-    private_loss(model, (rows(4), rows(3)), zoo.product).backward()
-    twin = copy.deepcopy(model.network)
-    assert torch.equal(twin(torch.ones(2, 4)), model.network(torch.ones(2, 4)))
 
 
 def make_private(optimizer: type) -> None:

@@ -1,0 +1,100 @@
+"""A private network as its user sees it: whose calls are private steps, and whose copies are plain.
+
+What private training adds to a module are attributes of that one object. `copy.deepcopy` and pickle
+(and so `torch.save` and an average of weights) take the module without them: a copy belongs to no
+engine, and training it is not private.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from dp_clipping.torch_compat import (
+    call_intercepted,
+    intercept_calls,
+    is_intercepted,
+    stop_intercepting,
+)
+
+ADDED = frozenset({"_private", "forward", "zero_grad", "__reduce_ex__", "_compiled_call_impl"})
+
+
+def let_copies_be_plain(module: nn.Module) -> None:
+    """Lets copies of a module have none of the attributes `ADDED`."""
+    module.__dict__["__reduce_ex__"] = partial(_without_what_was_added, module)
+
+
+def let_copies_be(module: nn.Module) -> None:
+    """Takes `let_copies_be_plain` back, unless `Calls` needs it."""
+    if not is_intercepted(module):
+        module.__dict__.pop("__reduce_ex__", None)
+
+
+def _without_what_was_added(module: nn.Module, protocol: Any) -> Any:
+    reduced: Any = type(module).__reduce_ex__(module, protocol)
+    function, arguments, *rest = reduced
+    if rest and isinstance(rest[0], dict):
+        rest[0] = {name: value for name, value in rest[0].items() if name not in ADDED}
+        here = vars(module)
+        own = here["_private"].own_forward if "_private" in here else here.get("forward")
+        if own is not None:
+            rest[0]["forward"] = own
+    return function, arguments, *rest
+
+
+def with_signature_of(run: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """Returns `run`, which `inspect.signature` takes for the module's forward."""
+    call = partial(run)
+    call.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
+    return call
+
+
+def plain_names(state: Mapping[str, Any], network: nn.Module) -> Mapping[str, Any]:
+    """Returns a state dict without the prefix that a wrapper around the network gave each name."""
+    own = next((name for name, _ in network.named_parameters()), "")
+    for prefix in ("module.module.", "_module.", "module."):
+        if state and not own.startswith(prefix) and all(name.startswith(prefix) for name in state):
+            return {name.removeprefix(prefix): value for name, value in state.items()}
+    return state
+
+
+class Calls:
+    """Sends calls of a module to `run`, within which they reach the module.
+
+    Args:
+        module: the user's own, which keeps its class.
+        run: called with the arguments of each call.
+        zero_grad: called in the place of the module's own.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any], zero_grad: Callable[..., Any]):
+        self.module, self._run = module, run
+        self._is_inside = False
+        intercept_calls(module, self._call)
+        module.zero_grad = zero_grad  # type: ignore[method-assign]
+        let_copies_be_plain(module)
+
+    def remove(self) -> None:
+        """Lets calls reach the module again."""
+        stop_intercepting(self.module)
+        vars(self.module).pop("zero_grad", None)
+        let_copies_be(self.module)
+
+    @contextmanager
+    def reached(self) -> Iterator[None]:
+        """Inside, calls reach the module."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = before
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_inside:
+            return call_intercepted(self.module, *args, **kwargs)
+        with self.reached():
+            return self._run(*args, **kwargs)
