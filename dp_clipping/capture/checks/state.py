@@ -46,7 +46,7 @@ from dp_clipping.torch_compat import (
     own_modules,
     own_parameters,
     take_hooks_since,
-    version_of,
+    versions_of,
 )
 
 DEPTH, LENGTH = 5, 4096  # of nested containers; longer ones are data of other kinds
@@ -89,7 +89,8 @@ class State:
         for name, function in self._functions:  # which leads to more of them
             self._visit(function, name, None, None, 1)
         self._seen.clear()
-        self._ids = self._all_ids()
+        self.held = [holder.values for holder in self.dicts]
+        self._ids = Mark(self).ids()
 
     def _visit(self, value: Any, name: str, holder: Holder | None, key: Any, depth: int) -> None:
         if isinstance(value, PLAIN) or depth > DEPTH:
@@ -218,14 +219,12 @@ class State:
 
     def mark(self) -> "Mark":
         """Returns a mark of what is held now, also in what is held since the last one."""
-        before, self._ids = self._ids, self._all_ids()
+        mark = Mark(self)
+        before, self._ids = self._ids, mark.ids()
         if before != self._ids and self._has_new(set(before)):
             self.walk()
-        return Mark(self)
-
-    def _all_ids(self) -> list[int]:
-        dicts = [values for _, values in self._held_by_name()]
-        return list(map(id, chain.from_iterable(map(dict.values, dicts))))
+            mark = Mark(self)
+        return mark
 
     def _has_new(self, known: set[int]) -> bool:
         """Returns whether a dict holds another object than before that may be a place itself."""
@@ -269,19 +268,23 @@ class Mark:
     """
 
     def __init__(self, state: State):
-        self.state, self._dicts = state, state.dicts
+        self.state, self._dicts, self._held = state, state.dicts, state.held
         self.renew()
 
     def renew(self) -> None:
         """Takes the present for its moment."""
-        dicts = [holder.values for holder in self._dicts]
-        self._sizes = list(map(len, dicts))
-        self._keys = list(chain.from_iterable(map(dict.keys, dicts)))
-        self._values = list(chain.from_iterable(map(dict.values, dicts)))
+        self._sizes = list(map(len, self._held))
+        self._keys = list(chain.from_iterable(self._held))
+        self._values = list(chain.from_iterable(map(dict.values, self._held)))
         self._others = [(holder, holder.copy()) for holder in self.state.others]
         self._hooks = hooks_so_far()
         self.tensors = self.state.tensors
         self._versions = _versions(self.tensors)
+
+    def ids(self) -> list[int]:
+        """Returns the identities of what dicts and named variables hold."""
+        copies = [copy.values() for holder, copy in self._others if type(holder) is Names]
+        return list(map(id, chain(self._values, *copies)))
 
     def forget_buffers(self) -> None:
         """Takes no notice of what is written to buffers."""
@@ -290,9 +293,8 @@ class Mark:
 
     def _differing(self) -> Iterator[tuple[Holder, Any]]:
         """Returns holders of other objects now, and copies of what they held."""
-        dicts = [holder.values for holder in self._dicts]
-        now = chain.from_iterable(map(dict.values, dicts))
-        if list(map(len, dicts)) != self._sizes or not all(map(is_, self._values, now)):
+        now = chain.from_iterable(map(dict.values, self._held))
+        if list(map(len, self._held)) != self._sizes or not all(map(is_, self._values, now)):
             start = 0
             for holder, size in zip(self._dicts, self._sizes, strict=True):
                 values = self._values[start : start + size]
@@ -332,9 +334,10 @@ class Mark:
         return [hook for m in root.modules() for hook in take_hooks_since(m, self._hooks)]
 
 
-def _versions(tensors: list[Named]) -> list[tuple[int, int]]:
+def _versions(named: list[Named]) -> list[tuple[int, int]]:
     """Returns numbers that each write and each `x.data = ...` change; the host does not wait."""
-    return [(version_of(named.tensor), named.tensor.data_ptr()) for named in tensors]
+    tensors = [one.tensor for one in named]
+    return list(zip(versions_of(tensors), map(Tensor.data_ptr, tensors), strict=True))
 
 
 def has_attributes(value: Any) -> bool:
