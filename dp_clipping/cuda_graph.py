@@ -100,7 +100,7 @@ def capturing(graph: Any) -> Iterator[None]:
                 torch.cuda.set_sync_debug_mode(before)
     except Exception as error:
         first = first or error
-        cause = str(first).partition("\n")[0] + _place_of(first)
+        cause = _place_of(first) + str(first).partition("\n")[0]
         raise RuntimeError(
             f"the step cannot be captured as a CUDA graph ({cause}): nothing in its body may "
             "wait for the device (item(), cpu(), if on a tensor, an attention mask that is "
@@ -115,7 +115,7 @@ def _place_of(error: BaseException) -> str:
     if not own:
         return ""
     line = linecache.getline(own[-1].filename, own[-1].lineno or 0).strip()
-    return f", at {Path(own[-1].filename).name}:{own[-1].lineno}, {line}"
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}, {line}: "
 
 
 class GraphedStep:

@@ -190,7 +190,7 @@ class PrivateStep:
             value = self.capture.slot_value(parameter)
             with torch.enable_grad():  # the first use may be one under no_grad
                 self._slots[parameter] = GradientSlot.apply(
-                    self.trigger_of(parameter), value, self, parameter
+                    self.trigger_of(parameter), value, (self, parameter)
                 )
         return self._slots[parameter]
 
@@ -354,16 +354,18 @@ class GradientSlot(torch.autograd.Function):
     """A slot [B, *parameter] without memory, between the anchor and all uses of a parameter.
 
     Autograd sums the uses' gradients before it calls backward here, so cross terms of tied and
-    reused weights are in the norm.
+    reused weights are in the norm. The parameter is given in a tuple: as an argument it would be a
+    leaf of the graph, which autograd visits on the stream of its first use.
     """
 
     @staticmethod
-    def forward(ctx, trigger, value, private_step, parameter):
-        ctx.rest = (private_step, parameter)
+    def forward(ctx, trigger, value, rest):
+        ctx.rest = rest
+        private_step, parameter = rest
         return value.expand(private_step.batch_size, *private_step.capture.shapes[parameter])
 
     @staticmethod
     def backward(ctx, gradients):
         private_step, parameter = ctx.rest
         private_step.dense(parameter, gradients)
-        return None, None, None, None
+        return None, None, None

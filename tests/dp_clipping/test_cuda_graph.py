@@ -321,7 +321,7 @@ def test_what_has_changed_is_refused():
          lambda: setattr(run.optimizer, "max_grad_norm", 0.5), "max_grad_norm"),
         (lambda: run.optimizer.param_groups[0].update(lr=0.5),
          lambda: run.optimizer.param_groups[0].update(lr=1e-2), "param_groups"),
-        (lambda: run.model.network.norm.eval(), lambda: run.model.network.norm.train(), "eval"),
+        (lambda: run.model.network.norm.eval(), lambda: run.model.network.norm.train(), "training"),
     ):  # fmt: skip
         change()
         with pytest.raises(RuntimeError, match=name):

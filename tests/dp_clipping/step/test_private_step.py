@@ -78,6 +78,26 @@ def step_in_float64(model, case, batch_size):
 
 
 @zoo.every_case
+def test_the_graph_of_a_step_ends_at_triggers(case):
+    """Any other leaf keeps the stream of its first use: no CUDA graph could be captured."""
+    network = case.build()
+    with refusals(case, network):
+        model = private(network)
+        loss = private_loss(model, case.batch(zoo.SIZE), case.per_sample_loss)
+        triggers = {id(trigger) for trigger in model.capture.triggers.values()}
+        nodes, seen, others = [loss._losses.grad_fn], set(), []
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                nodes += [following for following, _ in node.next_functions]
+                if hasattr(node, "variable") and id(node.variable) not in triggers:
+                    others.append(node.variable)
+        loss.backward()  # refuses a network whose code computes with a weight itself
+        assert not others
+
+
+@zoo.every_case
 @every_mode
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_every_network(case, mode, clipping):
