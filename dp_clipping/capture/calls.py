@@ -25,7 +25,11 @@ ADDED = frozenset({"_private", "forward", "zero_grad", "__reduce_ex__", "_compil
 
 def let_copies_be_plain(module: nn.Module) -> None:
     """Lets copies of a module have none of the attributes `ADDED`."""
-    module.__dict__["__reduce_ex__"] = partial(_without_what_was_added, module)
+
+    def reduced(protocol: Any) -> Any:
+        return _without_what_was_added(module, protocol)
+
+    module.__dict__["__reduce_ex__"] = reduced
 
 
 def let_copies_be(module: nn.Module) -> None:
@@ -46,9 +50,17 @@ def _without_what_was_added(module: nn.Module, protocol: Any) -> Any:
     return function, arguments, *rest
 
 
+def without_repr(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `run` as a function, which is printed without the module that it is bound to.
+
+    `nn.EmbeddingBag` prints all of its attributes, a bound forward, and so itself, among them.
+    """
+    return lambda *args, **kwargs: run(*args, **kwargs)
+
+
 def with_signature_of(run: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
     """Returns `run`, which `inspect.signature` takes for the module's forward."""
-    call = partial(run)
+    call = partial(without_repr(run))
     call.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
     return call
 

@@ -19,7 +19,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dp_clipping.capture.batch import tensors_in
-from dp_clipping.capture.calls import let_copies_be, let_copies_be_plain, with_signature_of
+from dp_clipping.capture.calls import (
+    let_copies_be,
+    let_copies_be_plain,
+    with_signature_of,
+    without_repr,
+)
 from dp_clipping.capture.layer_kinds import FORWARDS, Arithmetic, kind_of
 from dp_clipping.capture.ownership import (
     CONTAINERS,
@@ -161,6 +166,8 @@ class Capture:
         handle.children_apart = is_apart
         run = children.leaves_vmap(FORWARDS[kind]) if is_inside else FORWARDS[kind]
         bound: Any = types.MethodType(run, module)
+        if isinstance(module, nn.EmbeddingBag):
+            bound = without_repr(bound)
         if module is self.network:
             bound = with_signature_of(bound, module)
         module._private, module.forward = handle, bound

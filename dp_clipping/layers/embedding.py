@@ -169,10 +169,10 @@ class Factors(torch.autograd.Function):
 
 
 class EmbeddingFactors:
-    """Factors of one use: ids [B, T] int, y [B, T, d]."""
+    """Factors of one use: ids [B, T], int32 or int64, y [B, T, d]."""
 
     def __init__(self, ids: Tensor, y: Tensor, vocabulary: int):
-        self.ids, self.y, self.vocabulary = ids, y, vocabulary
+        self.ids, self.y, self.vocabulary = ids.long(), y, vocabulary
         self._sums: tuple[Tensor, Tensor] | None = None
 
     def norm(self, _grams: object = None) -> Norm:

@@ -256,6 +256,20 @@ def test_checkpoints_take_either(wrap_model, tmp_path):
     assert engine.check(model, (torch.randn(3, 3), torch.tensor([0, 1, 1]))).ok
 
 
+@BOTH
+@pytest.mark.parametrize(
+    "build", [lambda: nn.EmbeddingBag(5, 3), lambda: nn.Conv1d(1, 3, 1), lambda: nn.LSTM(3, 3)]
+)
+def test_it_is_printed(build, wrap_model):
+    network = nn.Sequential(build(), nn.Linear(3, 2))
+    kind, shown = type(network[0]).__name__, repr(network)
+    _, model, optimizer, *_ = made(wrap_model, network)
+    assert f"{kind}(" in repr(model)
+    assert "Linear(in_features=3, out_features=2, bias=True)" in repr(model)
+    optimizer.model.to_standard_module()
+    assert repr(network) == shown
+
+
 def test_a_second_make_private_is_refused():
     network = Network()
     made(False, network)
