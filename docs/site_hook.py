@@ -21,6 +21,8 @@ ELSEWHERE = {
     "README.md": "overview.md",
     "PROFILING.md": "profiling.md",
     "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "exercises/README.md": "exercises.md",
     "examples/README.md": "examples.md",
 }

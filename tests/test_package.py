@@ -1,13 +1,16 @@
-"""What is installed, what an import costs, and what a type checker sees of the public surface."""
+"""What is installed, its version, what an import costs, and what a type checker sees of it."""
 
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+CITATION = ROOT / "CITATION.cff"
 PACKAGES = ("ddp", "dp_clipping")
 SLOW_TO_IMPORT = {
     "einops", "matplotlib", "numpy.random", "opacus", "scipy", "sympy", "torch._dynamo",
@@ -92,6 +95,16 @@ def test_only_the_two_packages_are_installed(tmp_path):
         assert (target / package / "py.typed").is_file()
         installed = {path.relative_to(target) for path in (target / package).rglob("*.py")}
         assert installed == {path.relative_to(ROOT) for path in (ROOT / package).rglob("*.py")}
+
+
+def test_the_version_is_one():
+    """Of the package, of the citation, and of the newest section with a date."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    citation = dict(re.findall(r"^(version|date-released): (.+)$", CITATION.read_text(), re.M))
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    newest, date = re.search(r"^## ([\d.]+) \(([\d-]+)\)$", changes, re.M).groups()
+    assert citation == {"version": version, "date-released": date}
+    assert newest == version
 
 
 def check_types(path: Path) -> list[str]:
