@@ -1,10 +1,25 @@
-"""What the documents name is there: links, files, modules, options."""
+"""What the documents name is there: links, files, modules; and programs take the commands shown."""
 
+import argparse
 import importlib.util
 import re
+import runpy
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
+import torch
+from torch.distributed.run import get_args_parser as torchrun_parser
+
+from bench.options import Options as BenchmarkOptions
+from bench.settings import settings_from
+from exercises.check import parse as parse_exercise
+from measure import options
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = [p.parent for p in sorted((ROOT / "dp_clipping").rglob("__init__.py"))]
@@ -13,9 +28,18 @@ DOCUMENTS = [
     ROOT / "examples/README.md", ROOT / "exercises/README.md",
 ]  # fmt: skip
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-COMMAND = re.compile(
-    r"python3? -m ([\w.]+)|python3? (\w+\.py)|torchrun .*?(?:-m ([\w.]+)|(\w+\.py))"
+COMMAND = re.compile(r"(?:.*?[\s/])?(python3?|torchrun)\s+(-.*|\S+\.py\b.*)", re.DOTALL)
+PARSES_FIRST = re.compile(
+    r"\w+\.py|(?:docs|examples|experiments|measure)\.[\w.]+|tests\.support\.checks_cost"
 )
+NOT_PARSED = {  # the others would run
+    "your_training.py": "the reader's own program",
+    "pytest": "not ours",
+    "dp_clipping.planning.calibration": "takes no arguments",
+    "tests.support.agreement_cost": "takes no arguments",
+    "tests.support.host_cost": "takes no arguments",
+    "tests.support.mutants": "takes names of mutants",
+}
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 
 
@@ -30,10 +54,91 @@ def anchors_of(path: Path) -> set[str]:
 
 
 def commands_of(path: Path) -> list[str]:
-    """Lines of the code blocks that start a program of ours, continued ones as one, no comments."""
+    """What starts a program: lines of code blocks, continued ones as one, and code in the text.
+
+    There a command without arguments may only name its program.
+    """
     blocks = re.findall(r"^```\w*\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.partition(" #")[0] for line in lines if COMMAND.search(line)]
+    in_text = filter(COMMAND.fullmatch, re.findall(r"`([^`]+)`", prose_of(path)))
+    lines += (command for command in in_text if program_of(command)[-1])
+    return list(dict.fromkeys(filter(COMMAND.fullmatch, lines)))
+
+
+class Parsed(BaseException):
+    """Ends a program once it has parsed its options; it has no handler for this."""
+
+
+@contextmanager
+def stopping() -> Iterator[None]:
+    """Programs parse what `sys.argv` gives, with all checks of their options, and end there.
+
+    They find a GPU, which some options need.
+    """
+    real = argparse.ArgumentParser.parse_args
+
+    def of_argparse(parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        raise Parsed(real(parser, sys.argv[1:]))
+
+    def of_options(kind: type, **texts: Any) -> NoReturn:
+        with pytest.MonkeyPatch.context() as whole:
+            whole.setattr(argparse.ArgumentParser, "parse_args", real)
+            whole.setattr(options, "parser_of", parser_of)
+            found = options.parse_options(kind, sys.argv[1:], **texts)
+        raise Parsed(found)
+
+    parser_of = options.parser_of  # `parse_options` begins with it
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(argparse.ArgumentParser, "parse_args", of_argparse)
+        patches.setattr(options, "parser_of", of_options)
+        patches.setattr(torch.cuda, "is_available", lambda: True)
+        yield
+
+
+def program_of(command: str) -> tuple[bool, str, list[str]]:
+    """Whether a command starts a module (-m) or a file, which, and the arguments that it gets."""
+    launcher, text = COMMAND.fullmatch(command).groups()
+    words = shlex.split(text, comments=True)
+    if launcher == "torchrun":
+        found = torchrun_parser().parse_args(words)
+        return found.module, found.training_script, found.training_script_args
+    is_module = words[0] == "-m"
+    program, *arguments = words[1:] if is_module else words
+    return is_module, program, arguments
+
+
+def check(command: str) -> None:
+    """Lets the program of a command take its options, and no more.
+
+    Raises:
+        ImportError, FileNotFoundError: there is no such program.
+        SystemExit: it refuses them; stderr says why.
+        ValueError: the benchmark, or the exercises' check, refuses what they mean together.
+        AssertionError: it has parsed nothing, or is not known to parse first.
+    """
+    is_module, program, arguments = program_of(command)
+    if program in NOT_PARSED:
+        assert program.endswith(".py") or importlib.util.find_spec(program), program
+        return
+    if program == "exercises.check":  # it has no argparse, and wants a file that is there
+        parse_exercise([*arguments[:-1], __file__])
+        return
+    assert PARSES_FIRST.fullmatch(program), f"{program} might run: see NOT_PARSED"
+    with pytest.MonkeyPatch.context() as patches, stopping():
+        patches.setattr(sys, "argv", [program, *arguments])
+        try:
+            if is_module:
+                runpy.run_module(program, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(ROOT / program), run_name="__main__")
+        except Parsed as parsed:
+            (found,) = parsed.args
+            if isinstance(found, BenchmarkOptions):  # its parser knows no names
+                ours = tuple(name for name in found.implementations if ":" not in name)
+                found = replace(found, implementations=ours, data="synthetic")
+                settings_from(found, "cuda", Path())
+            return
+    raise AssertionError(f"{program} has ended without parsing options: see NOT_PARSED")
 
 
 @each_document
@@ -48,21 +153,62 @@ def test_links_lead_somewhere(path):
         assert not anchor or anchor in anchors_of(target), link
 
 
-@each_document
-def test_options_of_commands_exist(path):
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize(
+    "path",
+    [path for path in DOCUMENTS if path.name != "CHANGELOG.md"],  # which names what is gone
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_programs_take_the_commands_of_documents(path):
     for command in commands_of(path):
-        program = next(name for name in COMMAND.search(command).groups() if name)
-        if program.startswith(("torch.", "my_", "your_")) or program == "pytest":
-            continue
-        module = program.removesuffix(".py")
-        assert importlib.util.find_spec(module), command
-        place = ROOT / ("bench" if module == "benchmark_ddp" else module.replace(".", "/"))
-        folder = place if place.is_dir() else place.parent
-        sources = "\n".join(file.read_text() for file in folder.glob("*.py"))
-        for option in re.findall(r"(?<!\S)--[\w-]+", command[command.index(program) :]):
-            field = rf"^    {option[2:].replace('-', '_')}: "
-            is_there = f'"{option}"' in sources or re.search(field, sources, re.MULTILINE)
-            assert is_there, f"{option} in: {command}"
+        try:
+            check(command)
+        except (ImportError, FileNotFoundError, SystemExit, ValueError) as error:
+            raise AssertionError(f"{command}: {error!r}, see stderr") from error
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("command", "error", "says"),
+    [
+        ("python -m measure.compare A B --treshold 0.05", SystemExit, "--treshold"),
+        ("python -m measure.compare A", SystemExit, "required: B"),
+        ("python -m measure.report A a comment without its sign", SystemExit, "comment"),
+        ("python -m docs.draw_flash --size 3", SystemExit, "--size"),
+        ("X=1 python benchmark_ddp.py --dtype float3", SystemExit, "'float3'"),
+        ("python benchmark_ddp.py --rounds 0", SystemExit, "--rounds 0: give a positive"),
+        ("python benchmark_ddp.py --clipping bookkeping", ValueError, ""),
+        ("python benchmark_ddp.py --implementations my.py:A ddp_buckets", ValueError, ""),
+        ("torchrun --nproc_per_node=2 benchmark_ddp.py --rounds x", SystemExit, "'x'"),
+        ("torchrun --procs=2 benchmark_ddp.py", SystemExit, "--procs"),
+        ("torchrun -m measure.compares A B", ImportError, ""),
+        ("python -m measure.compares A B", ImportError, ""),
+        ("python -m benchmark_ddp.py", ImportError, ""),
+        ("python benchmark.py", FileNotFoundError, ""),
+        ("torchrun --standalone measure.compare A B", FileNotFoundError, ""),
+        ("python -m exercises.check averages my_average.py", ValueError, ""),
+        ("python -m exercises.check my_average.py", ValueError, ""),
+        ("python -m lm.launch", AssertionError, ""),
+        ("python -m measure.files", AssertionError, ""),
+    ],
+)
+def test_a_wrong_command_is_found(command, error, says, capsys):
+    with pytest.raises(error):
+        check(command)
+    assert says in capsys.readouterr().err
+
+
+def test_commands_are_read_as_a_shell_reads_them(tmp_path):
+    document = tmp_path / "page.md"
+    document.write_text(
+        "Text, `python -m a`, `python -m a.b --c`, `--d`.\n```\ncp x y\n"
+        "A=1 python -m e \\\n   --f 'g h'  # i\n"
+        "torchrun --nproc_per_node=2 \\\n  -m j --k   # l\n.venv/bin/python m.py\n```\n"
+    )
+    assert list(map(program_of, commands_of(document))) == [
+        (True, "e", ["--f", "g h"]), (True, "j", ["--k"]),
+        (False, "m.py", []), (True, "a.b", ["--c"]),
+    ]  # fmt: skip
 
 
 def test_the_readme_stays_short():
