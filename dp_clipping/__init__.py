@@ -29,17 +29,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dp_clipping.clipping.coefficients import register_clipping_function
     from dp_clipping.engine import PrivacyEngine
     from dp_clipping.modes import MODES
     from dp_clipping.sampling.memory_manager import BatchMemoryManager
 
-__all__ = ["MODES", "BatchMemoryManager", "PrivacyEngine"]
+__all__ = ["MODES", "BatchMemoryManager", "PrivacyEngine", "register_clipping_function"]
 
 
 _HOMES = {
     "MODES": "dp_clipping.modes",
     "BatchMemoryManager": "dp_clipping.sampling.memory_manager",
     "PrivacyEngine": "dp_clipping.engine",
+    "register_clipping_function": "dp_clipping.clipping.coefficients",
 }
 
 

@@ -156,7 +156,8 @@ class PrivacyEngine:
                 methods, and with calls that are private steps while it trains. What `PrivateModel`
                 has beside is at `optimizer.model` then.
             rand_on_empty: an empty Poisson batch yields one of random values, as in Opacus.
-            clipping_function: `"abadi"` or `"automatic"`; `gamma` is the latter's γ.
+            clipping_function: `"abadi"`, `"automatic"`, of which `gamma` is γ, or a name given to
+                `dp_clipping.register_clipping_function`.
             expected_batch_size: of all ranks together; default the loader's batch size, times the
                 ranks if it has a `DistributedSampler`. A public constant.
             norm_algorithm: of linear layers in the `flash` modes: `"auto"` (planned by cost),

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dp_clipping.arguments.numbers import check_max_grad_norm, check_noise_multiplier
-from dp_clipping.clipping.coefficients import CLIPPING_FUNCTIONS, check_range
+from dp_clipping.clipping.coefficients import check_range, known_clipping_functions
 from dp_clipping.kinds import WrongType, check_count, check_number, check_type, is_count, shown
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.planning.plan import NORM_ALGORITHMS
@@ -55,10 +55,11 @@ def check_arguments(
     if clipping not in CLIPPINGS:
         raise ValueError(f"clipping {clipping!r} is unknown: choose one of {', '.join(CLIPPINGS)}")
     check_max_grad_norm(max_grad_norm, clipping)
-    if clipping_function not in CLIPPING_FUNCTIONS:
-        known = ", ".join(CLIPPING_FUNCTIONS)
+    if clipping_function not in known_clipping_functions():
+        known = ", ".join(known_clipping_functions())
         raise ValueError(
-            f"clipping_function {clipping_function!r} is unknown: choose one of {known}"
+            f"clipping_function {clipping_function!r} is unknown: choose one of {known}, or call "
+            "dp_clipping.register_clipping_function(name, fn, bound=..) first"
         )
     check_number("gamma", gamma, "a finite number above 0")
     if not 0 < gamma < math.inf:

@@ -17,19 +17,133 @@ contributes nothing. Up to `HIGHEST` every C and every coefficient is a float32 
 
     LOWEST ≤ C_k ≤ HIGHEST   and, for `automatic`,   LOWEST ≤ γ ≤ HIGHEST
 
-and what is outside is refused. A norm that is formed as a product of two needs more, since a square
+and what is outside is refused. `register_clipping_function` adds functions, which are held to the
+same bound. A norm that is formed as a product of two needs more, since a square
 that is lost in one factor may be multiplied with a large one: see norms.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+ClippingFunction = Callable[[Tensor, Tensor], Tensor]
+
 CLIPPING_FUNCTIONS = ("abadi", "automatic")
+_REGISTERED: dict[str, tuple[ClippingFunction, float]] = {}
+_PROBES = (0.0, 1e-30, 1e-12, 1e-6, 1e-3, 0.1, 0.5, 0.99, 1.0, 1.01, 1.5, 2.0, 3.7, 10.0, 1e3, 1e9)
 GAMMA = 0.01
 LOWEST, HIGHEST = 1e-10, 1e30
 MARGIN = {torch.float64: 2.0**-40, torch.float32: 2e-5}
+
+
+def register_clipping_function(name: str, fn: ClippingFunction, bound: float = 1.0) -> None:
+    """Makes `clipping_function=name` known to `make_private`, on every mode.
+
+    `fn(norms, C)` returns coefficients c [B] for unclipped norms n [B] and a threshold C, a tensor
+    of one number, which is C_k of a clipping group. Noise is calibrated to C, so a contribution
+    c(n)·n must not exceed C, and c must depend on the sample's own norm alone. Both are checked
+    here at some norms and thresholds. In training they hold by construction: `fn` is given one norm
+    at a time (by `torch.vmap`), and what it returns is cut off at `bound`·C / n.
+
+    Args:
+        name: a new one.
+        fn: of PyTorch's operators, without `if` on a tensor and without random numbers.
+        bound: the largest c(n)·n, as a multiple of C: above 0, at most 1.
+
+    Raises:
+        ValueError: for a name that is taken, a `bound` out of range, and a function that exceeds
+            it, returns other than finite numbers of 0 or more, or mixes samples.
+    """
+    if not isinstance(name, str) or not name or not callable(fn):
+        raise ValueError(
+            'give a name and a function: register_clipping_function("half", '
+            "lambda norms, C: (0.5 * C / norms).clamp(max=1), bound=0.5)"
+        )
+    if name in CLIPPING_FUNCTIONS or _REGISTERED.get(name, (fn, bound)) != (fn, bound):
+        raise ValueError(f"clipping function {name!r} is taken: give another name")
+    if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound <= 1:
+        raise ValueError(
+            f"bound is {bound!r}: give the largest c(n)·n as a multiple of C, above 0 and at most "
+            "1; divide the coefficients of a function that exceeds it"
+        )
+    for limit in (1e-3, 1.0, 37.0):
+        norms = limit * torch.tensor(_PROBES, dtype=torch.float64)
+        _check_function(name, fn, float(bound), norms, torch.tensor(limit, dtype=torch.float64))
+    _REGISTERED[name] = fn, float(bound)
+
+
+def known_clipping_functions() -> tuple[str, ...]:
+    """Returns the names that `clipping_function` may be."""
+    return (*CLIPPING_FUNCTIONS, *_REGISTERED)
+
+
+def registered(name: str) -> tuple[ClippingFunction, float]:
+    """Returns a function that was registered, and its bound.
+
+    Raises ValueError for a name that was not.
+    """
+    if name not in _REGISTERED:
+        raise ValueError(
+            f"clipping function {name!r} is not known in this process: call "
+            "dp_clipping.register_clipping_function(name, fn, bound=..) first"
+        )
+    return _REGISTERED[name]
+
+
+def _check_function(
+    name: str, fn: ClippingFunction, bound: float, norms: Tensor, limit: Tensor
+) -> None:
+    """Raises ValueError if a function is wrong at one of these norms."""
+    where = f"clipping function {name!r} with C = {limit.item():g}"
+    try:
+        given = norms.clone()
+        found = fn(given, limit.clone())
+        alone = _one_by_one(fn, norms, limit)
+    except Exception as error:
+        raise ValueError(
+            f"{where} raises {type(error).__name__} ({str(error).splitlines()[0][:120]}): it must "
+            "take norms [B] and C as tensors, and one norm under torch.vmap, so write it with "
+            "PyTorch's operators (torch.where in place of if)"
+        ) from error
+    if not isinstance(found, Tensor) or found.shape != norms.shape or alone.shape != norms.shape:
+        raise ValueError(f"{where} must return one coefficient a sample, a tensor [B]")
+    if not torch.equal(given, norms):
+        raise ValueError(f"{where} writes to the norms that it is given")
+    usable = norms > 0  # c·n of a norm of 0 is 0, and 0/0 is cut off
+    bad = usable & ~(found.isfinite() & (found >= 0))
+    if bad.any():
+        n = norms[bad][0].item()
+        raise ValueError(f"{where} returns {found[bad][0].item():g} for the norm {n:g}")
+    products = found * norms
+    over = usable & (products > bound * limit * (1 + 1e-6))
+    if over.any():
+        n = norms[over][0].item()
+        raise ValueError(
+            f"{where} lets a sample of norm {n:g} contribute {products[over][0].item():g}, and its "
+            f"bound is {bound:g} · C: give min(c, bound * C / norms)"
+        )
+    differs = usable & ~torch.isclose(alone, found, rtol=1e-6, atol=0)
+    if differs.any():
+        raise ValueError(
+            f"{where} gives a sample another coefficient alone than among others: it must depend "
+            "on the sample's own norm and C, and not be random"
+        )
+
+
+def _one_by_one(fn: ClippingFunction, norms: Tensor, limit: Tensor) -> Tensor:
+    """Returns coefficients of norms that do not see each other, and are not written to."""
+    return torch.vmap(fn, in_dims=(0, None), randomness="different")(norms.clone(), limit.clone())
+
+
+def _of_registered(name: str, norms: Tensor, clip_norms: Tensor) -> Tensor:
+    """Returns c [K, B] from norms [K, B] and thresholds [K, 1], none above bound · C / n."""
+    fn, bound = registered(name)
+    rows = [_one_by_one(fn, n, limit[0]) for n, limit in zip(norms, clip_norms, strict=True)]
+    scale = torch.stack(rows).to(norms)
+    largest = torch.finfo(norms.dtype).max
+    most = (bound * clip_norms / norms).clamp(max=largest)
+    return torch.minimum(scale.nan_to_num(nan=0.0, posinf=largest), most).clamp(min=0)
 
 
 def clip_norms_of(
@@ -75,8 +189,10 @@ def coefficients(
     clip_norms = clip_norms.to(norms)[:, None]
     if function == "abadi":
         scale = (clip_norms / norms).clamp(max=1.0)
-    else:  # finite: an infinite one times zero would be NaN
+    elif function == "automatic":  # finite: an infinite one times zero would be NaN
         scale = (clip_norms / (norms + gamma)).clamp(max=torch.finfo(norms.dtype).max)
+    else:
+        scale = _of_registered(function, norms, clip_norms)
     return torch.where(finite_samples(squared_bounds), scale, 0.0)
 
 

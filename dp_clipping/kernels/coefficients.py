@@ -12,6 +12,9 @@ matters where every layer has its own coefficients.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -56,12 +59,7 @@ def clip_coefficients_plain(
     gamma: float | None, bad: Tensor,
 ) -> Tensor:  # fmt: skip
     """Reference implementation, in float64, rounded once."""
-    e, f = errors.double()[:, :1], errors.double()[:, 1:]
-    squares = squares.double()
-    squares = torch.where(squares.isfinite(), squares.clamp_min(0), torch.inf)
-    terms = ((squares + e * scales.double() ** 2).sqrt() + f * scales.double()).square()
-    pieces = zip(starts.tolist(), starts.tolist()[1:], strict=False)
-    bounds = torch.stack([terms[first:last].sum(0) for first, last in pieces])
+    bounds = squared_bounds(squares, scales, errors, starts.tolist())
     norms, clip_norms = bounds.sqrt() * margin, clip_norms.double()[:, None]
     if gamma is None:
         c = (clip_norms / norms).clamp_max(1)
@@ -69,6 +67,17 @@ def clip_coefficients_plain(
         c = (clip_norms / (norms + gamma)).clamp_max(torch.finfo(torch.float32).max)
     bad |= ~(bounds.float() < torch.inf).all(0)
     return torch.where(bad, 0, c).float()
+
+
+def squared_bounds(
+    squares: Tensor, scales: Tensor, errors: Tensor, starts: Sequence[int]
+) -> Tensor:
+    """Returns b [K, B] float64, as `clip_coefficients` forms it."""
+    e, f = errors.double()[:, :1], errors.double()[:, 1:]
+    squares = squares.double()
+    squares = torch.where(squares.isfinite(), squares.clamp_min(0), torch.inf)
+    terms = ((squares + e * scales.double() ** 2).sqrt() + f * scales.double()).square()
+    return torch.stack([terms[first:last].sum(0) for first, last in pairwise(starts)])
 
 
 if triton is not None:

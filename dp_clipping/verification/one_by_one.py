@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
+from dp_clipping.clipping.coefficients import registered
 from dp_clipping.torch_compat import tree_leaves, tree_map
 
 RUNS = 4  # of a sample, and so many samples, that are compared to find randomness
@@ -114,7 +115,10 @@ def _coefficients(norms: Tensor, setting: Setting) -> Tensor:
     """Returns c [K] of one sample."""
     if setting.function == "automatic":
         return setting.clip_norms / (norms + setting.gamma)
-    return (setting.clip_norms / norms).clamp(max=1)
+    if setting.function == "abadi":
+        return (setting.clip_norms / norms).clamp(max=1)
+    fn, _ = registered(setting.function)
+    return torch.cat([fn(n, c) for n, c in zip(norms.split(1), setting.clip_norms, strict=True)])
 
 
 class _Dtypes(TorchFunctionMode):

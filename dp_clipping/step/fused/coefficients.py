@@ -7,9 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dp_clipping.clipping.coefficients import MARGIN, coefficients, finite_samples
+from dp_clipping.clipping.coefficients import (
+    CLIPPING_FUNCTIONS,
+    MARGIN,
+    coefficients,
+    finite_samples,
+)
 from dp_clipping.clipping.norms import Norm, on_device
-from dp_clipping.kernels.coefficients import clip_coefficients
+from dp_clipping.kernels.coefficients import clip_coefficients, squared_bounds
 from dp_clipping.kernels.sorted_coefficients import Coefficients
 from dp_clipping.modes import Policy
 
@@ -56,6 +61,9 @@ class FusedCoefficients:
         errors = tuple([(norm.gram_error, norm.sum_error) for norm in norms])
         starts = tuple(accumulate((len(own) for own in mine), initial=0))
         device, policy = squares.device, self._policy
+        if policy.clipping_function not in CLIPPING_FUNCTIONS:
+            table = on_device(errors, torch.float32, device)
+            return self.of_bounds(squared_bounds(squares, scales, table, starts).float(), groups)
         values = clip_coefficients(
             squares, scales, on_device(errors, torch.float32, device),
             on_device(starts, torch.int32, device), self._clip_norms_of(groups),

@@ -2,7 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from dp_clipping import PrivacyEngine, register_clipping_function
+from dp_clipping.arguments.checks import check_arguments
+from dp_clipping.clipping import coefficients as module
 from dp_clipping.clipping.coefficients import (
     HIGHEST,
     LOWEST,
@@ -11,6 +16,7 @@ from dp_clipping.clipping.coefficients import (
     clip_norms_of,
     coefficients,
     finite_samples,
+    known_clipping_functions,
 )
 
 
@@ -76,3 +82,115 @@ def test_thresholds_out_of_range_are_refused(value):
 
 def test_the_ends_of_the_range_are_taken():
     assert clip_norms_of([LOWEST, HIGHEST], 2, "per_layer") == [LOWEST, HIGHEST]
+
+
+# ---- functions that users register ---------------------------------------------------------------
+
+
+def halving(norms, limit):
+    """Never more than half of C."""
+    return (0.5 * limit / norms).clamp(max=1)
+
+
+def smooth(norms, limit):
+    return limit / (norms.square() + limit.square()).sqrt()
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """Takes back what a test registers."""
+    monkeypatch.setattr(module, "_REGISTERED", {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("fn", "bound"), [(halving, 0.5), (smooth, 1)])
+def test_a_registered_function_is_used_and_bounded(names, fn, bound, dtype):
+    register_clipping_function("mine", fn, bound=bound)
+    assert known_clipping_functions() == ("abadi", "automatic", "mine")
+    draw = torch.Generator().manual_seed(0)
+    norms = 10 ** (8 * torch.rand(2, 50, generator=draw, dtype=dtype) - 4)
+    limits = torch.tensor([0.3, 20.0])
+    c = coefficients(norms.square(), limits, "mine")
+    expected = torch.stack([fn(n, limit.to(n)) for n, limit in zip(norms, limits, strict=True)])
+    torch.testing.assert_close(c, expected, rtol=1e-4, atol=0)
+    assert (c.double() * norms.double() <= bound * limits.double()[:, None]).all()
+
+
+def test_what_exceeds_its_bound_where_nobody_looked_is_cut_off(names):
+    def wrong(norms, limit):  # at a norm that no check tries
+        return torch.where((norms > 4.9) & (norms < 5.1), 100.0, (limit / norms).clamp(max=1))
+
+    register_clipping_function("wrong", wrong)
+    c = coefficients(torch.tensor([[25.0, 4.0]]), torch.tensor([1.0]), "wrong")
+    assert c[0, 0] * 5 <= 1
+    assert 0.49 < c[0, 1] < 0.5
+
+
+def test_samples_without_a_norm_contribute_nothing(names):
+    register_clipping_function("bare", lambda norms, limit: limit / norms)
+    c = coefficients(torch.tensor([[0.0, torch.inf, torch.nan, 1.0]]), torch.tensor([1.0]), "bare")
+    assert c[0, 1:3].tolist() == [0, 0]
+    assert (c[0, 0] * 0.0).item() == 0.0
+    assert 0.9 < c[0, 3] < 1
+
+
+@pytest.mark.parametrize(
+    ("fn", "bound", "message"),
+    [
+        (lambda n, c: torch.ones_like(n), 1, r"norm 0.00101 contribute .*min\(c, bound"),
+        (lambda n, c: (c / n).clamp(max=1), 0.5, "its bound is 0.5"),
+        (lambda n, c: -(c / n).clamp(max=1), 1, "returns -1 for the norm"),
+        (lambda n, c: (c / n).clamp(max=1) * torch.nan, 1, "returns nan"),
+        (lambda n, c: (c / n).clamp(max=1) * (n / n.max()), 1, "another coefficient alone"),
+        (lambda n, c: (c / n).clamp(max=1) * torch.rand_like(n), 1, "another coefficient alone"),
+        (lambda n, c: (c / n).clamp(max=1) if n > c else 1, 1, "torch.where in place of if"),
+        (lambda n, c: 1.0, 1, "one coefficient a sample|PyTorch's operators"),
+        (lambda n: n, 1, "raises TypeError"),
+        (lambda n, c: (c / n.mul_(1.5)).clamp(max=0.1), 1, "writes to the norms"),
+        (halving, 2, "bound is 2: give"),
+        (halving, 0, "bound is 0: give"),
+        ("halving", 1, "give a name and a function"),
+    ],
+)
+def test_a_wrong_function_is_refused(names, fn, bound, message):
+    with pytest.raises(ValueError, match=message):
+        register_clipping_function("wrong", fn, bound=bound)
+    assert known_clipping_functions() == ("abadi", "automatic")
+
+
+def test_names_are_taken_once(names):
+    for name in ("abadi", "automatic", ""):
+        with pytest.raises(ValueError, match=r"taken|give a name"):
+            register_clipping_function(name, halving, bound=0.5)
+    for _ in range(2):
+        register_clipping_function("mine", halving, bound=0.5)
+    with pytest.raises(ValueError, match="'mine' is taken"):
+        register_clipping_function("mine", smooth)
+
+
+def test_a_name_alone_is_no_other_function(monkeypatch):
+    monkeypatch.setattr(module, "CLIPPING_FUNCTIONS", ("abadi", "automatic", "psac"))
+    with pytest.raises(ValueError, match="'psac' is not known in this process"):
+        coefficients(torch.ones(1, 2), torch.ones(1), "psac")
+
+
+@pytest.mark.parametrize("mode", ["per_sample", "ghost", "bookkeeping"])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+def test_a_private_step_clips_by_it(names, mode, clipping):
+    register_clipping_function("mine", smooth)
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    engine = PrivacyEngine(accountant="rdp")
+    data = TensorDataset(torch.randn(8, 3), torch.randint(2, (8,)))
+    model, *_ = engine.make_private(
+        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=4), noise_multiplier=1.0, max_grad_norm=0.3,
+        grad_sample_mode=mode, clipping=clipping, clipping_function="mine",
+    )  # fmt: skip
+    check = engine.check(model, data[:])
+    assert check.ok, str(check)
+
+
+def test_an_unknown_name_says_how_to_register():
+    with pytest.raises(ValueError, match=r"of abadi, automatic, or call dp_clipping.reg"):
+        check_arguments(1.0, 1.0, "flat", "psac", 0.01)

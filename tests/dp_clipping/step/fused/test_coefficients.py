@@ -1,7 +1,10 @@
 """Coefficients from bounds; those from norms are a kernel's (kernels/test_coefficients.py)."""
 
 import torch
+from torch import nn
 
+from dp_clipping.clipping import coefficients as definition
+from dp_clipping.clipping.norms import Norm
 from dp_clipping.modes import policy_of
 from dp_clipping.step.fused.coefficients import FusedCoefficients
 
@@ -34,3 +37,23 @@ def test_a_sample_is_left_out_from_then_on():
     found = mine.of_bounds(torch.ones(1, 3), [1])
     assert found.values[0, 0] == 0
     assert mine.left_out.tolist() == [True, False, False]
+
+
+def test_a_registered_function_is_computed_from_the_same_bounds(monkeypatch):
+    monkeypatch.setattr(definition, "_REGISTERED", {})
+    definition.register_clipping_function("mine", lambda n, c: (0.5 * c / n).clamp(max=1))
+    weight, bias = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    policy = policy_of("flash", clipping_function="mine")
+    clip_norms = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    mine = FusedCoefficients(
+        clip_norms, [[weight], [bias]], policy, torch.zeros(3, dtype=torch.bool)
+    )
+    norms = {
+        weight: Norm(torch.tensor([4.0, 0.01, torch.inf])),
+        bias: Norm(torch.tensor([1.0, 16.0, 1.0]), torch.tensor([0.0, 3.0, 0.0]), sum_error=0.5),
+    }
+    found = mine.of([0, 1], norms, lambda: torch.zeros(3)).values
+    bound = (4.0 + 0.5 * 3.0) ** 2  # of the sum's rounding
+    expected = torch.tensor([[0.25, 1, 0], [1, 1 / bound**0.5, 0]])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+    assert mine.left_out.tolist() == [False, False, True]
