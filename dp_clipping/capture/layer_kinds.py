@@ -92,7 +92,8 @@ def replaced_methods(module: nn.Module) -> set[str]:
 @lru_cache(maxsize=1024)
 def _methods(kind: Any) -> frozenset[str]:
     own = {name for c in kind.__mro__ for name, value in vars(c).items() if callable(value)}
-    return frozenset(own - (vars(nn.Module).keys() - {"forward"}))
+    # How it is copied is no arithmetic, and is what private training replaces (`calls`).
+    return frozenset(own - (vars(nn.Module).keys() - {"forward"}) - {"__reduce_ex__"})
 
 
 @lru_cache(maxsize=1024)
