@@ -8,7 +8,8 @@ from dp_clipping.kernels.launch.tiles import INTERPRETED
 from tests.support.host_cost import NETWORKS, WARM_UP, calls_of, step_of, without_kernels
 
 LAYERS = 4
-LIMITS = {"transformer": (1530, 690), "convolutional": (1180, 390)}  # of one layer; of each more
+# Of one layer, with what checks look at in a process that has imported much; of each further one.
+LIMITS = {"transformer": (1650, 690), "convolutional": (1300, 390)}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are not launched by Triton's launcher")
