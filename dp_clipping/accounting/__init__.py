@@ -1,4 +1,4 @@
-"""What a private run has spent, and how it is stated.
+"""Counts what a private run spends, and states it.
 
 Files:
 

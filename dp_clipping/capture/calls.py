@@ -7,7 +7,7 @@ engine, and training it is not private.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -61,7 +61,8 @@ def without_repr(run: Callable[..., Any]) -> Callable[..., Any]:
 def with_signature_of(run: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
     """Returns `run`, which `inspect.signature` takes for the module's forward."""
     call = partial(without_repr(run))
-    call.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
+    with suppress(TypeError, ValueError):  # a forward that tells none
+        call.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
     return call
 
 

@@ -27,6 +27,15 @@ def path(tmp_path):
     return tmp_path / "run.pt"
 
 
+@pytest.fixture
+def one_rank(tmp_path):
+    """Makes this process a group of one."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 class Unseen:
     """Keeps a list for a test where no check finds it: what one leaves elsewhere is put back."""
 

@@ -470,14 +470,6 @@ class WithGradientReady(nn.Module):
         raise AssertionError
 
 
-@pytest.fixture
-def one_rank(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 WRAPPERS = {
     "DataParallel": nn.DataParallel,
     "DistributedDataParallel": nn.parallel.DistributedDataParallel,

@@ -118,7 +118,7 @@ def test_before_make_private_there_is_nothing_to_state():
 
 
 def facts(samples, **arguments):
-    """What an observer may learn of a run without looking at its noise."""
+    """Returns what an observer may learn of a run without looking at its noise."""
     engine, (_, optimizer, _, loader) = private = made(samples, **arguments)
     train(private[1])
     statement = engine.privacy_statement(1e-3).as_dict()

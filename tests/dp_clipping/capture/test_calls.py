@@ -9,6 +9,8 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -51,14 +53,6 @@ class Holder(nn.Module):
     def __init__(self, inner):
         super().__init__()
         self.inner = inner
-
-
-@pytest.fixture
-def one_rank(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def made(wrap_model, network=None, mode="bookkeeping", module=None):
@@ -297,6 +291,14 @@ def test_compiled_afterwards_no_step_is_private_and_none_is_taken():
     with pytest.raises(RuntimeError, match="criterion was called before the private model's"):
         criterion(model(torch.ones(2, 3)), torch.tensor([0, 1])).backward()
     torch.compiler.reset()
+
+
+def test_sharded_afterwards_it_is_refused_in_the_step(one_rank):
+    network = Plain()
+    _, model, *_ = made(False, network)
+    fully_shard(network, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(RuntimeError, match="would wrap a private model"):
+        model(torch.ones(2, 3))
 
 
 def test_a_wrapper_of_the_users_comes_back_too(one_rank):

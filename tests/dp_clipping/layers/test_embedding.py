@@ -121,7 +121,7 @@ class Words(nn.Module):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("build", [lambda: Words(False), lambda: Words(True), lambda: Bags("mean")])
 def test_ids_in_int32(build, mode):
-    """As PyTorch's embeddings take them."""
+    """PyTorch's embeddings take them too."""
     torch.manual_seed(0)
     network = build().double()
     ids = torch.randint(9, (4, 6), dtype=torch.int32)
