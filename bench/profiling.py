@@ -233,7 +233,7 @@ class Profiling:
         return (
             f"One training step on {self.worker.world_size} ranks "
             f"({self.worker.device.type}, {settings.dtype}, {settings.batch_size} × "
-            f"{settings.model.context_length} tokens a rank)"
+            f"{settings.model.context_length} tokens per rank)"
         )
 
     def _trace_files(self, subject: Subject) -> list[Path]:

@@ -140,7 +140,7 @@ def _empty_figure(lane_counts: list[int]) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure
 
     heights = [HEADER + LANE * max(count, 2) for count in lane_counts]
-    top, bottom, gap = 0.78, 0.86, 0.12
+    top, bottom, gap = 0.78, 0.98, 0.12
     height = top + bottom + sum(heights) + gap * (len(heights) - 1)
     figure = Figure(figsize=(WIDTH, height))
     all_axes, y = [], height - top
@@ -263,8 +263,9 @@ def _draw_frame(figure: Figure, title: str, traces: dict[str, list[Trace]]) -> N
     one_clock = all(share_clock(ranks) for ranks in traces.values())
     clock = "all ranks on one clock" if one_clock else "each rank from its own start"
     note = (
-        f"Measured from {', '.join(bases)}. The step of median length, {clock}; numbers are means "
-        "over ranks.\nHidden: the rank computes at the same time. Exposed: it computes nothing. "
-        "Waiting: nothing, and a slower rank has not begun the collective."
+        "Each rank has two bars, computation above and communication below. Hidden: the rank "
+        "computes at the same time.\nExposed: it computes nothing. Waiting: nothing, and a slower "
+        f"rank has not begun the collective.\nMeasured from {', '.join(bases)}. The step of median "
+        f"length, {clock}; numbers are means over ranks."
     )
     figure.text(0.012, 0.06 / inches, note, fontsize=8, va="bottom", color="#555555")
