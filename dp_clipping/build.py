@@ -159,6 +159,7 @@ def build_model(
         norm_reduction=settings.norm_reduction,
         usage=None if poisson is None else poisson.usage,
         wrap_model=settings.wrap_model,
+        loss_reduction=settings.loss_reduction,
     )
     if poisson is None:
         model.step_state.usage.batch_size = batch_size_of(loader)

@@ -19,6 +19,8 @@ from dp_clipping.clipping.statistics import NormStatistics, norm_statistics
 from dp_clipping.distributed.dtensor import fsdp_classes
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.sharding import Sharding
+from dp_clipping.losses.in_network import LossInNetwork
+from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.modes import REFERENCE_MODE, Policy
 from dp_clipping.profiling.profile import SWITCH, Profile, ranged
 from dp_clipping.sampling.usage import SampleUsage
@@ -75,6 +77,7 @@ class PrivateModel(nn.Module):
         norm_reduction: how norms are added up over ranks that have parts of the parameters.
         usage: of the loader, if it yields Poisson batches.
         wrap_model: the user gets this object; else their own module, whose calls come here.
+        loss_reduction: how losses print that the network computes itself.
 
     Attributes:
         returned: which of the two it is.
@@ -82,6 +85,7 @@ class PrivateModel(nn.Module):
         thresholds: C, and C_k of each clipping group.
         gradient_buffer: `.grad` of the trainable parameters; not in mode `no_dp`.
         passes: run forward and backward; not in mode `no_dp`.
+        loss_in_network: lets a network that is given labels return losses that can be clipped.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class PrivateModel(nn.Module):
         norm_reduction: str = "async",
         usage: SampleUsage | None = None,
         wrap_model: bool = True,
+        loss_reduction: str = "mean",
     ):
         super().__init__()
         self.module: Any = module  # a network, or a wrapper with methods of its own
@@ -130,6 +135,8 @@ class PrivateModel(nn.Module):
         wrapper = module if self._is_wrapped else None
         self.gradient_buffer = GradientBuffer(self.step_context, self.step_state, wrapper)
         self.passes = ForwardBackward(self.step_context, self.step_state, self.gradient_buffer)
+        self.loss_in_network = LossInNetwork(self.network, batch_first, self.capture.is_compiled)
+        self._loss_reduction = loss_reduction
         self._return(wrap_model)
 
     # ---- what a user calls ----------------------------------------------------------------------
@@ -237,13 +244,14 @@ class PrivateModel(nn.Module):
                 "a private training step of a network in evaluation: call model.train(); single "
                 "modules may stay in evaluation"
             )
-        sync = self._sync_context()
-        if not self.step_state.is_open:
-            return self.passes.forward(self.module, args, kwargs, sync)
-        self.gradient_buffer.watch.refuse_unclipped()
-        outputs = self.passes.forward(self.module, args, kwargs, sync)
-        self.gradient_buffer.watch.note()  # a wrapper may have waited for sums under way
-        return outputs
+        is_open = self.step_state.is_open
+        if is_open:
+            self.gradient_buffer.watch.refuse_unclipped()
+        with self.loss_in_network.per_sample(kwargs):
+            outputs = self.passes.forward(self.module, args, kwargs, self._sync_context())
+        if is_open:
+            self.gradient_buffer.watch.note()  # a wrapper may have waited for sums under way
+        return self._with_private_loss(outputs)
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuses what `fully_shard` and `replicate` make of a module's class."""
@@ -413,6 +421,17 @@ class PrivateModel(nn.Module):
         if isinstance(self.module, (*replicas(), *fsdp_classes())) and self.sharding is None:
             raise RuntimeError(WRAPPED.format(kind=type(self.module).__name__))
         return self.forward(*args, **kwargs)
+
+    def _with_private_loss(self, outputs: Any) -> Any:
+        private_step = self.step_state.pending
+
+        def private(losses: Tensor) -> PrivateLoss:
+            if private_step.watched is not None:
+                private_step.watched.check_graph(losses)
+            return PrivateLoss(self, private_step, losses, self._loss_reduction)
+
+        size = 0 if private_step.is_empty else private_step.batch_size
+        return self.loss_in_network.wrapped(outputs, private, size)
 
     def _batch_norms(self) -> list[BatchNorms]:
         if not self.step_state.norms:

@@ -92,7 +92,7 @@ class Watched:
         gradients = self._of_outputs(losses, torch.where(stays, 0.0, 1.0).to(losses.dtype))
         largest = losses.new_zeros(len(losses), dtype=torch.float32)
         for gradient, (_, layout) in zip(gradients, self._pairs, strict=True):
-            rows = layout.batch_first(gradient, len(losses)).flatten(1)
+            rows = layout.batch_first(gradient, len(losses)).reshape(len(losses), -1)
             largest += torch.linalg.vector_norm(rows, torch.inf, 1).to(largest)
         return bool((largest.where(stays, 0.0) == 0).all())
 

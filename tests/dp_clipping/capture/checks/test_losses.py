@@ -24,6 +24,13 @@ def test_losses_apart(number):
     check(lambda y: y.square().sum(1), number=number)
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_outputs_of_one_number_a_sample(number):
+    x = outputs()
+    watched = Watched(x[:, 0], [ROWS], number)
+    watched.check_graph(watched.outputs.square())
+
+
 @pytest.mark.parametrize(
     "loss",
     [

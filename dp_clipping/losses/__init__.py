@@ -1,0 +1,8 @@
+"""Losses of private training: one a sample, also where the network computes its own.
+
+Files:
+
+    private_loss  a batch's losses as one number, whose `backward` clips
+    in_network    lets `model(**batch).loss` be one
+    reductions    means and sums over a batch, taken for each sample instead
+"""

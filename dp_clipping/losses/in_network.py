@@ -1,0 +1,131 @@
+"""Losses that the network computes itself, as Hugging Face's models do: `model(**batch).loss`.
+
+Such a loss is a mean over the tokens of a batch, so a sample's part in it depends on how many
+tokens the others have. In a private forward it becomes one loss a sample, each the mean over its
+own tokens, and `num_items_in_batch`, which counts those of the batch, is not used. What else the
+network adds to it must be one value a sample too. The losses are an output of the network like any
+other, so the checks that no sample sees another one cover them.
+
+Two ways to compute a loss are known:
+
+    by `loss_function`      of a Hugging Face model: it is exchanged while a private forward runs
+    by functions of torch   in the network's own forward: these are exchanged then
+
+The second one looks at each call of torch, so it is left alone once the first one is seen. It does
+not reach into compiled code.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from dp_clipping.capture.batch import Batch, tensors_of
+from dp_clipping.losses.private_loss import PrivateLoss
+from dp_clipping.losses.reductions import PerSampleReductions
+
+OF_BATCH = "num_items_in_batch"
+
+
+class LossInNetwork:
+    """Lets a network that is given labels return losses [B].
+
+    Args:
+        network: without a data-parallel wrapper.
+        batch_first: dimension 0 of its inputs counts the samples; else nothing is exchanged.
+        is_compiled: a part of it is, so only `loss_function` is exchanged.
+    """
+
+    def __init__(self, network: nn.Module, batch_first: bool, is_compiled: bool):
+        self._network = network
+        self._owners = list(_owners(network))
+        self._batch_first, self._looks_inside = batch_first, not is_compiled
+        self._count = 0  # losses of the forward under way
+        self._batch_size = 0
+
+    @contextmanager
+    def per_sample(self, kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Inside, a forward with these arguments returns losses [B], if any."""
+        self._count = 0
+        if not (self._batch_first and _has_labels(kwargs)):
+            yield
+            return
+        with ExitStack() as stack:
+            for owner in self._owners:
+                stack.enter_context(self._exchanged(owner))
+            if self._looks_inside:
+                hook = self._network.register_forward_pre_hook(self._note_size, with_kwargs=True)
+                stack.callback(hook.remove)
+                mode = stack.enter_context(PerSampleReductions(lambda: self._batch_size))
+            yield
+        if self._count:
+            self._looks_inside = False
+        elif self._looks_inside:
+            self._count = mode.count
+
+    def wrapped(self, outputs: Any, losses: Callable[[Tensor], PrivateLoss], size: int) -> Any:
+        """Returns outputs whose `loss`, or first entry of a tuple, is a private loss.
+
+        Outputs in which there is no loss of `size` samples are returned as they are.
+        """
+        found = _loss_of(outputs)
+        if not self._count or not isinstance(found, Tensor) or found.shape != (size,):
+            return outputs
+        if isinstance(outputs, tuple) and not hasattr(outputs, "loss"):
+            return (losses(found), *outputs[1:])
+        if isinstance(outputs, Mapping) and not hasattr(outputs, "loss"):
+            outputs["loss"] = losses(found)  # type: ignore[index]
+        else:
+            outputs.loss = losses(found)
+        return outputs
+
+    def _note_size(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._batch_size = Batch(args, kwargs, batch_first=True).size
+
+    @contextmanager
+    def _exchanged(self, owner: Any) -> Iterator[None]:
+        """Inside, the loss function of a Hugging Face model returns [B]."""
+        own, loss_function = vars(owner).get("_loss_function"), owner.loss_function
+
+        def per_sample(*args: Any, **kwargs: Any) -> Any:
+            kwargs.pop(OF_BATCH, None)
+            size = len(tensors_of([kwargs.get("labels"), kwargs, args])[0])
+            with PerSampleReductions(lambda: size) as mode:
+                loss = loss_function(*args, **kwargs)
+            self._count += mode.count
+            return loss
+
+        owner.loss_function = per_sample
+        try:
+            yield
+        finally:
+            if own is None:
+                del owner._loss_function
+            else:
+                owner.loss_function = own
+
+
+def _owners(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the outermost Hugging Face models, whose loss functions can be exchanged."""
+    found = getattr(type(module), "loss_function", None)
+    if isinstance(found, property) and found.fset is not None:
+        yield module
+        return
+    for child in module.children():
+        yield from _owners(child)
+
+
+def _has_labels(kwargs: Mapping[str, Any]) -> bool:
+    return any(
+        isinstance(value, Tensor) and ("label" in name or name.endswith("_positions"))
+        for name, value in kwargs.items()
+    )
+
+
+def _loss_of(outputs: Any) -> Any:
+    if hasattr(outputs, "loss"):
+        return outputs.loss
+    if isinstance(outputs, Mapping):
+        return outputs.get("loss")
+    return outputs[0] if isinstance(outputs, tuple) and outputs else None

@@ -1,0 +1,127 @@
+"""The loss of a batch as one loss a sample: prints as one number, and its `backward` clips."""
+
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from dp_clipping.step.steppable import Steppable
+
+
+class PrivateLoss:
+    """Losses [B] that print and backpropagate as one number.
+
+    `backward()` adds the clipped sum of the samples' gradients to `.grad`. Sums, differences and
+    multiples work as for a tensor; they act on each sample's loss. A tensor to add or multiply with
+    has no gradient and is one number, or one a sample. Most methods are these operators, and those
+    of a tensor that training loops call (`item`, `detach`, `backward`).
+
+    With `PrivacyEngine(hide_unprotected=True)` a training loss cannot be looked at. One of
+    evaluation can: what that data is, is the user's own matter.
+    """
+
+    def __init__(self, model: Steppable, private_step: Any, losses: Tensor, reduction: str):
+        self.model, self._session = model, private_step
+        self._losses, self.loss_reduction = losses, reduction
+
+    @property
+    def loss_per_sample(self) -> Tensor:
+        """[B]. Not covered by ε."""
+        if self._session is None:
+            return self._losses
+        self.model.refuse_in_release("the loss in training")
+        if self._session.padding is not None:
+            raise RuntimeError("losses of samples have another shape in each step: use detach()")
+        return self._losses[: self._session.real]
+
+    def backward(self) -> None:
+        if self._session is None:
+            raise RuntimeError(
+                "backward of a loss of evaluation: call the model in training mode with gradients "
+                "enabled, then the criterion"
+            )
+        self.model.private_backward(self._session, self._losses)
+
+    def detach(self) -> Tensor:
+        """Returns the mean (0 for an empty batch) or the sum. Not covered by ε."""
+        padding = None if self._session is None else self._session.padding
+        if padding is not None:
+            self.model.refuse_in_release("the loss in training")
+            total = self._losses.detach().masked_fill(padding, 0).sum()
+            return total if self.loss_reduction == "sum" else total / (~padding).sum()
+        losses = self.loss_per_sample.detach()
+        if self.loss_reduction == "sum" or losses.numel() == 0:
+            return losses.sum()
+        return losses.mean()
+
+    def item(self) -> float:
+        return self.detach().item()
+
+    __float__ = item
+
+    def __format__(self, specification: str) -> str:
+        return format(self.item(), specification) if specification else repr(self)
+
+    def _with(self, losses: Tensor) -> "PrivateLoss":
+        return PrivateLoss(self.model, self._session, losses, self.loss_reduction)
+
+    def _constant(self, other: Any) -> Any:
+        if isinstance(other, PrivateLoss):
+            raise ValueError(
+                "a private loss is multiplied and divided by constants: put products of losses "
+                "into the criterion, sample by sample"
+            )
+        if not isinstance(other, Tensor):
+            return other
+        if other.requires_grad:
+            raise ValueError(
+                "a private loss is combined with a tensor that has a gradient of its own, which "
+                "may depend on all samples: put the term into the criterion, one value a sample"
+            )
+        if other.numel() != 1 and other.shape != self._losses.shape:
+            raise ValueError(
+                f"a private loss of {len(self._losses)} samples is combined with a tensor of shape "
+                f"{tuple(other.shape)}: give one number, or one a sample"
+            )
+        return other.reshape(()) if other.numel() == 1 else other
+
+    def _other(self, other: Any) -> Any:
+        if not isinstance(other, PrivateLoss):
+            return self._constant(other)
+        if other.loss_reduction != self.loss_reduction or other._session is not self._session:
+            raise ValueError(
+                "losses of different batches or reductions do not add up sample by sample"
+            )
+        return other._losses
+
+    def __add__(self, other: Any) -> "PrivateLoss":
+        return self._with(self._losses + self._other(other))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> "PrivateLoss":
+        return self._with(self._losses - self._other(other))
+
+    def __rsub__(self, other: Any) -> "PrivateLoss":
+        return self._with(self._constant(other) - self._losses)
+
+    def __mul__(self, factor: Any) -> "PrivateLoss":
+        return self._with(self._losses * self._constant(factor))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> "PrivateLoss":
+        return self._with(self._losses / self._constant(divisor))
+
+    def __neg__(self) -> "PrivateLoss":
+        return self._with(-self._losses)
+
+    def __iter__(self) -> NoReturn:
+        """Raises TypeError: `torch.amp.GradScaler` tries it with a loss that is not a tensor."""
+        raise TypeError(
+            "a private loss is one number, not to be iterated over; if torch.amp.GradScaler asked: "
+            "it skips steps by what it sees in the data, so use bfloat16, which needs no scaler"
+        )
+
+    def __repr__(self) -> str:
+        samples = self.loss_per_sample.numel()
+        return f"PrivateLoss({self.item():.4f}, {self.loss_reduction} of {samples} samples)"
