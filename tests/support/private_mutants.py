@@ -101,7 +101,7 @@ ROWS = [
     ("rows that are no samples have norms", "step/private_step.py",
      "found.first(self.real) if self.padding is None else found", "found", MEMORY,
      "what_is_printed"),
-    ("rows that are no samples have losses", "criterion.py",
+    ("rows that are no samples have losses", "losses/private_loss.py",
      "return self._losses[: self._session.real]", "return self._losses", MEMORY, "what_is_printed"),
     ("rows that are no samples follow the first sample", "step/forward_backward.py",
      "device=self.capture.trigger.device) >= real",
