@@ -101,7 +101,7 @@ class LossInNetwork:
             yield
         finally:
             if own is None:
-                del owner._loss_function
+                vars(owner).pop("_loss_function")
             else:
                 owner.loss_function = own
 
