@@ -216,6 +216,14 @@ def test_the_readme_stays_short():
     assert len(lines) <= 200, "a newcomer reads it: put more into a page of docs/"
 
 
+def test_the_files_of_the_course_are_as_short_as_the_readme_says():
+    readme = (ROOT / "README.md").read_text()
+    limit = int(re.search(r"six files of at most (\d+) lines", readme)[1])
+    files = set(re.findall(r"`(ddp/[\w/]+\.py)` \|$", readme, re.MULTILINE)) - {"ddp/torch_ddp.py"}
+    assert len(files) == 6
+    assert all(len((ROOT / file).read_text().splitlines()) <= limit for file in files)
+
+
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)
 def test_a_package_lists_its_modules(package):
     """In its docstring, which takes the place of a file tree in the README."""
