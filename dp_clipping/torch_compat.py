@@ -143,6 +143,30 @@ def spin(cycles: int) -> None:
         sleep(cycles)
 
 
+def to_one_buffer_(
+    weights: list[Tensor],
+    mode: str,
+    input_size: int,
+    hidden_size: int,
+    proj_size: int,
+    bidirectional: bool,
+) -> None:
+    """Moves weights of one recurrent layer to one piece of memory, in which cuDNN reads them.
+
+    Without `torch._cudnn_rnn_flatten_weight`, which changes the tensors in place, it does nothing:
+    cuDNN copies weights that are apart, and warns.
+
+    Args:
+        mode: of `nn.RNNBase`, "LSTM" for example; the other arguments are that class's too.
+    """
+    if (flatten := getattr(torch, "_cudnn_rnn_flatten_weight", None)) is not None:
+        number = torch.backends.cudnn.rnn.get_cudnn_mode(mode)
+        stride = len(weights) // (2 if bidirectional else 1)
+        shape = (input_size, number, hidden_size, proj_size, 1, False, bidirectional)
+        with torch.cuda.device_of(weights[0]):
+            flatten(weights, stride, *shape)
+
+
 def flush_ready_nodes() -> None:
     """Frees what a backward that failed in this thread has left in autograd's queue.
 

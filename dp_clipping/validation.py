@@ -15,7 +15,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.rnn import PackedSequence
 from torch.nn.utils.weight_norm import WeightNorm
 
-from dp_clipping.layers.recurrent import cells
+from dp_clipping.layers.recurrent import kinds as recurrent_kinds
 from dp_clipping.torch_compat import (
     batch_norms,
     composable_replicas,
@@ -115,7 +115,7 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
             "keep real and imaginary parts as two parameters, and use torch.complex in forward"
         )
     if any(p.requires_grad for p in module.parameters()):
-        if isinstance(module, nn.RNNBase) and not cells.is_plain(module):
+        if isinstance(module, nn.RNNBase) and not recurrent_kinds.is_plain(module):
             return "computes something else than nn.LSTM, nn.GRU or nn.RNN, on their kernels", (
                 "use one of those, without parametrizations, or freeze it"
             )

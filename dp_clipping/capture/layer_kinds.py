@@ -9,7 +9,7 @@ from torch import nn
 from dp_clipping.distributed.dtensor import plain_type
 from dp_clipping.layers import convolution, embedding, group_norm, linear, norm
 from dp_clipping.layers.attention import module as attention
-from dp_clipping.layers.recurrent import cells
+from dp_clipping.layers.recurrent import kinds as recurrent_kinds
 from dp_clipping.layers.recurrent import module as recurrent
 from dp_clipping.layers.vmap import children
 from dp_clipping.layers.vmap import module as vectorized
@@ -41,7 +41,7 @@ def kind_of(module: nn.Module) -> str:
         ValueError: its class computes its weight in a property, so no parameter is what it reads.
     """
     names = {name for name, _ in module.named_parameters(recurse=False)}
-    if cells.is_plain(module) and not replaced_methods(module):
+    if recurrent_kinds.is_plain(module) and not replaced_methods(module):
         return "recurrent"
     if attention.is_plain(module, plain_type(module)) and not replaced_methods(module):
         return "attention"

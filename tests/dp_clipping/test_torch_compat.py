@@ -116,6 +116,18 @@ def test_an_operator_without_a_schema_is_refused():
         torch_compat.schema_of(operator)
 
 
+def test_weights_in_one_buffer(monkeypatch):
+    """As `nn.RNNBase.flatten_parameters` calls it, which a GPU has."""
+    calls = []
+    monkeypatch.setattr(torch, "_cudnn_rnn_flatten_weight", lambda *args: calls.append(args))
+    monkeypatch.setattr(torch.backends.cudnn.rnn, "get_cudnn_mode", {"GRU": 3}.__getitem__)
+    weights = [torch.zeros(2) for _ in range(8)]
+    for _ in range(2):
+        torch_compat.to_one_buffer_(weights, "GRU", 12, 2, 0, True)
+        assert calls == [(weights, 4, 12, 3, 2, 0, 1, False, True)]
+        monkeypatch.delattr(torch, "_cudnn_rnn_flatten_weight", raising=False)
+
+
 def test_spinning(monkeypatch):
     assert hasattr(torch.cuda, "_sleep")
     cycles = []

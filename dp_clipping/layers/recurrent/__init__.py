@@ -2,7 +2,9 @@
 
 Files:
 
-    module                layers and directions of a module, one after the other
-    recurrence            all time steps of one of them as one autograd function
-    cells                 one time step, forward and backward
+    module                layers of a module, one after the other
+    recurrence            what a layer's backward leaves of its weights' per-sample gradients
+    kernel                all time steps of a layer, on PyTorch's own kernel
+    packing               where tokens of packed sequences are
+    kinds                 which modules have this arithmetic
 """

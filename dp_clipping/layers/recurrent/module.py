@@ -1,8 +1,9 @@
-"""`nn.LSTM`, `nn.GRU` and `nn.RNN`: their layers and directions, one after the other.
+"""`nn.LSTM`, `nn.GRU` and `nn.RNN`: their layers, one after the other.
 
-For each of them the input's share of the gates is a linear layer on all tokens (see `projection`),
-and `Recurrence` does the rest. What a packed sequence leaves out is zero in between, and sequences
-are in the order of the batch.
+For each of them the inputs' share of the gates is a linear layer on all tokens (see `projection`),
+all time steps of all directions are one call of PyTorch's kernel (`kernel`), and `recurrence` has
+the weights that it reads. What a packed sequence leaves out is zero in between, and sequences are
+in the order of the batch.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -11,14 +12,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence
 
 from dp_clipping.layers import projection, tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, check_size
-from dp_clipping.layers.recurrent.cells import Cell, Gru, Lstm, Rnn
-from dp_clipping.layers.recurrent.recurrence import Recurrence, Steps
+from dp_clipping.layers.recurrent import kernel
+from dp_clipping.layers.recurrent.packing import Packing
+from dp_clipping.layers.recurrent.recurrence import Enter, Leave, Run
 from dp_clipping.torch_compat import never_compiled
+
+KINDS = ("weight_ih", "bias_ih", "weight_hh", "bias_hh", "weight_hr")
 
 
 @never_compiled
@@ -29,49 +33,33 @@ def forward(self: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None) ->
         return type(self).forward(self, input, hx)
     sequences = _sequences(self, handle, input, hx)
     is_lstm = isinstance(self, nn.LSTM)
-    first = [None, None] if hx is None else list(hx) if is_lstm else [hx, None]
+    first = [] if hx is None else list(hx) if is_lstm else [hx]
+    packing = None
     if isinstance(input, PackedSequence):
-        x, lengths = pad_packed_sequence(input, batch_first=True)
-        order, places = input.sorted_indices, input.unsorted_indices
-        running = input.batch_sizes.tolist()
+        packing = Packing.of(input)
+        x = packing.pad(input.data)
     else:
-        x, order, places = input if self.batch_first else input.transpose(0, 1), None, None
-        running = [x.shape[0]] * x.shape[1]
-    last: list[list[Any]] = [[], []]
-    directions = ("", "_reverse") if self.bidirectional else ("",)
+        x = input.transpose(0, 1) if self.batch_first else input
+    count = 2 if self.bidirectional else 1
+    last = []
     for layer in range(self.num_layers):
         if layer and self.dropout:
             x = F.dropout(x, self.dropout, self.training)
-        found = []
-        for direction in directions:
-            steps = Steps(running, bool(direction), order, places)
-            number = len(last[0])
-            states = [None if s is None else s[number] for s in first]
-            y, *states = _run(self, handle, x, states, f"_l{layer}{direction}", steps, sequences)
-            found.append(y)
-            for of_all, state in zip(last, states, strict=True):
-                of_all.append(state)
-        x = found[0] if len(found) == 1 else torch.cat(found, 2)
-    h, c = torch.stack(last[0]), torch.stack(last[1]) if is_lstm else None
+        states = [s[layer * count : (layer + 1) * count] for s in first]
+        x, *states = _run(self, handle, x, states, layer, sequences, packing)
+        last.append(states)
+    h, *c = (torch.cat(of_all) for of_all in zip(*last, strict=True))
     if isinstance(input, PackedSequence):
-        outputs: Any = _packed_like(input, x, lengths)
+        outputs: Any = input._replace(data=packing.pack(x))
     else:
-        outputs = x if self.batch_first else x.transpose(0, 1)
-    return outputs, ((h, c) if is_lstm else h)
-
-
-def _packed_like(packed: PackedSequence, y: Tensor, lengths: Tensor) -> PackedSequence:
-    """Returns y [N, T, ..], in the order of the batch, packed as another sequence is."""
-    if packed.sorted_indices is not None:
-        y = y.index_select(0, packed.sorted_indices)
-        lengths = lengths[packed.sorted_indices.cpu()]
-    return packed._replace(data=pack_padded_sequence(y, lengths, batch_first=True).data)
+        outputs = x.transpose(0, 1) if self.batch_first else x
+    return outputs, ((h, *c) if is_lstm else h)
 
 
 def _sequences(
     self: nn.RNNBase, handle: LayerState, input: Tensor | PackedSequence, hx: Any
 ) -> Layout:
-    """Returns where the samples are among N sequences.
+    """Returns where the samples are in [T, N, ..] of N sequences.
 
     Raises:
         ValueError: it is called in a way in which a sequence is not of one sample.
@@ -90,51 +78,75 @@ def _sequences(
                 f"batch_first={self.batch_first} says, and states [layers, batch, features], with "
                 "a sequence and a state of its own for every sample (x.expand)"
             )
-    return Layout(layouts[0].kind)
+    return Layout(layouts[0].kind, 1)
 
 
 def _run(
     self: nn.RNNBase,
     handle: LayerState,
     x: Tensor,
-    states: list[Tensor | None],
-    suffix: str,
-    steps: Steps,
+    states: list[Tensor],
+    layer: int,
     sequences: Layout,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the states of all time steps [N, T, H] in one layer and direction, and the last."""
-    kinds = ("weight_ih", "bias_ih", "weight_hh", "bias_hh", "weight_hr")
-    names = [kind + suffix for kind in kinds]
-    values: list[Any] = [getattr(self, name, None) for name in names]
-    values = [None if value is None else value.detach() for value in values]
-    weight_ih, bias_ih, *hidden = values
-    with _autocast_of(self, x):
-        gates = projection.project(
-            handle, x, sequences, weight_ih, bias_ih, names=(names[0], names[1])
+    packing: Packing | None,
+) -> tuple[Tensor, ...]:
+    """Returns the states of all time steps [T, N, D·H] in one layer, and the last ones [D, N, H].
+
+    Args:
+        x: [T, N, ..].
+        states: the first ones, [D, N, ..]; empty: zeros.
+    """
+    gates: list[Tensor] = []
+    slots: list[Any] = []
+    weights: list[Any] = []
+    takes: list[Any] = []
+    for direction in ("", "_reverse")[: 2 if self.bidirectional else 1]:
+        names = [f"{kind}_l{layer}{direction}" for kind in KINDS]
+        values: list[Any] = [getattr(self, name, None) for name in names]
+        values = [None if value is None else value.detach() for value in values]
+        weight_ih, bias_ih, *hidden = values
+        with _autocast_of(self, x):
+            found = projection.project(
+                handle, x, sequences, weight_ih, bias_ih, names=(names[0], names[1])
+            )
+        gates.append(found)
+        shape = (*found.shape[:2], self.proj_size or self.hidden_size)
+        before = torch.empty(shape, dtype=found.dtype, device="meta")
+        inner = before.new_empty((*shape[:2], self.hidden_size))
+        uses = (
+            projection.weight_use(handle, names[2], before, hidden[0]),
+            projection.bias_use(handle, names[3]),
+            projection.weight_use(handle, names[4], inner, hidden[2]),
         )
-    width = self.proj_size or self.hidden_size
-    h = gates.new_zeros(len(x), width) if states[0] is None else states[0]
-    c = states[1]
-    if c is None and isinstance(self, nn.LSTM):
-        c = gates.new_zeros(len(x), self.hidden_size)
-    before = torch.empty((*gates.shape[:2], width), dtype=gates.dtype, device="meta")
-    inner = before.new_empty((*gates.shape[:2], self.hidden_size))
-    uses = (
-        projection.weight_use(handle, names[2], before, hidden[0]),
-        projection.bias_use(handle, names[3]),
-        projection.weight_use(handle, names[4], inner, hidden[2]),
-    )
-    slots, takes = zip(*uses, strict=True)
-    return Recurrence.apply(
-        gates, h, c, *hidden, *slots, _cell_of(self), steps, takes, sequences,
-        handle.private_step.batch_size,
-    )  # fmt: skip
+        weights.append(tuple(hidden))
+        slots += [slot for slot, _ in uses]
+        takes.append(tuple(take for _, take in uses))
+    run: Any = Run(self.mode, takes, sequences, handle.private_step.batch_size, packing)
+    together = gates[0] if len(gates) == 1 else torch.cat(gates, 2)
+    together = Enter.apply(together, run, *(w for own in weights for w in own), *slots)
+    if not states:
+        count = 2 if isinstance(self, nn.LSTM) else 1
+        widths = (self.proj_size or self.hidden_size, self.hidden_size)[:count]
+        states = [together.new_zeros(len(gates), x.shape[1], width) for width in widths]
+    states = [s.to(together.dtype) for s in states]
+    last = _all_steps(self.mode, together, states, weights, packing)
+    h, c = (*(s.detach() for s in states), None)[:2]
+    return Leave.apply(run, h, c, *last)
 
 
-def _cell_of(self: nn.RNNBase) -> Cell:
-    if isinstance(self, nn.LSTM):
-        return Lstm()
-    return Gru() if isinstance(self, nn.GRU) else Rnn(str(self.nonlinearity))
+def _all_steps(
+    mode: str,
+    gates: Tensor,
+    states: list[Tensor],
+    weights: list[kernel.Weights],
+    packing: Packing | None,
+) -> tuple[Tensor, ...]:
+    """Returns what `kernel.run` does of [T, N, ..] in the order of the batch."""
+    if packing is None:
+        return kernel.run(mode, gates, states, weights)
+    states = [packing.by_length(s) for s in states]
+    y, *last = kernel.run(mode, packing.pack(gates), states, weights, packing.batch_sizes)
+    return packing.pad(y), *(packing.by_batch(s) for s in last)
 
 
 def _autocast_of(self: nn.RNNBase, x: Tensor) -> AbstractContextManager:

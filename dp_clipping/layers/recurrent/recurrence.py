@@ -1,158 +1,229 @@
-"""All time steps of one layer in one direction, as one autograd function.
+"""What the backward of a recurrent layer leaves of its weights' per-sample gradients.
 
-The input's share of the gates comes from outside, where it is an ordinary linear layer on all
-tokens. Its gradient is what the time steps of backward find. The weight of the states, W_hh, is a
-linear layer on tokens too, whose inputs are the states before each step: its factors are handed
-over for all time steps together, so cross terms over time are in its norm. Likewise W_hr, which
-projects the states of an LSTM (Sak et al. 2014).
+Two functions that compute nothing stand around the kernel: `Enter` before it, on the inputs' share
+X of the gates, and `Leave` behind it. In backward `Leave` comes by first and has the states of all
+time steps, then the kernel runs, and `Enter` gets G, the gradient at the gates. Per-sample
+gradients of the weights that the kernel has read are products over the time steps t:
+
+    W_hh    Σ_t k_t h_{t-1}ᵀ        k: gradient of W_hh h + b_hh, which is G. In a GRU the new gate
+    b_hh    Σ_t k_t                 multiplies it with the reset gate r: G_n r there
+    W_hr    Σ_t g_t (o_t tanh c_t)ᵀ g: gradient of h_t, of an LSTM that projects its states (Sak et
+                                    al. 2014): what comes from outside, and W_hhᵀ k_{t+1}
+
+r, and o and c of an LSTM that projects, are computed again from X and the states: one product for
+all time steps.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import accumulation_dtype
-from dp_clipping.layers.recurrent.cells import Gru
+from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.layers.recurrent.kernel import Weights
+from dp_clipping.layers.recurrent.packing import Packing
+
+Takes = tuple[
+    Callable[[Tensor, Tensor], Any] | None,
+    Callable[[Tensor], Any] | None,
+    Callable[[Tensor, Tensor], Any] | None,
+]
 
 
-@dataclass(frozen=True)
-class Steps:
-    """In which order the time steps run, and for which sequences.
+@dataclass
+class States:
+    """What `Leave` has of a backward: [T, N, D·H] and [D, N, H].
 
     Attributes:
-        sizes: of each time step, how many of the sequences still run, longest first.
-        reverse: the last time step is the first to run.
-        order, places: of the batch's sequences by length, and its inverse; None: as they are.
+        outputs: h of all time steps.
+        h, c: the first ones.
+        of_outputs, of_last: gradients of `outputs` and of the last h; None: there is none.
     """
 
-    sizes: list[int]
-    reverse: bool = False
-    order: Tensor | None = None
-    places: Tensor | None = None
-
-    def forward(self) -> list[tuple[int, int]]:
-        """Returns time and number of running sequences of each step, in turn."""
-        found = list(enumerate(self.sizes))
-        return found[::-1] if self.reverse else found
-
-    def backward(self) -> list[tuple[int, int]]:
-        return self.forward()[::-1]
-
-    def by_length(self, x: Tensor, dim: int) -> Tensor:
-        """Returns x with its sequences, in the order of the batch, by length."""
-        return x if self.order is None else x.index_select(dim, self.order)
-
-    def by_batch(self, x: Tensor, dim: int) -> Tensor:
-        """Returns the inverse of `by_length`."""
-        return x if self.places is None else x.index_select(dim, self.places)
+    outputs: Tensor
+    h: Tensor
+    c: Tensor | None
+    of_outputs: Tensor | None
+    of_last: Tensor | None
 
 
-def _without_autocast(x: Tensor) -> torch.autocast:
-    return torch.autocast(x.device.type, enabled=False)
-
-
-class Recurrence(torch.autograd.Function):
-    """All time steps of one layer in one direction.
-
-    Computes in `accumulation_dtype` and returns the dtype of the gates.
+class Run:
+    """One run of the kernel, on N sequences.
 
     Args:
-        gates: W_ih x + b_ih, [N, T, gates · H].
-        h, c: first states [N, H]; c is None but for an LSTM.
-        weight, bias, projection: W_hh, b_hh and W_hr, detached.
-        slots: of these three: inputs that make backward come here; see `handle.gradient_target`.
-        takes: of these three: who takes factors a [B, T, p] and y [B, T, d], or y, and returns the
-            gradient of the slot; None: frozen.
-        layout: of the samples in N sequences.
+        mode: of `nn.RNNBase`.
+        takes: of each direction, of W_hh, b_hh and W_hr: who takes factors a [B, T, p] and y
+            [B, T, d], or y, and returns the gradient of the slot; None: frozen.
+        layout: of the samples in dimension 1.
+        packing: of the sequences; None: they are of one length.
+    """
 
-    Returns:
-        States [N, T, H] of all steps, zero where a sequence has ended, and the last h and c.
+    def __init__(
+        self, mode: str, takes: list[Takes], layout: Layout, batch_size: int,
+        packing: Packing | None,
+    ):  # fmt: skip
+        self.mode, self.takes = mode, takes
+        self.layout, self.batch_size, self.packing = layout, batch_size, packing
+        self.states: States | None = None  # between the two backwards
+
+    @property
+    def reads_gates(self) -> bool:
+        """Returns whether backward needs X."""
+        return self.mode == "GRU" or any(projection for *_, projection in self.takes)
+
+    def deliver(self, g: Tensor, gates: Tensor | None, weights: list[Weights]) -> list[Any]:
+        """Hands over what G [T, N, D·gates·H] and the states are factors of.
+
+        Returns:
+            Gradients of the slots.
+        """
+        states, self.states = self.states, None
+        assert states is not None, "Leave's backward comes before Enter's"
+        slots = []
+        for n, (takes, own) in enumerate(zip(self.takes, weights, strict=True)):
+            one = Direction(self, bool(n), states, own)
+            rows = None if gates is None else gates.chunk(len(weights), 2)[n]
+            slots += one.deliver(takes, g.chunk(len(weights), 2)[n], rows)
+        return slots
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """Returns x [T, N, ..] as [B, tokens, ..]."""
+        return self.layout.batch_tokens(x, self.batch_size)
+
+
+class Direction:
+    """One direction of a run in its backward: G, X [T, N, gates·H] and h [T, N, H] are its own."""
+
+    def __init__(self, run: Run, reverse: bool, states: States, weights: Weights):
+        self.run, self.reverse, self.states = run, reverse, states
+        self.weight, self.bias, self.projection = weights
+        self.h = states.h[int(reverse)]
+        self.outputs = self._own(states.outputs)
+
+    def _own(self, x: Tensor) -> Tensor:
+        return x.chunk(len(self.states.h), 2)[int(self.reverse)]
+
+    def deliver(self, takes: Takes, g: Tensor, gates: Any) -> list[Any]:
+        before = self._before()
+        k = g
+        if self.run.mode == "GRU":
+            k = self._of_hidden(g, gates, before)
+        slots: list[Any] = [None] * 3
+        if takes[0] or takes[1]:
+            y = self.run.tokens(k)
+            slots[0] = takes[0] and takes[0](self.run.tokens(before), y)
+            slots[1] = takes[1] and takes[1](y)
+        if takes[2]:
+            inner = self._unprojected(gates, before)
+            slots[2] = takes[2](self.run.tokens(inner), self.run.tokens(self._of_outputs(k)))
+        return slots
+
+    def _before(self) -> Tensor:
+        """Returns the state before each time step."""
+        if not self.reverse:
+            return torch.cat([self.h[None], self.outputs[:-1]])
+        packing = self.run.packing
+        if packing is None:
+            return torch.cat([self.outputs[1:], self.h[None]])
+        before = F.pad(self.outputs[1:], (0, 0, 0, 0, 0, 1))
+        before[packing.ends, torch.arange(len(self.h), device=self.h.device)] = self.h
+        return before
+
+    def _of_hidden(self, g: Tensor, gates: Tensor, before: Tensor) -> Tensor:
+        """Returns the gradient of W_hh h + b_hh in a GRU."""
+        width = before.shape[2]
+        reset = self._activations(gates, before, slice(0, width)).sigmoid_()
+        k = g.clone()
+        k[..., 2 * width :].mul_(reset)
+        return k
+
+    def _activations(self, gates: Tensor, before: Tensor, own: slice) -> Tensor:
+        """Returns X + W_hh h + b_hh of some gates, wide."""
+        bias = None if self.bias is None else self.bias[own]
+        wide = accumulation_dtype(gates.dtype)
+        return F.linear(before, self.weight[own], bias).to(wide) + gates[..., own]
+
+    def _unprojected(self, gates: Tensor, before: Tensor) -> Tensor:
+        """Returns o tanh(c) of all time steps."""
+        admit, keep, new, out = self._activations(gates, before, slice(None)).chunk(4, 2)
+        keep, added = keep.sigmoid(), admit.sigmoid() * new.tanh()
+        packing = self.run.packing
+        if packing is not None:  # states stay as they are where a sequence has not begun
+            running = packing.running()
+            keep, added = keep.masked_fill(~running, 1), added.masked_fill(~running, 0)
+        first: Any = self.states.c
+        c = first[int(self.reverse)].to(keep.dtype)
+        cells = torch.empty_like(keep)
+        times = range(len(keep))
+        for t in reversed(times) if self.reverse else times:
+            c = torch.addcmul(added[t], keep[t], c, out=cells[t])
+        return (out.sigmoid() * cells.tanh()).to(gates.dtype)
+
+    def _of_outputs(self, k: Tensor) -> Tensor:
+        """Returns the gradient of each h: what comes from outside, and from the next time step."""
+        following = k @ self.weight
+        if self.reverse:
+            g = F.pad(following[:-1], (0, 0, 0, 0, 1, 0))
+        else:
+            g = F.pad(following[1:], (0, 0, 0, 0, 0, 1))
+        if self.states.of_outputs is not None:
+            g += self._own(self.states.of_outputs)
+        packing = self.run.packing
+        if self.states.of_last is not None:
+            of_last = self.states.of_last[int(self.reverse)]
+            if self.reverse or packing is None:
+                g[0 if self.reverse else -1] += of_last
+            else:
+                sequences = torch.arange(len(of_last), device=of_last.device)
+                g[packing.ends, sequences] += of_last
+        return g if packing is None else g.masked_fill_(~packing.running(), 0)
+
+
+class Enter(torch.autograd.Function):
+    """X, before the kernel.
+
+    Args:
+        gates: X [T, N, D·gates·H].
+        weights_and_slots: W_hh, b_hh and W_hr of each direction, detached, and their slots:
+            inputs that make backward come here; see `handle.gradient_target`.
     """
 
     @staticmethod
-    def forward(
-        ctx, gates, h, c, weight, bias, projection, weight_slot, bias_slot, projection_slot,
-        cell, steps, takes, layout, batch_size,
-    ):  # fmt: skip
-        dtype = gates.dtype
-        wide = accumulation_dtype(dtype)
-        rows = steps.by_length(gates.transpose(0, 1).to(wide), 1)
-        h, c = (None if x is None else steps.by_length(x.to(wide), 0).clone() for x in (h, c))
-        w, b, r = (None if x is None else x.to(wide) for x in (weight, bias, projection))
-        length, count = rows.shape[:2]
-        width = rows.shape[2] // cell.gates
-        activated = rows.new_zeros(length, count, cell.saved * width)
-        outputs, states = (rows.new_zeros(length, count, h.shape[1]) for _ in range(2))
-        cells = None if c is None else rows.new_zeros(length, count, width)
-        with _without_autocast(rows):
-            for t, running in steps.forward():
-                before, held = h[:running], None if c is None else c[:running]
-                states[t, :running] = before
-                k = before @ w.t() if b is None else torch.addmm(b, before, w.t())
-                if held is not None:
-                    cells[t, :running] = held
-                activated[t, :running], new, held = cell.step(rows[t, :running], k, before, held)
-                if r is not None:
-                    new = new @ r.t()
-                outputs[t, :running] = h[:running] = new
-                if held is not None:
-                    c[:running] = held
-        ctx.save_for_backward(activated, states, cells, weight, projection)
-        ctx.rest = cell, steps, takes, layout, batch_size, dtype
-        ctx.set_materialize_grads(False)
-        h, c = (None if x is None else steps.by_batch(x, 0).to(dtype) for x in (h, c))
-        y = steps.by_batch(outputs, 1).transpose(0, 1).to(dtype).data  # see projection.product
-        return y, h, c
+    def forward(ctx, gates, run: Run, *weights_and_slots):
+        half = len(weights_and_slots) // 2
+        ctx.run = run
+        ctx.save_for_backward(gates if run.reads_gates else None, *weights_and_slots[:half])
+        return gates
 
     @staticmethod
-    def backward(ctx, gy, gh, gc):
-        activated, states, cells, weight, projection = ctx.saved_tensors
-        cell, steps, takes, layout, batch_size, dtype = ctx.rest
-        wide = activated.dtype
-        length, count, features = states.shape
-        w, r = (None if x is None else x.to(wide) for x in (weight, projection))
+    def backward(ctx, g):
+        gates, *weights = ctx.saved_tensors
+        with torch.autocast(g.device.type, enabled=False):
+            weights = [None if w is None else w.to(g.dtype) for w in weights]
+            of_all: Any = [tuple(weights[n : n + 3]) for n in range(0, len(weights), 3)]
+            slots = ctx.run.deliver(g, gates, of_all)
+        return g, None, *[None] * len(weights), *slots
 
-        def first(g: Tensor | None, width: int) -> Tensor:
-            if g is None:
-                return states.new_zeros(count, width)
-            return steps.by_length(g.to(wide), 0).clone()
 
-        gh = first(gh, features)
-        gc = None if cells is None else first(gc, cells.shape[2])
-        if gy is not None:
-            gy = steps.by_length(gy.transpose(0, 1).to(wide), 1)
-        of_input = states.new_zeros(length, count, weight.shape[0])
-        of_hidden = torch.zeros_like(of_input) if isinstance(cell, Gru) else of_input
-        of_states = None if r is None else torch.zeros_like(states)
-        with _without_autocast(states):
-            for t, running in steps.backward():
-                g = gh[:running] if gy is None else gh[:running] + gy[t, :running]
-                if of_states is not None:
-                    of_states[t, :running] = g
-                    g = g @ r
-                held, g_held = (None, None) if cells is None else (cells[t, :running], gc[:running])
-                found = cell.backward(activated[t, :running], states[t, :running], held, g, g_held)
-                of_input[t, :running] = found.of_input
-                if of_hidden is not of_input:
-                    of_hidden[t, :running] = found.of_hidden
-                g = found.of_hidden @ w
-                gh[:running] = g if found.state is None else g + found.state
-                if gc is not None:
-                    gc[:running] = found.cell
+class Leave(torch.autograd.Function):
+    """The states, behind the kernel: [T, N, D·H], and the last h, and c of an LSTM.
 
-        def tokens(x: Tensor) -> Tensor:
-            x = steps.by_batch(x, 1).transpose(0, 1).to(dtype)
-            return layout.batch_tokens(x, batch_size)
+    Args:
+        h, c: the first ones, detached; c is None but for an LSTM.
+    """
 
-        slots: list[Any] = [None] * 3
-        if takes[0] or takes[1]:
-            y = tokens(of_hidden)
-            slots[0] = takes[0] and takes[0](tokens(states), y)
-            slots[1] = takes[1] and takes[1](y)
-        if takes[2]:
-            slots[2] = takes[2](tokens(cell.hidden(activated, cells)), tokens(of_states))
-        gates = steps.by_batch(of_input, 1).transpose(0, 1).to(dtype)
-        h, c = (None if x is None else steps.by_batch(x, 0) for x in (gh, gc))
-        return gates, h, c, None, None, None, *slots, *[None] * 5
+    @staticmethod
+    def forward(ctx, run: Run, h, c, outputs, *last):
+        ctx.run = run
+        ctx.save_for_backward(outputs, h, c)
+        ctx.set_materialize_grads(False)
+        return outputs, *last
+
+    @staticmethod
+    def backward(ctx, gy, gh, *rest):
+        ctx.run.states = States(*ctx.saved_tensors, gy, gh)
+        return None, None, None, gy, gh, *rest

@@ -1,0 +1,67 @@
+"""All time steps of a recurrent layer, on the kernel that PyTorch runs them on.
+
+The kernel is given the inputs' share of the gates, X = x W_ihᵀ + b_ih, and the identity in the
+place of W_ih. It computes what it would of x, and the gradient of X is G, the one at the gates, of
+which per-sample gradients are made. The identity is exact, also in 16 bit; TensorFloat-32, in
+which cuDNN multiplies by default, rounds X and G as it would round x and W_ih. It costs two
+products with [D·gates·H, D·gates·H] for a layer with D directions.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dp_clipping.torch_compat import to_one_buffer_
+
+RUN: dict[str, Any] = {
+    "LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu,
+}  # fmt: skip
+GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
+
+Weights = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def run(
+    mode: str,
+    gates: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Weights],
+    batch_sizes: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Returns the states of all time steps, [.., D·H], and the last h, and c of an LSTM, [D, N, H].
+
+    Args:
+        mode: of `nn.RNNBase`, one of `RUN`.
+        gates: X [T, N, D·gates·H], or [tokens, ..] with `batch_sizes`.
+        states: first h, and c of an LSTM, [D, N, H], of the gates' dtype.
+        weights: W_hh, b_hh and W_hr of each direction, detached.
+        batch_sizes: [T] on the host, of packed sequences; see `PackedSequence`.
+    """
+    bidirectional, has_biases = len(weights) == 2, weights[0][1] is not None
+    hx: Any = tuple(x.contiguous() for x in states) if mode == "LSTM" else states[0].contiguous()
+    rest = (_flat(mode, gates, weights), has_biases, 1, 0.0, True, bidirectional)
+    with torch.autocast(gates.device.type, enabled=False):
+        if batch_sizes is None:
+            return RUN[mode](gates, hx, *rest, False)
+        return RUN[mode](gates, batch_sizes, hx, *rest)
+
+
+@torch.no_grad()
+def _flat(mode: str, gates: Tensor, weights: Sequence[Weights]) -> list[Tensor]:
+    """Returns the weights of all directions, the identity first, as kernels take them."""
+    found = []
+    for n, (weight, bias, projection) in enumerate(weights):
+        rows = len(weight)
+        identity = gates.new_zeros(rows, gates.shape[-1])
+        identity.diagonal(n * rows).fill_(1)
+        given = (weight, None if bias is None else torch.zeros_like(bias), bias, projection)
+        found += [identity, *(x.to(gates.dtype) for x in given if x is not None)]
+    weight, _, projection = weights[0]
+    if gates.is_cuda and torch.backends.cudnn.is_acceptable(gates):
+        proj_size = 0 if projection is None else len(projection)
+        hidden_size = len(weight) // GATES[mode]
+        found = [x.clone() for x in found]  # they get other memory, and parameters keep theirs
+        to_one_buffer_(found, mode, gates.shape[-1], hidden_size, proj_size, len(weights) == 2)
+    return found
