@@ -1,6 +1,8 @@
 """What the documents name is there: links, files, modules; and programs take the commands shown."""
 
 import argparse
+import builtins
+import dis
 import importlib.util
 import re
 import runpy
@@ -10,10 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import CodeType
 from typing import Any, NoReturn
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 from bench.options import Options as BenchmarkOptions
@@ -40,6 +45,9 @@ NOT_PARSED = {  # the others would run
     "tests.support.host_cost": "takes no arguments",
     "tests.support.mutants": "takes names of mutants",
 }
+PYTHON = re.compile(
+    r"^(?:<!-- after: (\S+) -->\n)?(<!-- not run: .+ -->\n)?```python\n([^`]*)^```", re.MULTILINE
+)
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 
 
@@ -209,6 +217,91 @@ def test_commands_are_read_as_a_shell_reads_them(tmp_path):
         (True, "e", ["--f", "g h"]), (True, "j", ["--k"]),
         (False, "m.py", []), (True, "a.b", ["--c"]),
     ]  # fmt: skip
+
+
+def given() -> dict[str, Any]:
+    """What documents take for granted: the reader's own network, data and training loop."""
+    network = nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 2))
+    x, y = torch.randn(32, 20), torch.randint(2, (32,))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    criterion = nn.CrossEntropyLoss()
+    return {
+        "torch": torch, "nn": nn, "network": network, "optimizer": optimizer, "loader": loader,
+        "criterion": criterion, "loss_function": criterion, "x": x, "y": y, "batch": (x, y),
+    }  # fmt: skip
+
+
+def unknown_names(code: CodeType, names: set[str]) -> set[str]:
+    """Returns the global names that a block, or a function in it, uses and nobody has defined."""
+    names = names | {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_NAME"}
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    uses = (i for i in dis.get_instructions(code) if i.opname in ("LOAD_NAME", "LOAD_GLOBAL"))
+    return {i.argval for i in uses} - names - set(dir(builtins)) - {"__name__"} | {
+        name for function in inner for name in unknown_names(function, names)
+    }
+
+
+def run_blocks(path: Path) -> dict[str, Any]:
+    """Executes the Python blocks of a document, one after the other, and returns their names.
+
+    A block continues the one before it. Below `<!-- after: FILE -->` it continues the blocks of
+    another document. Below `<!-- not run: REASON -->` only its syntax and its names are checked.
+    """
+    text = path.read_text()
+    names = given()
+    blocks = list(PYTHON.finditer(text))
+    assert len(blocks) == text.count("```python"), (
+        f"{path.name} has a block or marker unlike others"
+    )
+    for block in blocks:
+        after, is_not_run, source = block.groups()
+        if after:
+            names = run_blocks(ROOT / after)
+        line = text.count("\n", 0, block.start(3))
+        code = compile("\n" * line + source, path, "exec")
+        unknown = unknown_names(code, set(names))
+        assert not unknown, f"{path.name}, block from line {line + 1}: {unknown} are not defined"
+        if not is_not_run:
+            exec(code, names)
+    return names
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "path",
+    [path for path in DOCUMENTS if "```python" in path.read_text()],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_python_blocks_run(path, group_of_one, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
+    run_blocks(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "says"),
+    [
+        ("```python\nx.no_such_method()\n```", AttributeError, "no_such_method"),
+        ("```python\nmake_public(x)\n```", AssertionError, "line 2: {'make_public'}"),
+        ("```python\ndef f():\n    return lost\n```", AssertionError, "lost"),
+        ("<!-- not run: why -->\n```python\n1 / 0\nlost\n```", AssertionError, "lost"),
+        ("```python\nf(a=1, ...)\n```", SyntaxError, "positional argument"),
+        ("```python\nx = 1\n```\n\n```python\nx.lost\n```", AttributeError, "'int' object"),
+        ("- a\n  ```python\n  x\n  ```", AssertionError, "unlike others"),
+        ("<!-- after: docs/README.md -->\n```python\nengine.lost\n```", AttributeError, "lost"),
+    ],
+)
+def test_a_wrong_block_is_found(text, error, says, group_of_one, tmp_path):
+    (tmp_path / "page.md").write_text(text + "\n")
+    with pytest.raises(error, match=re.escape(says)):
+        run_blocks(tmp_path / "page.md")
 
 
 def test_the_readme_stays_short():
