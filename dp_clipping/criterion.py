@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dp_clipping.capture.batch import tensors_of
 from dp_clipping.capture.checks.carried import Carried
 from dp_clipping.capture.checks.losses import Exchange, Shapes
 from dp_clipping.capture.randomness import same_generators
+from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.step.steppable import Steppable

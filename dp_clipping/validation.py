@@ -139,12 +139,12 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
 
 
 def refuse_offsets(module: nn.EmbeddingBag, args: tuple, kwargs: dict) -> None:
-    """Raises ValueError for bags that lie one after another; a hook before a forward."""
+    """Raises ValueError for bags with offsets, in a sharded network; a hook before a forward."""
     ids = args[0] if args else kwargs.get("input")
     if isinstance(ids, Tensor) and ids.dim() == 1:
         raise ValueError(
-            "EmbeddingBag is called with offsets: where each sample's ids lie cannot be told; give "
-            "it ids [batch, tokens], padded with padding_idx, which no bag counts"
+            "EmbeddingBag is called with offsets in a sharded network, where samples need a row "
+            "each: give it ids [batch, tokens], padded with padding_idx, which no bag counts"
         )
 
 

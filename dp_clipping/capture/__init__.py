@@ -8,7 +8,7 @@ Files:
     layer_kinds           which arithmetic a layer gets, and whether it still fits
     network               a captured network as steps and searches know it; its modules
     fixed_parameters      refuses parameters that were frozen or replaced meanwhile
-    batch                 the samples in a forward's arguments
+    samples/              the samples in a forward's arguments
     layout_search         where the samples are in each layer's tensors
     checks/               refuses networks and losses that mix samples or carry data
     discovery             when these are looked for, and with whose samples

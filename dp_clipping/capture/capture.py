@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dp_clipping.capture.batch import tensors_in
 from dp_clipping.capture.calls import (
     let_copies_be,
     let_copies_be_plain,
@@ -34,6 +33,7 @@ from dp_clipping.capture.ownership import (
     trainable_names,
 )
 from dp_clipping.capture.randomness import fork_randomness
+from dp_clipping.capture.samples.batch import tensors_in
 from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.distributed.sharding import Sharding
@@ -359,7 +359,7 @@ class Capture:
                 return after(module, args, kwargs, output)
 
             for module in self.network.modules():
-                if isinstance(module, nn.EmbeddingBag):
+                if self.sharding is not None and isinstance(module, nn.EmbeddingBag):
                     hook = module.register_forward_pre_hook(refuse_offsets, with_kwargs=True)
                     stack.callback(hook.remove)
                 if "_private" in module.__dict__:

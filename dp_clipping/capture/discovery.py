@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dp_clipping.capture.batch import Batch, tensors_in, tensors_of
 from dp_clipping.capture.checks.carried import Carried, restored
 from dp_clipping.capture.checks.observation import Observer
 from dp_clipping.capture.checks.sample_independence import PLACES, Company, Schedule
@@ -20,6 +19,8 @@ from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.randomness import same_generators, without_dropout
+from dp_clipping.capture.samples.batch import Batch, tensors_in, tensors_of
+from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.capture.vmap_trial import callers_of, unfit_modules, weights_read_elsewhere
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.batch_layout import FEW, Layout
@@ -43,8 +44,13 @@ class LayoutDiscovery:
         batch_first: bool,
     ):
         self._network, self._capture, self._sharding = network, capture, sharding
+        self._bags = KnownBags(network)
         self.carried = Carried(
-            network, self._forward_and_backward, batch_first, is_sharded=sharding is not None
+            network,
+            self._forward_and_backward,
+            batch_first,
+            is_sharded=sharding is not None,
+            known_bags=self._bags,
         )
         self._search = Search(capture)
         observer = Observer(capture, self.carried.state)
@@ -52,6 +58,29 @@ class LayoutDiscovery:
         self._schedule = Schedule()
         self._forecaster = Forecaster(capture, self._search.observe)
         self._is_known = self._is_provisional = False
+
+    def batch_of(self, args: tuple, kwargs: dict) -> Batch:
+        """Returns the arguments of a forward as a batch.
+
+        A network with `nn.EmbeddingBag` is run once, as it is, to see which of them are bags.
+
+        Raises:
+            ValueError: a layer's bags are not told by the arguments.
+        """
+        batch = self.carried.batch_of(args, kwargs)
+        if self._sharding is not None or self._bags.of(args, kwargs) is not None:
+            return batch
+        if not batch.size:
+            args, kwargs = batch.with_a_row_of_zeros()
+        with (
+            restored(self.carried.state),
+            self._capture.looked_at(lambda *_: None),
+            without_dropout(self._network),
+            same_generators(self._network.modules()),
+            torch.no_grad(),
+        ):
+            self._bags.learn(args, kwargs, self._network, is_empty=not batch.size)
+        return self.carried.batch_of(batch.args, batch.kwargs)
 
     def ensure(self, batch: Batch) -> int | None:
         """Look, unless it is known. With a sharding all ranks call it together.
@@ -75,6 +104,13 @@ class LayoutDiscovery:
                 "pack_padded_sequence(x, lengths, enforce_sorted=False)"
             ) from error
         except ValueError as error:
+            if batch.bags:
+                raise ValueError(
+                    f"{error} (ids with offsets are for nn.EmbeddingBag alone: a module that has "
+                    "parameters of its own and is given them too runs under torch.vmap, where each "
+                    "tensor needs a row for each sample; let those parameters be in a module that "
+                    "is given what nn.EmbeddingBag returns)"
+                ) from error
             if not self._search.packs:
                 raise
             raise ValueError(
@@ -114,6 +150,7 @@ class LayoutDiscovery:
         self._schedule = Schedule()
         self._search.forget()
         self._forecaster.forget()
+        self._bags.forget()
 
     def skip_checks(self, batches: int) -> None:
         """Counts so many batches as looked at."""

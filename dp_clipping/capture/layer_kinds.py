@@ -7,8 +7,10 @@ from typing import Any
 from torch import nn
 
 from dp_clipping.distributed.dtensor import plain_type
-from dp_clipping.layers import convolution, embedding, group_norm, linear, norm
+from dp_clipping.layers import convolution, group_norm, linear, norm
 from dp_clipping.layers.attention import module as attention
+from dp_clipping.layers.embedding import bag
+from dp_clipping.layers.embedding import module as embedding
 from dp_clipping.layers.recurrent import kinds as recurrent_kinds
 from dp_clipping.layers.recurrent import module as recurrent
 from dp_clipping.layers.vmap import children
@@ -19,7 +21,7 @@ FORWARDS = {
     "conv1d": linear.forward,
     "convolution": convolution.forward,
     "embedding": embedding.forward,
-    "embedding_bag": embedding.forward_bag,
+    "embedding_bag": bag.forward,
     "group_norm": group_norm.forward,
     "rms_norm": norm.forward,
     "llama_rms_norm": norm.forward,
@@ -62,7 +64,7 @@ def kind_of(module: nn.Module) -> str:
         return "linear"
     if method is EMBEDDING:
         return "embedding"
-    if embedding.is_plain_bag(module, plain):
+    if bag.is_plain(module, plain):
         return "embedding_bag"
     if convolution.is_plain(plain):
         return "convolution"

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.utils.rnn import PackedSequence
 
-from dp_clipping.capture.batch import tensors_of
 from dp_clipping.capture.network import (
     CapturedNetwork,
     LayerCall,
@@ -23,6 +22,7 @@ from dp_clipping.capture.network import (
     expanded_output,
 )
 from dp_clipping.capture.randomness import same_generators, without_dropout
+from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import FEW, MORE, Layout, find_layout
 from dp_clipping.layers.handle import (

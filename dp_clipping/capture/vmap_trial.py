@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from dp_clipping.capture.batch import map_tensors, tensors_in
 from dp_clipping.capture.network import CapturedNetwork, expanded_output
 from dp_clipping.capture.randomness import generator_states, same_generators, without_dropout
+from dp_clipping.capture.samples.batch import map_tensors, tensors_in
 from dp_clipping.layers.attention.core import fits
 from dp_clipping.layers.batch_layout import is_close
 from dp_clipping.layers.handle import LayerState

@@ -60,19 +60,25 @@ class TokenSums:
             ids: [B, T], int64 or int32.
             y: [B, T, d], float32, bfloat16 or float16, any strides; zero at padding tokens.
         """
-        y = readable(y)
-        batch_size, tokens, features = y.shape
-        keys, order, starts = _runs(ids)
-        sums = y.new_empty(len(keys), features, dtype=torch.float32)
-        if not sums.numel():
-            return cls(y.new_zeros(batch_size, dtype=torch.float32), sums, keys, starts)
-        block, blocks = _blocks(features)
-        squares = y.new_zeros(batch_size, tokens * blocks, dtype=torch.float32)
-        _token_sums_kernel[(len(keys) * blocks,)](
-            y, order, starts, sums, squares, len(keys), tokens, features, y.stride(0), y.stride(1),
-            ROWS=ROWS, BLOCK_D=block, num_warps=WARPS,
-        )  # fmt: skip
-        return cls(squares.sum(1), sums, keys, starts)
+        samples = torch.arange(len(ids), device=ids.device)[:, None]
+        keys, sums, starts, squares = _sums_of_runs(ids, samples, y, len(ids))
+        return cls(squares.view(ids.shape).sum(1), sums, keys, starts)
+
+    @classmethod
+    def of_rows(cls, ids: Tensor, samples: Tensor, y: Tensor, batch_size: int) -> TokenSums:
+        """Returns the sums where samples have different numbers of tokens.
+
+        Args:
+            ids: [N], int64 or int32.
+            samples: [N] int64, whose tokens these are, in ascending order.
+            y: [N, d], as in `of`.
+        """
+        columns = ids[:, None], samples[:, None], y[:, None]
+        keys, sums, starts, squares = _sums_of_runs(*columns, batch_size)
+        bounds = torch.searchsorted(samples, torch.arange(batch_size + 1, device=ids.device))
+        # Sums of consecutive tokens, always in the same order.
+        squares = torch.segment_reduce(squares, "sum", offsets=bounds, initial=0.0)
+        return cls(squares, sums, keys, starts)
 
     may_be_recomputed = False
     nbytes = 0  # little beside what the forward holds
@@ -96,10 +102,33 @@ class TokenSums:
         return total
 
 
-def _runs(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns sorted keys [N], the tokens b·T + t that have them [N], starts [N + 1]."""
-    batch_size = len(ids)
-    samples = torch.arange(batch_size, device=ids.device)[:, None]
+def _sums_of_runs(
+    ids: Tensor, samples: Tensor, y: Tensor, batch_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns keys, sums and starts as `TokenSums` has them, and squares [N] that lie somewhere in
+    the tokens of their sample.
+
+    Args:
+        ids: [M, T], N = M·T tokens.
+        samples: [M, T] or [M, 1], whose they are, in ascending order.
+        y: [M, T, d].
+    """
+    y = readable(y)
+    _, tokens, features = y.shape
+    keys, order, starts = _runs(ids, samples, batch_size)
+    sums = y.new_empty(len(keys), features, dtype=torch.float32)
+    block, blocks = _blocks(features) if features else (1, 1)
+    squares = y.new_zeros(len(keys), blocks, dtype=torch.float32)
+    if sums.numel():
+        _token_sums_kernel[(len(keys) * blocks,)](
+            y, order, starts, sums, squares, len(keys), tokens, features, y.stride(0), y.stride(1),
+            ROWS=ROWS, BLOCK_D=block, num_warps=WARPS,
+        )  # fmt: skip
+    return keys, sums, starts, squares.sum(1)
+
+
+def _runs(ids: Tensor, samples: Tensor, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns sorted keys [N], the tokens that have them [N], starts [N + 1]."""
     keys, order = (ids.long() * batch_size + samples).flatten().sort(stable=True)
     number = torch.zeros_like(keys)
     number[1:] = (keys[1:] != keys[:-1]).cumsum(0)

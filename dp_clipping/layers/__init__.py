@@ -5,7 +5,8 @@ Files:
     handle                what a captured layer carries
     recorder              what a layer may ask of a private step, and must deliver to it
     batch_layout          where the samples are in a tensor
-    linear, convolution, embedding, norm, group_norm    layers with arithmetic of their own
+    linear, convolution, norm, group_norm    layers with arithmetic of their own
+    embedding/            nn.Embedding and nn.EmbeddingBag
     recurrent/            LSTM, GRU and RNN
     attention/            nn.MultiheadAttention
     projection            a linear layer, or one that is part of another layer

@@ -174,3 +174,27 @@ def first_tokens(packed: PackedSequence) -> Tensor:
 def all_tokens(packed: PackedSequence) -> Tensor:
     """Returns [N, T, 1, ..]: all tokens of N sequences, in the order of the batch, and zeros."""
     return pad_packed_sequence(packed, batch_first=True)[0].unsqueeze(2)
+
+
+def bag_tensors(args: tuple, kwargs: dict, has_last: bool, whole: bool) -> list[Tensor]:
+    """Returns what a call of `nn.EmbeddingBag` has of each bag.
+
+    Ids [N, T], and weights of them, as they are. Of those with offsets, [N, 1, 1, 1]: where each of
+    N bags starts; or, if it is to be `whole`, [N, 1 + T, 1, 1]: how many ids, and these, and zeros.
+    """
+    names = ("input", "offsets", "per_sample_weights")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    ids, offsets, weights = (given.get(name) for name in names)
+    found = [x for x in (ids, weights) if isinstance(x, Tensor)]
+    if not isinstance(ids, Tensor) or ids.dim() != 1 or not isinstance(offsets, Tensor):
+        return found
+    starts = offsets[:-1] if has_last else offsets
+    if not whole:
+        return [starts.reshape(-1, 1, 1, 1)] * len(found)
+    ends = torch.cat((offsets[1:], offsets.new_tensor([] if has_last else [len(ids)])))
+    counts = (ends - starts).clamp(min=0)
+    table = torch.arange(int(counts.max()) if len(counts) else 0, device=offsets.device)
+    is_there = table < counts[:, None]
+    places = (starts[:, None] + table).where(is_there, 0)
+    rows = [x[places].where(is_there, 0) if len(x) else x.new_zeros(places.shape) for x in found]
+    return [torch.cat((counts[:, None].to(x), x), 1)[:, :, None, None] for x in rows]

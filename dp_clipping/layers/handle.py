@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.utils.rnn import PackedSequence
 
-from dp_clipping.layers.batch_layout import Layout, first_tokens
+from dp_clipping.layers.batch_layout import Layout, all_tokens, bag_tensors, first_tokens
 from dp_clipping.layers.recorder import Recorder
 from dp_clipping.torch_compat import tree_leaves
 
@@ -74,6 +74,7 @@ class LayerState:
         is_inside: code of such a module calls it now, in a plain forward.
         trial: takes a call of a module under vmap in a plain forward that tries it; or None.
         trainable: names of the parameters it captures, relative to the module.
+        has_last: of a bag: its offsets end with the number of ids.
         own_forward: what the module had in the place of its class's forward; None: nothing.
         private_step: the private step that its calls belong to; None: the layer is an ordinary one.
         slots: name -> the dense slot of this private step.
@@ -83,6 +84,7 @@ class LayerState:
     def __init__(self, name: str, kind: str, module: nn.Module, trainable: tuple[str, ...]):
         self.name, self.kind, self.trainable = name, kind, trainable
         self._parameters = {n: module.get_parameter(n) for n in trainable}
+        self.has_last = bool(getattr(module, "include_last_offset", False))
         before = vars(module).get("_private")  # of an earlier private model, which is not its own
         self.own_forward: Callable[..., Any] | None = (
             vars(module).get("forward") if before is None else before.own_forward
@@ -100,15 +102,20 @@ class LayerState:
         """Returns whether `output_layouts` are looked for: else samples stay where they were."""
         return self.kind in ("vectorized", "child", "recurrent", "attention")
 
-    def tensors(
-        self, tree: Any, of_packed: Callable[[PackedSequence], Tensor] = first_tokens
-    ) -> list[Tensor]:
-        """Returns the tensors of a call in which samples are looked for.
+    def tensors(self, tree: Any, whole: bool = False) -> list[Tensor]:
+        """Returns the tensors of a call, or of what it returns, in which samples are looked for.
 
-        Those of a packed sequence have no dimension for the samples: `of_packed` makes one with it.
+        Those of a packed sequence, and bags with offsets, have no dimension for the samples: for
+        them there are tensors that have one, with all that belongs to a sample if it is `whole`.
+
+        Args:
+            tree: positional and keyword arguments, or an output.
         """
+        if self.kind == "embedding_bag" and not isinstance(tree, Tensor):
+            return bag_tensors(*tree, has_last=self.has_last, whole=whole)
         if self.kind != "recurrent":
             return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+        of_packed = all_tokens if whole else first_tokens
         leaves = tree_leaves(tree, is_leaf=lambda x: isinstance(x, PackedSequence))
         leaves = [of_packed(x) if isinstance(x, PackedSequence) else x for x in leaves]
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -162,7 +162,8 @@ def refuse_split_rows(layer: Layer, inputs: list[Tensor], outputs: list[Tensor])
     if layer.kind in ("vectorized", "child", "convolution"):
         return
     given, returned = inputs[0].shape, outputs[0].shape[:-1]
-    given = given if layer.kind == "embedding" else given[:-1]
+    if layer.kind != "embedding":
+        given = given[:1] if layer.kind == "embedding_bag" else given[:-1]
     if given != returned:
         raise ValueError(
             f"{layer.name}: it is given rows {list(given)} and returns rows {list(returned)}, "

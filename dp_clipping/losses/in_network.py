@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dp_clipping.capture.batch import Batch, tensors_of
+from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.losses.reductions import PerSampleReductions
 

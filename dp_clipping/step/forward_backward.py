@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.batch import Batch
 from dp_clipping.capture.checks.losses import Watched
 from dp_clipping.capture.checks.state import Mark
 from dp_clipping.capture.discovery import LayoutDiscovery
+from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.kernels.launch.tiles import available, kept_on_device
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.modes import say_plain
@@ -65,6 +65,10 @@ class ForwardBackward:
         """Returns passes on the same capture with a step of their own, as `engine.check` runs."""
         return ForwardBackward(replace(self.context, plans=Plans(), profile=None), StepState())
 
+    def batch_of(self, args: tuple, kwargs: dict) -> Batch:
+        """Returns the samples in arguments of a forward."""
+        return self._establishment.batch_of(args, kwargs)
+
     def reset_batch_layouts(self) -> None:
         """Look for the batch dimension again."""
         self._establishment.forget()
@@ -99,11 +103,18 @@ class ForwardBackward:
         check_still_fixed(self._normalizations)
         self.capture.arithmetic.refuse_changes()
         refuse_packed(args, kwargs)
-        given = batch = Batch(args, kwargs, self.context.batch_first)
+        given = batch = self.batch_of(args, kwargs)
+        if given.bags and self.state.usage.rows is not None:
+            raise ValueError(
+                "pad_batches=True adds a row of zeros for each sample that a batch lacks, and ids "
+                "with offsets have no rows: leave it out, as BatchMemoryManager(data_loader=loader,"
+                " max_physical_batch_size=.., optimizer=optimizer), or give nn.EmbeddingBag ids "
+                "[batch, tokens] of one length, padded with padding_idx"
+            )
         real = self.state.usage.real_of(given.size)
         if not given.size:
             args, kwargs = given.with_a_row_of_zeros()
-            batch = Batch(args, kwargs, self.context.batch_first)
+            batch = self.batch_of(args, kwargs)
         seen = batch if real == given.size else batch.first(max(1, real))  # by the checks
         try:
             check = self._establishment.ensure(seen)

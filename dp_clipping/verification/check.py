@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dp_clipping.capture.batch import Batch
+from dp_clipping.capture.samples.bags import Bags, place_of
+from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.clipping.statistics import norm_statistics
@@ -25,6 +26,7 @@ from dp_clipping.verification.one_by_one import (
     in_float64,
     one_by_one,
     random_sample,
+    tensors_of,
 )
 from dp_clipping.verification.report import (
     TOLERANCES,
@@ -72,6 +74,7 @@ class Stage(nn.Module):
             model.thresholds.clip_norms(), dtype=torch.float64
         )
         self.size: int  # of the batch
+        self.batch: Batch  # that the forward was called with
         self.norms: Tensor  # [B]
         self.group_norms: Tensor  # [K, B]
         self.sums: dict[Parameter, Tensor | None] = {}
@@ -82,10 +85,12 @@ class Stage(nn.Module):
         if not self.training:
             with self.capture.attached(None):
                 return self.module(*args, **kwargs)
-        if not Batch(args, kwargs, self.batch_first).size:
+        batch = self._passes.batch_of(args, kwargs)
+        if not batch.size:
             raise ValueError("the batch has no samples, so there is nothing to check: take another")
         outputs = self._passes.forward(self.module, args, kwargs, nullcontext())
         self.size = self.step_state.pending.batch_size
+        self.batch = batch
         return outputs
 
     def private_backward(self, private_step: Any, losses: Tensor) -> None:
@@ -160,7 +165,22 @@ def _setting(stage: Stage, batch: Any, losses_of: Callable[[Any], Tensor]) -> Se
         clip_norms=stage.clip_norms,
         function=policy.clipping_function,
         gamma=policy.gamma,
+        bags=_bags_in(batch, stage.batch),
     )
+
+
+def _bags_in(batch: Any, given: Batch) -> tuple[Bags, ...]:
+    """Returns which tensors of the user's batch are the bags that the model was given."""
+    tensors, leaves = tensors_of(batch), given.leaves
+    found = {n: place_of(leaves[n], tensors) for one in given.bags for n in one.leaves}
+    places = {n: place for n, place in found.items() if place is not None}
+    if len(places) < len(found):
+        raise ValueError(
+            "engine.check cannot tell a sample's ids, as the model is given other ids or offsets "
+            "than the batch holds: hand them through in loss, as loss=lambda model, criterion, "
+            "batch: criterion(model(batch[0], batch[1]), batch[2])"
+        )
+    return tuple(one.at(places) for one in given.bags)
 
 
 def _shortest(network: nn.Module, reference: Reference) -> int:

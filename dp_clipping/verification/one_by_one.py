@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
+from dp_clipping.capture.samples.bags import Bags
 from dp_clipping.clipping.coefficients import registered
 from dp_clipping.torch_compat import tree_leaves, tree_map
 
@@ -34,6 +35,7 @@ class Setting:
         groups: trainable parameter -> number of its clipping group.
         clip_norms: C_k, [K] float64.
         function, gamma: of clipping, see `clipping.coefficients`.
+        bags: those of the batch's tensors, by number, whose samples lie one after another.
     """
 
     losses_of: Callable[[Any], Tensor]
@@ -44,6 +46,7 @@ class Setting:
     clip_norms: Tensor
     function: str
     gamma: float
+    bags: tuple[Bags, ...] = ()
 
     def sample(self, number: int) -> Any:
         """Returns one sample; what has no dimension of so many samples belongs to all of them."""
@@ -53,7 +56,12 @@ class Setting:
             dims = [d for d in candidates if d < x.dim() and x.shape[d] == self.size]
             return x.narrow(dims[0], number, 1) if dims else x
 
-        return changed(self.batch, pick)
+        tensors = tensors_of(self.batch)
+        places = iter(range(len(tensors)))
+        of_bags = {n: x for one in self.bags for n, x in _bag(one, tensors, number).items()}
+        return changed(
+            self.batch, lambda x: of_bags[n] if (n := next(places)) in of_bags else pick(x)
+        )
 
     def losses_of_sample(self, number: int) -> Tensor:
         """Returns the loss [1] of one sample, run alone and not compiled."""
@@ -82,6 +90,28 @@ class Reference:
     sums: dict[Parameter, Tensor]
     scales: dict[Parameter, float]
     shortest: int
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Returns a batch's tensors, in the order in which `changed` changes them."""
+    found: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    changed(batch, note)
+    return found
+
+
+def _bag(bags: Bags, tensors: list[Tensor], number: int) -> dict[int, Tensor]:
+    """Returns tensor's number -> what it is for one sample, whose ids are slices."""
+    offsets = tensors[bags.offsets].tolist()
+    ends = [*offsets, len(tensors[bags.ids])]
+    own = slice(offsets[number], ends[number + 1])
+    found = {n: tensors[n][own] for n in bags.of_ids}
+    starts = [0, len(found[bags.ids])] if bags.has_last else [0]
+    return found | {bags.offsets: tensors[bags.offsets].new_tensor(starts)}
 
 
 def one_by_one(setting: Setting) -> Reference:

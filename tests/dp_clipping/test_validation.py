@@ -71,7 +71,7 @@ def test_all_are_named_at_once():
         check_module(network)
 
 
-def test_offsets_of_bags_are_refused():
+def test_offsets_of_bags_are_refused_in_sharded_networks():
     bag, ids = nn.EmbeddingBag(3, 2), torch.tensor([0, 1])
     for args, kwargs in (((ids,), {}), ((), {"input": ids})):
         with pytest.raises(ValueError, match="EmbeddingBag is called with offsets"):

@@ -9,7 +9,7 @@ ACCUMULATION = "tests/dp_clipping/clipping/test_accumulation.py"
 STATISTICS = "tests/dp_clipping/clipping/test_statistics.py"
 LINEAR = "tests/dp_clipping/layers/test_projection.py"
 FACTORS = "tests/dp_clipping/layers/test_linear_factors.py"
-EMBEDDING = "tests/dp_clipping/layers/test_embedding.py"
+EMBEDDING = "tests/dp_clipping/layers/embedding/test_factors.py"
 NORM = "tests/dp_clipping/layers/test_norm.py"
 SCALED = "tests/dp_clipping/layers/test_low_precision_sums.py"
 STEP = "tests/dp_clipping/step/test_private_step.py"
@@ -70,10 +70,10 @@ ROWS = [
      "if not same:", "if self._of is None:", FACTORS),
     ("accumulated sums are not weighted", "layers/linear_factors.py",
      "dense()[0], alpha=c)", "dense()[0])", FACTORS),
-    ("equal tokens are normed apart", "layers/embedding.py",
+    ("equal tokens are normed apart", "layers/embedding/factors.py",
      "rows = (number + first).flatten()",
      "rows = (torch.arange(tokens, device=first.device) + first).flatten()", EMBEDDING),
-    ("padding trains its row", "layers/embedding.py",
+    ("padding trains its row", "layers/embedding/factors.py",
      "gy.masked_fill((ids == padding_idx).unsqueeze(-1), 0)", "gy", EMBEDDING),
     ("a norm layer's bias is weighted by its input", "layers/norm.py",
      "normalized = (x.to(dtype) - mean.to(dtype)) * rstd.to(dtype)",

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.batch import Batch, tensors_in
 from dp_clipping.capture.checks.holders import PLAIN, Change, Named
 from dp_clipping.capture.checks.state import DEPTH, Mark, State, has_attributes
 from dp_clipping.capture.checks.writes import Values, Writes, equal
+from dp_clipping.capture.samples.batch import Batch, tensors_in
+from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.layers.batch_layout import FEW
 
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 1e-2}
@@ -130,13 +131,24 @@ class Carried:
         batch_first: the first dimension of tensors counts the samples, else the second.
         is_sharded: see `State`; `check` then looks at parameters and buffers only, since other
             ranks cannot be asked to run another forward then.
+        known_bags: of the network's arguments.
     """
 
     def __init__(
-        self, root: Any, run: Callable[..., Any], batch_first: bool, is_sharded: bool = False
+        self,
+        root: Any,
+        run: Callable[..., Any],
+        batch_first: bool,
+        is_sharded: bool = False,
+        known_bags: KnownBags | None = None,
     ):
         self.state = State(root, is_sharded)
-        self._run, self._batch_first = run, batch_first
+        self._run, self._batch_first, self._known_bags = run, batch_first, known_bags
+
+    def batch_of(self, args: tuple, kwargs: dict) -> Batch:
+        """Returns a call's arguments as a batch."""
+        bags = () if self._known_bags is None else self._known_bags.of(args, kwargs) or ()
+        return Batch(args, kwargs, self._batch_first, bags)
 
     def check(self, mark: Mark, batch: Batch, when: str, samples: int = FEW) -> None:
         """Raises ValueError naming what a step has changed since the mark, and must not.
@@ -160,7 +172,7 @@ class Carried:
 
     def refuse(self, few: tuple[tuple, dict]) -> None:
         """`refuse_carried`, from a call's arguments: its first sample alone, and its second."""
-        batch = Batch(*few, self._batch_first)
+        batch = self.batch_of(*few)
         first, second = (batch.with_rows([n] * batch.size) for n in range(2))
         refuse_carried(self.state, lambda x: self._run(*x[0], **x[1]), first, second)
 
@@ -170,7 +182,7 @@ class Carried:
         mark = self.state.mark()
         yield
         if mark.changes() and tensors_in((args, kwargs)):
-            batch = Batch(args, kwargs, self._batch_first)
+            batch = self.batch_of(args, kwargs)
             self.check(mark, batch, when, samples=batch.size)
 
 

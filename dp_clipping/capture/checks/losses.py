@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dp_clipping.capture.batch import map_tensors, tensors_of
 from dp_clipping.capture.checks.carried import restored
 from dp_clipping.capture.checks.state import State
 from dp_clipping.capture.checks.summaries import Summary, differ, summary
 from dp_clipping.capture.randomness import generator_states
+from dp_clipping.capture.samples.batch import map_tensors, tensors_of
 from dp_clipping.layers.batch_layout import Layout
 
 REMEDY = "per-sample gradients need a loss for each sample alone"

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from dp_clipping.capture.batch import tensors_of
 from dp_clipping.capture.checks.state import State
 from dp_clipping.capture.checks.summaries import Seen, Summary, summary
 from dp_clipping.capture.network import CapturedNetwork, expanded_input, expanded_output
 from dp_clipping.capture.randomness import generator_states, same_generators
+from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.layers.batch_layout import Layout, all_tokens
@@ -117,7 +117,7 @@ class Observer:
             handle: LayerState = module._private
             if handle.kind == "child":  # what it sees, its layers do
                 return None
-            inputs = [local(x) for x in handle.tensors((args, kwargs), all_tokens)]
+            inputs = [local(x) for x in handle.tensors((args, kwargs), whole=True)]
             key = tuple(x.dim() for x in inputs)
             dims.setdefault(module, []).append(key)
             layouts = handle.layouts.get(key, ())

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dp_clipping.capture.batch import Batch
 from dp_clipping.capture.checks.summaries import Seen, compared, differ
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.randomness import without_dropout
+from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.layers.batch_layout import TRIMMED, Layout
 
 RANDOM = 100  # tolerances: what changes more in a repeated run is no rounding

@@ -81,3 +81,24 @@ def test_token_norms_are_those_of_the_sums(place: Place) -> None:
         only[i] = 1
         own = sums.weighted_sum(only, 4).double().square().sum()
         assert_squares(sums.squares[i], own, STORED_BOUND)
+
+
+@on_kernels()
+def test_token_sums_of_samples_with_different_numbers_of_tokens(place: Place) -> None:
+    """Compared with samples of one length whose last tokens are zero."""
+    for n, (batch_size, tokens, d, _) in enumerate(place.shapes):
+        seeded = torch.Generator().manual_seed(n)
+        lengths = torch.randint(tokens + 1, (batch_size,), generator=seeded)
+        is_there = torch.arange(tokens) < lengths[:, None]
+        ids = torch.randint(5, (batch_size, tokens), generator=seeded)
+        samples = torch.arange(batch_size).repeat_interleave(lengths).to(place.device)
+        is_there, ids = is_there.to(place.device), ids.to(place.device)
+        y = place.normal(batch_size, tokens, d, seed=n) * is_there[..., None]
+        rows = lay_out(y[is_there][None], ("contiguous", "shifted")[n % 2])[0]
+        c = place.coefficients(batch_size)
+        sums = TokenSums.of_rows(ids[is_there], samples, rows, batch_size)
+        assert_squares(sums.squares, embedding.token_squares_plain(ids, y))
+        expected = embedding.weighted_tokens_plain(ids, y, c, 5)
+        magnitude = embedding.weighted_tokens_plain(ids, y.abs(), c, 5).double()
+        found = sums.weighted_sum(c, 5)
+        assert_within(found, expected, SUM_BOUND[torch.float32] * magnitude)

@@ -170,11 +170,6 @@ def test_a_frozen_one_is_not():
 
 
 CALLS = {
-    "offsets": (
-        lambda: Through(nn.EmbeddingBag(9, 5), 5),
-        lambda: (ids().flatten(), torch.arange(0, 7 * SAMPLES, 7)),
-        r"EmbeddingBag is called with offsets.*\[batch, tokens\]",
-    ),
     "packed": (
         lambda: Through(nn.Linear(4, 5), 5, lambda layer, x: layer(x.data)),
         lambda: (rnn.pack_sequence([torch.randn(n, 4) for n in (3, 2, 1)]),),

@@ -62,3 +62,10 @@ def test_a_packed_sequence_is_refused(model):
     packed = nn.utils.rnn.pack_sequence([torch.ones(2, 3)])
     with pytest.raises(ValueError, match="argument 0 of the model is a PackedSequence"):
         model(packed)
+
+
+def test_bags_with_offsets_have_no_rows_of_zeros():
+    model = private(nn.EmbeddingBag(9, 2, mode="sum"))
+    model.step_state.usage.pad(4, 3)
+    with pytest.raises(ValueError, match=r"pad_batches=True adds a row.*leave it out"):
+        model(torch.arange(4), torch.tensor([0, 1, 2, 3]))

@@ -702,3 +702,39 @@ def on_ranks(context: Context, variant: str) -> None:
 @pytest.mark.parametrize("variant", ["ddp_bucketed", "torch_ddp"])
 def test_replicas(cpu_ranks, variant, world_size):
     cpu_ranks.run(world_size, on_ranks, variant)
+
+
+class Bags(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(9, 4, mode="mean"), nn.Linear(4, 3)
+
+    def forward(self, ids, offsets):
+        return self.head(self.bag(ids, offsets))
+
+
+def bags() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randint(9, (13,)), torch.tensor([0, 3, 3, 9]), torch.randn(4, 3)
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "ghost"])
+def test_bags_with_offsets(mode):
+    run = private(Bags(), grad_sample_mode=mode)
+
+    def loss(model, criterion, batch):
+        return criterion(model(*batch[:2]), batch[2])
+
+    found = run.engine.check(run.model, bags(), loss=loss)
+    assert found.ok, found
+    assert len(found.norms) == 4
+
+
+def test_bags_that_the_model_is_not_given_as_they_are():
+    run = private(Bags())
+
+    def loss(model, criterion, batch):
+        return criterion(model(batch[0].flip(0), batch[1]), batch[2])
+
+    with pytest.raises(ValueError, match=r"engine\.check cannot tell a sample's ids"):
+        run.engine.check(run.model, bags(), loss=loss)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from dp_clipping.capture.samples.bags import Bags
 from dp_clipping.verification.one_by_one import Setting, one_by_one
 
 
@@ -48,3 +49,16 @@ def test_a_sample_is_picked_where_the_batch_is():
     assert torch.equal(setting.sample(1)["shared"], torch.ones(2))
     turned = setting_of(network, x.t(), batch_first=False, size=3)
     assert torch.equal(turned.sample(2), x.t()[:, 2:])
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_sample_of_bags_is_a_slice(last):
+    offsets = torch.tensor([0, 2, 2, 5][: 3 + last])
+    batch = {"label": torch.arange(3), "ids": torch.arange(5), "offsets": offsets}
+    bags = (Bags(1, 2, has_last=last),)
+    setting = setting_of(nn.Linear(1, 1), torch.ones(3), batch=batch, size=3, bags=bags)
+    for number, ids in enumerate(([0, 1], [], [2, 3, 4])):
+        found = setting.sample(number)
+        assert found["label"].tolist() == [number]
+        assert found["ids"].tolist() == ids
+        assert found["offsets"].tolist() == [0, len(ids)][: 1 + last]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.batch import tensors_of
 from dp_clipping.capture.checks.sample_independence import Schedule
 from dp_clipping.capture.checks.summaries import WHOLE, summary
+from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.validation import check_module

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dp_clipping.capture.batch import Batch, map_tensors, tensors_of
+from dp_clipping.capture.samples.batch import Batch, map_tensors, tensors_of
 
 
 @dataclass

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dp_clipping.torch_compat import tree_flatten, tree_map
+from dp_clipping.capture.samples.bags import Bags
+from dp_clipping.torch_compat import tree_flatten, tree_map, tree_unflatten
 
 LOOKED_AT = 32
 
@@ -57,38 +58,76 @@ class Batch:
     Args:
         args, kwargs: as the network gets them; tensors anywhere in them.
         batch_first: dimension 0 of tensors counts the samples, else dimension 1.
+        bags: those of their leaves whose samples lie one after another (`known_bags`).
+
+    Attributes:
+        size: number of samples.
+        leaves: of the arguments.
     """
 
-    def __init__(self, args: tuple, kwargs: dict, batch_first: bool):
+    def __init__(self, args: tuple, kwargs: dict, batch_first: bool, bags: Sequence[Bags] = ()):
         self.args, self.kwargs, self._batch_first = args, kwargs, batch_first
-        self.size = self._size()
+        self.bags = tuple(bags)
+        self.leaves, self._structure = tree_flatten((args, kwargs))
+        self._in_bags = set().union(*(one.leaves for one in self.bags))
+        self.size = self._size_of_bags() if bags else self._size()
 
     def _size(self) -> int:
         """Returns the largest batch dimension of the inputs; one of 1 is broadcast, even to 0.
 
         Raises ValueError if there is no tensor.
         """
-        leaves = tree_flatten((self.args, self.kwargs))[0]
-        tensors = [t for t in leaves if isinstance(t, Tensor) and t.dim()]
+        tensors = [t for t in self.leaves if isinstance(t, Tensor) and t.dim()]
         if not tensors:
             raise ValueError("forward got no tensor, so there is no batch to clip samples of")
         matrices = [t for t in tensors if t.dim() > 1] or tensors
         sizes = [t.shape[self._dim(t)] for t in matrices]
         return max(sizes) if min(sizes) else 0
 
+    def _size_of_bags(self) -> int:
+        """Returns the number of bags.
+
+        Raises ValueError if there are other rows than one for each of them.
+        """
+        sizes = {one.size(self.leaves) for one in self.bags}
+        rows = {n: x for n, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim()}
+        rows = {n: x for n, x in rows.items() if n not in self._in_bags}
+        lengths = {len(self.leaves[one.ids]) for one in self.bags} - sizes
+        others = {x.shape[self._dim(x)] for x in rows.values() if x.dim() > 1} - {1}
+        others |= {len(x) for x in rows.values() if x.dim() == 1} & lengths
+        if len(sizes | others) > 1:
+            raise ValueError(
+                "the arguments of the model have other rows than one for each sample, beside ids "
+                f"with offsets of {', '.join(map(str, sorted(sizes)))} bags: "
+                f"{', '.join(map(str, sorted(others)))}; give nn.EmbeddingBag one bag for each "
+                "sample, numbers for each id as its per_sample_weights, and all else a row for "
+                "each sample"
+            )
+        return sizes.pop()
+
     def _dim(self, x: Tensor) -> int:
         return 0 if self._batch_first or x.dim() == 1 else 1
 
-    def _map(self, change: Callable[[Tensor, int], Tensor]) -> tuple[tuple, dict]:
-        """Returns the arguments with every tensor that has the samples changed."""
+    def _map(
+        self,
+        change: Callable[[Tensor, int], Tensor],
+        in_bags: Callable[[Bags], dict[int, Tensor]] = lambda _: {},
+    ) -> tuple[tuple, dict]:
+        """Returns the arguments with every tensor that has the samples changed.
 
-        def leaf(x: Any) -> Any:
-            if not isinstance(x, Tensor) or not x.dim():
-                return x
-            dim = self._dim(x)
-            return change(x, dim) if x.shape[dim] == self.size else x
-
-        return tree_map(leaf, (self.args, self.kwargs))
+        Args:
+            change: takes a tensor, and the dimension that counts the samples.
+            in_bags: leaf -> the tensor in its place.
+        """
+        leaves = list(self.leaves)
+        for n, x in enumerate(leaves):
+            if isinstance(x, Tensor) and x.dim() and n not in self._in_bags:
+                dim = self._dim(x)
+                leaves[n] = change(x, dim) if x.shape[dim] == self.size else x
+        for one in self.bags:
+            for n, x in in_bags(one).items():
+                leaves[n] = x
+        return tree_unflatten(leaves, self._structure)
 
     def with_samples(self, count: int) -> tuple[tuple, dict]:
         """Returns arguments of the first samples, so many, repeated where there are fewer."""
@@ -97,19 +136,23 @@ class Batch:
     def with_rows(self, rows: Sequence[int]) -> tuple[tuple, dict]:
         """Returns arguments whose sample i is this batch's sample rows[i]."""
         index = torch.tensor(rows, dtype=torch.long)
-        return self._map(lambda x, dim: x.index_select(dim, index.to(x.device)))
+        return self._map(
+            lambda x, dim: x.index_select(dim, index.to(x.device)),
+            lambda bags: bags.take(self.leaves, index),
+        )
 
     def with_factor(self, row: int, factor: float) -> "Batch":
         """Returns a batch in which one sample's floating-point numbers are larger."""
+        factors = torch.ones(self.size)
+        factors[row] = factor
 
         def larger(x: Tensor, dim: int) -> Tensor:
             if not x.is_floating_point():
                 return x
-            factors = torch.ones(self.size, dtype=x.dtype, device=x.device)
-            factors[row] = factor
-            return x * factors.view(-1, *[1] * (x.dim() - 1 - dim))
+            return x * factors.to(x).view(-1, *[1] * (x.dim() - 1 - dim))
 
-        return Batch(*self._map(larger), self._batch_first)
+        changed = self._map(larger, lambda bags: bags.scale(self.leaves, factors))
+        return Batch(*changed, self._batch_first, self.bags)
 
     @property
     def has_floats(self) -> bool:
@@ -121,7 +164,7 @@ class Batch:
             return x
 
         self._map(note)
-        return any(found)
+        return any(found) or any(one.weights is not None for one in self.bags)
 
     def distinct(self, count: int) -> list[int]:
         """Returns the first so many samples that differ from each other, or as many as there are.
@@ -135,7 +178,12 @@ class Batch:
             rows.append([row.nan_to_num() if row.is_floating_point() else row for row in first])
             return x
 
-        self._map(note)
+        def note_bags(bags: Bags) -> dict[int, Tensor]:
+            for of_leaf in bags.rows(self.leaves, LOOKED_AT):
+                rows.append([x.detach().nan_to_num() for x in of_leaf])
+            return {}
+
+        self._map(note, note_bags)
         found: list[int] = []
         for i in range(min(self.size, LOOKED_AT)):
             if len(found) < count and not any(
@@ -145,12 +193,16 @@ class Batch:
         return found
 
     def first(self, count: int) -> "Batch":
-        """Returns a view of the first samples."""
+        """Returns a view of the first samples; it has none if samples are in bags."""
+        assert not self.bags
         return Batch(*self._map(lambda x, dim: x.narrow(dim, 0, count)), self._batch_first)
 
     def first_sample(self) -> tuple[tuple, dict]:
-        """Returns a view of the first sample."""
-        return self._map(lambda x, dim: x.narrow(dim, 0, 1))
+        """Returns the first sample, as a view where it is not in a bag."""
+        first = torch.zeros(1, dtype=torch.long)
+        return self._map(
+            lambda x, dim: x.narrow(dim, 0, 1), lambda bags: bags.take(self.leaves, first)
+        )
 
     def with_a_row_of_zeros(self) -> tuple[tuple, dict]:
         """Returns arguments of one sample of zeros: many networks cannot run on an empty batch.
@@ -164,7 +216,7 @@ class Batch:
             is_length = x.dim() == 1 and not x.is_floating_point() and not x.is_complex()
             return x.new_ones(shape) if is_length else x.new_zeros(shape)
 
-        return self._map(one_row)
+        return self._map(one_row, lambda bags: bags.one_of_zeros(self.leaves))
 
     def without_rows(self, output: Any) -> Any:
         """Returns a network's output without the row that stood in."""

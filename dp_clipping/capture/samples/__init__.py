@@ -1,0 +1,8 @@
+"""The samples in what a network is called with.
+
+Files:
+
+    batch                 how many there are, and arguments with others of them
+    bags                  samples that lie one after another, as ids with offsets do
+    known_bags            which arguments are such
+"""

@@ -1,0 +1,120 @@
+"""Which of a network's arguments are ids with offsets.
+
+It is seen in a plain forward, by what the layers are called with, and is known from then on for
+arguments of the same structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from dp_clipping.capture.samples.bags import Bags, place_of
+from dp_clipping.torch_compat import tree_flatten
+
+ROWS = "give it ids [batch, tokens], padded with padding_idx, which no bag counts"
+UNMATCHED = (
+    "{name} (EmbeddingBag) is called with offsets, and its {what} are no argument of the model as "
+    "it was given, so whose ids they are cannot be told: hand both through, as in def "
+    "forward(self, ids, offsets): return self.bag(ids, offsets), and let collate_fn return (ids, "
+    f"offsets, label); or {ROWS}"
+)
+NOT_ADDED = (
+    "{name} ({kind}, mode {mode!r}) is called with offsets, for which sums and means of "
+    f"nn.EmbeddingBag itself have per-sample gradients: use mode='sum' or 'mean', or {ROWS}"
+)
+
+
+class KnownBags:
+    """What is known of a network's bags, by the structure of its arguments."""
+
+    def __init__(self, network: nn.Module):
+        modules = network.named_modules()
+        self._modules = [(name, m) for name, m in modules if isinstance(m, nn.EmbeddingBag)]
+        self._known: dict[Hashable, tuple[Bags, ...]] = {}
+
+    def forget(self) -> None:
+        self._known.clear()
+
+    def of(self, args: tuple, kwargs: dict) -> tuple[Bags, ...] | None:
+        """Returns the bags in these arguments; None: it has not been seen with such ones."""
+        return self._known.get(_key(args, kwargs)) if self._modules else ()
+
+    def learn(
+        self, args: tuple, kwargs: dict, run: Callable[..., Any], is_empty: bool = False
+    ) -> None:
+        """Looks what the layers are given in a plain forward.
+
+        Args:
+            run: runs it, with these arguments.
+            is_empty: one row stands for no sample, and ids that stand for none are put in as well.
+
+        Raises:
+            ValueError: a layer's bags are not told by the arguments, or have no arithmetic.
+        """
+        leaves = tree_flatten((args, kwargs))[0]
+        found: list[Bags] = []
+        with ExitStack() as stack:
+            for name, module in self._modules:
+                note = partial(_note, name or "the network", leaves, found, is_empty)
+                hook = module.register_forward_pre_hook(note, with_kwargs=True)
+                stack.callback(hook.remove)
+            run(*args, **kwargs)
+        bags = tuple(dict.fromkeys(found))
+        offsets = {one.offsets for one in bags}
+        for leaf in {n for one in bags for n in one.of_ids}:
+            owners = {(one.offsets, one.has_last) for one in bags if leaf in one.of_ids}
+            if len(owners) > 1 or leaf in offsets:
+                raise ValueError(
+                    "an argument of the model is taken for ids of nn.EmbeddingBag with offsets in "
+                    "two ways, so whose they are cannot be told: give each layer ids and offsets "
+                    "of its own"
+                )
+        self._known[_key(args, kwargs)] = bags
+
+
+def _key(args: tuple, kwargs: dict) -> Hashable:
+    leaves, structure = tree_flatten((args, kwargs))
+    return structure, *(x.dim() if isinstance(x, Tensor) else None for x in leaves)
+
+
+def _note(
+    name: str,
+    leaves: list[Any],
+    found: list[Bags],
+    is_empty: bool,
+    module: nn.EmbeddingBag,
+    args: tuple,
+    kwargs: dict,
+) -> tuple[tuple, dict] | None:
+    """Notes the bags that a layer is called with; a hook before its forward."""
+    names = ("input", "offsets", "per_sample_weights")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    ids, offsets, weights = (given.get(name) for name in names)
+    if not isinstance(ids, Tensor) or not isinstance(offsets, Tensor) or ids.dim() != 1:
+        return None
+    handle = vars(module).get("_private")
+    if handle is not None and handle.kind != "embedding_bag":
+        kind = type(module).__name__
+        raise ValueError(NOT_ADDED.format(name=name, kind=kind, mode=module.mode))
+    has_last = bool(module.include_last_offset)
+    places: dict[str, int] = {}
+    for what, x in (("ids", ids), ("offsets", offsets), ("per_sample_weights", weights)):
+        place = None if x is None else place_of(x, leaves)
+        if place is not None:
+            places[what] = place
+        elif x is not None:
+            raise ValueError(UNMATCHED.format(name=name, what=what))
+    weights_place = places.get("per_sample_weights")
+    found.append(Bags(places["ids"], places["offsets"], weights_place, has_last))
+    if not is_empty:
+        return None
+    size = max(1, len(offsets) - has_last)
+    starts = offsets.new_zeros(size + has_last)
+    starts[size:] = 1
+    weights = None if weights is None else weights.new_zeros(1)
+    return (ids.new_zeros(1), starts, weights), {}

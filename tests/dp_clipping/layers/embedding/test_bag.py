@@ -1,0 +1,277 @@
+"""Bags of ids: sums and means over [batch, tokens], and over ids with offsets."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dp_clipping.layers.embedding.bag import bags_of
+from dp_clipping.verification import reference as oracle
+from tests.dp_clipping.conftest import (
+    MODES,
+    assert_close,
+    clipped_sums,
+    criterion_of,
+    gradients_of,
+    private,
+    unchecked,
+)
+from tests.support import zoo
+
+
+class Bags(nn.Module):
+    """Bags of ids [B, T], or [B, bags, T], with weights that depend on a parameter, or none."""
+
+    def __init__(self, mode: str, padding: bool = False, weights: bool = False, many: bool = False):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(9, 4, mode=mode, padding_idx=2 if padding else None)
+        self.of_weights = nn.Embedding(9, 1) if weights else None
+        self.many, self.is_reused = many, False
+
+    def forward(self, ids):
+        y = self.bags_of(ids)
+        return y * self.bags_of(ids.flip(1)).sin() if self.is_reused else y
+
+    def bags_of(self, ids):
+        rows = ids.view(-1, 3) if self.many else ids
+        given = {}
+        if self.of_weights is not None:
+            given["per_sample_weights"] = torch.tanh(self.of_weights(rows)).squeeze(2)
+        return self.bag(rows, **given).view(len(ids), -1)
+
+
+BAGS = {
+    "sum": lambda: Bags("sum"),
+    "mean": lambda: Bags("mean"),
+    "mean, padded": lambda: Bags("mean", padding=True),
+    "weights": lambda: Bags("sum", padding=True, weights=True),
+    "several": lambda: Bags("mean", padding=True, many=True),
+}
+
+
+@pytest.mark.parametrize("name", BAGS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reused", [False, True])
+def test_bags(name, mode, reused):
+    torch.manual_seed(0)
+    network = BAGS[name]().double()
+    network.is_reused = reused
+    ids = torch.randint(9, (4, 6))
+    ids[0] = 2  # a bag of padding alone
+    batch = ids, torch.randn_like(network(ids))
+    gradients = oracle.per_sample_gradients(network, batch, zoo.product)
+    norms = oracle.norms(gradients)
+    threshold = norms.median().item()
+    model = private(network, mode, max_grad_norm=threshold)
+    assert "embedding_bag" in {handle.kind for handle in model.capture.handles}
+    sums, expected = clipped_sums(model, batch), oracle.clipped_sum(gradients, threshold)
+    torch.testing.assert_close(model.per_sample_gradient_norms, norms)
+    assert_close(sums, expected, 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_sample_of_bags_contributes_at_most_c(dtype):
+    network, ids = Bags("mean", padding=True).to(dtype), torch.randint(9, (1, 6))
+    model = unchecked(network, "bookkeeping", max_grad_norm=0.1)
+    sums = clipped_sums(model, (ids, torch.randn(1, 4).to(dtype)))
+    assert 0.99 < sums["bag.weight"].double().norm() / 0.1 <= 1 + 1e-6
+
+
+def check_bags_on_kernels() -> None:
+    for mode in ("flash", "flash_bookkeeping"):
+        torch.manual_seed(0)
+        network, ids = Bags("sum", padding=True), torch.randint(9, (4, 6))
+        batch = ids, torch.randn(4, 4)
+        gradients = oracle.per_sample_gradients(network, batch, zoo.product)
+        threshold = oracle.norms(gradients).median().item()
+        sums = clipped_sums(unchecked(network, mode, max_grad_norm=threshold), batch)
+        assert_close(sums, oracle.clipped_sum(gradients, threshold), 2e-4)
+
+
+def test_bags_on_kernels_in_the_interpreter(interpreter):
+    interpreter.run(check_bags_on_kernels)
+
+
+class Ragged(nn.Module):
+    """Bags with offsets, whose weight may be the head's too, and that may be used twice."""
+
+    def __init__(self, mode="sum", padding=False, last=False, tied=False, twice=False):
+        super().__init__()
+        padding_idx = 2 if padding else None
+        self.bag = nn.EmbeddingBag(
+            9, 4, mode=mode, padding_idx=padding_idx, include_last_offset=last
+        )
+        self.head = nn.Linear(4, 9, bias=False)
+        if tied:
+            self.head.weight = self.bag.weight
+        self.twice = twice
+
+    def forward(self, ids, offsets, weights=None):
+        y = self.bag(ids, offsets, weights).sin()
+        return self.head(y * self.bag(ids, offsets).cos() if self.twice else y)
+
+
+RAGGED = {
+    "sum": {},
+    "mean": {"mode": "mean"},
+    "sum, padded": {"padding": True},
+    "mean, padded": {"mode": "mean", "padding": True},
+    "last": {"last": True},
+    "mean, last, padded": {"mode": "mean", "last": True, "padding": True},
+    "tied": {"tied": True},
+    "tied mean": {"mode": "mean", "tied": True},
+    "twice": {"twice": True, "padding": True},
+}
+LENGTHS = (3, 0, 2, 7, 1)  # of the bags: one is empty
+
+
+def ragged_batch(
+    lengths, last: bool, weighted: bool, dtype=torch.float64
+) -> tuple[list[Tensor], Tensor]:
+    """Arguments of bags of such lengths, and targets."""
+    ids = torch.randint(9, (sum(lengths),))
+    ids[:3] = 2  # a bag of one id, which may be the padding
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    args = [ids, offsets if last else offsets[:-1]]
+    if weighted:
+        args.append(torch.randn(len(ids), dtype=dtype))
+    return args, torch.randn(len(lengths), 9, dtype=dtype)
+
+
+def ragged_gradients(network: Ragged, args: list[Tensor], targets: Tensor) -> oracle.Gradients:
+    """By a forward and a backward of one bag at a time."""
+    network = copy.deepcopy(network)
+    ids, offsets, *weights = args
+    bounds = offsets.tolist() + ([] if network.bag.include_last_offset else [len(ids)])
+    found: dict[str, list[Tensor]] = {name: [] for name, _ in network.named_parameters()}
+    for i, target in enumerate(targets):
+        own = slice(bounds[i], bounds[i + 1])
+        one = torch.tensor([0, bounds[i + 1] - bounds[i]])
+        one = one if network.bag.include_last_offset else one[:1]
+        y = network(ids[own], one, *(w[own] for w in weights))
+        gradients = torch.autograd.grad((y * target).sum(), list(network.parameters()))
+        for of_parameter, g in zip(found.values(), gradients, strict=True):
+            of_parameter.append(g)
+    return {name: torch.stack(rows) for name, rows in found.items()}
+
+
+def check_ragged(network, mode, lengths=LENGTHS, weighted=False, tolerance=1e-9, **options):
+    dtype = network.bag.weight.dtype
+    args, targets = ragged_batch(lengths, network.bag.include_last_offset, weighted, dtype)
+    gradients = ragged_gradients(network, args, targets)
+    threshold = oracle.norms(gradients).median().item() or 1.0
+    model = private(copy.deepcopy(network), mode, max_grad_norm=threshold, **options)
+    criterion_of(model, zoo.product)(model(*args), targets).backward()
+    if options.get("clipping") != "per_layer":
+        norms = model.per_sample_gradient_norms.double()
+        torch.testing.assert_close(norms, oracle.norms(gradients).double(), rtol=1e-5, atol=1e-7)
+    clipping = options.get("clipping", "flat")
+    function = options.get("clipping_function", "abadi")
+    expected = oracle.clipped_sum(gradients, threshold, clipping, function)
+    assert_close(gradients_of(model), expected, tolerance)
+    return model
+
+
+@pytest.mark.parametrize("name", RAGGED)
+@pytest.mark.parametrize("mode", MODES)
+def test_bags_with_offsets(name, mode):
+    torch.manual_seed(0)
+    model = check_ragged(Ragged(**RAGGED[name]).double(), mode)
+    assert "embedding_bag" in {handle.kind for handle in model.capture.handles}
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_of_ids_with_offsets(mode, last):
+    torch.manual_seed(0)
+    check_ragged(Ragged(padding=True, last=last).double(), mode, weighted=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("lengths", [(4,), (0,), (0, 0, 0)])
+def test_few_bags_with_offsets(mode, lengths):
+    """One bag, an empty one, and none that has an id."""
+    torch.manual_seed(0)
+    check_ragged(Ragged("mean").double(), mode, lengths)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_clipping_of_bags_with_offsets(mode):
+    for options in ({"clipping": "per_layer"}, {"clipping_function": "automatic"}):
+        torch.manual_seed(0)
+        check_ragged(Ragged("mean").double(), mode, **options)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_an_empty_batch_of_bags_with_offsets(last):
+    """It may be the first one, or come later."""
+    network = Ragged(last=last).double()
+    args, targets = ragged_batch(LENGTHS, last, False)
+    for start in (0, 1) if last else (0,):
+        model = private(copy.deepcopy(network))
+        nothing = torch.zeros(0, dtype=torch.long), torch.zeros(start, dtype=torch.long)
+        for given, wanted in ((nothing, targets[:0]), (args, targets), (nothing, targets[:0])):
+            model.clear_gradients()
+            y = model(*given)
+            assert len(y) == len(wanted)
+            criterion_of(model, zoo.product)(y, wanted).backward()
+            assert any(g.any() for g in gradients_of(model).values()) == bool(len(wanted))
+
+
+def test_later_batches_have_other_lengths():
+    torch.manual_seed(0)
+    network = Ragged("mean").double()
+    model = private(copy.deepcopy(network), max_grad_norm=0.1)
+    for lengths in ((2, 1), (5, 0, 1, 1), (1,), (3, 3, 3, 0, 9, 2)):
+        args, targets = ragged_batch(lengths, False, False)
+        model.clear_gradients()
+        criterion_of(model, zoo.product)(model(*args), targets).backward()
+        expected = oracle.clipped_sum(ragged_gradients(network, args, targets), 0.1)
+        assert_close(gradients_of(model), expected, 1e-9)
+
+
+class Centred(Ragged):
+    def forward(self, ids, offsets, weights=None):
+        y = self.bag(ids, offsets, weights)
+        return self.head(y - y.mean(0))
+
+
+def test_bags_with_offsets_that_see_each_other_are_refused():
+    args, _ = ragged_batch(LENGTHS, False, False)
+    with pytest.raises(ValueError, match="head sees of a sample depends on the other samples"):
+        private(Centred())(*args)
+
+
+def test_a_last_offset_that_leaves_ids_over_is_refused():
+    args, _ = ragged_batch(LENGTHS, True, False)
+    args[1][-1] -= 1
+    with pytest.raises(ValueError, match="its last offset is 12 for 13 ids"):
+        private(Ragged(last=True))(*args)
+
+
+def test_where_an_id_is():
+    ids, offsets = torch.arange(5), torch.tensor([0, 0, 3, 3])
+    assert bags_of(ids, offsets, False).tolist() == [1, 1, 1, 3, 3]
+    assert bags_of(ids, torch.tensor([0, 0, 3, 3, 5]), True).tolist() == [1, 1, 1, 3, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_bag_with_offsets_contributes_at_most_c(dtype):
+    torch.manual_seed(0)
+    network = nn.EmbeddingBag(9, 4, mode="mean", padding_idx=2).to(dtype)
+    model = unchecked(network, "bookkeeping", max_grad_norm=0.1)
+    y = model(torch.randint(9, (6,)), torch.tensor([0]))
+    criterion_of(model, zoo.product)(y, torch.randn(1, 4).to(dtype)).backward()
+    assert 0.99 < network.weight.grad.double().norm() / 0.1 <= 1 + 1e-6
+
+
+def check_ragged_on_kernels() -> None:
+    for mode in ("flash", "flash_bookkeeping"):
+        for weighted in (False, True):
+            torch.manual_seed(0)
+            check_ragged(Ragged(padding=True), mode, weighted=weighted, tolerance=2e-4)
+
+
+def test_bags_with_offsets_on_kernels_in_the_interpreter(interpreter):
+    interpreter.run(check_ragged_on_kernels)

@@ -1,0 +1,38 @@
+"""Embeddings, one sample at a time and in a private step."""
+
+import pytest
+import torch
+from torch import nn
+
+from dp_clipping.verification import reference as oracle
+from tests.dp_clipping.conftest import MODES, assert_close, clipped_sums, private
+from tests.dp_clipping.layers.embedding.test_bag import Bags
+from tests.support import zoo
+
+
+class Words(nn.Module):
+    """An embedding of ids, whose weight may be the head's too."""
+
+    def __init__(self, tied: bool):
+        super().__init__()
+        self.words, self.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        return self.head(self.words(ids).sin())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("build", [lambda: Words(False), lambda: Words(True), lambda: Bags("mean")])
+def test_ids_in_int32(build, mode):
+    """PyTorch's embeddings take them too."""
+    torch.manual_seed(0)
+    network = build().double()
+    ids = torch.randint(9, (4, 6), dtype=torch.int32)
+    batch = ids, torch.randn_like(network(ids))
+    gradients = oracle.per_sample_gradients(network, batch, zoo.product)
+    threshold = oracle.norms(gradients).median().item()
+    model = private(network, mode, max_grad_norm=threshold)
+    sums, expected = clipped_sums(model, batch), oracle.clipped_sum(gradients, threshold)
+    assert_close(sums, expected, 1e-9)
