@@ -23,6 +23,7 @@ from dp_clipping.torch_compat import (
     instance_norms,
     own_buffers,
     pruned_name,
+    tree_leaves,
 )
 
 REPLICAS = (nn.DataParallel, nn.parallel.DistributedDataParallel, *composable_replicas())
@@ -149,10 +150,14 @@ def refuse_offsets(module: nn.EmbeddingBag, args: tuple, kwargs: dict) -> None:
 
 
 def refuse_packed(args: tuple, kwargs: dict) -> None:
-    """Raises ValueError if an argument of the network is a PackedSequence."""
+    """Raises ValueError if there is a PackedSequence among the arguments of the network."""
     for name, value in [*enumerate(args), *kwargs.items()]:
-        if isinstance(value, PackedSequence):
+        leaves = tree_leaves(value, is_leaf=lambda x: isinstance(x, PackedSequence))
+        if any(isinstance(leaf, PackedSequence) for leaf in leaves):
             raise ValueError(
                 f"argument {name} of the model is a PackedSequence, in which a sample has no rows "
-                "of its own: give the padded tensor and the lengths, from pad_packed_sequence"
+                "of its own: give the padded tensor and the lengths, x, lengths = "
+                "pad_packed_sequence(packed, batch_first=True), and pack in the model: def "
+                "forward(self, x, lengths): return self.lstm(pack_padded_sequence(x, "
+                "lengths.cpu(), batch_first=True, enforce_sorted=False))"
             )

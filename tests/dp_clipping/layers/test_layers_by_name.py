@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune, rnn
+from torch.nn.utils import parametrizations, prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine
@@ -167,22 +167,6 @@ def test_layers_that_are_refused(name):
 def test_a_frozen_one_is_not():
     network = nn.Sequential(nn.LSTMCell(4, 4), complex_linear()).requires_grad_(False)
     assert PrivacyEngine.is_compatible(module=nn.Sequential(network, nn.Linear(4, 3)))
-
-
-CALLS = {
-    "packed": (
-        lambda: Through(nn.Linear(4, 5), 5, lambda layer, x: layer(x.data)),
-        lambda: (rnn.pack_sequence([torch.randn(n, 4) for n in (3, 2, 1)]),),
-        "argument 0 of the model is a PackedSequence.*pad_packed_sequence",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_calls_that_are_refused(name):
-    network, inputs, message = CALLS[name]
-    with pytest.raises(ValueError, match=message):
-        private(network())(*inputs())
 
 
 class Late(nn.Module):

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import rnn
 
 from dp_clipping.step.private_step import PrivateStep
-from tests.dp_clipping.conftest import private, private_loss
+from tests.dp_clipping.conftest import assert_exact, private, private_loss
 from tests.support import zoo
 
 
@@ -58,10 +59,35 @@ def test_a_normalisation_that_was_fixed_stays_so():
         model(torch.ones(4, 3))
 
 
-def test_a_packed_sequence_is_refused(model):
-    packed = nn.utils.rnn.pack_sequence([torch.ones(2, 3)])
-    with pytest.raises(ValueError, match="argument 0 of the model is a PackedSequence"):
-        model(packed)
+class Packs(nn.Module):
+    """As the message of the refusal shows it."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(3, 2, batch_first=True)
+
+    def forward(self, x, lengths):
+        packed = rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return self.lstm(packed)[1][0][0]
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("place", ["positional", "keyword", "nested"])
+def test_a_packed_sequence_is_refused_with_the_call_that_works(is_sorted, place):
+    torch.manual_seed(0)
+    lengths = [4, 2, 1] if is_sorted else [2, 4, 1]
+    rows = [torch.randn(n, 3, dtype=torch.float64) for n in lengths]
+    packed = rnn.pack_sequence(rows, enforce_sorted=is_sorted)
+    network = nn.LSTM(3, 2).double()
+    args = {"positional": (packed,), "keyword": (), "nested": ([{"x": packed}],)}[place]
+    kwargs = {"input": packed} if place == "keyword" else {}
+    name = "input" if kwargs else 0
+    with pytest.raises(ValueError, match=rf"argument {name} of the model.*pack_padded_sequence\(x"):
+        private(network)(*args, **kwargs)
+    x, found = rnn.pad_packed_sequence(packed, batch_first=True)
+    assert found.tolist() == lengths
+    inputs = {"x": x, "lengths": found}
+    assert_exact(Packs().double(), (inputs, torch.randn(3, 2, dtype=torch.float64)))
 
 
 def test_bags_with_offsets_have_no_rows_of_zeros():
