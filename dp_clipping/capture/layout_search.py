@@ -41,6 +41,8 @@ NETWORK = "\0"  # no module has this name: the network's outputs
 OF_SOME_NUMBERS = ("bernoulli", "bernoulli_", "multinomial", "binary_cross_entropy", "poisson",
                    "binomial")  # fmt: skip
 
+LINEAR = {"linear", "conv1d", "attention", "recurrent"}  # kinds whose weights are linear layers'
+
 
 class Search:
     """Finds, and keeps in their handles, the layouts of a network's layers."""
@@ -88,8 +90,14 @@ class Search:
         self.learn_outputs(*(run[NETWORK][0].outputs for run in runs))
         for parameter, count in uses.items():
             self._uses[parameter] = max(count, self._uses.get(parameter, 0))
-        for handle in self.capture.handles:
-            handle.always_dense = any(self._uses[p] > 1 for p in handle.parameters().values())
+        handles = self.capture.handles
+        others = {p for h in handles if h.kind not in LINEAR for p in h.parameters().values()}
+        for handle in handles:
+            several = {n: p for n, p in handle.parameters().items() if self._uses[p] > 1}
+            handle.always_dense = bool(several)
+            handle.joined = frozenset(
+                n for n, p in several.items() if p.dim() == 2 and p not in others
+            )
 
     def _count_shared(self) -> int:
         known = chain.from_iterable(

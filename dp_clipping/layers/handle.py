@@ -79,6 +79,9 @@ class LayerState:
         private_step: the private step that its calls belong to; None: the layer is an ordinary one.
         slots: name -> the dense slot of this private step.
         layouts: number of dimensions of each input -> their layouts.
+        always_dense: some parameter has several uses, whose G are added up.
+        joined: names of those weights all of whose uses are linear layers: their tokens are those
+            of one use, so factors are joined instead.
     """
 
     def __init__(self, name: str, kind: str, module: nn.Module, trainable: tuple[str, ...]):
@@ -94,6 +97,7 @@ class LayerState:
         self.layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
         self.output_layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
         self.always_dense = False
+        self.joined: frozenset[str] = frozenset()
         self.children_apart = self.is_inside = False
         self.trial: Callable[..., Any] | None = None
 
@@ -149,6 +153,15 @@ class LayerState:
         parameter = self._parameters[name]
         return self.private_step.trigger_of(parameter), partial(self.private_step.dense, parameter)
 
+    def factor_target(self, name: str) -> tuple[Tensor, Callable[[Any], None]]:
+        """Where factors of a weight's G go in backward: a tensor to be an input of the layer's
+        function, which gets no gradient, and who is given the factors.
+        """
+        private_step, parameter = self.private_step, self._parameters[name]
+        if name in self.joined:
+            return private_step.join(parameter), partial(private_step.join_factors, parameter)
+        return private_step.trigger_of(parameter), partial(private_step.factors, parameter)
+
     def layouts_of(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
         dims = tuple(x.dim() for x in inputs)
         found = self.layouts.get(dims)
@@ -171,8 +184,17 @@ class LayerState:
             return Layout("dimension", 0), expand_shared(x, self.private_step.batch_size)
         return layout, x
 
-    def keeps_dense(self, x: Tensor | None = None, weight: Tensor | None = None) -> bool:
-        """Returns whether this use keeps G rather than its factors."""
+    def keeps_dense(
+        self, x: Tensor | None = None, weight: Tensor | None = None, name: str = ""
+    ) -> bool:
+        """Returns whether this use keeps G rather than its factors.
+
+        Args:
+            x, weight: [.., p] and [d, p] of a linear layer.
+            name: of that weight.
+        """
+        if name in self.joined and not self.private_step.is_compiled:
+            return self.private_step.policy.dense_always
         if self.always_dense or torch.compiler.is_compiling():
             return True
         if x is None:

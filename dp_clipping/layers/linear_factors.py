@@ -14,7 +14,7 @@ too small, an allowance for it is added to the norm that clips. In float32 none 
 enough, so there one sample's G is formed at a time, normed, and the very same numbers are summed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -82,6 +82,15 @@ class LinearFactors:
         self.a, self.y, self.transposed = a, y, transposed
         self.is_scaled = False  # y contains the coefficients
         self._gram_a: Tensor | None = None
+
+    @classmethod
+    def joined(cls, uses: Sequence["LinearFactors"]) -> "LinearFactors":
+        """Returns the factors of a weight that has several uses: their tokens, one after another.
+
+        So cross terms of the uses are in its norm, as those of tokens are.
+        """
+        left, right = (torch.cat(x, 1) for x in zip(*(u.operands for u in uses), strict=True))
+        return cls(right, left, False)
 
     @property
     def operands(self) -> tuple[Tensor, Tensor]:

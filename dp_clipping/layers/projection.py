@@ -32,14 +32,14 @@ def project(
     weight_name, bias_name = names
     bias_slot, bias_target = handle.gradient_target(bias_name)
     arguments = (x, weight, bias, bias_slot, bias_target)
-    if weight_name not in handle.trainable or handle.keeps_dense(x, weight):
+    if weight_name not in handle.trainable or handle.keeps_dense(x, weight, weight_name):
         weight_slot, weight_target = handle.gradient_target(weight_name)
         place = (layout.kind, layout.dim, private_step.batch_size)
         return Dense.apply(*arguments, weight_slot, weight_target, *place, transposed)
     parameter = handle.parameter(weight_name)
     private_step.plans.will_use(parameter, x, weight.shape[0])
-    trigger = private_step.trigger_of(parameter)
-    rest = (private_step, parameter, layout, transposed, bias_target)
+    trigger, take = handle.factor_target(weight_name)
+    rest = (private_step.batch_size, take, layout, transposed, bias_target)
     return Factors.apply(x, weight, bias, bias_slot, trigger, rest)
 
 
@@ -66,16 +66,13 @@ def weight_use(
     """
     if name not in handle.trainable:
         return None, None
-    if handle.keeps_dense(x, weight):
+    if handle.keeps_dense(x, weight, name):
         slot, target = handle.gradient_target(name)
-        return slot, lambda a, y: deliver(target, _gradients(y, a))
+        return slot, lambda a, y: deliver(target, gradients_of(y, a))
     private_step, parameter = handle.private_step, handle.parameter(name)
     private_step.plans.will_use(parameter, x, weight.shape[0])
-
-    def take(a: Tensor, y: Tensor) -> None:
-        private_step.factors(parameter, LinearFactors(a, y, False))
-
-    return private_step.trigger_of(parameter), take
+    trigger, take = handle.factor_target(name)
+    return trigger, lambda a, y: take(LinearFactors(a, y, False))
 
 
 def bias_use(
@@ -88,7 +85,7 @@ def bias_use(
     return slot, lambda y: deliver(target, y.sum(1, dtype=accumulation_dtype(y.dtype)))
 
 
-def _gradients(left: Tensor, right: Tensor) -> Tensor:
+def gradients_of(left: Tensor, right: Tensor) -> Tensor:
     """Returns G_i = left_iᵀ right_i."""
     # In float16 a sum over tokens may exceed the largest number.
     multiply = wide_bmm if left.dtype == torch.float16 else torch.bmm
@@ -137,7 +134,7 @@ class Dense(torch.autograd.Function):
         if wants_weight:
             a = layout.batch_tokens(x, batch_size)
             left, right = (a, y) if ctx.transposed else (y, a)
-            gradients = deliver(weight_target, _gradients(left, right))
+            gradients = deliver(weight_target, gradients_of(left, right))
         if wants_bias:
             biases = deliver(bias_target, y.sum(1, dtype=accumulation_dtype(y.dtype)))
         return gx, None, None, biases, None, gradients, None, None, None, None, None
@@ -157,12 +154,12 @@ class Factors(torch.autograd.Function):
     def backward(ctx, gy):
         x, weight = ctx.saved_tensors
         gy = tensor_parallel.settled(gy)
-        private_step, parameter, layout, transposed, bias_target = ctx.rest
+        batch_size, take, layout, transposed, bias_target = ctx.rest
         wants_x, wants_bias = ctx.wants
-        y = layout.batch_tokens(gy, private_step.batch_size)
+        y = layout.batch_tokens(gy, batch_size)
         gx = gy @ weight if wants_x else None
-        a = layout.batch_tokens(x, private_step.batch_size)
-        private_step.factors(parameter, LinearFactors(a, y, transposed))
+        a = layout.batch_tokens(x, batch_size)
+        take(LinearFactors(a, y, transposed))
         biases = None
         if wants_bias:
             biases = deliver(bias_target, y.sum(1, dtype=accumulation_dtype(y.dtype)))

@@ -12,7 +12,7 @@ class LayerPlanner(Protocol):
     """Plans what becomes of linear layers."""
 
     def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
-        """Announces a linear layer on x [.., p]."""
+        """Announces a linear layer on x [.., p], once for each use of its weight."""
         ...
 
     def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
@@ -66,6 +66,14 @@ class Recorder(Protocol):
 
     def factors(self, parameter: Parameter, factors: Any) -> None:
         """Takes the factors of G of the parameter's only use."""
+        ...
+
+    def join(self, parameter: Parameter) -> Tensor:
+        """Returns the input, of all uses of a weight, behind which their factors are joined."""
+        ...
+
+    def join_factors(self, parameter: Parameter, factors: Any) -> None:
+        """Takes the factors of one use of a weight that has several."""
         ...
 
     def normalized(self, weight: Parameter | None, bias: Parameter | None, use: Any) -> None:

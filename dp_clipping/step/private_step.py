@@ -26,6 +26,8 @@ from torch.nn import Parameter
 
 from dp_clipping.capture.checks.losses import Watched
 from dp_clipping.layers.handle import LayerState
+from dp_clipping.layers.linear_factors import LinearFactors
+from dp_clipping.layers.projection import gradients_of
 from dp_clipping.layers.recorder import LayerPlanner
 from dp_clipping.modes import Policy
 from dp_clipping.profiling.profile import NOTHING
@@ -172,6 +174,8 @@ class PrivateStep:
         self._stage = Stage.IDLE
         self._seen: set[Parameter] = set()  # in the backward under way
         self._slots: dict[Parameter, Tensor] = {}
+        self._joins: dict[Parameter, Tensor] = {}
+        self._parts: dict[Parameter, list[LinearFactors]] = {}  # of uses, until they are joined
         self.slots = self.capture.make_slots(self)
 
     # ---- what layers ask in forward -------------------------------------------------------------
@@ -205,6 +209,13 @@ class PrivateStep:
         """Returns the empty leaf whose gradient makes backward visit what uses the parameter."""
         return self.capture.triggers[parameter]
 
+    def join(self, parameter: Parameter) -> Tensor:
+        """Returns the input of all uses of a weight behind which their factors are joined: one."""
+        if parameter not in self._joins:
+            with torch.enable_grad():
+                self._joins[parameter] = Join.apply(self.trigger_of(parameter), (self, parameter))
+        return self._joins[parameter]
+
     # ---- what layers hand over in backward ------------------------------------------------------
 
     def dense(self, parameter: Parameter, gradients: Tensor, own: Tensor | None = None) -> None:
@@ -224,6 +235,19 @@ class PrivateStep:
             self.backend.sums.emit(parameter, factors)
         else:
             self.backend.factors(parameter, factors)
+
+    def join_factors(self, parameter: Parameter, factors: LinearFactors) -> None:
+        """Takes the factors of one use of a weight that has several."""
+        self._parts.setdefault(parameter, []).append(factors)
+
+    def joined(self, parameter: Parameter) -> None:
+        """Hands on what all uses of a weight have left: factors, or G where it is smaller."""
+        factors = LinearFactors.joined(self._parts.pop(parameter))
+        left, right = factors.operands
+        if self.plans.prefers_dense(left.shape[1], left.shape[2], right.shape[2]):
+            self.dense(parameter, gradients_of(left, right))
+        else:
+            self.factors(parameter, factors)
 
     def normalized(self, weight: Parameter | None, bias: Parameter | None, use: Any) -> None:
         """Takes what a normalisation's only use has left; None: that parameter is frozen."""
@@ -304,6 +328,7 @@ class PrivateStep:
         finally:
             self._stage = Stage.IDLE
             self._seen = set()
+            self._parts.clear()
             backend.forget()
 
     def _sum(self, losses: Tensor, randomness: Randomness | None) -> None:
@@ -369,3 +394,19 @@ class GradientSlot(torch.autograd.Function):
         private_step, parameter = ctx.rest
         private_step.dense(parameter, gradients)
         return None, None, None
+
+
+class Join(torch.autograd.Function):
+    """An input [0] of all uses of a weight: its backward follows all of theirs."""
+
+    @staticmethod
+    def forward(ctx, trigger, rest):
+        ctx.rest = rest
+        ctx.set_materialize_grads(False)
+        return trigger.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, nothing):
+        private_step, parameter = ctx.rest
+        private_step.joined(parameter)
+        return None, None

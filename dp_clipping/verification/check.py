@@ -264,7 +264,7 @@ def _without_trace(model: Any) -> Iterator[None]:
     """Puts the network into evaluation inside, and everything that a step reads back afterwards."""
     capture, network = model.capture, model.network
     flags = [(module, module.training) for module in network.modules()]
-    layouts = [(h, h.layouts, h.output_layouts, h.always_dense) for h in capture.handles]
+    layouts = [(h, h.layouts, h.output_layouts, h.always_dense, h.joined) for h in capture.handles]
     devices = [p.device for p in network.parameters() if p.is_cuda]
     try:
         for module, _ in flags:
@@ -279,4 +279,4 @@ def _without_trace(model: Any) -> Iterator[None]:
         for handle in capture.handles:  # some may be new
             handle.layouts, handle.output_layouts = {}, {}
         for handle, *known in layouts:
-            handle.layouts, handle.output_layouts, handle.always_dense = known
+            handle.layouts, handle.output_layouts, handle.always_dense, handle.joined = known

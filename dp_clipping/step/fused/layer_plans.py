@@ -49,15 +49,22 @@ class LayerPlans:
         self._batch_size, self._forecast = batch_size, forecast
         self._rates, self._saved = rates, saved
         self._uses = {} if forecast is None else forecast.of_batch(batch_size)
+        self._foreseen = set(self._uses)
         self.plan: Plan | None = None
         self._choices: dict[Parameter, LayerPlan] = {}  # of the plan
 
     def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
-        """Notes that a linear layer is about to be run on x [.., p]."""
-        if parameter in self._uses:  # foreseen
+        """Notes that a linear layer is about to be run on x [.., p], once for each of its uses."""
+        if parameter in self._foreseen or self.plan is not None:  # a checkpoint runs forward again
             return
+        self._note(parameter, x, outputs)
+
+    def _note(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
         inputs = x.shape[-1]
         tokens = x.numel() // max(1, inputs * self._batch_size)
+        if (known := self._uses.get(parameter)) is not None:
+            self._uses[parameter] = known._replace(tokens=known.tokens + tokens)
+            return
         self._uses[parameter] = LinearShape(
             self._names[parameter], self._batch_size, tokens, inputs, outputs,
             x.element_size(), stored_dtype(x.dtype).itemsize,
@@ -94,7 +101,7 @@ class LayerPlans:
         choice = self._choices.get(parameter)
         if choice is None:
             left, right = factors.operands  # its forward was not seen
-            self.will_use(parameter, right, left.shape[-1])
+            self._note(parameter, right, left.shape[-1])
             (choice,) = self._plan_of([self._uses[parameter]]).choices
         return choice
 

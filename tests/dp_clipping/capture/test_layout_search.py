@@ -31,13 +31,23 @@ def test_each_layer_has_its_own_layout():
     }
 
 
-def test_a_weight_that_is_used_twice_keeps_its_gradients_dense():
-    network = zoo.Net(lambda net, x: net.layer(net.layer(x)) + net.once(x), layer=nn.Linear(4, 4),
-                      once=nn.Linear(4, 4))  # fmt: skip
+def test_weights_that_are_used_twice_keep_their_gradients_dense_or_are_joined():
+    """Where all uses are linear layers tokens are those of one."""
+
+    def forward(net, ids):
+        x = net.table(ids)
+        return net.head(net.layer(net.layer(x)) + net.once(x))
+
+    network = zoo.Net(forward, table=nn.Embedding(9, 4), layer=nn.Linear(4, 4),
+                      once=nn.Linear(4, 4), head=nn.Linear(4, 9, bias=False))  # fmt: skip
+    network.head.weight = network.table.weight
     model = private(network, "bookkeeping")
-    model(torch.randn(3, 4))
-    dense = {handle.name: handle.always_dense for handle in model.capture.handles}
-    assert dense == {"layer": True, "once": False}
+    model(torch.arange(3)[:, None])
+    found = {h.name: (h.always_dense, set(h.joined)) for h in model.capture.handles}
+    assert found == {
+        "table": (True, set()), "layer": (True, {"weight"}), "once": (False, set()),
+        "head": (True, set()),
+    }  # fmt: skip
 
 
 def test_operators_that_pick_rows_by_their_values_are_noted():

@@ -20,7 +20,7 @@ from dp_clipping.modes import Policy
 class Recorder:
     """As much of a private step as a layer's state asks."""
 
-    batch_size, policy = 4, Policy()
+    batch_size, policy, is_compiled = 4, Policy(), False
 
     def __init__(self):
         self.made, self.given = [], []
@@ -32,6 +32,15 @@ class Recorder:
 
     def trigger_of(self, parameter):
         return parameter
+
+    def join(self, parameter):
+        return "behind all uses"
+
+    def join_factors(self, parameter, factors):
+        self.given.append(("one of several", factors))
+
+    def factors(self, parameter, factors):
+        self.given.append((parameter, factors))
 
     def dense(self, parameter, gradients):
         self.given.append((parameter, gradients))
@@ -63,6 +72,18 @@ def test_gradients_go_to_the_step_or_to_the_slot(state):
     assert slot is state.slot("weight")
     assert target is None
     assert state.gradient_target("bias") == (None, None)
+
+
+def test_factors_go_to_the_step_or_are_joined_first(state):
+    trigger, take = state.factor_target("weight")
+    take("factors")
+    assert trigger is state.parameter("weight")
+    assert state.private_step.given == [(state.parameter("weight"), "factors")]
+    state.joined = frozenset({"weight"})
+    trigger, take = state.factor_target("weight")
+    take("factors")
+    assert trigger == "behind all uses"
+    assert state.private_step.given[1:] == [("one of several", "factors")]
 
 
 def test_delivery():
@@ -107,7 +128,12 @@ def test_which_uses_keep_per_sample_gradients(state):
     assert not state.keeps_dense(torch.zeros(4, 1, 3), weight)
     assert state.keeps_dense(torch.zeros(4, 2, 3), weight)
     state.always_dense = True
-    assert state.keeps_dense(torch.zeros(4, 1, 3), weight)
+    assert state.keeps_dense(torch.zeros(4, 1, 3), weight, "weight")
+    state.joined = frozenset({"weight"})
+    assert not state.keeps_dense(torch.zeros(4, 2, 3), weight, "weight")
+    assert state.keeps_dense(torch.zeros(4, 1, 3), weight, "another")
+    state.private_step.is_compiled = True
+    assert state.keeps_dense(torch.zeros(4, 1, 3), weight, "weight")
 
 
 def test_operands_are_those_of_autocast():

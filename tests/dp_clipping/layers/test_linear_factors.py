@@ -69,6 +69,15 @@ def test_gram_matrices_are_shared_by_layers_that_read_the_same():
     torch.testing.assert_close(grams.of(2 * a), 4 * first)
 
 
+def test_several_uses_are_joined_and_cross_terms_are_in_the_norm():
+    uses = [factors_of(3, tokens, 4, 5) for tokens in (1, 3, 2)]
+    one = factors_of(3, 2, 5, 4, transposed=True)
+    joined = LinearFactors.joined([*uses, one])
+    total = sum(use.dense() for use in (*uses, one))
+    torch.testing.assert_close(joined.dense(), total)
+    torch.testing.assert_close(joined.norm().squared, total.square().sum((1, 2)))
+
+
 def test_some_samples():
     factors = factors_of(3, 2, 4, 5)
     torch.testing.assert_close(exact(factors.select(slice(1, 3))), exact(factors)[1:])

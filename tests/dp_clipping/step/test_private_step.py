@@ -10,10 +10,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine
 from dp_clipping.clipping.coefficients import LOWEST
+from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.verification import reference as oracle
 from tests.dp_clipping.conftest import (
     MODES,
     assert_close,
+    assert_exact,
     change_policy,
     clipped_sums,
     gradients_of,
@@ -246,6 +248,48 @@ def test_rms_norm_without_eps_has_pytorchs_own():
     inputs = (0.01 * zoo.numbers(4, 5, 6, out=())[0]).bfloat16()
     expected = norm(inputs)
     torch.testing.assert_close(private(norm)(inputs), expected, rtol=1e-2, atol=0)
+
+
+# Weights with several uses
+
+
+class Repeated(nn.Module):
+    """A layer that is called `times` times, and another one with the same weight."""
+
+    def __init__(self, times: int, width: int = 6) -> None:
+        super().__init__()
+        self.layer, self.times = nn.Linear(width, width), times
+        self.other = nn.Linear(width, width, bias=False)
+        self.other.weight = self.layer.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = torch.tanh(self.layer(x))
+        return self.other(x)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@every_mode
+def test_factors_of_several_uses_are_joined(tokens, mode, monkeypatch):
+    torch.manual_seed(0)
+    network = Repeated(3).double()
+    x = torch.randn(4, tokens, 6, dtype=torch.float64)
+    given = []
+    joined = PrivateStep.joined
+    monkeypatch.setattr(PrivateStep, "joined", lambda *a: given.append(a[1]) or joined(*a))
+    assert_exact(network, (x, torch.randn_like(x)), mode)
+    assert len(given) == {"per_sample": 0, "ghost": 2, "bookkeeping": 1}[mode]
+
+
+def test_the_number_of_uses_may_change():
+    network = Repeated(2).double()
+    model = private(network, max_grad_norm=1e-3)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    for times in (2, 5, 1):
+        network.times = times
+        found = clipped_sums(model, (x, x))
+        gradients = oracle.per_sample_gradients(network, (x, x), zoo.product)
+        assert_close(found, oracle.clipped_sum(gradients, 1e-3), 1e-9)
 
 
 # Through the front door

@@ -18,13 +18,16 @@ def plans(mode: str = "flash_bookkeeping", known: dict | None = None, **options)
     return LayerPlans({WEIGHT: "w"}, [WEIGHT], policy, known, 4, None, Rates, lambda: HELD)
 
 
-def test_a_use_is_noted_once_and_planned():
+def test_uses_are_noted_and_planned():
+    """Tokens of several uses of a weight are those of one; a checkpoint's forward counts once."""
     mine = plans()
     x = torch.zeros(4, 5, 16)
     mine.will_use(WEIGHT, x, 8)
     mine.will_use(WEIGHT, x[:, :2], 8)
     (use,) = mine.make().uses
-    assert (use.name, use.batch_size, use.tokens, use.inputs, use.outputs) == ("w", 4, 5, 16, 8)
+    assert (use.name, use.batch_size, use.tokens, use.inputs, use.outputs) == ("w", 4, 7, 16, 8)
+    mine.will_use(WEIGHT, x, 8)
+    assert mine._uses[WEIGHT].tokens == 7
 
 
 def test_equal_uses_have_one_plan_over_steps():
