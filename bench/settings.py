@@ -230,7 +230,7 @@ def batches_for(settings: Settings, rank: int, world_size: int) -> Batches:
 
 @functools.cache
 def _corpus(source: str, vocab_size: int) -> Corpus:
-    """Read once a process: every implementation trains on the same text."""
+    """Read once per process: every implementation trains on the same text."""
     return open_data(source, vocab_size)
 
 

@@ -132,7 +132,7 @@ class DataParallel(ManualGradients, Wrapper, nn.Module):
             self.step.record.launches.append((len(self.schedule.arrivals), bucket))
 
     def wait_for(self, *buckets: Bucket) -> None:
-        """Waits for those of them that are under way."""
+        """Waits for those of these buckets that are under way."""
         for bucket in buckets:
             if bucket in self.schedule.in_flight:
                 self.wait(bucket, self.schedule.in_flight.pop(bucket))
@@ -153,7 +153,7 @@ class DataParallel(ManualGradients, Wrapper, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forwards inside have local backwards; the next one outside reduces the whole sum."""
+        """A context in which gradients add up locally; the next backward outside reduces them."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -161,5 +161,5 @@ class DataParallel(ManualGradients, Wrapper, nn.Module):
             self.require_backward_grad_sync = before
 
     def adopt_order(self, order: list[int]) -> None:
-        """Plans anew; rank 0's first order of arrival replaces the reverse of registration."""
+        """Plans again: rank 0's first order of arrival replaces the reverse of registration."""
         self.schedule.adopt(order, self.plan(self.gradients.describe(), order))

@@ -1,7 +1,7 @@
 """`ddp_bucketed`: flat buckets whose slices *are* the gradients.
 
-The problem that `ddp_individual_v2` leaves: a coalesced group is still one transfer a tensor
-inside the library. One contiguous buffer is one transfer, at the full rate of the wire.
+The problem that `ddp_individual_v2` leaves: a coalesced group is still one transfer per
+tensor inside the library. One contiguous buffer is one transfer, at the full rate of the wire.
 
 The idea: when a gradient is ready, copy it into its slice of a flat buffer, at once, while it is
 still in the cache, and let `.grad` be a view of that slice. When the bucket is full, one all-reduce
@@ -55,7 +55,7 @@ class BucketedDDP(DataParallel):
         return plan_buckets(gradients, order, self._bucket_bytes)
 
     def before_forward(self) -> None:
-        """Let go of buffers whose views `zero_grad(set_to_none=True)` has dropped."""
+        """Frees buffers whose views `zero_grad(set_to_none=True)` has dropped."""
         for bucket in list(self._flats):
             if any(self.gradients.parameters[i].grad is None for i in bucket.members):
                 del self._flats[bucket]
@@ -75,14 +75,14 @@ class BucketedDDP(DataParallel):
         handle.wait()
 
     def fill(self, bucket: Bucket) -> Tensor:
-        """Bring in what `collect` has not seen: zeros for members that are unused here."""
+        """Fills slices that `collect` has not filled: zeros for members that are unused here."""
         flat = self._flat(bucket)
         for i, view in zip(bucket.members, flat.slices, strict=True):
             self._move(i, view)
         return flat.buffer
 
     def allocate(self, bucket: Bucket) -> Tensor:
-        """The bucket's buffer, with whatever is in that memory."""
+        """Returns the bucket's buffer, uninitialised."""
         first = bucket.members[0]
         device = self.gradients.parameters[first].device
         return torch.empty(bucket.numel, dtype=self.gradients.dtypes.of(first), device=device)
@@ -101,7 +101,7 @@ class BucketedDDP(DataParallel):
         return self._flats[bucket]
 
     def _move(self, i: int, view: Tensor) -> None:
-        """Make the gradient of parameter `i` the given slice of a flat buffer."""
+        """Makes the gradient of parameter `i` the given slice of a flat buffer."""
         parameter = self.gradients.parameters[i]
         if parameter.grad is None:
             stand_ins, fill = self.gradients.stand_ins, self.gradients.absent

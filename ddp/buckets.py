@@ -24,7 +24,7 @@ SMALLEST_TAIL_BYTES = 1 << 20  # below this a collective is all latency
 
 @dataclass(frozen=True)
 class Gradient:
-    """What the plan knows of one gradient: its number of elements and their type."""
+    """One gradient as the plan sees it: its number of elements and their dtype."""
 
     numel: int
     dtype: str
@@ -53,9 +53,9 @@ class Bucket:
 
 
 def mebibytes(bucket_size_mb: float | None) -> int | None:
-    """Bytes of the option `bucket_size_mb`, which counts in MiB as PyTorch's DDP does.
+    """Returns the bytes of the option `bucket_size_mb`, which is in MiB as in PyTorch's DDP.
 
-    None, for one bucket, stays None.
+    None, which means one bucket, stays None.
 
     Raises:
         ValueError: if it is not a positive finite number.

@@ -8,7 +8,7 @@ list to the communication library as one coalesced group, averaged inside the co
 library works on the gradients where they are: nothing is flattened, nothing is copied back.
 
 What it leaves: the gradients of a group lie wherever the allocator put them, so the library runs
-one ring a tensor within the group, and the number of launches it saves depends on the library.
+one ring per tensor within the group, and the number of launches it saves depends on the library.
 """
 
 import torch.distributed as dist

@@ -76,7 +76,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def scale_(tensors: Sequence[Tensor], factor: float) -> None:
     """Multiplies tensors by a number in place, in few launches: `torch._foreach_mul_`.
 
-    Without it, one launch a tensor.
+    Without it, one launch per tensor.
     """
     if (multiply := getattr(torch, "_foreach_mul_", None)) is not None:
         multiply(tensors, factor)

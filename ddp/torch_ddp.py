@@ -1,9 +1,9 @@
 """`torch_ddp`: PyTorch's own DistributedDataParallel behind the same seam. The oracle.
 
 Its reducer is written in C++ and has synchronised when backward returns, so
-`finish_gradient_synchronization` only checks that it did. What the private half hands over through
-`gradient_ready` never passes through autograd's accumulation and PyTorch's reducer does not see
-it: those gradients are reduced by our own calls at finish, and a table must say so.
+`finish_gradient_synchronization` only checks that it did. Private gradients come through
+`gradient_ready`. PyTorch's reducer does not see them, because autograd does not accumulate them.
+Our own calls reduce them at finish, and a table of results must say so.
 
 `torch_ddp_tuned` is the same class with the settings that its documentation recommends for speed
 (https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
@@ -119,12 +119,12 @@ class TorchDDP(Copyable, DistributedDataParallel):
         return result
 
     def before_gradient(self, parameter: Parameter) -> None:
-        """Before a gradient is added to without autograd; afterwards `gradient_ready`."""
+        """Announces that a gradient will be added to without autograd; `gradient_ready` follows."""
         activate(self)
         self._by_hand[0].before_gradient(parameter)
 
     def gradient_ready(self, parameter: Parameter) -> None:
-        """Reduce a gradient that autograd did not accumulate, by our own call at finish."""
+        """Reduces a gradient that autograd did not accumulate, by our own call at finish."""
         activate(self)
         by_hand = self._by_hand[0]
         by_hand.require_backward_grad_sync = self.require_backward_grad_sync
@@ -144,7 +144,7 @@ class TorchDDP(Copyable, DistributedDataParallel):
         self._forget_step()
 
     def stats(self) -> dict[str, int]:
-        """Of a step: PyTorch's own record of its buckets, or ours after `gradient_ready`."""
+        """Returns a step's counts: PyTorch's own record, or ours after `gradient_ready`."""
         ours = self._by_hand[0].stats()
         if ours["collectives"]:
             return ours
@@ -198,7 +198,7 @@ class TorchDDP(Copyable, DistributedDataParallel):
         return not self._arrived and not any(p.requires_grad for p in self.gradients.parameters)
 
     def _raise_if_changed(self) -> None:
-        """An optimizer has stepped before the end of the step."""
+        """Raises if an optimizer has stepped before the end of the step."""
         if complaint := self.watch.complaint():
             self._forget_step()
             raise RuntimeError(complaint)
@@ -212,14 +212,14 @@ class TorchDDP(Copyable, DistributedDataParallel):
         return bool(self._arrived) or self._by_hand[0].is_in_mid_step()
 
     def deactivate(self) -> None:
-        """Another wrapper of this network takes over: forget an unfinished step."""
+        """Forgets an unfinished step: another wrapper of this network takes over."""
         self._forget_step()
         self._by_hand[0].deactivate()
         self._by_hand[0].is_active = True  # whenever this one is
         self.is_active = False
 
     def before_accumulation(self, i: int) -> None:
-        """Autograd is about to accumulate gradient `i`."""
+        """Called when autograd is about to accumulate gradient `i`."""
         by_hand = self._by_hand[0]
         if self.gradients_come_by_hand and self.require_backward_grad_sync:
             raise RuntimeError(
@@ -245,7 +245,7 @@ class TorchDDP(Copyable, DistributedDataParallel):
         self.watch.gradient_arrived(self.gradients.parameters[i])
 
     def after_accumulation(self, i: int) -> None:
-        """PyTorch's own hook takes it, or counts zero, unless the forward was in eval mode."""
+        """Leaves gradient `i` to PyTorch's own hook, unless the forward was in eval mode."""
         if self._hands_over:
             self._by_hand[0].require_backward_grad_sync = True
             self._by_hand[0].after_accumulation(i)
@@ -305,4 +305,4 @@ class _WithoutHooks(SynchronousDDP):
         super().__init__(module, **options)
 
     def register_hooks(self) -> None:
-        """Autograd does not speak to this one."""
+        """Registers nothing: autograd accumulates no gradient here."""

@@ -6,7 +6,7 @@ A private step calls, from the top down:
     build         builds what `make_private` returns
     model, criterion, optimizer     which are these, and a loader
     cuda_graph    a whole step as one CUDA graph
-    losses/       losses of a batch as one a sample, also where the network computes them
+    losses/       losses of a batch, one per sample, also where the network computes them
     arguments/    the arguments of `make_private`, checked once
     kinds, validation, modes     types, networks and modes that they may have
     files, table  files written whole or not at all; aligned text tables

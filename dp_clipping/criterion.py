@@ -1,4 +1,4 @@
-"""The user's criterion, which gives one loss a sample."""
+"""The user's criterion, which returns one loss per sample."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ REDUCTIONS = ("mean", "sum")
 
 
 class PrivateCriterion:
-    """The user's criterion, asked for one loss a sample.
+    """The user's criterion, called for one loss per sample.
 
     `criterion.reduction` is `"none"` during the call. What comes back is [B]; [B, ...] or, with
     `shape=(B, T, ...)` of the outputs before they were flattened, [B·T], is reduced over a sample's
@@ -26,8 +26,8 @@ class PrivateCriterion:
     the sum.
 
     Raises:
-        ValueError: if the losses are not one a sample: already reduced, or of another batch; or if
-            one depends on other samples (see `losses`), in batches 1, 2, 4, 8, ...
+        ValueError: if the losses are not one per sample: already reduced, or of another batch; or
+            if one depends on other samples (see `losses`), in batches 1, 2, 4, 8, ...
     """
 
     def __init__(self, model: Steppable, criterion: Callable[..., Tensor], reduction: str):

@@ -1,4 +1,4 @@
-"""`PrivacyEngine`: Opacus's front door, its accountants underneath, its ghost mode's conventions.
+"""`PrivacyEngine`: the interface and accountants of Opacus, with the conventions of its ghost mode.
 
 Code written for Opacus 1.6 with `grad_sample_mode="ghost"` runs with the import changed.
 """
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
 class PrivacyEngine:
     """Makes a network, its optimizer, criterion and loader private, and keeps the account.
 
-    Its public methods are those of Opacus's engine, and `check`; `dp_clipping.build` and the rooms
-    below do the work.
+    It has the public methods of Opacus's engine, and `check`. `dp_clipping.build` and the packages
+    beside it do the work.
 
     Args:
         accountant: `"prv"`, `"rdp"` or `"gdp"`, Opacus's own.
         secure_mode: not supported: the noise is counter-based, not cryptographic.
-        hide_unprotected: what ε does not cover raises RuntimeError instead of showing itself:
-            per-sample norms, the count of non-finite samples, the loss in training, `check`.
+        hide_unprotected: reading what ε does not cover raises RuntimeError: per-sample norms, the
+            count of non-finite samples, the loss in training, `check`.
     """
 
     @renamed(release="hide_unprotected")
@@ -86,15 +86,15 @@ class PrivacyEngine:
 
     @property
     def release(self) -> bool:
-        """Returns `hide_unprotected`, of which this is the old name."""
+        """The old name of `hide_unprotected`."""
         warnings.warn("release is now hide_unprotected", DeprecationWarning, stacklevel=2)
         return self.hide_unprotected
 
     @property
     def accountant(self) -> "IAccountant":
-        """Opacus's; another one may be set that has counted all that this one has.
+        """Opacus's accountant. It can be replaced by one that has counted all steps of this one.
 
-        Raises ValueError for one that lacks steps of this engine.
+        Setting one that lacks steps of this engine raises ValueError.
         """
         return self._account.accountant
 
@@ -140,21 +140,21 @@ class PrivacyEngine:
         Args:
             module: the network, sharded or not, or `ddp.wrap(name, network)`.
             optimizer: over parameters of the module.
-            criterion: with a `reduction`; it is asked for one loss a sample. Default
+            criterion: with a `reduction`; it is asked for one loss per sample. Default
                 `nn.CrossEntropyLoss()`.
             data_loader: over a map-style dataset; its length sets the sample rate 1 / len, unless
                 `sample_rate` does.
             noise_multiplier: σ; the noise has standard deviation σ · max_grad_norm. 0 is allowed.
-            max_grad_norm: C, or one threshold a clipping group.
+            max_grad_norm: C, or one threshold per clipping group.
             batch_first: dimension 0 of the inputs counts the samples, else dimension 1.
             loss_reduction: `"mean"` divides the noisy sum by the expected batch size.
             poisson_sampling: False leaves the loader alone, and the stated ε does not hold.
-            clipping: `"flat"`: one norm over all parameters; `"per_layer"`: one a module.
+            clipping: `"flat"`: one norm over all parameters; `"per_layer"`: one per module.
             noise_generator: its seed (rank 0's) fixes noise and sampling: for tests only.
             grad_sample_mode: one of `dp_clipping.MODES`.
             wrap_model: False returns the module itself as the model: of its own class, with its own
-                methods, and with calls that are private steps while it trains. What `PrivateModel`
-                has beside is at `optimizer.model` then.
+                methods. Its calls are private steps while it trains. The methods that only
+                `PrivateModel` has are at `optimizer.model` then.
             rand_on_empty: an empty Poisson batch yields one of random values, as in Opacus.
             clipping_function: `"abadi"`, `"automatic"`, of which `gamma` is γ, or a name given to
                 `dp_clipping.register_clipping_function`.
@@ -169,13 +169,13 @@ class PrivacyEngine:
                 Default: what an ordinary step would hold there, or nothing for `flash`.
             tile_size: rows and columns of the kernels' tiles, a power of two from 16 to 256;
                 default: chosen by the kernels.
-            norm_reduction: how norms travel where tensor parallelism splits parameters: `"sync"`
-                (one all-reduce that blocks), `"async"` (one that does not block the launch; flat
-                clipping has nothing else to do before it waits) or `"layerwise"` (partial sums
-                leave during backward).
-            adaptive_threshold: lets C follow a quantile of the norms, from `max_grad_norm` on; what
-                its noisy counts cost is paid by more noise on the gradient, so that a step costs
-                what `noise_multiplier` says.
+            norm_reduction: how norms are added up where tensor parallelism splits parameters:
+                `"sync"` (one all-reduce that blocks), `"async"` (one that does not block the
+                launch; flat clipping has nothing else to do before it waits) or `"layerwise"`
+                (partial sums are sent during backward).
+            adaptive_threshold: lets C follow a quantile of the norms, beginning with
+                `max_grad_norm`. More noise on the gradient pays for its noisy counts, so a step
+                costs what `noise_multiplier` says.
             data_parallel_group: of a tensor-parallel module, the ranks that have the same parts of
                 it and other samples. Its parameters become those of the group's first rank.
             cuda_graph: whole steps are to run as one CUDA graph: `step = optimizer.graphed(body)`.
@@ -186,8 +186,9 @@ class PrivacyEngine:
             steps: batches of an epoch, which the returned loader yields. Default: 1 / q, rounded.
 
         Raises:
-            ValueError: for an argument out of range or other than on another rank, an optimizer of
-                other parameters, or a module that mixes samples, by name, with what to use instead.
+            ValueError: for an argument that is out of range or differs between ranks, for an
+                optimizer of other parameters, or for a module that mixes samples. The message
+                names it and what to use instead.
         """
         criterion = nn.CrossEntropyLoss() if criterion is None else criterion
         refuse_private(module, optimizer, criterion, data_loader)
@@ -221,14 +222,15 @@ class PrivacyEngine:
         alphas: Sequence[float] | None = None,
         **arguments: Any,
     ) -> tuple[Any, PrivateOptimizer, PrivateCriterion, DataLoader]:
-        """`make_private` with the noise that ends `epochs` epochs at (ε, δ).
+        """`make_private` with the noise for which `epochs` epochs spend (ε, δ).
 
         Further arguments are those of `make_private`; `sample_rate` and `steps` among them are
         what ε is computed from. With `steps`, `epochs` may be left out and is 1. The search for
         the noise ends when ε is at most `epsilon_tolerance` below its target, and tries the Rényi
-        orders `alphas` if the accountant is `"rdp"`. Warns if the accountant has counted steps
-        already, since the budget is taken to start at zero. Raises ValueError for a target that
-        needs (next to) no noise.
+        orders `alphas` if the accountant is `"rdp"`.
+
+        Warns if the accountant has counted steps already, because the budget is assumed to be
+        unspent. Raises ValueError for a target that needs (almost) no noise.
         """
         if "noise_multiplier" in arguments:
             raise ValueError(
@@ -271,7 +273,7 @@ class PrivacyEngine:
         )
 
     def get_epsilon(self, delta: float) -> float:
-        """ε spent so far at this δ; infinite if a step had no noise (mode `no_dp` has none).
+        """Returns ε spent so far at this δ; infinite if a step had no noise (as in mode `no_dp`).
 
         Raises ValueError unless 0 < δ < 1; it should be far below one over the number of samples.
         """
@@ -309,15 +311,15 @@ class PrivacyEngine:
     def check(self, model: PrivateModel, batch: Any, *, loss: Loss | None = None) -> Check:
         """Compares a private step with one non-private backward per sample: `print` the result.
 
-        Both sides run the user's own network: the private one in its mode with its thresholds as
-        they are now, the other one sample at a time, uncaptured, with norms and the clipped sum in
-        float64, which holds 12 bytes a trainable parameter beside what a step does. The network is
-        in evaluation meanwhile and float32 products are full ones, so dropout and TensorFloat-32
-        are not part of it; what is random even so is taken for an error.
+        Both sides run the user's own network. The private side runs in its mode, with its current
+        thresholds. The other side runs one sample at a time, without captured layers, and computes
+        norms and the clipped sum in float64. This takes 12 bytes per trainable parameter in
+        addition to a step's memory. Meanwhile the network is in evaluation and TensorFloat-32 is
+        off, so dropout is not part of the comparison. Other randomness counts as an error.
 
-        Training does not notice: parameters, `.grad`, norms, step count, account, noise, batches,
+        Training is not affected: parameters, `.grad`, norms, step count, account, noise, batches,
         torch's random states and what ranks exchange stay as they are. Each rank checks a batch of
-        its own. The batch is private data and so is the report: ε covers neither.
+        its own. The batch and the report are private data: ε covers neither.
 
         Args:
             model: as `make_private` returned it, not sharded.
@@ -330,7 +332,7 @@ class PrivacyEngine:
         Raises:
             RuntimeError: with `hide_unprotected=True`, or in the middle of a step.
             ValueError: for a model of another engine, sharded or of mode `no_dp`, an empty batch,
-                or a loss that is not one a sample.
+                or a loss that is not one per sample.
         """
         run = self._run_of(model, None, None)
         with run.model.reached():
@@ -349,11 +351,11 @@ class PrivacyEngine:
         torch_save_kwargs: Mapping[str, Any] | None = None,
         data_loader: DataLoader | None = None,
     ) -> None:
-        """Write a checkpoint at `path` and the key at `path` + `".key"`; see `checkpoint`.
+        """Writes a checkpoint to `path` and the key to `path` + `".key"`; see `checkpoint`.
 
-        Every rank calls it between two steps, and rank 0 writes. A kill at any moment leaves a
-        checkpoint that can be loaded. The loader's position, the number of steps and torch's random
-        states are saved in any case.
+        Every rank calls it between two steps, and rank 0 writes. If the process is killed
+        meanwhile, the old or the new checkpoint can be loaded. The loader's position, the number of
+        steps and torch's random states are always saved.
 
         Args:
             path: a file name; of a model sharded by FSDP2 or tensor parallelism, the name of a
@@ -397,13 +399,14 @@ class PrivacyEngine:
         data_loader: DataLoader | None = None,
         new_keys: bool = False,
     ) -> dict[str, Any]:
-        """Go on with a saved run, bit for bit, after a `make_private` with its arguments.
+        """Continues a saved run, bit for bit, after a `make_private` with the same arguments.
 
         Every rank calls it. Nothing is changed unless everything fits, on every rank. No code from
         the file is executed. The engine's account becomes the saved one, and keeps what this
-        engine has counted beyond it (with a warning); steps that the saved key then makes again
-        are not counted twice, and refused (RuntimeError) with another σ or C than before, or of
-        another batch. A folder, and a file, may be of another number of ranks, sharded or not.
+        engine has counted beyond it (with a warning). Steps that the saved key then makes again
+        are not counted twice. With another σ or C than before, or of another batch, they raise
+        RuntimeError. A folder or file may have been saved on another number of ranks, sharded or
+        not.
 
         Args:
             path: as given to `save_checkpoint`.
@@ -414,11 +417,11 @@ class PrivacyEngine:
             grad_clip_scheduler: made as before; it receives the saved state.
             module_load_dict_kwargs: for the network's `load_state_dict`.
             torch_load_kwargs: for `torch.load`; tensors come to the CPU by default.
-            new_keys: go on with a new key for noise and samples: where the key file is lost, the
-                data are others, or another continuation of this checkpoint is published. Another
-                σ, C or clipping, number of ranks or kind of device, or a scheduler or optimizer
-                that is missing in the checkpoint or here, makes a new key without being asked, with
-                a warning.
+            new_keys: continue with a new key for noise and samples. Needed if the key file is lost,
+                the data have changed, or another continuation of this checkpoint is published. A
+                new key is also made, with a warning, for another σ, C, clipping, number of ranks
+                or kind of device, and if a scheduler or optimizer is missing in the checkpoint or
+                here.
 
         Returns:
             The entries of `checkpoint_dict`, and those of module and accountant, as in Opacus.
@@ -426,7 +429,7 @@ class PrivacyEngine:
         Raises:
             FileNotFoundError: there is no such file.
             ValueError: it is cut short, of another run, or without its key, or accountant gdp
-                would have to hold steps of two kinds; on one line.
+                would have to hold steps of two kinds. The message has one line.
         """
         snapshot = Snapshot(
             run=self._run_of(module, optimizer, data_loader),
@@ -456,7 +459,7 @@ class PrivacyEngine:
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
-        """Returns a validated copy in which Opacus's fixes have replaced what mixes samples."""
+        """Returns a copy in which Opacus's fixes have replaced modules that mix samples."""
         from opacus.validators import ModuleValidator
 
         fixed = ModuleValidator.fix(module)
@@ -466,7 +469,7 @@ class PrivacyEngine:
     # ---- the account and the runs ---------------------------------------------------------------
 
     def _count(self, optimizer: PrivateOptimizer, sample_rate: float) -> None:
-        """One step, counted before it changes a parameter; once, also if it is made again."""
+        """Counts a step, before it changes a parameter; once, also if it is made again."""
         with self._account.unchanged():
             optimizer.hooks.run(optimizer)
         (run,) = (run for run in self._runs if run.optimizer is optimizer)

@@ -62,26 +62,27 @@ class PrivateModel(nn.Module):
     In evaluation and under `torch.no_grad` it is the network itself. Unknown attributes are looked
     up there too.
 
-    What a user may call is all here, as Opacus has it and beside `nn.Module`'s own; criterion and
+    All methods for users are here: those of Opacus's model and of `nn.Module`. Criterion and
     optimizer call the parts.
 
     Args:
         module: the network or its data-parallel wrapper; `.module` of this one.
         mode: name of the mode, for messages.
         policy: how the mode works; None trains without privacy.
-        max_grad_norm: C, or a list of thresholds, one a group.
+        max_grad_norm: C, or a list of thresholds, one per group.
         clipping: `"flat"` or `"per_layer"`.
         batch_first: the first dimension of the inputs counts the samples, else the second.
-        hide_unprotected: what is not covered by ε raises instead of showing itself.
+        hide_unprotected: reading what ε does not cover raises.
         sharding: `sharding_of(module)`: how the network is spread over ranks, if it is.
         norm_reduction: how norms are added up over ranks that have parts of the parameters.
         usage: of the loader, if it yields Poisson batches.
-        wrap_model: the user gets this object; else their own module, whose calls come here.
-        loss_reduction: how losses print that the network computes itself.
+        wrap_model: the user gets this object. If False, they get their own module, whose calls are
+            redirected to this object.
+        loss_reduction: how losses that the network computes itself are printed.
 
     Attributes:
-        returned: which of the two it is.
-        step_state: the state of the step, which everybody else asks too.
+        returned: the object that the user has: this one or their module.
+        step_state: the state of the step, shared with criterion and optimizer.
         thresholds: C, and C_k of each clipping group.
         gradient_buffer: `.grad` of the trainable parameters; not in mode `no_dp`.
         passes: run forward and backward; not in mode `no_dp`.
@@ -170,9 +171,9 @@ class PrivateModel(nn.Module):
         return torch.cat([batch.norms for batch in self._batch_norms()])
 
     def global_norms(self) -> GlobalNorms:
-        """Sends squared norms of all samples of all ranks since `zero_grad` to every rank.
+        """Returns squared norms of all samples of all ranks since `zero_grad`, on every rank.
 
-        Every rank calls it, once a step. Not covered by ε: refused with `hide_unprotected=True`.
+        Every rank calls it, once per step. Not covered by ε: refused with `hide_unprotected=True`.
         """
         self.refuse_in_release("global_norms")
         return self.gather_norms()
@@ -191,7 +192,7 @@ class PrivateModel(nn.Module):
 
     @property
     def nonfinite_samples(self) -> int:
-        """Counts samples since `zero_grad` that were left out, their norms not finite.
+        """Counts the samples since `zero_grad` whose norms are not finite; they were left out.
 
         Not covered by ε either.
         """
@@ -254,17 +255,17 @@ class PrivateModel(nn.Module):
         return self._with_private_loss(outputs)
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Refuses what `fully_shard` and `replicate` make of a module's class."""
+        """Refuses the subclasses that `fully_shard` and `replicate` make of a module's class."""
         super().__init_subclass__(**options)
         if issubclass(cls, (*replicas(), *fsdp_classes())):
             raise RuntimeError(WRAPPED.format(kind=cls.__mro__[1].__name__))
 
     def no_sync(self) -> AbstractContextManager:
-        """Backwards inside accumulate locally; the next one outside sends the whole sum."""
+        """A context in which sums add up locally; the next backward outside sends them."""
         return self.module.no_sync() if self._is_wrapped else nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients and norms; after a skipped step, keep what is being accumulated.
+        """Drops gradients and norms. After a skipped step it keeps the sums being accumulated.
 
         Private gradients are always set to None: zeros of a 16-bit parameter could not take up
         float32 sums.
@@ -278,23 +279,22 @@ class PrivateModel(nn.Module):
             self.clear_gradients()
 
     def reset_batch_layouts(self) -> None:
-        """Look for the batch dimension again, as when the way layers are called changes.
+        """Looks for the batch dimension again. Call it when the way layers are called changes.
 
         With a sharded model every rank calls it.
         """
         self.passes.reset_batch_layouts()
 
     def forget_layouts(self) -> None:
-        """Calls `reset_batch_layouts`, of which this is the old name."""
+        """The old name of `reset_batch_layouts`."""
         warnings.warn("forget_layouts is now reset_batch_layouts", DeprecationWarning, stacklevel=2)
         self.reset_batch_layouts()
 
     def skip_checks(self, batches: int = 1024) -> None:
-        """Counts so many batches as looked at for samples that see each other.
+        """Counts so many batches as checked for samples that see each other.
 
-        Batches 1, 2, 4, 8, ... are: ten of the first thousand, but half of the first four. A
-        program that times a few steps calls this before them; in training leave it out. Every rank
-        calls it.
+        Batches 1, 2, 4, 8, ... are checked: ten of the first thousand, but half of the first four.
+        Call this before you time a few steps, and not in training. Every rank calls it.
         """
         if self.policy is not None:
             self.passes.skip_checks(batches)
@@ -327,9 +327,9 @@ class PrivateModel(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads what a network like this one has saved, or a private model of one.
+        """Loads the state dict of a network like this one, or of its private model.
 
-        Names may begin with `module.` or `_module.`, as this class and Opacus's had them.
+        Names may begin with `module.` or `_module.`, as older versions and Opacus save them.
         """
         return self.network.load_state_dict(
             plain_names(state_dict, self.network), strict=strict, assign=assign
@@ -348,10 +348,10 @@ class PrivateModel(nn.Module):
         return self.network.named_buffers(prefix, recurse, remove_duplicate)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Lets `copy.deepcopy` and `torch.save` take the plain network.
+        """Makes `copy.deepcopy` and `torch.save` copy the plain network.
 
-        A copy belongs to no engine: it is for averaging weights and for evaluation, and training
-        it is not private. To go on later use `PrivacyEngine.save_checkpoint`.
+        A copy belongs to no engine. It is for averaging weights and for evaluation; training it is
+        not private. To continue later, use `PrivacyEngine.save_checkpoint`.
         """
         reduced: Any = self.network.__reduce_ex__(protocol)
         function, *rest = reduced
@@ -378,11 +378,11 @@ class PrivateModel(nn.Module):
             )
 
     def reached(self) -> AbstractContextManager:
-        """Inside, calls of the user's own module are its own."""
+        """Returns a context in which calls of the user's own module run its own forward."""
         return nullcontext() if self._calls is None else self._calls.reached()
 
     def gather_norms(self) -> GlobalNorms:
-        """Returns `global_norms` for what adds noise to them before they are shown."""
+        """Returns `global_norms` to code that adds noise to them before it shows them."""
         squared = torch.cat([batch.squared for batch in self._batch_norms()], dim=1)
         return GlobalNorms(self.step_context.reducer, squared)
 
@@ -393,7 +393,7 @@ class PrivateModel(nn.Module):
 
     @ranged("gradient_sync")
     def finish_synchronization(self) -> None:
-        """Lets `.grad` of each parameter be (this rank's shard of) the sum of all ranks.
+        """Waits until `.grad` of each parameter is (this rank's shard of) the sum of all ranks.
 
         Raises:
             RuntimeError: parameters have no sum, as after a backward that was cut off.
@@ -411,7 +411,7 @@ class PrivateModel(nn.Module):
     # ---- what these are made of -----------------------------------------------------------------
 
     def _return(self, wrap_model: bool) -> None:
-        """Sets `returned`: this object, or the user's module, whose calls then come here."""
+        """Sets `returned`: this object, or the user's module with its calls redirected here."""
         if wrap_model:
             self.register_load_state_dict_pre_hook(_load_plain_names)
             return

@@ -55,11 +55,11 @@ class PrivateOptimizer(Optimizer):
     It forwards the interface of `torch.optim.Optimizer`, which learning-rate schedulers read, and
     has the one of Opacus's `DPOptimizer`, which programs written for it and its schedulers call.
 
-    It sees nothing else: a `.grad` of another parameter that it holds (frozen at `make_private`,
-    with a gradient from before) is set to None.
+    It sees nothing else. If it holds a parameter that was frozen at `make_private` and has an old
+    `.grad`, that is set to None.
 
-    The settings of a step are those at its first backward: what is changed later applies from the
-    next step on. Ranks compare them in each step (`fixed_settings`).
+    The settings of a step are fixed at its first backward: later changes apply to the next step.
+    Ranks compare them in each step (`fixed_settings`).
 
     Args:
         count: counts a step in an account, before its noise is generated. No hook takes its place.
@@ -138,7 +138,7 @@ class PrivateOptimizer(Optimizer):
         return f"PrivateOptimizer(σ={self.noise_multiplier}, {self.original_optimizer!r})"
 
     def __getattr__(self, name: str) -> Any:
-        """Hooks that are registered here are the wrapped optimizer's, whose steps have noise."""
+        """Registers hooks with the wrapped optimizer, whose steps have noise."""
         if is_hook_registry(name):
             return getattr(self.original_optimizer, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -193,21 +193,21 @@ class PrivateOptimizer(Optimizer):
         """Adds a hook: `hook(self)` runs in each real step, before it is counted and gets noise.
 
         If a hook raises, or changes a gradient, the step is not taken and not counted. The engine
-        counts by itself, so an accountant of your own is attached beside it, and a hook that counts
-        in the engine's accountant is refused in the step, which would be counted twice.
+        counts by itself. An accountant of your own can be attached beside it. A hook that counts in
+        the engine's accountant is refused, because the step would be counted twice.
         """
         if not callable(hook):
             raise WrongType(f"hook is {shown(hook)}: give a function of the optimizer")
         self.hooks.attached.append(hook)
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
-        """Says whether the next `step()` is that of a microbatch that is not the last one."""
+        """Announces that the next `step()` belongs to a microbatch that is not the last one."""
         self.step_state.microbatches.signal(do_skip)
 
     def leave_microbatches(self, half_way: bool) -> bool:
-        """No further microbatch comes. Sums of a batch that was left `half_way` are dropped.
+        """Ends a batch; drops its sums if it was left `half_way`. No further microbatch comes.
 
-        Whether there were any.
+        Returns whether there were any.
         """
         state = self.step_state
         dropped = half_way and (state.is_open or state.microbatches.keeps_sums)
@@ -219,7 +219,7 @@ class PrivateOptimizer(Optimizer):
     # ---- the step -------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients; after a skipped step, what is being accumulated is kept."""
+        """Drops gradients. After a skipped step it keeps the sums that are being accumulated."""
         if self.step_state.microbatches.keeps_sums:
             return
         self.model.zero_grad(set_to_none)
@@ -232,7 +232,7 @@ class PrivateOptimizer(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Raises RuntimeError if no backward has been since the last step."""
+        """Takes a step. Raises RuntimeError without a backward since the last step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -263,7 +263,7 @@ class PrivateOptimizer(Optimizer):
         return GraphedStep(self, body)
 
     def pre_step(self) -> bool:
-        """Lets `.grad` be what `step()` applies: finish the exchange, count the step, add noise.
+        """Makes `.grad` what `step()` applies: finishes the exchange, counts the step, adds noise.
 
         `step()` does it itself. Called before, it leaves room for what may be done with noisy
         gradients only, such as clipping their total norm. False for a step that is skipped.

@@ -204,7 +204,7 @@ def write(options: Options, runs: list[Run]) -> None:
 
 
 def draw(path: Path, options: Options, runs: list[Run]) -> None:
-    """Draws accuracy over steps, a line a run, and the last accuracy over ε."""
+    """Draws accuracy over steps, one line per run, and the last accuracy over ε."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.6), dpi=160, facecolor="white")

@@ -17,7 +17,7 @@ def draw_training(
     """Writes three panels over steps as a PNG, atomically.
 
     Args:
-        lines: of the log, one a step: `step` and, where known, `bits`, `clipped`,
+        lines: of the log, one per step: `step` and, where known, `bits`, `clipped`,
             `held_out_bits`, `epsilon`.
         unigram_bits: of guessing bytes by their frequency.
         epsilon: the budget.

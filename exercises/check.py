@@ -1,6 +1,7 @@
 """`python -m exercises.check NAME my_file.py`: is this solution right, and if not, why?
 
-One line a property. The exit status is 0 if all are right, 1 if one is not, 2 for a wrong command.
+One line per property. The exit status is 0 if all are right, 1 if one is not, 2 for a wrong
+command.
 """
 
 import ast

@@ -28,7 +28,7 @@ PER_LAYER = "_per_layer"  # behind a mode's name: clipping="per_layer"
 
 
 class Row(NamedTuple):
-    """A batch: samples (of a rank) and tokens a sample."""
+    """A batch: samples (of a rank) and tokens per sample."""
 
     samples: int
     tokens: int

@@ -29,7 +29,7 @@ class Hardware:
     Attributes:
         backend: `"nccl"` with GPUs, otherwise `"gloo"`.
         device_type: `"cuda"` or `"cpu"`.
-        num_processes: one a GPU, or two on a CPU.
+        num_processes: one per GPU, or two on a CPU.
         sentence: the choice and its reason, for the user.
     """
 

@@ -30,7 +30,7 @@ class Unavailable(RuntimeError):
 class PeerMemory:
     """`nbytes` of symmetric memory on every rank of `group`, and flags to say what is in it.
 
-    Construction is a collective. torch numbers its rendezvous once a process, so all ranks of a
+    Construction is a collective. torch numbers its rendezvous once per process, so all ranks of a
     group must have constructed as many before, in any group.
 
     Ranks are told apart in time by flags: `signal` writes a growing number into a word of every

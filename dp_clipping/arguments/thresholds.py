@@ -10,12 +10,12 @@ class Thresholds:
     """C of the next step, and C_k of each of its clipping groups.
 
     Args:
-        max_grad_norm: C, or a list of thresholds, one a group.
+        max_grad_norm: C, or a list of thresholds, one per group.
         clipping: `"flat"` or `"per_layer"`.
         groups: names of the clipping groups; None: mode `no_dp` has none.
 
     Raises:
-        ValueError: for a threshold that is no finite number above 0, or not one a group.
+        ValueError: for a threshold that is no finite number above 0, or not one per group.
     """
 
     def __init__(

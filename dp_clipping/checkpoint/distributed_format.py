@@ -3,7 +3,7 @@
 `PATH` is a folder, `PATH.key` a file beside it, as secret as ever (see save_load.py).
 
     PATH/run.pt           what rank 0 writes: everything but the tensors of model and optimizer
-    PATH/tensors-HEX/     those, in the format of torch.distributed.checkpoint, one file a rank
+    PATH/tensors-HEX/     those, in the format of torch.distributed.checkpoint, one file per rank
 
 `run.pt` names the folder of its tensors and the SHA-256 of each file in it, and ends with its own
 digest and HMAC (see file_format.py). Of the files a rank hashes those that it has written; at a

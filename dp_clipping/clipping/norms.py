@@ -1,7 +1,7 @@
 """Norms of a step: noted parameter by parameter, worked out for all of them together.
 
 A network has hundreds of parameters, and arithmetic on [B] numbers costs a launch each. So backward
-notes two numbers a sample and parameter, and what follows from them is computed on [P, B] tables.
+notes two numbers per sample and parameter, and what follows from them is computed on [P, B] tables.
 
 **Underflow.** A float32 square or product below τ = 2⁻¹²⁶ may be computed as zero (some devices
 keep numbers down to 2⁻¹⁴⁹). What it does depends on how a squared norm is formed:

@@ -1,19 +1,19 @@
 """Linear layers: y = x Wᵀ + b, so G_i = Σ_t y_it a_itᵀ for W and Σ_t y_it for b.
 
-What a use leaves behind is in `projection`.
+`projection` has what one use keeps for its backward.
 
-**In a region that `torch.compile` traces** nothing can be handed to a private step. So there the
-layer's function (`CompiledLinear`) has three inputs that forward ignores, slots without memory, and
-what arrives as their gradients is, by the plan,
+**In a region that `torch.compile` traces** a layer cannot call the private step. So there the
+layer's function (`CompiledLinear`) has three inputs that forward ignores: slots without memory. Its
+backward returns as their gradients, depending on the plan,
 
     gradient, squares, count    G [B, *parameter] with ‖G_i‖² [B] from the kernel that writes it
     y, a, count                 the factors [B, T, d] and [B, T, p] themselves
 
-The kernel is one opaque operator: the compiler calls it where it stands. Autograd adds the
-gradients of two uses of a slot, which is right for G and for nothing else here; the count, 1 for
-each use, gives that away. Autograd also sums a gradient down to the slot's shape where it can be
-broadcast from it (T = 1), and casts it to the slot's dtype, without a word. So both are compared in
-forward, while it is traced, and are guards of the compiled function.
+The kernel is one opaque operator, which the compiler does not look into. Autograd adds the
+gradients of two uses of a slot. This is right for G and for nothing else here; the count, 1 for
+each use, shows it. Autograd also sums a gradient down to the slot's shape where it can be broadcast
+from it (T = 1), and casts it to the slot's dtype, silently. So forward compares shapes and dtypes
+while it is traced, and they are guards of the compiled function.
 """
 
 import torch
@@ -98,7 +98,7 @@ def _run_compiled(
     layout: Layout,
     transposed: bool,
 ) -> Tensor:
-    """Returns `F.linear` of operands that autocast has seen to already."""
+    """Returns `F.linear` of operands that autocast has cast already."""
     names = FACTOR_SLOTS if "y" in handle.slots else GRADIENT_SLOTS
     first, second, count = (handle.slots[name] for name in names)
     keeps_factors = names is FACTOR_SLOTS
@@ -115,7 +115,7 @@ def _run_compiled(
 
 
 class CompiledLinear(torch.autograd.Function):
-    """`F.linear`, whose backward returns what the slots are for."""
+    """`F.linear`, whose backward returns the gradients of the slots."""
 
     @staticmethod
     def forward(

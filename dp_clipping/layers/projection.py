@@ -1,7 +1,8 @@
-"""y = x Wᵀ + b, computed by `nn.Linear`, or as a part of another layer, and what it leaves behind.
+"""y = x Wᵀ + b, in `nn.Linear` or as a part of another layer, with a private backward.
 
-Backward delivers G_i = Σ_t y_it a_itᵀ itself (`Dense`), or the output gradients y and the inputs a,
-from which the private step takes norms and sums (`Factors`, see `linear_factors`).
+Backward delivers G_i = Σ_t y_it a_itᵀ to the private step (`Dense`). Or it delivers the output
+gradients y and the inputs a, from which the step takes norms and sums (`Factors`, see
+`linear_factors`).
 """
 
 from collections.abc import Callable
@@ -61,8 +62,9 @@ def weight_use(
         x: [.., p], of which only shape and dtype count.
 
     Returns:
-        An input for that function, and what its backward calls with inputs [B, T, p] and output
-        gradients [B, T, d] for the gradient of that input. (None, None): W is frozen.
+        An input for that function, and a function for its backward. This one takes inputs [B, T, p]
+        and output gradients [B, T, d], and returns the gradient of that input. (None, None) if W is
+        frozen.
     """
     if name not in handle.trainable:
         return None, None
@@ -93,9 +95,9 @@ def gradients_of(left: Tensor, right: Tensor) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns `F.linear`, which with a bias is a view of what was computed, and here is none.
+    """Returns `F.linear` as a tensor that is not a view, as it can be with a bias.
 
-    Autograd lets nobody change a view in place that a custom function has returned.
+    Autograd refuses in-place changes of a view that a custom function has returned.
     """
     return F.linear(x, weight, bias).data
 

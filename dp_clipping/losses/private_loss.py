@@ -1,4 +1,4 @@
-"""The loss of a batch as one loss a sample: prints as one number, and its `backward` clips."""
+"""The loss of a batch as one loss per sample: prints as one number, and its `backward` clips."""
 
 from typing import Any, NoReturn
 
@@ -12,8 +12,8 @@ class PrivateLoss:
 
     `backward()` adds the clipped sum of the samples' gradients to `.grad`. Sums, differences and
     multiples work as for a tensor; they act on each sample's loss. A tensor to add or multiply with
-    has no gradient and is one number, or one a sample. Most methods are these operators, and those
-    of a tensor that training loops call (`item`, `detach`, `backward`).
+    has no gradient and is one number, or one per sample. Most methods are these operators, and
+    those of a tensor that training loops call (`item`, `detach`, `backward`).
 
     With `PrivacyEngine(hide_unprotected=True)` a training loss cannot be looked at. One of
     evaluation can: what that data is, is the user's own matter.

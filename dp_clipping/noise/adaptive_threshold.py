@@ -70,7 +70,7 @@ def gradient_noise_multiplier(noise_multiplier: float, count_std: float, groups:
 
 
 class AdaptiveThreshold:
-    """The threshold of the next step, one number a clipping group.
+    """The threshold of the next step, one number per clipping group.
 
     Every rank has one and updates it with the same norms and the same key: no communication.
 

@@ -122,7 +122,7 @@ def measure(device: torch.device) -> Rates:
 
 
 def _half_precision(shape: tuple[int, ...], rates: Rates, device: torch.device) -> dict[str, float]:
-    """Operations or bytes a second."""
+    """Operations or bytes per second."""
     use = _use(shape, torch.bfloat16)
     sets = _operands(shape, torch.bfloat16, device)
     coefficients = torch.linspace(0.1, 1.0, use.batch_size, device=device)

@@ -27,7 +27,7 @@ class Rates:
         product, gram, weighted: operations a second of the kernels gradient, gram and
             weighted_product in 16 bit where they fill the device.
         single: of products in float32, relative to those.
-        bandwidth: bytes a second that `weighted_sum` reads and writes.
+        bandwidth: bytes per second that `weighted_sum` reads and writes.
         step: seconds that a tile of one sample's product takes beside its operations.
         processors: programs that run at a time.
         tile: rows and columns of the products' tiles.

@@ -135,7 +135,7 @@ class Plan:
         return found
 
     def table(self, measured: Mapping[str, float] | None = None) -> str:
-        """Returns a line a layer: shapes, algorithm, predicted (and measured) ms, MiB kept."""
+        """Returns one line per layer: shapes, algorithm, predicted (and measured) ms, MiB kept."""
         head = ["layer", "B x T x in x out", "algorithm", "predicted ms", "MiB kept"]
         rows = [head + (["measured ms"] if measured else [])]
         for use, choice in zip(self.uses, self.choices, strict=True):

@@ -66,7 +66,7 @@ class PaddedCollate:
     be padded to a fixed length. Without samples a batch is zeros in the shape of `sample`.
 
     Raises:
-        ValueError: for what holds other than one row a sample (tokens of all samples in one row).
+        ValueError: for what holds other than one row per sample (tokens of all samples in one row).
     """
 
     def __init__(

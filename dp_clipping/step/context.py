@@ -1,7 +1,7 @@
-"""Holds what all steps of one model have in common, settled when the model is made.
+"""What all steps of one model have in common, settled when the model is made.
 
-Nothing in it is replaced later. Who runs steps of another kind beside a model's own, as
-`verification.check` does, makes another context with `dataclasses.replace`.
+Nothing in it is replaced later. To run steps of another kind, `verification.check` makes another
+context with `dataclasses.replace`.
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ class Plans:
     """Plans of the steps so far.
 
     Attributes:
-        known: what linear layers were used for -> the plan for that.
+        known: shapes of all linear layers -> their plan.
         last: the plan of the last step on fused kernels.
     """
 
@@ -36,7 +36,7 @@ class Plans:
 
 @dataclass(frozen=True)
 class StepContext:
-    """Holds what steps of one model are made of.
+    """The parts that steps of one model are built from.
 
     Attributes:
         capture: the captured layers of the network: parameters, names, groups.
@@ -60,7 +60,7 @@ class StepContext:
 
     @cached_property
     def timer(self) -> Timer:
-        """Enters the ranges of a step."""
+        """Returns the timer of a step's ranges."""
         return timer_of(self.capture.names, self.profile)
 
     @property

@@ -15,7 +15,7 @@ from dp_clipping.step.steppable import Steppable
 
 
 class FixedSettings:
-    """Fixes σ, divisor and reduction when a step opens; what is changed later is the next step's.
+    """Fixes σ, divisor and reduction when a step opens; later changes apply to the next step.
 
     Args:
         model: whose steps they are.
@@ -36,7 +36,7 @@ class FixedSettings:
         model.step_state.on_open = self.fix
 
     def fix(self) -> None:
-        """Fixes them: a step's first backward begins.
+        """Fixes the settings; called when a step's first backward begins.
 
         Raises:
             ValueError: for one out of range.
@@ -61,9 +61,9 @@ class FixedSettings:
             raise
 
     def _public(self) -> Settings:
-        """Returns what all ranks must have alike in a step, of which nothing is secret.
+        """Returns the settings that must be the same on all ranks; none of them is secret.
 
-        A value that was changed since the first backward is shown with the one that comes.
+        A value that was changed since the first backward is shown with its new value.
         """
         model, adaptive = self.model, self.noise.adaptive
         own, coming = vars(model.step_state.settings), vars(_in_floats(self.current()))

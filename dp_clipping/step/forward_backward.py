@@ -1,7 +1,7 @@
 """Forward and backward of a captured network: each forward opens a private step for one backward.
 
-Before the first forward it is found out where the samples are (`establish`). Where a pass fails
-half-way, a sharded network is put back into a state from which the next one can be right.
+Before the first forward, `establish` determines which dimension of each layer's tensors counts the
+samples. After a pass that failed half-way, a sharded network is reset, so that the next pass works.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,10 +30,7 @@ from dp_clipping.validation import check_still_fixed, normalizations, refuse_pac
 
 
 class ForwardBackward:
-    """The passes of one private model.
-
-    It owns both passes and what follows a failed one, since recovery needs the state of each: that
-    makes its methods many.
+    """Runs forward and backward of one private model, and recovers from a pass that failed.
 
     Args:
         context: of the model's steps.
@@ -70,7 +67,7 @@ class ForwardBackward:
         return self._establishment.batch_of(args, kwargs)
 
     def reset_batch_layouts(self) -> None:
-        """Look for the batch dimension again."""
+        """Looks for the batch dimension again."""
         self._establishment.forget()
         self.context.plans.known.clear()
 
@@ -87,11 +84,11 @@ class ForwardBackward:
     ) -> Any:
         """Returns outputs of the module, the network or its data-parallel wrapper.
 
-        It is called inside of `sync`. Given no samples, it returns outputs of none.
+        Called inside of `sync`. For an empty batch the outputs are empty.
 
         Raises:
-            ValueError: where a layer's samples are cannot be told, or `model.train()` has reached
-                a normalization that was accepted because it was frozen.
+            ValueError: the batch dimension of a layer cannot be determined, or `model.train()` has
+                put a normalization in training that was accepted because it was frozen.
             RuntimeError: an earlier step of a sharded network failed half-way.
         """
         if self._is_broken:
@@ -167,16 +164,16 @@ class ForwardBackward:
     ) -> None:
         """Adds the clipped sum of a batch to `.grad`, in float32, inside of `sync`.
 
-        If it fails half-way, the step's sums are dropped: parameters that have theirs already would
-        count the samples twice in a second attempt.
+        If it fails half-way, the step's sums are dropped. Otherwise a second attempt would add the
+        samples twice to some parameters.
 
         Args:
-            losses: [B], one a sample.
-            clip_norms: asked for C_k of each clipping group when a step opens.
+            losses: [B], one per sample.
+            clip_norms: called for C_k of each clipping group when a step opens.
 
         Raises:
-            RuntimeError: in the first one, if the ranks of a tensor-parallel axis have other
-                samples, or other gradients of a parameter that all of them have whole.
+            RuntimeError: in the first backward, if ranks of a tensor-parallel axis have different
+                samples, or different gradients of a parameter that each of them has whole.
         """
         state = self.state
         if private_step is not state.pending:
@@ -198,11 +195,11 @@ class ForwardBackward:
         state.pending = None
 
     def looks_at(self, samples: int) -> bool:
-        """Returns whether the next batch, of so many, will be looked at: no step like others."""
+        """Returns whether the next batch, of this size, will be checked: its step takes longer."""
         return self._establishment.is_due(samples)
 
     def begin_replay(self, clip_norms: Callable[[], list[float]]) -> None:
-        """Opens a step, as forward and backward of a batch do, whose sums a CUDA graph forms."""
+        """Opens a step whose sums a CUDA graph forms, as forward and backward of a batch would."""
         check_still_fixed(self._normalizations)
         self.capture.arithmetic.refuse_changes()
         usage = self.state.usage
@@ -213,7 +210,7 @@ class ForwardBackward:
         self._open_step(clip_norms)
 
     def drop(self) -> None:
-        """`zero_grad`: gradients are dropped, and may be float32 again."""
+        """Drops gradients, as `zero_grad` does; they may be float32 again."""
         if self.state.is_open and self.context.profile is not None:
             self.context.profile.abandon()
         self.state.drop()
@@ -280,7 +277,7 @@ class ForwardBackward:
             self._is_broken = True
 
     def _call_network_again(self, args: tuple, kwargs: dict) -> Any:
-        """Calls it without the wrapper, which has prepared its step: other ranks call it once."""
+        """Calls the network without its wrapper, which has prepared this step already."""
         try:
             return self.network(*args, **kwargs)
         except LayoutUnknown as error:
@@ -291,7 +288,7 @@ class ForwardBackward:
 
     @contextmanager
     def _state_is_checked(self, module: nn.Module, batch: Batch) -> Iterator[None]:
-        """Inside is one forward, which may carry nothing on; see `carried`.
+        """A context for one forward, which may not carry data to the next one; see `carried`.
 
         The host compares references and version counters, and reads no value.
         """
@@ -309,7 +306,7 @@ class ForwardBackward:
         self._carried.check(mark, batch, "a forward in training")
 
     def _backend(self, batch: Batch, padding: Tensor | None) -> Backend:
-        """On fused kernels, if the mode asks for them and all parameters are where they run."""
+        """Returns the fused backend if the mode asks for it and parameters are on its device."""
         context = self.context
         if not context.policy.fused:
             return PlainBackend(context, batch.size, padding)
@@ -325,5 +322,5 @@ class ForwardBackward:
 
 @kept_on_device(maxsize=8)
 def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Float64, kept: a copy to a GPU would make the host wait for what runs there."""
+    """Returns the values in float64, cached: a copy to a GPU makes the host wait."""
     return torch.tensor(values, dtype=torch.float64, device=device)

@@ -1,18 +1,18 @@
 """Holds clipped sums in `.grad` of a private model, from one `zero_grad` to the next.
 
-    clear            nothing, and room for float32
-    begin_backward   checked: it may be added to
-    accumulate       Σ_i c_i G_i of this rank, one parameter after the other; each leaves at once
-    end_backward     of this backward all are there
+    after            `.grad` holds
+    clear            nothing, and may become float32
+    begin_backward   what it held, and was checked
+    accumulate       Σ_i c_i G_i of this rank, parameter by parameter; each is sent at once
+    end_backward     the same, for all parameters
     finish           (this rank's shard of) the sum of all ranks
-    apply            that with noise, in the parameter's own dtype
+    apply            that sum with noise, in the parameter's own dtype
 
-What else changes `.grad` is noticed by its `watch`, and parameters that were replaced or frozen
-meanwhile by its `parameters`.
+`watch` detects other changes of `.grad`, and `parameters` those that were replaced or frozen.
 
-Sums come from a private step and go to the optimizer; nothing goes back. A step may have several
-backwards. Under the wrapper's `no_sync` sums stay on their rank, until a backward outside of it or
-`finish` lets them leave.
+Sums come from a private step and go to the optimizer. A step may have several backwards. Under the
+wrapper's `no_sync`, sums stay on their rank until a backward outside of it, or `finish`, sends
+them.
 """
 
 import torch
@@ -36,8 +36,8 @@ class GradientBuffer:
         wrapper: the `ddp` wrapper, which is told of each sum; None: there is none.
 
     Attributes:
-        parameters: refuses those that were frozen or replaced since.
-        watch: refuses what is not the sum of private backwards.
+        parameters: raises if one was frozen or replaced.
+        watch: raises if `.grad` is not the sum of private backwards.
     """
 
     def __init__(self, context: StepContext, state: StepState, wrapper: nn.Module | None):
@@ -62,7 +62,7 @@ class GradientBuffer:
         self.watch = GradientWatch(context.capture, context.sums, state)
 
     def remove(self) -> None:
-        """Lets autograd and the wrapper fill `.grad` again, as it did before.
+        """Detaches the buffer: autograd and the wrapper fill `.grad` again, as before.
 
         Raises:
             RuntimeError: sums of 16-bit parameters are on their way: finish or drop the step first.
@@ -76,7 +76,7 @@ class GradientBuffer:
     # ---- a backward -----------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Lets a backward add its sums.
+        """Checks that a backward may add its sums.
 
         Raises:
             RuntimeError: an ordinary backward has added to `.grad`, or parameters were frozen or
@@ -92,7 +92,7 @@ class GradientBuffer:
             )
 
     def accumulate(self, parameter: Parameter, total: Tensor | None) -> None:
-        """Adds a clipped sum to `.grad`, in float32 (float64), and lets it leave; None: zeros."""
+        """Adds a clipped sum to `.grad` in float32 (float64) and sends it; None means zeros."""
         shape, dtype = self._sums[parameter]
         if total is None:
             total = torch.zeros(shape, dtype=dtype, device=parameter.device)
@@ -126,7 +126,7 @@ class GradientBuffer:
     # ---- the step -------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Waits for the sums of all ranks; those that `no_sync` held back leave now.
+        """Waits for the sums of all ranks; sends those that `no_sync` held back.
 
         Raises:
             RuntimeError: under `no_sync`, or a parameter has no sum, as after a backward that was
@@ -143,7 +143,7 @@ class GradientBuffer:
         self.state.reduce()
 
     def _finish_by_wrapper(self) -> None:
-        """Runs the wrapper's own, which a user has called."""
+        """Runs the wrapper's own finish, which a user has called."""
         self.watch.refuse_unclipped(is_noisy=not self.state.is_open)
         self._finish_wrapper()
         self.watch.note()
@@ -158,9 +158,10 @@ class GradientBuffer:
             self.wrapper.gradient_ready(parameter)
 
     def apply(self, parameter: Parameter, gradient: Tensor) -> None:
-        """Lets `.grad` be what the optimizer applies, in the parameter's own dtype.
+        """Sets `.grad` to what the optimizer applies, in the parameter's own dtype.
 
-        `gradient`: of a DTensor, this rank's part; it may be what `.grad` holds, changed in place.
+        `gradient`: of a DTensor, this rank's part; it may be the content of `.grad`, changed in
+        place.
         """
         if parameter.grad is not None and local(parameter.grad) is gradient:
             return
@@ -171,7 +172,7 @@ class GradientBuffer:
         parameter.grad = gradient
 
     def clear(self) -> None:
-        """Drops what there is; sums may come in float32 again."""
+        """Drops all sums; `.grad` may become float32 again."""
         self.watch.clear()
         if self.context.sums is not None:
             self.context.sums.forget()
@@ -180,7 +181,7 @@ class GradientBuffer:
         self._widen()
 
     def _widen(self) -> None:
-        """`.grad` of 16-bit parameters is float32 until noise is in it."""
+        """Makes `.grad` of 16-bit parameters float32 until noise has been added."""
         for parameter in self._narrow:
             if parameter.grad is None:
                 parameter.grad_dtype = accumulation_dtype(parameter.dtype)

@@ -16,7 +16,7 @@ from dp_clipping.step.steppable import Steppable
 
 
 class GradientNoise:
-    """The noise of one model's steps, from streams that key, step and parameter address.
+    """Adds the noise of one model's steps. Key, step and parameter select its streams.
 
     Args:
         model: whose `.grad` gets it.
@@ -40,11 +40,11 @@ class GradientNoise:
 
     @property
     def fingerprint(self) -> str:
-        """Tells whether ranks have the same key, and nothing about it."""
+        """Returns a text by which ranks compare keys; it tells nothing about the key."""
         return hashlib.blake2b(b"shown", key=self.key, digest_size=4).hexdigest()
 
     def std_multiplier(self) -> float:
-        """Returns z of the gradient: the step's σ, or what the counts of norms leave of it."""
+        """Returns z of the gradient's noise: σ, or more if counts of norms get noise too."""
         multiplier = self.model.step_state.settings.noise_multiplier
         if self.adaptive is None:
             return multiplier
@@ -64,9 +64,9 @@ class GradientNoise:
         return NoiseStream.derive_all(self.key, step=step, parameters=self._names, share=0)
 
     def add(self, step: int) -> None:
-        """Lets `.grad` be what the optimizer applies, and C follow the norms if it is adaptive.
+        """Adds noise to `.grad` and divides it; updates C if it is adaptive.
 
-        If it fails half-way, sums are dropped: a second attempt would add more noise to some.
+        If it fails half-way, sums are dropped: a second attempt would add noise to some twice.
         """
         try:
             self._add(step)

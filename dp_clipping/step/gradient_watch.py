@@ -1,4 +1,4 @@
-"""Notices what else than private backwards changes `.grad`, before noise is added to it."""
+"""Detects changes of `.grad` by anything but private backwards, before noise is added."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,7 @@ from dp_clipping.torch_compat import versions_of
 
 
 class GradientWatch:
-    """Compares `.grad` of the trainable parameters with what private backwards have left.
+    """Compares `.grad` of the trainable parameters with the sums of private backwards.
 
     Args:
         capture: the model's parameters.
@@ -37,12 +37,12 @@ class GradientWatch:
             hook.remove()
 
     def begin(self) -> None:
-        """Lets a private backward begin, if `.grad` is as the last one has left it."""
+        """Begins a private backward. Raises if `.grad` has changed since the last one."""
         self.refuse_unclipped()
         self._unclipped.clear()
 
     def settle(self) -> None:
-        """Lets a user change each gradient: it is what the optimizer applies."""
+        """Allows changes of each gradient: noise has been added."""
         self._left = []
         if self.sums is not None:
             self.sums.settle()
@@ -53,9 +53,9 @@ class GradientWatch:
         self._left = []
 
     def note(self) -> None:
-        """Expects `.grad` to stay as it is until the next backward, or the step.
+        """Expects `.grad` to stay as it is until the next backward or the step.
 
-        Sums of a sharded network note themselves, when they are there.
+        For a sharded network this is noted when its sums arrive.
         """
         if self.sums is None and self.state.is_open:
             held = [(p, p.grad) for p in self.capture.parameters]
@@ -65,8 +65,8 @@ class GradientWatch:
     def refuse_unclipped(self, is_noisy: bool = False) -> None:
         """Raises RuntimeError if `.grad` is not as private backwards have left it.
 
-        In private training autograd accumulates nothing into a trainable parameter. Until they are
-        noisy, sums may not be changed at all: noise is scaled to what was clipped.
+        In private training autograd accumulates nothing into a trainable parameter. Sums may not be
+        changed before noise is added, because the noise is scaled to the clipping threshold.
         """
         unclipped = [p for p in self._unclipped if p.grad is not None]
         if unclipped:
@@ -80,7 +80,7 @@ class GradientWatch:
             raise RuntimeError(f"the gradient of {self._show(changed)} was changed {REMEDY}")
 
     def _changed(self) -> list[Parameter]:
-        """Returns parameters whose `.grad` is another tensor or version than was left."""
+        """Returns the parameters whose `.grad` is another tensor or version than was noted."""
         if self.sums is not None:
             changed = self.sums.changed()
             return [p for p in changed if self.state.is_open or p.grad is not None]

@@ -1,4 +1,4 @@
-"""A private step in plain PyTorch: norms as layers hand over, sums layer by layer."""
+"""A private step in plain PyTorch: norms as layers deliver, sums layer by layer."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -60,7 +60,7 @@ class PlainSums:
         self._weights: list[Weights] = []
 
     def leave_out(self, good: Tensor) -> None:
-        """Leaves out the samples that are not `good` [B]: their norms are not finite."""
+        """Leaves out the samples that are not `good` [B], whose norms are not finite."""
         self._good = good
         for parameter, saved in self.kept.items():
             self.kept[parameter] = self._only_good(saved)
@@ -87,7 +87,7 @@ class PlainSums:
             self._sum(parameter, self.kept.pop(parameter))
 
     def _only_good(self, saved: Any) -> Any:
-        """Returns it with zeros for the samples that are left out; shapes stay as they are."""
+        """Returns the tensor with zeros for samples that are left out, in the same shape."""
         if self._good is None:
             return saved
         return only(saved, self._good) if isinstance(saved, Tensor) else saved.only(self._good)
@@ -104,12 +104,12 @@ class PlainSums:
 
 
 class PlainBackend:
-    """Takes norms as layers hand over; see `private_step.Backend`.
+    """Computes each norm when a layer delivers; see `private_step.Backend`.
 
     Args:
         context: what all steps of the model have in common.
         batch_size: samples of the batch.
-        padding: [B] bool, which of them are no samples but zeros; None: none.
+        padding: [B] bool, True for rows that are padding; None: no row is.
     """
 
     fused = False
@@ -173,7 +173,7 @@ class PlainBackend:
         return BatchNorms(squared.sum(0).sqrt(), squared, nonfinite)
 
     def _rescaled(self, scale: Tensor, good: Tensor | None) -> Tensor:
-        """Returns coefficients that hold for 16-bit factors, which they scale and round."""
+        """Returns coefficients for 16-bit factors, corrected for the rounding of scaled factors."""
         split, kept = self.norms.split, self.sums.kept
         if not split.some_are_rescaled(any(is_rescaled(saved) for saved in kept.values())):
             return scale

@@ -1,18 +1,18 @@
-"""One private step of one batch: what its forward and its backward leave behind.
+"""One private step of one batch: forward, backward, clipping and clipped sums.
 
     forward    each layer is one autograd function, with detached parameters
-    backward   it hands over per-sample gradients or their factors, which are normed at once
-    clip       norms -> coefficients, when the last one is known
-    sum        Σ_i c_i G_i of each parameter, handed on as it becomes final
+    backward   each layer delivers per-sample gradients or their factors, whose norms are taken
+    clip       norms -> coefficients, when the last norm is known
+    sum        Σ_i c_i G_i of each parameter, passed on as soon as it is final
 
 In a profiler's trace these are `norm_pass`, `clip_coefficients` and `weighted_sum`; within them
 `norm/{how}/{layer}` and `sum/{layer}` (`profiling.timer`).
 
-Bookkeeping modes keep what arrived and sum it afterwards: one backward. Two-pass modes keep
-nothing and run backward a second time. Neither computes an ordinary weight gradient.
+Bookkeeping modes keep what layers deliver and sum it afterwards: one backward. Two-pass modes keep
+nothing and run backward a second time. Neither computes a non-private weight gradient.
 
-`PrivateStep` is what layers talk to, and runs the phases. What becomes of what they hand over is
-its backend's: `plain_backend` or `fused.backend`.
+Layers call `PrivateStep`, which runs the phases. Its backend, `plain_backend` or `fused.backend`,
+computes norms and sums.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ Accumulate = Callable[[Parameter, Tensor | None], None]
 
 
 class Stage(Enum):
-    """Says what a backward does with what arrives."""
+    """What a backward does with per-sample gradients that arrive."""
 
     IDLE = auto()
     NORMS = auto()
@@ -49,7 +49,7 @@ class Stage(Enum):
 
 
 class Plans(LayerPlanner, Protocol):
-    """Plans what becomes of the layers of one step."""
+    """Plans how each layer of one step is handled."""
 
     def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
         """Returns a layer's slots in a compiled region; None: one for each parameter."""
@@ -60,19 +60,19 @@ class Sums(Protocol):
     """How a step forms clipped sums, once its coefficients are known."""
 
     def begin(self) -> None:
-        """Begins, before the second backward if there is one."""
+        """Begins the sums, before the second backward if there is one."""
         ...
 
     def second_triggers(self, randomness: Randomness) -> list[Tensor]:
-        """Returns what the second backward has to reach."""
+        """Returns the tensors that the second backward has to reach."""
         ...
 
     def has_taken(self, parameter: Parameter) -> bool:
-        """Returns whether a second backward comes by a parameter that needs none."""
+        """Returns whether this parameter's sum needs no second backward."""
         ...
 
     def emit(self, parameter: Parameter, saved: Any) -> None:
-        """Takes what arrives in the second backward."""
+        """Takes a gradient, or its factors, of the second backward."""
         ...
 
     def end(self) -> None:
@@ -81,14 +81,14 @@ class Sums(Protocol):
 
 
 class Backend(Protocol):
-    """How a step takes norms and turns them into coefficients: one object for each step.
+    """Takes the norms of one step and turns them into coefficients: one object per step.
 
     Attributes:
-        fused: it runs on kernels, which take `normalized`.
-        plans: what becomes of layers.
+        fused: whether it runs on kernels; then `normalized` and `counted` are called.
+        plans: how each layer is handled.
         norms: of the parameters so far.
-        sums: forms them; another object after `forget`.
-        runs_twice: a second backward follows the clipping; known after `begin`.
+        sums: forms the clipped sums; another object after `forget`.
+        runs_twice: whether a second backward follows the clipping; known after `begin`.
     """
 
     fused: bool
@@ -120,11 +120,11 @@ class Backend(Protocol):
         ...
 
     def normalized(self, weight: Parameter | None, bias: Parameter | None, use: Any) -> None:
-        """Takes what the gradients of a norm layer are made of; called if it is `fused`."""
+        """Takes the factors of a norm layer's gradients; called if the backend is `fused`."""
         ...
 
     def counted(self, parameter: Parameter, count: Tensor) -> None:
-        """Takes how often compiled code has used a weight [1]; called if it is `fused`."""
+        """Takes how often compiled code has used a weight [1]; called if the backend is `fused`."""
         ...
 
     def clip(self) -> BatchNorms:
@@ -132,16 +132,15 @@ class Backend(Protocol):
         ...
 
     def forget(self) -> None:
-        """Drops what belongs to one backward."""
+        """Drops the state of one backward."""
         ...
 
 
 class PrivateStep:
     """A private step: forward, backward, norms and clipped sums of one batch.
 
-    Most of its methods are those of `layers.recorder.Recorder`, by which layers ask in forward and
-    deliver in backward. The criterion's loss starts `backward`. Most of its attributes are what
-    those methods tell layers.
+    Most of its methods are those of `layers.recorder.Recorder`, which layers call in forward and in
+    backward. The criterion's loss starts `backward`.
 
     Args:
         context: what all steps of the model have in common.
@@ -150,13 +149,13 @@ class PrivateStep:
         real: how many of the samples are real, the first ones; None: all are.
 
     Attributes:
-        is_empty: the batch is a row that stands for no sample.
-        leaves: parameter -> what stands for it in this forward, where FSDP has gathered it.
-        watched: the outputs, if the losses are to be looked at.
+        is_empty: the batch has no sample; its one row is padding.
+        leaves: parameter -> the gathered tensor that FSDP uses in its place in this forward.
+        watched: the outputs, if the losses are to be checked.
         is_compiled: a part of the network is compiled.
-        slots: name of a layer -> parameter's name -> slot, of those that are made beforehand.
-        padding: [B] bool, which rows are no samples, of a step that a CUDA graph captures: the
-            same graph serves batches of which others are real. None: `real` tells.
+        slots: name of a layer -> parameter's name -> slot, for slots made before the forward.
+        padding: [B] bool, True for rows that are padding, if a CUDA graph captures the step: the
+            same graph serves batches with other real rows. None: `real` says it.
     """
 
     def __init__(
@@ -189,7 +188,7 @@ class PrivateStep:
         return self.context.sharding is not None
 
     def slot(self, parameter: Parameter) -> Tensor:
-        """Returns the slot of a parameter: one, however many layers use it."""
+        """Returns the slot of a parameter, which all layers that use it share."""
         if parameter not in self._slots:
             value = self.capture.slot_value(parameter)
             with torch.enable_grad():  # the first use may be one under no_grad
@@ -199,14 +198,14 @@ class PrivateStep:
         return self._slots[parameter]
 
     def slots_of(self, handle: LayerState) -> dict[str, Tensor]:
-        """Returns all slots that the layer may ask for where none can be made."""
+        """Returns the slots made beforehand for a layer in a region where none can be made."""
         slots = self.plans.slots_of(self, handle)
         if slots is None:
             slots = {name: self.slot(parameter) for name, parameter in handle.parameters().items()}
         return slots
 
     def trigger_of(self, parameter: Parameter) -> Tensor:
-        """Returns the empty leaf whose gradient makes backward visit what uses the parameter."""
+        """Returns an empty leaf. Backward to it visits the parameter's uses."""
         return self.capture.triggers[parameter]
 
     def join(self, parameter: Parameter) -> Tensor:
@@ -250,17 +249,17 @@ class PrivateStep:
             self.factors(parameter, factors)
 
     def normalized(self, weight: Parameter | None, bias: Parameter | None, use: Any) -> None:
-        """Takes what a normalisation's only use has left; None: that parameter is frozen."""
+        """Takes the factors of a normalisation's only use; None for a frozen parameter."""
         own = [p for p in (weight, bias) if p is not None]
         if all([self._is_new(parameter) for parameter in own]):
             self.backend.normalized(weight, bias, use)
 
     def counted(self, parameter: Parameter, count: Tensor) -> None:
-        """Takes how often compiled code has used a weight [1]; what it hands over comes next."""
+        """Takes how often compiled code has used a weight [1]; called before its gradient."""
         self.backend.counted(parameter, count)
 
     def _is_new(self, parameter: Parameter) -> bool:
-        """Returns whether what arrives is to be used.
+        """Returns whether a gradient that arrives is to be used.
 
         Raises:
             RuntimeError: the norm would miss something.
@@ -291,7 +290,7 @@ class PrivateStep:
         """Forms the clipped sums of a batch.
 
         Args:
-            losses: [B], one a sample.
+            losses: [B], one per sample.
             clip_norms: [K], the threshold of each group.
             accumulate: called once for each trainable parameter with Σ_i c_i G_i in float32
                 (float64), or None for a parameter that this backward did not reach.
@@ -332,7 +331,7 @@ class PrivateStep:
             backend.forget()
 
     def _sum(self, losses: Tensor, randomness: Randomness | None) -> None:
-        """`randomness`: of the first backward, if there is a second."""
+        """Forms the sums. `randomness`: of the first backward, if there is a second."""
         self._stage, sums = Stage.SUMS, self.backend.sums
         sums.begin()
         if randomness is not None:
@@ -344,7 +343,7 @@ class PrivateStep:
         sums.end()
 
     def _run_backward(self, losses: Tensor, triggers: list[Tensor], retain_graph: bool) -> None:
-        """Backward as far as the triggers' uses; parameters must not be reached by another way.
+        """Runs backward as far as the triggers' uses. No parameter may be reached in another way.
 
         On a GPU too it runs in this thread, not in autograd's own for the device: layers' backwards
         are Python, which is slower there (docs/sharded.md has by how much).
@@ -376,7 +375,7 @@ class PrivateStep:
 
 
 class GradientSlot(torch.autograd.Function):
-    """A slot [B, *parameter] without memory, between the anchor and all uses of a parameter.
+    """A slot [B, *parameter] without memory, through which all uses of a parameter pass.
 
     Autograd sums the uses' gradients before it calls backward here, so cross terms of tied and
     reused weights are in the norm. The parameter is given in a tuple: as an argument it would be a

@@ -1,9 +1,9 @@
-"""torch's random numbers: a backward that runs a second time draws what it drew the first time.
+"""Replays torch's random numbers: a second backward draws the numbers of the first one.
 
-A checkpointed block with `preserve_rng_state=False` drops out other units in each of its
-recomputations: the norms would be of other gradients than the sums. From the same state the same
-numbers come, as long as all who draw come again, in the same order: a second backward that leaves
-some of the first one out may do so only if nobody drew.
+A checkpointed block with `preserve_rng_state=False` drops out other units each time it is
+recomputed. Norms and sums would then be of different gradients. The same state gives the same
+numbers if every layer that draws runs again, in the same order. So the second backward may leave
+layers out only if the first one drew nothing.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 
 class Randomness:
-    """Where torch's generators of the CPU and of a tensor's device are now."""
+    """The states of torch's generators of the CPU and of a tensor's device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._cpu = tensor, torch.get_rng_state()
@@ -23,9 +23,10 @@ class Randomness:
 
     @property
     def has_moved(self) -> bool:
-        """Whether anybody has drawn since.
+        """Returns whether a number has been drawn since.
 
-        States of a GPU's generator are on the host, a seed and an offset: nobody waits for it.
+        The state of a GPU's generator, a seed and an offset, is on the host: reading it does not
+        synchronise.
         """
         _, states = get_device_states(self._tensor)
         pairs = zip([self._cpu, *self._states], [torch.get_rng_state(), *states], strict=True)
@@ -33,7 +34,7 @@ class Randomness:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Draws again from there; afterwards generators go on from where they were."""
+        """A context that draws from these states again; then generators continue as before."""
         with torch.random.fork_rng(self._devices):
             torch.set_rng_state(self._cpu)
             set_device_states(self._devices, self._states)

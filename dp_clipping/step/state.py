@@ -27,7 +27,7 @@ from dp_clipping.sampling.usage import SampleUsage
 
 
 class Phase(Enum):
-    """Says what `.grad` holds."""
+    """What `.grad` holds."""
 
     IDLE = auto()
     OPEN = auto()
@@ -40,7 +40,7 @@ WITH_SUMS = (Phase.OPEN, Phase.REDUCED)
 
 @dataclass(frozen=True)
 class StepSettings:
-    """Settings of a step's noise and divisor, as they were at its first backward."""
+    """The settings of a step's noise and divisor, fixed at its first backward."""
 
     noise_multiplier: float
     expected_batch_size: float
@@ -62,18 +62,19 @@ class BatchNorms:
     nonfinite: int | Tensor = 0
 
     def first(self, samples: int) -> "BatchNorms":
-        """Returns those of the first samples; the others are counted nowhere."""
+        """Returns the norms of the first samples; the others are not counted."""
         return BatchNorms(self.norms[:samples], self.squared[:, :samples], self.nonfinite)
 
 
 @dataclass
 class Microbatches:
-    """Keeps what `signal_skip_step` has said of the parts of a Poisson batch.
+    """Keeps track of the parts of a Poisson batch, as announced by `signal_skip_step`.
 
     Attributes:
         accumulating: more parts follow, so sums stay on this rank.
-        skips_next: the next `optimizer.step()` is that of a part that is not the last.
-        keeps_sums: the last one was, so `zero_grad` drops nothing.
+        skips_next: the next `optimizer.step()` belongs to a part that is not the last.
+        keeps_sums: the last `optimizer.step()` belonged to such a part, so `zero_grad` drops
+            nothing.
     """
 
     accumulating: bool = False
@@ -81,7 +82,7 @@ class Microbatches:
     keeps_sums: bool = False
 
     def signal(self, do_skip: bool) -> None:
-        """Notes that the part that comes is not the last one, if `do_skip`."""
+        """Notes that the next part is not the last one, if `do_skip`."""
         self.skips_next = self.accumulating = do_skip
 
     def take(self) -> bool:
@@ -90,7 +91,7 @@ class Microbatches:
         return self.keeps_sums
 
     def end(self) -> None:
-        """No further part comes."""
+        """Notes that no further part comes."""
         self.accumulating = self.skips_next = self.keeps_sums = False
 
 
@@ -130,22 +131,22 @@ class StepState:
 
     @property
     def is_idle(self) -> bool:
-        """Between two steps."""
+        """Whether no step is open."""
         return self.phase is Phase.IDLE
 
     @property
     def is_open(self) -> bool:
-        """`.grad` holds sums without noise."""
+        """Whether `.grad` holds sums without noise."""
         return self.phase in WITH_SUMS
 
     @property
     def is_noisy(self) -> bool:
-        """`.grad` holds what the optimizer may apply."""
+        """Whether `.grad` holds what the optimizer may apply."""
         return self.phase is Phase.NOISY
 
     @property
     def sensitivity(self) -> float:
-        """C of the step: how far one sample can move the sum."""
+        """Returns C of the step: how far one sample can move the sum."""
         return sum(c * c for c in self.clip_norms) ** 0.5
 
     # ---- transitions ----------------------------------------------------------------------------
@@ -158,7 +159,7 @@ class StepState:
         self.on_open()
 
     def add_backward(self) -> None:
-        """Another backward of the step begins."""
+        """Notes that another backward of the step begins."""
         self.require_sums()
         self.phase = Phase.OPEN
 
@@ -177,31 +178,31 @@ class StepState:
             )
 
     def count(self) -> int:
-        """Returns the step's number, which no later step has: its noise comes next."""
+        """Counts the step and returns its number; call it before noise is generated."""
         number, self.steps = self.steps, self.steps + 1
         self.usage.close()
         return number
 
     def add_noise(self) -> None:
-        """`.grad` has its noise."""
+        """Notes that noise has been added to `.grad`."""
         self.require_sums()
         self.phase = Phase.NOISY
 
     def apply(self) -> None:
-        """Lets the optimizer apply `.grad`."""
+        """Notes that the optimizer applies `.grad`."""
         if not self.is_noisy:
             raise RuntimeError("sums without noise must not be applied: call optimizer.step()")
         self.phase = Phase.IDLE
 
     def drop(self) -> None:
-        """`.grad` is emptied: its samples may be used again unless they were counted."""
+        """Notes that `.grad` is emptied. Its samples may be used again unless they were counted."""
         self.phase = Phase.IDLE
         self.held_back = False
         self.norms = []
         self.usage.give_back()
 
     def resume(self, steps: int) -> None:
-        """Goes on between two steps, `steps` of which were made."""
+        """Continues between two steps, after `steps` of them."""
         self.phase = Phase.IDLE
         self.steps, self.batch_number = steps, None
         self.usage.take_back()

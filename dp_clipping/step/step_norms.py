@@ -18,7 +18,7 @@ from dp_clipping.profiling.timer import Timer
 class StepNorms:
     """Norms of the parameters of one batch.
 
-    Seven of its attributes are fixed by the arguments; the others begin anew with each batch.
+    The arguments are fixed; `forget` resets the rest for the next backward.
 
     Args:
         groups: parameter -> clipping group.
@@ -69,11 +69,11 @@ class StepNorms:
 
     @property
     def leave_early(self) -> bool:
-        """Returns whether norms go to other ranks layer by layer, while backward runs."""
+        """Returns whether norms are sent to other ranks layer by layer, while backward runs."""
         return self._partial is not None
 
     def launch(self) -> None:
-        """Lets the norms that have come leave, if they leave early."""
+        """Sends the norms that have arrived, if they are sent during backward."""
         if self._partial is None:
             return
         with self._timer.part("norm_all_reduce"):
@@ -83,14 +83,14 @@ class StepNorms:
                     self._partial.add(parameter)
 
     def _own_table(self, parameters: Sequence[Any]) -> Tensor:
-        """Returns what is known here and adds up over ranks: see `SplitNorms.table`."""
+        """Returns this rank's part of norms that add up over ranks: see `SplitNorms.table`."""
         rescaled = any(self._is_rescaled(p) for p in parameters)
         table = self.split.table(self.table(), parameters, rescaled)
         self._parts.append(table[0])
         return table
 
     def squares_and_bounds(self) -> tuple[Tensor, Tensor]:
-        """Squared norms, and upper bounds of those of what is summed: [K, B] of whole samples."""
+        """Returns squared norms, and upper bounds for what is summed: [K, B] of whole samples."""
         if not self.split.is_split:
             table = self.table()
             return table.squared(), table.bounds()
@@ -103,7 +103,7 @@ class StepNorms:
     def exchange(
         self, parameters: list[Parameter], groups: slice | list[int] = slice(None)
     ) -> tuple[Tensor, Tensor]:
-        """Returns the same of some parameters and groups, exchanged now."""
+        """Returns the same for some parameters and groups, exchanged now."""
         with self._timer.phase("norm_all_reduce"):
             table = self._own_table(parameters)[:, groups]
             return self.split.unpack(self._reducer.reduce(table).wait())
@@ -118,12 +118,12 @@ class StepNorms:
         return table
 
     def zero(self) -> Tensor:
-        """[B], of the norms' dtype."""
+        """Returns zeros [B] of the norms' dtype."""
         dtype = next((norm.squared.dtype for norm in self.found.values()), torch.float32)
         return torch.zeros(self._batch_size, dtype=dtype, device=self._like.device)
 
     def own_squares(self) -> Tensor | None:
-        """Squared norms of this rank's parts [K, B]; None: it has whole ones."""
+        """Returns squared norms of this rank's parts [K, B]; None if it has whole parameters."""
         return torch.stack(self._parts).sum(0) if self._parts else None
 
 

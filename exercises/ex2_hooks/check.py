@@ -69,7 +69,7 @@ def nothing_blocks(rank: Rank) -> None:
 
 
 def once(rank: Rank) -> None:
-    """Every gradient is reduced once a step."""
+    """Every gradient is reduced once per step."""
     model = wrapped(rank)
     step(rank, model, 1)
     count = len(rank.record.calls("all_reduce"))

@@ -1,7 +1,7 @@
 """Exercise 4, plan: which gradients travel together?
 
 What
-    One all-reduce a gradient is one launch and one latency for every bias. So gradients are put
+    One all-reduce per gradient is one launch and one latency for every bias. So gradients are put
     into buckets, and each bucket travels at once. Write the plan: a pure function, no tensors, no
     ranks. Numbers in, a list of buckets out; a bucket is a list of gradient indices.
 

@@ -14,7 +14,7 @@ Why it matters
     and the memory of one more copy.
 
 Rules
-    - At most `bucket_size_mb` MiB a bucket, one dtype, the last one small: plan_buckets of
+    - At most `bucket_size_mb` MiB per bucket, one dtype, the last one small: plan_buckets of
       exercise 4, with the reverse of registration as the order. A tail of a quarter of the capacity
       will do.
     - The buckets start in the order of the plan on every rank, during backward.

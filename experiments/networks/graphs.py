@@ -2,7 +2,7 @@
 
     training, batch = training_of(variant, row, is_small, device, cuda_graph=True)
     graphed, pinned = GraphedTraining(training, len(batch[1])), in_pinned_memory(batch)
-    graphed.backward(pinned)        # eager, EAGER times; then captured; then one launch a step
+    graphed.backward(pinned)        # eager, EAGER times; then captured; then one launch per step
 
 On both sides the inputs of a step are copied from pinned memory to where the graph reads them.
 """

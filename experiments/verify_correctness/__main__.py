@@ -3,7 +3,7 @@
 
 Every mode takes private steps without noise on small networks with random weights. A reference
 takes one sample after the other through an ordinary backward in float64. Norms and clipped
-gradients must agree, and no sample may add more than C. One row a case:
+gradients must agree, and no sample may add more than C. One row per case:
 
     norm       largest relative error of a sample's norm
     gradient   largest relative error of a parameter's clipped sum; the parameter is at the end

@@ -1,4 +1,4 @@
-"""With --enable-profiling: where the time of the checked steps went, a row a case."""
+"""With --enable-profiling: where the time of the checked steps went, one row per case."""
 
 from __future__ import annotations
 

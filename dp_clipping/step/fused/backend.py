@@ -1,14 +1,13 @@
 """A private step on the fused kernels: nothing in it waits for the device.
 
-The backend of the `flash` modes where their kernels run. Layers hand over what they do in any
-private step. Here a plan says what becomes of a linear layer's factors, coefficients stay on the
-device, and samples whose norm is not finite are left out by kernels that do not load them.
+The backend of the `flash` modes where their kernels run. A plan says how each linear layer's norm
+is taken, coefficients stay on the device, and kernels do not load samples whose norm is not finite.
 
-Launches are shared: what layers hand over waits until there is enough of it, and one launch serves
-many of them. Under `per_layer` clipping with one backward their sums are formed right after: no
-more is stored than waits for a launch, and there is no second phase. So a sample is left out of all
-groups if its loss is not finite, else from the first chunk on in which a norm is not: groups nearer
-the output have left by then, each with at most its threshold.
+Launches are shared: operands are queued until one launch serves many layers. Under `per_layer`
+clipping with one backward, the sums of these layers are formed right after their norms, so only the
+queue is stored. A sample whose loss is not finite is left out of all groups. A sample with a norm
+that is not finite is left out from that launch on: the sums of groups nearer the output have been
+sent by then, each with at most its threshold.
 """
 
 from collections import Counter
@@ -43,14 +42,14 @@ Accumulate = Callable[[Parameter, Tensor | None], None]
 class FusedBackend:
     """Decides when norms and coefficients are launched; see `private_step.Backend`.
 
-    What waits for a launch is in `queue` and `sums`, what a linear layer is to do in `plans`, what
-    was found in `norms` and `coefficients`.
+    `queue` and `sums` hold operands that wait for a launch, `plans` the algorithm of each linear
+    layer, `norms` and `coefficients` the results.
 
     Args:
         context: what all steps of the model have in common.
         batch_size: samples of the batch.
-        padding: [B] bool, which of them are no samples but zeros; None: none.
-        forecast: of what linear layers are given, where compiled code needs it.
+        padding: [B] bool, True for rows that are padding; None: no row is.
+        forecast: expected shapes of linear layers, where compiled code needs them.
     """
 
     fused = True
@@ -102,7 +101,7 @@ class FusedBackend:
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Lets sums leave at sync points only, and in the end."""
+        """A context for a backward, which sends sums at sync points only, and at its end."""
         sums = self.context.sums
         self.sums.is_in_backward = True
         if sums is not None:
@@ -166,7 +165,7 @@ class FusedBackend:
             self._wait_for(parameter, 0)
 
     def _wait_for(self, parameter: Parameter, size: int) -> None:
-        """Launch what waits if there is enough of it, or if what comes of it may leave now."""
+        """Launches the queue if it is long enough, or if its results can be sent now."""
         if not self.schedule.add(size):
             return
         leaves = self._streams or self.norms.leave_early
@@ -220,7 +219,7 @@ class FusedBackend:
         return self.coefficients.of(groups, self.norms.found, self.norms.zero)
 
     def _clip_complete_groups(self) -> None:
-        """Sum the clipping groups all of whose norms are there: nothing else depends on them."""
+        """Forms the sums of clipping groups whose norms are all known."""
         kept = self.sums.kept
         group_of, members = self.context.capture.groups, self.context.capture.members
         here = [p for p in kept if p in self.norms.found or p in self.norms.joined]

@@ -1,4 +1,4 @@
-"""Σ_i c_i G_i on the device: coefficients that stay there, and one launch for many parameters."""
+"""Forms Σ_i c_i G_i with coefficients that stay on the device, many parameters per launch."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,9 +31,9 @@ def clipped_sums(
     """Returns Σ_i c_i G_i of each parameter, [*parameter] in float32, in the order of `saved`.
 
     Args:
-        saved: parameter -> G [B, *parameter], a linear layer's factors, or what has a
-            `weighted_sum` or `gradients`; emptied, so that a sum that leaves frees what it was
-            formed of.
+        saved: parameter -> G [B, *parameter], a linear layer's factors, or an object with
+            `weighted_sum` or `gradients`. It is emptied, so that memory is freed as sums are
+            formed.
         groups: parameter -> its clipping group.
         shapes: of the parameters as layers use them.
         tile_size: of the kernels, None: chosen by them.
@@ -68,7 +68,7 @@ def clipped_sums(
 
 
 class FusedSums:
-    """Keeps what sums of one backward are formed of, and forms them with few launches.
+    """Keeps the operands of one backward's sums, and forms the sums with few launches.
 
     Args:
         capture: the parameters.
@@ -78,11 +78,11 @@ class FusedSums:
         schedule: when queued work is launched.
 
     Attributes:
-        kept: parameter -> what waits for coefficients, in order of arrival.
-        recomputed: parameters of which a second backward brings that.
+        kept: parameter -> its operands, until coefficients are known, in order of arrival.
+        recomputed: parameters whose operands a second backward computes again.
         scale: coefficients of all groups, when they are known.
         accumulate: takes the sums.
-        is_in_backward: a backward runs, which has sync points.
+        is_in_backward: whether a backward runs, which has sync points.
     """
 
     scale: Coefficients
@@ -105,7 +105,7 @@ class FusedSums:
         self._queued: dict[Parameter, Any] = {}
 
     def __len__(self) -> int:
-        """Returns how many wait for a launch."""
+        """Returns how many parameters wait for a launch."""
         return len(self._queued)
 
     def begin(self) -> None:
@@ -117,7 +117,7 @@ class FusedSums:
     def second_triggers(self, randomness: Randomness) -> list[Tensor]:
         """Returns triggers as deep as needed, and all if the first backward drew random numbers.
 
-        On the ranks of a sharded model the network draws alike, so they agree on what they gather.
+        Ranks of a sharded model draw the same numbers, so they agree on what they gather.
         """
         triggers = self.capture.triggers
         if self.recomputed and randomness.has_moved:
@@ -141,23 +141,23 @@ class FusedSums:
         self._flush()
 
     def launch_ready(self) -> None:
-        """Lets sums that have been formed leave, at a sync point."""
+        """Sends the sums that have been formed, at a sync point."""
         self.schedule.reset_sync_point()
         if self.shards is not None:
             self.shards.launch_ready()
 
     def bytes_of(self, parameter: Parameter) -> int:
-        """Returns what forming its sum takes for a moment.
+        """Returns the bytes that forming its sum takes temporarily.
 
-        In a backward, sums of a sharded model stay until ranks meet, whenever they are formed: then
-        it is no reason to form them early.
+        It is 0 where sums of a sharded model are deferred to the next sync point: memory is no
+        reason to form them early then.
         """
         if self.shards is not None and self.shards.deferred:
             return 0
         return SUM_BYTES * self.capture.shapes[parameter].numel()
 
     def _queue(self, parameter: Parameter, saved: Any) -> None:
-        """Lets a parameter's sum wait for a common launch."""
+        """Queues a parameter's sum for a common launch."""
         self._queued[parameter] = saved
         held = getattr(saved, "nbytes", 0) or getattr(saved, "bytes", 0)
         if not self.schedule.add(self.bytes_of(parameter) + held):
@@ -169,7 +169,7 @@ class FusedSums:
             self._flush()
 
     def _flush(self) -> None:
-        """Forms the sums that wait."""
+        """Forms the sums that are queued."""
         self.schedule.launched()
         queued, self._queued = self._queued, {}
         if queued:

@@ -1,14 +1,14 @@
-"""When what layers have handed over is launched: where ranks meet, or where memory asks for it.
+"""Decides when queued work of layers is launched: at sync points, or when memory is short.
 
-A launch serves many layers, so what they hand over waits. Two things end the waiting.
+A launch serves many layers, so their operands are queued. Two things end the waiting.
 
-*Meetings.* Collectives of norms and sums are among the layers' own, and every rank of a sharded
-model must issue all of them in one order, whatever the sizes of its batch, its memory and its plan.
-So they leave when all of some units (what one FSDP module gathers is one) has arrived, as many
-units as are worth it.
+*Sync points.* Collectives of norms and sums are issued between those of the layers. Every rank of a
+sharded model must issue all of them in the same order, whatever its batch, its memory and its plan.
+So they are issued once enough complete FSDP units are ready (a unit is what one FSDP module
+gathers).
 
-*Crowding.* What is only computed, and waits here or for the next meeting, each rank decides for
-itself, by what backward has freed and nobody took since.
+*Memory pressure.* Work that needs no other rank is launched when the memory that backward has freed
+is used up. Each rank decides this for itself.
 """
 
 from collections import Counter
@@ -30,8 +30,9 @@ class LaunchSchedule:
     """Schedules the launches of one step on one rank.
 
     Args:
-        sharding: how the network is spread over ranks; None: it is not, and nobody is to be met.
-        device: where memory is looked at; without a GPU there is none to be had.
+        sharding: how the network is spread over ranks; None: it is not, and there are no sync
+            points.
+        device: whose memory counts; without a GPU there is no memory pressure.
     """
 
     def __init__(self, sharding: Sharding | None, device: torch.device):
@@ -41,7 +42,7 @@ class LaunchSchedule:
         self.begin()
 
     def begin(self) -> None:
-        """Begins a backward, or the sums after it: nothing waits and nothing has arrived."""
+        """Begins a backward, or the sums after it, with an empty queue."""
         self._pending = 0  # bytes that nothing else would hold
         self._may_wait = PENDING_BYTES  # of these, before the next look at the memory
         self._arrivals: Counter[int] = Counter()  # of parameters, by the unit that they are of
@@ -68,20 +69,20 @@ class LaunchSchedule:
 
     @property
     def saved(self) -> int:
-        """Returns the bytes that the forward has left, for its backward."""
+        """Returns the bytes that the forward has saved for its backward."""
         return allocated(self._device) - self._at_first
 
     def add(self, size: int) -> bool:
-        """Adds to the bytes that wait. Returns whether anything may be launched for it."""
+        """Adds to the bytes in the queue. Returns whether it may be launched."""
         self._pending += size
         return self._sharding is not None or self._pending > self._may_wait
 
     def launched(self) -> None:
-        """Notes that nothing waits any more."""
+        """Notes that the queue is empty."""
         self._pending, self._may_wait = 0, PENDING_BYTES
 
     def is_sync_point(self, parameter: Parameter) -> bool:
-        """Returns whether ranks meet with this parameter's arrival. Called once for each."""
+        """Returns whether this parameter's arrival is a sync point. Called once per parameter."""
         if self._sharding is None:
             return False
         unit = self._sharding.parts[parameter].unit
@@ -92,16 +93,18 @@ class LaunchSchedule:
         return self._complete > 0 and self._complete >= enough
 
     def reset_sync_point(self) -> None:
-        """Notes that what was complete has left."""
+        """Notes that the complete units have been sent."""
         self._complete = 0
 
     def is_crowded(self) -> bool:
-        """Returns whether what waits has to be launched now."""
+        """Returns whether the queue has to be launched now, for lack of memory."""
         return self._pending > self._may_wait and not self._has_room()
 
     def _has_room(self) -> bool:
-        """Each look grants half of what is free, until little is left: the other half is for what
-        the launch itself takes, sums above all."""
+        """Returns whether memory is left, and allows the queue half of it.
+
+        The launch itself, above all its sums, needs the other half.
+        """
         free = self._held - allocated(self._device) - self._pending
         room = min(MOST_PENDING_BYTES, self._pending + free // 2)
         if room < self._pending + PENDING_BYTES // 4:

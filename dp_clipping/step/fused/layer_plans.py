@@ -1,4 +1,4 @@
-"""Plans what becomes of each linear layer of a step, by its uses in forward."""
+"""Plans how each linear layer of a step is handled, by its uses in forward."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -26,11 +26,11 @@ class LayerPlans:
         names: parameter -> its full name.
         parameters: all trainable ones.
         policy: how the mode works.
-        known: what linear layers were used for -> the plan for that; kept over steps.
+        known: shapes of all linear layers -> their plan; kept over steps.
         batch_size: samples of the batch.
-        forecast: what compiled linear layers will be given (`CompiledShapes`); None: not needed.
+        forecast: expected shapes of compiled linear layers (`CompiledShapes`); None: not needed.
         rates: of the device; asked for when a plan is made.
-        saved: bytes that the forward has left for its backward.
+        saved: bytes that the forward has saved for its backward.
     """
 
     def __init__(
@@ -87,17 +87,17 @@ class LayerPlans:
 
     @cached_property
     def ahead(self) -> Plan:
-        """Returns the plan for what is foreseen, before the forward."""
+        """Returns the plan for the expected shapes, before the forward."""
         return self._plan_of(list(self._uses.values()))
 
     def make(self) -> Plan:
-        """Settles the plan: the forward has met all layers."""
+        """Makes the plan, after the forward has called all layers."""
         self.plan = self._plan_of(list(self._uses.values()))
         self._choices = dict(zip(self._uses, self.plan.choices, strict=True))
         return self.plan
 
     def choice_of(self, parameter: Parameter, factors: Any) -> LayerPlan:
-        """Returns what becomes of a layer's factors."""
+        """Returns how a layer's factors are handled."""
         choice = self._choices.get(parameter)
         if choice is None:
             left, right = factors.operands  # its forward was not seen
@@ -116,10 +116,10 @@ class LayerPlans:
         return known
 
     def _budget(self) -> int | None:
-        """Returns the bytes that may be kept: as asked for, or what a non-private step would hold.
+        """Returns the bytes to keep: `memory_budget`, or what a non-private step would hold.
 
-        That is what the forward has saved, which backward frees as it goes, or the gradients that
-        it would leave, whichever is more.
+        The latter is the larger of two: what the forward has saved, which backward frees, and the
+        gradients that backward would leave.
         """
         policy, forecast = self._policy, self._forecast
         if policy.per_layer and not policy.two_passes:

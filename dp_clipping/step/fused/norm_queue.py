@@ -1,8 +1,8 @@
-"""Queues what layers have left until norms are taken, with few launches for many layers.
+"""Queues the operands of norms, and takes the norms with few launches for many layers.
 
-Linear layers wait with the algorithm that a plan has chosen for them (`dp_clipping.planning.plan`);
-normalisations until their weights' G are formed, and vectors (those G, and biases') until they are
-normed, because there are many and all are small.
+Factors of linear layers are queued with the algorithm of their plan (`dp_clipping.planning.plan`).
+Normalisations are queued until their weights' G are formed. Vectors (those G, and those of biases)
+are queued until their norms are taken, because they are many and small.
 """
 
 from collections.abc import Hashable, Mapping
@@ -27,7 +27,7 @@ from dp_clipping.torch_compat import version_of
 
 @dataclass
 class NormBatch:
-    """Results of the launches.
+    """The results of the launches.
 
     Attributes:
         norms: by parameter.
@@ -44,11 +44,11 @@ Linear = tuple[Parameter, LinearFactors, LayerPlan]
 
 
 class NormQueue:
-    """Linear factors, normalisations and vectors without a norm.
+    """Linear factors, normalisations and vectors whose norms have not been taken.
 
     Args:
-        norm_group_key: parameter -> those with the same may be normed together, where they read one
-            input.
+        norm_group_key: parameter -> a key. Layers with the same key and the same input may share a
+            norm.
         tile_size: of the kernels, None: chosen by them.
     """
 
@@ -65,9 +65,9 @@ class NormQueue:
         self._normalized.append(((weight, bias), use))
 
     def flush(self, everything: bool, label: Label) -> NormBatch:
-        """Takes norms of linear layers whose factors nothing else holds, or of everything.
+        """Takes the norms of linear layers whose factors nothing else needs, or of the whole queue.
 
-        G of normalisations is formed in any case.
+        G of normalisations is always formed.
 
         `label`: the range of a profiler's trace for a kind of norm and the parameters it is of.
         """
@@ -101,7 +101,7 @@ class NormQueue:
                 found.gradients[parameter] = gradients
 
     def _multiply_grams(self, found: NormBatch, mine: list[Linear], label: Label) -> None:
-        """Layers that read the same input share its Gram matrix, and their norms are one sum."""
+        """Multiplies Gram matrices. Layers that read one input share its matrix, and one norm."""
         shared: dict[tuple, list[list[Linear]]] = {}
         for one in mine:
             a = one[1].a
