@@ -24,7 +24,7 @@ from dp_clipping.capture.calls import (
     with_signature_of,
     without_repr,
 )
-from dp_clipping.capture.layer_kinds import FORWARDS, Arithmetic, kind_of
+from dp_clipping.capture.layer_kinds import FORWARDS, Arithmetic, inner_layer, kind_of
 from dp_clipping.capture.ownership import (
     CONTAINERS,
     called_by,
@@ -37,7 +37,9 @@ from dp_clipping.capture.samples.batch import tensors_in
 from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.distributed.sharding import Sharding
+from dp_clipping.layers import inner_call
 from dp_clipping.layers.handle import LayerState
+from dp_clipping.layers.inner_call import Inner
 from dp_clipping.layers.recorder import Recorder
 from dp_clipping.layers.vmap import children
 from dp_clipping.torch_compat import (
@@ -87,6 +89,7 @@ class Capture:
             )
         self.network, self.sharding = network, sharding
         self._whole: set[nn.Module] = set()
+        self._unfit: set[nn.Module] = set()  # subclasses of layers that compute otherwise
         # Under vmap for what they do with child layers, and the weights of those that they read.
         self._widened: dict[nn.Module, list[Parameter]] = {}
         self._session: Recorder | None = None
@@ -122,6 +125,8 @@ class Capture:
         and run outside of it where that is possible.
         """
         may_be_apart = self.sharding is None and can_leave_vmap() and not self.is_compiled
+        whole_samples = self.sharding is None or self.sharding.tensor_group is None
+        may_be_inner = whole_samples and not self.is_compiled
         self.handles: list[LayerState] = []
         self._copied: dict[Parameter, tuple[nn.Module, str]] = {}
         covered: set[nn.Module] = set()
@@ -140,13 +145,17 @@ class Capture:
                 kind = "child"
             else:
                 continue
+            inner = None
+            if kind == "vectorized" and may_be_inner and module not in self._unfit:
+                inner = None if module in self._widened else inner_layer(module)
+                kind = kind if inner is None else inner.kind
             is_apart = kind == "vectorized" and may_be_apart and self._can_be_apart(module)
             if is_apart:
                 inside.update(child for child in module.modules() if child is not module)
                 called.update(c for c in called_by(module) if any(True for _ in c.parameters()))
             elif kind in ("vectorized", "attention"):
                 covered.update(module.modules())
-            self._replace_forward(plain_name(name), kind, module, is_apart, module in inside)
+            self._replace_forward(plain_name(name), kind, module, is_apart, module in inside, inner)
         self.arithmetic = Arithmetic(
             (plain_name(name), module)
             for name, module in self.network.named_modules()
@@ -157,14 +166,23 @@ class Capture:
         return module not in self._whole and can_be_apart(module)
 
     def _replace_forward(
-        self, name: str, kind: str, module: nn.Module, is_apart: bool, is_inside: bool
+        self,
+        name: str,
+        kind: str,
+        module: nn.Module,
+        is_apart: bool,
+        is_inside: bool,
+        inner: Inner | None,
     ) -> None:
         takes_all = kind in ("vectorized", "attention") and not is_apart
         read = self._widened.get(module, ())
         names = trainable_names(module, takes_all, is_apart, read, kind == "vectorized")
         handle = LayerState(name, kind, module, names)
         handle.children_apart = is_apart
-        run = children.leaves_vmap(FORWARDS[kind]) if is_inside else FORWARDS[kind]
+        run = FORWARDS[kind] if inner is None else inner_call.arithmetic_of(FORWARDS[kind], inner)
+        run = children.leaves_vmap(run) if is_inside else run
+        if inner is not None:
+            handle.inner, handle.inner_forward, run = inner, run, inner_call.forward
         bound: Any = types.MethodType(run, module)
         if isinstance(module, nn.EmbeddingBag):
             bound = without_repr(bound)
@@ -206,7 +224,8 @@ class Capture:
         All layers get a new state.
         """
         modules = [m for m in self.network.modules() if vars(m).get("_private") in handles]
-        self._whole.update(modules)
+        self._unfit.update(m for m in modules if vars(m)["_private"].inner is not None)
+        self._whole.update(m for m in modules if vars(m)["_private"].inner is None)
         self._uninstall()
         self._install()
         for handle in self.handles:
@@ -309,6 +328,11 @@ class Capture:
         return [handle for handle in self.handles if handle.children_apart]
 
     @property
+    def inner(self) -> list[LayerState]:
+        """Returns subclasses of layers, of which the layer's call alone is captured."""
+        return [handle for handle in self.handles if handle.inner is not None]
+
+    @property
     def is_compiled(self) -> bool:
         """Returns whether any part of the network is."""
         return any_compiled(self.network)
@@ -364,6 +388,11 @@ class Capture:
                     stack.callback(hook.remove)
                 if "_private" in module.__dict__:
                     enter = before if after is None else entered
+                    handle = module._private
+                    if handle.inner is not None:
+                        stack.callback(setattr, handle, "around", handle.around)
+                        handle.around = (enter, None if after is None else left)
+                        continue
                     hook = module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
                     stack.callback(hook.remove)
                     if after is not None:

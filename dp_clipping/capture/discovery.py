@@ -224,6 +224,8 @@ class LayoutDiscovery:
             if self._search.packs and more is not again:
                 self._search.forget()
                 return self._unfit([few, again, few, again])
+            if capture.inner:
+                return capture.inner
             if isinstance(error, NeedsVmap) or not capture.apart:
                 raise
             return capture.apart

@@ -11,6 +11,7 @@ from dp_clipping.layers import convolution, group_norm, linear, norm
 from dp_clipping.layers.attention import module as attention
 from dp_clipping.layers.embedding import bag
 from dp_clipping.layers.embedding import module as embedding
+from dp_clipping.layers.inner_call import Inner, inner_of
 from dp_clipping.layers.recurrent import kinds as recurrent_kinds
 from dp_clipping.layers.recurrent import module as recurrent
 from dp_clipping.layers.vmap import children
@@ -79,6 +80,18 @@ def kind_of(module: nn.Module) -> str:
     if plain.__name__ == "Conv1D" and plain.__module__ == "transformers.pytorch_utils":
         return "conv1d"
     return "vectorized"
+
+
+def inner_layer(module: nn.Module) -> Inner | None:
+    """Returns the layer whose call in a subclass's own forward may be captured; None: no such.
+
+    Its weight and bias are its own parameters, and no method of the module itself was replaced.
+    """
+    names = {name for name, _ in module.named_parameters(recurse=False)}
+    is_parametrized = nn.utils.parametrize.is_parametrized(module)
+    if "weight" not in names or names - {"weight", "bias"} or is_parametrized:
+        return None
+    return None if replaced_methods(module) else inner_of(plain_type(module))
 
 
 def replaced_methods(module: nn.Module) -> set[str]:

@@ -39,6 +39,7 @@ def unfit_modules(capture: CapturedNetwork, arguments: tuple, batch_size: int) -
     found: list[LayerState] = [
         m._private for m in attentions if not fits(m.batch_first, m._private.layouts)
     ]
+    found += [handle for handle in capture.inner if handle.is_misfit]
     if not capture.apart:
         return found
     args, kwargs = arguments

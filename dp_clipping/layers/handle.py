@@ -73,6 +73,10 @@ class LayerState:
         children_apart: it runs under vmap, and its child layers outside of it (`vmap.children`).
         is_inside: code of such a module calls it now, in a plain forward.
         trial: takes a call of a module under vmap in a plain forward that tries it; or None.
+        inner: the layer that its class is derived from, if that is what is captured (`inner_call`);
+            `inner_forward` runs it.
+        around: what looks at calls of it now, before and after, where it is such.
+        is_misfit: it is such, and has computed with its parameters otherwise.
         trainable: names of the parameters it captures, relative to the module.
         has_last: of a bag: its offsets end with the number of ids.
         own_forward: what the module had in the place of its class's forward; None: nothing.
@@ -100,6 +104,10 @@ class LayerState:
         self.joined: frozenset[str] = frozenset()
         self.children_apart = self.is_inside = False
         self.trial: Callable[..., Any] | None = None
+        self.inner: Any = None
+        self.inner_forward: Callable[..., Any] | None = None
+        self.around: tuple[Callable[..., Any], Callable[..., Any] | None] | None = None
+        self.is_misfit = False
 
     @property
     def learns_outputs(self) -> bool:
