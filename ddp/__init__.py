@@ -46,7 +46,7 @@ IMPLEMENTATIONS: dict[str, type[nn.Module]] = {
 
 
 def wrap(name: str, module: nn.Module, **options: Any) -> nn.Module:
-    """Make `module` data parallel.
+    """Makes `module` data parallel.
 
     Args:
         name: a key of `IMPLEMENTATIONS`, or `path/to/file.py:ClassName`.
@@ -70,7 +70,7 @@ def wrap(name: str, module: nn.Module, **options: Any) -> nn.Module:
 
 
 def implementation(name: str) -> type[nn.Module]:
-    """The class behind a name or behind `path/to/file.py:ClassName`.
+    """Returns the class behind a name or behind `path/to/file.py:ClassName`.
 
     Raises:
         ValueError: if there is no such variant, file or class, or the class lacks

@@ -78,7 +78,7 @@ def one_bucket_each(gradients: Sequence[Gradient], order: Sequence[int]) -> list
 def plan_buckets(
     gradients: Sequence[Gradient], order: Sequence[int], bucket_bytes: float | None = inf
 ) -> list[Bucket]:
-    """Cut `order` into buckets of at most `bucket_bytes`, small ones last.
+    """Cuts `order` into buckets of at most `bucket_bytes`, small ones last.
 
     A gradient larger than a bucket has one of its own. The buckets are returned in the order in
     which they become complete when gradients become ready in `order`: that is the order in which

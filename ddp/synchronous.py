@@ -52,4 +52,4 @@ class SynchronousDDP(DataParallel):
             gradient.div_(self.world_size)
 
     def wait(self, bucket: Bucket, handle: None) -> None:
-        """Nothing is under way: each launch returned when its values were there."""
+        """Does nothing: each launch returned when its values were there."""

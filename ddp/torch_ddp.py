@@ -167,7 +167,7 @@ class TorchDDP(Copyable, DistributedDataParallel):
 
     @property
     def gradient_dtype(self) -> torch.dtype | None:
-        """As for the other variants, for `gradient_ready` only: PyTorch's reducer refuses it."""
+        """The dtype for `gradient_ready`, as in other variants; PyTorch's reducer refuses it."""
         return self._by_hand[0].gradient_dtype
 
     @gradient_dtype.setter

@@ -81,7 +81,7 @@ def refuse(settings: Any, ranks: Any) -> None:
 
 @contextmanager
 def capturing(graph: Any) -> Iterator[None]:
-    """Records in `graph` what the block would launch.
+    """A context that records in `graph` what its block would launch.
 
     Raises RuntimeError where the block waits for the device, before it does: a capture that the
     wait itself ends leaves PyTorch's allocator and generators as they are during a capture.

@@ -405,7 +405,7 @@ class PrivateModel(nn.Module):
             self.module.finish_gradient_synchronization()
 
     def clear_gradients(self) -> None:
-        """`zero_grad`: gradients are dropped, and may be float32 again."""
+        """Drops gradients, as `zero_grad` does; they may be float32 again."""
         self.passes.drop()
 
     # ---- what these are made of -----------------------------------------------------------------
@@ -443,7 +443,7 @@ class PrivateModel(nn.Module):
 
 
 def _load_plain_names(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Lets a module that holds a private model load the network's own names; see `nn.Module`."""
+    """A load hook: a module that holds a private model can load the network's own names."""
     inner = f"{prefix}module." + ("module." if model.module is not model.network else "")
     own = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
     of_network = {key.removeprefix(prefix): value for key, value in own.items()}

@@ -306,7 +306,7 @@ class PrivateOptimizer(Optimizer):
             )
 
     def _guard(self, optimizer: Optimizer) -> None:
-        """A step of any other optimizer over the parameters would apply sums without noise."""
+        """Refuses a step of another optimizer, which would apply sums without noise."""
         me = weakref.ref(self)
 
         def refuse(other: Optimizer, *_: Any) -> None:

@@ -366,7 +366,7 @@ def current_vmap() -> Vmap | None:
 
 @contextmanager
 def outside_of_vmap() -> Iterator[None]:
-    """Inside, the vmap that runs now does not."""
+    """A context in which the vmap that runs now has no effect."""
     functorch = torch._C._functorch
     layer = functorch.pop_dynamic_layer_stack()
     try:
@@ -389,7 +389,7 @@ class Intercepted:
 
 
 def intercept_calls(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Lets `module(..)` be `call(..)`, hooks and compiled code of the module included."""
+    """Redirects `module(..)` to `call(..)`, hooks and compiled code of the module included."""
     if not hasattr(type(module), "_compiled_call_impl"):
         raise _missing("nn.Module._compiled_call_impl")
     module._compiled_call_impl = Intercepted(call, module._compiled_call_impl)  # type: ignore[assignment]
@@ -402,7 +402,7 @@ def call_intercepted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def stop_intercepting(module: nn.Module) -> None:
-    """Lets calls reach the module again, if `intercept_calls` was called and nothing after it."""
+    """Undoes `intercept_calls`, if nothing has replaced it since."""
     if isinstance(found := vars(module).get("_compiled_call_impl"), Intercepted):
         if found.compiled is None:
             del module.__dict__["_compiled_call_impl"]
@@ -455,7 +455,7 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def any_size() -> AbstractContextManager:
-    """Lets graphs compiled inside for a second batch size, or number of tokens, serve all others.
+    """A context in which graphs compiled for a second batch size, or token count, serve all others.
 
     Without these settings torch takes numbers and tensors that it finds at a module, as a step's
     slots, to be constants, and a Poisson batch is seldom as large as the last one. A torch that
@@ -471,7 +471,7 @@ def any_size() -> AbstractContextManager:
 
 @contextmanager
 def reusable_backwards() -> Iterator[None]:
-    """Lets backwards of graphs compiled inside run twice: they do not write over their inputs.
+    """A context whose compiled graphs can run backward twice: they keep their inputs.
 
     The cache on disk does not know the first setting: it would hand out a backward that was
     compiled for one use, silently wrong in the second.
@@ -611,7 +611,7 @@ def fsdp1_stand_ins(handle: Any) -> list[Any]:
 
 
 def fsdp1_gather_in_backward(handle: Any) -> None:
-    """Lets the next backward gather, also if it is the second one of a forward."""
+    """Makes the next backward gather, also if it is the second one of a forward."""
     handle._needs_pre_backward_unshard = True
 
 

@@ -17,7 +17,7 @@ BLOCK = 4096
 
 
 def combine_plain(mine: Tensor, pulled: Tensor, scale: float) -> None:
-    """`mine ← scale · (mine + Σ pulled)`, accumulated in float32 or wider, in place.
+    """Computes `mine ← scale · (mine + Σ pulled)`, accumulated in float32 or wider, in place.
 
     Args:
         mine: [n], any floating dtype, contiguous.
@@ -30,7 +30,7 @@ def combine_plain(mine: Tensor, pulled: Tensor, scale: float) -> None:
 
 
 def combine(mine: Tensor, pulled: Tensor, scale: float) -> None:
-    """`combine_plain`, in one pass over memory on a GPU."""
+    """Computes `combine_plain` in one pass over memory on a GPU."""
     if triton is None or not mine.is_cuda:
         combine_plain(mine, pulled, scale)
     else:

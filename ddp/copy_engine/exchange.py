@@ -44,7 +44,7 @@ class Exchange:
         self._targets = [part(peer, low, high) for peer in peers]
 
     def run(self, scale: float) -> None:
-        """Queue everything on the current stream; afterwards every rank holds scale · sum."""
+        """Queues everything on the current stream; afterwards every rank holds scale · sum."""
         self._memory.signal()
         self._memory.wait_for_peers()
         for mine, pulled, sources in self._sums:
@@ -58,7 +58,7 @@ class Exchange:
 
 
 def chunk_of(rank: int, numel: int, world_size: int) -> tuple[int, int]:
-    """The half-open range of elements that `rank` reduces; the last ranks' may be empty."""
+    """Returns the half-open range of elements that `rank` reduces; the last ranks' may be empty."""
     step = -(-numel // world_size)
     step = -(-step // 128) * 128  # whole cache lines
     return min(rank * step, numel), min((rank + 1) * step, numel)

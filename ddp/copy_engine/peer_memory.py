@@ -57,7 +57,7 @@ class PeerMemory:
         self._signals = 0
 
     def view(self, rank: int, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """`numel` elements of `rank`'s memory from byte `start` on, to read or to write.
+        """Returns `numel` elements of `rank`'s memory from byte `start` on, to read or to write.
 
         A view of this rank's memory keeps it alive, one of a peer's does not.
         """
@@ -69,7 +69,7 @@ class PeerMemory:
         return self._handle.get_buffer(rank, (numel,), dtype, offset)
 
     def signal(self) -> None:
-        """Tell every peer that what is queued on the current stream so far has been done."""
+        """Tells every peer that what is queued on the current stream so far has been done."""
         self._signals += 1
         stream = torch.cuda.current_stream().cuda_stream
         for peer, flags in enumerate(self._flags):
@@ -77,7 +77,7 @@ class PeerMemory:
                 _check(self._write(stream, flags + 4 * self.rank, self._signals, 0))
 
     def wait_for_peers(self) -> None:
-        """Hold the current stream until every peer has signalled as often as this rank."""
+        """Holds the current stream until every peer has signalled as often as this rank."""
         stream = torch.cuda.current_stream().cuda_stream
         for peer in range(self.world_size):
             if peer != self.rank:
@@ -86,7 +86,7 @@ class PeerMemory:
 
 
 def _stream_memory_operations(device: int) -> tuple[Callable[..., int], Callable[..., int], int]:
-    """The driver's write and its wait, and the flags that a wait needs on this GPU.
+    """Returns the driver's write and its wait, and the flags that a wait needs on this GPU.
 
     A write waits for what is queued before it. A wait is for "at least"; where a GPU might let
     later work overtake a peer's earlier writes, it is told to flush them first.
@@ -107,7 +107,7 @@ def _check(status: int) -> None:
 
 
 def why_not(device: torch.device, group: dist.ProcessGroup) -> str | None:
-    """What is missing ("needs ..."), agreed by all ranks; None if peer memory can be used."""
+    """Returns what is missing ("needs ..."), agreed by all ranks; None if nothing is."""
     answers: list[tuple[str | None, str, int]] = [(None, "", 0)] * dist.get_world_size(group)
     mine = (_own_obstacle(device), socket.gethostname() + _boot_id(), device.index or 0)
     dist.all_gather_object(answers, mine, group=group)

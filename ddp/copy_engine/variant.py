@@ -60,7 +60,7 @@ class CopyEngineDDP(BucketedDDP):
 
     @property
     def bytes_outside_allocator(self) -> int:
-        """Memory of this rank's GPU that `torch.cuda.max_memory_allocated` does not count."""
+        """Returns bytes of the GPU that `torch.cuda.max_memory_allocated` does not count."""
         return 0 if self._memory is None else self._memory.nbytes
 
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
@@ -78,7 +78,7 @@ class CopyEngineDDP(BucketedDDP):
         return buckets
 
     def before_forward(self) -> None:
-        """Nothing to let go of: peers hold the addresses of this memory."""
+        """Frees nothing: peers hold the addresses of this memory."""
 
     def launch(self, bucket: Bucket) -> torch.cuda.Event | None:
         self.fill(bucket)
@@ -118,7 +118,7 @@ class CopyEngineDDP(BucketedDDP):
             self._stream = torch.cuda.Stream(device)
 
     def _close(self) -> None:
-        """Let go of memory that is too small, once nothing that is queued uses it."""
+        """Frees memory that is too small, once no queued work uses it."""
         if self._memory is not None:
             if self._pulled.is_cuda:
                 torch.cuda.synchronize(self._pulled.device)
@@ -133,7 +133,7 @@ class CopyEngineDDP(BucketedDDP):
         return PeerMemory(nbytes, device, self.process_group)
 
     def side_stream(self) -> AbstractContextManager:
-        """Work inside is queued beside the model's, behind what is queued there so far."""
+        """A context whose work goes to a side stream, behind the model's work so far."""
         self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)
 
@@ -141,7 +141,7 @@ class CopyEngineDDP(BucketedDDP):
         return self._stream.record_event()
 
     def _unbind_gradients(self) -> None:
-        """Before the slices move: gradients that live in them get memory of their own."""
+        """Gives gradients memory of their own before their slices move."""
         if self._memory is not None:
             for parameter in self.gradients.parameters:
                 if parameter.grad is not None:

@@ -64,7 +64,7 @@ def give_back(given: dict[Parameter, torch.dtype | None]) -> None:
 
 
 def give_dtype(parameter: Parameter, dtype: torch.dtype | None) -> None:
-    """Lets `parameter.grad` be of `dtype` (None: any), and converts it if there is one."""
+    """Allows `parameter.grad` to be of `dtype` (None: any), and converts an existing one."""
     if parameter.grad_dtype != dtype:
         gradient, parameter.grad = parameter.grad, None
         parameter.grad_dtype = dtype

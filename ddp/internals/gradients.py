@@ -42,7 +42,7 @@ class Reduction:
 
     @property
     def op(self) -> dist.ReduceOp.RedOpType:
-        """The collective's own operation: averaging inside it saves a pass over memory."""
+        """Returns the collective's operation; averaging inside it saves a pass over memory."""
         return dist.ReduceOp.AVG if self.name == "mean" else dist.ReduceOp.SUM
 
     def take_share(self, reduced: Tensor) -> None:
@@ -113,7 +113,7 @@ class Gradients:
         self._take_back_share(i)
 
     def settle(self, i: int) -> None:
-        """After a backward has added to `.grad`: it is this rank's, without the others' part."""
+        """Notes that a backward has added to `.grad`, which holds this rank's part alone."""
         if i in self.stand_ins:  # unused here in an earlier backward, used elsewhere perhaps
             self._take_back_share(i)
             self.parameters[i].grad.add_(self.stand_ins.pop(i))

@@ -8,7 +8,7 @@ from ddp.internals.ownership import activate
 
 
 class ManualGradients:
-    """Lets a caller fill `.grad` itself and say when each is final.
+    """An interface for callers that fill `.grad` themselves and say when each is final.
 
     For each parameter: `before_gradient`, add to `.grad`, `gradient_ready`; after the last one
     `finish_gradient_synchronization`, as in ordinary training.
@@ -34,7 +34,7 @@ class ManualGradients:
         self.before_accumulation(i)
 
     def gradient_ready(self, parameter: Parameter) -> None:
-        """Says that `parameter.grad` is final for this backward and may be reduced.
+        """Announces that `parameter.grad` is final for this backward and may be reduced.
 
         To be called for all parameters before the next forward, which takes what is incomplete for
         a step that failed, and discards it.
@@ -51,7 +51,7 @@ class ManualGradients:
 
     @property
     def reduce(self) -> str:
-        """`"mean"` or `"sum"` over the ranks."""
+        """Returns `"mean"` or `"sum"`, the reduction over ranks."""
         return self.reduction.name
 
     @reduce.setter
@@ -60,7 +60,7 @@ class ManualGradients:
 
     @property
     def gradient_dtype(self) -> torch.dtype | None:
-        """The least dtype of a `.grad` and of its collective; None: the parameter's `grad_dtype`.
+        """The smallest dtype of `.grad` and its collective; None: the parameter's `grad_dtype`.
 
         With `torch.float32`, gradients of 16-bit parameters are float32, others stay as they are.
         Set it between steps, on all ranks; gradients that exist are converted. Whoever replaces a

@@ -35,7 +35,7 @@ _wrappers: weakref.WeakSet[Owner] = weakref.WeakSet()  # all that are alive
 
 
 def shared_with_another(module: nn.Module) -> str | None:
-    """Says which trainable parameter of `module` a wrapper of another network reduces, if any."""
+    """Returns a complaint if a wrapper of another network reduces a parameter, else None."""
     if (complaint := _shared(module)) is not None:
         gc.collect()  # a wrapper that nothing refers to any more does not count
         complaint = _shared(module)

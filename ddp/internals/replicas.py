@@ -93,7 +93,7 @@ class Replicas:
         return [part.view(t.shape) for t, part in zip(message, parts, strict=True)]
 
     def _places_of_buffers(self) -> dict[int, tuple[Tensor, list[tuple[nn.Module, str]]]]:
-        """Each buffer once, and where in the network it is."""
+        """Returns each buffer once, and where in the network it is."""
         places: dict[int, tuple[Tensor, list]] = {}
         for owner in self._module.modules():
             for name, buffer in own_buffers(owner).items():

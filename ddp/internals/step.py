@@ -118,14 +118,14 @@ class Step:
             self._reached |= {index[p] for p in parameters_reached_by(output) if p in index}
 
     def _raise_if_changed(self, discard_in: Variant | None = None) -> None:
-        """An optimizer has stepped with gradients that were not reduced."""
+        """Raises if an optimizer has stepped with gradients that were not reduced."""
         if not self.backward.running and (complaint := self._watch.complaint()):
             if discard_in is not None:
                 self.discard(discard_in)
             raise RuntimeError(complaint)
 
     def _complete_rounds(self, variant: Variant) -> None:
-        """All ranks must have issued the same collectives before the buffers' broadcast."""
+        """Issues the collectives that other ranks have issued, before buffers are broadcast."""
         if variant.find_unused_parameters and not self._by_hand:
             # Others may have launched what this rank has not even begun.
             if self.unfinished and self._missing() and variant.launches_in_backward:

@@ -55,7 +55,7 @@ class Watch:
         _watches.add(self)
 
     def accumulation_begins(self, parameter: Parameter) -> None:
-        """The gradient is about to be added; hooks of the user come next."""
+        """Notes that the gradient is about to be added, before hooks of the user."""
         self._accumulating[parameter] = version_of(parameter)
 
     def raise_if_changed_by_hook(self, parameter: Parameter) -> None:
@@ -67,7 +67,7 @@ class Watch:
         self._versions[parameter] = version_of(parameter)
 
     def call(self, module: Callable, args: tuple, kwargs: dict) -> Any:
-        """`module(*args, **kwargs)`, which may write to parameters, as Embedding(max_norm=1)."""
+        """Calls the module, which may write to parameters, as Embedding(max_norm=1) does."""
         unchanged = self.complaint() is None
         output = module(*args, **kwargs)
         if unchanged:
@@ -75,7 +75,7 @@ class Watch:
         return output
 
     def accept_changes(self) -> None:
-        """What has changed so far was meant: a forward's own doing, or a loaded checkpoint."""
+        """Accepts the changes so far: of the forward itself, or of a loaded checkpoint."""
         for parameter in self._versions:
             self._versions[parameter] = version_of(parameter)
 
@@ -98,7 +98,7 @@ class Watch:
         return None
 
     def raise_if_replaced(self, module: nn.Module) -> None:
-        """Plain tensors pass: `torch.func.functional_call` puts them in for the call."""
+        """Raises if a parameter was replaced, but not by `torch.func.functional_call`."""
         for owner in module.modules():
             for name, p in own_parameters(owner).items():
                 if p is None or not p.requires_grad or not isinstance(p, Parameter):

@@ -305,5 +305,5 @@ def given_schedulers(noise_scheduler: Any, grad_clip_scheduler: Any) -> dict[str
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """Returns the state without the functions of Lambda schedulers, which a load leaves alone."""
+    """Returns the state without the functions of Lambda schedulers, which a load keeps."""
     return {k: plain(v) for k, v in scheduler.state_dict().items() if not callable(v)}

@@ -85,7 +85,7 @@ class FlatSharding(Sharding):
         return hooks
 
     def stands_for(self, now: Tensor | None, before: Parameter) -> bool:
-        """FSDP1 makes views of what it has gathered, at any time."""
+        """Returns whether there is a tensor: FSDP1 replaces parameters by views at any time."""
         return now is not None
 
     def recover(self) -> bool:
@@ -260,7 +260,7 @@ def _refuse(module: nn.Module, units: list[FSDP]) -> None:
 
 @contextmanager
 def _gathering_again(root: FSDP) -> Iterator[None]:
-    """Around a backward, which may be the second of a forward.
+    """A context for a backward, which may be the second of a forward.
 
     FSDP1 gathers for the first one only, and forgets what stands for the parameters of a unit that
     is all frozen. What it leaves to the end of a flat parameter's gradient, of which there is none,
@@ -289,7 +289,7 @@ def _shard_again(root: FSDP) -> None:
 
 
 def _free(unit: FSDP) -> None:
-    """Gathered parameters of a unit go, shards take their place: FSDP1's own end of a backward."""
+    """Frees the gathered parameters of a unit, as FSDP1 does at the end of a backward."""
     for _, handle in _handles(unit, recurse=False):
         if handle.uses_sharded_strategy:
             fsdp1_free(unit, handle)

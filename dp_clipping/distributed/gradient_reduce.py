@@ -91,7 +91,7 @@ class ShardedSums:
                 self._written[parameter] = awaited, _versions(awaited)
 
     def settle(self) -> None:
-        """Lets `.grad` be changed: noise is in it."""
+        """Allows changes of `.grad`: noise has been added."""
         self._written.clear()
 
     def accumulate(self, parameter: Parameter, total: Tensor) -> None:
@@ -283,7 +283,7 @@ def _versions(gradient: Tensor) -> tuple[int, int]:
 
 
 def _pieces(x: Tensor, count: int, dim: int) -> list[Tensor]:
-    """Returns `torch.chunk`, with the empty pieces at the end that it leaves out."""
+    """Returns `torch.chunk`, with the empty pieces at the end that torch omits."""
     found = list(x.chunk(count, dim))
     empty = x.narrow(dim, 0, 0)
     return found + [empty] * (count - len(found))

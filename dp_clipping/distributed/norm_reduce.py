@@ -136,7 +136,7 @@ class NormReducer:
         table: Callable[[Sequence[Hashable]], Tensor],
         every: int = PARAMETERS_PER_PARTIAL_SUM,
     ) -> "Layerwise":
-        """Partial sums of one backward: see `Layerwise`."""
+        """Returns the partial sums of one backward: see `Layerwise`."""
         return Layerwise(self, order, table, every)
 
     # ---- the global view: over all ranks --------------------------------------------------------
@@ -164,7 +164,7 @@ class Axis:
 
     @property
     def ranks(self) -> set[int]:
-        """Global ranks of the members, as far as there are others."""
+        """Returns the global ranks of the members, if there are others."""
         return set() if self.size == 1 else set(dist.get_process_group_ranks(self.group))
 
     def sum(self, table: Tensor, what: str, mode: str, operation: Any = None) -> "PendingReduce":

@@ -87,7 +87,7 @@ class Sharding:
 
     @property
     def leaves_gradients(self) -> bool:
-        """Returns whether a forward leaves `.grad` as it is."""
+        """Returns whether a forward keeps `.grad` unchanged."""
         return True
 
     @cached_property

@@ -186,7 +186,7 @@ class Factors:
 
     @property
     def is_wide(self) -> bool:
-        """Whether matrix units form it."""
+        """Returns whether matrix units form the gradient."""
         return self._has_kernels and not self._is_narrow
 
     @property
@@ -276,6 +276,6 @@ class KernelFactors:
 
 
 def _in_three_dimensions(x: Tensor) -> Tensor:
-    """[N, C, ..] -> [N, C, D, H, W]."""
+    """Returns [N, C, ..] as [N, C, D, H, W]."""
     missing = 5 - x.dim()
     return x.reshape(*x.shape[:2], *[1] * missing, *x.shape[2:])

@@ -29,7 +29,7 @@ OF_BATCH = "num_items_in_batch"
 
 
 class LossInNetwork:
-    """Lets a network that is given labels return losses [B].
+    """Makes a network that is given labels return losses [B].
 
     Args:
         network: without a data-parallel wrapper.
@@ -46,7 +46,7 @@ class LossInNetwork:
 
     @contextmanager
     def per_sample(self, kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Inside, a forward with these arguments returns losses [B], if any."""
+        """A context in which a forward with these arguments returns losses [B], if any."""
         self._count = 0
         if not (self._batch_first and _has_labels(kwargs)):
             yield
@@ -85,7 +85,7 @@ class LossInNetwork:
 
     @contextmanager
     def _exchanged(self, owner: Any) -> Iterator[None]:
-        """Inside, the loss function of a Hugging Face model returns [B]."""
+        """A context in which the loss function of a Hugging Face model returns [B]."""
         own, loss_function = vars(owner).get("_loss_function"), owner.loss_function
 
         def per_sample(*args: Any, **kwargs: Any) -> Any:

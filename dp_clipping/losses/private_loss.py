@@ -25,7 +25,7 @@ class PrivateLoss:
 
     @property
     def loss_per_sample(self) -> Tensor:
-        """[B]. Not covered by ε."""
+        """The losses [B]. Not covered by ε."""
         if self._session is None:
             return self._losses
         self.model.refuse_in_release("the loss in training")

@@ -18,7 +18,7 @@ SIGNATURES = {function: inspect.signature(function) for function in FUNCTIONS}
 
 
 class PerSampleReductions(TorchFunctionMode):
-    """Inside, losses of `torch.nn.functional` that have a mean or a sum return one value a sample.
+    """A context in which losses of `torch.nn.functional` return one value per sample.
 
     The mean is over a sample's own entries: of `cross_entropy` over its targets that are not
     `ignore_index`, weighted by the weights of their classes if there are some; 0 without any.

@@ -196,7 +196,7 @@ def _chunks_of_run(
 
 
 def _box_muller(words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """Four normals a counter, [4n] float32, those of one counter next to each other.
+    """Returns four normals per counter, [4n] float32, those of one counter next to each other.
 
     The uniform number under the logarithm is (w + ½)/2³² in (0, 1], the angle w read as a signed
     integer times π/2³¹ in [−π, π). It is float64: rounding it to float32 would move it by up to

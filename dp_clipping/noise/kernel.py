@@ -99,7 +99,7 @@ class StreamTable:
         return self._words[start : len(self._rows)]
 
     def write(self, streams: Sequence[Stream]) -> None:
-        """Lets launches that come read these; copied in the order of the device's work."""
+        """Sets what later launches read; copied in the order of the device's work."""
         rows = [[*addresses, *_words_in_row(streams[n])] for n, addresses in self._rows]
         if rows:
             words = torch.tensor(rows, dtype=torch.int64, pin_memory=self._words.is_cuda)
@@ -180,13 +180,13 @@ def add_noise_to_parts_kernel_launch(
 
 
 def _is_aligned(run: Span) -> bool:
-    """Whether every row begins with a counter, and every row but the last ends with one."""
+    """Returns whether every row begins with a counter, and every row but the last ends with one."""
     lengths = (run.length, run.stride) if run.count > 1 else ()
     return not any(n % 4 for n in (run.offset, *lengths))
 
 
 def _within_reach(place: Place) -> Place:
-    """The same place, in runs of rows that 32 bits count."""
+    """Returns the same place, in runs of rows that 32 bits count."""
     if all(run.length <= LONGEST for run in place):
         return place
     return tuple(
@@ -205,7 +205,7 @@ def _within_reach(place: Place) -> Place:
 
 @kept_on_device(maxsize=8)
 def _pieces(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Which tensor and which piece of it each program generates noise for: [programs, 2] int64."""
+    """Returns which piece of which tensor each program serves: [programs, 2] int64."""
     counts = [-(-n // (4 * BLOCK * LOOPS)) for n in sizes]
     pairs = [
         torch.stack((torch.full((c,), i), torch.arange(c)), dim=1) for i, c in enumerate(counts)
@@ -300,7 +300,7 @@ if triton is not None:
 
     @triton.jit
     def _normals_of(w0, w1, w2, w3, BLOCK: tl.constexpr):
-        """Four values a counter, z0 z1 z2 z3 of one next to each other: [4·BLOCK]."""
+        """Four values per counter, z0 z1 z2 z3 of one next to each other: [4·BLOCK]."""
         z0, z1 = _normals(w0, w1)
         z2, z3 = _normals(w2, w3)
         return tl.join(tl.join(z0, z2), tl.join(z1, z3)).reshape(4 * BLOCK)

@@ -72,7 +72,7 @@ def is_on() -> bool:
 
 
 def switch_on() -> None:
-    """For models that this process makes from now on, and processes that it starts."""
+    """Turns profiling on for models made from now on, here and in processes started from here."""
     os.environ[SWITCH] = "1"
 
 
@@ -91,7 +91,7 @@ def profile_of(device: torch.device, hide_unprotected: bool, alone: bool) -> Pro
 
 
 def ranged(name: str) -> Callable:
-    """For a method of an object with `.profile`: a range of it; where that is None, nothing.
+    """Decorates a method of an object with `.profile`: times it as a range, unless that is None.
 
     Traces are not labelled: those who call the method do it, with the switch on or off.
     """
@@ -132,7 +132,7 @@ class Profile:
     # ---- what a step calls ----------------------------------------------------------------------
 
     def range(self, name: str, is_labelled: bool = True) -> AbstractContextManager:
-        """To be entered: what runs in it is timed, and labelled in a profiler's trace."""
+        """Returns a context whose time is taken, and which has a label in a profiler's trace."""
         if not self.is_on or (self.alone and name in TRAVEL):
             return NOTHING
         return _Span(self, name, is_labelled)
@@ -145,7 +145,7 @@ class Profile:
             self._norms.append(found | {"after": after})
 
     def abandon(self) -> None:
-        """The step has failed, or its sums are dropped: it is no step."""
+        """Drops the step that is under way: it has failed, or its sums are dropped."""
         self._spans, self._inner, self._norms = [], [], []
 
     def _close_step(self) -> None:
@@ -167,12 +167,12 @@ class Profile:
         return self._steps
 
     def forget(self) -> None:
-        """Drop finished steps, a warm-up say."""
+        """Drops finished steps, for example of a warm-up."""
         self._unread.clear()
         self._steps.clear()
 
     def data(self) -> dict[str, Any]:
-        """For JSON: `ranges` with medians over steps, `norms` of the last one; see `steps`."""
+        """Returns `ranges` with medians over steps, and `norms` of the last one; see `steps`."""
         steps = self.steps()
         return {
             "covered_by_epsilon": False,
@@ -183,7 +183,7 @@ class Profile:
         }
 
     def median(self) -> dict[str, dict[str, float]]:
-        """Range -> medians of ms, own_ms and calls over the steps that have it."""
+        """Returns range -> medians of ms, own_ms and calls over the steps that have it."""
         found: dict[str, list[dict[str, float]]] = {}
         for step in self.steps():
             for name, times in step["ranges"].items():

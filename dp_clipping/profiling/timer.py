@@ -32,7 +32,7 @@ class Timer:
         self._names = names
 
     def phase(self, name: str) -> AbstractContextManager:
-        """A phase of a step."""
+        """Returns a context for a phase of a step."""
         return record_function(name)
 
     def part(self, name: str) -> AbstractContextManager:
@@ -51,7 +51,7 @@ class Timer:
         """Squared norms [K, B] of a backward; `own`: of this rank's parts, None if it has all."""
 
     def abandon(self) -> None:
-        """The step has failed, or its sums are dropped."""
+        """Drops the step that is under way: it has failed, or its sums are dropped."""
 
     def _label(self, what: str, parameters: tuple[Parameter, ...]) -> str:
         return f"{what}/{'+'.join(self._names[p] for p in parameters)}"

@@ -302,7 +302,7 @@ def _check_loader(loader: DataLoader, world_size: int) -> None:
 
 
 def _visits_all(sampler: Any, loader: DataLoader, world_size: int) -> bool:
-    """Returns whether one epoch of all data-parallel ranks has each index of the dataset once.
+    """Returns whether an epoch of all data-parallel ranks has each index exactly once.
 
     Told from what torch's own samplers are. Any other is asked for an epoch, whose order nothing
     uses; it may leave out less than a batch with `drop_last`.

@@ -128,7 +128,7 @@ class MicrobatchSampler(Sampler[list[int]]):
 
 @dataclass(eq=False)
 class Position:
-    """Where an iteration is: number of its batch, sizes of the microbatches yet to come."""
+    """The position of an iteration: number of its batch, sizes of the remaining microbatches."""
 
     number: int
     left: deque[int] = field(default_factory=deque)

@@ -140,7 +140,7 @@ class PoissonSampler(Sampler[list[int]]):
         self._key = key
 
     def seek(self, batches: range) -> None:
-        """Lets the next iteration yield these batches, and later ones those after them."""
+        """Moves to these batches: the next iteration yields them, later ones those after them."""
         self._iteration = None
         self.step = batches.start
         self._next_steps = len(batches)

@@ -209,7 +209,7 @@ class StepState:
         self.microbatches.end()
 
     def begin_batch(self, number: int, in_training: bool) -> None:
-        """Begins a new Poisson batch, which the loader is about to hand over."""
+        """Begins a new Poisson batch, which the loader is about to yield."""
         if self.is_open or (self.usage.is_unused and in_training):
             raise RuntimeError(
                 f"Poisson batch {number} of the loader begins before optimizer.step() has used "

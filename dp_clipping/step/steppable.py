@@ -14,7 +14,7 @@ from dp_clipping.step.state import StepState
 
 
 class Steppable(Protocol):
-    """A model whose backward leaves clipped sums; see `PrivateModel` for each of these.
+    """A model whose backward forms clipped sums; see `PrivateModel` for each of these.
 
     Attributes:
         policy: how the mode works; None in mode `no_dp`.

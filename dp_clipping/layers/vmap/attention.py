@@ -16,7 +16,7 @@ from dp_clipping.torch_compat import Vmap, current_vmap, outside_of_vmap
 
 
 class BatchedAttention(TorchFunctionMode):
-    """Inside, `F.scaled_dot_product_attention` under vmap computes what it does without."""
+    """A context: under vmap `F.scaled_dot_product_attention` computes what it does without."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}

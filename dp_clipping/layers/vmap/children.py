@@ -27,7 +27,7 @@ Forward = Callable[..., Any]
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A child's own forward; layers in it that are captured have theirs."""
+    """Runs a child's own forward; captured layers in it run theirs."""
     return type(self).forward(self, *args, **kwargs)
 
 

@@ -144,7 +144,7 @@ def _join(y: Tensor, layout: Layout) -> Tensor:
 
 
 def _uncovered(module: nn.Module, handle: LayerState) -> AbstractContextManager:
-    """Inside, `functional_call` can put copies in the place of parameters that ranks share."""
+    """A context in which `functional_call` can replace parameters that ranks share."""
     step = handle.private_step
     shares = step is not None and step.shards_parameters
     return _without_covers(module) if shares else nullcontext()
