@@ -110,6 +110,20 @@ def fused_rms_norm_backward() -> Callable[..., tuple[Tensor, Tensor]] | None:
     return getattr(torch.ops.aten, "_fused_rms_norm_backward", None)
 
 
+def fused_lstm_cell() -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+    """Returns `aten._thnn_fused_lstm_cell`, which runs on CUDA only, None without it.
+
+    It maps gates' shares of input and state [N, 4H] and the cell state to (h, c, workspace), as
+    `nn.LSTMCell` calls it.
+    """
+    return getattr(torch.ops.aten, "_thnn_fused_lstm_cell", None)
+
+
+def fused_gru_cell() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Returns `aten._thnn_fused_gru_cell` (i [N, 3H], k, h) -> (h, workspace), likewise."""
+    return getattr(torch.ops.aten, "_thnn_fused_gru_cell", None)
+
+
 def is_dtype_cast(operator: Any) -> bool:
     """Returns whether a dispatched operator is `aten._to_copy`, which `x.to(dtype)` calls.
 

@@ -120,9 +120,9 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
             return "computes something else than nn.LSTM, nn.GRU or nn.RNN, on their kernels", (
                 "use one of those, without parametrizations, or freeze it"
             )
-        if isinstance(module, nn.LSTMCell):
-            return "has no per-sample gradients, as its kernels have no rule for torch.vmap", (
-                "use nn.LSTM, or opacus.layers.DPLSTMCell in its place, or freeze it"
+        if isinstance(module, nn.LSTMCell) and not recurrent_kinds.is_plain_cell(module):
+            return "computes something else than nn.LSTMCell, on kernels without rules for vmap", (
+                "use that, without parametrizations, or freeze it"
             )
     for hook in forward_pre_hooks(module):
         if isinstance(hook, WeightNorm):

@@ -12,6 +12,7 @@ from dp_clipping.layers.attention import module as attention
 from dp_clipping.layers.embedding import bag
 from dp_clipping.layers.embedding import module as embedding
 from dp_clipping.layers.inner_call import Inner, inner_of
+from dp_clipping.layers.recurrent import cells
 from dp_clipping.layers.recurrent import kinds as recurrent_kinds
 from dp_clipping.layers.recurrent import module as recurrent
 from dp_clipping.layers.vmap import children
@@ -28,6 +29,7 @@ FORWARDS = {
     "llama_rms_norm": norm.forward,
     "layer_norm": norm.forward,
     "recurrent": recurrent.forward,
+    "cell": cells.forward,
     "attention": attention.forward,
     "vectorized": vectorized.forward,
     "child": children.forward,
@@ -46,6 +48,8 @@ def kind_of(module: nn.Module) -> str:
     names = {name for name, _ in module.named_parameters(recurse=False)}
     if recurrent_kinds.is_plain(module) and not replaced_methods(module):
         return "recurrent"
+    if recurrent_kinds.is_plain_cell(module) and not replaced_methods(module):
+        return "cell"
     if attention.is_plain(module, plain_type(module)) and not replaced_methods(module):
         return "attention"
     is_parametrized = nn.utils.parametrize.is_parametrized(module)

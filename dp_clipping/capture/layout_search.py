@@ -41,7 +41,8 @@ NETWORK = "\0"  # no module has this name: the network's outputs
 OF_SOME_NUMBERS = ("bernoulli", "bernoulli_", "multinomial", "binary_cross_entropy", "poisson",
                    "binomial")  # fmt: skip
 
-LINEAR = {"linear", "conv1d", "attention", "recurrent"}  # kinds whose weights are linear layers'
+# Kinds whose weights are those of linear layers.
+LINEAR = {"linear", "conv1d", "attention", "recurrent", "cell"}
 
 
 class Search:

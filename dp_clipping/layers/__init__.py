@@ -7,7 +7,7 @@ Files:
     batch_layout          where the samples are in a tensor
     linear, convolution, norm, group_norm    layers with arithmetic of their own
     embedding/            nn.Embedding and nn.EmbeddingBag
-    recurrent/            LSTM, GRU and RNN
+    recurrent/            LSTM, GRU and RNN, and their cells
     attention/            nn.MultiheadAttention
     projection            a linear layer, or one that is part of another layer
     linear_factors        norms and sums of a linear layer from its inputs and output gradients

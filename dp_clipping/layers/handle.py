@@ -112,7 +112,7 @@ class LayerState:
     @property
     def learns_outputs(self) -> bool:
         """Returns whether `output_layouts` are looked for: else samples stay where they were."""
-        return self.kind in ("vectorized", "child", "recurrent", "attention")
+        return self.kind in ("vectorized", "child", "recurrent", "cell", "attention")
 
     def tensors(self, tree: Any, whole: bool = False) -> list[Tensor]:
         """Returns the tensors of a call, or of what it returns, in which samples are looked for.

@@ -86,6 +86,14 @@ def test_the_fused_rms_norm(monkeypatch):
     assert torch_compat.fused_rms_norm() is torch_compat.fused_rms_norm_backward() is None
 
 
+def test_fused_cells(monkeypatch):
+    for name in ("lstm", "gru"):
+        found = getattr(torch_compat, f"fused_{name}_cell")()  # which CUDA alone has kernels of
+        assert found is getattr(torch.ops.aten, f"_thnn_fused_{name}_cell")
+    monkeypatch.setattr(torch.ops, "aten", SimpleNamespace())
+    assert torch_compat.fused_lstm_cell() is torch_compat.fused_gru_cell() is None
+
+
 def test_dtype_casts(monkeypatch):
     casts = []
 

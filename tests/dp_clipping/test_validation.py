@@ -32,7 +32,10 @@ REFUSED = {
         lambda: parametrizations.weight_norm(nn.LSTM(2, 2), "weight_hh_l0"),
         "without parametrizations",
     ),
-    "lstm cell": (lambda: nn.LSTMCell(2, 2), "DPLSTMCell"),
+    "parametrized lstm cell": (
+        lambda: parametrizations.weight_norm(nn.LSTMCell(2, 2), "weight_hh"),
+        "without parametrizations",
+    ),
     "pruned": (lambda: prune.l1_unstructured(nn.Linear(2, 2), "weight", 0.5), "prune.remove"),
     "spectral norm": (lambda: nn.utils.spectral_norm(nn.Linear(2, 2)), "remove_spectral_norm"),
     "replicas": (lambda: nn.DataParallel(nn.Linear(2, 2)), "ddp.wrap"),
@@ -42,7 +45,10 @@ TAKEN = {
     "group norm": lambda: nn.GroupNorm(1, 2),
     "instance norm": lambda: nn.InstanceNorm1d(2),
     "lstm": lambda: nn.LSTM(2, 2),
-    "frozen lstm cell": lambda: frozen(nn.LSTMCell(2, 2)),
+    "lstm cell": lambda: nn.LSTMCell(2, 2),
+    "frozen lstm cell": lambda: frozen(
+        parametrizations.weight_norm(nn.LSTMCell(2, 2), "weight_hh")
+    ),
     "frozen and sparse": lambda: frozen(nn.Embedding(3, 2, sparse=True)),
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(2, 2)),
 }
@@ -66,8 +72,8 @@ def test_taken(name):
 
 
 def test_all_are_named_at_once():
-    network = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.LSTMCell(2, 2))
-    with pytest.raises(ValueError, match=r"(?s)0 \(BatchNorm1d\).*2 \(LSTMCell\)"):
+    network = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.LazyLinear(2))
+    with pytest.raises(ValueError, match=r"(?s)0 \(BatchNorm1d\).*2 \(LazyLinear\)"):
         check_module(network)
 
 

@@ -681,6 +681,17 @@ def packed(net: Net, ids: Tensor) -> Tensor:
     return net.head(y).sum(1) + net.head(last[:2].transpose(0, 1).flatten(1))
 
 
+def cells(net: Net, x: Tensor) -> Tensor:
+    """A loop over time steps, in which each cell is called."""
+    first, second, third, found = None, None, None, []
+    for t in range(x.shape[1]):
+        first = net.a(x[:, t], first)
+        second = net.b(first[0], second)
+        third = net.c(second, third)
+        found.append(third)
+    return torch.stack(found, 1)
+
+
 def _recurrent() -> list[Case]:
     return [
         _case(
@@ -700,6 +711,13 @@ def _recurrent() -> list[Case]:
                 lambda net, x: net.b(net.a(x.transpose(0, 1))[0])[0].transpose(0, 1),
                 a=nn.GRU(5, 4),
                 b=nn.RNN(4, 3, bias=False),
+            ),
+            lambda b: numbers(b, 6, 5, out=(6, 3)),
+        ),
+        _case(
+            "cells",
+            lambda: Net(
+                cells, a=nn.LSTMCell(5, 4), b=nn.GRUCell(4, 4, bias=False), c=nn.RNNCell(4, 3)
             ),
             lambda b: numbers(b, 6, 5, out=(6, 3)),
         ),

@@ -1,4 +1,4 @@
-"""`nn.LSTM`, `nn.GRU` and `nn.RNN`, also on packed sequences.
+"""`nn.LSTM`, `nn.GRU` and `nn.RNN`, also on packed sequences, and their cells.
 
 Files:
 
@@ -6,5 +6,6 @@ Files:
     recurrence            what a layer's backward leaves of its weights' per-sample gradients
     kernel                all time steps of a layer, on PyTorch's own kernel
     packing               where tokens of packed sequences are
+    cells                 `nn.LSTMCell`, `nn.GRUCell` and `nn.RNNCell`
     kinds                 which modules have this arithmetic
 """

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 BATCH_SIZE = zoo.SIZE
 # A tensor's value decides there what is computed, or a kernel has no rule: vmap cannot follow.
-WITHOUT_VMAP = {"routed", "lstm_packed", "gru_time_major"}
+WITHOUT_VMAP = {"routed", "lstm_packed", "gru_time_major", "cells"}
 WITH_VMAP = [case.name for case in zoo.CASES if not case.needs and case.name not in WITHOUT_VMAP]
 # The loss depends on a padding embedding, whose gradient is zero by definition.
 WITHOUT_DERIVATIVE = {"padding_idx", "padding_idx_tied"}
