@@ -23,6 +23,7 @@ A private step calls, from the top down:
     accounting/   the account of every step, the noise for a target ε, the privacy statement
     checkpoint/   saving and loading
     profiling/    the profiling switch
+    integrations/ training loops of other libraries: `PrivateTrainer` for Hugging Face
     verification/ `PrivacyEngine.check`, and the reference that every mode is compared with
 """
 

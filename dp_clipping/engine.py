@@ -31,7 +31,7 @@ from dp_clipping.build import (
     refuse_private,
 )
 from dp_clipping.checkpoint import save_load as checkpoint
-from dp_clipping.checkpoint.file_format import file_name, given_schedulers
+from dp_clipping.checkpoint.file_format import file_name, given_schedulers, key_file
 from dp_clipping.checkpoint.run import PrivateRun, Snapshot
 from dp_clipping.clipping.coefficients import GAMMA
 from dp_clipping.criterion import PrivateCriterion
@@ -350,6 +350,7 @@ class PrivacyEngine:
         module_state_dict_kwargs: Mapping[str, Any] | None = None,
         torch_save_kwargs: Mapping[str, Any] | None = None,
         data_loader: DataLoader | None = None,
+        key_path: str | os.PathLike | None = None,
     ) -> None:
         """Writes a checkpoint to `path` and the key to `path` + `".key"`; see `checkpoint`.
 
@@ -370,6 +371,7 @@ class PrivacyEngine:
             module_state_dict_kwargs: for the network's `state_dict`.
             torch_save_kwargs: for `torch.save`.
             data_loader: as `make_private` returned it.
+            key_path: another place of the key.
 
         Raises:
             RuntimeError: in the middle of a step.
@@ -383,6 +385,7 @@ class PrivacyEngine:
             schedulers=given_schedulers(noise_scheduler, grad_clip_scheduler),
             module_kwargs=module_state_dict_kwargs or {},
             torch_kwargs=torch_save_kwargs or {},
+            key_file=key_file(path, key_path),
         )
         checkpoint.save(snapshot, checkpoint_dict or {})
 
@@ -398,6 +401,7 @@ class PrivacyEngine:
         torch_load_kwargs: Mapping[str, Any] | None = None,
         data_loader: DataLoader | None = None,
         new_keys: bool = False,
+        key_path: str | os.PathLike | None = None,
     ) -> dict[str, Any]:
         """Continues a saved run, bit for bit, after a `make_private` with the same arguments.
 
@@ -422,6 +426,7 @@ class PrivacyEngine:
                 new key is also made, with a warning, for another σ, C, clipping, number of ranks
                 or kind of device, and if a scheduler or optimizer is missing in the checkpoint or
                 here.
+            key_path: as given to `save_checkpoint`.
 
         Returns:
             The entries of `checkpoint_dict`, and those of module and accountant, as in Opacus.
@@ -438,6 +443,7 @@ class PrivacyEngine:
             schedulers=given_schedulers(noise_scheduler, grad_clip_scheduler),
             module_kwargs=module_load_dict_kwargs or {},
             torch_kwargs=torch_load_kwargs or {},
+            key_file=key_file(path, key_path),
         )
         return checkpoint.load(snapshot, new_keys)
 

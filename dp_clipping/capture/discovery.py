@@ -24,7 +24,7 @@ from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.capture.vmap_trial import callers_of, unfit_modules, weights_read_elsewhere
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.batch_layout import FEW, Layout
-from dp_clipping.layers.handle import LayerState, LayoutUnknown, NeedsVmap
+from dp_clipping.layers.handle import CalledDifferently, LayerState, LayoutUnknown, NeedsVmap
 from dp_clipping.torch_compat import flush_ready_nodes, tree_map
 
 
@@ -142,7 +142,13 @@ class LayoutDiscovery:
 
     def look(self, batch: Batch) -> None:
         """Look where the samples are, on this rank."""
-        self._look(self._arguments(batch), batch.size)
+        for first in range(PLACES):
+            try:
+                self._look(self._arguments(batch, first), batch.size)
+                return
+            except CalledDifferently:  # the first sample is in all runs, and may make them alike
+                if first == PLACES - 1:
+                    raise
 
     def forget(self) -> None:
         """Forgets all that was found: the next batch is looked at again."""
@@ -164,14 +170,14 @@ class LayoutDiscovery:
         """Returns the layouts of the tensors that were returned; None: without samples."""
         return self._search.layouts_of(tensors_of(outputs))
 
-    def _arguments(self, batch: Batch) -> list[tuple]:
+    def _arguments(self, batch: Batch, first: int = 0) -> list[tuple]:
         """Returns the arguments of three forwards: see `Search.establish`.
 
         And of one that repeats a sample of the first in the place of the one that joins.
         """
         rows = batch.distinct(PLACES)
         rows = rows + [i % batch.size for i in range(PLACES) if i % batch.size not in rows]
-        rows = (rows * PLACES)[:PLACES]
+        rows = (rows * PLACES)[first : first + PLACES]
         again = [*rows[:FEW], rows[0]]
         return [batch.with_rows(r) for r in (rows[:FEW], rows, [rows[0], rows[-1]], again)]
 
@@ -199,6 +205,8 @@ class LayoutDiscovery:
                 refusal = refusal or error
                 if not capture.widen(callers_of(capture, arguments[0], error.layer)):
                     raise refusal from error
+            except CalledDifferently:
+                raise
             except ValueError as error:
                 raise refusal or error from error
             else:
@@ -220,6 +228,8 @@ class LayoutDiscovery:
         try:
             self._search.establish(few, more, other)
             return unfit_modules(capture, few, FEW)
+        except CalledDifferently:
+            raise
         except ValueError as error:
             if self._search.packs and more is not again:
                 self._search.forget()

@@ -26,6 +26,7 @@ from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import FEW, MORE, Layout, find_layout
 from dp_clipping.layers.handle import (
+    CalledDifferently,
     LayerState,
     LayoutUnknown,
     NeedsVmap,
@@ -154,6 +155,8 @@ class Search:
                 ("output", handle.output_layouts, few.outputs, more.outputs, other.outputs)
             )
         for side, known, *tensors in sides:
+            if len({len(of_run) for of_run in tensors}) > 1:
+                raise CalledDifferently(name)
             layouts = tuple(
                 find_layout(a, b, f"{side} {n} of {name}", c)
                 for n, (a, b, c) in enumerate(zip(*tensors, strict=True))

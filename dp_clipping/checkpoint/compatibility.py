@@ -18,7 +18,6 @@ from dp_clipping.checkpoint.file_format import (
     OPTIMIZER,
     SCHEDULERS,
     check_mac,
-    key_path,
     scheduler_state,
 )
 from dp_clipping.checkpoint.run import Optimizer, Snapshot
@@ -68,7 +67,7 @@ def _check_run(
     """Returns the key to go on with (None: a new one) and notes."""
     run, path, with_optimizer = snapshot.run, snapshot.path, snapshot.with_optimizer
     details, here = saved[DETAILS], run.describe()
-    check_mac(path, details, key_path(path))
+    check_mac(path, details, snapshot.key_file)
     there = details["run"]
     _check_same("mechanism of the accountant", saved[ACCOUNTANT]["mechanism"],
                 run.account.accountant.mechanism(), path)  # fmt: skip
@@ -97,7 +96,7 @@ def _check_run(
     if notes:
         # Another σ or C, now or later: two results under the same noise could be solved for a sum.
         return None, [f"{note}, so noise and samples come from a new key" for note in notes]
-    return _find_keys(path, details["key_fingerprint"]), notes
+    return _find_keys(snapshot.key_file, details["key_fingerprint"]), notes
 
 
 def _check_adaptive(saved: dict | None, adaptive: AdaptiveThreshold | None, path: Path) -> None:
@@ -175,15 +174,14 @@ def _check_schedulers(
     return notes
 
 
-def _find_keys(path: Path, fingerprint: str) -> Keys:
-    beside = key_path(path)
-    keys = read_keys(beside)
+def _find_keys(file: Path, fingerprint: str) -> Keys:
+    keys = read_keys(file)
     for key in keys:
         if key.fingerprint == fingerprint:
             return key
     what = "holds no key of this checkpoint" if keys else "is missing"
     raise ValueError(
-        f"{beside} {what}, so a resumed run would have other noise and other samples than the "
+        f"{file} {what}, so a resumed run would have other noise and other samples than the "
         "saved one: restore the file, or pass new_keys=True to go on with a new key (private all "
         "the same, but not the same run)"
     )

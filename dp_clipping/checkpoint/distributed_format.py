@@ -28,7 +28,7 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,9 @@ from dp_clipping.checkpoint.file_format import (
     UNSEALED,
     damaged,
     digest_of,
-    key_path,
     write_sealed,
 )
-from dp_clipping.checkpoint.run import PrivateRun
+from dp_clipping.checkpoint.run import PrivateRun, Snapshot
 from dp_clipping.files import flush_to_disk
 from dp_clipping.noise.keys import read_keys, write_keys
 
@@ -132,15 +131,13 @@ def of_all_ranks(run: PrivateRun, digests: dict[str, str]) -> dict[str, str]:
     return {name: digest for of_rank in of_ranks for name, digest in of_rank.items()}
 
 
-def write_run(
-    run: PrivateRun, path: Path, contents: dict[str, Any], torch_kwargs: Mapping[str, Any]
-) -> None:
+def write_run(snapshot: Snapshot, contents: dict[str, Any]) -> None:
     """Writes `run.pt` and the key file, then removes tensors that no longer belong to it."""
-    beside = key_path(path)
+    run, path, beside = snapshot.run, snapshot.path, snapshot.key_file
     old = read_keys(beside)
     write_keys(beside, old if run.keys in old else [*old, run.keys])
     flush_to_disk(path / contents[DETAILS][TENSORS])  # torch syncs its files, not their names
-    write_sealed(path / RUN_FILE, contents, run.keys, torch_kwargs)
+    write_sealed(path / RUN_FILE, contents, run.keys, snapshot.torch_kwargs)
     write_keys(beside, [run.keys])
     for other in path.iterdir():
         if FOLDER.fullmatch(other.name) and other.name != contents[DETAILS][TENSORS]:

@@ -61,12 +61,19 @@ def key_path(path: Path) -> Path:
     return path.with_name(path.name + ".key")
 
 
-def write(path: Path, contents: dict, keys: Keys, torch_kwargs: Mapping[str, Any]) -> None:
-    beside = key_path(path)
-    old = read_keys(beside)
-    write_keys(beside, old if keys in old else [*old, keys])
+def key_file(path: Any, given: Any = None) -> Path:
+    """Returns the file of a checkpoint's key: the one that is given, or `path` + ".key"."""
+    return key_path(file_name(path)) if given is None else Path(given)
+
+
+def write(
+    path: Path, contents: dict, keys: Keys, torch_kwargs: Mapping[str, Any], of_keys: Path
+) -> None:
+    """Writes a checkpoint and its key, to the file `of_keys`."""
+    old = read_keys(of_keys)
+    write_keys(of_keys, old if keys in old else [*old, keys])
     write_sealed(path, contents, keys, torch_kwargs)
-    write_keys(beside, [keys])
+    write_keys(of_keys, [keys])
 
 
 def write_sealed(path: Path, contents: dict, keys: Keys, torch_kwargs: Mapping[str, Any]) -> None:

@@ -156,6 +156,7 @@ class Snapshot:
         schedulers: entry in the checkpoint -> scheduler whose state is part of it.
         module_kwargs: for the network's `state_dict`, or `load_state_dict`.
         torch_kwargs: for `torch.save`, or `torch.load`.
+        key_file: of the key.
     """
 
     run: PrivateRun
@@ -164,6 +165,7 @@ class Snapshot:
     schedulers: Mapping[str, Any]
     module_kwargs: Mapping[str, Any]
     torch_kwargs: Mapping[str, Any]
+    key_file: Path
 
 
 # ---- random states -------------------------------------------------------------------------------

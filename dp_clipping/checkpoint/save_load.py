@@ -111,7 +111,7 @@ def _save_file(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
         if run.rank == 0:
             contents = _contents(snapshot, extra, random, run.optimizer.state_dict)
             check_contents(contents, extra)
-            write(path, contents, run.keys, snapshot.torch_kwargs)
+            write(path, contents, run.keys, snapshot.torch_kwargs, snapshot.key_file)
 
     together(run, f"write {path}", write_all)
 
@@ -136,7 +136,7 @@ def _save_folder(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
 
     def write_run() -> None:
         if run.rank == 0:
-            folder_format.write_run(run, path, contents, snapshot.torch_kwargs)
+            folder_format.write_run(snapshot, contents)
 
     contents, tensors = together(run, f"save {path}", prepare)
     write_part = partial(folder_format.write_part, run, path / name, tensors)

@@ -55,6 +55,18 @@ class NeedsVmap(ValueError):
         self.layer = layer
 
 
+class CalledDifferently(ValueError):
+    """A layer is called with other tensors for some samples than for others."""
+
+    def __init__(self, layer: str):
+        super().__init__(
+            f"{layer} is called with more tensors for some samples than for others (a mask that is "
+            "left out where nothing is padded, for example), so where its samples are cannot be "
+            "established: call it alike for all samples, or give a first batch in which more "
+            "samples are padded"
+        )
+
+
 def rows_unknown(layer: str) -> NeedsVmap:
     """Returns the error of a module whose rows are those of a batch that it was not given."""
     return NeedsVmap(

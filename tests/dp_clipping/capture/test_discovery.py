@@ -154,3 +154,37 @@ def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     outputs = outputs.flatten(1)
     weights = torch.randn(outputs.shape[1], generator=draw, dtype=torch.float64)
     return outputs.double() @ weights
+
+
+class LeavesOut(nn.Module):
+    """Leaves a mask out where nothing is padded, as Hugging Face's models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Masked()
+
+    def forward(self, x, mask):
+        return self.inner(x) if mask.all() else self.inner(x, mask)
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(3))
+
+    def forward(self, x, mask=None):
+        y = x * self.scale
+        return y if mask is None else y * mask[..., None]
+
+
+@pytest.mark.parametrize("padded", range(4))
+def test_a_mask_that_is_there_for_some_samples_only(padded):
+    """Whichever sample is padded, one of the first ones among others."""
+    network = LeavesOut()
+    model = private(network, "bookkeeping")
+    found = LayoutDiscovery(network, model.capture, None, True)
+    mask = torch.ones(4, 5)
+    mask[padded, 3:] = 0
+    batch = Batch((torch.randn(4, 5, 3), mask), {}, True)
+    found.ensure(batch)
+    assert found.layouts_of(network(*batch.args))[0].kind == "dimension"

@@ -37,6 +37,17 @@ class TestResume:
         assert resumed.loader.position == whole.loader.position == 8
         assert resumed.engine.get_epsilon(1e-5) == whole.engine.get_epsilon(1e-5)
 
+    def test_a_key_at_another_place(self, path, tmp_path):
+        whole, elsewhere = build(), tmp_path / "other.key"
+        save(whole, path, key_path=elsewhere)
+        assert elsewhere.stat().st_mode & 0o777 == 0o600
+        assert not key_path(path).exists()
+        resumed = build(seed=9)
+        with pytest.raises(ValueError, match="is missing"):
+            load(resumed, path)
+        load(resumed, path, key_path=elsewhere)
+        assert keys_of(resumed) == keys_of(whole)
+
     @pytest.mark.parametrize("mode", MODES)
     def test_every_mode_in_the_middle_of_an_epoch(self, path, mode):
         self.check(path, grad_sample_mode=mode)

@@ -1,0 +1,173 @@
+"""`PrivacyArguments`, and what of a Trainer's arguments private training cannot do."""
+
+import copy
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dp_clipping.accounting.target_epsilon import noise_multiplier_for
+from dp_clipping.arguments.checks import check_target
+from dp_clipping.arguments.numbers import check_noise_multiplier
+from dp_clipping.kinds import check_type
+
+LOG = logging.getLogger(__name__)
+OPTIMIZERS = (  # that read `.grad` in `step()`, and nowhere else
+    "adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", "stable_adamw",
+)  # fmt: skip
+GIVEN_BY_TRAINER = (
+    "module", "optimizer", "data_loader", "criterion", "wrap_model", "noise_multiplier",
+    "max_grad_norm", "sample_rate", "steps", "poisson_sampling", "expected_batch_size",
+    "batch_first", "cuda_graph",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyArguments:
+    """How private the training of a `PrivateTrainer` is; beside its `TrainingArguments`.
+
+    Args:
+        target_delta: δ, far below 1 / samples. ε is stated at this δ.
+        target_epsilon: ε at the end of the training; it determines the noise.
+        noise_multiplier: σ, in place of `target_epsilon`.
+        max_grad_norm: C, the norm to which each sample's gradient is clipped. It is not the
+            Trainer's own, which would clip the sum of the batch and is off.
+        accountant: `"prv"`, `"rdp"` or `"gdp"`.
+        sample_rate: probability of each sample to be in a batch, as a public constant. Default:
+            1 / batches of an epoch.
+        steps: batches of an epoch, as a public constant. Default: as the Trainer counts them.
+        pad_batches: every microbatch has `per_device_train_batch_size` rows; see
+            `BatchMemoryManager`.
+        log_unprotected: also logs what ε does not cover: the training loss, tokens that were seen
+            and operations that they took.
+        key_folder: where checkpoints' keys are written. Default: beside `output_dir`, with
+            `.keys` appended to its name.
+        options: further arguments of `PrivacyEngine.make_private`.
+
+    Raises:
+        ValueError: for an argument out of range.
+    """
+
+    target_delta: float
+    target_epsilon: float | None = None
+    noise_multiplier: float | None = None
+    max_grad_norm: float | list[float] = 1.0
+    accountant: str = "prv"
+    sample_rate: float | None = None
+    steps: int | None = None
+    pad_batches: bool = False
+    log_unprotected: bool = False
+    key_folder: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.target_epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError(
+                "give one of target_epsilon and noise_multiplier: "
+                "PrivacyArguments(target_epsilon=8.0, target_delta=1e-5)"
+            )
+        epsilon = 1.0 if self.target_epsilon is None else self.target_epsilon
+        check_target(epsilon, self.target_delta, 1)
+        if self.noise_multiplier is not None:
+            check_noise_multiplier(self.noise_multiplier)
+        for name in ("pad_batches", "log_unprotected"):
+            check_type(name, getattr(self, name), bool, "True or False")
+        for name in self.options:
+            if name in GIVEN_BY_TRAINER:
+                raise ValueError(
+                    f"options has {name}, which PrivateTrainer gives to make_private itself: leave "
+                    "it out, or write it as an argument of PrivacyArguments, if it is one"
+                )
+
+    def noise_for(self, sample_rate: float, steps: int) -> float:
+        """Returns σ for a training of so many steps."""
+        if self.noise_multiplier is not None:
+            return self.noise_multiplier
+        assert self.target_epsilon is not None
+        return noise_multiplier_for(
+            target_epsilon=self.target_epsilon, target_delta=self.target_delta,
+            sample_rate=sample_rate, steps=steps, accountant=self.accountant,
+        )  # fmt: skip
+
+
+def arguments_of_loop(args: Any) -> Any:
+    """Returns `TrainingArguments` for a loop whose batches are Poisson batches.
+
+    Microbatches are made by `LogicalBatches`, which resumes where it was, so the loop neither
+    accumulates nor skips batches. Its clipping of the whole gradient is off.
+    """
+    if args.max_grad_norm:
+        LOG.warning(
+            "TrainingArguments.max_grad_norm=%g is off: PrivacyArguments.max_grad_norm clips each "
+            "sample; TrainingArguments(max_grad_norm=0) says so too",
+            args.max_grad_norm,
+        )
+    args = copy.copy(args)
+    args.gradient_accumulation_steps = 1
+    args.max_grad_norm = 0.0
+    args.ignore_data_skip = True
+    return args
+
+
+def refuse_arguments(args: Any, privacy: PrivacyArguments, has_data_parallel: bool) -> None:
+    """Raises ValueError for `TrainingArguments` that private training cannot follow, by name."""
+    for is_given, name, why in _refusals(args, privacy, has_data_parallel):
+        if is_given:
+            raise ValueError(f"TrainingArguments({name}): {why}")
+
+
+def _refusals(
+    args: Any, privacy: PrivacyArguments, has_data_parallel: bool
+) -> list[tuple[bool, str, str]]:
+    """Returns whether each is given, its name, and why it is refused, with what to use instead."""
+    loader, checkpointing = args.accelerator_config, args.activation_checkpointing_kwargs or {}
+    optim = str(getattr(args.optim, "value", args.optim))
+    sampling = str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
+    return [
+        (args.fp16, "fp16=True",
+         "its loss scaler skips steps by what it sees in the data: use bf16=True"),
+        (args.torch_compile, "torch_compile=True",
+         "the Trainer would compile the private model: call model.compile() before "
+         "PrivateTrainer(model=model, ..)"),
+        (bool(args.fsdp), f"fsdp={args.fsdp!r}",
+         "shard the model with torch.distributed.fsdp.fully_shard, and train it with "
+         "engine.make_private(module=model, ..) in a loop of your own (docs/sharded.md)"),
+        (bool(args.deepspeed), "deepspeed=..",
+         "it takes gradients that are not clipped: shard the model with "
+         "torch.distributed.fsdp.fully_shard, and train it with engine.make_private(module=model, "
+         "..) in a loop of your own (docs/sharded.md)"),
+        (args.parallelism_config is not None, "parallelism_config=..",
+         "samples would be split over ranks: use torchrun with data_parallel=.. of PrivateTrainer"),
+        (args.n_gpu > 1, "..) on several GPUs of one process",
+         "nn.DataParallel has no clipped sums: start one process per GPU with torchrun "
+         f"--nproc_per_node={args.n_gpu}, or set CUDA_VISIBLE_DEVICES=0"),
+        (args.world_size > 1 and not has_data_parallel, "..) on several ranks",
+         "nothing adds up the ranks' clipped sums: PrivateTrainer(data_parallel="
+         'functools.partial(ddp.wrap, "ddp_bucketed"), ..)'),
+        (args.auto_find_batch_size, "auto_find_batch_size=True",
+         "it trains again with other batches after it ran out of memory: give "
+         "per_device_train_batch_size=.., and gradient_accumulation_steps=.. for larger batches"),
+        (args.label_smoothing_factor != 0, f"label_smoothing_factor={args.label_smoothing_factor}",
+         "it is a mean over the tokens of the batch: PrivateTrainer(compute_loss_func=f, ..) with "
+         "an f(outputs, labels, num_items_in_batch=None) that returns one loss a sample"),
+        (args.neftune_noise_alpha is not None, f"neftune_noise_alpha={args.neftune_noise_alpha}",
+         "its noise on a sample depends on the longest one of the batch: leave it out"),
+        (args.use_liger_kernel, "use_liger_kernel=True",
+         "its loss does not call the layers whose gradients are clipped: leave it out"),
+        (sampling not in ("random", "None"), f"train_sampling_strategy={sampling!r}",
+         "batches are Poisson samples, in which each sample takes part independently: leave it "
+         "out"),
+        (optim not in OPTIMIZERS, f"optim={optim!r}",
+         f"known to step on noisy gradients only are {', '.join(OPTIMIZERS)}; of any other give "
+         "the optimizer itself: PrivateTrainer(optimizers=(optimizer, None), ..)"),
+        (bool(loader.split_batches or loader.dispatch_batches),
+         "accelerator_config={'split_batches': .., 'dispatch_batches': ..}",
+         "each rank draws its own part of a Poisson batch: leave them out"),
+        (args.include_num_input_tokens_seen != "no" and not privacy.log_unprotected,
+         "include_num_input_tokens_seen=..",
+         "the number of tokens in the batches is not covered by epsilon: leave it out, or allow it "
+         "with PrivacyArguments(log_unprotected=True)"),
+        (bool(checkpointing.get("use_reentrant")),
+         "activation_checkpointing_kwargs={'use_reentrant': True}",
+         "reentrant checkpointing hides what a layer does: use {'use_reentrant': False}"),
+    ]  # fmt: skip

@@ -1,0 +1,320 @@
+"""`PrivateTrainer`: a Hugging Face Trainer whose training is differentially private."""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from dp_clipping.accounting.statement import PrivacyStatement
+from dp_clipping.arguments.checks import rates_of
+from dp_clipping.engine import PrivacyEngine
+from dp_clipping.integrations.logical_batches import LogicalBatches, Microbatches
+from dp_clipping.integrations.trainer_arguments import (
+    PrivacyArguments,
+    arguments_of_loop,
+    refuse_arguments,
+)
+from dp_clipping.losses.private_loss import PrivateLoss
+
+try:
+    from transformers import Trainer, TrainingArguments
+    from transformers.trainer_utils import TrainOutput, seed_worker
+except ImportError as error:
+    raise ImportError(
+        f"PrivateTrainer needs transformers and accelerate ({error}): "
+        "pip install transformers accelerate"
+    ) from error
+
+__all__ = ["PrivacyArguments", "PrivateTrainer"]
+
+STATE, SCHEDULER = "privacy.pt", "scheduler.pt"
+UNPROTECTED = ("loss", "train_loss", "total_flos", "num_input_tokens_seen")
+
+
+class PrivateTrainer(Trainer):
+    """A `transformers.Trainer` whose training is differentially private.
+
+    It takes the Trainer's arguments, and:
+
+    Args:
+        privacy: ε or σ, δ, C, and what else makes the training private.
+        data_parallel: on several ranks, wraps the model in what adds up clipped sums:
+            `functools.partial(ddp.wrap, "ddp_bucketed")`.
+
+    A batch of `per_device_train_batch_size` · `gradient_accumulation_steps` · ranks is the expected
+    size of a Poisson batch, for which the optimizer and the learning rate take one step. It runs in
+    microbatches of at most `per_device_train_batch_size` samples, as many as it needs.
+
+    The loss of a sample is the mean over its own tokens; the model computes it from its labels. A
+    `compute_loss_func(outputs, labels, num_items_in_batch=None)` returns one loss a sample, and a
+    `compute_loss` of your own `self.criterion(outputs, labels)` or what the model computes.
+
+    Logs have `epsilon` so far, and `grad_norm` of the gradient with its noise. The training loss is
+    not covered by ε: it is logged with `PrivacyArguments(log_unprotected=True)`.
+
+    A checkpoint has the state of the privacy engine in `privacy.pt`. Its key, with which the noise
+    can be subtracted, is written to `PrivacyArguments.key_folder`: publish the one without the
+    other. `resume_from_checkpoint` goes on bit for bit.
+
+    Attributes:
+        engine: the `PrivacyEngine`.
+        criterion: `compute_loss_func`, asked for one loss a sample; known in training.
+
+    Raises:
+        ValueError: for arguments that private training cannot follow, with what to use instead.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        privacy: PrivacyArguments,
+        data_parallel: Callable[[nn.Module], nn.Module] | None = None,
+        **kwargs: Any,
+    ):
+        names = ("model", "args")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if given.get("args") is None:
+            raise ValueError('args is missing: give args=TrainingArguments(output_dir="..")')
+        own: TrainingArguments = given.pop("args")
+        refuse_arguments(own, privacy, data_parallel is not None)
+        self.privacy, self._data_parallel = privacy, data_parallel
+        self._accumulation_steps = own.gradient_accumulation_steps
+        self.engine = PrivacyEngine(accountant=privacy.accountant)
+        self._made: tuple[nn.Module, Any] | None = None  # what was made private: network and loader
+        self._epsilon = (-1, 0.0)  # steps, and ε after them
+        super().__init__(*args[2:], args=arguments_of_loop(own), **given)
+        self._user_loss = self.compute_loss_func
+
+    def privacy_statement(self) -> PrivacyStatement:
+        """Returns the guarantee of the training so far, with all that it depends on: `print` it."""
+        return self.engine.privacy_statement(delta=self.privacy.target_delta)
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Trains privately; metrics have `epsilon`, and the loss if it is to be logged."""
+        output = super().train(*args, **kwargs)
+        metrics = {**output.metrics, "epsilon": self._spent()}
+        if self.privacy.log_unprotected:
+            return output._replace(metrics=metrics)
+        metrics = {name: x for name, x in metrics.items() if name not in UNPROTECTED}
+        return output._replace(training_loss=float("nan"), metrics=metrics)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises ValueError: each trial trains on the data, and so spends its own ε."""
+        raise ValueError(
+            "hyperparameter_search trains on the private data in each trial, and the choice of the "
+            "best one is not covered by epsilon: choose settings on public data"
+        )
+
+    # ---- batches --------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Returns a plain loader: its batches are replaced by Poisson batches of the same size."""
+        args = self.args
+        if self.train_dataset is None:
+            raise ValueError("train_dataset is missing: PrivateTrainer(train_dataset=.., ..)")
+        workers = args.dataloader_num_workers
+        return DataLoader(
+            self.train_dataset,
+            batch_size=self.get_total_train_batch_size(args),
+            collate_fn=self._get_collator_with_removed_columns(self.data_collator, "Training"),
+            num_workers=workers,
+            pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            worker_init_fn=partial(seed_worker, num_workers=workers, rank=args.process_index),
+            drop_last=args.dataloader_drop_last,
+        )
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        return self._train_batch_size * self._accumulation_steps * args.world_size
+
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: DataLoader) -> Any:
+        _, steps = rates_of(dataloader, self.privacy.sample_rate, self.privacy.steps)
+        return super().set_initial_training_values(args, _Epoch(dataloader.dataset, steps))
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
+        """Returns None: a sample's loss does not depend on the others' tokens."""
+
+    # ---- the private run ------------------------------------------------------------------------
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, LogicalBatches]:
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        if self._made is None or self._made[0] is not self.model:
+            self._make_private(max_steps, train_dataloader)
+        elif self.privacy.target_epsilon is not None and resume_from_checkpoint is None:
+            raise ValueError(
+                "train() was called before, and target_epsilon is for one training: give "
+                "PrivacyArguments(noise_multiplier=..), with which epsilon adds up"
+            )
+        self.create_scheduler(num_training_steps=max_steps)
+        if resume_from_checkpoint is not None:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        batches = self._made[1]
+        handler = self.callback_handler
+        handler.model, handler.optimizer = self.model, self.optimizer
+        handler.lr_scheduler, handler.train_dataloader = self.lr_scheduler, batches
+        return self.model_wrapped, batches
+
+    def _make_private(self, max_steps: int, loader: DataLoader) -> None:
+        privacy, network = self.privacy, self.model
+        if self._data_parallel is not None and self.args.world_size > 1:
+            network = self._data_parallel(network)
+        self.create_optimizer()
+        rate, _ = rates_of(loader, privacy.sample_rate, privacy.steps)
+        self.model_wrapped, self.optimizer, self.criterion, loader = self.engine.make_private(
+            module=network, optimizer=self.optimizer, data_loader=loader,
+            criterion=self._user_loss and _without_count(self._user_loss),
+            noise_multiplier=privacy.noise_for(rate, max_steps),
+            max_grad_norm=privacy.max_grad_norm, wrap_model=False,
+            sample_rate=privacy.sample_rate, steps=privacy.steps, **privacy.options,
+        )  # fmt: skip
+        if self._user_loss is not None:
+            self.compute_loss_func = _with_count(self.criterion)
+        batches = LogicalBatches(
+            loader, self.optimizer, self._train_batch_size, privacy.pad_batches
+        )
+        self._made = self.model, batches
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        """Runs an epoch, or what is left of one: the loader goes on where the checkpoint was."""
+        steps = self._steps_of_epoch = kwargs["num_update_steps_per_epoch"]
+        done = self.state.global_step - kwargs["epoch"] * steps
+        super()._run_epoch(**kwargs | {"num_update_steps_per_epoch": steps - done})
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        epoch, done = divmod(self.state.global_step, self._steps_of_epoch)
+        self.state.epoch = epoch + done / self._steps_of_epoch
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    # ---- a step ---------------------------------------------------------------------------------
+
+    def training_step(
+        self, model: nn.Module, inputs: Microbatches, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Runs forward and backward of all microbatches of a Poisson batch.
+
+        Returns:
+            The mean loss of its samples, if it is to be logged; else 0.
+        """
+        total, samples = torch.zeros((), device=self.args.device), 0
+        for microbatch in inputs:
+            loss = super().training_step(model, microbatch)
+            if self.privacy.log_unprotected:
+                total += loss * inputs.samples
+                samples += inputs.samples
+                self.current_flos += float(super().floating_point_ops(microbatch))
+                super()._track_num_input_tokens(microbatch)
+            if not inputs.is_last:
+                self.optimizer.step()
+        return total / max(1, samples)
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        found = super().compute_loss(model, inputs, *args, **kwargs)
+        loss = found[0] if isinstance(found, tuple) else found
+        if model.training and torch.is_grad_enabled() and not isinstance(loss, PrivateLoss):
+            raise ValueError(
+                f"{type(self.model).__name__} computes a loss in which samples cannot be told "
+                "apart: PrivateTrainer(compute_loss_func=f, ..) with an f(outputs, labels, "
+                "num_items_in_batch=None) that returns one loss a sample"
+            )
+        return found
+
+    def autocast_smart_context_manager(
+        self, cache_enabled: bool | None = True
+    ) -> AbstractContextManager:
+        if not self.args.bf16:
+            return nullcontext()
+        return torch.autocast(self.args.device.type, torch.bfloat16, cache_enabled=cache_enabled)
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Returns those of an accelerator that leaves the model's forward alone."""
+        return super()._build_accelerator_args(**kwargs) | {"mixed_precision": "no"}
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor:
+        """Returns the norm of the gradient that the optimizer is about to apply: it has noise."""
+        self.optimizer.pre_step()
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return nn.utils.get_total_norm([p.grad for p in held if p.grad is not None])
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 0 if isinstance(inputs, Microbatches) else super().floating_point_ops(inputs)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Does nothing: microbatches are counted where they run."""
+
+    # ---- logs and checkpoints -------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs ε beside what is logged in training, and without what it does not cover."""
+        if "loss" in logs or "train_runtime" in logs:
+            logs["epsilon"] = self._spent()
+        if not self.privacy.log_unprotected:
+            for name in UNPROTECTED:
+                logs.pop(name, None)
+        super().log(logs, start_time)
+
+    def _spent(self) -> float:
+        """Returns ε so far."""
+        steps = sum(count for *_, count in self.engine.accountant.history)
+        if self._epsilon[0] != steps:
+            self._epsilon = steps, self.engine.get_epsilon(self.privacy.target_delta)
+        return self._epsilon[1]
+
+    def _key_file(self, checkpoint: str) -> str:
+        folder = self.privacy.key_folder or os.path.normpath(self.args.output_dir) + ".keys"
+        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        return str(Path(folder) / f"{Path(checkpoint).name}.key")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.engine.save_checkpoint(
+            path=os.path.join(output_dir, STATE), module=self.model_wrapped,
+            optimizer=self.optimizer, data_loader=self._made[1].loader,
+            key_path=self._key_file(output_dir),
+        )  # fmt: skip
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
+        path = os.path.join(checkpoint, STATE)
+        if not os.path.isfile(path):
+            raise ValueError(
+                f"{checkpoint} has no {STATE}, so what was spent before is not known (it was saved "
+                "with save_only_model=True, or by another Trainer): give a checkpoint that "
+                "PrivateTrainer has saved"
+            )
+        self.engine.load_checkpoint(
+            path=path, module=self.model_wrapped, optimizer=self.optimizer,
+            data_loader=self._made[1].loader, key_path=self._key_file(checkpoint),
+        )  # fmt: skip
+        scheduler = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
+        self.lr_scheduler.load_state_dict(scheduler)
+
+
+class _Epoch:
+    """Stands for a loader where only its length counts."""
+
+    def __init__(self, dataset: Any, steps: int):
+        self.dataset, self._steps = dataset, steps
+
+    def __len__(self) -> int:
+        return self._steps
+
+
+def _without_count(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a `compute_loss_func` as a criterion of outputs and labels."""
+    return lambda outputs, labels: loss(outputs, labels, num_items_in_batch=None)
+
+
+def _with_count(criterion: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a criterion of outputs and labels as a `compute_loss_func`."""
+    return lambda outputs, labels, num_items_in_batch=None: criterion(outputs, labels)

@@ -1,0 +1,91 @@
+"""Private trainers of tiny language models, and what they are compared with."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+from dp_clipping.integrations.transformers import PrivacyArguments, PrivateTrainer  # noqa: E402
+from tests.support.language_models import (  # noqa: E402
+    collated,
+    language_model,
+    reference_gradients,
+    samples_of,
+)
+
+
+class Recorded(torch.utils.data.Dataset):
+    """Samples of a kind of model, and which of them were taken since `taken` was emptied."""
+
+    def __init__(self, kind: str, count: int):
+        self.samples, self.taken = samples_of(kind, count), []
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, i: int) -> dict:
+        self.taken.append(i)
+        return dict(self.samples[i])
+
+
+def arguments(folder: Any, **options: Any) -> Any:
+    given = {
+        "per_device_train_batch_size": 4, "max_steps": 3, "learning_rate": 1e-2, "report_to": [],
+        "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1,
+        "max_grad_norm": 0.0, **options,
+    }  # fmt: skip
+    return transformers.TrainingArguments(str(folder), **given)
+
+
+def privacy(**options: Any) -> PrivacyArguments:
+    given = {"noise_multiplier": 1.0, "target_delta": 1e-5, "accountant": "rdp", **options}
+    if "target_epsilon" in given:
+        del given["noise_multiplier"]
+    given["options"] = {"grad_sample_mode": "bookkeeping", **given.get("options", {})}
+    return PrivacyArguments(**given)
+
+
+def trainer_of(kind: str, folder: Any, *, network: Any = None, **options: Any) -> PrivateTrainer:
+    """A trainer of 24 samples; `options` are those of `TrainingArguments`."""
+    own = options.pop("privacy", {})
+    given = options.pop("trainer", {})
+    network = language_model(kind) if network is None else network
+    return PrivateTrainer(
+        **{"model": network, "args": arguments(folder, **options), "privacy": privacy(**own),
+           "train_dataset": Recorded(kind, 24), "data_collator": collated, **given},
+    )  # fmt: skip
+
+
+class Compared(transformers.TrainerCallback):
+    """Compares each step's gradient with that of single samples in float64, each padded alone."""
+
+    def __init__(self, trainer: PrivateTrainer, C: float):
+        self.trainer, self.C, self.sizes = trainer, C, []
+        self.dataset = trainer.train_dataset
+        trainer.add_callback(self)
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.dataset.taken.clear()
+
+    def on_step_begin(self, *_: Any, model: Any, **__: Any) -> None:
+        self.before = copy.deepcopy(model)
+
+    def on_optimizer_step(self, args: Any, *_: Any, model: Any, **__: Any) -> None:
+        taken, self.dataset.taken = self.dataset.taken, []
+        self.sizes.append(len(taken))
+        batch_size = self.trainer.get_total_train_batch_size(args)
+        total = {
+            name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()
+        }
+        for i in taken:
+            _, found = reference_gradients(self.before, collated([self.dataset.samples[i]]), self.C)
+            for name, g in found.items():
+                total[name] += g
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(
+                parameter.grad.double(), total[name] / batch_size, rtol=1e-4, atol=1e-6, msg=name
+            )

@@ -1,0 +1,99 @@
+"""What private training cannot follow is refused by name, with what to use instead."""
+
+import logging
+
+import pytest
+import torch
+
+from dp_clipping.integrations.trainer_arguments import GIVEN_BY_TRAINER, PrivacyArguments
+from tests.dp_clipping.integrations.conftest import arguments, trainer_of
+
+REFUSED = [
+    ({"auto_find_batch_size": True}, "gradient_accumulation_steps=.. for larger batches"),
+    ({"label_smoothing_factor": 0.1}, r"PrivateTrainer\(compute_loss_func=f"),
+    ({"neftune_noise_alpha": 5.0}, "leave it out"),
+    ({"use_liger_kernel": True}, "leave it out"),
+    ({"train_sampling_strategy": "group_by_length"}, "batches are Poisson samples"),
+    ({"train_sampling_strategy": "sequential"}, "batches are Poisson samples"),
+    ({"optim": "lomo"}, r"PrivateTrainer\(optimizers=\(optimizer, None\)"),
+    ({"optim": "schedule_free_adamw"}, r"PrivateTrainer\(optimizers=\(optimizer, None\)"),
+    ({"optim": "galore_adamw_layerwise"}, r"PrivateTrainer\(optimizers=\(optimizer, None\)"),
+    ({"torch_compile": True}, r"model.compile\(\) before PrivateTrainer"),
+    ({"include_num_input_tokens_seen": True}, r"PrivacyArguments\(log_unprotected=True\)"),
+    ({"accelerator_config": {"split_batches": True}}, "leave them out"),
+    ({"activation_checkpointing_kwargs": {"use_reentrant": True}}, "'use_reentrant': False"),
+]
+SET_LATER = [  # the arguments themselves ask for a GPU, another package or ranks
+    ("fp16", True, "use bf16=True"),
+    ("fsdp", "full_shard", "fully_shard"),
+    ("deepspeed", {"zero_optimization": {}}, "fully_shard"),
+    ("_n_gpu", 2, "torchrun --nproc_per_node=2"),
+    ("parallelism_config", object(), "torchrun"),
+]
+
+
+@pytest.mark.parametrize(("options", "instead"), REFUSED, ids=lambda x: str(x)[:40])
+def test_an_argument_is_refused_by_name(options, instead, tmp_path):
+    name = next(iter(options))
+    with pytest.raises(ValueError, match=rf"TrainingArguments\({name}=.*{instead}"):
+        trainer_of("gpt2", tmp_path, **options)
+
+
+@pytest.mark.parametrize(("name", "value", "instead"), SET_LATER)
+def test_an_argument_of_other_machines_is_refused(name, value, instead, tmp_path):
+    args = arguments(tmp_path)
+    args._setup_devices  # noqa: B018  counts the GPUs
+    setattr(args, name, value)
+    with pytest.raises(ValueError, match=rf"TrainingArguments\(.*{instead}"):
+        trainer_of("gpt2", tmp_path, trainer={"args": args})
+
+
+def test_ranks_without_an_exchange_are_refused(tmp_path, monkeypatch):
+    args = arguments(tmp_path)
+    monkeypatch.setattr(type(args), "world_size", 2)
+    with pytest.raises(ValueError, match=r'functools\.partial\(ddp\.wrap, "ddp_bucketed"\)'):
+        trainer_of("gpt2", tmp_path, trainer={"args": args})
+
+
+def test_an_optimizer_itself_may_be_any(tmp_path):
+    from tests.support.language_models import language_model
+
+    network = language_model("gpt2")
+    optimizer = torch.optim.NAdam(network.parameters(), lr=1e-3)
+    trainer = trainer_of(
+        "gpt2", tmp_path, network=network, max_steps=1, trainer={"optimizers": (optimizer, None)}
+    )
+    trainer.train()
+    assert trainer.optimizer.original_optimizer is optimizer
+
+
+def test_clipping_of_the_sum_is_off_and_said_to_be(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        trainer = trainer_of("gpt2", tmp_path, max_grad_norm=1.0)
+    assert "max_grad_norm=1 is off: PrivacyArguments.max_grad_norm clips each" in caplog.text
+    assert trainer.args.max_grad_norm == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"PrivacyArguments\(target_epsilon=8\.0, target_delta=1e-5\)"),
+        ({"target_epsilon": 1.0, "noise_multiplier": 1.0}, "give one of"),
+        ({"target_epsilon": -1.0}, "target_epsilon is -1"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier"),
+        ({"noise_multiplier": 1.0, "target_delta": 2.0}, "target_delta is 2"),
+        ({"noise_multiplier": 1.0, "pad_batches": 3}, "pad_batches"),
+        ({"noise_multiplier": 1.0, "options": {"steps": 3}}, "options has steps"),
+    ],
+)
+def test_privacy_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        PrivacyArguments(**{"target_delta": 1e-5, **options})
+
+
+def test_what_the_trainer_gives_are_arguments_of_make_private():
+    import inspect
+
+    from dp_clipping import PrivacyEngine
+
+    assert set(GIVEN_BY_TRAINER) <= set(inspect.signature(PrivacyEngine.make_private).parameters)

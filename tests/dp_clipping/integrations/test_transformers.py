@@ -1,0 +1,315 @@
+"""Private fine-tuning with a real Hugging Face Trainer, beside single samples and other runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from opacus.accountants import RDPAccountant
+
+from dp_clipping.losses.private_loss import PrivateLoss
+from tests.dp_clipping.integrations.conftest import Compared, trainer_of, transformers
+from tests.support.language_models import LANGUAGE_MODELS, collated, language_model, samples_of
+
+STEPS_OF_AN_EPOCH = 6  # of 24 samples in batches of 4
+
+
+SOME = ("gpt2", "bert", "t5")
+EACH_KIND = [
+    pytest.param(kind, marks=[] if kind in SOME else pytest.mark.slow) for kind in LANGUAGE_MODELS
+]
+SAVED = [
+    pytest.param(2, id="in an epoch"),
+    pytest.param(6, id="between epochs", marks=pytest.mark.slow),
+    pytest.param(8, id="in the second epoch", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("kind", EACH_KIND)
+def test_gradients_are_those_of_single_samples(kind, tmp_path):
+    """Also in several microbatches, each padded to its own longest sample."""
+    trainer = trainer_of(
+        kind, tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=3,
+        privacy={"noise_multiplier": 0.0, "max_grad_norm": 0.5},
+    )  # fmt: skip
+    compared = Compared(trainer, C=0.5)
+    trainer.train()
+    assert len(compared.sizes) == 3
+    assert max(compared.sizes) > 2
+
+
+def test_epsilon_is_logged_and_the_loss_is_not(tmp_path):
+    trainer = trainer_of("gpt2", tmp_path, save_strategy="steps", save_steps=3)
+    output = trainer.train()
+    account = RDPAccountant()
+    logs = [entry for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert len(logs) == 3
+    for entry in logs:
+        account.step(noise_multiplier=1.0, sample_rate=1 / STEPS_OF_AN_EPOCH)
+        assert entry["epsilon"] == pytest.approx(account.get_epsilon(1e-5))
+        assert entry["grad_norm"] > 0
+    assert output.metrics["epsilon"] == trainer.privacy_statement().epsilon == logs[-1]["epsilon"]
+    state = json.loads((tmp_path / "checkpoint-3/trainer_state.json").read_text())
+    seen = [name for entry in state["log_history"] + [output.metrics] for name in entry]
+    assert not {"loss", "train_loss", "total_flos"} & set(seen)
+    assert state["total_flos"] == 0
+    assert output.training_loss != output.training_loss  # not a number
+
+
+def test_what_is_not_covered_is_logged_if_asked_for(tmp_path):
+    trainer = trainer_of(
+        "gpt2", tmp_path, max_steps=1, include_num_input_tokens_seen=True,
+        privacy={"log_unprotected": True},
+    )  # fmt: skip
+    output = trainer.train()
+    entry = trainer.state.log_history[0]
+    assert 3 < entry["loss"] < 5
+    assert output.training_loss == entry["loss"]
+    assert entry["num_input_tokens_seen"] > 0
+    assert trainer.state.total_flos > 0
+
+
+def test_a_target_is_reached_and_not_spent_twice(tmp_path):
+    trainer = trainer_of("gpt2", tmp_path, privacy={"target_epsilon": 3.0})
+    assert 2.9 < trainer.train().metrics["epsilon"] <= 3.0
+    with pytest.raises(ValueError, match=r"PrivacyArguments\(noise_multiplier=..\)"):
+        trainer.train()
+
+
+def test_two_trainings_add_up(tmp_path):
+    trainer = trainer_of("gpt2", tmp_path)
+    trainer.train()
+    trainer.train()
+    assert trainer.privacy_statement().steps == 6
+
+
+def test_public_rate_and_steps(tmp_path):
+    trainer = trainer_of(
+        "gpt2", tmp_path, max_steps=-1, num_train_epochs=2,
+        privacy={"sample_rate": 0.25, "steps": 2},
+    )  # fmt: skip
+    trainer.train()
+    statement = trainer.privacy_statement()
+    assert (statement.steps, statement.sample_rate) == (4, 0.25)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def with_dropout() -> torch.nn.Module:
+    network = language_model("gpt2")
+    for module in network.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+    return network
+
+
+def weights(trainer) -> dict:
+    return {name: x.clone() for name, x in trainer.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("saved", SAVED)
+def test_a_resumed_run_is_the_same(saved, tmp_path):
+    """Bit for bit, with dropout: weights, logs and the account."""
+    options = dict(
+        max_steps=saved + 2, save_strategy="steps", save_steps=saved,
+        gradient_accumulation_steps=2, per_device_train_batch_size=2,
+    )  # fmt: skip
+    network = with_dropout()
+    start = {name: x.clone() for name, x in network.state_dict().items()}
+    whole = trainer_of("gpt2", tmp_path, network=network, **options)
+    whole.train()
+    expected = weights(whole)
+    network = with_dropout()
+    network.load_state_dict(start)
+    resumed = trainer_of("gpt2", tmp_path, network=network, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{saved}"))
+    for name, x in weights(resumed).items():
+        assert torch.equal(x, expected[name]), name
+    assert resumed.privacy_statement() == whole.privacy_statement()
+    kept = ("epoch", "learning_rate", "grad_norm", "epsilon", "step")
+    for one, other in zip(
+        whole.state.log_history[:-1], resumed.state.log_history[:-1], strict=True
+    ):
+        assert [one[name] for name in kept] == pytest.approx([other[name] for name in kept], abs=0)
+
+
+def test_the_key_is_not_in_the_folder_that_is_published(tmp_path):
+    out = tmp_path / "out"
+    trainer = trainer_of("gpt2", out, save_strategy="steps", save_steps=2)
+    trainer.train()
+    keys = trainer.engine._runs[0].keys
+    key = tmp_path / "out.keys/checkpoint-2.key"
+    assert keys.master.hex() in key.read_text()
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert key.parent.stat().st_mode & 0o777 == 0o700
+    for file in out.rglob("*"):
+        if file.is_file():
+            content = file.read_bytes()
+            assert keys.master not in content
+            assert keys.master.hex().encode() not in content
+
+
+def test_a_checkpoint_without_an_account_is_refused(tmp_path):
+    trainer = trainer_of(
+        "gpt2", tmp_path, save_strategy="steps", save_steps=3, save_only_model=True
+    )
+    trainer.train()
+    with pytest.raises(ValueError, match=r"has no privacy\.pt.*save_only_model"):
+        trainer_of("gpt2", tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_it_is_saved_under_plain_names(tmp_path):
+    trainer = trainer_of("gpt2", tmp_path)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
+    for name, x in loaded.state_dict().items():
+        assert torch.equal(x, trainer.model.state_dict()[name]), name
+
+
+# ---- what else a Trainer does --------------------------------------------------------------------
+
+
+def test_evaluation_generation_and_early_stopping_in_between(tmp_path):
+    lengths = []
+
+    class Generates(transformers.TrainerCallback):
+        def on_evaluate(self, *_, model, **__):
+            ids = torch.tensor([[2, 3, 4]])
+            found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2,
+                                   do_sample=False, pad_token_id=0)  # fmt: skip
+            lengths.append(found.shape[1])
+
+    stopping = transformers.EarlyStoppingCallback(early_stopping_patience=1)
+    trainer = trainer_of(
+        "gpt2", tmp_path, max_steps=6, eval_strategy="steps", eval_steps=1, save_strategy="steps",
+        save_steps=1, load_best_model_at_end=True, learning_rate=0.0, save_total_limit=1,
+        trainer={"eval_dataset": samples_of("gpt2", 4), "callbacks": [Generates(), stopping]},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.privacy_statement().steps == 2
+    assert len(lengths) == 2
+    assert set(lengths) <= {4, 5}
+    expected = language_model("gpt2").eval()(**collated(samples_of("gpt2", 4))).loss.item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_scheduler_steps_once_a_batch(tmp_path):
+    trainer = trainer_of(
+        "gpt2", tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4, max_steps=4
+    )
+    trainer.train()
+    rates = [e["learning_rate"] for e in trainer.state.log_history if "learning_rate" in e]
+    assert rates == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
+
+
+def test_bfloat16(tmp_path):
+    """The network computes in bfloat16; parameters, sums and noise are float32."""
+    seen = []
+    trainer = trainer_of("gpt2", tmp_path, bf16=True, max_steps=2)
+    trainer.model.transformer.h[0].mlp.register_forward_hook(
+        lambda module, args, output: seen.append(output.dtype)
+    )
+    trainer.train()
+    assert set(seen) == {torch.bfloat16}
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    del seen[:]
+    trainer.evaluate(samples_of("gpt2", 4))
+    assert set(seen) == {torch.bfloat16}
+
+
+def test_an_empty_batch_is_a_step(tmp_path):
+    trainer = trainer_of("gpt2", tmp_path, privacy={"sample_rate": 1e-6, "steps": 3})
+    trainer.train()
+    assert trainer.privacy_statement().steps == 3
+
+
+def test_rows_that_pad_a_batch_change_nothing(tmp_path):
+    def fixed():
+        return {"noise_generator": torch.Generator().manual_seed(3)}
+
+    found = []
+    for pads in (False, True):
+        trainer = trainer_of(
+            "gpt2", tmp_path, privacy={"pad_batches": pads, "options": fixed()}, optim="sgd"
+        )
+        with pytest.warns(UserWarning, match="fixed seed"):
+            trainer.train()
+        found.append(weights(trainer))
+    for name, x in found[0].items():
+        torch.testing.assert_close(x, found[1][name], msg=name)
+
+
+# ---- losses --------------------------------------------------------------------------------------
+
+
+def per_sample(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs.logits, labels, reduction="none", label_smoothing=0.1)
+
+
+def test_a_loss_of_the_users_own(tmp_path):
+    trainer = trainer_of(
+        "bert", tmp_path, eval_strategy="steps", eval_steps=3,
+        trainer={"compute_loss_func": per_sample, "eval_dataset": samples_of("bert", 4)},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.privacy_statement().steps == 3
+    assert any("eval_loss" in entry for entry in trainer.state.log_history)
+
+
+def test_a_loss_that_averages_over_the_batch_is_refused(tmp_path):
+    def mean(*arguments, **options):
+        return per_sample(*arguments, **options).mean()
+
+    trainer = trainer_of("bert", tmp_path, trainer={"compute_loss_func": mean})
+    with pytest.raises(ValueError, match="must return one a sample"):
+        trainer.train()
+
+
+def test_compute_loss_of_a_subclass(tmp_path):
+    from dp_clipping.integrations.transformers import PrivateTrainer
+    from tests.dp_clipping.integrations.conftest import arguments, privacy
+
+    class Own(PrivateTrainer):
+        right = True
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs.pop("labels")
+            logits = model(**inputs).logits
+            if not self.right:
+                return F.cross_entropy(logits, labels)
+            loss = self.criterion(logits, labels)
+            assert isinstance(loss, PrivateLoss)
+            return loss
+
+    def made():
+        return Own(
+            model=language_model("bert"), args=arguments(tmp_path), privacy=privacy(),
+            train_dataset=samples_of("bert", 24), data_collator=collated,
+        )  # fmt: skip
+
+    trainer = made()
+    trainer.train()
+    assert trainer.privacy_statement().steps == 3
+    Own.right = False
+    with pytest.raises(RuntimeError, match=r"loss = criterion\(model"):
+        made().train()
+
+
+def test_a_search_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="not covered by epsilon"):
+        trainer_of("gpt2", tmp_path).hyperparameter_search()
+
+
+def test_arguments_that_are_missing(tmp_path):
+    from dp_clipping.integrations.transformers import PrivateTrainer
+    from tests.dp_clipping.integrations.conftest import privacy
+
+    with pytest.raises(ValueError, match="TrainingArguments"):
+        PrivateTrainer(model=language_model("gpt2"), privacy=privacy())
+    trainer = trainer_of("gpt2", tmp_path, trainer={"train_dataset": None})
+    with pytest.raises(ValueError, match="train_dataset is missing"):
+        trainer.train()
+    assert Path(tmp_path).exists()
