@@ -169,6 +169,7 @@ class PrivateTrainer(Trainer):
         privacy, network = self.privacy, self.model
         if self._data_parallel is not None and self.args.world_size > 1:
             network = self._data_parallel(network)
+        self.model.train()  # from_pretrained and an evaluation leave it otherwise
         self.create_optimizer()
         rate, _ = rates_of(loader, privacy.sample_rate, privacy.steps)
         self.model_wrapped, self.optimizer, self.criterion, loader = self.engine.make_private(

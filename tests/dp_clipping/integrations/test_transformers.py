@@ -162,6 +162,7 @@ def test_a_checkpoint_without_an_account_is_refused(tmp_path):
 
 def test_it_is_saved_under_plain_names(tmp_path):
     trainer = trainer_of("gpt2", tmp_path)
+    trainer.evaluate(samples_of("gpt2", 2))  # which leaves the model in evaluation
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
