@@ -118,11 +118,12 @@ class PrivateTrainer(Trainer):
         args = self.args
         if self.train_dataset is None:
             raise ValueError("train_dataset is missing: PrivateTrainer(train_dataset=.., ..)")
+        own = super().get_train_dataloader()  # whose columns are those that the model takes
         workers = args.dataloader_num_workers
         return DataLoader(
-            self.train_dataset,
+            own.dataset,
             batch_size=self.get_total_train_batch_size(args),
-            collate_fn=self._get_collator_with_removed_columns(self.data_collator, "Training"),
+            collate_fn=own.collate_fn,
             num_workers=workers,
             pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
             persistent_workers=args.dataloader_persistent_workers,
@@ -133,7 +134,7 @@ class PrivateTrainer(Trainer):
         )
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        return self._train_batch_size * self._accumulation_steps * args.world_size
+        return args.train_batch_size * self._accumulation_steps * args.world_size
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: DataLoader) -> Any:
         _, steps = rates_of(dataloader, self.privacy.sample_rate, self.privacy.steps)
@@ -182,7 +183,7 @@ class PrivateTrainer(Trainer):
         if self._user_loss is not None:
             self.compute_loss_func = _with_count(self.criterion)
         batches = LogicalBatches(
-            loader, self.optimizer, self._train_batch_size, privacy.pad_batches
+            loader, self.optimizer, self.args.train_batch_size, privacy.pad_batches
         )
         self._made = self.model, batches
 
