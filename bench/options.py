@@ -117,7 +117,7 @@ class Options:
         help="compile each block with torch.compile (default: off); slow to start")
 
     batch_size: int = option(8, group="run", metavar="N", check=positive,
-        help="sequences a rank and step")
+        help="sequences per rank and step")
     data: str = option("stdlib", metavar="SOURCE", help=(
         "stdlib: the bytes of Python's own sources; synthetic: seeded random tokens; "
         "or a file or folder of text"))
@@ -135,7 +135,7 @@ class Options:
     device: str = option("auto", choices=("auto", "cpu", "cuda"),
         help="auto: all GPUs with NCCL if there are any, else CPU with gloo")
     num_processes: int | None = option(None, metavar="N", check=positive,
-        help="ranks to start when not under torchrun (default: one a GPU, two on a CPU)")
+        help="ranks to start when not under torchrun (default: one per GPU, two on a CPU)")
     timeout: float = option(300.0, metavar="SECONDS", check=positive, help=(
         "give up when no rank makes progress for so long, and name the one that the others "
         "wait for"))

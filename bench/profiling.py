@@ -131,7 +131,7 @@ class Profiling:
             "device": str(self.worker.device.type),
             "dtype": settings.dtype,
             "compiled": settings.compile,
-            "sequences a rank": settings.batch_size,
+            "sequences per rank": settings.batch_size,
             **vars(settings.model),
             "epochs": f"{settings.num_epochs}, of which warmup {settings.warmup_epochs}",
             "steps an epoch": settings.steps_per_epoch,

@@ -44,7 +44,7 @@ def report(
     rows = comparison(settings, world_size, device, unwritten)
     title = (
         f"{world_size} ranks on {device}, {settings.batch_size} sequences of "
-        f"{settings.model.context_length} tokens a rank and step, {settings.dtype}"
+        f"{settings.model.context_length} tokens per rank and step, {settings.dtype}"
     )
     if settings.has_private:
         title += f", {describe_privacy(settings)}"

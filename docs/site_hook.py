@@ -31,6 +31,7 @@ FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 FILE_NAME = re.compile(r"[\w/]+(?:\.md|/)")
 PATH = re.compile(r"(?:[\w-]+/)+\w+\.py\b")
+PICTURE = re.compile(r'<img [^>]*src="([^"]+)"[^>]*>')
 TAG = re.compile(r"(<[^>]*>)")
 # Everyday words, which mean what they say in most sentences.
 EVERYDAY = {"sample", "waiting", "floor", "exact", "contention", "overhead"}
@@ -65,7 +66,7 @@ def on_page_markdown(markdown: str, page: "Page", **_: Any) -> str:
 
 
 def on_page_content(html: str, page: "Page", files: "Files", **_: Any) -> str:
-    """Links the names of source files, and the first use of each term of the glossary."""
+    """Links names of source files, pictures, and the first use of each term of the glossary."""
     from mkdocs.utils import get_relative_url
 
     uri = page.file.src_uri
@@ -78,9 +79,15 @@ def on_page_content(html: str, page: "Page", files: "Files", **_: Any) -> str:
         return f'<a class="term" href="{url}">{code[0]}</a>' if url else code[0]
 
     html = re.sub(rf"<code>({PATH.pattern})</code>(?!</a>)", source_link, html)
+    html = link_pictures(html)
     if uri == "glossary.md" or uri.startswith("api/"):
         return html
     return link_terms(html, get_relative_url("glossary.html", page.url), terms())
+
+
+def link_pictures(html: str) -> str:
+    """Makes each picture a link to itself: a phone shows it too small to read."""
+    return PICTURE.sub(r'<a href="\1">\g<0></a>', html)
 
 
 def parts_of(markdown: str) -> Iterator[tuple[str, bool]]:

@@ -65,7 +65,7 @@ class PrivateCriterion:
         if losses.dim() != 1 or len(losses) != expected:
             raise ValueError(
                 f"the criterion gave losses of shape {tuple(losses.shape)} for {expected} samples: "
-                "it must return one a sample, not a loss already reduced over the batch; give "
+                "it must return one per sample, not a loss already reduced over the batch; give "
                 "nn.CrossEntropyLoss() or partial(F.cross_entropy, reduction='none'), and for "
                 "flattened targets pass shape=outputs.shape, as it is before flattening"
             )

@@ -36,7 +36,7 @@ def parser(program: str, description: str, **defaults: Any) -> argparse.Argument
     )  # fmt: skip
     for name, kind, default, what in (
         ("epochs", int, values["epochs"], "how often a sample is drawn, on average"),
-        ("batch-size", int, values["batch_size"], "samples a step, on average"),
+        ("batch-size", int, values["batch_size"], "samples per step, on average"),
         ("max-physical-batch-size", int, values["max_physical_batch_size"], "samples at a time"),
         ("learning-rate", float, values["learning_rate"], "of Adam"),
         ("epsilon", float, 8.0, "what the run may spend"),

@@ -166,7 +166,7 @@ def _tables(
     for length in dict.fromkeys(cell.names.get(SECTION) for cell in cells):
         columns, rows = make([c for c in cells if c.names.get(SECTION) == length])
         if rows and length is not None:
-            found.append(("heading", f"{length:,} tokens a sample"))
+            found.append(("heading", f"{length:,} tokens per sample"))
         found += [table(columns, rows, label)] if rows else []
     return [("note", legend), *found] if found else []
 

@@ -48,3 +48,9 @@ def test_terms_are_those_of_the_glossary():
     assert terms["fsdp"] == "fsdp"
     assert terms["differential privacy"] == "differential-privacy-ε-and-δ"
     assert site_hook.EVERYDAY.isdisjoint(terms)
+
+
+def test_a_picture_leads_to_itself():
+    html = '<p><img alt="a" src="a.png" /></p>'
+    linked = '<p><a href="a.png"><img alt="a" src="a.png" /></a></p>'
+    assert site_hook.link_pictures(html) == linked

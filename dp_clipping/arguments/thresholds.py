@@ -40,7 +40,7 @@ class Thresholds:
         if len(clip_norms) != len(groups):
             raise ValueError(
                 f"max_grad_norm has {len(clip_norms)} thresholds for {len(groups)} clipping groups "
-                f"({', '.join(groups[:4])}{', ...' if len(groups) > 4 else ''}): give one a group, "
-                "or one number"
+                f"({', '.join(groups[:4])}{', ...' if len(groups) > 4 else ''}): give one per "
+                "group, or one number"
             )
         return clip_norms

@@ -80,7 +80,7 @@ class PrivateLoss:
         if other.numel() != 1 and other.shape != self._losses.shape:
             raise ValueError(
                 f"a private loss of {len(self._losses)} samples is combined with a tensor of shape "
-                f"{tuple(other.shape)}: give one number, or one a sample"
+                f"{tuple(other.shape)}: give one number, or one per sample"
             )
         return other.reshape(()) if other.numel() == 1 else other
 

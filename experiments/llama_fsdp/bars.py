@@ -81,8 +81,8 @@ def draw_time(results: Sequence[dict]) -> Any:
     ]
     figure = _bars(
         results, bar, ends, "Time of a step in each mode",
-        "ms a step of the slowest rank; bar: median, dots: steps; on the right the median\nand its "
-        f"ratio to {BASELINE} [{interval_words(results)}]",
+        "ms per step of the slowest rank; bar: median, dots: steps; on the right the median\nand "
+        f"its ratio to {BASELINE} [{interval_words(results)}]",
         head=HEAD + KEY,
     )  # fmt: skip
     if any(beyond):

@@ -240,7 +240,7 @@ def describe(cell: GridCell, result: dict) -> str:
     step = summarize(result["rounds"][-1]["step_ms"])
     peak = result["peak_memory_gb"]
     memory = "" if peak is None else f", {peak:.2f} GiB"
-    return f"{cell.label}: {step.median:.1f} ms a step{memory}"
+    return f"{cell.label}: {step.median:.1f} ms per step{memory}"
 
 
 # ---- on all ranks --------------------------------------------------------------------------------

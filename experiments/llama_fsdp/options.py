@@ -65,12 +65,12 @@ class Options:
         f"what is measured: any of {', '.join(MODES)} (default: all); ratios need no_dp. "
         "Without a GPU flash modes run as their reference implementations, and results say so"))
     seq_lengths: tuple[int, ...] | None = option(None, metavar="T", check=positive, help=(
-        f"tokens a sample: every mode is measured at each (default: "
+        f"tokens per sample: every mode is measured at each (default: "
         f"{' '.join(map(str, LENGTHS))})"))
     mode: str | None = option(None, choices=tuple(MODES), metavar="MODE",
         help="measure one cell only, of this mode; with --seq-length (default: the whole grid)")
     seq_length: int | None = option(None, metavar="T", check=positive,
-        help="one cell: tokens a sample; with --mode (default: the whole grid)")
+        help="one cell: tokens per sample; with --mode (default: the whole grid)")
     model_name: str = option("llama-3.1-8b", metavar="NAME", help=(
         f"a built-in shape with random weights ({', '.join(SHAPES)}), or a Hugging Face name "
         f"or folder with its weights; gated ones need {TOKEN} in the environment"))
@@ -83,10 +83,10 @@ class Options:
         "meanwhile then cancels in ratios, and their intervals mean something"))
 
     batch_size: int = option(1, group="training", metavar="B", check=positive, help=(
-        "samples a rank and step: more of them take more memory, and share what a step costs "
+        "samples per rank and step: more of them take more memory, and share what a step costs "
         "whatever its batch"))
     clipping: str = option("flat", choices=CLIPPINGS, help=(
-        "one norm and threshold for all parameters, or one a module, whose sums need not wait "
+        "one norm and threshold for all parameters, or one per module, whose sums need not wait "
         "for the others"))
     sigma: float = option(1.0, metavar="S", check=not_negative, help=(
         "noise multiplier, without unit: noise has S x --max-grad-norm as its standard "
@@ -116,7 +116,7 @@ class Options:
     device: str = option("auto", choices=("auto", "cpu", "cuda"),
         help="where: cuda is all GPUs with NCCL, cpu is gloo; auto: GPUs where there are some")
     num_processes: int | None = option(None, metavar="N", check=positive,
-        help="ranks, unless torchrun says it (default: one a GPU, two on a CPU)")
+        help="ranks, unless torchrun says it (default: one per GPU, two on a CPU)")
     timeout: float = option(600.0, metavar="S", check=positive,
         help="seconds without progress after which a cell is given up, as a row")
     enable_profiling: bool = option(False, help=(

@@ -60,7 +60,7 @@ def draw_overhead(results: Sequence[dict]) -> Any:
         if number == len(panels) - 1:
             bars = f"bars: the ratio's {interval_words(results)}"
             axes.set_xlabel(
-                f"tokens a sample; {bars}; dashed: {BASELINE}",
+                f"tokens per sample; {bars}; dashed: {BASELINE}",
                 size=8.5, color=FAINT, loc="left",
             )  # fmt: skip
     return figure

@@ -275,7 +275,7 @@ def summarize_run(results: Sequence[dict]) -> str:
         own = [r for r in results if r["seq_length"] == length]
         table = [_row(r, baseline_of(results, length)) for r in own]
         rows += table
-        lines += [format_table(_columns(), table, title=f"{length} tokens a sample"), ""]
+        lines += [format_table(_columns(), table, title=f"{length} tokens per sample"), ""]
     growths = growths_of(r for r in rows if r["status"] == OK)
     lines += [
         f"{mode}: step time grows with the length as {growth}"

@@ -52,7 +52,7 @@ def draw_tradeoff(results: Sequence[dict]) -> Any:
                 f"{BASELINE}.\nAxes show where the points are and need not begin at 0: the labels "
                 "have the ratios"
             )
-        axes.set_xlabel(f"ms a step (median){note}", size=8.5, color=FAINT, loc="left")
+        axes.set_xlabel(f"ms per step (median){note}", size=8.5, color=FAINT, loc="left")
         axes.set_ylabel(f"GiB {memory_kind(results)}", size=8.5, color=FAINT)
     return figure
 

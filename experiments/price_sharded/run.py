@@ -50,7 +50,7 @@ Ratios are of complete steps, with noise and fused AdamW; medians over rounds wi
 EXAMPLES = """\
 examples:
   python -m experiments.price_sharded
-      the 8B shape on all GPUs, two samples a GPU of 1024, 2048 and 4096 tokens
+      the 8B shape on all GPUs, two samples per GPU of 1024, 2048 and 4096 tokens
   python -m experiments.price_sharded --model-name llama-3.2-1b --rows 4x1024 --rounds 5
   python -m experiments.price_sharded --model-name tiny --rounds 1 --steps 2
       a rehearsal on two CPU processes
@@ -63,7 +63,7 @@ class Options:
     model_name: str = option("llama-3.1-8b", choices=tuple(SHAPES), metavar="NAME",
         help=f"shape of the network: {', '.join(SHAPES)}")
     rows: tuple[Row, ...] | None = option(None, unique=True, metavar="BxT", type=row_of,
-        help=f"samples a rank x tokens a sample (default: {' '.join(ROWS)}; of tiny {TINY})")
+        help=f"samples per rank x tokens per sample (default: {' '.join(ROWS)}; of tiny {TINY})")
     variants: tuple[str, ...] = option(DEFAULT, choices=CHOICES, unique=True, metavar="VARIANT",
         help=(
         f"of {', '.join(CHOICES)}"))
@@ -72,7 +72,7 @@ class Options:
     warm_up: int = option(3, "steps of a round before those", check=not_negative)
     output: Path | None = option(None, "JSON of all samples (default: none)")
     num_processes: int | None = option(None, metavar="N", check=positive,
-        help="ranks, unless torchrun says it (default: one a GPU, two on a CPU)")
+        help="ranks, unless torchrun says it (default: one per GPU, two on a CPU)")
     timeout: float = option(300.0, metavar="S", check=positive,
         help="seconds without progress after which the run ends")
 # fmt: on

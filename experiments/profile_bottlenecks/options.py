@@ -47,10 +47,10 @@ class Options:
     """As given; `typed` is the command."""
 
     seq_lengths: tuple[int, ...] | None = option(None, metavar="T", check=positive, help=(
-        "tokens a sample: each is measured, and growths are fitted to three or more (default: "
+        "tokens per sample: each is measured, and growths are fitted to three or more (default: "
         f"{' '.join(map(str, ON_GPU))}; without a GPU {' '.join(map(str, ON_CPU))})"))
     batch_size: int = option(4, metavar="B", check=positive, help=(
-        "samples a rank and step: more of them take more memory, and share what a step costs "
+        "samples per rank and step: more of them take more memory, and share what a step costs "
         "whatever its batch"))
     use_flash: bool = option(False, help=(
         "norms and sums by fused kernels; without a GPU these run in plain PyTorch, and "
@@ -71,7 +71,7 @@ class Options:
         "how fused kernels take the norms of linear layers: summing over tokens "
         "(input_length), from Gram matrices (width), or what is cheaper for each"))
     clipping: str = option("flat", choices=CLIPPINGS,
-        help="one norm and threshold for all parameters, or one a module")
+        help="one norm and threshold for all parameters, or one per module")
     memory_limit_gb: float | None = option(None, metavar="G", check=positive, help=(
         "GiB that a rank may use: the verdict judges memory by it, nothing enforces it "
         "(default: the GPU's; none on a CPU)"))
@@ -79,7 +79,7 @@ class Options:
         "receives the results; an existing one of the same options resumes "
         "(default: a new results/bottlenecks_YYYYMMDD_HHMMSS)"))
     num_processes: int | None = option(None, metavar="N", check=positive,
-        help="ranks, unless torchrun says it (default: one a GPU, two on a CPU)")
+        help="ranks, unless torchrun says it (default: one per GPU, two on a CPU)")
     timeout: float = option(600.0, metavar="S", check=positive,
         help="seconds without progress after which a length is given up")
     length: int | None = option(None, SUPPRESS)

@@ -66,7 +66,7 @@ def figure_of(rows: Sequence[Mapping[str, Any]], limit_mb: float | None) -> Any:
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["bottom", "left"]].set_color(FAINT)
         axes.tick_params(labelsize=8.5, color=FAINT, labelcolor=INK)
-    memory.set_xlabel("tokens a sample", size=8.5, color=FAINT, loc="left")
+    memory.set_xlabel("tokens per sample", size=8.5, color=FAINT, loc="left")
     return figure
 
 
@@ -90,7 +90,7 @@ def _draw_times(axes: Any, good: Sequence[Mapping], fits: Mapping[str, Growth]) 
         text = f"{name} {_short(points[-1][1])} ms"
         labels.append((points[-1][1], text, "" if growth is None else str(growth), colour))
     _tick(axes)
-    axes.set_ylabel("ms a step", size=8.5, color=FAINT)
+    axes.set_ylabel("ms per step", size=8.5, color=FAINT)
     axes.set_title(
         "Time: points measured, lines fitted; grey is as without privacy",
         size=8.5, color=FAINT, loc="left",

@@ -209,7 +209,7 @@ def describe(row: dict) -> str:
     if row["status"] != OK:
         return f"{row['seq_length']} tokens: {row['status']}: {row['reason']}"
     name = in_words(bounds([row])[0].name)
-    return f"{row['seq_length']} tokens: {row['median_time_ms']:.1f} ms a step, bound by {name}"
+    return f"{row['seq_length']} tokens: {row['median_time_ms']:.1f} ms per step, bound by {name}"
 
 
 def _ms(name: str) -> Column:

@@ -101,9 +101,9 @@ class Bound:
         if self.gain_ms is None:
             return ""
         if self.samples is None:
-            return f"; predicted gain {self.gain_ms:.1f} ms a step"
+            return f"; predicted gain {self.gain_ms:.1f} ms per step"
         one = self.gain_ms / self.samples
-        return f"; predicted gain {one:.{1 if one >= 1 else 2}f} ms a sample"
+        return f"; predicted gain {one:.{1 if one >= 1 else 2}f} ms per sample"
 
     def __str__(self) -> str:
         size = f"{self.share:.0%} of the limit" if self.ms is None else f"{self.share:.0%}"

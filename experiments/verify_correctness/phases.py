@@ -44,4 +44,4 @@ def phase_table(findings: Sequence[Finding]) -> str:
     names = ["network", "mode", "clipping"]
     names += ["norms travel"] if any(row["norms travel"] for row in rows) else []
     columns = [*names, *(Column(title, format=".2f", right=True) for title in known)]
-    return f"{format_table(columns, rows, title='phases, ms a step')}\n\n{LEGEND}\n"
+    return f"{format_table(columns, rows, title='phases, ms per step')}\n\n{LEGEND}\n"

@@ -1,4 +1,4 @@
-"""Losses of a batch, one a sample: arithmetic, reductions, and what is refused."""
+"""Losses of a batch, one per sample: arithmetic, reductions, and what is refused."""
 
 from functools import partial
 
@@ -39,7 +39,7 @@ def test_a_loss_takes_up_constants_only(run, name):
     combine = COMBINED[name]
     with pytest.raises(ValueError, match="put the term into the criterion"):
         combine(loss, outputs.mean(0).square().sum())
-    with pytest.raises(ValueError, match="give one number, or one a sample"):
+    with pytest.raises(ValueError, match="give one number, or one per sample"):
         combine(loss, torch.ones(5, 1))
     weights = torch.arange(1.0, 6.0)
     own = loss.loss_per_sample
@@ -109,7 +109,7 @@ def test_reductions_must_agree(model):
 
 
 def test_a_loss_over_the_batch_is_refused(model):
-    with pytest.raises(ValueError, match="it must return one a sample"):
+    with pytest.raises(ValueError, match="it must return one per sample"):
         PrivateCriterion(model, lambda y, t: (y - t).square().mean(), "mean")(
             model(torch.randn(3, 3)), torch.zeros(3, 2)
         )

@@ -183,7 +183,7 @@ class TestRefused:
 
         mean_of_all.reduction = "mean"
         run = build(criterion=mean_of_all, grad_sample_mode=mode)
-        with pytest.raises(ValueError, match="one a sample, not a loss already reduced"):
+        with pytest.raises(ValueError, match="one per sample, not a loss already reduced"):
             backward(run, data()[:5])
 
     @pytest.mark.parametrize("mode", PRIVATE)

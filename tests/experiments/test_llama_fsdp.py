@@ -216,7 +216,7 @@ def test_one_cell(tmp_path, monkeypatch, capfd):
     assert main([*TINY, *one]) == 0
     assert json.loads(path.read_text())["status"] == "ok"
     assert files_below(tmp_path) == [path]
-    assert "ms a step" in capfd.readouterr().out
+    assert "ms per step" in capfd.readouterr().out
 
 
 # ---- the grid, with cells that are not run -------------------------------------------------------
@@ -431,7 +431,7 @@ def test_medians_stand_in_one_column_behind_every_dot():
 def test_every_panel_says_its_unit_and_where_its_axis_begins():
     results = results_like(ALL)
     for axes in plots.draw_tradeoff(results).axes:
-        assert axes.get_xlabel().startswith("ms a step (median)")
+        assert axes.get_xlabel().startswith("ms per step (median)")
     for axes in plots.draw_overhead(results).axes:
         assert ("begin at 0" in axes.get_title(loc="left")) == (axes.get_ylim()[0] > 0)
 
@@ -447,7 +447,7 @@ def test_redraw_needs_only_the_results(tmp_path, capsys):
     assert page.rows("Step time")["flash_fsdp"]["median ms"] == "163.8"
     assert len(page.pictures) == len(set(page.captions)) == len(PICTURES)
     assert "does not say" not in page.text
-    assert "2,048 tokens a sample" in page.text
+    assert "2,048 tokens per sample" in page.text
     assert ["ghost_fsdp", "2048", "1", "oom", "no more"] in page.tables["What was not measured"][0]
 
 

@@ -191,7 +191,7 @@ def test_norm_algorithm_forced_to_the_wrong_extreme(tmp_path, monkeypatch):
 
 
 def on_gpu(row: dict, **trace: float) -> dict:
-    """As if measured on one GPU, 100 ms a step."""
+    """As if measured on one GPU, 100 ms per step."""
     phases = {
         "forward": 20.0, "first backward": 30.0, "norms": 20.0, "coefficients": 1.0, "sums": 9.0,
         "noise": 10.0, "optimizer": 10.0,
@@ -239,7 +239,7 @@ def test_plain_norms_on_a_gpu_are_told_of_the_fused_ones(slow_row):
     first = bounds([row])[0]
     assert first.change == "--use-flash"
     assert first.gain_ms == pytest.approx(81.0 - 20.0)
-    assert first.gain == "; predicted gain 61.0 ms a step"
+    assert first.gain == "; predicted gain 61.0 ms per step"
     assert "a and 1 more in one launch" in first.evidence
 
 
@@ -290,7 +290,7 @@ def test_every_phase_is_fitted_and_written(slow_row):
     gain = bounds(rows)[0].gain_ms / rows[0]["batch_size"]
     assert (
         f"Change: --batch-size 4 (what is sent does not grow with the batch); predicted gain "
-        f"{gain:.1f} ms a sample." in text
+        f"{gain:.1f} ms per sample." in text
     )  # the step gets longer
     assert "The profiling switch cost" in text
     cold = [row | {"config": row["config"] | {"warmup_iter": 0}} for row in rows]

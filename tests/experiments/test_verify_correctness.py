@@ -103,7 +103,7 @@ def test_profiling_shows_the_phases_of_each_mode(capsys, monkeypatch):
     assert "phases" not in run(capsys, *arguments)[1]
     status, text = run(capsys, *arguments, "--enable-profiling")
     assert status == 0
-    _, table = text.split("phases, ms a step")
+    _, table = text.split("phases, ms per step")
     head, _, *rows = [line for line in table.splitlines() if line][:6]
     columns = re.split("  +", head.strip())
     found = {tuple(re.split("  +", row)[1:3]): re.split("  +", row) for row in rows}

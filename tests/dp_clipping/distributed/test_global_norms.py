@@ -29,7 +29,7 @@ def test_every_rank_has_all_samples_in_order_of_ranks(cpu_ranks, sizes, expected
 
 
 def of_one_axis(context) -> None:
-    """Ranks of a tensor axis hold the same samples: one slot each, not one a rank."""
+    """Ranks of a tensor axis hold the same samples: one slot each, not one per rank."""
     reducer = NormReducer(tensor_group=context.group, dtype=torch.float64)
     found = GlobalNorms(reducer, torch.ones(1, 4)).wait()
     assert found.tolist() == [[1.0] * 4]
