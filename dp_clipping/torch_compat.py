@@ -363,6 +363,12 @@ def can_leave_vmap() -> bool:
     return all(hasattr(functorch, name) for name in names)
 
 
+def is_of_vmap(x: Tensor) -> bool:
+    """Returns whether a tensor is what vmap shows of one sample; False where torch cannot tell."""
+    functorch = getattr(torch._C, "_functorch", None)
+    return getattr(functorch, "is_batchedtensor", lambda _: False)(x)
+
+
 def current_vmap() -> Vmap | None:
     """Returns the vmap that runs now; None outside of it.
 

@@ -22,6 +22,7 @@ from dp_clipping.layers.attention.core import fits
 from dp_clipping.layers.batch_layout import is_close
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.vmap.module import plain_forward
+from dp_clipping.layers.vmap.refusals import escapes_named
 from dp_clipping.torch_compat import current_vmap
 
 
@@ -50,6 +51,7 @@ def unfit_modules(capture: CapturedNetwork, arguments: tuple, batch_size: int) -
             capture.looked_at(lambda *_: None),
             without_dropout(capture.network),
             torch.set_grad_enabled(capture.sharding is None),
+            escapes_named(capture.network),
         ):
             capture.network(*args, **kwargs)
     finally:

@@ -18,6 +18,7 @@ from dp_clipping.capture.discovery import LayoutDiscovery
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.kernels.launch.tiles import available, kept_on_device
 from dp_clipping.layers.handle import LayoutUnknown
+from dp_clipping.layers.vmap.refusals import escapes_named
 from dp_clipping.modes import say_plain
 from dp_clipping.step.context import Plans, StepContext
 from dp_clipping.step.fused.backend import FusedBackend
@@ -133,7 +134,8 @@ class ForwardBackward:
         self.state.pending = self._batch = None
         with self.capture.attached(private_step), sync, self._state_is_checked(module, seen):
             try:
-                output = module(*args, **kwargs)
+                with escapes_named(self.network):
+                    output = module(*args, **kwargs)
             except LayoutUnknown as error:
                 if self.capture.sharding is not None:
                     self.recover()

@@ -369,8 +369,10 @@ class PrivateStep:
             if outside:
                 raise RuntimeError(
                     f"{', '.join(outside)}: used outside of the module that owns it (as in "
-                    "F.linear(x, embedding.weight)), where no per-sample gradient is captured: "
-                    "call the module, tie the weights of two modules, or freeze the parameter"
+                    "F.linear(x, embedding.weight), or in a hook that computes a weight of it), "
+                    "where no per-sample gradient is captured: call the module, tie the weights of "
+                    "two modules, compute in forward what a hook computes (or with torch.nn.utils."
+                    "parametrize.register_parametrization), or freeze the parameter"
                 )
 
 

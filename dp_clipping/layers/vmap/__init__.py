@@ -5,4 +5,5 @@ Files:
     module                every sample with a copy of the parameters
     children              child layers of such a module, which run outside of vmap
     attention             attention in such a module, which runs outside of vmap
+    refusals              names what code under vmap cannot do
 """

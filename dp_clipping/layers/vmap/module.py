@@ -6,7 +6,6 @@ samples apart, and costs what G costs. Modules that own a bare parameter come
 here; where it can, such a one runs without its child layers (`children`).
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -19,6 +18,7 @@ from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, check_size, rows_unknown
 from dp_clipping.layers.tensor_parallel import refuse_distributed, settled
 from dp_clipping.layers.vmap.attention import BatchedAttention
+from dp_clipping.layers.vmap.refusals import refusal_of
 from dp_clipping.torch_compat import own_parameters, tree_flatten, tree_unflatten
 
 
@@ -108,15 +108,10 @@ def every_sample(
         with _uncovered(self, handle), BatchedAttention():
             outputs = run(copies, *rows)
     except RuntimeError as error:
-        if not re.search("vmap|[Bb]atching rule", str(error)):
+        refusal = refusal_of(error, handle.name, self)
+        if refusal is None:
             raise
-        first_line = str(error).splitlines()[0]
-        raise ValueError(
-            f"{handle.name or 'the network'} ({type(self).__name__}) cannot be run under "
-            f"torch.vmap, so its per-sample gradients are not to be had ({first_line}); freeze it, "
-            "or write it with operators that have a batching rule, or of layers with arithmetic of "
-            "their own (nn.LSTM, nn.GRU and nn.RNN as PyTorch has them, for example)"
-        ) from error
+        raise refusal from error
     complete, shape, where = rest
     for n, y, layout in zip(where, outputs, out_layouts, strict=True):
         complete[n] = _join(y, layout)

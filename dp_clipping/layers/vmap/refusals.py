@@ -1,0 +1,81 @@
+"""Names what code under `torch.vmap` cannot do, in place of the error that it ends in.
+
+A plain forward of the same code has run before, so an error of these kinds is vmap's doing.
+"""
+
+import linecache
+import re
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dp_clipping.torch_compat import is_of_vmap
+
+LIBRARIES = (
+    *(str(Path(str(m.__file__)).parent) for m in (torch, linecache)),
+    str(Path(__file__).parents[2]),
+)
+OF_VMAP = (
+    "vmap|[Bb]atching rule|functorch|storage|broadcast shape|detach views|"
+    "requires? grad|require gradient|requires_grad"
+)
+ESCAPED = "escaped from inside"
+
+
+def refusal_of(error: RuntimeError, name: str, module: nn.Module) -> ValueError | None:
+    """Returns what to raise for an error in a module under vmap; None: it is none of vmap's."""
+    if not re.search(OF_VMAP, str(error)):
+        return None
+    first_line = str(error).partition("\n")[0]
+    return ValueError(
+        f"{name or 'the network'} ({type(module).__name__}) cannot be run under torch.vmap, "
+        f"so its per-sample gradients are not to be had ({_place_of(error)}{first_line}); leave "
+        "out what needs numbers or new shapes: torch.where(condition, a, b) in place of if, y * "
+        "mask in place of y[mask], no item(), numpy(), tolist(), nonzero(), data_ptr(), copies of "
+        "y or hooks on it, no y written into a tensor made before; or let parameters of its own be "
+        "in a module that does nothing else, as def forward(self, x): return x * self.scale; or "
+        "use layers with arithmetic of their own (nn.LSTM, nn.GRU and nn.RNN as PyTorch has them, "
+        "for example), or freeze it"
+    )
+
+
+def _place_of(error: BaseException) -> str:
+    """Returns the last line of code outside of libraries that has led to an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+    if not own:
+        return ""
+    line = linecache.getline(own[-1].filename, own[-1].lineno or 0).strip()
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}, {line}: "
+
+
+@contextmanager
+def escapes_named(network: nn.Module) -> Iterator[None]:
+    """Inside is a forward; where it uses a tensor that vmap has left behind, that is named.
+
+    Raises:
+        ValueError: naming the attribute that holds the tensor.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if ESCAPED not in str(error):
+            raise
+        names = ", ".join(_left_behind(network.named_modules())) or "a variable"
+        raise ValueError(
+            f"{names} holds what a module under torch.vmap has computed of one sample, and code "
+            f"outside of that module uses it ({_place_of(error)}no such tensor is valid there): "
+            "return it from the module's forward, as return y, attention, in place of "
+            "self.attention = attention"
+        ) from error
+
+
+def _left_behind(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
+    for name, module in modules:
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and is_of_vmap(value):
+                yield f"{name}.{key}" if name else key

@@ -1,0 +1,131 @@
+"""Code that cannot run under vmap is refused with the module, the line, and what works."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dp_clipping.layers.vmap.refusals import escapes_named, refusal_of
+from tests.dp_clipping.conftest import assert_exact, private, private_loss
+from tests.support import zoo
+
+LOOKS = {
+    "item": lambda y: y.sum().item(),
+    "print": lambda y: f"{y.mean():.3f}",
+    "if": lambda y: 1 if y.sum() > 0 else 2,
+    "equal": lambda y: torch.equal(y, y),
+    "numpy": lambda y: y.detach().numpy(),
+    "tolist": lambda y: y.tolist(),
+    "data_ptr": lambda y: y.data_ptr(),
+    "storage": lambda y: y.untyped_storage().nbytes(),
+    "nonzero": lambda y: y.nonzero(),
+    "mask": lambda y: y[y > 0],
+    "unique": lambda y: torch.unique(y),
+    "deepcopy": lambda y: copy.deepcopy(y.detach()),
+    "pickle": lambda y: pickle.dumps(y.detach()),
+    "written into another": lambda y: torch.zeros(y.shape, dtype=y.dtype).add_(y),
+    "entry of another": lambda y: torch.zeros(y.shape, dtype=y.dtype).__setitem__(0, y[0]),
+    "hook": lambda y: y.register_hook(lambda g: g),
+    "retain_grad": lambda y: y.retain_grad(),
+    "requires_grad": lambda y: y.detach().requires_grad_(),
+    "tensor of it": lambda y: torch.tensor(y.detach()),
+    "range": lambda y: list(range((y > 0).sum())),
+}
+
+
+class Scaled(nn.Module):
+    """Looks at what it computes with a parameter of its own."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.scale, self.look = nn.Parameter(torch.ones(4)), look
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.scale
+        self.look(y)
+        return y
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Advised(nn.Module):
+    """The same, with its parameter where the message says."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.inner, self.look = Scale(), look
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        self.look(y)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", LOOKS)
+def test_what_needs_numbers_is_refused_and_runs_where_the_message_says(name):
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    with pytest.raises(
+        ValueError,
+        match=r"^1 \(Scaled\) cannot be run under torch\.vmap.*\(test_refusals\.py:\d+, .*"
+        r"or let parameters of its own be in a module",
+    ):
+        private(nn.Sequential(nn.Linear(4, 4), Scaled(LOOKS[name])).double())(x)
+    advised = nn.Sequential(nn.Linear(4, 4), Advised(LOOKS[name])).double()
+    assert_exact(advised, (x, torch.randn(4, 4, dtype=torch.float64)))
+
+
+def test_other_errors_are_not_vmap_s():
+    assert refusal_of(RuntimeError("size mismatch"), "1", nn.Linear(1, 1)) is None
+
+
+class Keeping(nn.Module):
+    """Keeps what it computes, which its caller reads, or not."""
+
+    def __init__(self, reads: bool):
+        super().__init__()
+        self.inner, self.reads = Scaled(self.keep), reads
+
+    def keep(self, y: Tensor) -> None:
+        self.inner.kept = y
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y + self.inner.kept if self.reads else y
+
+
+def test_a_tensor_that_outlives_vmap_is_named():
+    x = torch.randn(4, 4)
+    with pytest.raises(ValueError, match=r"0\.inner\.kept holds what a module.*return y, att"):
+        private(nn.Sequential(Keeping(reads=True)))(x)
+    private(nn.Sequential(Keeping(reads=False)))(x)
+    with pytest.raises(RuntimeError, match="another"), escapes_named(nn.Linear(1, 1)):
+        raise RuntimeError("another")
+
+
+class Computed(nn.Module):
+    """A hook computes the weight that it uses of its own parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.raw = nn.Parameter(torch.ones(4))
+        self.register_forward_pre_hook(lambda module, _: setattr(module, "w", module.raw * 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.w
+
+
+def test_a_hook_that_computes_a_weight_is_told_where_to_compute_it():
+    model = private(Computed())
+    with pytest.raises(RuntimeError, match=r"^raw: used outside.*in forward what a hook computes"):
+        private_loss(model, (torch.randn(4, 4), torch.randn(4, 4)), zoo.product).backward()
