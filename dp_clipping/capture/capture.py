@@ -1,11 +1,11 @@
-"""Functional capture: a network whose layers deliver per-sample gradients and no ordinary ones.
+"""Functional capture: layers of a network deliver per-sample gradients in place of their sum.
 
 Each layer that owns trainable parameters gets a forward that runs its arithmetic as one autograd
-function, with detached parameters. What it hands over in backward goes to a `PrivateStep`. Outside
-of a private step (evaluation, inference, the user's own calls) the layers are what they were.
+function, with detached parameters. In backward this function calls a `PrivateStep`. Outside of a
+private step (evaluation, inference, the user's own calls) the layers compute as before.
 
-No hooks on layers are involved, so `torch.compile`, non-reentrant activation checkpointing and
-autocast meet plain autograd functions.
+Layers have no hooks, so `torch.compile`, non-reentrant activation checkpointing and autocast see
+plain autograd functions.
 """
 
 import types
@@ -55,27 +55,26 @@ from dp_clipping.validation import refuse_offsets
 class Capture:
     """The layers of one network, captured.
 
-    `PrivateModel` makes it, and `remove` gives the network its own layers back. In between each
-    forward of a private step runs in `attached`, in which the layers deliver to that step; outside
-    of it they compute what they did. The searches for samples run plain forwards in `looked_at`.
-    Its attributes are the map of the network that all parts of a step read: each belongs to all
-    captured layers together and is made once, so none has a smaller owner.
+    `PrivateModel` makes it, and `remove` restores the network's own forwards. Each forward of a
+    private step runs in `attached`, in which the layers deliver to that step. The searches for
+    samples run plain forwards in `looked_at`. All parts of a step read the attributes, which are
+    made once for all captured layers.
 
     Raises:
         ValueError: the network is in evaluation.
 
     Attributes:
-        network: bare, as it computes.
+        network: the bare network, without a wrapper.
         handles: of every captured module.
         parameters: trainable ones in order of registration, tied ones once.
         names: parameter -> its full name.
-        groups: parameter -> clipping group; `group_names` has one line a group.
+        groups: parameter -> clipping group; `group_names` has one line per group.
         members: the parameters of each clipping group.
         triggers: parameter -> the leaf that makes autograd visit what uses it; `trigger` is any.
         sharding: how the network is spread over ranks; None: it is not.
-        norm_group_key: parameter -> what it shares with those whose norms may be taken together:
-            the clipping group, and whether other ranks of a tensor axis have other parts of it.
-        arithmetic: what captured layers compute with, which no step may find changed.
+        norm_group_key: parameter -> a key; norms of parameters with the same key may be taken
+            together. It has the clipping group, and whether a tensor axis splits the parameter.
+        arithmetic: what captured layers compute with; a step raises if it was changed.
         shapes: parameter -> shape of what its layer computes with, a part under tensor parallelism.
     """
 
@@ -121,8 +120,8 @@ class Capture:
     def _install(self) -> None:
         """Replaces the forwards of all modules that own trainable parameters.
 
-        One that owns bare parameters runs under vmap. Its child layers are captured as any others,
-        and run outside of it where that is possible.
+        A module that owns bare parameters runs under vmap. Its child layers are captured like any
+        others, and run outside of vmap where possible.
         """
         may_be_apart = self.sharding is None and can_leave_vmap() and not self.is_compiled
         whole_samples = self.sharding is None or self.sharding.tensor_group is None
@@ -206,10 +205,11 @@ class Capture:
 
     @contextmanager
     def new_triggers(self) -> Iterator[None]:
-        """Inside, triggers are leaves that no earlier step has used.
+        """A context with new triggers: leaves that no earlier step has used.
 
-        Autograd remembers on which stream a leaf was used first while any graph with it is alive,
-        and lets that stream wait: a step that is captured on another one must have its own.
+        Autograd remembers on which stream a leaf was first used, as long as a graph with it is
+        alive, and makes that stream wait. So a step that is captured on another stream needs
+        leaves of its own.
         """
         before = self.triggers
         self.triggers = {p: torch.zeros_like(x, requires_grad=True) for p, x in before.items()}
@@ -256,7 +256,7 @@ class Capture:
         return handle is not None and handle.kind == "vectorized"
 
     def remove(self) -> None:
-        """Give the modules their own forwards back, and 16-bit parameters 16-bit gradients."""
+        """Restores the modules' own forwards, and 16-bit gradients of 16-bit parameters."""
         self._uninstall()
         for hook in self._hooks:
             hook.remove()
@@ -281,7 +281,7 @@ class Capture:
             self.sharding.entered(module, lambda: tensors_in((args, kwargs)))
 
     def _make_groups(self, clipping: str) -> tuple[dict[Parameter, int], list[str]]:
-        """Makes one group of all parameters, or one a module: a tied weight's first one."""
+        """Makes one group of all parameters, or one per module; a tied weight is in its first."""
         if clipping == "flat":
             return dict.fromkeys(self.parameters, 0), ["all parameters"]
         owners = {p: self.names[p].rpartition(".")[0] for p in self.parameters}
@@ -292,7 +292,7 @@ class Capture:
 
     @contextmanager
     def attached(self, private_step: Recorder | None) -> Iterator[None]:
-        """Inside, calls of the layers belong to the private step (None: to nobody)."""
+        """A context in which calls of the layers belong to the private step (None: to no step)."""
         before = {handle: (handle.private_step, handle.slots) for handle in self.handles}
         outer, self._session = self._session, private_step
         for handle in self.handles:
@@ -362,9 +362,9 @@ class Capture:
 
     @contextmanager
     def looked_at(self, before: Callable, after: Callable | None = None) -> Iterator[None]:
-        """Inside, forwards are plain ones, and hooks run around each captured module.
+        """A context with plain forwards, in which hooks run around each captured module.
 
-        The user's random streams, and what is compiled, do not notice.
+        The user's random streams, and compiled code, are not affected.
         """
         with ExitStack() as stack:
             stack.enter_context(self.attached(None))
