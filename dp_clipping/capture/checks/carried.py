@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.checks.holders import PLAIN, Change, Named
+from dp_clipping.capture.checks.holders import PLAIN, Change, Named, is_freed
 from dp_clipping.capture.checks.state import DEPTH, Mark, State, has_attributes
 from dp_clipping.capture.checks.writes import Values, Writes, equal
 from dp_clipping.capture.samples.batch import Batch, tensors_in
@@ -233,7 +233,8 @@ def refuse_carried(state: State, run: Callable[[Any], Any], first: Any, second: 
 
 def _collect(found: Left, name: str, value: Any, depth: int) -> None:
     if isinstance(value, Tensor):
-        found[name] = value.detach().clone()
+        if not is_freed(value):  # as what FSDP2 has gathered for an earlier forward
+            found[name] = value.detach().clone()
     elif isinstance(value, PLAIN):
         found[name] = value
     elif depth > DEPTH or isinstance(value, nn.Module):

@@ -188,6 +188,11 @@ def has_memory(x: Tensor) -> bool:
     return plain and x.device.type != "meta"
 
 
+def is_freed(x: Tensor) -> bool:
+    """Returns whether its memory was given back, so that reading it would end the process."""
+    return has_memory(x) and bool(x.numel()) and not x.untyped_storage().nbytes()
+
+
 def is_array(value: Any) -> bool:
     """Returns whether it is one of NumPy's arrays."""
     return type(value).__name__ == "ndarray"

@@ -100,3 +100,14 @@ def test_hooks_are_put_back_with_what_notes_them():
     assert torch.equal(
         before, 2 * nn.functional.linear(torch.ones(1, 2), *network.layer.parameters())
     )
+
+
+def test_values_whose_memory_was_given_back_are_not_read():
+    """As FSDP2 leaves the weights that `nn.LSTM` keeps in a list."""
+    network = Network()
+    with restored(State(network)) as body:
+        network.last = gathered = torch.ones(2)
+        gathered.untyped_storage().resize_(0)
+        left = body.left()
+    assert all("last" not in name for name in left)
+    assert network.last is None

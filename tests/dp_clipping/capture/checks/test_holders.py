@@ -4,9 +4,10 @@ from collections import deque
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
-from dp_clipping.capture.checks.holders import Holder, Names
+from dp_clipping.capture.checks.holders import Holder, Names, is_freed
 
 
 class Place:
@@ -83,3 +84,12 @@ def test_another_variable_of_a_module():
     assert holder.add("b")
     assert holder.copy() == {"a": 1, "b": 2}
     assert holder.change("b").name == "m.b"
+
+
+def test_memory_that_was_given_back():
+    x = nn.Parameter(torch.ones(2))
+    assert not is_freed(x)
+    x.untyped_storage().resize_(0)
+    assert is_freed(x)
+    assert not is_freed(torch.empty(0))
+    assert not is_freed(torch.ones(2, device="meta"))
