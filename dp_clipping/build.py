@@ -67,6 +67,12 @@ def refuse_private(module: Any, optimizer: Any, criterion: Any, loader: Any) -> 
         )
     if isinstance(optimizer, PrivateOptimizer):
         raise ValueError("optimizer is private already: give optimizer.original_optimizer")
+    if type(optimizer).__module__.partition(".")[0] == "accelerate":
+        raise ValueError(
+            "optimizer comes from accelerator.prepare(), whose steps are skipped while it "
+            "accumulates: give the optimizer itself, and a model and data_loader that were not "
+            "prepared; what make_private returns needs no accelerator.prepare()"
+        )
     if isinstance(criterion, PrivateCriterion):
         raise ValueError("criterion is private already: give criterion.criterion")
     if isinstance(loader, PoissonLoader | MicrobatchLoader):

@@ -16,6 +16,7 @@ from dp_clipping.distributed.agreement import Agreement
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.profiling.profile import ranged
+from dp_clipping.sampling.loader import PREPARED
 from dp_clipping.step.fixed_settings import FixedSettings
 from dp_clipping.step.gradient_noise import GradientNoise
 from dp_clipping.step.state import StepSettings
@@ -136,6 +137,11 @@ class PrivateOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"PrivateOptimizer(σ={self.noise_multiplier}, {self.original_optimizer!r})"
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Raises RuntimeError: `accelerator.prepare` asks for it, and would skip steps."""
+        raise RuntimeError(PREPARED)
 
     def __getattr__(self, name: str) -> Any:
         """Registers hooks with the wrapped optimizer, whose steps have noise."""

@@ -27,6 +27,13 @@ from dp_clipping.sampling.collate import CollateWithEmpty
 from dp_clipping.sampling.poisson import OVER, PoissonSampler
 from dp_clipping.sampling.usage import SampleUsage
 
+PREPARED = (
+    "what make_private returns needs no accelerator.prepare(), which would deal out Poisson "
+    "batches and skip steps: call engine.make_private(module=model, optimizer=optimizer, "
+    "data_loader=loader, ..) with what was not prepared, and use what it returns; in place of "
+    "accelerator.accumulate(model) use BatchMemoryManager"
+)
+
 
 class PoissonLoader(DataLoader):
     """A DataLoader that yields Poisson batches; `make_private` returns one.
@@ -149,6 +156,11 @@ class PoissonLoader(DataLoader):
     def holds_dummy(self) -> bool:
         """Returns whether the last batch is the made-up sample of `rand_on_empty`."""
         return self.usage.holds_dummy
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Raises RuntimeError: `accelerator.prepare` asks for it, and would deal out batches."""
+        raise RuntimeError(PREPARED)
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self.start_epoch()
