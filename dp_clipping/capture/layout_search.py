@@ -84,7 +84,7 @@ class Search:
             runs = self.observe(*few, FEW), self.observe(*more, MORE), self.observe(*other, FEW)
             uses: dict[Parameter, int] = {}
             for handle in self.capture.handles:
-                calls = list(zip(*(run[handle.name] for run in runs), strict=True))
+                calls = _paired(handle.name, [run[handle.name] for run in runs])
                 for call in calls:
                     self._learn(handle, *call)
                 for parameter in handle.parameters().values():
@@ -180,7 +180,8 @@ class Search:
                 f"{name} gets its samples flattened, in a network that picks or sorts rows by "
                 f"their values ({', '.join(sorted(self._routing))}): how many rows each sample has "
                 "there differs from batch to batch; give the layer [batch, tokens, features] and "
-                "mask its output"
+                "mask its output; for mixtures of experts of transformers call "
+                'network.set_experts_implementation("batched_mm") before make_private'
             )
 
     def observe(self, args: tuple, kwargs: dict, batch_size: int) -> dict[str, list[LayerCall]]:
@@ -256,6 +257,23 @@ class Routing(TorchDispatchMode):
             self.checks_values |= not (result.is_floating_point() or result.is_complex())
         self.checks_values |= function.overloadpacket.__name__ in OF_SOME_NUMBERS
         return result
+
+
+def _paired(name: str, runs: list[list[LayerCall]]) -> list[tuple[LayerCall, ...]]:
+    """Returns a layer's calls in several runs side by side.
+
+    Raises:
+        ValueError: naming the layer, where there are more in one run than in another.
+    """
+    counts = sorted({len(calls) for calls in runs})
+    if len(counts) > 1:
+        raise ValueError(
+            f"{name or 'the network'} is called {counts[0]} times for some samples and "
+            f"{counts[-1]} times for others, so whether it is called depends on their values: call "
+            "it for all samples, and mask what it returns; of nn.AdaptiveLogSoftmaxWithLoss call "
+            "log_prob(x).gather(1, y[:, None]).squeeze(1) in place of forward(x, y).output"
+        )
+    return list(zip(*runs, strict=True))
 
 
 @contextmanager

@@ -1,11 +1,14 @@
 """Where the samples are in each layer, and how often a parameter is used."""
 
+import copy
+
+import pytest
 import torch
 from torch import nn
 
 from dp_clipping.capture.layout_search import Routing
 from dp_clipping.layers.batch_layout import Layout
-from tests.dp_clipping.conftest import private, private_loss
+from tests.dp_clipping.conftest import assert_exact, private, private_loss
 from tests.support import zoo
 
 
@@ -62,3 +65,64 @@ def test_operators_that_pick_rows_by_their_values_are_noted():
     with Routing() as routing:
         x.long()
     assert routing.checks_values
+
+
+class Logits(nn.Module):
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def forward(self, ids):
+        return self.network(input_ids=ids).logits
+
+
+SIZES = {
+    "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+def test_a_mixture_of_experts_is_told_the_call_that_works():
+    mixtral = pytest.importorskip("transformers.models.mixtral")
+    torch.manual_seed(0)
+    config = mixtral.MixtralConfig(
+        **SIZES, num_attention_heads=2, num_key_value_heads=1, num_local_experts=3, pad_token_id=0
+    )
+    network, ids = mixtral.MixtralForCausalLM(config).double(), torch.randint(1, 11, (3, 4))
+    call = r'network\.set_experts_implementation\("batched_mm"\)'
+    with pytest.raises(ValueError, match=f"gate gets its samples flattened.*{call}"):
+        private(Logits(copy.deepcopy(network).float()))(ids)
+    network.set_experts_implementation("batched_mm")
+    batch = ids, torch.randn(3, 4, 11, dtype=torch.float64)
+    assert_exact(Logits(network), batch, tolerance=1e-6)
+
+
+def test_rwkv():
+    rwkv = pytest.importorskip("transformers.models.rwkv")
+    torch.manual_seed(0)
+    config = rwkv.RwkvConfig(**SIZES, attention_hidden_size=8, context_length=8)
+    network = Logits(rwkv.RwkvForCausalLM(config)).double()
+    batch = torch.randint(11, (3, 4)), torch.randn(3, 4, 11, dtype=torch.float64)
+    assert_exact(network, batch, tolerance=1e-6)
+
+
+class Classes(nn.Module):
+    """Many classes, by the module's own forward or by all logarithms."""
+
+    def __init__(self, uses_all: bool):
+        super().__init__()
+        self.classes = nn.AdaptiveLogSoftmaxWithLoss(4, 9, [3, 6], div_value=2.0)
+        self.uses_all = uses_all
+
+    def forward(self, x, y):
+        if self.uses_all:
+            return self.classes.log_prob(x).gather(1, y[:, None]).squeeze(1)
+        return self.classes(x, y).output
+
+
+def test_a_layer_that_only_some_samples_call_is_told_what_works():
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 4, dtype=torch.float64), torch.tensor([0, 4, 8, 2])
+    with pytest.raises(ValueError, match=r"classes\.tail.* is called 0 times.*log_prob\(x\)\.gath"):
+        private(Classes(uses_all=False).double())(x, y)
+    batch = {"x": x, "y": y}, torch.randn(4, dtype=torch.float64)
+    assert_exact(Classes(uses_all=True).double(), batch)
