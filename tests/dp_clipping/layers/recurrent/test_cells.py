@@ -14,6 +14,7 @@ from tests.dp_clipping.conftest import (
     private_loss,
     unchecked,
 )
+from tests.dp_clipping.step.test_on_gpu import compare_with_oracle
 from tests.support import zoo
 
 B, T, P, H = 4, 5, 3, 6
@@ -142,3 +143,12 @@ def test_rows_that_all_samples_share_are_refused():
     network = zoo.Net(lambda net, x: x + net.cell(torch.ones(1, P)), cell=nn.GRUCell(P, P))
     with pytest.raises(ValueError, match=r"cell \(GRUCell\).*\[batch, features\]"):
         unchecked(network)(torch.randn(B, P))
+
+
+def check_on_kernels() -> None:
+    for mode in ("flash", "flash_bookkeeping"):
+        compare_with_oracle(zoo.BY_NAME["cells"], "cpu", torch.float32, mode)
+
+
+def test_on_kernels_in_the_interpreter(interpreter):
+    interpreter.run(check_on_kernels)
