@@ -135,7 +135,12 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
             )
     buffers = set(own_buffers(module).keys())
     if "weight_u" in buffers or {"_u", "_v"} <= buffers:
-        return "updates the power iteration of spectral_norm in training", "remove_spectral_norm"
+        call = "torch.nn.utils.remove_spectral_norm(layer)"
+        if "weight_u" not in buffers:
+            call = 'torch.nn.utils.parametrize.remove_parametrizations(layer, "weight")'
+        return "updates the power iteration of spectral_norm in training", (
+            f"remove it, {call}, or use torch.nn.utils.parametrizations.orthogonal or weight_norm"
+        )
     return None
 
 

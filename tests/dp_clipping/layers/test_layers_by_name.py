@@ -83,6 +83,19 @@ def repeated(layer: nn.Module, x: Tensor) -> Tensor:
     return x + layer(torch.arange(7)[None]).repeat(len(x), 1, 1)
 
 
+def products(weights: nn.ParameterList, x: Tensor) -> Tensor:
+    return sum((x @ weight).tanh() for weight in weights)
+
+
+def to_itself(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x, x.flip(1))
+
+
+def time_first(layer: nn.Module, x: Tensor) -> Tensor:
+    x = x.transpose(0, 1)
+    return layer(x, x.flip(0)).transpose(0, 1)
+
+
 RIGHT = {
     "rows that all share, repeated": lambda: (
         Through(nn.Embedding(9, 5), 5, repeated),
@@ -112,6 +125,36 @@ RIGHT = {
     "GRUCell": lambda: (
         Through(nn.GRUCell(4, 5), 5, lambda c, x: c(x[:, 1], c(x[:, 0]))),
         rows(2, 4),
+    ),
+    "PReLU": lambda: (Through(nn.PReLU(4), 5), rows(4, 5)),
+    "ParameterList": lambda: (
+        Through(nn.ParameterList(torch.randn(4, 5) for _ in range(3)), 5, products),
+        rows(7, 4),
+    ),
+    "orthogonal": lambda: (Through(parametrizations.orthogonal(nn.Linear(4, 5)), 5), rows(7, 4)),
+    "orthogonal by reflections": lambda: (
+        Through(parametrizations.orthogonal(nn.Linear(4, 5), orthogonal_map="householder"), 5),
+        rows(7, 4),
+    ),
+    "Transformer": lambda: (
+        Through(nn.Transformer(4, 2, 1, 1, 8, 0.0, batch_first=True), 4, to_itself),
+        rows(7, 4),
+    ),
+    "Transformer, time first": lambda: (
+        Through(nn.Transformer(4, 2, 1, 1, 8, 0.0), 4, time_first),
+        rows(7, 4),
+    ),
+    "Fold": lambda: (
+        Through(nn.Sequential(nn.Unfold(2), nn.Conv1d(12, 12, 1), nn.Fold((5, 5), 2)), 5),
+        rows(3, 5, 5),
+    ),
+    "LocalResponseNorm": lambda: (
+        Through(nn.Sequential(nn.Conv2d(3, 4, 2), nn.LocalResponseNorm(2)), 4),
+        rows(3, 5, 5),
+    ),
+    "Upsample": lambda: (
+        Through(nn.Sequential(nn.Conv2d(3, 4, 2), nn.Upsample(scale_factor=2)), 8),
+        rows(3, 5, 5),
     ),
 }
 
@@ -153,7 +196,12 @@ REFUSED = {
     "lazy": (lambda: nn.LazyLinear(4), "without a shape.*run the network once"),
     "weight_norm": (old_weight_norm, "parametrizations.weight_norm"),
     "pruned": (with_pruning, "prune.remove"),
-    "spectral_norm": (with_spectral_norm, "remove_spectral_norm"),
+    "spectral_norm": (with_spectral_norm, r"remove_parametrizations\(layer, \"weight\"\)"),
+    "spectral_norm by a hook": (
+        lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
+        r"remove_spectral_norm\(layer\)",
+    ),
+    "SyncBatchNorm": (lambda: nn.SyncBatchNorm(4), "use nn.GroupNorm"),
 }
 
 
