@@ -96,6 +96,13 @@ class LayoutDiscovery:
         try:
             return self._ensure(batch)
         except RuntimeError as error:
+            if batch.bags:
+                raise ValueError(
+                    "the network cannot run with other numbers of samples than the batch has, as "
+                    f"it is to see where they are ({str(error).partition(chr(10))[0]}): give "
+                    "nn.EmbeddingBag one bag for each sample, and several bags of a sample as "
+                    "arguments of their own, as def forward(self, ids, offsets, others, starts)"
+                ) from error
             if "enforce_sorted" not in str(error):
                 raise
             raise ValueError(

@@ -1,5 +1,7 @@
 """Which arguments are ids with offsets: seen once, or refused with what to do."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,7 +9,8 @@ from torch import Tensor, nn
 from dp_clipping.capture.samples.bags import Bags
 from dp_clipping.capture.samples.known_bags import KnownBags
 from tests.dp_clipping.capture.samples.test_bags import IDS, OFFSETS, WEIGHTS
-from tests.dp_clipping.conftest import private
+from tests.dp_clipping.conftest import criterion_of, private
+from tests.support import zoo
 
 
 class Net(nn.Module):
@@ -73,3 +76,55 @@ def test_a_frozen_layer_takes_offsets_too():
     network = Net(mode="max")
     network.bag.requires_grad_(False)
     assert private(network)(IDS, OFFSETS).shape == (4, 2)
+
+
+class Pairs(nn.Module):
+    """Two bags for each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(20, 3, mode="sum"), nn.Linear(6, 2)
+
+    def forward(self, ids, offsets):
+        return self.head(self.bag(ids, offsets).view(-1, 6))
+
+
+def test_two_bags_for_each_sample_are_refused():
+    with pytest.raises(ValueError, match="one bag for each sample, and several bags of a sample"):
+        private(Pairs())(IDS, OFFSETS)
+
+
+class TwoBags(nn.Module):
+    """As the message says, and numbers beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.EmbeddingBag(20, 3, mode="sum")
+        self.other = nn.EmbeddingBag(20, 3, mode="mean")
+        self.head = nn.Linear(7, 2)
+
+    def forward(self, ids, offsets, others, starts, numbers):
+        bags = self.one(ids, offsets), self.other(others, starts)
+        return self.head(torch.cat((*bags, numbers), 1))
+
+
+def test_bags_in_two_arguments_and_numbers():
+    torch.manual_seed(0)
+    network = TwoBags().double()
+    others, starts = torch.randint(20, (9,)), torch.tensor([0, 4, 5, 9])
+    numbers, y = torch.randn(2, 4, 1, dtype=torch.float64).unbind(0)
+    model = private(copy.deepcopy(network))
+    outputs = model(IDS, OFFSETS, others, starts, numbers)
+    criterion_of(model, zoo.product)(outputs, y.expand(4, 2)).backward()
+    expected = []
+    for n in range(4):
+        bags = []
+        for ids, offsets in ((IDS, OFFSETS), (others, starts)):
+            ends = [*offsets.tolist(), len(ids)]
+            bags += [ids[ends[n] : ends[n + 1]], torch.tensor([0])]
+        loss = (network(*bags, numbers[n : n + 1]) * y[n]).sum()
+        gradients = torch.autograd.grad(loss, list(network.parameters()))
+        expected.append(sum(g.square().sum() for g in gradients).sqrt())
+    torch.testing.assert_close(
+        model.per_sample_gradient_norms.double(), torch.stack(expected), rtol=1e-6, atol=1e-7
+    )
