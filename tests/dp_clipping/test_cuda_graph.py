@@ -170,12 +170,15 @@ def build_kind(kind: str, device: str = "cuda", **changes) -> SimpleNamespace:
 
 @pytest.fixture
 def full_float32():
-    """cuDNN computes convolutions in TensorFloat-32 by default, whose rounding depends on what
-    algorithm it has picked."""
-    before = torch.backends.cudnn.conv.fp32_precision
-    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    """cuDNN computes convolutions and recurrent layers in TensorFloat-32 by default, whose rounding
+    depends on what algorithm it has picked."""
+    backends = torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    before = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = "ieee"
     yield
-    torch.backends.cudnn.conv.fp32_precision = before
+    for backend, precision in zip(backends, before, strict=True):
+        backend.fp32_precision = precision
 
 
 @gpu
