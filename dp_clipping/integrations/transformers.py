@@ -15,6 +15,7 @@ from dp_clipping.accounting.statement import PrivacyStatement
 from dp_clipping.arguments.checks import rates_of
 from dp_clipping.engine import PrivacyEngine
 from dp_clipping.integrations.logical_batches import LogicalBatches, Microbatches
+from dp_clipping.integrations.padding import refuse_padding
 from dp_clipping.integrations.trainer_arguments import (
     PrivacyArguments,
     arguments_of_loop,
@@ -182,10 +183,21 @@ class PrivateTrainer(Trainer):
         )  # fmt: skip
         if self._user_loss is not None:
             self.compute_loss_func = _with_count(self.criterion)
+        self._refuse_padding(loader)
         batches = LogicalBatches(
             loader, self.optimizer, self.args.train_batch_size, privacy.pad_batches
         )
         self._made = self.model, batches
+
+    def _refuse_padding(self, loader: DataLoader) -> None:
+        def loss(batch: Any) -> float:
+            return float(self.compute_loss(self.model_wrapped, self._prepare_inputs(dict(batch))))
+
+        self.model_wrapped.eval()
+        with torch.random.fork_rng(devices=[]):
+            dtype = next(self.model.parameters()).dtype
+            refuse_padding(loader.dataset, loader.collate_fn.collate_fn, loss, dtype)
+        self.model_wrapped.train()
 
     def _run_epoch(self, **kwargs: Any) -> None:
         """Runs an epoch, or what is left of one: the loader goes on where the checkpoint was."""
