@@ -11,8 +11,8 @@ LOOKED_AT = 32
 TOLERANCE, TOLERANCE_16_BIT = 2e-5, 3e-2
 CHANGED = (
     "the loss of a sample changes from {alone:.6g} to {beside:.6g} when it is padded to the length "
-    "of another one, so its gradient would depend on who else is in the batch: let data_collator pad "
-    "on the right and give an attention_mask, or let it pad to a fixed length "
+    "of another one, so its gradient would depend on who else is in the batch: let data_collator "
+    "pad on the right and give an attention_mask, or let it pad to a fixed length "
     '(padding="max_length")'
 )
 

@@ -265,7 +265,7 @@ def test_a_loss_that_averages_over_the_batch_is_refused(tmp_path):
         return per_sample(*arguments, **options).mean()
 
     trainer = trainer_of("bert", tmp_path, trainer={"compute_loss_func": mean})
-    with pytest.raises(ValueError, match="must return one (a|per) sample"):
+    with pytest.raises(ValueError, match=r"must return one (a|per) sample"):
         trainer.train()
 
 
