@@ -24,6 +24,7 @@ from dp_clipping.integrations.trainer_arguments import (
 from dp_clipping.losses.private_loss import PrivateLoss
 
 try:
+    from accelerate.utils import send_to_device
     from transformers import Trainer, TrainingArguments
     from transformers.trainer_utils import TrainOutput, seed_worker
 except ImportError as error:
@@ -191,7 +192,8 @@ class PrivateTrainer(Trainer):
 
     def _refuse_padding(self, loader: DataLoader) -> None:
         def loss(batch: Any) -> float:
-            return float(self.compute_loss(self.model_wrapped, self._prepare_inputs(dict(batch))))
+            inputs = send_to_device(dict(batch), self.args.device)
+            return float(self.compute_loss(self.model_wrapped, inputs))
 
         self.model_wrapped.eval()
         with torch.random.fork_rng(devices=[]):
