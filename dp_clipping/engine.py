@@ -33,6 +33,7 @@ from dp_clipping.build import (
 from dp_clipping.checkpoint import save_load as checkpoint
 from dp_clipping.checkpoint.file_format import file_name, given_schedulers, key_file
 from dp_clipping.checkpoint.run import PrivateRun, Snapshot
+from dp_clipping.checkpoint.weights import known
 from dp_clipping.clipping.coefficients import GAMMA
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.distributed.agreement import agree_on_settings
@@ -351,6 +352,7 @@ class PrivacyEngine:
         torch_save_kwargs: Mapping[str, Any] | None = None,
         data_loader: DataLoader | None = None,
         key_path: str | os.PathLike | None = None,
+        weights: str = "all",
     ) -> None:
         """Writes a checkpoint to `path` and the key to `path` + `".key"`; see `checkpoint`.
 
@@ -372,6 +374,8 @@ class PrivacyEngine:
             torch_save_kwargs: for `torch.save`.
             data_loader: as `make_private` returned it.
             key_path: another place of the key.
+            weights: `"all"` of the network's weights are written, or its `"trainable"` ones, or
+                `"none"`. Load the others before `load_checkpoint`, which compares their digest.
 
         Raises:
             RuntimeError: in the middle of a step.
@@ -386,6 +390,7 @@ class PrivacyEngine:
             module_kwargs=module_state_dict_kwargs or {},
             torch_kwargs=torch_save_kwargs or {},
             key_file=key_file(path, key_path),
+            weights=known(weights),
         )
         checkpoint.save(snapshot, checkpoint_dict or {})
 

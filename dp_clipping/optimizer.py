@@ -24,6 +24,14 @@ from dp_clipping.step.steppable import Steppable
 from dp_clipping.torch_compat import is_hook_registry
 
 Hook = Callable[["PrivateOptimizer"], None]
+STEPS = "private_steps"  # in the optimizer's state: steps that it has seen
+UNCOUNTED = (
+    "the optimizer's state was loaded from a run of {there} private steps, of which this engine "
+    "has counted {here}, so ε would be too small: call engine.save_checkpoint(path=.., module=model, "
+    "optimizer=optimizer, data_loader=loader) where the optimizer's state is saved, and "
+    "engine.load_checkpoint(..) before the first step (in Lightning, in on_save_checkpoint and "
+    "on_train_start: docs/lightning.md)"
+)
 
 
 class StepHooks:
@@ -101,6 +109,7 @@ class PrivateOptimizer(Optimizer):
         self.fixed_settings = FixedSettings(model, self.noise, self._current, agreement)
         self._held: list[Any] = []  # parameters, when they were looked at last
         self._not_trained: list[Any] = []  # those of them that are not the model's
+        self._loaded_steps = 0  # of the run whose state was loaded
         self.refuse()
         self._guard(optimizer)
 
@@ -155,10 +164,20 @@ class PrivateOptimizer(Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return self.original_optimizer.state_dict()
+        """Returns the wrapped optimizer's, and the number of private steps."""
+        steps = 0 if self.model.policy is None else self.steps
+        return {**self.original_optimizer.state_dict(), STEPS: steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.original_optimizer.load_state_dict(state)
+        """Loads what `state_dict` has returned.
+
+        Steps that the engine has not counted are not in its account: the next step is refused until
+        `engine.load_checkpoint` has loaded that too.
+        """
+        self._loaded_steps = max(state.get(STEPS, 0), self._loaded_steps)
+        self.original_optimizer.load_state_dict(
+            {name: value for name, value in state.items() if name != STEPS}
+        )
 
     @property
     def adaptive_threshold(self) -> AdaptiveThreshold | None:
@@ -345,6 +364,8 @@ class PrivateOptimizer(Optimizer):
         """Counts the step in hooks, account and state; returns its number."""
         is_private = self.model.policy is not None
         self.step_state.require_sums()
+        if self._loaded_steps > self.steps:
+            raise RuntimeError(UNCOUNTED.format(there=self._loaded_steps, here=self.steps))
         if is_private:
             self.noise.check_process()
             self.fixed_settings.agree()
@@ -357,5 +378,5 @@ class PrivateOptimizer(Optimizer):
 
     def resume(self, steps: int, noise_key: bytes) -> None:
         """Goes on at a step boundary: the next noise is that of step number `steps`."""
-        self.noise.key = noise_key
+        self.noise.key, self._loaded_steps = noise_key, 0
         self.step_state.resume(steps)

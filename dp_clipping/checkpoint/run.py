@@ -157,6 +157,7 @@ class Snapshot:
         module_kwargs: for the network's `state_dict`, or `load_state_dict`.
         torch_kwargs: for `torch.save`, or `torch.load`.
         key_file: of the key.
+        weights: which of the network's are written: `"all"`, `"trainable"` or `"none"`.
     """
 
     run: PrivateRun
@@ -166,6 +167,7 @@ class Snapshot:
     module_kwargs: Mapping[str, Any]
     torch_kwargs: Mapping[str, Any]
     key_file: Path
+    weights: str = "all"
 
 
 # ---- random states -------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ from dp_clipping.checkpoint.tensors import (
     take_tensors,
     with_tensors,
 )
+from dp_clipping.checkpoint.weights import LEFT_OUT, complete, split
 
 
 def save(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
@@ -98,6 +99,10 @@ def save(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
     """
     check_save(snapshot.run)
     if is_sharded(snapshot.run):
+        if snapshot.weights != "all":
+            raise ValueError(
+                f"weights={snapshot.weights!r} is for a model that is not sharded: leave it out"
+            )
         _save_folder(snapshot, extra)
     else:
         _save_file(snapshot, extra)
@@ -109,7 +114,8 @@ def _save_file(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
 
     def write_all() -> None:
         if run.rank == 0:
-            contents = _contents(snapshot, extra, random, run.optimizer.state_dict)
+            state = run.optimizer.original_optimizer.state_dict
+            contents = _contents(snapshot, extra, random, state)
             check_contents(contents, extra)
             write(path, contents, run.keys, snapshot.torch_kwargs, snapshot.key_file)
 
@@ -159,6 +165,10 @@ def _contents(
         ACCOUNTANT: plain(run.account.accountant.state_dict()),
         DETAILS: _details(run, random),
     }
+    if snapshot.weights != "all":
+        contents[MODULE], contents[DETAILS][LEFT_OUT] = split(
+            run.model.network, contents[MODULE], snapshot.weights
+        )
     if snapshot.with_optimizer:
         contents[OPTIMIZER] = optimizer_state()
     for entry, scheduler in snapshot.schedulers.items():
@@ -220,6 +230,12 @@ def load(snapshot: Snapshot, new_keys: bool) -> dict[str, Any]:
 
 def _read_file(snapshot: Snapshot, new_keys: bool) -> Resume:
     saved = read(snapshot.path, snapshot.torch_kwargs)
+    if LEFT_OUT in saved[DETAILS] and is_sharded(snapshot.run):
+        raise ValueError(
+            f"{snapshot.path} was saved without all weights, and the model is sharded: save it "
+            'with weights="all"'
+        )
+    complete(snapshot.run.model.network, saved, snapshot.path)
     keys, unsaved, notes = check_fits(snapshot, saved, new_keys)
     return Resume(lay_out(snapshot.run, saved), keys, unsaved, notes)
 

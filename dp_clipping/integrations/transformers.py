@@ -60,9 +60,10 @@ class PrivateTrainer(Trainer):
     Logs have `epsilon` so far, and `grad_norm` of the gradient with its noise. The training loss is
     not covered by ε: it is logged with `PrivacyArguments(log_unprotected=True)`.
 
-    A checkpoint has the state of the privacy engine in `privacy.pt`. Its key, with which the noise
-    can be subtracted, is written to `PrivacyArguments.key_folder`: publish the one without the
-    other. `resume_from_checkpoint` goes on bit for bit.
+    A checkpoint has the state of the privacy engine in `privacy.pt`, without the weights, which are
+    beside it. Its key, with which the noise can be subtracted, is written to
+    `PrivacyArguments.key_folder`: publish the one without the other. `resume_from_checkpoint` goes
+    on bit for bit.
 
     Attributes:
         engine: the `PrivacyEngine`.
@@ -296,6 +297,8 @@ class PrivateTrainer(Trainer):
             path=os.path.join(output_dir, STATE), module=self.model_wrapped,
             optimizer=self.optimizer, data_loader=self._made[1].loader,
             key_path=self._key_file(output_dir),
+            # The Trainer writes the model, and of one with adapters these alone.
+            weights="trainable" if hasattr(self.model, "peft_config") else "none",
         )  # fmt: skip
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))

@@ -1,10 +1,17 @@
 """The loss of a batch as one loss per sample: prints as one number, and its `backward` clips."""
 
+import sys
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from dp_clipping.step.steppable import Steppable
+
+ACCUMULATING = {  # modules that divide a loss by steps of accumulation -> where these are given
+    "accelerate.accelerator": "Accelerator(gradient_accumulation_steps={n})",
+    "lightning.pytorch.loops.optimization.automatic": "Trainer(accumulate_grad_batches={n})",
+    "pytorch_lightning.loops.optimization.automatic": "Trainer(accumulate_grad_batches={n})",
+}
 
 
 class PrivateLoss:
@@ -110,6 +117,14 @@ class PrivateLoss:
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> "PrivateLoss":
+        by = sys._getframe(1).f_globals.get("__name__")
+        if by in ACCUMULATING and divisor != 1:
+            raise RuntimeError(
+                f"{ACCUMULATING[by].format(n=divisor)} divides each loss by {divisor}, and takes a "
+                "step on several Poisson batches: leave it at 1, give the loader of make_private "
+                "the batch size of a whole step, and split it with BatchMemoryManager(data_loader="
+                "loader, max_physical_batch_size=.., optimizer=optimizer)"
+            )
         return self._with(self._losses / self._constant(divisor))
 
     def __neg__(self) -> "PrivateLoss":

@@ -89,3 +89,27 @@ def test_without_a_backward_there_is_nothing_to_prepare(private):
     optimizer.step()
     with pytest.raises(RuntimeError, match="without a backward"):
         optimizer.step()
+
+
+def test_a_run_that_goes_on_without_its_account_is_refused(private):
+    """From the optimizer's own state, which plain loops save, and which counts the steps."""
+    model, optimizer, criterion, engine = private
+    backward(model, criterion)
+    optimizer.step()
+    state = optimizer.state_dict()
+    assert state["private_steps"] == 1
+    optimizer.load_state_dict(state)  # of this very run
+    optimizer.zero_grad()
+    backward(model, criterion)
+    optimizer.step()
+    optimizer.load_state_dict(state | {"private_steps": 5})
+    optimizer.zero_grad()
+    backward(model, criterion)
+    with pytest.raises(RuntimeError, match=r"5 private steps.*counted 2.*engine\.load_checkpoint"):
+        optimizer.step()
+    assert steps(engine) == 2
+    optimizer.resume(5, b"0" * 32)  # as `load_checkpoint` does
+    optimizer.zero_grad()
+    backward(model, criterion)
+    optimizer.step()
+    assert steps(engine) == 3

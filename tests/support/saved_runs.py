@@ -42,11 +42,12 @@ def adamw(parameters):
 
 def build(
     *, make=sgd, hidden=5, count=SAMPLES, workers=0, accountant="rdp", group=None, seed=0,
-    engine=None, dataset=None, **changes,
+    engine=None, dataset=None, frozen=False, **changes,
 ):  # fmt: skip
     """A run with new objects throughout, or in an engine that has others."""
     torch.manual_seed(seed)
     network = Network(hidden)
+    network.first.weight.requires_grad_(not frozen)
     optimizer = make(network.parameters())
     module = network if group is None else wrap("ddp_bucketed", network, process_group=group)
     engine = engine or PrivacyEngine(accountant=accountant)

@@ -151,6 +151,45 @@ def test_the_key_is_not_in_the_folder_that_is_published(tmp_path):
             assert keys.master.hex().encode() not in content
 
 
+def with_adapter() -> torch.nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    torch.manual_seed(0)
+    return peft.get_peft_model(language_model("gpt2"), config)
+
+
+@pytest.mark.parametrize("make", [language_model, with_adapter])
+def test_weights_are_saved_once(make, tmp_path):
+    """Beside the model's own file, or the adapter's; a run goes on from both."""
+
+    def network():
+        return make("gpt2") if make is language_model else make()
+
+    options = dict(save_strategy="steps", save_steps=2, optim="sgd")
+    whole = trainer_of("gpt2", tmp_path, network=network(), **options)
+    whole.train()
+    folder = tmp_path / "checkpoint-2"
+    written = torch.load(folder / "privacy.pt", weights_only=True)["module_state_dict"]
+    names = {name for name, _ in whole.model.named_parameters() if "lora" in name}
+    assert set(written) == names
+    resumed = trainer_of("gpt2", tmp_path, network=network(), **options)
+    resumed.train(resume_from_checkpoint=str(folder))
+    for name, x in weights(resumed).items():
+        assert torch.equal(x, weights(whole)[name]), name
+
+
+def test_an_older_checkpoint_has_the_weights_and_loads(tmp_path):
+    options = dict(save_strategy="steps", save_steps=2, optim="sgd")
+    whole = trainer_of("gpt2", tmp_path, **options)
+    save = whole.engine.save_checkpoint
+    whole.engine.save_checkpoint = lambda **given: save(**given | {"weights": "all"})
+    whole.train()
+    resumed = trainer_of("gpt2", tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for name, x in weights(resumed).items():
+        assert torch.equal(x, weights(whole)[name]), name
+
+
 def test_a_checkpoint_without_an_account_is_refused(tmp_path):
     trainer = trainer_of(
         "gpt2", tmp_path, save_strategy="steps", save_steps=3, save_only_model=True

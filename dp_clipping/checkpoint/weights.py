@@ -1,0 +1,69 @@
+"""Weights that a checkpoint leaves out, because another file has them: compared by a digest.
+
+A training framework writes the weights itself, and a LoRA adapter has a base model that it was
+trained on. A checkpoint that leaves them out has a digest of them. A load takes them from the
+network, into which they were loaded before, and refuses other ones.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dp_clipping.checkpoint.file_format import DETAILS, MODULE
+
+LEFT_OUT = "left_out"  # in the details: the digest
+KINDS = ("all", "trainable", "none")
+
+
+def known(kind: str) -> str:
+    """Returns what `save_checkpoint(weights=..)` was given; ValueError if it is unknown."""
+    if kind not in KINDS:
+        raise ValueError(f"weights={kind!r} is unknown: choose one of {', '.join(KINDS)}")
+    return kind
+
+
+def split(network: nn.Module, state: dict[str, Any], kind: str) -> tuple[dict[str, Any], str]:
+    """Returns the entries of a state dict that are written, and a digest of the other ones.
+
+    Args:
+        kind: of the tensors that are written: `"trainable"` parameters, or `"none"`.
+    """
+    trainable = {name for name, p in network.named_parameters() if p.requires_grad}
+    written = trainable if kind == "trainable" else set()
+    kept = {n: x for n, x in state.items() if n in written or not isinstance(x, Tensor)}
+    return kept, digest_of({name: x for name, x in state.items() if name not in kept})
+
+
+def complete(network: nn.Module, saved: dict[str, Any], path: Path) -> None:
+    """Adds to what was read the weights that are not in the file, from the network.
+
+    Raises:
+        ValueError: the network has other ones.
+    """
+    digest = saved[DETAILS].get(LEFT_OUT)
+    if digest is None:
+        return
+    state, written = network.state_dict(), saved[MODULE]
+    others = {name: x for name, x in state.items() if name not in written}
+    if digest_of(others) != digest:
+        raise ValueError(
+            f"{path} was saved without these weights, and the network has other ones than it had "
+            "then: load the weights that were saved beside it (or the same base model) first, "
+            "model.load_state_dict(..), and then the checkpoint"
+        )
+    saved[MODULE] = {name: written.get(name, state[name]) for name in state}
+
+
+def digest_of(tensors: dict[str, Tensor]) -> str:
+    """Returns the SHA-256 of names, types, shapes and values, in hexadecimal."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        x = tensors[name].detach()
+        digest.update(repr((name, str(x.dtype), tuple(x.shape))).encode())
+        values = x.cpu().contiguous().reshape(-1)
+        if values.numel():
+            digest.update(memoryview(values.view(torch.uint8).numpy()))
+    return digest.hexdigest()
