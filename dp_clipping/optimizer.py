@@ -27,9 +27,9 @@ Hook = Callable[["PrivateOptimizer"], None]
 STEPS = "private_steps"  # in the optimizer's state: steps that it has seen
 UNCOUNTED = (
     "the optimizer's state was loaded from a run of {there} private steps, of which this engine "
-    "has counted {here}, so ε would be too small: call engine.save_checkpoint(path=.., module=model, "
-    "optimizer=optimizer, data_loader=loader) where the optimizer's state is saved, and "
-    "engine.load_checkpoint(..) before the first step (in Lightning, in on_save_checkpoint and "
+    "has counted {here}, so ε would be too small: call engine.save_checkpoint(path=.., "
+    "module=model, optimizer=optimizer, data_loader=loader) where the optimizer's state is saved, "
+    "and engine.load_checkpoint(..) before the first step (in Lightning, in on_save_checkpoint and "
     "on_train_start: docs/lightning.md)"
 )
 

@@ -65,5 +65,5 @@ def digest_of(tensors: dict[str, Tensor]) -> str:
         digest.update(repr((name, str(x.dtype), tuple(x.shape))).encode())
         values = x.cpu().contiguous().reshape(-1)
         if values.numel():
-            digest.update(memoryview(values.view(torch.uint8).numpy()))
+            digest.update(values.view(torch.uint8).numpy().data)
     return digest.hexdigest()

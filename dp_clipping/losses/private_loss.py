@@ -1,6 +1,6 @@
 """The loss of a batch as one loss per sample: prints as one number, and its `backward` clips."""
 
-import sys
+import inspect
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -117,7 +117,8 @@ class PrivateLoss:
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> "PrivateLoss":
-        by = sys._getframe(1).f_globals.get("__name__")
+        frame = inspect.currentframe()
+        by = "" if frame is None else frame.f_back.f_globals.get("__name__", "")
         if by in ACCUMULATING and divisor != 1:
             raise RuntimeError(
                 f"{ACCUMULATING[by].format(n=divisor)} divides each loss by {divisor}, and takes a "
