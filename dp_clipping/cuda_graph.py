@@ -224,6 +224,9 @@ class _Captured:
             "the optimizer has step hooks, which would run in the capture alone: remove them": bool(
                 self.optimizer.hooks.attached
             ),
+            "engine.on_step shows metrics, which would wait for the device: leave it out": bool(
+                self.optimizer.listeners
+            ),
             "its memory does not suffice for one backward, and some layers run a second: take a "
             "smaller max_physical_batch_size": plan is None or not plan.is_one_pass,
         }

@@ -37,11 +37,12 @@ from dp_clipping.checkpoint.weights import known
 from dp_clipping.clipping.coefficients import GAMMA
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.distributed.agreement import agree_on_settings
-from dp_clipping.kinds import check_type
+from dp_clipping.kinds import WrongType, check_count, check_type, shown
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import DEFAULT_MODE
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.optimizer import PrivateOptimizer
+from dp_clipping.profiling.metrics import StepMetrics
 from dp_clipping.validation import check_module
 from dp_clipping.verification.check import Loss, compare
 from dp_clipping.verification.report import Check
@@ -308,6 +309,48 @@ class PrivacyEngine:
             epsilon=self.get_epsilon(delta),
             delta=delta,
         )
+
+    def on_step(
+        self,
+        call: Callable[[dict[str, Any]], object],
+        *,
+        delta: float | None = None,
+        unprotected: Sequence[str] = (),
+        every: int = 1,
+    ) -> None:
+        """Calls `call(metrics)` after each step of what `make_private` has returned so far.
+
+        The metrics are `step`, and the σ (`noise_multiplier`) and C (`max_grad_norm`) of that step.
+        ε covers them, and `epsilon`. What it does not cover is apart, in a dict
+        `metrics["unprotected"]`, and there only if asked for by name. Every rank calls this, and
+        the callback on each gets the same, of the samples of all ranks.
+
+        Args:
+            call: of one dict of numbers.
+            delta: adds `epsilon`, spent so far at this δ.
+            unprotected: of `"loss"` (the mean over the step's samples), `"samples"` (how many),
+                `"clipped_fraction"`, `"median_norm"` and `"nonfinite_samples"`.
+            every: 2 leaves out every other step, and so on: ε and norms take time.
+
+        Raises:
+            RuntimeError: before `make_private`; for `unprotected` with `hide_unprotected=True`.
+            ValueError: for an unknown name, or mode `no_dp`, which has no norms.
+        """
+        if not callable(call):
+            raise WrongType(f"call is {shown(call)}: give a function of a dict of metrics")
+        check_count("every", every, "a whole number of steps, 1 or more")
+        if every < 1:
+            raise ValueError(f"every is {every}: give 1 or more")
+        if delta is not None:
+            check_target(1.0, delta, 1)
+        if not self._runs:
+            raise RuntimeError(
+                "nothing is private yet: call engine.make_private(..) before on_step"
+            )
+        epsilon = None if delta is None else partial(self.get_epsilon, delta)
+        metrics = StepMetrics(call, epsilon, unprotected, every)
+        for run in self._runs:
+            metrics.attach(run.model, run.optimizer)
 
     def check(self, model: PrivateModel, batch: Any, *, loss: Loss | None = None) -> Check:
         """Compares a private step with one non-private backward per sample: `print` the result.

@@ -22,6 +22,7 @@ from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.losses.in_network import LossInNetwork
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.modes import REFERENCE_MODE, Policy
+from dp_clipping.profiling.metrics import loss_and_count
 from dp_clipping.profiling.profile import SWITCH, Profile, ranged
 from dp_clipping.sampling.usage import SampleUsage
 from dp_clipping.step.context import StepContext, context_of
@@ -388,6 +389,9 @@ class PrivateModel(nn.Module):
 
     def private_backward(self, private_step: PrivateStep, losses: Tensor) -> None:
         """See `ForwardBackward.backward`."""
+        if self.step_state.keeps_losses and not private_step.is_empty:
+            real, padding = private_step.real, private_step.padding
+            self.step_state.losses.append(loss_and_count(losses, real, padding))
         sync = self._sync_context()
         self.passes.backward(private_step, losses, self.thresholds.clip_norms, sync)
 

@@ -81,6 +81,7 @@ class PrivateOptimizer(Optimizer):
         expected_batch_size: the public constant that a mean is divided by.
         noise: adds noise to `.grad`.
         hooks: run in each step.
+        listeners: called after each step (`PrivacyEngine.on_step`).
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class PrivateOptimizer(Optimizer):
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
         self.hooks, self._count = StepHooks(model), count
+        self.listeners: list[Hook] = []
         self._cuda_graph = cuda_graph
         self.noise = GradientNoise(model, noise_key, adaptive_threshold)
         self.fixed_settings = FixedSettings(model, self.noise, self._current, agreement)
@@ -273,6 +275,8 @@ class PrivateOptimizer(Optimizer):
         self.step_state.apply()
         self.original_optimizer.step()
         self.step_state.batch_number = None
+        for listener in self.listeners:
+            listener(self)
         return loss
 
     def graphed(self, body: Callable[..., Any]) -> GraphedStep:

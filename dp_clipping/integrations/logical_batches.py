@@ -1,6 +1,6 @@
 """Poisson batches, each as the iterator of its microbatches: a training loop steps once a batch."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from dp_clipping.sampling.loader import PoissonLoader
@@ -57,6 +57,7 @@ class LogicalBatches:
             data_loader=loader, max_physical_batch_size=max_physical_batch_size,
             optimizer=optimizer, pad_batches=pad_batches,
         )  # fmt: skip
+        self._current: Generator[Microbatches, None, None] | None = None
 
     @property
     def dataset(self) -> Any:
@@ -66,6 +67,17 @@ class LogicalBatches:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Microbatches]:
+        """Begins an iteration, and ends the one before.
+
+        A loop that counts its steps leaves that one after its last batch. Ended by garbage
+        collection, it would end the new one.
+        """
+        if self._current is not None:
+            self._current.close()
+        self._current = self._batches()
+        return self._current
+
+    def _batches(self) -> Generator[Microbatches, None, None]:
         with self._manager as pieces:
             rest = iter(pieces)
             for first in rest:

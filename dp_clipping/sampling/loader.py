@@ -176,8 +176,12 @@ class PoissonLoader(DataLoader):
 
         Called before an iteration takes a batch: persistent workers are shared with later ones.
         """
-        if epoch is not self._epoch:
+        if not self.is_last(epoch):
             raise RuntimeError(OVER)
+
+    def is_last(self, epoch: range | None) -> bool:
+        """Returns whether no other iteration was begun since `start_epoch` returned `epoch`."""
+        return epoch is self._epoch
 
     def coming_epoch(self) -> range:
         """Returns the batch numbers of the next iteration: the rest of a loaded epoch, or one."""

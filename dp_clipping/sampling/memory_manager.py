@@ -206,8 +206,10 @@ class MicrobatchLoader(DataLoader):
         current = self._place
         if current is None or place not in (None, current):
             return
+        epoch, poisson, half_way = self._epoch, self._poisson, bool(current.left)
         self._place = self._epoch = None
-        poisson, half_way = self._poisson, bool(current.left)
+        if poisson and not half_way and not poisson.is_last(epoch):
+            return  # its microbatches are done, and those of a newer iteration are under way
         if half_way and poisson and poisson.usage.steps > current.steps:
             poisson.position = max(poisson.position, current.number + 1)
         if self._optimizer.leave_microbatches(half_way):

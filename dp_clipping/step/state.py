@@ -108,6 +108,8 @@ class StepState:
         settings: of that step.
         on_open: called when a step opens; fixes its settings. If it raises, the step is dropped.
         norms: of each backward since the sums were dropped last.
+        losses: sum and number of the losses of each of these, if `keeps_losses`.
+        keeps_losses: metrics show the mean loss.
         pending: the private step of the last forward, until its backward.
         steps: steps counted so far, which is the number of the next one.
         batch_number: of the Poisson batch that was handed out and that no step has used.
@@ -123,6 +125,8 @@ class StepState:
         self.settings: StepSettings | None = None
         self.on_open: Callable[[], None] = lambda: None
         self.norms: list[BatchNorms] = []
+        self.losses: list[Tensor] = []
+        self.keeps_losses = False
         self.pending: Any = None
         self.steps = 0
         self.batch_number: int | None = None
@@ -198,6 +202,7 @@ class StepState:
         """Notes that `.grad` is emptied. Its samples may be used again unless they were counted."""
         self.phase = Phase.IDLE
         self.held_back = False
+        self.losses = []
         self.norms = []
         self.usage.give_back()
 

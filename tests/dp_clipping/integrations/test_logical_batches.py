@@ -68,3 +68,23 @@ def test_rows_that_pad_are_not_counted(run):
     for x, _ in batch:
         assert len(x) == 16
         assert batch.samples == len(loader.batch_sampler.shares(0)[0])
+
+
+def test_an_epoch_that_ends_late_leaves_the_next_one_alone(run):
+    """A loop that counts its steps leaves an iteration open, which is ended at any time."""
+    network, optimizer, criterion, loader = run
+    batches = LogicalBatches(loader, optimizer, 4, pad_batches=False)
+    old = iter(batches)
+    first = [next(old) for _ in range(1)]
+    for x, y in first[0]:
+        criterion(network(x), y).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    for number, batch in enumerate(batches):
+        for x, y in batch:
+            criterion(network(x), y).backward()
+            if number == 1:
+                old.close()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.steps == 5

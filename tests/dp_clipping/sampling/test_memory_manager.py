@@ -372,6 +372,22 @@ class TestLeftEarly:
         assert run.optimizer.steps == 1
         assert run.loader.position == 1
 
+    def test_ended_late_it_leaves_the_signals_of_a_newer_one_alone(self):
+        """A loop that counts leaves the iteration of an epoch open, and another loader begins."""
+        loader, optimizer = poisson(), Optimizer()
+        left = []
+        optimizer.leave_microbatches = lambda half_way: left.append(half_way)
+        options = {"max_physical_batch_size": 1000, "optimizer": optimizer}
+        old = iter(BatchMemoryManager(data_loader=loader, **options).__enter__())
+        for _ in range(len(loader)):
+            next(old)
+        new = iter(BatchMemoryManager(data_loader=loader, **options).__enter__())
+        next(new)
+        old.close()
+        assert left == []
+        new.close()
+        assert left == [False]
+
     def test_left_after_a_whole_draw_nothing_is_said(self, recwarn):
         run = build(batch_size=12)
         train(run, 2, 1)

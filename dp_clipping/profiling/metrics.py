@@ -1,0 +1,110 @@
+"""Metrics of each step for a callback: what ε covers, and apart from it what it does not."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+UNPROTECTED = ("loss", "samples", "clipped_fraction", "median_norm", "nonfinite_samples")
+
+
+def check_unprotected(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the names. Raises ValueError for an unknown one."""
+    names = (names,) if isinstance(names, str) else tuple(names)
+    for name in names:
+        if name not in UNPROTECTED:
+            raise ValueError(
+                f"unprotected={name!r} is unknown: choose from {', '.join(UNPROTECTED)}"
+            )
+    return names
+
+
+class StepMetrics:
+    """Calls `call(metrics)` after a step of the optimizer, on every rank.
+
+    Args:
+        call: the user's.
+        epsilon: returns ε so far; None: it is not asked for.
+        unprotected: names of `UNPROTECTED`.
+        every: of so many steps the last one has metrics.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[dict[str, Any]], object],
+        epsilon: Callable[[], float] | None,
+        unprotected: Sequence[str],
+        every: int,
+    ):
+        self.call, self.epsilon = call, epsilon
+        self.unprotected, self.every = check_unprotected(unprotected), every
+
+    def attach(self, model: Any, optimizer: Any) -> None:
+        """Lets the steps of an optimizer have metrics."""
+        if self.unprotected:
+            model.refuse_in_release(f"unprotected={list(self.unprotected)}")
+            if model.policy is None:
+                raise ValueError(
+                    f"mode {model.mode} has no metrics of samples: leave out unprotected="
+                )
+        model.step_state.keeps_losses |= "loss" in self.unprotected
+        optimizer.listeners.append(self)
+
+    def __call__(self, optimizer: Any) -> None:
+        """Computes the metrics of the step that was just taken; every rank calls it."""
+        if optimizer.steps % self.every:
+            return
+        metrics: dict[str, Any] = {"step": optimizer.steps}
+        settings = optimizer.step_state.settings
+        if settings is not None:  # None in mode no_dp
+            metrics["noise_multiplier"] = settings.noise_multiplier
+            metrics["max_grad_norm"] = optimizer.step_state.sensitivity
+        if self.epsilon is not None:
+            metrics["epsilon"] = self.epsilon()
+        if self.unprotected:
+            metrics["unprotected"] = self._looked_at(optimizer.model)
+        self.call(metrics)
+
+    def _looked_at(self, model: Any) -> dict[str, float]:
+        """Returns what was asked for, of the samples of all ranks."""
+        found: dict[str, float] = {}
+        if set(self.unprotected) - {"loss"}:
+            statistics = model.norm_statistics()
+            norms = model.gather_norms().wait().sum(0).sqrt()
+            found = {
+                "samples": statistics.samples,
+                "clipped_fraction": statistics.clipped_fraction,
+                "median_norm": _median(norms[norms.isfinite()]),
+                "nonfinite_samples": statistics.nonfinite,
+            }
+        if "loss" in self.unprotected:
+            found["loss"] = mean_loss(model)
+        return {name: found[name] for name in self.unprotected}
+
+
+def mean_loss(model: Any) -> float:
+    """Returns the mean loss of the step's samples of all ranks; 0 without any."""
+    reducer, kept = model.step_context.reducer, model.step_state.losses
+    here = torch.stack(kept).sum(0) if kept else torch.zeros(2, dtype=torch.float64)
+    table = here.to(device=reducer.device, dtype=torch.float64)
+    total, count = reducer.data.sum(table, "the losses of a step", "async").wait().tolist()
+    return total / max(1.0, count)
+
+
+def loss_and_count(losses: Tensor, real: int, padding: Tensor | None) -> Tensor:
+    """Returns the sum of the losses of a batch, and how many they are: [2].
+
+    Args:
+        real: so many are of samples, the first ones.
+        padding: True for those that are of none, in its place.
+    """
+    losses = losses.detach().double()
+    if padding is not None:
+        return torch.stack([losses.masked_fill(padding, 0).sum(), (~padding).sum().double()])
+    losses = losses[:real]
+    return torch.stack([losses.sum(), losses.new_tensor(float(len(losses)))])
+
+
+def _median(norms: Tensor) -> float:
+    return float(norms.median()) if norms.numel() else 0.0
