@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from dp_clipping.accounting.statement import PrivacyStatement
 from dp_clipping.arguments.checks import rates_of
 from dp_clipping.engine import PrivacyEngine
+from dp_clipping.integrations.adapters import adapters_of, refuse_unreached, warn_of_still
 from dp_clipping.integrations.logical_batches import LogicalBatches, Microbatches
 from dp_clipping.integrations.padding import refuse_padding
 from dp_clipping.integrations.trainer_arguments import (
@@ -100,7 +101,9 @@ class PrivateTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Trains privately; metrics have `epsilon`, and the loss if it is to be logged."""
+        before = {name: p.detach().clone() for name, p in adapters_of(self.model).items()}
         output = super().train(*args, **kwargs)
+        warn_of_still(before, self.model, self.state.global_step)
         metrics = {**output.metrics, "epsilon": self._spent()}
         if self.privacy.log_unprotected:
             return output._replace(metrics=metrics)
@@ -185,21 +188,28 @@ class PrivateTrainer(Trainer):
         )  # fmt: skip
         if self._user_loss is not None:
             self.compute_loss_func = _with_count(self.criterion)
-        self._refuse_padding(loader)
+        self._look_at_losses(loader)
         batches = LogicalBatches(
             loader, self.optimizer, self.args.train_batch_size, privacy.pad_batches
         )
         self._made = self.model, batches
 
-    def _refuse_padding(self, loader: DataLoader) -> None:
-        def loss(batch: Any) -> float:
+    def _look_at_losses(self, loader: DataLoader) -> None:
+        """Refuses padding that changes the loss of a sample, and adapters that no loss reaches."""
+
+        def loss(batch: Any) -> Any:
             inputs = send_to_device(dict(batch), self.args.device)
-            return float(self.compute_loss(self.model_wrapped, inputs))
+            return self.compute_loss(self.model_wrapped, inputs)
+
+        def of_a_sample() -> Tensor:
+            found = loss(loader.collate_fn.collate_fn([loader.dataset[0]]))
+            return getattr(found, "loss_per_sample", found).sum()
 
         self.model_wrapped.eval()
         with torch.random.fork_rng(devices=[]):
-            dtype = next(self.model.parameters()).dtype
-            refuse_padding(loader.dataset, loader.collate_fn.collate_fn, loss, dtype)
+            dtype, collate = next(self.model.parameters()).dtype, loader.collate_fn.collate_fn
+            refuse_padding(loader.dataset, collate, lambda batch: float(loss(batch)), dtype)
+            refuse_unreached(self.model, of_a_sample)
         self.model_wrapped.train()
 
     def _run_epoch(self, **kwargs: Any) -> None:
