@@ -13,8 +13,10 @@ from dp_clipping.losses.private_loss import PrivateLoss
 from tests.support.language_models import (
     LANGUAGE_MODELS,
     batch_of,
+    collated,
     language_model,
     reference_gradients,
+    samples_of,
 )
 
 PIECES = [2, 3]  # samples of two microbatches
@@ -119,3 +121,86 @@ def test_a_loss_of_other_arithmetic_says_which_call_works():
     loss = model(x=torch.randn(4, 3), labels=torch.tensor([0, 1, 1, 0])).loss
     with pytest.raises(RuntimeError, match=r"loss = criterion\(model\(\*\*batch\)"):
         loss.backward()
+
+
+# ---- where functions of torch are not looked at --------------------------------------------------
+
+
+class OwnLoss(nn.Module):
+    """Computes its loss by functions of torch, of padded ids or of bags."""
+
+    def __init__(self, has_bags: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.EmbeddingBag(40, 8) if has_bags else nn.Embedding(40, 8)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, ids, offsets=None, labels=None):
+        embedded = self.embedding(ids).mean(1) if offsets is None else self.embedding(ids, offsets)
+        logits = self.out(embedded)
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return {"loss": loss, "logits": logits}
+
+
+def as_bags(samples):
+    ids, labels = zip(*samples, strict=True)
+    starts = torch.tensor([0, *map(len, ids[:-1])]).cumsum(0)
+    return {"ids": torch.cat(ids), "offsets": starts, "labels": torch.stack(labels)}
+
+
+def as_rows(samples):
+    ids, labels = zip(*samples, strict=True)
+    return {"ids": torch.stack(ids), "labels": torch.stack(labels)}
+
+
+@pytest.mark.parametrize("has_bags", [True, False], ids=["bags", "compiled"])
+def test_where_it_is_not_exchanged_it_is_refused_with_what_works(has_bags):
+    network = OwnLoss(has_bags)
+    if not has_bags:
+        network.compile(backend="eager")
+    draw = torch.Generator().manual_seed(3)
+    lengths = [2 + i % 3 if has_bags else 4 for i in range(16)]
+    data = [
+        (torch.randint(40, (n,), generator=draw), torch.tensor(i % 3))
+        for i, n in enumerate(lengths)
+    ]
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=16, collate_fn=as_bags if has_bags else as_rows
+    )
+    model, optimizer, criterion, loader = PrivacyEngine(accountant="rdp").make_private(
+        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+        data_loader=loader, criterion=nn.CrossEntropyLoss(), noise_multiplier=0.0,
+        max_grad_norm=1.0, wrap_model=False, grad_sample_mode="bookkeeping",
+    )  # fmt: skip
+    (batch,) = loader
+    with pytest.raises(RuntimeError, match=r"loss = criterion\(model\(\*\*batch\)\.logits, labels"):
+        model(**batch)["loss"].backward()
+    optimizer.zero_grad()
+    labels = batch.pop("labels")
+    criterion(model(**batch)["logits"], labels).backward()
+    optimizer.step()
+    assert len(optimizer.model.per_sample_gradient_norms) == len(labels) > 1
+
+
+@pytest.mark.slow
+def test_a_compiled_model_of_hugging_face_computes_its_loss():
+    """By `loss_function`, which is exchanged in compiled code too."""
+    found = []
+    for is_compiled in (False, True):
+        network = language_model("gpt2")
+        if is_compiled:
+            network.compile(backend="eager")
+        loader = torch.utils.data.DataLoader(
+            samples_of("gpt2", 8), batch_size=8, collate_fn=collated
+        )
+        model, optimizer, _, loader = PrivacyEngine(accountant="rdp").make_private(
+            module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+            data_loader=loader, noise_multiplier=0.0, max_grad_norm=1.0, wrap_model=False,
+            grad_sample_mode="bookkeeping",
+        )  # fmt: skip
+        (batch,) = loader
+        model(**batch).loss.backward()
+        optimizer.step()
+        found.append([p.grad.clone() for p in network.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
