@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from dp_clipping.clipping.norms import Norms
 from dp_clipping.distributed.global_norms import GlobalNorms
@@ -40,6 +40,7 @@ from experiments.verify_correctness.step import (
 from lm.rank_pool import Context
 from lm.runtime import Hardware
 from measure.options import parse_options
+from tests.support.meshes import square
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "experiments.verify_correctness"]
@@ -234,7 +235,7 @@ def ranks_of(context: Context, how: str) -> Ranks:
         return Ranks(context.device, context.group)
     names = tuple(how.split(" x "))
     if len(names) == 2:
-        mesh = init_device_mesh(context.device.type, (2, 2), mesh_dim_names=names)
+        mesh = square(*names)
     else:
         mesh = DeviceMesh.from_group(context.group, context.device.type, mesh_dim_names=names)
     return Ranks(context.device, context.group, mesh)

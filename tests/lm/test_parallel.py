@@ -4,13 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lm.model import ModelConfig, Transformer, forward_loss
 from lm.parallel import DATA, TENSOR, materialize, parallelize, plan_of
 from lm.rank_pool import Context
+from tests.support.meshes import square
 
 ODD = ModelConfig(vocab_size=37, d_model=24, num_layers=2, num_heads=4, d_ff=20, context_length=11)
 TIED = ModelConfig(**{**vars(ODD), "tie_embeddings": True})
@@ -20,7 +21,7 @@ def mesh_of(context: Context, *axes: str) -> DeviceMesh:
     """One axis over the context's ranks, or two of two ranks each."""
     if len(axes) == 1:
         return DeviceMesh.from_group(context.group, "cpu", mesh_dim_names=axes)
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
+    return square(*axes)
 
 
 def make(config=ODD) -> nn.Module:

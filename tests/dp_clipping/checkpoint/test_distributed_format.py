@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,6 +23,7 @@ from dp_clipping.noise.keys import read_keys
 from lm.parallel import parallelize
 from lm.rank_pool import Context
 from tests.support import zoo
+from tests.support.meshes import square
 from tests.support.replicas import build, train
 from tests.support.sharded_steps import shard_fsdp2, whole
 
@@ -37,7 +38,7 @@ def start(context: Context | None, tensor_parallel=False, **options):
             mesh = DeviceMesh.from_group(context.group, context.device.type)
             return shard_fsdp2(network, "block", mesh)
         if context.world_size == 4:
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+            mesh = square("data", "tensor")
         else:
             mesh = DeviceMesh.from_group(context.group, "cpu", mesh_dim_names=("tensor",))
         return parallelize(network, mesh)

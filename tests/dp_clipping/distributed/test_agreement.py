@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -16,6 +16,7 @@ from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.verification import reference as oracle
 from lm.parallel import parallelize
 from lm.rank_pool import Context
+from tests.support.meshes import square
 from tests.support.replicas import build, train
 from tests.support.sharded_steps import shard_fsdp2
 
@@ -131,13 +132,11 @@ def tensor(context: Context, network: nn.Module) -> nn.Module:
 
 
 def hybrid(_: Context, network: nn.Module) -> nn.Module:
-    return shard_fsdp2(
-        network, "block", init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
-    )
+    return shard_fsdp2(network, "block", square("replica", "data"))
 
 
 def data_and_tensor(_: Context, network: nn.Module) -> nn.Module:
-    return parallelize(network, init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")))
+    return parallelize(network, square("data", "tensor"))
 
 
 def on_a_mesh(context: Context, shard: Callable) -> None:

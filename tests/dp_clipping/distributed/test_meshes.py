@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -19,6 +19,7 @@ from lm.parallel import parallelize
 from lm.rank_pool import Context
 from tests.dp_clipping.conftest import MODES, private, private_loss
 from tests.support import zoo
+from tests.support.meshes import square
 from tests.support.sharded_steps import (
     EVERY,
     FEW,
@@ -44,7 +45,7 @@ def layout(context: Context, how: str) -> tuple[Callable[[], nn.Module], dict, s
         return lambda: parallelize(transformer(), mesh), {}, slice(0, 3)
     outer = "replica" if how == "hybrid" else "data"
     inner = "data" if how == "hybrid" else "tensor"
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(outer, inner))
+    mesh = square(outer, inner)
     counts, place = (SPLIT, mesh.get_local_rank("data"))
     if how == "hybrid":
         counts, place = [1, 0, 2, 0], context.rank
@@ -122,7 +123,7 @@ def frozen_parts(context: Context) -> None:
             parameter.requires_grad_("norm" in name)
         return network
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = square("data", "tensor")
     place = mesh.get_local_rank("data")
     batch, mine = zoo.tokens(3, 6), slice(2 * place, 2 * place + 2)
     gradients = oracle.per_sample_gradients(build(), batch, zoo.cross_entropy)

@@ -1,6 +1,7 @@
 """Where parts lie: shown by parts of tensors whose every element is its own address."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from dp_clipping.distributed.placement import (
     spans_of,
 )
 from lm.rank_pool import Context
+from tests.support import meshes
+from tests.support.meshes import RANKS
 
 SHAPES = [
     (8,),
@@ -65,14 +68,10 @@ def check(parameter: Tensor) -> None:
         assert torch.equal(elements(place), local.flatten())
 
 
-RANKS = 4  # making a mesh is a collective of the whole pool
-
-
 def mesh_of(*sizes: int) -> DeviceMesh:
     """This rank's mesh of that size, of several next to each other."""
-    ranks = torch.arange(RANKS).view(-1, *sizes)
     names = ("data", "tensor")[: len(sizes)]
-    return DeviceMesh("cpu", ranks, mesh_dim_names=("copy", *names))[names]
+    return meshes.mesh_of((RANKS // math.prod(sizes), *sizes), ("copy", *names))[names]
 
 
 # ---- runs of boxes -------------------------------------------------------------------------------
@@ -221,8 +220,7 @@ def test_uneven_shards(cpu_ranks, sizes, width, hidden):
 
 
 def hybrid(context: Context) -> None:
-    ranks = torch.arange(4).view(2, 2)
-    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicas", "shards"))
+    mesh = meshes.square("replicas", "shards")
     network = Network(3, 5).double()
     fully_shard(network, mesh=mesh)
     for parameter in network.parameters():
