@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine
 from dp_clipping.clipping.coefficients import LOWEST
+from dp_clipping.criterion import PrivateLoss
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.verification import reference as oracle
 from tests.dp_clipping.conftest import (
@@ -18,6 +19,7 @@ from tests.dp_clipping.conftest import (
     assert_exact,
     change_policy,
     clipped_sums,
+    criterion_of,
     gradients_of,
     private,
     private_loss,
@@ -79,40 +81,33 @@ def step_in_float64(model, case, batch_size):
     return model.per_sample_gradient_norms, gradients_of(model)
 
 
-@zoo.every_case
-def test_the_graph_of_a_step_ends_at_triggers(case):
-    """Any other leaf keeps the stream of its first use: no CUDA graph could be captured."""
-    network = case.build()
-    with refusals(case, network):
-        model = private(network)
-        loss = private_loss(model, case.batch(zoo.SIZE), case.per_sample_loss)
-        triggers = {id(trigger) for trigger in model.capture.triggers.values()}
-        nodes, seen, others = [loss._losses.grad_fn], set(), []
-        while nodes:
-            node = nodes.pop()
-            if node is not None and node not in seen:
-                seen.add(node)
-                nodes += [following for following, _ in node.next_functions]
-                if hasattr(node, "variable") and id(node.variable) not in triggers:
-                    others.append(node.variable)
-        loss.backward()  # refuses a network whose code computes with a weight itself
-        assert not others
+def in_every_mode() -> list:
+    """Every network in every mode, and in one mode, that changes with the network, by layers.
+
+    The style decides which norms and coefficients belong together, whatever computes them.
+    """
+    found = []
+    for number, case in enumerate(zoo.parameters()):
+        styles = [("flat", mode) for mode in MODES] + [("per_layer", MODES[number % len(MODES)])]
+        for style, mode in styles:
+            name = f"{style}-{mode}-{case.id}"
+            found.append(pytest.param(*case.values, mode, style, id=name, marks=case.marks))
+    return found
 
 
-@zoo.every_case
-@every_mode
-@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize(("case", "mode", "clipping"), in_every_mode())
 def test_every_network(case, mode, clipping):
     """Both clipping functions meet both batch sizes, as they have norms only to work on: the other
     way round in the other style.
 
-    Whether samples see each other does not depend on the style, and is looked for in one.
+    Whether samples see each other depends neither on the mode nor on the style, and is looked for
+    once.
     """
     functions = ("abadi", "automatic")[:: 1 if clipping == "flat" else -1]
     network = case.build().double()
     with refusals(case, network):
         model = private(network, mode, clipping=clipping)
-        if clipping == "per_layer" and not case.or_refused:
+        if (clipping, mode) != ("flat", "bookkeeping") and not case.or_refused:
             skip_all_checks(model)
         for batch_size, function in zip((zoo.SIZE, 1), functions, strict=True):
             expected = reference(case.name, batch_size)
@@ -159,20 +154,51 @@ def test_per_layer_thresholds_are_equal_shares_of_the_whole(mode):
     assert sum(c * c for c in model.thresholds.clip_norms()) == pytest.approx(limit**2)
 
 
+def step_with_outputs(model, case, batch) -> tuple[torch.Tensor, PrivateLoss]:
+    """Returns what a forward returned, and its loss."""
+    outputs = oracle.forward(model, batch[0])
+    return outputs, criterion_of(model, case.per_sample_loss)(outputs, batch[1])
+
+
+def leaves_of(loss: PrivateLoss) -> dict[int, torch.Tensor]:
+    """Returns the leaves of the graph of a loss, by their ids."""
+    nodes, seen, leaves = [loss._losses.grad_fn], set(), {}
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                leaves[id(node.variable)] = node.variable
+    return leaves
+
+
 @zoo.every_case
-def test_float32(case):
+def test_a_step_in_float32(case):
+    """Outputs are the network's own, and norms and sums are right.
+
+    The graph ends at triggers: any other leaf keeps the stream of its first use, and no CUDA graph
+    could be captured.
+    """
     expected = reference(case.name, zoo.SIZE, torch.float32)
     limit = middle(oracle.norms(expected))
-    network = case.build()
+    network, batch = case.build(), case.batch(zoo.SIZE)
+    own = oracle.forward(network, batch[0])
     with refusals(case, network):
         model = private(network, "bookkeeping", limit)
-        sums = clipped_sums(model, case.batch(zoo.SIZE), case.per_sample_loss)
+        if not case.or_refused:  # samples that see each other are looked for in float64
+            skip_all_checks(model)
+        outputs, loss = step_with_outputs(model, case, batch)
+        others = leaves_of(loss).keys() - {id(t) for t in model.capture.triggers.values()}
+        loss.backward()  # refuses a network whose code computes with a weight itself
+        assert not others
+        torch.testing.assert_close(outputs, own, rtol=1e-6, atol=1e-6)
         norms = model.per_sample_gradient_norms
         assert norms.dtype == torch.float32
         torch.testing.assert_close(
             norms.double(), oracle.norms(expected), rtol=1e-5, atol=float(1e-6 * limit)
         )
-        assert_close(sums, oracle.clipped_sum(expected, limit), 4e-5)
+        assert_close(gradients_of(model), oracle.clipped_sum(expected, limit), 4e-5)
 
 
 HALVES = ["mlp", "tokens", "half_frozen", "transformer", "transformer_tied", "same_weight"]
@@ -181,65 +207,40 @@ HALVES += ["layer_norm", "rms_norm", "conv2d", "group_norm", "llama_lm", "gpt2_l
 HALVES += ["lora_lm"]
 
 
-@pytest.mark.parametrize("case", zoo.parameters(*HALVES))
-@every_mode
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit(case, mode, dtype):
-    """Against the float64 gradients of the network with the same, rounded parameters."""
+def check_in_16_bit(case: zoo.Case, mode: str, dtype: torch.dtype, autocast: bool) -> None:
+    """Compares with the float64 gradients of the network with the same, rounded parameters."""
     expected = reference(case.name, zoo.SIZE, dtype)
     limit = middle(oracle.norms(expected))
-    model = private(case.build().to(dtype), mode, limit)
-    if mode != "bookkeeping":  # samples that see each other are looked for in one mode
-        skip_all_checks(model)
+    network = case.build().to(dtype)
     batch = oracle.move(case.batch(zoo.SIZE), dtype=dtype)
-    sums = clipped_sums(model, batch, case.per_sample_loss)
-    norms = model.per_sample_gradient_norms
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        own = oracle.forward(network, batch[0])
+        model = private(network, mode, limit)
+        if mode != "bookkeeping":  # samples that see each other are looked for in one mode
+            skip_all_checks(model)
+        outputs, loss = step_with_outputs(model, case, batch)
+    loss.backward()
+    assert outputs.dtype == own.dtype
+    torch.testing.assert_close(outputs, own, rtol=1e-2, atol=1e-2)
+    norms, sums = model.per_sample_gradient_norms, gradients_of(model)
     assert norms.dtype == torch.float32
     assert {g.dtype for g in sums.values()} == {torch.float32}
     torch.testing.assert_close(norms.double(), oracle.norms(expected), rtol=3e-2, atol=0)
     assert_close(sums, oracle.clipped_sum(expected, limit), 3e-2)
+
+
+@pytest.mark.parametrize("case", zoo.parameters(*HALVES))
+@every_mode
+def test_16_bit(case, mode):
+    """Each network has both types, as has each mode."""
+    number = HALVES.index(case.name) + MODES.index(mode)
+    check_in_16_bit(case, mode, (torch.bfloat16, torch.float16)[number % 2], autocast=False)
 
 
 @pytest.mark.parametrize("case", zoo.parameters(*HALVES))
 @every_mode
 def test_autocast(case, mode):
-    expected = reference(case.name, zoo.SIZE, torch.float32)
-    limit = middle(oracle.norms(expected))
-    model = private(case.build(), mode, limit)
-    if mode != "bookkeeping":
-        skip_all_checks(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = private_loss(model, case.batch(zoo.SIZE), case.per_sample_loss)
-    loss.backward()
-    norms = model.per_sample_gradient_norms
-    assert norms.dtype == torch.float32
-    torch.testing.assert_close(norms.double(), oracle.norms(expected), rtol=3e-2, atol=0)
-    sums = gradients_of(model)
-    assert {g.dtype for g in sums.values()} == {torch.float32}
-    assert_close(sums, oracle.clipped_sum(expected, limit), 3e-2)
-
-
-@zoo.every_case
-def test_outputs_are_the_networks_own(case):
-    network = case.build()
-    inputs, _ = case.batch(zoo.SIZE)
-    expected = oracle.forward(network, inputs)
-    with refusals(case, network):
-        actual = oracle.forward(private(network), inputs)
-        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("case", zoo.parameters(*HALVES))
-@pytest.mark.parametrize("how", ["bfloat16", "autocast"])
-def test_outputs_are_the_networks_own_in_16_bit(case, how):
-    dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
-    network = case.build().to(dtype)
-    inputs = oracle.move(case.batch(zoo.SIZE)[0], dtype=dtype)
-    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
-        expected = oracle.forward(network, inputs)
-        actual = oracle.forward(private(network), inputs)
-    assert actual.dtype == expected.dtype
-    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
+    check_in_16_bit(case, mode, torch.float32, autocast=True)
 
 
 def test_rms_norm_without_eps_has_pytorchs_own():
