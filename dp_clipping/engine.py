@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from dp_clipping.accounting.ledger import Account, Step
 from dp_clipping.accounting.statement import PrivacyStatement, statement_of
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
 from dp_clipping.arguments.checks import check_rates, check_target, rates_of, renamed
+from dp_clipping.arguments.opacus_names import ARGUMENTS, FourValues, refuse_opacus
 from dp_clipping.arguments.settings import Settings
 from dp_clipping.build import (
     TO_USER,
@@ -106,7 +107,7 @@ class PrivacyEngine:
 
     # ---- what a user calls ----------------------------------------------------------------------
 
-    @renamed(data_group="data_parallel_group")
+    @renamed(ARGUMENTS, data_group="data_parallel_group")
     def make_private(
         self,
         *,
@@ -194,6 +195,7 @@ class PrivacyEngine:
         """
         criterion = nn.CrossEntropyLoss() if criterion is None else criterion
         refuse_private(module, optimizer, criterion, data_loader)
+        refuse_opacus(module, optimizer, criterion, data_loader)
         settings = Settings(
             module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
             noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,
@@ -577,7 +579,7 @@ class PrivacyEngine:
                 model, optimizer, loader, ranks.everyone, keys, public, self._account, criterion
             )
         )
-        return model.returned, optimizer, criterion, loader
+        return cast(Any, FourValues((model.returned, optimizer, criterion, loader)))
 
     def _note_dataset(self, loader: DataLoader) -> None:
         if self._dataset is not None and self._dataset is not loader.dataset:

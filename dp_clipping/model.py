@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from dp_clipping.arguments import opacus_names
 from dp_clipping.arguments.thresholds import Thresholds
 from dp_clipping.capture.calls import Calls, plain_names, with_signature_of
 from dp_clipping.capture.capture import Capture
@@ -149,6 +150,11 @@ class PrivateModel(nn.Module):
     def network(self) -> nn.Module:
         """Returns the bare network."""
         return self.module.module if self._is_wrapped else self.module
+
+    @property
+    def _module(self) -> nn.Module:
+        """Returns the bare network, under its name in Opacus's model."""
+        return self.network
 
     @property
     def capture(self) -> Capture:
@@ -365,7 +371,12 @@ class PrivateModel(nn.Module):
         except AttributeError:
             if name.startswith("_"):
                 raise
-            return getattr(super().__getattr__("module"), name)
+            module = super().__getattr__("module")
+            if name in opacus_names.MODEL and not hasattr(module, name):
+                raise AttributeError(
+                    opacus_names.described(f"model.{name}", opacus_names.MODEL[name])
+                ) from None
+            return getattr(module, name)
 
     # ---- what criterion and optimizer call ------------------------------------------------------
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
+from dp_clipping.arguments import opacus_names
 from dp_clipping.arguments.numbers import check_noise_multiplier
 from dp_clipping.cuda_graph import GraphedStep
 from dp_clipping.distributed.agreement import Agreement
@@ -158,6 +159,10 @@ class PrivateOptimizer(Optimizer):
         """Registers hooks with the wrapped optimizer, whose steps have noise."""
         if is_hook_registry(name):
             return getattr(self.original_optimizer, name)
+        if name in opacus_names.OPTIMIZER:
+            raise AttributeError(
+                opacus_names.described(f"optimizer.{name}", opacus_names.OPTIMIZER[name])
+            )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def add_param_group(self, group: dict[str, Any]) -> None:

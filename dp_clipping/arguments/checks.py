@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from dp_clipping.arguments import opacus_names
 from dp_clipping.arguments.numbers import check_max_grad_norm, check_noise_multiplier
 from dp_clipping.clipping.coefficients import check_range, known_clipping_functions
 from dp_clipping.kinds import WrongType, check_count, check_number, check_type, is_count, shown
@@ -24,12 +25,21 @@ TILE_SIZES = (16, 32, 64, 128, 256)
 Function = TypeVar("Function", bound=Callable)
 
 
-def renamed(**names: str) -> Callable[[Function], Function]:
-    """Decorates a function whose keyword arguments `old=new` were renamed; the old ones warn."""
+def renamed(
+    gone: Mapping[str, str] | None = None, /, **names: str
+) -> Callable[[Function], Function]:
+    """Decorates a function whose keyword arguments `old=new` were renamed; the old ones warn.
+
+    Args:
+        gone: keyword arguments of Opacus's that are refused, and what to give in their place.
+    """
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def call(*args: Any, **arguments: Any) -> Any:
+            for name, instead in (gone or {}).items():
+                if name in arguments:
+                    raise TypeError(opacus_names.described(name, instead))
             for old, new in names.items():
                 if old not in arguments:
                     continue
@@ -52,6 +62,7 @@ def check_arguments(
     gamma: float,
 ) -> None:
     check_noise_multiplier(noise_multiplier)
+    opacus_names.refuse("clipping", clipping, opacus_names.CLIPPINGS)
     if clipping not in CLIPPINGS:
         raise ValueError(f"clipping {clipping!r} is unknown: choose one of {', '.join(CLIPPINGS)}")
     check_max_grad_norm(max_grad_norm, clipping)

@@ -19,6 +19,7 @@ from dp_clipping.arguments.checks import (
     rates_of,
 )
 from dp_clipping.arguments.numbers import check_expected_batch_size
+from dp_clipping.arguments.opacus_names import MODES, refuse
 from dp_clipping.kinds import plain
 from dp_clipping.modes import Policy, policy_of
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
@@ -86,6 +87,7 @@ class Settings:
     @cached_property
     def policy(self) -> Policy | None:
         """Returns how the mode works, None for `no_dp`. Raises ValueError for an unknown one."""
+        refuse("grad_sample_mode", self.grad_sample_mode, MODES)
         return policy_of(
             self.grad_sample_mode, clipping_function=self.clipping_function, gamma=self.gamma,
             per_layer=self.clipping == "per_layer", norm_algorithm=self.norm_algorithm,

@@ -52,7 +52,9 @@ def file_name(path: Any) -> Path:
     """Raises ValueError for what names no file, as a file that was opened."""
     if not isinstance(path, str | os.PathLike):
         raise ValueError(
-            f"path is a {type(path).__name__}: give a file name, beside which the key has its file"
+            f"path is a {type(path).__name__}, beside which the key could have no file: give a "
+            'file name, engine.save_checkpoint(path="run.pt", ..); its bytes are '
+            'pathlib.Path("run.pt").read_bytes()'
         )
     return Path(path)
 
