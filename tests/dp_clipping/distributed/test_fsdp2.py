@@ -66,7 +66,7 @@ at_the_root = partial(sharded, wrap="root")
     ],
 )
 def test_norms_and_sums(cpu_ranks, wrap, runs):
-    cpu_ranks.run(2, split_steps, partial(sharded, wrap=wrap), SPLITS[2], runs)
+    cpu_ranks.run(2, split_steps, partial(sharded, wrap=wrap), SPLITS[2], runs, wrap == "block")
 
 
 @pytest.mark.parametrize(
