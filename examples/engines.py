@@ -1,13 +1,15 @@
 """What the `opacus_*.py` examples share: which engine, and the options of a small run.
 
 They are the code paths of Opacus's tutorials in ghost mode, on models and data that need no
-download. Nothing in them depends on the engine but `engine_classes`: to move a program from Opacus,
-change its imports.
+download. Nothing in them depends on the engine but `engine_classes` and `data_parallel`: to move a
+program from Opacus, change its imports.
 """
 
 import argparse
 from collections.abc import Sequence
 from typing import Any
+
+from torch import nn
 
 from measure.command_line import Parser
 
@@ -22,6 +24,17 @@ def engine_classes(name: str) -> tuple[Any, Any]:
     else:
         from dp_clipping import BatchMemoryManager, PrivacyEngine
     return PrivacyEngine, BatchMemoryManager
+
+
+def data_parallel(name: str, network: nn.Module) -> nn.Module:
+    """Returns the network in the wrapper that adds up this engine's clipped sums over ranks."""
+    if name == "opacus":
+        from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+
+        return DifferentiallyPrivateDistributedDataParallel(network)
+    from ddp import wrap
+
+    return wrap("ddp_bucketed", network)
 
 
 def parser(program: str, description: str, **defaults: Any) -> argparse.ArgumentParser:
@@ -53,11 +66,16 @@ def parser(program: str, description: str, **defaults: Any) -> argparse.Argument
     return made
 
 
-def run(made: argparse.ArgumentParser, train: Any, arguments: Sequence[str] | None = None) -> int:
-    """Parses, checks and trains; returns the exit status."""
+def checked(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the options; a wrong one ends the program with status 2 and one line."""
     options = made.parse_args(arguments)
     for name, value in vars(options).items():
         if isinstance(value, int | float) and value <= 0 and name != "seed":
             made.error(f"--{name.replace('_', '-')} is {value}: give a number above 0")
-    train(options)
+    return options
+
+
+def run(made: argparse.ArgumentParser, train: Any, arguments: Sequence[str] | None = None) -> int:
+    """Parses, checks and trains; returns the exit status."""
+    train(checked(made, arguments))
     return 0

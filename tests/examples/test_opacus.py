@@ -6,7 +6,13 @@ import warnings
 import pytest
 import torch
 
-from examples import opacus_finetune, opacus_mnist_like, opacus_text_classifier
+from examples import (
+    opacus_accounting,
+    opacus_distributed,
+    opacus_finetune,
+    opacus_mnist_like,
+    opacus_text_classifier,
+)
 from examples.engines import ENGINES
 
 PROGRAM = """
@@ -81,6 +87,29 @@ def test_both_engines_learn_alike_and_spend_the_same(example, arguments):
         assert ours[which] == pytest.approx(theirs[which], abs=0.35 * theirs["first"])
 
 
+def test_accountants_say_the_same_of_both_engines():
+    ours, theirs = (trained(opacus_accounting, engine, "--epochs", "2") for engine in ENGINES)
+    assert list(ours) == ["prv", "rdp", "gdp", "rdp, less noise"]
+    for name, values in ours.items():
+        assert values == pytest.approx(theirs[name], rel=1e-6), name
+    assert ours["prv"][1] < ours["rdp"][1] < ours["rdp, less noise"][1]
+
+
+def of_a_rank(context, engine: str) -> dict:
+    torch.set_num_threads(1)
+    return trained(opacus_distributed, engine, "--epochs", "2", "--epsilon", "50")
+
+
+def test_ranks_of_both_engines_spend_the_same_and_learn(cpu_ranks):
+    ours, theirs = (cpu_ranks.run(4, of_a_rank, engine) for engine in ENGINES)
+    assert ours[0]["epsilon"] == pytest.approx(theirs[0]["epsilon"], rel=1e-6)
+    for ranks in (ours, theirs):
+        assert ranks[0]["last"] < 0.8 * ranks[0]["first"]
+        for rank in ranks[1:]:
+            for one, other in zip(ranks[0]["parameters"], rank["parameters"], strict=True):
+                assert torch.equal(one, other)
+
+
 def test_everything_is_trained_where_opacus_cannot():
     pytest.importorskip("transformers")
     result = trained(opacus_finetune, "dp_clipping", "--train", "all", "--epochs", "3")
@@ -114,7 +143,9 @@ def test_without_noise_and_draws_the_program_has_the_same_losses():
     assert ours[-1] < 0.8 * ours[0]
 
 
-@pytest.mark.parametrize("module", [opacus_mnist_like, opacus_text_classifier, opacus_finetune])
+@pytest.mark.parametrize(
+    "module", [opacus_mnist_like, opacus_text_classifier, opacus_finetune, opacus_accounting]
+)
 def test_wrong_input_is_one_line_and_status_2(module, capsys):
     from examples.engines import run
 
