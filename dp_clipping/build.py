@@ -116,6 +116,11 @@ def _found_ranks(
             "memory_budget is not for sharded models, whose ranks must run backward "
             "equally often: choose flash_bookkeeping, or flash, which keeps nothing"
         )
+    if settings.examples_per_unit > 1:
+        raise ValueError(
+            "examples_per_unit is for models that are whole on each rank: train with "
+            'ddp.wrap("ddp_bucketed", network) in place of FSDP or tensor parallelism'
+        )
     LOG.info(sharding.describe())
     return Ranks(sharding, sharding.data_parallel_group, sharding.everyone, device)
 
@@ -145,6 +150,7 @@ def build_loader(settings: Settings, ranks: Ranks, keys: Keys) -> DataLoader:
         world_size=ranks.data_ranks,
         batch_first=settings.batch_first,
         rand_on_empty=settings.rand_on_empty,
+        units=settings.units,
     )
 
 
@@ -166,6 +172,7 @@ def build_model(
         usage=None if poisson is None else poisson.usage,
         wrap_model=settings.wrap_model,
         loss_reduction=settings.loss_reduction,
+        examples_per_unit=settings.examples_per_unit,
     )
     if poisson is None:
         model.step_state.usage.batch_size = batch_size_of(loader)

@@ -48,7 +48,7 @@ class PrivateCriterion:
         if self.model.policy is None:
             losses = self._per_sample(*args, shape=shape, **kwargs)
             if self.model.training and torch.is_grad_enabled():
-                losses = losses[: self.model.step_state.usage.real_of(len(losses))]
+                losses = self._real(losses)
             return losses.mean() if self.loss_reduction == "mean" else losses.sum()
         if not torch.is_grad_enabled() or not self.model.training:
             losses = self._per_sample(*args, shape=shape, **kwargs)
@@ -61,7 +61,7 @@ class PrivateCriterion:
             return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
         with self._carried.checked(args, kwargs, "the criterion"):
             losses = self._per_sample(*args, shape=shape, **kwargs)
-        expected = private_step.batch_size
+        expected = private_step.rows
         if losses.dim() != 1 or len(losses) != expected:
             raise ValueError(
                 f"the criterion gave losses of shape {tuple(losses.shape)} for {expected} samples: "
@@ -80,6 +80,13 @@ class PrivateCriterion:
             exchange.check(private_step.watched.number, is_whole)
         self._shapes.note((args, kwargs), expected)
         return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
+
+    def _real(self, losses: Tensor) -> Tensor:
+        """Returns the losses of samples, of a batch in mode `no_dp`."""
+        usage = self.model.step_state.usage
+        real = losses[: usage.real_of(len(losses))]
+        fill = usage.fill_of(len(real), None)
+        return real if fill is None else real[~fill.to(real.device)]
 
     def for_model(self, model: Any) -> "PrivateCriterion":
         """Returns the same criterion for another model's outputs, as `engine.check` calls it."""

@@ -65,6 +65,7 @@ def refuse(settings: Any, ranks: Any) -> None:
         "compiled modules: use them as they are, a graph launches nothing from the host": (
             any_compiled(module)
         ),
+        "units of several examples: leave out examples_per_unit": settings.examples_per_unit > 1,
         "memory_budget, with which backward may run twice: leave it out": (
             settings.memory_budget is not None
         ),

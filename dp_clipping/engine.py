@@ -5,7 +5,7 @@ Code written for Opacus 1.6 with `grad_sample_mode="ghost"` runs with the import
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,7 +18,14 @@ from torch.utils.data import DataLoader
 from dp_clipping.accounting.ledger import Account, Step
 from dp_clipping.accounting.statement import PrivacyStatement, statement_of
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
-from dp_clipping.arguments.checks import check_rates, check_target, rates_of, renamed
+from dp_clipping.arguments.checks import (
+    check_rates,
+    check_target,
+    check_units,
+    given_units,
+    rates_of,
+    renamed,
+)
 from dp_clipping.arguments.opacus_names import ARGUMENTS, FourValues, refuse_opacus
 from dp_clipping.arguments.settings import Settings
 from dp_clipping.build import (
@@ -137,6 +144,8 @@ class PrivacyEngine:
         cuda_graph: bool = False,
         sample_rate: float | None = None,
         steps: int | None = None,
+        examples_per_unit: int = 1,
+        unit_ids: Sequence[Hashable] | None = None,
     ) -> tuple[Any, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """Returns model, optimizer, criterion and loader for private training.
 
@@ -187,6 +196,13 @@ class PrivacyEngine:
                 Default: 1 / len(data_loader), which depends on the size of the data. A sample more
                 or less can change it, and the guarantee then covers only data of one size.
             steps: batches of an epoch, which the returned loader yields. Default: 1 / q, rounded.
+            examples_per_unit: k: so many consecutive examples are one unit of privacy (a user, a
+                document), which is sampled and clipped as a whole: the gradient of a unit, summed
+                over its examples, has at most norm C. A unit with fewer is filled up with examples
+                that are masked. A batch of the loader has batch_size / k units;
+                `expected_batch_size` and `sample_rate` are those of units.
+            unit_ids: the unit of each example of the data set, at most k examples of each.
+                Default: k consecutive examples of the data set are a unit.
 
         Raises:
             ValueError: for an argument that is out of range or differs between ranks, for an
@@ -208,6 +224,7 @@ class PrivacyEngine:
             memory_budget=memory_budget, tile_size=tile_size, norm_reduction=norm_reduction,
             adaptive_threshold=adaptive_threshold, data_parallel_group=data_parallel_group,
             cuda_graph=cuda_graph, sample_rate=sample_rate, steps=steps,
+            examples_per_unit=examples_per_unit, unit_ids=unit_ids,
         )  # fmt: skip
         return self._build(settings)
 
@@ -243,14 +260,21 @@ class PrivacyEngine:
             )
         check_type("data_loader", data_loader, DataLoader, "a torch.utils.data.DataLoader")
         rate, steps = arguments.get("sample_rate"), arguments.get("steps")
-        check_rates(rate, steps, arguments.get("poisson_sampling", True))
+        is_poisson = arguments.get("poisson_sampling", True)
+        check_rates(rate, steps, is_poisson)
+        each, unit_ids = arguments.get("examples_per_unit", 1), arguments.get("unit_ids")
+        check_units(
+            each, unit_ids, poisson_sampling=is_poisson,
+            rand_on_empty=arguments.get("rand_on_empty", False),
+        )  # fmt: skip
+        units = given_units(data_loader, each, unit_ids, is_poisson)
         if epochs is None and steps is None:
             raise ValueError(
                 "epochs is missing: give epochs=, or steps=, the number of batches of the training"
             )
         epochs = 1 if epochs is None else epochs
         check_target(target_epsilon, target_delta, epochs)
-        rate, steps = rates_of(data_loader, rate, steps)
+        rate, steps = rates_of(data_loader, rate, steps, units)
         if len(self.accountant) > 0:
             warnings.warn(
                 "make_private_with_epsilon takes the whole budget to be unspent, but this engine's "
@@ -560,6 +584,7 @@ class PrivacyEngine:
         self, settings: Settings
     ) -> tuple[Any, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """Builds what `make_private` returns, from the ranks up, and keeps it as a run."""
+        self._refuse_other_units(settings)
         ranks = ranks_of(settings)
         keys = keys_for(settings, ranks)
         self._note_dataset(settings.data_loader)
@@ -580,6 +605,16 @@ class PrivacyEngine:
             )
         )
         return cast(Any, FourValues((model.returned, optimizer, criterion, loader)))
+
+    def _refuse_other_units(self, settings: Settings) -> None:
+        """Raises ValueError if the account says ε of other units than those of these settings."""
+        before = {run.settings["examples_per_unit"] for run in self._runs}
+        if before - {settings.examples_per_unit}:
+            raise ValueError(
+                f"examples_per_unit is {settings.examples_per_unit}, and this engine has accounted "
+                f"for units of {min(before)}: ε of both together is that of neither, use a "
+                "PrivacyEngine for each"
+            )
 
     def _note_dataset(self, loader: DataLoader) -> None:
         if self._dataset is not None and self._dataset is not loader.dataset:

@@ -81,6 +81,7 @@ class PrivateModel(nn.Module):
         wrap_model: the user gets this object. If False, they get their own module, whose calls are
             redirected to this object.
         loss_reduction: how losses that the network computes itself are printed.
+        examples_per_unit: k, the rows of a batch that are one unit of privacy.
 
     Attributes:
         returned: the object that the user has: this one or their module.
@@ -106,12 +107,13 @@ class PrivateModel(nn.Module):
         usage: SampleUsage | None = None,
         wrap_model: bool = True,
         loss_reduction: str = "mean",
+        examples_per_unit: int = 1,
     ):
         super().__init__()
         self.module: Any = module  # a network, or a wrapper with methods of its own
         self.forward = with_signature_of(self.forward, module)  # type: ignore[method-assign]
         self.mode, self.policy, self.clipping = mode, policy, clipping
-        self.batch_first = batch_first
+        self.batch_first, self.examples_per_unit = batch_first, examples_per_unit
         self.hide_unprotected = hide_unprotected
         self.sharding = sharding
         self.step_state = StepState(usage, is_private=policy is not None)
@@ -129,6 +131,7 @@ class PrivateModel(nn.Module):
             self._capture, policy, mode=mode, batch_first=batch_first,
             data_parallel_group=getattr(module, "process_group", None),
             norm_reduction=norm_reduction, hide_unprotected=hide_unprotected,
+            examples_per_unit=examples_per_unit,
         )  # fmt: skip
         try:
             self.thresholds = Thresholds(max_grad_norm, clipping, self.capture.group_names)
@@ -401,8 +404,8 @@ class PrivateModel(nn.Module):
     def private_backward(self, private_step: PrivateStep, losses: Tensor) -> None:
         """See `ForwardBackward.backward`."""
         if self.step_state.keeps_losses and not private_step.is_empty:
-            real, padding = private_step.real, private_step.padding
-            self.step_state.losses.append(loss_and_count(losses, real, padding))
+            real, without = private_step.real, private_step.without_loss
+            self.step_state.losses.append(loss_and_count(losses, real, without))
         sync = self._sync_context()
         self.passes.backward(private_step, losses, self.thresholds.clip_norms, sync)
 
@@ -445,7 +448,7 @@ class PrivateModel(nn.Module):
                 private_step.watched.check_graph(losses)
             return PrivateLoss(self, private_step, losses, self._loss_reduction)
 
-        size = 0 if private_step.is_empty else private_step.batch_size
+        size = 0 if private_step.is_empty else private_step.rows
         return self.loss_in_network.wrapped(outputs, private, size)
 
     def _batch_norms(self) -> list[BatchNorms]:

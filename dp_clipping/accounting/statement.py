@@ -1,7 +1,7 @@
 """The guarantee of a private run, with everything that it depends on."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -80,7 +80,7 @@ def statement_of(
     rates = [rate for _, rate, _ in history] or [run.settings["sample_rate"] for run in runs]
     return PrivacyStatement(
         relation=RELATION,
-        unit="one example",
+        unit="; ".join(dict.fromkeys(_unit(run.settings) for run in runs)),
         noise_multiplier=_one_or_all(sigmas),
         max_grad_norm=_one_or_all([run.optimizer.max_grad_norm for run in runs]),
         sample_rate=_one_or_all(rates),
@@ -90,6 +90,17 @@ def statement_of(
         epsilon=epsilon if is_poisson else math.inf,
         delta=delta,
     )
+
+
+def _unit(settings: Mapping[str, Any]) -> str:
+    """Returns what a run samples, clips and counts as one."""
+    each = settings["examples_per_unit"]
+    if each == 1:
+        return "one example"
+    if settings["unit_ids are given"]:
+        return f"all examples with the same entry in unit_ids, at most {each}"
+    of = "the data set" if settings["poisson_sampling"] else "a batch"
+    return f"{each} consecutive examples of {of}"
 
 
 def _one_or_all(values: list[Any]) -> Any:

@@ -19,6 +19,8 @@ from dp_clipping.clipping.coefficients import check_range, known_clipping_functi
 from dp_clipping.kinds import WrongType, check_count, check_number, check_type, is_count, shown
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.planning.plan import NORM_ALGORITHMS
+from dp_clipping.sampling.loader import batches_of
+from dp_clipping.sampling.units import Units, units_of
 
 CLIPPINGS = ("flat", "per_layer")
 TILE_SIZES = (16, 32, 64, 128, 256)
@@ -144,14 +146,61 @@ def check_rates(sample_rate: float | None, steps: int | None, poisson_sampling: 
             raise ValueError(f"steps is {steps}: give a whole number of 1 or more")
 
 
-def rates_of(loader: DataLoader, sample_rate: float | None, steps: int | None) -> tuple[float, int]:
+def check_units(
+    examples_per_unit: int,
+    unit_ids: Any,
+    *,
+    poisson_sampling: bool,
+    rand_on_empty: bool,
+) -> None:
+    """Raises WrongType or ValueError for units of privacy that no batch can be made of."""
+    check_count("examples_per_unit", examples_per_unit, "a whole number of 1 or more")
+    if examples_per_unit < 1:
+        raise ValueError(
+            f"examples_per_unit is {examples_per_unit}: give a whole number of 1 or more"
+        )
+    if unit_ids is not None and examples_per_unit == 1:
+        raise ValueError(
+            "unit_ids says which examples are one unit, and examples_per_unit=1 is one example: "
+            "give examples_per_unit, the most examples that a unit has, or leave unit_ids out"
+        )
+    if unit_ids is not None and not poisson_sampling:
+        raise ValueError(
+            "unit_ids is for Poisson sampling, which puts a unit's examples side by side: leave "
+            "it out and let each batch of the loader have examples_per_unit of them for each "
+            "unit, or leave out poisson_sampling=False"
+        )
+    if rand_on_empty and examples_per_unit > 1:
+        raise ValueError(
+            "rand_on_empty=True makes up one example for an empty batch, and examples_per_unit="
+            f"{examples_per_unit} takes units of {examples_per_unit}: leave rand_on_empty out, a "
+            "batch without samples is a step like any other"
+        )
+
+
+def given_units(
+    loader: DataLoader, examples_per_unit: int, unit_ids: Any, poisson_sampling: bool
+) -> Units | None:
+    """Returns the units that Poisson sampling draws; None: it draws examples, or there is none."""
+    if examples_per_unit == 1 or not poisson_sampling:
+        return None
+    return units_of(len(cast(Any, loader.dataset)), int(examples_per_unit), unit_ids)
+
+
+def rates_of(
+    loader: DataLoader,
+    sample_rate: float | None,
+    steps: int | None,
+    units: Units | None = None,
+) -> tuple[float, int]:
     """Returns q and the batches of an epoch, in which each sample takes part once on average.
 
     What is not given follows from the loader's length, and so from the size of the data; q is 1
     for a loader without batches, which is refused later.
     """
     if sample_rate is None:
-        length = max(1, len(loader))
+        length = len(loader) if units is None else batches_of(loader, len(units), units.size)
+        length = max(1, length)
         return 1 / length, length if steps is None else int(steps)
     rate = float(sample_rate)
     return rate, max(1, round(1 / rate)) if steps is None else int(steps)

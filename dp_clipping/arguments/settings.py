@@ -1,6 +1,6 @@
 """The arguments of `PrivacyEngine.make_private`, gathered and checked once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,8 @@ from dp_clipping.arguments.checks import (
     check_kernel_options,
     check_kinds,
     check_rates,
+    check_units,
+    given_units,
     rates_of,
 )
 from dp_clipping.arguments.numbers import check_expected_batch_size
@@ -24,6 +26,7 @@ from dp_clipping.kinds import plain
 from dp_clipping.modes import Policy, policy_of
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.sampling.loader import expected_batch_size_of
+from dp_clipping.sampling.units import Units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,8 @@ class Settings:
     cuda_graph: bool
     sample_rate: float | None
     steps: int | None
+    examples_per_unit: int
+    unit_ids: Sequence[Hashable] | None
 
     def __post_init__(self) -> None:
         check_kinds(
@@ -77,6 +82,11 @@ class Settings:
         )  # fmt: skip
         check_kernel_options(self.norm_algorithm, self.memory_budget, self.tile_size)
         check_rates(self.sample_rate, self.steps, self.poisson_sampling)
+        check_units(
+            self.examples_per_unit, self.unit_ids, poisson_sampling=self.poisson_sampling,
+            rand_on_empty=self.rand_on_empty,
+        )  # fmt: skip
+        object.__setattr__(self, "examples_per_unit", int(self.examples_per_unit))
         numbers = ["noise_multiplier", "max_grad_norm", "gamma"]
         if self.expected_batch_size is not None:
             check_expected_batch_size(self.expected_batch_size)
@@ -95,17 +105,23 @@ class Settings:
         )  # fmt: skip
 
     @cached_property
+    def units(self) -> Units | None:
+        """Returns the units that are sampled; None: these are examples."""
+        return given_units(
+            self.data_loader, self.examples_per_unit, self.unit_ids, self.poisson_sampling
+        )
+
+    @cached_property
     def rates(self) -> tuple[float, int]:
         """Returns q and the batches of an epoch, as given or from the loader's length."""
-        return rates_of(self.data_loader, self.sample_rate, self.steps)
+        return rates_of(self.data_loader, self.sample_rate, self.steps, self.units)
 
     def with_batch_size(self, world_size: int) -> "Settings":
         """Returns these settings with the loader's batch size, if no other one is expected."""
         if self.expected_batch_size is not None:
             return self
-        return replace(
-            self, expected_batch_size=expected_batch_size_of(self.data_loader, world_size)
-        )
+        size = expected_batch_size_of(self.data_loader, world_size, self.examples_per_unit)
+        return replace(self, expected_batch_size=size)
 
     def public(self) -> dict[str, Any]:
         """Returns what a checkpoint holds and a load compares."""
@@ -122,6 +138,9 @@ class Settings:
             "poisson_sampling": self.poisson_sampling,
             "num_samples": len(dataset),
             "sample_rate": self.rates[0],
+            "examples_per_unit": self.examples_per_unit,
+            "num_units": None if self.units is None else len(self.units),
+            "unit_ids are given": self.unit_ids is not None,
         }
 
     def compared(self) -> dict[str, Any]:

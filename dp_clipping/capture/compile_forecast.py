@@ -52,6 +52,11 @@ class CompiledShapes:
         """
         return 1 << max(0, batch_size - 1).bit_length()
 
+    def of_units(self, examples: int) -> "CompiledShapes":
+        """Returns the shapes of samples that consist of so many examples each."""
+        uses = {p: use._replace(tokens=use.tokens * examples) for p, use in self.uses.items()}
+        return replace(self, uses=uses, held=self.held * examples)
+
     def of_batch(self, batch_size: int) -> dict[Parameter, LinearShape]:
         planned = self.planned(batch_size)
         return {p: LinearShape(use.name, planned, *use[2:]) for p, use in self.uses.items()}

@@ -24,7 +24,9 @@ from dp_clipping.checkpoint.run import Optimizer, Snapshot
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.keys import Keys, read_keys
 
-DATA = ("poisson_sampling", "num_samples", "sample_rate")
+DATA = ("poisson_sampling", "num_samples", "num_units", "sample_rate")
+# What one unit of privacy is, of which the account says ε; default: of a file without it.
+UNIT = {"examples_per_unit": 1, "unit_ids are given": False}
 NOISE = (
     "noise_multiplier", "max_grad_norm", "clipping", "clipping_function", "gamma",
     "loss_reduction", "expected_batch_size",
@@ -74,6 +76,8 @@ def _check_run(
     _check_adaptive(details.get("adaptive_threshold"), run.optimizer.adaptive_threshold, path)
     for name in ("private", "optimizer"):
         _check_same(name, there[name], here[name], path)
+    for name, default in UNIT.items():
+        _check_same(name, there.get(name, default), here[name], path)
     _check_tensors("trainable parameter", there["parameters"], here["parameters"], path)
     if snapshot.module_kwargs.get("strict", True):
         of_network = run.model.network.state_dict()
@@ -89,7 +93,8 @@ def _check_run(
     if new_keys:
         return None, notes
     for name in DATA:
-        _check_same(name, there[name], here[name], path, " and its data, or pass new_keys=True")
+        of_saved = there.get(name)  # without num_units in files that have no units
+        _check_same(name, of_saved, here[name], path, " and its data, or pass new_keys=True")
     changed = [name for name in NOISE if there.get(name) != here[name]]
     if changed:
         notes.append(", ".join(f"{n} was {there.get(n)} and is {here[n]}" for n in changed))

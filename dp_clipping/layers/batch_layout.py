@@ -3,6 +3,9 @@
 A size that equals the batch size proves nothing: T, p and B may coincide, a batch of one looks
 like a position id. So the network is run on two and on three samples, and each layer's inputs are
 compared: the dimension that grew is the batch.
+
+A unit of privacy of k examples (`examples_per_unit`) is a sample of k times as many positions:
+`of_units` says where these are. So each layer's arithmetic serves units as it serves samples.
 """
 
 from dataclasses import dataclass
@@ -13,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 FEW, MORE = 2, 3  # samples in the two runs
+SIDE_BY_SIDE = ("sample_major", "unit")
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Layout:
     | `dimension` | [.., B, ..] | `dim` counts the samples |
     | `sample_major` | [.., B·T, ..] | flattened into `dim`, a sample's tokens side by side |
     | `time_major` | [.., T·B, ..] | flattened into `dim`, the samples of a token side by side |
+    | `unit` | [.., B·k, ..] | `dim` counts examples, the k of a sample side by side |
     | `shared` | [..] | no batch: every sample uses the same values (position ids); `dim` is 1 if
     the first dimension is a batch of one, to be broadcast |
     """
@@ -36,7 +41,7 @@ class Layout:
         if self.kind == "shared":
             raise ValueError("a shared tensor has no samples")
         x = x.movedim(self.dim, 0) if self.dim else x
-        if self.kind == "sample_major":
+        if self.kind in SIDE_BY_SIDE:
             return rearrange(x, "(b t) ... -> b t ...", b=batch_size)
         if self.kind == "time_major":
             return rearrange(x, "(t b) ... -> b t ...", b=batch_size)
@@ -54,11 +59,25 @@ class Layout:
         """Returns the inverse of `batch_first`."""
         if self.kind == "shared":
             raise ValueError("a shared tensor has no samples")
-        if self.kind == "sample_major":
+        if self.kind in SIDE_BY_SIDE:
             x = rearrange(x, "b t ... -> (b t) ...")
         elif self.kind == "time_major":
             x = rearrange(x, "b t ... -> (t b) ...")
         return x.movedim(0, self.dim) if self.dim else x  # no view: it may be changed in place
+
+    def of_units(self, what: str) -> "Layout":
+        """Returns the layout of units of k examples, from that of examples.
+
+        Raises:
+            ValueError: naming `what`, where the examples of a unit are not side by side.
+        """
+        if self.kind == "time_major":
+            raise ValueError(
+                f"{what or 'the network'} gets the samples of each token side by side, flattened "
+                "with the tokens, and examples_per_unit takes a unit's examples side by side: give "
+                "the layer [tokens, batch, features], as x.unflatten(0, (tokens, -1))"
+            )
+        return Layout("unit", self.dim) if self.kind == "dimension" else self
 
     def sample_dim(self) -> int:
         """Returns which dimension `split` has put the samples in."""
@@ -66,7 +85,7 @@ class Layout:
 
     def split(self, x: Tensor, batch_size: int) -> Tensor:
         """Returns x with a dimension of its own for the samples, in place: for `torch.vmap`."""
-        if self.kind == "sample_major":
+        if self.kind in SIDE_BY_SIDE:
             return x.unflatten(self.dim, (batch_size, x.shape[self.dim] // batch_size))
         if self.kind == "time_major":
             return x.unflatten(self.dim, (x.shape[self.dim] // batch_size, batch_size))

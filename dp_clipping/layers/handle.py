@@ -187,7 +187,32 @@ class LayerState:
         found = self.layouts.get(dims)
         if found is None:
             raise LayoutUnknown(self.name)
-        return found
+        return self._of_units(found)
+
+    def output_layouts_of(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
+        """Returns the layouts of what a call with these inputs returns."""
+        return self._of_units(self.output_layouts[tuple(x.dim() for x in inputs)])
+
+    def _of_units(self, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+        """Returns where a private step's samples are, given where examples are."""
+        if self.examples_per_unit == 1:
+            return layouts
+        return tuple(layout.of_units(self.name) for layout in layouts)
+
+    @property
+    def rows(self) -> int:
+        """Returns how many rows an input with a row for each example has."""
+        return self.private_step.batch_size * self.examples_per_unit
+
+    @property
+    def layout_of_rows(self) -> Layout:
+        """Returns the layout of an input with a row for each example."""
+        return self._of_units((Layout(),))[0]
+
+    @property
+    def examples_per_unit(self) -> int:
+        """Returns how many rows of the network's inputs are one sample of the private step."""
+        return 1 if self.private_step is None else self.private_step.examples_per_unit
 
     def batched(self, x: Tensor) -> tuple[Layout, Tensor]:
         """Returns the layout of the only input, which gets a batch dimension if it has none.
@@ -201,7 +226,7 @@ class LayerState:
             return layout, x
         check_size(x, layout, self, self.private_step.batch_size)
         if layout.kind == "shared":
-            return Layout("dimension", 0), expand_shared(x, self.private_step.batch_size)
+            return self.layout_of_rows, expand_shared(x, self.rows)
         return layout, x
 
     def keeps_dense(
@@ -235,6 +260,8 @@ def check_size(x: Tensor, layout: Layout, handle: LayerState, batch_size: int) -
         fits = not layout.dim or x.shape[0] == 1
     elif layout.kind == "dimension":
         fits = x.shape[layout.dim] == batch_size
+    elif layout.kind == "unit":
+        fits = x.shape[layout.dim] == batch_size * handle.examples_per_unit
     else:
         fits = x.shape[layout.dim] % batch_size == 0
     if not fits:

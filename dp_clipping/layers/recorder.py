@@ -27,7 +27,8 @@ class Recorder(Protocol):
     what G is made of (`factors`, `normalized`).
 
     Attributes:
-        batch_size: samples of the batch.
+        batch_size: samples of the batch: units, if a unit of privacy has several examples.
+        examples_per_unit: k, of which each sample consists; the network is given k rows for each.
         fused: the step runs on kernels, which take `normalized`.
         is_compiled: a part of the network is compiled.
         policy: how the mode works (`modes.Policy`).
@@ -38,6 +39,7 @@ class Recorder(Protocol):
     """
 
     batch_size: int
+    examples_per_unit: int
     fused: bool
     is_compiled: bool
     policy: Any

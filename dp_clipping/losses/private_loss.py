@@ -38,7 +38,8 @@ class PrivateLoss:
         self.model.refuse_in_release("the loss in training")
         if self._session.padding is not None:
             raise RuntimeError("losses of samples have another shape in each step: use detach()")
-        return self._losses[: self._session.real]
+        losses, fill = self._losses[: self._session.real], self._session.fill
+        return losses if fill is None else losses[~fill[: len(losses)]]
 
     def backward(self) -> None:
         if self._session is None:
@@ -50,11 +51,11 @@ class PrivateLoss:
 
     def detach(self) -> Tensor:
         """Returns the mean (0 for an empty batch) or the sum. Not covered by ε."""
-        padding = None if self._session is None else self._session.padding
-        if padding is not None:
+        without = None if self._session is None else self._session.without_loss
+        if without is not None:
             self.model.refuse_in_release("the loss in training")
-            total = self._losses.detach().masked_fill(padding, 0).sum()
-            return total if self.loss_reduction == "sum" else total / (~padding).sum()
+            total = self._losses.detach().masked_fill(without, 0).sum()
+            return total if self.loss_reduction == "sum" else total / (~without).sum()
         losses = self.loss_per_sample.detach()
         if self.loss_reduction == "sum" or losses.numel() == 0:
             return losses.sum()

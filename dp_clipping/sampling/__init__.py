@@ -3,6 +3,7 @@
 Files:
 
     poisson               the batch of each step
+    units                 which examples are one unit of privacy
     loader                the user's DataLoader with Poisson batches
     collate               batches without samples
     memory_manager        one Poisson batch in several physical ones

@@ -24,7 +24,8 @@ from torch.utils.data import (
 
 from dp_clipping.kinds import is_count
 from dp_clipping.sampling.collate import CollateWithEmpty
-from dp_clipping.sampling.poisson import OVER, PoissonSampler
+from dp_clipping.sampling.poisson import OVER, Drawn, PoissonSampler
+from dp_clipping.sampling.units import Units
 from dp_clipping.sampling.usage import SampleUsage
 
 PREPARED = (
@@ -72,7 +73,7 @@ class PoissonLoader(DataLoader):
             collate_fn, dataset[0], batch_dim=0 if batch_first else 1, dummy=rand_on_empty
         )
         super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **options)
-        sampler.why_not_alone = _why_not_alone(self.num_workers, rand_on_empty)
+        sampler.why_not_alone = _why_not_alone(self.num_workers, rand_on_empty, sampler.units)
         self.rand_on_empty = rand_on_empty
         self.usage = SampleUsage()
         sampler.on_direct_use = self.usage.forget
@@ -92,6 +93,7 @@ class PoissonLoader(DataLoader):
         world_size: int = 1,
         batch_first: bool = True,
         rand_on_empty: bool = False,
+        units: Units | None = None,
     ) -> Self:
         """Returns the user's loader with Poisson batches in place of its own; the rest stays.
 
@@ -100,17 +102,19 @@ class PoissonLoader(DataLoader):
         data-parallel ranks. A Poisson batch without samples has zero length in the shape that the
         collate function makes, or with `rand_on_empty` one sample of random zeros and ones; tensors
         have their batch in dimension 1 with `batch_first=False`. `drop_last` means nothing
-        here. Raises ValueError, with what to use in its place, for loaders whose data cannot be
+        here. With `units` these are sampled (`PoissonSampler`).
+        Raises ValueError, with what to use in its place, for loaders whose data cannot be
         sampled by index and samplers that do not visit every sample alike.
         """
         _check_loader(loader, world_size)
         sampler = PoissonSampler(
-            num_samples=len(loader.dataset),
+            num_samples=len(loader.dataset) if units is None else len(units),
             sample_rate=1 / len(loader) if sample_rate is None else sample_rate,
             steps=len(loader) if steps is None else steps,
             key=key,
             rank=rank,
             world_size=world_size,
+            units=units,
         )
         return cls(
             loader.dataset,
@@ -165,9 +169,9 @@ class PoissonLoader(DataLoader):
     def __iter__(self) -> Iterator[Any]:
         epoch = self.start_epoch()
         # Of this iteration alone: one that was left early cannot disturb it.
-        sizes = self.batch_sampler.sizes = deque()
+        yielded = self.batch_sampler.yielded = deque()
         for number, batch in enumerate(super().__iter__(), epoch.start):
-            self.hand_over(number, sizes.popleft())
+            self.hand_over(number, yielded.popleft())
             yield batch
             self.check_last(epoch)
 
@@ -199,11 +203,11 @@ class PoissonLoader(DataLoader):
         return epoch
 
     def hand_over(
-        self, number: int, samples: int, *, first: bool = True, last: bool = True
+        self, number: int, drawn: Drawn, *, first: bool = True, last: bool = True
     ) -> None:
         """Announces batch `number`, or its `first` or `last` microbatch, before it is yielded.
 
-        Without `samples` it is a made-up one, if `rand_on_empty`.
+        Without rows it is a made-up one, if `rand_on_empty`.
         """
         if first and self.on_batch is not None:
             self.on_batch(number)
@@ -213,7 +217,8 @@ class PoissonLoader(DataLoader):
                 "the rest: call optimizer.step() once after each microbatch, it skips all but the "
                 "last"
             )
-        self.usage.hand_over(samples, is_dummy=self.rand_on_empty and samples == 0)
+        is_dummy = self.rand_on_empty and not drawn.rows
+        self.usage.hand_over(drawn.rows, is_dummy=is_dummy, fill=drawn.fill)
         if last:
             self.position = number + 1
 
@@ -258,7 +263,7 @@ def kept_options(loader: DataLoader) -> dict[str, Any]:
     return {name: getattr(loader, name) for name in names.split()}
 
 
-def _why_not_alone(num_workers: int, rand_on_empty: bool) -> str | None:
+def _why_not_alone(num_workers: int, rand_on_empty: bool, units: Units | None) -> str | None:
     """Returns why another loader may not take this one's batches; None: it may."""
     if num_workers:
         instead = "num_workers=0"
@@ -266,6 +271,9 @@ def _why_not_alone(num_workers: int, rand_on_empty: bool) -> str | None:
     elif rand_on_empty:
         instead = "rand_on_empty=False"
         what = "what rand_on_empty=True makes up for an empty batch would be trained on"
+    elif units is not None:
+        instead = "examples_per_unit=1"
+        what = "it would split units of examples_per_unit, and train on what fills them up"
     else:
         return None
     return (
@@ -280,13 +288,46 @@ def batch_size_of(loader: DataLoader) -> int | None:
     return size if is_count(size) else None
 
 
-def expected_batch_size_of(loader: DataLoader, world_size: int) -> float:
-    """Returns the loader's batch size, times the ranks if each has its own part of the data."""
+def expected_batch_size_of(
+    loader: DataLoader, world_size: int, examples_per_unit: int = 1
+) -> float:
+    """Returns the units of a batch of the loader, times the ranks if each has its own data."""
     batch_size = batch_size_of(loader)
     if batch_size is None:
         raise ValueError("the loader has no batch_size: give expected_batch_size=")
+    units = _units_in(batch_size, examples_per_unit)
+    return float(units * (world_size if _distributed_sampler_of(loader) else 1))
+
+
+def batches_of(loader: DataLoader, units: int, examples_per_unit: int) -> int:
+    """Returns the batches of an epoch of so many units, as `len(loader)` is of so many examples."""
+    batch_size = batch_size_of(loader)
+    if batch_size is None:
+        raise ValueError(
+            "the loader has no batch_size, from which the sample rate of units would follow: give "
+            "sample_rate=, the probability of each unit to be in a batch"
+        )
+    sampler = _distributed_sampler_of(loader)
+    each = -(-units // (1 if sampler is None else sampler.num_replicas))
+    full, rest = divmod(each, _units_in(batch_size, examples_per_unit))
+    return max(1, full + bool(rest and not loader.drop_last))
+
+
+def _units_in(batch_size: int, examples_per_unit: int) -> int:
+    units, rest = divmod(batch_size, examples_per_unit)
+    if rest:
+        least = units * examples_per_unit
+        fits = f"{least} or {least + examples_per_unit}" if least else examples_per_unit
+        raise ValueError(
+            f"data_loader has batch_size {batch_size}, and a batch holds whole units of "
+            f"examples_per_unit={examples_per_unit} examples: give it batch_size {fits}"
+        )
+    return units
+
+
+def _distributed_sampler_of(loader: DataLoader) -> DistributedSampler | None:
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    return float(batch_size * (world_size if isinstance(sampler, DistributedSampler) else 1))
+    return sampler if isinstance(sampler, DistributedSampler) else None
 
 
 def _check_loader(loader: DataLoader, world_size: int) -> None:

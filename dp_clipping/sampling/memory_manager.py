@@ -13,7 +13,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from dp_clipping.kinds import check_count, check_type
 from dp_clipping.sampling.collate import PaddedCollate
 from dp_clipping.sampling.loader import PoissonLoader, kept_options
-from dp_clipping.sampling.poisson import PoissonSampler
+from dp_clipping.sampling.poisson import Drawn, PoissonSampler
+from dp_clipping.sampling.units import fill_of
 
 
 class BatchMemoryManager:
@@ -62,6 +63,14 @@ class BatchMemoryManager:
                 f"optimizer is a {type(optimizer).__name__} and cannot skip steps: give the one "
                 "that make_private returned"
             )
+        each = optimizer.model.examples_per_unit
+        if max_physical_batch_size % each:
+            least = max_physical_batch_size // each * each
+            fits = f"{least} or {least + each}" if least else each
+            raise ValueError(
+                f"max_physical_batch_size is {max_physical_batch_size}, and a physical batch holds "
+                f"whole units of examples_per_unit={each} examples: give {fits}"
+            )
         if isinstance(data_loader, MicrobatchLoader):
             raise ValueError("data_loader is split already: give the one before")
         if isinstance(data_loader.dataset, IterableDataset) or data_loader.batch_sampler is None:
@@ -96,20 +105,21 @@ class BatchMemoryManager:
 class MicrobatchSampler(Sampler[list[int]]):
     """Splits the batches of another batch sampler into pieces of nearly equal size, in order.
 
-    `sizes` gets the sizes of each batch's pieces: a prefetching DataLoader takes pieces long before
-    it yields them, and finds here which piece is which.
+    Units of privacy stay whole. `yielded` gets what is known of each batch's pieces: a prefetching
+    DataLoader takes pieces long before it yields them, and finds here which piece is which.
     """
 
-    def __init__(self, batch_sampler: Any, max_size: int) -> None:
+    def __init__(self, batch_sampler: Any, max_size: int, examples_per_unit: int = 1) -> None:
         self.batch_sampler = batch_sampler
         self.max_size = max_size
-        self.sizes: deque[deque[int]] = deque()
+        self.examples_per_unit = examples_per_unit
+        self.yielded: deque[deque[Drawn]] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
-        sizes = self.sizes
+        yielded, each = self.yielded, self.examples_per_unit
         for indices, largest in self._batches():
-            pieces = split(indices, self.count(largest))
-            sizes.append(deque(map(len, pieces)))
+            pieces = split(indices, self.count(largest), each)
+            yielded.append(deque(Drawn(len(piece), fill_of(piece, each)) for piece in pieces))
             yield from pieces
 
     def count(self, largest: int) -> int:
@@ -128,10 +138,10 @@ class MicrobatchSampler(Sampler[list[int]]):
 
 @dataclass(eq=False)
 class Position:
-    """The position of an iteration: number of its batch, sizes of the remaining microbatches."""
+    """The position of an iteration: number of its batch, and its remaining microbatches."""
 
     number: int
-    left: deque[int] = field(default_factory=deque)
+    left: deque[Drawn] = field(default_factory=deque)
     steps: int = 0
     """Released before this batch, as the loader's usage counts them."""
 
@@ -153,7 +163,9 @@ class MicrobatchLoader(DataLoader):
             collate = PaddedCollate(collate, sample, batch_dim=batch_dim, rows=max_size)
         super().__init__(
             loader.dataset,
-            batch_sampler=MicrobatchSampler(loader.batch_sampler, max_size),
+            batch_sampler=MicrobatchSampler(
+                loader.batch_sampler, max_size, optimizer.model.examples_per_unit
+            ),
             collate_fn=collate,
             **kept_options(loader),
         )
@@ -172,16 +184,16 @@ class MicrobatchLoader(DataLoader):
         self._epoch = epoch if poisson else None
         place = self._place = Position(epoch.start)
         # Of this iteration alone: one that was left early cannot disturb it.
-        sizes = self.batch_sampler.sizes = deque()
+        yielded = self.batch_sampler.yielded = deque()
         try:
             for batch in super().__iter__():
                 first = not place.left
-                left = place.left or sizes.popleft()
+                left = place.left or yielded.popleft()
                 if poisson:
                     before = poisson.usage.steps
                     poisson.hand_over(place.number, left[0], first=first, last=len(left) == 1)
                     place.steps = before if first else place.steps
-                self.real = left.popleft()
+                self.real = left.popleft().rows
                 if self._rows is not None:
                     self._optimizer.step_state.usage.pad(self._rows, self.real)
                 place.left = left
@@ -248,7 +260,10 @@ class MicrobatchLoader(DataLoader):
         return self._counted[1]
 
 
-def split(indices: list[int], count: int) -> list[list[int]]:
-    """Returns `count` consecutive parts whose lengths differ by at most one."""
-    bounds = [len(indices) * i // count for i in range(count + 1)]
+def split(indices: list[int], count: int, each: int = 1) -> list[list[int]]:
+    """Returns `count` consecutive parts whose lengths differ by at most `each`, and are multiples.
+
+    The last one has what is left of a batch that is no multiple itself.
+    """
+    bounds = [len(indices) // each * i // count * each for i in range(count)] + [len(indices)]
     return [indices[start:stop] for start, stop in pairwise(bounds)]

@@ -14,11 +14,14 @@ Easy as 1, 2, 3") is counter-based and not cryptographic.
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
+
+from dp_clipping.sampling.units import Units, fill_of
 
 KEY_BYTES = 32
 OVER = (
@@ -43,12 +46,22 @@ def included(key: bytes, step: int, num_samples: int, sample_rate: float) -> Ten
     return torch.from_numpy(generator.random_raw(num_samples) < int(sample_rate * 2**64))
 
 
+class Drawn(NamedTuple):
+    """Rows of a batch, or of a part of it; `fill` says which only fill up a unit, if some do."""
+
+    rows: int
+    fill: Tensor | None = None
+
+
 class PoissonSampler(Sampler[list[int]]):
     """A batch sampler: each iteration yields one rank's part of the next `steps` Poisson batches.
 
     Rank r of the `world_size` data-parallel ranks has the samples i with i % world_size == r, so
     ranks are disjoint and together have the batch of a single process. Ranks that share samples
     (one tensor-parallel group) pass the same rank. `num_samples` counts the whole data set.
+
+    With `units` a sample is a unit of k examples: units are drawn, `num_samples` counts them, and a
+    batch has k indices for each.
 
     Its attributes are many because a DataLoader knows a sampler by them, and a checkpoint restores
     it through them.
@@ -59,7 +72,7 @@ class PoissonSampler(Sampler[list[int]]):
     Attributes:
         position: how many batches were yielded to the user, over all epochs.
         step: the number of the next batch. A prefetching DataLoader moves it ahead of `position`.
-        sizes: of this rank's batches, for the loader, if it asks for the next iteration.
+        yielded: this rank's batches, for the loader, if it asks for the next iteration.
         on_batch: called with the number of a Poisson batch before it is yielded.
         on_direct_use: called when batches are taken by another loader than the one that owns this.
         why_not_alone: a reason not to yield batches to another loader.
@@ -74,6 +87,7 @@ class PoissonSampler(Sampler[list[int]]):
         key: bytes,
         rank: int = 0,
         world_size: int = 1,
+        units: Units | None = None,
     ) -> None:
         _check_sampling(key, 0, num_samples, sample_rate)
         if steps < 1:
@@ -87,8 +101,9 @@ class PoissonSampler(Sampler[list[int]]):
         self.steps = steps
         self.rank = rank
         self.world_size = world_size
+        self.units = units
         self.position = self.step = 0
-        self.sizes: deque[int] | None = None
+        self.yielded: deque[Drawn] | None = None
         self.on_batch: Callable[[int], object] | None = None
         self.on_direct_use: Callable[[], object] = _nothing
         self.why_not_alone: str | None = None
@@ -100,19 +115,19 @@ class PoissonSampler(Sampler[list[int]]):
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        sizes, self.sizes = self.sizes, None
-        if sizes is None:
+        yielded, self.yielded = self.yielded, None
+        if yielded is None:
             if self.why_not_alone:
                 raise RuntimeError(self.why_not_alone)
             self.step = self.position
         for shares in self.batches():
-            if sizes is None:
+            if yielded is None:
                 self.on_direct_use()
                 if self.on_batch is not None:
                     self.on_batch(self.step - 1)
                 self.position = self.step
             else:
-                sizes.append(len(shares[self.rank]))
+                yielded.append(self.drawn(shares[self.rank]))
             yield shares[self.rank]
 
     def batches(self) -> Iterator[list[list[int]]]:
@@ -132,7 +147,18 @@ class PoissonSampler(Sampler[list[int]]):
         """Returns Poisson batch `step` as one ascending list of indices for each rank."""
         mask = included(self._key, step, self.num_samples, self.sample_rate)
         indices = mask.nonzero().flatten()
-        return [indices[indices % self.world_size == r].tolist() for r in range(self.world_size)]
+        shares = [indices[indices % self.world_size == r] for r in range(self.world_size)]
+        if self.units is not None:
+            return [self.units.examples(share) for share in shares]
+        return [share.tolist() for share in shares]
+
+    @property
+    def examples_per_unit(self) -> int:
+        return 1 if self.units is None else self.units.size
+
+    def drawn(self, rows: list[int]) -> "Drawn":
+        """Returns what the loader has to know of a batch, or a part, that it yields later."""
+        return Drawn(len(rows), fill_of(rows, self.examples_per_unit))
 
     def rekey(self, key: bytes) -> None:
         """Samples the coming batches from another key, as a resumed run does."""

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+import torch
+from torch import Tensor
+
 
 class SampleUsage:
     """Counts the samples that the loader has yielded and no backward has used yet.
@@ -27,6 +30,8 @@ class SampleUsage:
             by 2C.
         rows: of the batch that was yielded last, if zeros follow its samples; None: there are none.
         real: the first of these rows, which are samples.
+        fill: bool for each sample of the (micro)batch that was yielded last, True where it only
+            fills up a unit of privacy; None: there is no such one.
     """
 
     def __init__(self) -> None:
@@ -41,14 +46,16 @@ class SampleUsage:
         self.holds_dummy = False
         self.rows: int | None = None
         self.real = 0
+        self.fill: Tensor | None = None
 
     def begin_iteration(self) -> None:
         """Accepts that the last batch of an iteration that was ended early stays unused."""
         self.is_unused = False
 
-    def hand_over(self, samples: int, is_dummy: bool = False) -> None:
+    def hand_over(self, samples: int, is_dummy: bool = False, fill: Tensor | None = None) -> None:
         """Notes a batch that the loader is about to yield."""
         self.handed = self.left = samples
+        self.fill = fill
         self.holds_dummy = is_dummy
         self.uses = 0
         self.is_unused = True
@@ -72,6 +79,25 @@ class SampleUsage:
                 "batch in the loader's order, or use pad_batches=False"
             )
         return self.real
+
+    def refuse_parts(self, rows: int) -> None:
+        """Raises ValueError for a forward of a part of a batch: it may hold parts of units."""
+        handed = self.handed if self.rows is None else self.rows
+        if handed is not None and rows != handed:
+            raise ValueError(
+                f"forward of {rows} examples, and the loader has yielded {handed}, units of "
+                "examples_per_unit side by side: give the model the whole batch in the loader's "
+                "order, and split it with BatchMemoryManager(data_loader=loader, "
+                "max_physical_batch_size=.., optimizer=optimizer)"
+            )
+
+    def fill_of(self, rows: int, padding: Tensor | None) -> Tensor | None:
+        """Returns which rows only fill up a unit, or are padding; None: each unit is full."""
+        if self.fill is None:
+            return None
+        found = torch.ones(rows, dtype=torch.bool)
+        found[: len(self.fill)] = self.fill
+        return found if padding is None else found.to(padding.device)
 
     def use(
         self, samples: int, on_any_rank: Callable[[bool], bool] = bool, *, part: bool = False

@@ -45,6 +45,7 @@ class StepContext:
         batch_first: the first dimension of the inputs counts the samples, else the second.
         reducer: adds norms up over ranks.
         sums: takes clipped sums to the shards of a sharded network; None: it is not sharded.
+        examples_per_unit: k, the rows of a batch that are clipped together, one unit of privacy.
         profile: of the model's steps; None: the switch is off.
         plans: of linear layers, in steps on fused kernels.
     """
@@ -55,6 +56,7 @@ class StepContext:
     batch_first: bool
     reducer: NormReducer
     sums: ShardedSums | None = None
+    examples_per_unit: int = 1
     profile: Profile | None = None
     plans: Plans = field(default_factory=Plans)
 
@@ -81,6 +83,7 @@ def context_of(
     data_parallel_group: dist.ProcessGroup | None,
     norm_reduction: str,
     hide_unprotected: bool,
+    examples_per_unit: int = 1,
 ) -> StepContext:
     """Returns the context of steps on a captured network.
 
@@ -99,4 +102,6 @@ def context_of(
     )  # fmt: skip
     profile = profile_of(capture.trigger.device, hide_unprotected, reducer.data.size == 1)
     sums = None if sharding is None else ShardedSums(sharding, profile)
-    return StepContext(capture, policy, mode, batch_first, reducer, sums, profile)
+    return StepContext(
+        capture, policy, mode, batch_first, reducer, sums, examples_per_unit, profile
+    )

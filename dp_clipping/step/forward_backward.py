@@ -110,6 +110,7 @@ class ForwardBackward:
                 "[batch, tokens] of one length, padded with padding_idx"
             )
         real = self.state.usage.real_of(given.size)
+        each = self._examples_per_unit(given.size)
         if not given.size:
             args, kwargs = given.with_a_row_of_zeros()
             batch = self.batch_of(args, kwargs)
@@ -122,10 +123,11 @@ class ForwardBackward:
         padding = self.padding
         if padding is None and real < given.size:
             padding = torch.arange(batch.size, device=self.capture.trigger.device) >= real
+        fill = None if each == 1 else self.state.usage.fill_of(batch.size, padding)
 
         def begin() -> PrivateStep:
-            backend = self._backend(batch, padding)
-            private_step = PrivateStep(self.context, batch.size, backend, real)
+            backend = self._backend(batch, padding, each)
+            private_step = PrivateStep(self.context, batch.size, backend, real, each, fill)
             private_step.padding = self.padding
             private_step.is_empty = not given.size
             return private_step
@@ -157,6 +159,24 @@ class ForwardBackward:
             output = private_step.watched.outputs
         return given.without_rows(output) if private_step.is_empty else output
 
+    def _examples_per_unit(self, rows: int) -> int:
+        """Returns k of a forward of so many rows; 1 for a row that stands in for an empty batch.
+
+        Raises:
+            ValueError: they are not whole units, or a part of what the loader has yielded.
+        """
+        each = self.context.examples_per_unit
+        if each == 1 or not rows:
+            return 1
+        if rows % each:
+            raise ValueError(
+                f"a batch of {rows} examples, and with examples_per_unit={each} each {each} that "
+                "lie side by side are one unit: give whole units, and drop_last=True to a loader "
+                "whose last batch is shorter"
+            )
+        self.state.usage.refuse_parts(rows)
+        return each
+
     def backward(
         self,
         private_step: PrivateStep,
@@ -170,7 +190,7 @@ class ForwardBackward:
         samples twice to some parameters.
 
         Args:
-            losses: [B], one per sample.
+            losses: one per row of the forward.
             clip_norms: called for C_k of each clipping group when a step opens.
 
         Raises:
@@ -307,19 +327,25 @@ class ForwardBackward:
                 hook.remove()
         self._carried.check(mark, batch, "a forward in training")
 
-    def _backend(self, batch: Batch, padding: Tensor | None) -> Backend:
-        """Returns the fused backend if the mode asks for it and parameters are on its device."""
-        context = self.context
+    def _backend(self, batch: Batch, padding: Tensor | None, each: int) -> Backend:
+        """Returns the fused backend if the mode asks for it and parameters are on its device.
+
+        Args:
+            padding: True for rows that are padding.
+            each: rows of one sample.
+        """
+        context, samples = self.context, batch.size // each
+        padding = None if padding is None else padding[::each]
         if not context.policy.fused:
-            return PlainBackend(context, batch.size, padding)
+            return PlainBackend(context, samples, padding)
         kinds = {(p.is_cuda, p.dtype): p for p in self.capture.parameters}
         if not all(available(p.device, p.dtype) for p in kinds.values()):
             say_plain(context.mode)
-            return PlainBackend(context, batch.size, padding)
+            return PlainBackend(context, samples, padding)
         forecast = None  # of linear layers' operands: compiled code must know them beforehand
         if context.sharding is None and self.capture.is_compiled:
-            forecast = self._establishment.forecast(batch)
-        return FusedBackend(context, batch.size, padding, forecast)
+            forecast = self._establishment.forecast(batch).of_units(each)
+        return FusedBackend(context, samples, padding, forecast)
 
 
 @kept_on_device(maxsize=8)

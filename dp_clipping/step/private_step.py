@@ -144,25 +144,32 @@ class PrivateStep:
 
     Args:
         context: what all steps of the model have in common.
-        batch_size: samples of the batch.
+        rows: of the batch that the network gets.
         backend: takes norms and forms sums.
-        real: how many of the samples are real, the first ones; None: all are.
+        real: how many of the rows are examples or fill, the first ones; None: all are.
+        examples_per_unit: k; so many rows, side by side, are one sample of the step.
+        fill: [B] bool, True for rows that fill up a sample, or are padding; None: no sample has
+            fewer than k examples.
 
     Attributes:
+        batch_size: samples of the batch.
         is_empty: the batch has no sample; its one row is padding.
         leaves: parameter -> the gathered tensor that FSDP uses in its place in this forward.
         watched: the outputs, if the losses are to be checked.
         is_compiled: a part of the network is compiled.
         slots: name of a layer -> parameter's name -> slot, for slots made before the forward.
-        padding: [B] bool, True for rows that are padding, if a CUDA graph captures the step: the
+        padding: bool for each row, True for padding, if a CUDA graph captures the step: the
             same graph serves batches with other real rows. None: `real` says it.
     """
 
     def __init__(
-        self, context: StepContext, batch_size: int, backend: Backend, real: int | None = None
-    ):
-        self.context, self.batch_size, self.backend = context, batch_size, backend
-        self.real = batch_size if real is None else real
+        self, context: StepContext, rows: int, backend: Backend, real: int | None = None,
+        examples_per_unit: int = 1, fill: Tensor | None = None,
+    ):  # fmt: skip
+        self.context, self.rows, self.backend = context, rows, backend
+        self.examples_per_unit, self.fill = examples_per_unit, fill
+        self.batch_size = rows // examples_per_unit
+        self.real = rows if real is None else real
         self.capture, self.plans = context.capture, backend.plans
         self.policy: Policy = context.policy
         self.is_empty = False
@@ -182,6 +189,13 @@ class PrivateStep:
     @property
     def fused(self) -> bool:
         return self.backend.fused
+
+    @property
+    def without_loss(self) -> Tensor | None:
+        """Returns which rows have no loss, bool; None: `real` says it."""
+        if self.fill is None or self.padding is None:
+            return self.padding if self.fill is None else self.fill
+        return self.padding | self.fill
 
     @property
     def shards_parameters(self) -> bool:
@@ -290,7 +304,7 @@ class PrivateStep:
         """Forms the clipped sums of a batch.
 
         Args:
-            losses: [B], one per sample.
+            losses: one per row.
             clip_norms: [K], the threshold of each group.
             accumulate: called once for each trainable parameter with Σ_i c_i G_i in float32
                 (float64), or None for a parameter that this backward did not reach.
@@ -302,6 +316,8 @@ class PrivateStep:
         hand_over = timer.around("hand_over", accumulate)
         device = capture.trigger.device
         guard = torch.cuda.device(device) if device.type == "cuda" else NOTHING
+        if self.fill is not None:
+            losses = losses.masked_fill(self.fill, 0)
         try:
             self._stage = Stage.NORMS
             backend.begin(losses, clip_norms, hand_over)
@@ -312,7 +328,8 @@ class PrivateStep:
                     self._run_backward(losses, triggers, retain_graph=backend.runs_twice)
                 with timer.phase("clip_coefficients"):
                     found = backend.clip()
-                    found = found.first(self.real) if self.padding is None else found
+                    samples = self.real // self.examples_per_unit
+                    found = found.first(samples) if self.padding is None else found
                 with timer.phase("weighted_sum"):
                     self._sum(losses, randomness)
             if len(self._seen) < len(capture.parameters):

@@ -69,7 +69,7 @@ class Stage(nn.Module):
         # In a tuple, since as an attribute it would be a part of this module.
         self._model = (model,)
         self.module, self.capture, self.policy = model.network, model.capture, model.policy
-        self.batch_first = model.batch_first
+        self.batch_first, self.examples_per_unit = model.batch_first, model.examples_per_unit
         self.clip_norms = self.capture.trigger.new_tensor(
             model.thresholds.clip_norms(), dtype=torch.float64
         )
@@ -89,7 +89,7 @@ class Stage(nn.Module):
         if not batch.size:
             raise ValueError("the batch has no samples, so there is nothing to check: take another")
         outputs = self._passes.forward(self.module, args, kwargs, nullcontext())
-        self.size = self.step_state.pending.batch_size
+        self.size = self.step_state.pending.rows
         self.batch = batch
         return outputs
 
@@ -166,6 +166,7 @@ def _setting(stage: Stage, batch: Any, losses_of: Callable[[Any], Tensor]) -> Se
         function=policy.clipping_function,
         gamma=policy.gamma,
         bags=_bags_in(batch, stage.batch),
+        examples_per_unit=stage.examples_per_unit,
     )
 
 

@@ -1,6 +1,7 @@
 """The definition of clipping on the user's own network: one ordinary backward per sample.
 
-Sample i alone runs through the user's modules, not captured, and autograd gives g_i:
+Sample i alone runs through the user's modules, not captured, and autograd gives g_i. If k examples
+side by side are one unit of privacy, g_i is the sum of what autograd gives for each of them:
 
     n_ik = ‖g_ik‖ for clipping group k,    Σ_i c(n_ik) g_ik
 
@@ -31,11 +32,12 @@ class Setting:
     Attributes:
         losses_of: a batch -> losses [B], by the network in evaluation.
         batch: dimension 0 of its tensors counts samples (1 of inputs, without `batch_first`).
-        size: number of samples.
+        size: number of samples, or examples.
         groups: trainable parameter -> number of its clipping group.
         clip_norms: C_k, [K] float64.
         function, gamma: of clipping, see `clipping.coefficients`.
         bags: those of the batch's tensors, by number, whose samples lie one after another.
+        examples_per_unit: k.
     """
 
     losses_of: Callable[[Any], Tensor]
@@ -47,6 +49,7 @@ class Setting:
     function: str
     gamma: float
     bags: tuple[Bags, ...] = ()
+    examples_per_unit: int = 1
 
     def sample(self, number: int) -> Any:
         """Returns one sample; what has no dimension of so many samples belongs to all of them."""
@@ -120,14 +123,16 @@ def one_by_one(setting: Setting) -> Reference:
     groups = torch.tensor(list(setting.groups.values()), device=clip_norms.device)
     sums = {p: torch.zeros_like(p, dtype=torch.float64) for p in parameters}
     scales = clip_norms.new_zeros(len(parameters))
-    norms = clip_norms.new_zeros(len(clip_norms), setting.size)
-    dtypes = _Dtypes()
-    for i in range(setting.size):
-        with dtypes:
-            losses = setting.losses_of_sample(i)
-        with torch.autocast(clip_norms.device.type, enabled=False):
-            found = torch.autograd.grad(losses.sum(), parameters, allow_unused=True)
-        gradients = [p.new_zeros(()) if g is None else g for p, g in zip(sums, found, strict=True)]
+    dtypes, each = _Dtypes(), setting.examples_per_unit
+    norms = clip_norms.new_zeros(len(clip_norms), setting.size // each)
+    for i in range(norms.shape[1]):
+        gradients = [p.new_zeros(()) for p in parameters]
+        for example in range(i * each, (i + 1) * each):
+            with dtypes:
+                losses = setting.losses_of_sample(example)
+            with torch.autocast(clip_norms.device.type, enabled=False):
+                found = torch.autograd.grad(losses.sum(), parameters, allow_unused=True)
+            gradients = _added(gradients, found)
         lengths = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
         squares = torch.stack(lengths).square()
         norms[:, i] = n = squares.new_zeros(len(clip_norms)).index_add(0, groups, squares).sqrt()
@@ -139,6 +144,14 @@ def one_by_one(setting: Setting) -> Reference:
             total.add_(g, alpha=factor)
     of_parameters = dict(zip(parameters, scales.tolist(), strict=True))
     return Reference(norms, sums, of_parameters, dtypes.shortest)
+
+
+def _added(gradients: list[Tensor], found: tuple[Tensor | None, ...]) -> list[Tensor]:
+    """Returns gradients of a sample with those of one more of its examples; None is zero."""
+    return [
+        total if g is None else (total.double() + g if total.dim() == g.dim() else g)
+        for total, g in zip(gradients, found, strict=True)
+    ]
 
 
 def _coefficients(norms: Tensor, setting: Setting) -> Tensor:

@@ -12,6 +12,7 @@ FACTORS = "tests/dp_clipping/layers/test_linear_factors.py"
 EMBEDDING = "tests/dp_clipping/layers/embedding/test_factors.py"
 NORM = "tests/dp_clipping/layers/test_norm.py"
 SCALED = "tests/dp_clipping/layers/test_low_precision_sums.py"
+UNITS = "tests/dp_clipping/test_units_of_privacy.py"
 STEP = "tests/dp_clipping/step/test_private_step.py"
 BUFFER = "tests/dp_clipping/step/test_gradient_buffer.py"
 REPLAY = "tests/dp_clipping/step/test_rng_replay.py"
@@ -99,10 +100,19 @@ ROWS = [
     ("rows that are no samples have coefficients", "step/plain_backend.py",
      "scale = scale.masked_fill(self.padding, 0.0)", "pass", MEMORY, "training_is_that_without"),
     ("rows that are no samples have norms", "step/private_step.py",
-     "found.first(self.real) if self.padding is None else found", "found", MEMORY,
+     "found.first(samples) if self.padding is None else found", "found", MEMORY,
      "what_is_printed"),
     ("rows that are no samples have losses", "losses/private_loss.py",
-     "return self._losses[: self._session.real]", "return self._losses", MEMORY, "what_is_printed"),
+     "self._losses[: self._session.real], self._session.fill",
+     "self._losses, self._session.fill", MEMORY, "what_is_printed"),
+    ("what fills up a unit is in its gradient", "step/private_step.py",
+     "losses = losses.masked_fill(self.fill, 0)", "pass", UNITS, "the_definition"),
+    ("examples of a unit are clipped one by one", "layers/handle.py",
+     "return 1 if self.private_step is None else self.private_step.examples_per_unit", "return 1",
+     UNITS, "the_definition"),
+    ("units are sampled at the rate of examples", "arguments/checks.py",
+     "len(loader) if units is None else batches_of(loader, len(units), units.size)",
+     "len(loader)", UNITS, "account"),
     ("rows that are no samples follow the first sample", "step/forward_backward.py",
      "device=self.capture.trigger.device) >= real",
      "device=self.capture.trigger.device) > real", MEMORY, "training_is_that_without"),

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.embedding.factors import EmbeddingFactors, batch_tokens, without_padding
 from dp_clipping.layers.embedding.ragged import RaggedFactors
 from dp_clipping.layers.handle import LayerState, check_size, expand_shared
@@ -45,8 +44,8 @@ def forward(
             f"{', '.join(map(str, layouts))}: give it ids, and weights of them, [batch, tokens]"
         )
     if layout.kind == "shared":
-        layout = Layout()
-        input, *rest = (expand_shared(x, private_step.batch_size) for x in given)
+        layout = handle.layout_of_rows
+        input, *rest = (expand_shared(x, handle.rows) for x in given)
         per_sample_weights = rest[0] if rest else None
     slot, receiver = _slot_of(handle)
     how = (self.mode, self.padding_idx, receiver)
@@ -80,15 +79,15 @@ def _with_offsets(
     layouts = handle.layouts_of(tensors)
     for x, layout in zip(tensors, layouts, strict=True):
         check_size(x, layout, handle, private_step.batch_size)
-    if set(layouts) != {Layout()}:
+    if set(layouts) != {handle.layout_of_rows}:
         raise ValueError(
             f"{handle.name or 'the network'} (EmbeddingBag) is given offsets whose samples are "
             f"{', '.join(map(str, layouts))}: give it one bag for each sample of the batch"
         )
     slot, receiver = _slot_of(handle)
     how = (self.mode, self.padding_idx, self.include_last_offset, receiver)
-    weight, size = self.weight.detach(), private_step.batch_size
-    return RaggedBag.apply(ids, offsets, weight, scales, slot, *how, size)
+    sizes = private_step.batch_size, handle.examples_per_unit
+    return RaggedBag.apply(ids, offsets, self.weight.detach(), scales, slot, *how, *sizes)
 
 
 class Bag(torch.autograd.Function):
@@ -131,15 +130,16 @@ class Bag(torch.autograd.Function):
 
 
 class RaggedBag(torch.autograd.Function):
-    """`F.embedding_bag` of ids [N] with offsets, of which bag b is sample b's; see `Bag`."""
+    """`F.embedding_bag` of ids [N] with offsets, of which `each` bags are a sample's; see `Bag`."""
 
     @staticmethod
     def forward(
-        ctx, ids, offsets, weight, scales, slot, mode, padding_idx, has_last, handle, batch_size
-    ):
+        ctx, ids, offsets, weight, scales, slot, mode, padding_idx, has_last, handle, batch_size,
+        each,
+    ):  # fmt: skip
         ctx.save_for_backward(ids, offsets, weight, scales)
         step = None if handle is None else handle.private_step
-        ctx.rest = (mode, padding_idx, has_last, handle, step, batch_size)
+        ctx.rest = (mode, padding_idx, has_last, handle, step, batch_size, each)
         ctx.slot_dtype = None if slot is None else slot.dtype
         return F.embedding_bag(
             ids, weight, offsets, mode=mode, per_sample_weights=scales,
@@ -149,28 +149,28 @@ class RaggedBag(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gy):
         ids, offsets, weight, scales = ctx.saved_tensors
-        mode, padding_idx, has_last, handle, private_step, batch_size = ctx.rest
+        mode, padding_idx, has_last, handle, private_step, batch_size, each = ctx.rest
         bags = bags_of(ids, offsets, has_last)
         y = tensor_parallel.settled(gy)[bags]
         of_scales = gradients = None
         if scales is not None and ctx.needs_input_grad[3]:
             of_scales = without_padding(ids, y * F.embedding(ids, weight), padding_idx).sum(1)
         if ctx.slot_dtype is None:
-            return None, None, None, of_scales, *[None] * 6
+            return None, None, None, of_scales, *[None] * 7
         if scales is not None:
             y = y * scales.unsqueeze(1)
         if mode == "mean":
             counted = torch.ones_like(ids) if padding_idx is None else (ids != padding_idx).long()
-            counts = torch.zeros(batch_size, dtype=torch.long, device=ids.device)
+            counts = torch.zeros(batch_size * each, dtype=torch.long, device=ids.device)
             counts = counts.index_add(0, bags, counted.long())
             y = y / counts.clamp(min=1)[bags].unsqueeze(1)
         y = without_padding(ids, y, padding_idx)
-        factors = RaggedFactors(ids, bags, y, batch_size, len(weight))
+        factors = RaggedFactors(ids, bags // each, y, batch_size, len(weight))
         if handle is None:
             gradients = factors.dense().to(ctx.slot_dtype)
         else:
             private_step.factors(handle.parameter("weight"), factors)
-        return None, None, None, of_scales, gradients, *[None] * 5
+        return None, None, None, of_scales, gradients, *[None] * 6
 
 
 def bags_of(ids: Tensor, offsets: Tensor, has_last: bool) -> Tensor:

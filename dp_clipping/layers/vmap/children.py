@@ -58,7 +58,7 @@ def _on_whole_batch(run: Forward, module: nn.Module, vmap: Vmap, args: tuple, kw
         args, kwargs = tree_unflatten(leaves, structure)
         leaves, structure = tree_flatten(run(module, *args, **kwargs))
         if handle.learns_outputs:
-            layouts = handle.output_layouts[tuple(x.dim() for x in tensors)]
+            layouts = handle.output_layouts_of(tensors)
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         if len(places) != len(layouts):
             raise LayoutUnknown(handle.name)
@@ -103,7 +103,7 @@ def _by_sample(y: Tensor, layout: Layout, batch_size: int, handle: LayerState) -
             return None
         if handle.kind == "vectorized" and handle.private_step is None:
             y = expand_shared(y, batch_size)
-        rows = y
+        rows = y[:: handle.examples_per_unit]  # the same for all examples of a unit
     else:
         rows = layout.batch_first(y, batch_size)
     if len(rows) != batch_size:

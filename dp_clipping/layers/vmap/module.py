@@ -67,7 +67,7 @@ def every_sample(
     places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[n] for n in places]
     layouts = handle.layouts_of(tensors)
-    out_layouts = handle.output_layouts[tuple(x.dim() for x in tensors)]
+    out_layouts = handle.output_layouts_of(tensors)
     for x, layout in zip(tensors, layouts, strict=True):
         check_size(x, layout, handle, batch_size)
     body = Body(self)
@@ -114,7 +114,7 @@ def every_sample(
         raise refusal from error
     complete, shape, where = rest
     for n, y, layout in zip(where, outputs, out_layouts, strict=True):
-        complete[n] = _join(y, layout)
+        complete[n] = _join(y, layout, handle.examples_per_unit)
     return tree_unflatten(complete, shape)
 
 
@@ -131,10 +131,11 @@ def _one_row(y: Tensor, layout: Layout, handle: LayerState) -> Tensor:
     return y.squeeze(layout.dim)
 
 
-def _join(y: Tensor, layout: Layout) -> Tensor:
+def _join(y: Tensor, layout: Layout, examples_per_unit: int) -> Tensor:
     """Returns an output of vmap, as `split` put it in, with its samples where they were."""
     if layout.kind == "shared":  # it has a batch now: every sample has its own parameters
-        return y.squeeze(1) if layout.dim else y
+        y = y.squeeze(1) if layout.dim else y
+        return y if examples_per_unit == 1 else y.repeat_interleave(examples_per_unit, 0)
     return y if layout.kind == "dimension" else y.flatten(layout.dim, layout.dim + 1)
 
 

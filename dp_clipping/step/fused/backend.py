@@ -89,8 +89,8 @@ class FusedBackend:
             left_out = torch.zeros(self.batch_size, dtype=torch.bool, device=losses.device)
         else:
             left_out = self.padding.clone()
-        if self._streams and len(losses) == self.batch_size:  # not for a row without a sample
-            left_out |= ~losses.detach().isfinite()
+        if self._streams and len(losses):  # not for a row without a sample
+            left_out |= ~losses.detach().isfinite().view(self.batch_size, -1).all(1)
         self.sums.accumulate = accumulate
         self.norms.begin(len(clip_norms))
         self.coefficients = FusedCoefficients(clip_norms, capture.members, policy, left_out)

@@ -18,7 +18,8 @@ DEFAULTS = {
     "clipping_function": "abadi", "gamma": GAMMA, "expected_batch_size": None,
     "norm_algorithm": "auto", "memory_budget": None, "tile_size": None,
     "norm_reduction": "async", "adaptive_threshold": None, "data_parallel_group": None,
-    "cuda_graph": False, "sample_rate": None, "steps": None,
+    "cuda_graph": False, "sample_rate": None, "steps": None, "examples_per_unit": 1,
+    "unit_ids": None,
 }  # fmt: skip
 
 
@@ -58,6 +59,14 @@ def test_the_loader_says_how_many_samples_are_expected():
     assert settings().with_batch_size(world_size=1).expected_batch_size == engine.BATCH
     given = settings(expected_batch_size=5)
     assert given.with_batch_size(world_size=1) is given
+
+
+def test_units_have_rates_and_batches_of_their_own():
+    given = settings(examples_per_unit=3).with_batch_size(world_size=1)
+    assert (given.expected_batch_size, given.rates) == (2.0, (1 / 4, 4))
+    named = settings(examples_per_unit=3, unit_ids=[i // 2 for i in range(engine.SAMPLES)])
+    assert (len(named.units), named.rates) == (12, (1 / 6, 6))
+    assert settings().units is None
 
 
 def test_ranks_compare_what_a_checkpoint_holds_and_more():

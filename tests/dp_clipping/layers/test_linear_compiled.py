@@ -105,6 +105,27 @@ def norms_and_sums_are_right_and_compiled_once(every: int = 5, backend: str = "a
         assert model.step_context.plans.last.is_one_pass == (mode != "flash")
 
 
+def units_of_several_examples(build: Callable[[], nn.Module] = small) -> None:
+    """Slots and plans are of units; other numbers of them are not compiled again."""
+    for algorithm in ("gradient", "input_length"):
+        torch.compiler.reset()
+        network = build()
+        policy = {"norm_algorithm": "auto" if algorithm == "gradient" else algorithm}
+        model = private(
+            network, MODES[0], LIMIT, policy={"tile_size": 16} | policy, examples_per_unit=2
+        )
+        network.compile(backend="aot_eager", fullgraph=True)
+        for count in (6, 4):
+            batch = zoo.tokens(count, 9)
+            sums = clipped_sums(model, batch, zoo.cross_entropy)
+            gradients = oracle.per_sample_gradients(build(), batch, zoo.cross_entropy)
+            units = oracle.unit_gradients(gradients, 2)
+            found = model.per_sample_gradient_norms.double()
+            torch.testing.assert_close(found, oracle.norms(units), rtol=1e-5, atol=0)
+            assert_close(sums, oracle.clipped_sum(units, LIMIT), 4e-5)
+        assert algorithm in algorithms(model)
+
+
 def gradients_and_factors_are_both_delivered(
     build: Callable[[], nn.Module] = small, whole: bool = True
 ) -> None:
@@ -234,6 +255,7 @@ def transposed_weights_and_autocast() -> None:
 BODIES = [
     norms_and_sums_are_right_and_compiled_once,
     gradients_and_factors_are_both_delivered,
+    units_of_several_examples,
     other_sizes_are_compiled_once_more,
     a_budget_takes_a_second_backward,
     another_number_of_tokens_is_refused,

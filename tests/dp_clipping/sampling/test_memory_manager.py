@@ -3,6 +3,7 @@
 import copy
 from contextlib import nullcontext
 from itertools import chain
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +30,8 @@ KEY = bytes(range(32))
 
 class Optimizer:
     """Remembers how it was told to step."""
+
+    model = SimpleNamespace(examples_per_unit=1)
 
     def __init__(self):
         self.signals = []

@@ -18,6 +18,7 @@ from dp_clipping.step.fused import launch_schedule
 from dp_clipping.step.fused import norm_queue as waiting
 from dp_clipping.step.fused.backend import FusedBackend
 from dp_clipping.step.private_step import PrivateStep
+from dp_clipping.verification import reference as oracle
 from tests.dp_clipping.conftest import (
     assert_close,
     clipped_sums,
@@ -464,12 +465,35 @@ def check_a_refused_backward_leaves_nothing() -> None:
         launch_schedule.PENDING_BYTES = before
 
 
+def check_units() -> None:
+    """Samples of two examples each, on the kernels; fill and padding are in no sum."""
+    for name, mode, clipping, rounding in (
+        ("mlp", "flash", "flat", 4e-5), ("layer_norm", "flash", "per_layer", 4e-5),
+        ("conv2d", "flash_bookkeeping", "flat", 1e-3),  # whose operands are TF32
+        ("transformer", "flash_bookkeeping", "per_layer", 4e-5),
+    ):  # fmt: skip
+        case = zoo.BY_NAME[name]
+        network, batch = case.build(), case.batch(8)
+        each = oracle.per_sample_gradients(network, batch, case.per_sample_loss)
+        counted = torch.arange(8) != 3
+        units = oracle.unit_gradients(each, 2, counted)
+        first = {n: g[:3] for n, g in units.items()}
+        model = private(network, mode, 0.5, clipping, examples_per_unit=2)
+        usage = model.step_state.usage
+        usage.fill = ~counted[:6]
+        usage.pad(8, 6)
+        sums = clipped_sums(model, batch, case.per_sample_loss)
+        assert_close(sums, oracle.clipped_sum(first, 0.5, clipping), rounding)
+        norms = model.per_sample_gradient_norms
+        torch.testing.assert_close(norms.double(), oracle.norms(first), rtol=rounding, atol=0)
+
+
 BODIES = [
     check_norm_layers, check_zoo, check_options, check_nonfinite, check_padding,
     check_contributions, check_overflow, check_many_parameters, check_one_bad_group, check_depth,
     check_streaming, check_room, check_shared_inputs, check_random_numbers_of_a_backward,
     check_a_refused_backward_leaves_nothing, check_norm_layers_wait, check_order_of_sums,
-    check_lengths_that_change,
+    check_lengths_that_change, check_units,
 ]  # fmt: skip
 
 

@@ -1,0 +1,100 @@
+"""Units of privacy: which examples of a data set are one user's, or one document's.
+
+A batch has k rows for each unit, side by side. Where a unit has fewer examples its last one is
+repeated, and that fill is masked: its loss is 0 before backward, so it adds nothing to the unit's
+gradient. A copy of the unit's own example says nothing about anybody else, and a network computes
+with it as it does with the example.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dp_clipping.kinds import WrongType
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """The units of a data set.
+
+    Attributes:
+        members: indices of each unit's examples, [units, k]; the last one of a unit with fewer
+            again and again.
+        are_named: they are those of `unit_ids`, not k consecutive examples.
+    """
+
+    members: Tensor
+    are_named: bool = False
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @property
+    def size(self) -> int:
+        """Returns k."""
+        return self.members.shape[1]
+
+    def examples(self, units: Tensor) -> list[int]:
+        """Returns the rows of a batch of some units: k indices for each."""
+        return self.members[units].flatten().tolist()
+
+
+def units_of(examples: int, size: int, unit_ids: Iterable[Hashable] | None = None) -> Units:
+    """Returns the units of a data set of so many examples.
+
+    Args:
+        size: k, the most examples of a unit.
+        unit_ids: of each example; units are numbered in the order in which they appear. None: k
+            consecutive examples are a unit, and the last one may have fewer.
+
+    Raises:
+        ValueError: `unit_ids` has another length, or a unit has more than k examples.
+    """
+    if unit_ids is None:
+        count = -(-examples // size)
+        return Units(torch.arange(count * size).clamp(max=max(0, examples - 1)).view(count, size))
+    rows: dict[Hashable, list[int]] = {}
+    for index, unit in enumerate(_plain(unit_ids)):
+        rows.setdefault(unit, []).append(index)
+    given = sum(map(len, rows.values()))
+    if given != examples:
+        raise ValueError(
+            f"unit_ids has {given} entries, and the data set {examples} examples: give the unit of "
+            "each example, in the data set's order"
+        )
+    most = max(map(len, rows.values()), default=0)
+    if most > size:
+        raise ValueError(
+            f"unit_ids: a unit has {most} examples, and examples_per_unit={size} is the most that "
+            f"one may have: give examples_per_unit={most}, or data with fewer of each, as "
+            "torch.utils.data.Subset(dataset, indices)"
+        )
+    members = [[*own, *own[-1:] * (size - len(own))] for own in rows.values()]
+    return Units(torch.tensor(members).view(-1, size), are_named=True)
+
+
+def _plain(unit_ids: Any) -> Sequence[Hashable]:
+    """Returns the entries as what equal ones are found among."""
+    found = unit_ids.tolist() if hasattr(unit_ids, "tolist") else list(unit_ids)
+    if isinstance(unit_ids, str) or any(isinstance(one, list) for one in found[:1]):
+        raise WrongType(
+            "unit_ids has no entry for each example: give a list, or a tensor of one dimension, "
+            "with the unit of each example of the data set"
+        )
+    return found
+
+
+def fill_of(rows: Sequence[int], size: int) -> Tensor | None:
+    """Returns which rows of a batch only fill up a unit, bool; None: each unit has k examples.
+
+    In a unit an index that is there already is fill.
+    """
+    if size == 1 or not rows:
+        return None
+    units = torch.tensor(rows).view(-1, size)
+    found = torch.zeros_like(units, dtype=torch.bool)
+    found[:, 1:] = units[:, 1:] == units[:, :-1]
+    return found.flatten() if found.any() else None

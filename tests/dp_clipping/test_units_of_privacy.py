@@ -1,0 +1,393 @@
+"""`examples_per_unit`: a unit of k examples is sampled, clipped and counted as one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_clipping import BatchMemoryManager, PrivacyEngine
+from dp_clipping.accounting.target_epsilon import noise_multiplier_for
+from dp_clipping.verification import reference as oracle
+from tests.dp_clipping.conftest import (
+    assert_close,
+    clipped_sums,
+    gradients_of,
+    private_loss,
+    unchecked,
+)
+from tests.dp_clipping.step.test_private_step import middle, refusals
+from tests.support import zoo
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),
+]
+
+K = 2
+ROWS = 3 * K
+MODES = ("per_sample", "ghost", "flash", "bookkeeping", "flash_bookkeeping")
+
+
+def step_in_float64(model, case, rows=ROWS):
+    batch = oracle.move(case.batch(rows), dtype=torch.float64)
+    with oracle.Widened(torch.float64):
+        private_loss(model, batch, case.per_sample_loss).backward()
+    return model.per_sample_gradient_norms, gradients_of(model)
+
+
+def assert_units(case, mode="bookkeeping", clipping="flat"):
+    """Compares norms and clipped sums with each unit's gradient, summed example by example."""
+    network = case.build().double()
+    each = oracle.per_sample_gradients(network, case.batch(ROWS), case.per_sample_loss)
+    expected = oracle.unit_gradients(each, K)
+    limit = middle(oracle.norms(expected))
+    model = unchecked(network, mode, limit, clipping, examples_per_unit=K)
+    norms, sums = step_in_float64(model, case)
+    torch.testing.assert_close(norms, oracle.norms(expected), rtol=1e-9, atol=1e-12)
+    assert_close(sums, oracle.clipped_sum(expected, limit, clipping), 1e-9)
+
+
+class TestEveryNetwork:
+    @zoo.every_case
+    def test_a_unit_is_clipped_by_the_norm_of_its_sum(self, case):
+        with refusals(case, case.build()):
+            assert_units(case)
+
+    @pytest.mark.parametrize("mode", ["per_sample", "ghost"])
+    @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+    @pytest.mark.parametrize(
+        "case", zoo.parameters("mlp", "transformer_tied", "conv2d", "padding_idx_tied")
+    )
+    def test_in_every_style(self, case, mode, clipping):
+        assert_units(case, mode, clipping)
+
+    def test_only_what_may_be_refused_is(self):
+        refused = []
+        for case in zoo.CASES:
+            if not case.or_refused or case.needs:
+                continue
+            try:
+                assert_units(case)
+            except (ValueError, RuntimeError):
+                refused.append(case.name)
+        flattened = {"time_major_flattened", "time_major_flattened_t_is_b"}
+        assert set(refused) <= {"routed", "embedding_as_head", *flattened}
+
+    def test_one_example_a_unit_is_as_without(self):
+        case = zoo.BY_NAME["transformer"]
+        plain, units = (unchecked(case.build(), **o) for o in ({}, {"examples_per_unit": 1}))
+        batch = case.batch(zoo.SIZE)
+        sums = [clipped_sums(model, batch, case.per_sample_loss) for model in (plain, units)]
+        for name, value in sums[0].items():
+            assert torch.equal(value, sums[1][name])
+
+
+SAMPLES, MOST, CLASSES, C = 22, 4, 3, 0.7
+IDS = [max(n for n in range(7) if i >= n * (n - 1) // 2) for i in range(SAMPLES - 1)] + ["last"]
+IDS = IDS[::2] + IDS[1::2]  # 7 units of 1 to 6 examples, not side by side
+
+
+def data(count=SAMPLES):
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(count, 5, generator=draw, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(CLASSES, (count,), generator=draw))
+
+
+def fixed():
+    return torch.Generator().manual_seed(5)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
+
+
+def arguments(batch_size=2 * MOST, **options):
+    net = network()
+    reduction = options.setdefault("loss_reduction", "sum")
+    return {
+        "module": net,
+        "optimizer": torch.optim.SGD(net.parameters(), lr=0.0),
+        "criterion": nn.CrossEntropyLoss(reduction=reduction),
+        "data_loader": DataLoader(data(), batch_size=batch_size),
+        "noise_multiplier": 0.0,
+        "max_grad_norm": C,
+        "examples_per_unit": MOST,
+        **options,
+    }
+
+
+def build(engine=None, **options):
+    engine = engine or PrivacyEngine(accountant="rdp")
+    model, optimizer, criterion, loader = engine.make_private(**arguments(**options))
+    return SimpleNamespace(
+        engine=engine, model=model, optimizer=optimizer, criterion=criterion, loader=loader
+    )
+
+
+def members_of(x, size):
+    """Returns the examples of each unit in a batch."""
+    rows = [int((data().tensors[0] == row).all(1).nonzero()) for row in x]
+    return [sorted(set(rows[i : i + size])) for i in range(0, len(rows), size)]
+
+
+def expected_of(units, clipping="flat"):
+    """Returns norms and clipped sums by the definition: a unit's gradients are added one by one."""
+    each = oracle.per_sample_gradients(network(), data().tensors, zoo.cross_entropy)
+    gradients = {name: g.new_zeros(len(units), *g.shape[1:]) for name, g in each.items()}
+    for name, g in each.items():
+        for total, members in zip(gradients[name], units, strict=True):
+            for example in members:
+                total += g[example]
+    return oracle.norms(gradients), oracle.clipped_sum(gradients, C, clipping)
+
+
+def steps(run, loader=None):
+    """Takes the steps of an epoch; yields batch, loss, whether the step is whole."""
+    for batch in run.loader if loader is None else loader:
+        x, y = batch
+        loss = run.criterion(run.model(x), y)
+        loss.backward()
+        yield x, y, loss
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+class TestSteps:
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+    def test_the_definition(self, mode, clipping):
+        run = build(
+            grad_sample_mode=mode, clipping=clipping, unit_ids=IDS, examples_per_unit=6,
+            noise_generator=fixed(), sample_rate=0.5, steps=4,
+            data_loader=DataLoader(data(), batch_size=12),
+        )  # fmt: skip
+        sizes: set[int] = set()
+        for x, _, loss in steps(run):
+            units = members_of(x, 6)
+            sizes.update(map(len, units))
+            norms, sums = expected_of(units, clipping)
+            torch.testing.assert_close(run.model.per_sample_gradient_norms.double(), norms)
+            assert_close(gradients_of(run.model), sums, 1e-9)
+            assert len(loss.loss_per_sample) == sum(map(len, units))
+            assert loss.item() == pytest.approx(loss.loss_per_sample.sum().item())
+        assert len(sizes) > 2, "or nothing was filled up"
+
+    def test_a_unit_contributes_at_most_the_threshold(self):
+        run = build(sample_rate=1 / 6, max_grad_norm=0.1, noise_generator=fixed())
+        seen = 0
+        for x, _, _ in steps(run):
+            units = len(x) // MOST
+            total = torch.cat([g.flatten() for g in gradients_of(run.model).values()]).norm()
+            assert total <= units * 0.1 * (1 + 1e-6)
+            if units == 1:
+                seen += 1
+                assert total >= 0.1 * (1 - 1e-4)
+        assert seen
+
+    @pytest.mark.parametrize("size", [MOST, 2 * MOST])
+    @pytest.mark.parametrize("pad", [False, True])
+    def test_physical_batches_hold_whole_units(self, size, pad):
+        run, alone = (build(sample_rate=0.6, noise_generator=fixed()) for _ in range(2))
+        whole = [gradients_of(alone.model) for _ in steps(alone)]
+        with BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=size, optimizer=run.optimizer,
+            pad_batches=pad,
+        ) as pieces:  # fmt: skip
+            found, parts = [], 0
+            for x, _, loss in steps(run, pieces):
+                assert pieces.real % MOST == 0
+                assert len(x) == size if pad else len(x) <= size
+                assert len(run.model.step_state.norms[-1].norms) == pieces.real // MOST
+                assert len(loss.loss_per_sample) == sum(map(len, members_of(x[: pieces.real], 4)))
+                parts += 1
+                if not run.model.step_state.microbatches.accumulating:
+                    found.append(gradients_of(run.model))
+        assert len(found) == len(whole)
+        assert parts > len(whole) or size > MOST
+        for got, expected in zip(found, whole, strict=True):
+            assert_close(got, expected, 1e-9)
+
+    def test_what_fills_a_unit_up_adds_nothing(self):
+        """Whatever it is: other numbers in these rows leave every bit as it is."""
+        sums = []
+        for factor in (1.0, 1e6):
+            run = build(sample_rate=1.0, steps=1)
+            for x, y in run.loader:
+                fill = run.loader.usage.fill
+                assert fill.sum() == 2
+                x = x.where(~fill[:, None], factor * x)
+                run.criterion(run.model(x), y).backward()
+            sums.append(gradients_of(run.model))
+        for name, value in sums[0].items():
+            assert torch.equal(value, sums[1][name])
+
+    def test_check_compares_units(self):
+        run = build()
+        x, y = data(12).tensors
+        found = run.engine.check(run.model, (x.float().double(), y))
+        assert found.ok, found
+        assert found.norms.shape == (3,)
+
+    def test_an_empty_batch_is_a_step(self):
+        run = build(sample_rate=1e-9, steps=3, noise_multiplier=1.0)
+        for x, _, _ in steps(run):
+            assert len(x) == 0
+        assert run.optimizer.steps == 3
+
+    def test_a_non_private_step_leaves_fill_out(self):
+        run = build(grad_sample_mode="no_dp", sample_rate=1.0, steps=1)
+        plain = network()
+        F.cross_entropy(plain(data().tensors[0]), data().tensors[1], reduction="sum").backward()
+        for _ in steps(run):
+            for p, q in zip(run.model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
+
+
+class TestAccount:
+    def test_statement_and_account_are_of_units(self):
+        run = build(noise_multiplier=1.0)
+        for _ in steps(run):
+            pass
+        statement = run.engine.privacy_statement(1e-3)
+        assert statement.unit == "4 consecutive examples of the data set"
+        assert statement.sample_rate == 1 / 3  # 6 units, of which the last has two examples
+        assert run.engine.accountant.history == [(1.0, 1 / 3, 3)]
+        assert run.optimizer.expected_batch_size == 2.0
+
+    def test_ids_have_a_statement_and_an_account_of_their_own(self):
+        run = build(examples_per_unit=6, unit_ids=IDS, data_loader=DataLoader(data(), batch_size=6))
+        statement = run.engine.privacy_statement(1e-3)
+        assert statement.unit == "all examples with the same entry in unit_ids, at most 6"
+        assert (statement.sample_rate, run.optimizer.expected_batch_size) == (1 / 7, 1.0)
+
+    def test_the_divisor_is_of_units(self):
+        net = arguments()["module"]
+        run = build(
+            module=net, optimizer=torch.optim.SGD(net.parameters(), lr=1.0), sample_rate=1.0,
+            steps=1, loss_reduction="mean", max_grad_norm=1e6,
+        )  # fmt: skip
+        before = [p.detach().clone() for p in net.parameters()]
+        for _ in steps(run):
+            pass
+        each = oracle.per_sample_gradients(network(), data().tensors, zoo.cross_entropy)
+        for p, old, g in zip(net.parameters(), before, each.values(), strict=True):
+            torch.testing.assert_close(old - p, g.sum(0) / 2.0, rtol=1e-6, atol=1e-9)
+
+    def test_a_target_epsilon_takes_the_rate_of_units(self):
+        given = arguments()
+        del given["noise_multiplier"]
+        target = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 2}
+        engine = PrivacyEngine(accountant="rdp")
+        optimizer = engine.make_private_with_epsilon(**given, **target)[1]
+        sigma = noise_multiplier_for(
+            target_epsilon=3.0, target_delta=1e-3, sample_rate=1 / 3, steps=6, accountant="rdp",
+            epsilon_tolerance=0.01, alphas=None,
+        )  # fmt: skip
+        assert optimizer.noise_multiplier == sigma
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"examples_per_unit": 0}, "examples_per_unit is 0: give a whole number of 1 or more"),
+            ({"examples_per_unit": 2.0}, "examples_per_unit is 2.0"),
+            ({"batch_size": 6}, "data_loader has batch_size 6, .* give it batch_size 4 or 8"),
+            ({"batch_size": 2}, "data_loader has batch_size 2, .* give it batch_size 4$"),
+            ({"examples_per_unit": 1, "unit_ids": IDS}, "give examples_per_unit, the most"),
+            ({"unit_ids": IDS, "poisson_sampling": False}, "unit_ids is for Poisson sampling"),
+            ({"rand_on_empty": True}, "leave rand_on_empty out"),
+            ({"unit_ids": IDS}, "a unit has 6 examples, and examples_per_unit=4"),
+        ],
+    )
+    def test_arguments(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            build(**options)
+
+    def test_a_loader_without_batch_size_needs_a_rate(self):
+        indices = [list(range(i, i + 4)) for i in range(0, 20, 4)]
+        loader = DataLoader(data(20), batch_sampler=indices)
+        with pytest.raises(ValueError, match=r"no batch_size, .* give sample_rate="):
+            build(data_loader=loader)
+        run = build(data_loader=loader, sample_rate=0.25, expected_batch_size=1)
+        assert run.loader.batch_sampler.num_samples == 5
+
+    def test_batches_of_parts_of_units(self):
+        with pytest.warns(UserWarning, match="poisson_sampling=False"):
+            run = build(poisson_sampling=False)
+        x, y = data().tensors
+        with pytest.raises(ValueError, match=r"a batch of 6 examples, .*examples_per_unit=4"):
+            run.model(x[:6])
+        run.criterion(run.model(x[:8]), y[:8]).backward()
+        assert run.model.per_sample_gradient_norms.shape == (2,)
+        statement = run.engine.privacy_statement(1e-3)
+        assert statement.unit == "4 consecutive examples of a batch"
+
+    def test_a_part_of_the_loaders_batch(self):
+        run = build(sample_rate=1.0)
+        for x, _ in run.loader:
+            with pytest.raises(
+                ValueError, match=r"forward of 4 examples, and the loader has .* 24"
+            ):
+                run.model(x[:4])
+            break
+
+    @pytest.mark.parametrize(("size", "fits"), [(6, "4 or 8"), (3, "4")])
+    def test_physical_batches_of_parts_of_units(self, size, fits):
+        run = build()
+        with pytest.raises(ValueError, match=f"give {fits}$"):
+            BatchMemoryManager(
+                data_loader=run.loader, max_physical_batch_size=size, optimizer=run.optimizer
+            )
+
+    def test_another_loader_over_the_sampler(self):
+        run = build()
+        with pytest.raises(RuntimeError, match="it would split units of examples_per_unit"):
+            next(iter(run.loader.batch_sampler))
+
+    def test_other_units_in_one_account(self):
+        engine = PrivacyEngine(accountant="rdp")
+        build(engine)
+        with pytest.raises(
+            ValueError, match=r"accounted for units of 4: .* PrivacyEngine for each"
+        ):
+            build(engine, examples_per_unit=2)
+
+    def test_a_graph_of_units(self):
+        with pytest.raises(ValueError, match="cuda_graph=True cannot capture"):
+            build(cuda_graph=True)
+
+
+class TestCheckpoints:
+    def test_a_resume_goes_on_with_the_same_units(self, path):
+        run = build(noise_multiplier=1.0)
+        for _ in steps(run):
+            pass
+        run.engine.save_checkpoint(
+            path=path, module=run.model, optimizer=run.optimizer, data_loader=run.loader
+        )
+        again = build(noise_multiplier=1.0)
+        again.engine.load_checkpoint(
+            path=path, module=again.model, optimizer=again.optimizer, data_loader=again.loader
+        )
+        assert again.loader.position == run.loader.position
+        samplers = run.loader.batch_sampler, again.loader.batch_sampler
+        for step in range(3, 9):
+            assert samplers[0].shares(step) == samplers[1].shares(step)
+
+    @pytest.mark.parametrize("new_keys", [False, True])
+    def test_other_units_are_refused(self, path, new_keys):
+        run = build()
+        run.engine.save_checkpoint(
+            path=path, module=run.model, optimizer=run.optimizer, data_loader=run.loader
+        )
+        other = build(examples_per_unit=2)
+        with pytest.raises(ValueError, match="examples_per_unit is 4 in the checkpoint and 2"):
+            other.engine.load_checkpoint(
+                path=path, module=other.model, optimizer=other.optimizer,
+                data_loader=other.loader, new_keys=new_keys,
+            )  # fmt: skip
