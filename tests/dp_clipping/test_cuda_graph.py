@@ -361,7 +361,7 @@ def settings(**changes) -> SimpleNamespace:
     module = nn.Linear(3, 2)
     adam = torch.optim.AdamW(module.parameters(), capturable=True)
     base = dict(module=module, optimizer=adam, grad_sample_mode="flash_bookkeeping",
-                memory_budget=None, adaptive_threshold=None)  # fmt: skip
+                memory_budget=None, adaptive_threshold=None, examples_per_unit=1)  # fmt: skip
     return SimpleNamespace(**base | changes)
 
 
@@ -390,6 +390,7 @@ def compiled() -> nn.Module:
         ({"module": compiled()}, "compiled modules"),
         ({"memory_budget": 5}, "memory_budget"),
         ({"adaptive_threshold": object()}, "adaptive_threshold"),
+        ({"examples_per_unit": 2}, "leave out examples_per_unit"),
         ({"optimizer": torch.optim.AdamW(nn.Linear(2, 2).parameters())}, "capturable=True"),
         ({"optimizer": torch.optim.Adagrad(nn.Linear(2, 2).parameters())}, "capturable=True"),
     ],

@@ -133,7 +133,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("changes", "match"),
         [
-            ({"grad_sample_mode": "hooks"}, r"'hooks' is unknown: choose one of no_dp, per_sample"),
+            ({"grad_sample_mode": "hooks"}, r"'hooks' is one of Opacus's: leave it out, or give"),
             ({"noise_multiplier": -1.0}, "noise_multiplier is -1.0: give a finite"),
             ({"noise_multiplier": math.nan}, "noise_multiplier is nan"),
             ({"noise_multiplier": math.inf}, "noise_multiplier is inf"),
@@ -143,7 +143,9 @@ class TestRefused:
             ({"max_grad_norm": [1.0, 1.0]}, "goes with clipping='per_layer'"),
             ({"max_grad_norm": [], "clipping": "per_layer"}, r"max_grad_norm is \[\]"),
             ({"max_grad_norm": [1.0], "clipping": "per_layer"}, "1 thresholds for 2 clipping"),
-            ({"clipping": "adaptive"}, "'adaptive' is unknown: choose one of flat, per_layer"),
+            ({"grad_sample_mode": "hook"}, r"'hook' is unknown: choose one of no_dp, per_sample"),
+            ({"clipping": "adaptive"}, r"'adaptive' is one of Opacus's: give adaptive_threshold="),
+            ({"clipping": "layers"}, "'layers' is unknown: choose one of flat, per_layer"),
             ({"clipping_function": "x"}, "'x' is unknown: choose one of abadi, automatic"),
             ({"gamma": 0.0}, "gamma is 0.0"),
             ({"gamma": 1e-50, "clipping_function": "automatic"}, "gamma is 1e-50, .* from 1e-10"),

@@ -20,7 +20,7 @@ from dp_clipping.modes import Policy
 class Recorder:
     """As much of a private step as a layer's state asks."""
 
-    batch_size, policy, is_compiled = 4, Policy(), False
+    batch_size, examples_per_unit, policy, is_compiled = 4, 1, Policy(), False
 
     def __init__(self):
         self.made, self.given = [], []
