@@ -25,7 +25,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 PROGRAMS = [
-    "benchmark_ddp", "examples.opacus_mnist_like", "examples.private_text", "exercises.check",
+    "benchmark_ddp", "examples.opacus_tutorials", "examples.private_text", "exercises.check",
     *(f"experiments.{p.parent.name}" for p in sorted((ROOT / "experiments").glob("*/__main__.py"))),
 ]  # fmt: skip
 
