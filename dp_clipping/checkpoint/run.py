@@ -254,9 +254,15 @@ def agree_on_content(
 
 
 def _gathered(run: PrivateRun, x: Tensor) -> list[Tensor]:
-    """Returns the tensors of all ranks, of one shape."""
+    """Returns the tensors of all ranks, of one shape; RuntimeError if some rank is not here."""
     if run.group is None:
         return [x]
     of_ranks = [torch.empty_like(x) for _ in range(run.world_size)]
-    dist.all_gather(of_ranks, x, group=run.group)
+    try:
+        dist.all_gather(of_ranks, x, group=run.group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "not all ranks have come to this save_checkpoint or load_checkpoint: call it on every "
+            f"rank, between the same two steps, and not under `if rank == 0` ({error})"
+        ) from error
     return of_ranks
