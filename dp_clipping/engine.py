@@ -26,7 +26,13 @@ from dp_clipping.arguments.checks import (
     rates_of,
     renamed,
 )
-from dp_clipping.arguments.opacus_names import ARGUMENTS, FourValues, refuse_opacus
+from dp_clipping.arguments.opacus_names import (
+    ARGUMENTS,
+    TARGETS,
+    FourValues,
+    described,
+    refuse_opacus,
+)
 from dp_clipping.arguments.settings import Settings
 from dp_clipping.build import (
     TO_USER,
@@ -114,7 +120,10 @@ class PrivacyEngine:
 
     # ---- what a user calls ----------------------------------------------------------------------
 
-    @renamed(ARGUMENTS, data_group="data_parallel_group")
+    @renamed(
+        {name: described(name, instead) for name, instead in ARGUMENTS.items()} | TARGETS,
+        data_group="data_parallel_group",
+    )
     def make_private(
         self,
         *,

@@ -33,15 +33,15 @@ def renamed(
     """Decorates a function whose keyword arguments `old=new` were renamed; the old ones warn.
 
     Args:
-        gone: keyword arguments of Opacus's that are refused, and what to give in their place.
+        gone: keyword arguments that are refused, and the message of each.
     """
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def call(*args: Any, **arguments: Any) -> Any:
-            for name, instead in (gone or {}).items():
+            for name, message in (gone or {}).items():
                 if name in arguments:
-                    raise TypeError(opacus_names.described(name, instead))
+                    raise TypeError(message)
             for old, new in names.items():
                 if old not in arguments:
                     continue

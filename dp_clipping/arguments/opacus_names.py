@@ -24,6 +24,12 @@ ARGUMENTS = {
     )
 }  # fmt: skip
 """Of `make_private`, where Opacus hands them on to its optimizer."""
+TARGETS = {
+    name: f"make_private has no {name}: call engine.make_private_with_epsilon(target_epsilon=8.0, "
+    "target_delta=1e-5, epochs=3, ..), or give make_private noise_multiplier=1.0"
+    for name in ("target_epsilon", "target_delta", "epochs")
+}
+"""Of `make_private_with_epsilon`, there as here."""
 
 _PER_SAMPLE = (
     'leave it out, or give "per_sample", which materialises per-sample gradients too; '

@@ -1,7 +1,7 @@
 """`PrivateTrainer`: a Hugging Face Trainer whose training is differentially private."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from dp_clipping.integrations.trainer_arguments import (
     arguments_of_loop,
     refuse_arguments,
 )
+from dp_clipping.kinds import WrongType, shown
 from dp_clipping.losses.private_loss import PrivateLoss
 
 try:
@@ -77,7 +78,7 @@ class PrivateTrainer(Trainer):
     def __init__(
         self,
         *args: Any,
-        privacy: PrivacyArguments,
+        privacy: PrivacyArguments | None = None,
         data_parallel: Callable[[nn.Module], nn.Module] | None = None,
         **kwargs: Any,
     ):
@@ -85,6 +86,11 @@ class PrivateTrainer(Trainer):
         given = dict(zip(names, args, strict=False)) | kwargs
         if given.get("args") is None:
             raise ValueError('args is missing: give args=TrainingArguments(output_dir="..")')
+        if not isinstance(privacy, PrivacyArguments):
+            raise WrongType(
+                f"privacy is {shown(privacy)}: give "
+                "privacy=PrivacyArguments(target_epsilon=8.0, target_delta=1e-5)"
+            )
         own: TrainingArguments = given.pop("args")
         refuse_arguments(own, privacy, data_parallel is not None)
         self.privacy, self._data_parallel = privacy, data_parallel
@@ -124,6 +130,11 @@ class PrivateTrainer(Trainer):
         args = self.args
         if self.train_dataset is None:
             raise ValueError("train_dataset is missing: PrivateTrainer(train_dataset=.., ..)")
+        if not isinstance(self.train_dataset, Sized):
+            raise WrongType(
+                "train_dataset has no length, and each sample takes part with a probability: give "
+                "one that is indexed, such as train_dataset=list(train_dataset)"
+            )
         own = super().get_train_dataloader()  # whose columns are those that the model takes
         workers = args.dataloader_num_workers
         return DataLoader(

@@ -132,6 +132,16 @@ class PrivateLoss:
     def __neg__(self) -> "PrivateLoss":
         return self._with(-self._losses)
 
+    def mean(self) -> NoReturn:
+        """Raises TypeError, as `sum` does: the reduction is that of the criterion."""
+        raise TypeError(
+            f"a private loss is the {self.loss_reduction} of its batch already: call "
+            'loss.backward(); a sum is that of make_private(criterion=..(reduction="sum"), '
+            'loss_reduction="sum", ..)'
+        )
+
+    sum = mean
+
     def __iter__(self) -> NoReturn:
         """Raises TypeError: `torch.amp.GradScaler` tries it with a loss that is not a tensor."""
         raise TypeError(

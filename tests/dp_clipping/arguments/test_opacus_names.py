@@ -26,6 +26,14 @@ def test_arguments_of_adaptive_clipping(name):
         PrivacyEngine().make_private(**engine.arguments(), **{name: 0.5})
 
 
+@pytest.mark.parametrize("name", ["target_epsilon", "target_delta", "epochs"])
+def test_a_target_has_a_call_of_its_own(name):
+    with pytest.raises(
+        TypeError, match=rf"no {name}: .*make_private_with_epsilon\(target_epsilon="
+    ):
+        PrivacyEngine().make_private(**engine.arguments(), **{name: 1})
+
+
 def test_adaptive_clipping():
     with pytest.raises(ValueError, match=r"clipping 'adaptive' .*adaptive_threshold=Adaptive"):
         PrivacyEngine().make_private(**engine.arguments() | {"clipping": "adaptive"})

@@ -85,3 +85,13 @@ def on_ranks(context) -> None:
 
 def test_ranks_go_on_together_or_not_at_all(cpu_ranks):
     cpu_ranks.run(2, on_ranks)
+
+
+def test_a_rank_that_does_not_come_is_told_of(monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("Timed out waiting 5000ms")
+
+    run = SimpleNamespace(group=object(), world_size=2, device=torch.device("cpu"))
+    monkeypatch.setattr(torch.distributed, "all_gather", fails)
+    with pytest.raises(RuntimeError, match=r"on every rank, between the same two steps.*5000ms"):
+        agree_on_content(run, PATH, bytes(31), None)

@@ -345,10 +345,20 @@ def test_a_search_is_refused(tmp_path):
 
 def test_arguments_that_are_missing(tmp_path):
     from dp_clipping.integrations.transformers import PrivateTrainer
-    from tests.dp_clipping.integrations.conftest import privacy
+    from tests.dp_clipping.integrations.conftest import arguments, privacy
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([])
 
     with pytest.raises(ValueError, match="TrainingArguments"):
         PrivateTrainer(model=language_model("gpt2"), privacy=privacy())
+    for wrong in (None, {"target_epsilon": 8.0}):
+        with pytest.raises(TypeError, match=r"give privacy=PrivacyArguments\(target_epsilon=8"):
+            PrivateTrainer(model=language_model("gpt2"), args=arguments(tmp_path), privacy=wrong)
+    stream = trainer_of("gpt2", tmp_path, trainer={"train_dataset": Stream()})
+    with pytest.raises(TypeError, match=r"no length, .* train_dataset=list\(train_dataset\)"):
+        stream.train()
     trainer = trainer_of("gpt2", tmp_path, trainer={"train_dataset": None})
     with pytest.raises(ValueError, match="train_dataset is missing"):
         trainer.train()

@@ -29,6 +29,12 @@ def test_two_losses_are_not_multiplied(loss):
         loss * loss
 
 
+@pytest.mark.parametrize("name", ["mean", "sum"])
+def test_it_is_reduced_already(loss, name):
+    with pytest.raises(TypeError, match=r"is the mean of its batch already: call loss\.backward"):
+        getattr(loss, name)()
+
+
 def test_a_loss_of_evaluation_has_no_backward(loss):
     with pytest.raises(RuntimeError, match="call the model in training mode"):
         loss.backward()
