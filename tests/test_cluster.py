@@ -60,6 +60,7 @@ def finished(program: Path, *arguments: str) -> str:
     with started(program, *arguments) as process:
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
+    assert shown("each rank trains a network of its own") not in err
     return out
 
 
