@@ -3,7 +3,7 @@
 `optimizer.graphed(body)` returns a `GraphedStep`, which is called like the body of the user's loop.
 
     eager     the first steps, those with checks (batches 1, 2, 4, 8, ...), microbatches of a larger
-              batch: the body itself
+              batch: the body itself, told that it is captured (`as_in_a_capture`)
     capture   once: the body runs and launches nothing; what it would launch is recorded
     replay    inputs, the mask of rows that are no samples, and the addresses of the step's noise
               are copied to where the graph reads them; the host does what the body's Python would
@@ -78,6 +78,22 @@ def refuse(settings: Any, ranks: Any) -> None:
     for reason, applies in reasons.items():
         if applies:
             raise ValueError(f"cuda_graph=True cannot capture {reason}, {WITHOUT}")
+
+
+@contextmanager
+def as_in_a_capture() -> Iterator[None]:
+    """A context in which `torch.cuda.is_current_stream_capturing()` returns True.
+
+    Libraries that ask choose what a capture can record: transformers makes an attention mask that
+    it would leave out where looking at the batch shows that it masks nothing. An eager step has to
+    take the way that the graph will, since where samples are has been established on it.
+    """
+    real = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = real
 
 
 @contextmanager
@@ -183,7 +199,8 @@ class GraphedStep:
 
     def _run(self, args: tuple, kwargs: dict) -> Any:
         before, is_empty = self.optimizer.steps, not self.model.step_state.usage.real
-        result = self.body(*args, **kwargs)
+        with as_in_a_capture():
+            result = self.body(*args, **kwargs)
         self._eager_steps += 0 if is_empty else self.optimizer.steps - before
         return result
 

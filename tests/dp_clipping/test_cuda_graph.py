@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import BatchMemoryManager, PrivacyEngine, cuda_graph
-from dp_clipping.cuda_graph import EAGER, refuse
+from dp_clipping.cuda_graph import EAGER, GraphedStep, as_in_a_capture, refuse
 from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.noise.kernel import StreamTable, add_noise_to_all_kernel_launch
 from experiments.networks.models import LSTMClassifier, TransformerClassifier, WideResNet
@@ -31,7 +31,11 @@ def build(
     x = torch.randint(1, 20, (COUNT, 6))
     data = (x, (x * 7 + 3) % 20) if data is None else data
     if optimizer is None:
-        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, capturable=device == "cuda")
+        optimizer = (
+            torch.optim.AdamW(network.parameters(), lr=1e-2, capturable=True)
+            if device == "cuda"
+            else torch.optim.SGD(network.parameters(), lr=1e-2)  # AdamW there is no capture's
+        )
     arguments = {
         "noise_multiplier": 0.8, "max_grad_norm": 0.5, "cuda_graph": True,
         "noise_generator": torch.Generator().manual_seed(3),
@@ -193,6 +197,64 @@ def test_graphs_of_kinds_of_network_are_those_of_an_eager_run(kind, full_float32
     assert torch.equal(weights(runs[0]), weights(runs[1])), "two graph runs, bit for bit"
     torch.testing.assert_close(weights(runs[0]), weights(runs[2]), rtol=0, atol=2e-5)
     assert runs[0].engine.accountant.history == runs[2].engine.accountant.history
+
+
+class Masked(nn.Module):
+    """Makes a mask of its inputs only where nothing may look at them, as transformers does."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.masks = 0
+
+    def forward(self, x):
+        y = self.tokens(x)
+        if torch.cuda.is_current_stream_capturing():
+            self.__dict__["masks"] = torch.as_tensor(self.masks) + 1  # no number: a graph sees it
+            y = y * (x > 0)[..., None]
+        return self.head(y)
+
+
+@gpu
+@needs_gpu
+def test_an_eager_step_is_told_what_the_capture_will_be():
+    run = build(Masked())
+    seen = [seen for *_, seen in train(run, 12, True)]
+    assert any(seen)
+    assert run.model.network.masks == seen.index(True) + 1, "eager steps, and the capture"
+
+
+def test_as_in_a_capture():
+    real = torch.cuda.is_current_stream_capturing
+    seen = []
+
+    def fail():
+        with as_in_a_capture():
+            seen.append(torch.cuda.is_current_stream_capturing())
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert seen == [True]
+    assert torch.cuda.is_current_stream_capturing is real
+
+
+def test_the_body_of_an_eager_step_is_told_of_the_capture():
+    seen = []
+    optimizer = SimpleNamespace(
+        steps=0,
+        model=SimpleNamespace(
+            capture=SimpleNamespace(trigger=torch.zeros(())),
+            step_state=SimpleNamespace(
+                is_open=False, usage=SimpleNamespace(rows=4, real=3),
+                microbatches=SimpleNamespace(skips_next=False),
+            ),
+        ),
+        original_optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0),
+    )  # fmt: skip
+    step = GraphedStep(optimizer, lambda: seen.append(torch.cuda.is_current_stream_capturing()))
+    step()
+    assert seen == [True]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -47,6 +47,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.cuda import is_current_stream_capturing  # the real one, also as in a capture
 
 from dp_clipping.files import write_atomically
 from dp_clipping.kernels.launch.tiles import INTERPRETED, Tile, triton
@@ -141,7 +142,7 @@ def _choose(key: tuple, candidates: Sequence[Tile], run: Launch) -> Tile:
     saved = _saved(device).get(name)
     tile = next((one for one in candidates if asdict(one) == saved), None)
     if tile is None and os.environ.get(SWITCH) == "1":
-        if torch.cuda.is_current_stream_capturing():
+        if is_current_stream_capturing():
             return default
         tile = _fastest(candidates, run, device)
         if tile is not None:

@@ -24,7 +24,7 @@ def some_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("DP_CLIPPING_TUNE", "1")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tuning, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tuning, "INTERPRETED", False)
     tuning.forget()
     yield
@@ -150,7 +150,7 @@ def test_in_the_interpreter_and_on_the_cpu(monkeypatch, timed):
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(torch.cuda, "is_current_stream_capturing"), (torch.compiler, "is_compiling")],
+    [(tuning, "is_current_stream_capturing"), (torch.compiler, "is_compiling")],
 )
 def test_later_if_not_now(monkeypatch, timed, module, name):
     with monkeypatch.context() as patch:
@@ -163,7 +163,7 @@ def test_later_if_not_now(monkeypatch, timed, module, name):
 def test_what_is_kept_serves_a_capture(monkeypatch, timed):
     choose()
     tuning.forget()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(tuning, "is_current_stream_capturing", lambda: True)
     assert choose() == TILES[1]
 
 
