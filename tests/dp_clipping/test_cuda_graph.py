@@ -210,7 +210,7 @@ class Masked(nn.Module):
     def forward(self, x):
         y = self.tokens(x)
         if torch.cuda.is_current_stream_capturing():
-            self.__dict__["masks"] = torch.as_tensor(self.masks) + 1  # no number: a graph sees it
+            self.__dict__["masks"] = torch.as_tensor(self.masks) + 1  # a tensor
             y = y * (x > 0)[..., None]
         return self.head(y)
 

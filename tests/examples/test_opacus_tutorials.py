@@ -71,7 +71,7 @@ def test_both_engines_learn_alike_and_spend_the_same(task, capsys):
     assert ours["epsilons"] == pytest.approx(theirs["epsilons"], rel=1e-6)
     assert 40 < ours["epsilons"][-1] <= 50
     # Noise and draws differ, so that losses are equal only roughly; exactly without them, below.
-    # Two epochs of adapters move the loss less than noise does: whole runs, below, say that they learn.
+    # Two epochs of adapters move the loss less than noise does: whole runs, below, must learn.
     if task == "images":
         for run in (ours, theirs):
             assert run["losses"][1] < run["losses"][0]
