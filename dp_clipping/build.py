@@ -116,11 +116,6 @@ def _found_ranks(
             "memory_budget is not for sharded models, whose ranks must run backward "
             "equally often: choose flash_bookkeeping, or flash, which keeps nothing"
         )
-    if settings.examples_per_unit > 1:
-        raise ValueError(
-            "examples_per_unit is for models that are whole on each rank: train with "
-            'ddp.wrap("ddp_bucketed", network) in place of FSDP or tensor parallelism'
-        )
     LOG.info(sharding.describe())
     return Ranks(sharding, sharding.data_parallel_group, sharding.everyone, device)
 
