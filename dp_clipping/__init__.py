@@ -33,17 +33,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dp_clipping.clipping.coefficients import register_clipping_function
     from dp_clipping.engine import PrivacyEngine
+    from dp_clipping.layers.registered.registry import LinearProduct, register_layer
     from dp_clipping.modes import MODES
     from dp_clipping.sampling.memory_manager import BatchMemoryManager
 
-__all__ = ["MODES", "BatchMemoryManager", "PrivacyEngine", "register_clipping_function"]
+__all__ = [
+    "MODES", "BatchMemoryManager", "LinearProduct", "PrivacyEngine", "register_clipping_function",
+    "register_layer",
+]  # fmt: skip
 
 
 _HOMES = {
     "MODES": "dp_clipping.modes",
     "BatchMemoryManager": "dp_clipping.sampling.memory_manager",
+    "LinearProduct": "dp_clipping.layers.registered.registry",
     "PrivacyEngine": "dp_clipping.engine",
     "register_clipping_function": "dp_clipping.clipping.coefficients",
+    "register_layer": "dp_clipping.layers.registered.registry",
 }
 
 

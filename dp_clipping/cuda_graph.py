@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.kernels.launch.tiles import available, holding
+from dp_clipping.layers.registered.registry import is_registered
 from dp_clipping.modes import DEFAULT_MODE
 from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.noise.kernel import StreamTable
@@ -65,6 +66,8 @@ def refuse(settings: Any, ranks: Any) -> None:
         "compiled modules: use them as they are, a graph launches nothing from the host": (
             any_compiled(module)
         ),
+        "layers given to register_layer, whose function is checked from the host: leave it out, and "
+        "torch.vmap runs them": any(map(is_registered, module.modules())),
         "units of several examples: leave out examples_per_unit": settings.examples_per_unit > 1,
         "memory_budget, with which backward may run twice: leave it out": (
             settings.memory_budget is not None

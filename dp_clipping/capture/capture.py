@@ -41,6 +41,7 @@ from dp_clipping.layers import inner_call
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.inner_call import Inner
 from dp_clipping.layers.recorder import Recorder
+from dp_clipping.layers.registered.registry import refuse_where_unfit
 from dp_clipping.layers.vmap import children
 from dp_clipping.torch_compat import (
     any_compiled,
@@ -144,6 +145,8 @@ class Capture:
                 kind = "child"
             else:
                 continue
+            if kind == "registered":
+                refuse_where_unfit(plain_name(name), module, self.sharding)
             inner = None
             if kind == "vectorized" and may_be_inner and module not in self._unfit:
                 inner = None if module in self._widened else inner_layer(module)
@@ -175,7 +178,8 @@ class Capture:
     ) -> None:
         takes_all = kind in ("vectorized", "attention") and not is_apart
         read = self._widened.get(module, ())
-        names = trainable_names(module, takes_all, is_apart, read, kind == "vectorized")
+        owns = is_apart or kind == "registered"
+        names = trainable_names(module, takes_all, owns, read, kind == "vectorized")
         handle = LayerState(name, kind, module, names)
         handle.children_apart = is_apart
         run = FORWARDS[kind] if inner is None else inner_call.arithmetic_of(FORWARDS[kind], inner)

@@ -15,6 +15,8 @@ from dp_clipping.layers.inner_call import Inner, inner_of
 from dp_clipping.layers.recurrent import cells
 from dp_clipping.layers.recurrent import kinds as recurrent_kinds
 from dp_clipping.layers.recurrent import module as recurrent
+from dp_clipping.layers.registered import module as registered
+from dp_clipping.layers.registered.registry import is_registered
 from dp_clipping.layers.vmap import children
 from dp_clipping.layers.vmap import module as vectorized
 
@@ -31,6 +33,7 @@ FORWARDS = {
     "recurrent": recurrent.forward,
     "cell": cells.forward,
     "attention": attention.forward,
+    "registered": registered.forward,
     "vectorized": vectorized.forward,
     "child": children.forward,
 }
@@ -53,6 +56,8 @@ def kind_of(module: nn.Module) -> str:
     if attention.is_plain(module, plain_type(module)) and not replaced_methods(module):
         return "attention"
     is_parametrized = nn.utils.parametrize.is_parametrized(module)
+    if is_registered(module) and not is_parametrized and not replaced_methods(module):
+        return "registered"
     if "weight" not in names or names - {"weight", "bias"} or is_parametrized:
         return "vectorized"
     plain: Any = plain_type(module)

@@ -21,6 +21,9 @@ GRADIENT_SLOTS = (
 )
 FACTOR_SLOTS = ("y", "a", "count")
 
+# Kinds whose outputs may have samples elsewhere than their inputs.
+OUTPUTS_LEARNED = ("vectorized", "child", "recurrent", "cell", "attention", "registered")
+
 GradientTarget = Callable[[Tensor], None]
 
 
@@ -91,6 +94,10 @@ class LayerState:
         is_misfit: it is such, and has computed with its parameters otherwise.
         trainable: names of the parameters it captures, relative to the module.
         has_last: of a bag: its offsets end with the number of ids.
+        checks, backwards: of a registered layer: how often its function was compared with single
+            samples, and backwards since the first such check.
+        products: of a registered layer: shapes of a sample -> the parameters for which its function
+            returns products then.
         own_forward: what the module had in the place of its class's forward; None: nothing.
         private_step: the private step that its calls belong to; None: the layer is an ordinary one.
         slots: name -> the dense slot of this private step.
@@ -120,11 +127,13 @@ class LayerState:
         self.inner_forward: Callable[..., Any] | None = None
         self.around: tuple[Callable[..., Any], Callable[..., Any] | None] | None = None
         self.is_misfit = False
+        self.checks = self.backwards = 0
+        self.products: dict[tuple, dict[str, tuple[int, torch.dtype]]] = {}
 
     @property
     def learns_outputs(self) -> bool:
         """Returns whether `output_layouts` are looked for: else samples stay where they were."""
-        return self.kind in ("vectorized", "child", "recurrent", "cell", "attention")
+        return self.kind in OUTPUTS_LEARNED
 
     def tensors(self, tree: Any, whole: bool = False) -> list[Tensor]:
         """Returns the tensors of a call, or of what it returns, in which samples are looked for.
@@ -192,6 +201,15 @@ class LayerState:
     def output_layouts_of(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
         """Returns the layouts of what a call with these inputs returns."""
         return self._of_units(self.output_layouts[tuple(x.dim() for x in inputs)])
+
+    def layouts_of_examples(
+        self, inputs: list[Tensor]
+    ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+        """Returns the layouts of inputs and outputs of a call, of single examples of each unit."""
+        dims = tuple(x.dim() for x in inputs)
+        if dims not in self.layouts:
+            raise LayoutUnknown(self.name)
+        return self.layouts[dims], self.output_layouts[dims]
 
     def _of_units(self, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         """Returns where a private step's samples are, given where examples are."""

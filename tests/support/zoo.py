@@ -18,6 +18,7 @@ from torch.nn.utils import rnn
 
 from dp_clipping.verification.reference import Batch, PerSampleLoss, per_sample_sum
 from lm.model import ModelConfig, Transformer
+from tests.support.registered_layers import Dense, Gate
 
 SIZE = 4  # of a batch whose B, T, p and d shall be the same number
 VOCABULARY = 50
@@ -761,6 +762,39 @@ def _hugging_face() -> list[Case]:
     ]
 
 
+def _registered() -> list[Case]:
+    def frozen() -> nn.Module:
+        layer = Gate(5, 4)
+        layer.weight.requires_grad_(False)
+        return nn.Sequential(layer, Dense(4, 3))
+
+    def twice(net: Net, x: Tensor) -> Tensor:
+        return net.b(net.b(net.a(net.a(x)), times=2.0)) + x
+
+    return [
+        _case(
+            "registered",
+            lambda: Net(lambda net, x: net.b(net.a(x), 0.5), a=Gate(5, 4), b=Dense(4, 3)),
+            lambda b: numbers(b, 6, 5, out=(6, 3)),
+        ),
+        _case(
+            "registered_reused",
+            lambda: Net(twice, a=Gate(5, 5), b=Dense(5, 5)),
+            lambda b: numbers(b, None, 5, out=(None, 5)),
+        ),
+        _case("registered_frozen", frozen, lambda b: numbers(b, 5, out=(3,))),
+        _case(
+            "registered_elsewhere",
+            lambda: Net(
+                lambda net, x: net.b(net.a(x.transpose(0, 1)).transpose(0, 1).flatten(0, 1))
+                .unflatten(0, (len(x), -1)),
+                a=Gate(5, 4), b=Gate(4, 3),
+            ),
+            lambda b: numbers(b, 6, 5, out=(6, 3)),
+        ),
+    ]  # fmt: skip
+
+
 CASES: tuple[Case, ...] = (
     *_plain(),
     *_batch_elsewhere(),
@@ -768,6 +802,7 @@ CASES: tuple[Case, ...] = (
     *_norms_and_convolutions(),
     *_unusual_parameters(),
     *_recurrent(),
+    *_registered(),
     *_hugging_face(),
 )
 BY_NAME: dict[str, Case] = {case.name: case for case in CASES}

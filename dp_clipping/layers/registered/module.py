@@ -1,0 +1,225 @@
+"""A registered layer in a private step: its own forward, and its function's gradients in backward.
+
+Forward is the layer's own, with detached parameters, and ordinary autograd gives the gradient of
+its input. `Tap` passes the output on; its backward gets the output's gradient, calls the user's
+function and delivers G or its factors, as the arithmetic of any other layer does.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dp_clipping.clipping.accumulation import accumulation_dtype
+from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.layers.handle import LayerState, check_size, deliver
+from dp_clipping.layers.linear_factors import LinearFactors
+from dp_clipping.layers.projection import gradients_of
+from dp_clipping.layers.registered.one_alone import refuse_wrong
+from dp_clipping.layers.registered.registry import LinearProduct, function_of
+from dp_clipping.layers.vmap.module import Body, plain_forward
+from dp_clipping.torch_compat import tree_flatten, tree_unflatten
+
+
+@torch.compiler.disable
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    handle: LayerState = self._private
+    if handle.private_step is None:
+        return plain_forward(self, *args, **kwargs)
+    leaves, structure = tree_flatten((args, kwargs))
+    places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[n] for n in places]
+    layouts, (of_output, *others) = handle.layouts_of_examples(tensors)
+    if others or of_output.kind == "shared":
+        raise ValueError(
+            f"{_called(handle, self)} returns {len(others) + 1} tensors, or one that is the same "
+            "for all samples, and register_layer is for layers that return one tensor with a row "
+            "for each sample: give it x.expand(len(batch), ..), or leave out register_layer"
+        )
+    for x, layout in zip(tensors, layouts, strict=True):
+        check_size(x, layout, handle, handle.rows)
+    own = {f"module.{name}": p.detach() for name, p in handle.parameters().items()}
+    y = functional_call(Body(self), own, args, kwargs)
+    use = Use(self, handle, leaves, structure, places, layouts, of_output, handle.rows)
+    products = use.products(y, tensors)
+    use.targets = {name: use.target(name, products.get(name)) for name in handle.trainable}
+    slots = [target.slot for target in use.targets.values()]
+    return Tap.apply(y, use, *(x.detach() for x in tensors), *slots)
+
+
+def _called(handle: LayerState, module: nn.Module) -> str:
+    return f"{handle.name or 'the network'} ({type(module).__name__})"
+
+
+class Target(NamedTuple):
+    """Where per-sample gradients of a parameter go.
+
+    Attributes:
+        slot: the input of `Tap` that makes backward visit it.
+        take: who takes G, or its factors; None: G is the gradient of the slot.
+    """
+
+    slot: Tensor
+    take: Callable[[Any], None] | None
+    takes_factors: bool = False
+
+
+@dataclass
+class Use:
+    """One call of a registered layer.
+
+    Attributes:
+        leaves, structure: its arguments, flattened; `places` says which of them are tensors.
+        layouts, of_output: where examples are in these, and in the output.
+        rows: number of examples.
+        targets: name of a trainable parameter -> where its gradients go.
+    """
+
+    module: nn.Module
+    handle: LayerState
+    leaves: list[Any]
+    structure: Any
+    places: list[int]
+    layouts: tuple[Layout, ...]
+    of_output: Layout
+    rows: int
+
+    def __post_init__(self) -> None:
+        self.targets: dict[str, Target] = {}
+        for n in self.places:
+            self.leaves[n] = None  # saved by autograd, which notices what is changed in place
+
+    def call(self, gradient: Tensor, tensors: list[Tensor]) -> Mapping[str, Any]:
+        """Returns what the user's function does, for tensors with the samples in front."""
+        leaves = list(self.leaves)
+        for n, x in zip(self.places, tensors, strict=True):
+            leaves[n] = x
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        with torch.no_grad():
+            found = function_of(self.module)(self.module, gradient, *args, **kwargs)
+        self._refuse_shapes(found, len(gradient))
+        return found
+
+    def batch_first(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Returns the inputs with the examples in front; those that all share as they are."""
+        pairs = zip(tensors, self.layouts, strict=True)
+        return [x if at.kind == "shared" else at.batch_first(x, self.rows) for x, at in pairs]
+
+    def _refuse_shapes(self, found: Any, rows: int) -> None:
+        """Raises ValueError unless there is G, or a product, for each trainable parameter."""
+        who = f"the function registered for {_called(self.handle, self.module)}"
+        if not isinstance(found, Mapping):
+            raise ValueError(
+                f'{who} returns {type(found).__name__}: return a dictionary, as {{"weight": G}}'
+            )
+        unknown = found.keys() - dict(self.module.named_parameters()).keys()
+        if unknown:
+            raise ValueError(f"{who} returns {sorted(unknown)[0]!r}, which is no parameter of it")
+        for name, parameter in self.handle.parameters().items():
+            if name not in found:
+                raise ValueError(
+                    f"{who} returns nothing for {name!r}: return its per-sample gradients, or "
+                    "freeze it by requires_grad_(False)"
+                )
+            g, shape = found[name], tuple(parameter.shape)
+            if isinstance(g, LinearProduct):
+                a, y = g.activations, g.gradients
+                fits = (
+                    a.dim() == y.dim() == 3 and a.dtype == y.dtype and len(a) == len(y) == rows
+                    and a.shape[1] == y.shape[1] and shape == (y.shape[2], a.shape[2])
+                )  # fmt: skip
+                if not fits:
+                    raise ValueError(
+                        f"{who} returns activations {list(a.shape)} ({a.dtype}) and gradients "
+                        f"{list(y.shape)} ({y.dtype}) for {name!r} {list(shape)}: return "
+                        f"LinearProduct(a [B, T, I], y [B, T, O]) of one dtype, B = {rows}"
+                    )
+            elif not isinstance(g, Tensor) or g.shape != (rows, *shape):
+                given = list(g.shape) if isinstance(g, Tensor) else type(g).__name__
+                raise ValueError(
+                    f"{who} returns {given} for {name!r}: return its per-sample gradients "
+                    f"{[rows, *shape]}, or a LinearProduct"
+                )
+            elif not g.is_floating_point():
+                raise ValueError(f"{who} returns {g.dtype} for {name!r}: return floating point")
+
+    def products(self, y: Tensor, tensors: list[Tensor]) -> dict[str, tuple[int, torch.dtype]]:
+        """Returns name -> tokens and dtype of the products that the function will return.
+
+        It is asked with one sample and a gradient of zeros, once for samples of each shape.
+        """
+        rows = [
+            x if at.kind == "shared" else x[:1]
+            for x, at in zip(self.batch_first(tensors), self.layouts, strict=True)
+        ]
+        gradient = torch.zeros_like(self.of_output.batch_first(y.detach(), self.rows)[:1])
+        key = tuple((x.shape, x.dtype) for x in (*rows, gradient))
+        known = self.handle.products
+        if key not in known:
+            known[key] = {
+                name: (g.activations.shape[1], g.activations.dtype)
+                for name, g in self.call(gradient, rows).items()
+                if isinstance(g, LinearProduct)
+            }
+        return known[key]
+
+    def target(self, name: str, product: tuple[int, torch.dtype] | None) -> Target:
+        """Returns an input for `Tap`, and who takes what the function returns for a parameter."""
+        handle = self.handle
+        if product is not None:
+            tokens, dtype = product
+            weight = handle.parameter(name)
+            shape = (handle.private_step.batch_size, tokens * handle.examples_per_unit)
+            a = torch.empty(*shape, weight.shape[1], dtype=dtype, device="meta")
+            if not handle.keeps_dense(a, weight, name):
+                handle.private_step.plans.will_use(handle.parameter(name), a, weight.shape[0])
+                return Target(*handle.factor_target(name), takes_factors=True)
+        return Target(*handle.gradient_target(name))
+
+    def deliver(self, gradient: Tensor, tensors: list[Tensor]) -> list[Tensor | None]:
+        """Delivers G of all parameters; returns the gradients of their slots."""
+        handle, k = self.handle, self.handle.examples_per_unit
+        rows = self.of_output.batch_first(gradient, self.rows)
+        found = self.call(rows, self.batch_first(tensors))
+        refuse_wrong(self, gradient, tensors, found)
+        results = []
+        for name, (slot, take, takes_factors) in self.targets.items():
+            g = found[name]
+            if isinstance(g, LinearProduct):
+                a, y = (_units(x, k).flatten(1, 2) for x in (g.activations, g.gradients))
+                g = LinearFactors(a, y, False) if takes_factors else gradients_of(y, a)
+            elif k > 1:
+                g = _units(g, k).sum(1, dtype=accumulation_dtype(g.dtype))
+            if takes_factors:
+                take(g)
+                results.append(None)
+            else:
+                results.append(deliver(take, g.to(slot.dtype) if take is None else g))
+        return results
+
+
+def _units(x: Tensor, examples_per_unit: int) -> Tensor:
+    """Returns x [B·k, ..] as [B, k, ..]."""
+    return x.unflatten(0, (-1, examples_per_unit))
+
+
+class Tap(torch.autograd.Function):
+    """Returns y; its backward lets the layer's function compute G, and passes the gradient on.
+
+    The output shares memory and version with y: what changes it in place is noticed as without it.
+    """
+
+    @staticmethod
+    def forward(ctx, y, use, *tensors):
+        ctx.use, count = use, len(use.places)
+        ctx.save_for_backward(*tensors[:count])
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx, gy):
+        inputs = list(ctx.saved_tensors)
+        gradients = ctx.use.deliver(gy, inputs)
+        return gy, None, *[None] * len(inputs), *gradients

@@ -1,0 +1,99 @@
+"""Compares what a registered function returns with autograd on single samples, run alone.
+
+It looks at the very gradients that the step will clip, before they are clipped: in backwards 1, 2,
+4, 8, ... of a layer, and in each one until a gradient was not zero.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from dp_clipping.clipping.accumulation import full_float32
+from dp_clipping.layers.registered.registry import LinearProduct
+from dp_clipping.layers.vmap.module import Body
+from dp_clipping.torch_compat import tree_unflatten
+
+SAMPLES = 4  # that are compared in a backward
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+LOW_PRECISION = 5e-2  # relative error of a sample's gradient in 16 bit
+
+
+def refuse_wrong(use: Any, gradient: Tensor, tensors: list[Tensor], found: Any) -> None:
+    """Raises ValueError if G of a sample is not what autograd gives for that sample alone.
+
+    Args:
+        use: the layer's call (`module.Use`).
+        gradient: of the output, as the network has it; `tensors`: the inputs, likewise.
+        found: what the function has returned for the whole batch.
+    """
+    if not _is_due(use.handle):
+        return
+    rows = use.rows
+    step = max(1, rows // SAMPLES)
+    first = use.handle.checks % step
+    is_zero = True
+    for i in range(first, rows, step):
+        expected = _alone(use, gradient, tensors, i)
+        for name, g in expected.items():
+            got, tolerance = _row(found[name], i), _tolerance(g, found[name])
+            error, size = float((got - g.double()).norm()), float(g.double().norm())
+            is_zero = is_zero and size == 0
+            if not error <= tolerance * size and size < float("inf"):
+                raise ValueError(_message(use, name, i, error, size))
+    use.handle.checks += 0 if is_zero else 1
+
+
+def _is_due(handle: Any) -> bool:
+    """Returns whether a backward is number 1, 2, 4, 8, ...; counts those since a first check."""
+    if handle.checks == 0:
+        handle.backwards = 1
+        return True
+    handle.backwards += 1
+    return handle.backwards & (handle.backwards - 1) == 0
+
+
+def _alone(use: Any, gradient: Tensor, tensors: list[Tensor], i: int) -> dict[str, Tensor]:
+    """Returns the gradients of sample i alone, by a forward of the layer itself."""
+    leaves = list(use.leaves)
+    for n, x, layout in zip(use.places, tensors, use.layouts, strict=True):
+        leaves[n] = x if layout.kind == "shared" else _only(x, layout, use.rows, i)
+    args, kwargs = tree_unflatten(leaves, use.structure)
+    own = {n: p.detach().requires_grad_() for n, p in use.handle.parameters().items()}
+    with torch.enable_grad(), full_float32(layers=True):
+        y = functional_call(Body(use.module), {f"module.{n}": p for n, p in own.items()}, args, kwargs)
+        gy = _only(gradient, use.of_output, use.rows, i).to(y.dtype)
+        found = torch.autograd.grad(y, list(own.values()), gy, allow_unused=True)
+    return {
+        n: torch.zeros_like(p) if g is None else g
+        for (n, p), g in zip(own.items(), found, strict=True)
+    }
+
+
+def _only(x: Tensor, layout: Any, rows: int, i: int) -> Tensor:
+    """Returns one sample of x, where the network has it."""
+    return layout.restore(layout.batch_first(x, rows)[i : i + 1])
+
+
+def _row(found: Tensor | LinearProduct, i: int) -> Tensor:
+    if isinstance(found, LinearProduct):
+        return found.gradients[i].double().mT @ found.activations[i].double()
+    return found[i].double()
+
+
+def _tolerance(expected: Tensor, found: Tensor | LinearProduct) -> float:
+    dtype = (found.gradients if isinstance(found, LinearProduct) else found).dtype
+    known = [TOLERANCE.get(dtype, LOW_PRECISION), TOLERANCE.get(expected.dtype, LOW_PRECISION)]
+    return max(known)
+
+
+def _message(use: Any, name: str, i: int, error: float, size: float) -> str:
+    return (
+        f"the function registered for {use.handle.name or 'the network'} "
+        f"({type(use.module).__name__}) is wrong: for {name!r} of sample {i} it differs by "
+        f"{error:.3g} from the gradient of that sample alone, whose norm is {size:.3g}; return "
+        "that gradient, of the sample's own inputs alone (a layer that draws random numbers "
+        "cannot be registered: draw them outside of it), or leave out register_layer, and "
+        "torch.vmap computes it"
+    )

@@ -1,0 +1,97 @@
+"""`register_layer`: a user's own layer class, and the function that computes its gradients."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from dp_clipping.distributed.dtensor import plain_type
+
+BUILT_IN = (
+    nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d,
+    nn.ConvTranspose2d, nn.ConvTranspose3d, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
+    nn.InstanceNorm3d, nn.LayerNorm, nn.RMSNorm, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention,
+)  # fmt: skip
+EXAMPLE = (
+    "register_layer(Scale, lambda layer, gradient, x: "
+    '{"scale": (gradient * x).flatten(1, -2).sum(1)})'
+)
+
+
+@dataclass(frozen=True)
+class LinearProduct:
+    """Per-sample gradients of a weight [O, I] as a product: G_i = Σ_t y_it a_itᵀ.
+
+    A function given to `register_layer` returns it in place of G [B, O, I], which is then never
+    formed where norms and sums are cheaper without it, as for `nn.Linear`.
+
+    Attributes:
+        activations: a [B, T, I].
+        gradients: y [B, T, O], of the same dtype.
+    """
+
+    activations: Tensor
+    gradients: Tensor
+
+
+GradientFunction = Callable[..., Mapping[str, Tensor | LinearProduct]]
+_REGISTERED: dict[type, GradientFunction] = {}
+
+
+def register_layer(cls: type[nn.Module], fn: GradientFunction) -> None:
+    """Gives a layer class arithmetic of its own, in every mode; without it `torch.vmap` runs it.
+
+    `fn(layer, gradient, *args, **kwargs)` is called in backward with the layer, the gradient of
+    its output and the arguments of its forward. Their tensors have the samples in front: [B, ...],
+    and [B, T, ...] where the network has flattened samples and tokens into one dimension. It
+    returns a dictionary: the name of each parameter that the class itself owns -> per-sample
+    gradients G [B, *parameter.shape], or a `LinearProduct` for a weight. What it returns for frozen
+    parameters is left out.
+
+    G_i must depend on sample i alone. In batches 1, 2, 4, 8, ... the gradients of some samples are
+    compared with autograd's for each of these alone, and a function that is wrong is refused.
+
+    Args:
+        cls: a module class that returns one tensor. Its subclasses are not registered with it.
+        fn: of PyTorch's operators.
+
+    Raises:
+        ValueError: for a class that has arithmetic of its own, or another function already.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module) and callable(fn)):
+        raise ValueError(f"give a subclass of nn.Module and a function: {EXAMPLE}")
+    for kind in BUILT_IN:
+        if issubclass(cls, kind) and cls.forward is kind.forward:
+            raise ValueError(
+                f"{cls.__name__} computes what nn.{kind.__name__} does, which has per-sample "
+                "gradients already: leave register_layer out"
+            )
+    if _REGISTERED.get(cls, fn) is not fn:
+        raise ValueError(
+            f"{cls.__name__} is registered with another function: register a subclass, as "
+            f"class My{cls.__name__}({cls.__name__}): pass"
+        )
+    _REGISTERED[cls] = fn
+
+
+def is_registered(module: nn.Module) -> bool:
+    """Returns whether exactly this class was given to `register_layer`."""
+    return plain_type(module) in _REGISTERED
+
+
+def function_of(module: nn.Module) -> GradientFunction:
+    """Returns the function that its class was registered with."""
+    kind: Any = plain_type(module)
+    return _REGISTERED[kind]
+
+
+def refuse_where_unfit(name: str, module: nn.Module, sharding: Any) -> None:
+    """Raises ValueError for a registered layer of a network that ranks share."""
+    if sharding is not None:
+        raise ValueError(
+            f"{name or 'the network'} ({type(module).__name__}) has a function of register_layer, "
+            "which would compute with the part of its parameters that a rank has: make the network "
+            "private unsharded, as make_private(module=ddp.wrap(name, network), ..), or do not "
+            "register the class, and torch.vmap runs it"
+        )
