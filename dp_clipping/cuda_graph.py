@@ -66,8 +66,8 @@ def refuse(settings: Any, ranks: Any) -> None:
         "compiled modules: use them as they are, a graph launches nothing from the host": (
             any_compiled(module)
         ),
-        "layers given to register_layer, whose function is checked from the host: leave it out, and "
-        "torch.vmap runs them": any(map(is_registered, module.modules())),
+        "layers given to register_layer, whose function is checked from the host: leave it out, "
+        "and torch.vmap runs them": any(map(is_registered, module.modules())),
         "units of several examples: leave out examples_per_unit": settings.examples_per_unit > 1,
         "memory_budget, with which backward may run twice: leave it out": (
             settings.memory_budget is not None

@@ -12,6 +12,7 @@ Files:
     projection            a linear layer, or one that is part of another layer
     linear_factors        norms and sums of a linear layer from its inputs and output gradients
     inner_call            a subclass of a layer, whose own forward calls the layer's
+    registered/           layers of the user's own classes, given to `register_layer`
     vmap/                 any other module
     tensor_parallel       layers whose parameters are DTensors
     low_precision_sums    weighted sums of 16-bit factors in one product

@@ -3,6 +3,6 @@
 Files:
 
     registry              `register_layer`: classes and their functions
-    module                runs such a layer in a private step, and delivers what its function returns
-    one_alone             compares that with autograd on one sample alone
+    module                runs such a layer in a private step, and delivers its function's results
+    one_alone             compares these with autograd on one sample alone
 """

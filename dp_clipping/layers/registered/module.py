@@ -21,12 +21,12 @@ from dp_clipping.layers.projection import gradients_of
 from dp_clipping.layers.registered.one_alone import refuse_wrong
 from dp_clipping.layers.registered.registry import LinearProduct, function_of
 from dp_clipping.layers.vmap.module import Body, plain_forward
-from dp_clipping.torch_compat import tree_flatten, tree_unflatten
+from dp_clipping.torch_compat import never_compiled, tree_flatten, tree_unflatten
 
 
-@torch.compiler.disable
+@never_compiled
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    handle: LayerState = self._private
+    handle: LayerState = vars(self)["_private"]
     if handle.private_step is None:
         return plain_forward(self, *args, **kwargs)
     leaves, structure = tree_flatten((args, kwargs))
@@ -41,9 +41,8 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         )
     for x, layout in zip(tensors, layouts, strict=True):
         check_size(x, layout, handle, handle.rows)
-    own = {f"module.{name}": p.detach() for name, p in handle.parameters().items()}
-    y = functional_call(Body(self), own, args, kwargs)
     use = Use(self, handle, leaves, structure, places, layouts, of_output, handle.rows)
+    y = use.run({name: p.detach() for name, p in handle.parameters().items()}, leaves)
     products = use.products(y, tensors)
     use.targets = {name: use.target(name, products.get(name)) for name in handle.trainable}
     slots = [target.slot for target in use.targets.values()]
@@ -62,8 +61,8 @@ class Target(NamedTuple):
         take: who takes G, or its factors; None: G is the gradient of the slot.
     """
 
-    slot: Tensor
-    take: Callable[[Any], None] | None
+    slot: Any
+    take: Callable[[Any], Any] | None
     takes_factors: bool = False
 
 
@@ -89,8 +88,20 @@ class Use:
 
     def __post_init__(self) -> None:
         self.targets: dict[str, Target] = {}
-        for n in self.places:
-            self.leaves[n] = None  # saved by autograd, which notices what is changed in place
+        # Tensors are saved by autograd, which notices what is changed in place.
+        self.leaves = [None if isinstance(x, Tensor) else x for x in self.leaves]
+
+    def run(self, parameters: dict[str, Tensor], leaves: list[Any]) -> Tensor:
+        """Returns what the layer's own forward does with these parameters and arguments."""
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        own = {f"module.{name}": value for name, value in parameters.items()}
+        return functional_call(Body(self.module), own, args, kwargs)
+
+    def row(self, found: Tensor | LinearProduct, i: int) -> Tensor:
+        """Returns G of example i."""
+        if isinstance(found, LinearProduct):
+            return gradients_of(found.gradients[i : i + 1], found.activations[i : i + 1])[0]
+        return found[i]
 
     def call(self, gradient: Tensor, tensors: list[Tensor]) -> Mapping[str, Any]:
         """Returns what the user's function does, for tensors with the samples in front."""
@@ -181,11 +192,11 @@ class Use:
 
     def deliver(self, gradient: Tensor, tensors: list[Tensor]) -> list[Tensor | None]:
         """Delivers G of all parameters; returns the gradients of their slots."""
-        handle, k = self.handle, self.handle.examples_per_unit
+        k = self.handle.examples_per_unit
         rows = self.of_output.batch_first(gradient, self.rows)
         found = self.call(rows, self.batch_first(tensors))
         refuse_wrong(self, gradient, tensors, found)
-        results = []
+        results: list[Tensor | None] = []
         for name, (slot, take, takes_factors) in self.targets.items():
             g = found[name]
             if isinstance(g, LinearProduct):
@@ -193,7 +204,7 @@ class Use:
                 g = LinearFactors(a, y, False) if takes_factors else gradients_of(y, a)
             elif k > 1:
                 g = _units(g, k).sum(1, dtype=accumulation_dtype(g.dtype))
-            if takes_factors:
+            if takes_factors and take is not None:
                 take(g)
                 results.append(None)
             else:

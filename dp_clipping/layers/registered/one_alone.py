@@ -8,12 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from dp_clipping.clipping.accumulation import full_float32
-from dp_clipping.layers.registered.registry import LinearProduct
-from dp_clipping.layers.vmap.module import Body
-from dp_clipping.torch_compat import tree_unflatten
 
 SAMPLES = 4  # that are compared in a backward
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -37,8 +33,10 @@ def refuse_wrong(use: Any, gradient: Tensor, tensors: list[Tensor], found: Any) 
     for i in range(first, rows, step):
         expected = _alone(use, gradient, tensors, i)
         for name, g in expected.items():
-            got, tolerance = _row(found[name], i), _tolerance(g, found[name])
-            error, size = float((got - g.double()).norm()), float(g.double().norm())
+            got = use.row(found[name], i)
+            tolerance = max(TOLERANCE.get(x.dtype, LOW_PRECISION) for x in (got, g))
+            error = float((got.double() - g.double()).norm())
+            size = float(g.double().norm())
             is_zero = is_zero and size == 0
             if not error <= tolerance * size and size < float("inf"):
                 raise ValueError(_message(use, name, i, error, size))
@@ -59,10 +57,9 @@ def _alone(use: Any, gradient: Tensor, tensors: list[Tensor], i: int) -> dict[st
     leaves = list(use.leaves)
     for n, x, layout in zip(use.places, tensors, use.layouts, strict=True):
         leaves[n] = x if layout.kind == "shared" else _only(x, layout, use.rows, i)
-    args, kwargs = tree_unflatten(leaves, use.structure)
     own = {n: p.detach().requires_grad_() for n, p in use.handle.parameters().items()}
     with torch.enable_grad(), full_float32(layers=True):
-        y = functional_call(Body(use.module), {f"module.{n}": p for n, p in own.items()}, args, kwargs)
+        y = use.run(own, leaves)
         gy = _only(gradient, use.of_output, use.rows, i).to(y.dtype)
         found = torch.autograd.grad(y, list(own.values()), gy, allow_unused=True)
     return {
@@ -74,18 +71,6 @@ def _alone(use: Any, gradient: Tensor, tensors: list[Tensor], i: int) -> dict[st
 def _only(x: Tensor, layout: Any, rows: int, i: int) -> Tensor:
     """Returns one sample of x, where the network has it."""
     return layout.restore(layout.batch_first(x, rows)[i : i + 1])
-
-
-def _row(found: Tensor | LinearProduct, i: int) -> Tensor:
-    if isinstance(found, LinearProduct):
-        return found.gradients[i].double().mT @ found.activations[i].double()
-    return found[i].double()
-
-
-def _tolerance(expected: Tensor, found: Tensor | LinearProduct) -> float:
-    dtype = (found.gradients if isinstance(found, LinearProduct) else found).dtype
-    known = [TOLERANCE.get(dtype, LOW_PRECISION), TOLERANCE.get(expected.dtype, LOW_PRECISION)]
-    return max(known)
 
 
 def _message(use: Any, name: str, i: int, error: float, size: float) -> str:

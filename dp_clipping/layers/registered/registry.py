@@ -11,7 +11,8 @@ from dp_clipping.distributed.dtensor import plain_type
 BUILT_IN = (
     nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d,
     nn.ConvTranspose2d, nn.ConvTranspose3d, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
-    nn.InstanceNorm3d, nn.LayerNorm, nn.RMSNorm, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention,
+    nn.InstanceNorm3d, nn.LayerNorm, nn.RMSNorm, nn.LSTM, nn.GRU, nn.RNN,
+    nn.LSTMCell, nn.GRUCell, nn.RNNCell, nn.MultiheadAttention,
 )  # fmt: skip
 EXAMPLE = (
     "register_layer(Scale, lambda layer, gradient, x: "

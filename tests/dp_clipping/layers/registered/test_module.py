@@ -1,0 +1,206 @@
+"""Registered layers in a step; the zoo has them in every mode and with units of privacy."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dp_clipping import LinearProduct, register_layer
+from dp_clipping.layers.linear_factors import LinearFactors
+from dp_clipping.layers.registered import module as registered
+from dp_clipping.step.private_step import PrivateStep
+from dp_clipping.verification import reference as oracle
+from tests.dp_clipping.conftest import (
+    MODES,
+    assert_close,
+    gradients_of,
+    private,
+    private_loss,
+)
+from tests.dp_clipping.step.test_on_gpu import compare_with_oracle, gpu, needs_gpu
+from tests.support import zoo
+from tests.support.registered_layers import Dense, Gate, gate_gradients
+
+NAMES = ("registered", "registered_reused", "registered_frozen", "registered_elsewhere")
+
+
+def sums(network: nn.Module, batch, mode: str = "bookkeeping") -> dict:
+    model = private(network, mode, 0.5)
+    private_loss(model, batch, zoo.product).backward()
+    return gradients_of(model)
+
+
+def expected(network: nn.Module, batch) -> dict:
+    return oracle.clipped_sum(oracle.per_sample_gradients(network, batch, zoo.product), 0.5)
+
+
+def test_products_are_delivered_as_factors(monkeypatch):
+    delivered = {}
+    take = PrivateStep.factors
+
+    def note(self, parameter, factors):
+        delivered[self.capture.names[parameter]] = factors
+        take(self, parameter, factors)
+
+    monkeypatch.setattr(PrivateStep, "factors", note)
+    batch = zoo.numbers(4, 2, 40, out=(2, 30))
+    network = nn.Sequential(Gate(40, 30), Dense(30, 30))
+    plain = copy.deepcopy(network)
+    assert_close(sums(network, batch), expected(plain, batch), 1e-4)
+    assert delivered.keys() == {"0.weight"}
+    assert isinstance(delivered["0.weight"], LinearFactors)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_under_checkpointing(mode):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.head = Gate(5, 4), Dense(4, 3)
+
+        def forward(self, x):
+            return self.head(checkpoint(self.gate, x, use_reentrant=False))
+
+    network, batch = Block(), zoo.numbers(4, 6, 5, out=(6, 3))
+    assert_close(sums(network, batch, mode), expected(copy.deepcopy(network), batch), 1e-4)
+
+
+def test_inside_of_a_module_under_vmap():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.own = Gate(5, 3), nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return self.gate(x) * self.own
+
+    network, batch = Scaled(), zoo.numbers(4, 6, 5, out=(6, 3))
+    plain = copy.deepcopy(network)
+    model = private(network, "bookkeeping", 0.5)
+    private_loss(model, batch, zoo.product).backward()
+    assert {h.name: h.kind for h in model.capture.handles}["gate"] == "registered"
+    assert_close(gradients_of(model), expected(plain, batch), 1e-4)
+
+
+def test_compiled():
+    network, batch = nn.Sequential(Gate(5, 4), nn.Linear(4, 3)), zoo.numbers(4, 6, 5, out=(6, 3))
+    plain = copy.deepcopy(network)
+    network.compile(backend="eager")
+    assert_close(sums(network, batch, "flash_bookkeeping"), expected(plain, batch), 1e-4)
+
+
+def test_an_output_may_be_changed_in_place_as_without():
+    class Shift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.ones(5))
+
+        def forward(self, x):
+            return x + self.shift
+
+    register_layer(Shift, lambda layer, gradient, x: {"shift": gradient})
+    network = nn.Sequential(nn.Linear(5, 5), Shift(), nn.ReLU(inplace=True), nn.Linear(5, 3))
+    batch = zoo.numbers(4, 5, out=(3,))
+    assert_close(sums(network, batch), expected(copy.deepcopy(network), batch), 1e-4)
+
+
+def test_an_output_that_backward_needs_may_not_be_changed_as_without():
+    class Tanh(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.ones(5))
+
+        def forward(self, x):
+            return (x + self.shift).tanh()
+
+    network = nn.Sequential(nn.Linear(5, 5), Tanh(), nn.ReLU(inplace=True))
+    x = torch.randn(4, 5)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
+        network(x).sum().backward()
+    register_layer(
+        Tanh, lambda layer, gradient, x: {"shift": gradient * (1 - (x + layer.shift).tanh() ** 2)}
+    )
+    model = private(network)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
+        private_loss(model, (x, torch.randn(4, 5)), zoo.product).backward()
+
+
+def test_autocast():
+    network, batch = nn.Sequential(Gate(5, 4), nn.Linear(4, 3)), zoo.numbers(4, 6, 5, out=(6, 3))
+    plain = copy.deepcopy(network)
+    model = private(network, "bookkeeping", 0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = private_loss(model, batch, zoo.product)
+    loss.backward()
+    assert_close(gradients_of(model), expected(plain, batch), 3e-2)
+
+
+def test_an_empty_batch_gives_zeros():
+    network = nn.Sequential(Gate(5, 3))
+    model = private(network)
+    private_loss(model, zoo.numbers(4, 5, out=(3,)), zoo.product).backward()
+    model.clear_gradients()
+    private_loss(model, (torch.zeros(0, 5), torch.zeros(0, 3)), zoo.product).backward()
+    assert all(not g.any() for g in gradients_of(model).values())
+
+
+def test_outside_of_a_step_it_is_the_layer(monkeypatch):
+    network = Gate(5, 3)
+    model = private(network)
+    monkeypatch.setattr(registered, "functional_call", None)
+    model.eval()
+    x = torch.randn(2, 5)
+    assert torch.equal(model(x), Gate.forward(network, x))
+
+
+def with_bias(value):
+    return lambda *a: gate_gradients(*a) | {"bias": value}
+
+
+REFUSED = {
+    "returns list: return a dictionary": lambda layer, gradient, x: [gradient],
+    "returns 'other', which is no parameter": lambda *a: gate_gradients(*a) | {"other": a[1]},
+    "returns nothing for 'scale'": lambda *a: dict(list(gate_gradients(*a).items())[:2]),
+    r"\[1, 4\] for 'bias'": with_bias(torch.zeros(1, 4)),
+    "NoneType for 'bias'": with_bias(None),
+    "int64 for 'bias'": with_bias(torch.zeros(1, 3, dtype=torch.long)),
+    r"return LinearProduct\(a": lambda *a: (
+        gate_gradients(*a) | {"weight": LinearProduct(torch.zeros(1, 2, 3), torch.zeros(1, 2, 5))}
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_a_function_must_return(message):
+    kind = type("Odd", (Gate,), {})
+    register_layer(kind, REFUSED[message])
+    with pytest.raises(ValueError, match=message):
+        sums(nn.Sequential(kind(5, 3)), zoo.numbers(4, 5, out=(3,)))
+
+
+def test_a_layer_that_returns_two_tensors_is_refused():
+    kind = type("Two", (Gate,), {"forward": lambda self, x: (x * self.scale, self.bias)})
+    register_layer(kind, gate_gradients)
+    network = zoo.Net(lambda net, x: net.two(x)[0], two=kind(3, 3))
+    with pytest.raises(ValueError, match=r"two \(Two\) returns 2 tensors"):
+        sums(network, zoo.numbers(4, 3, out=(3,)))
+
+
+def check_networks() -> None:
+    for name in NAMES:
+        compare_with_oracle(zoo.BY_NAME[name], "cpu", torch.float32, "flash_bookkeeping")
+
+
+def test_on_kernels_in_the_interpreter(interpreter):
+    interpreter.run(check_networks)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_on_gpu(name, dtype):
+    for mode in MODES:
+        compare_with_oracle(zoo.BY_NAME[name], "cuda", dtype, mode)

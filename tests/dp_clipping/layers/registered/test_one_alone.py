@@ -1,0 +1,112 @@
+"""A function that is wrong is refused before its gradients are clipped."""
+
+import pytest
+import torch
+from torch import nn
+
+from dp_clipping import LinearProduct, register_layer
+from tests.dp_clipping.conftest import private, private_loss
+from tests.support import zoo
+from tests.support.registered_layers import Gate, gate_gradients
+
+
+def registered(fn) -> type[Gate]:
+    """Returns a new class with this function."""
+    kind = type("Wrong", (Gate,), {})
+    register_layer(kind, fn)
+    return kind
+
+
+def backward(network: nn.Module, batch=None, model=None) -> None:
+    model = private(network) if model is None else model
+    batch = zoo.numbers(6, 4, 5, out=(4, 3)) if batch is None else batch
+    private_loss(model, batch, zoo.product).backward()
+
+
+def changed(name: str, change):
+    def fn(layer, gradient, x):
+        found = gate_gradients(layer, gradient, x)
+        return found | {name: change(found[name])}
+
+    return fn
+
+
+def of_product(change):
+    return changed("weight", lambda p: LinearProduct(p.activations, change(p.gradients)))
+
+
+WRONG = {
+    "a factor": changed("bias", lambda g: 1.01 * g),
+    "a zero": changed("scale", torch.zeros_like),
+    "another sample's": changed("bias", lambda g: g.roll(1, 0)),
+    "the batch's mean": changed("scale", lambda g: g - g.mean(0)),
+    "not a number": changed("bias", lambda g: g * float("nan")),
+    "last sample": changed("bias", lambda g: torch.cat((g[:-1], g[-1:] * 2))),
+    "a product's factor": of_product(lambda y: y * 0.9),
+    "a product's tokens": of_product(lambda y: y.flip(1)),
+}
+
+
+@pytest.mark.parametrize("fn", WRONG.values(), ids=WRONG)
+def test_a_wrong_function_is_refused(fn):
+    network = nn.Sequential(nn.Linear(5, 5), registered(fn)(5, 3))
+    model = private(network)
+    message = r"function registered for 1 \(Wrong\) is wrong: for '.*' of sample \d.*leave out"
+    with pytest.raises(ValueError, match=message):
+        backward(network, model=model)
+    assert all(p.grad is None for p in network.parameters())  # nothing was clipped or kept
+
+
+def test_a_right_one_is_not():
+    backward(nn.Sequential(nn.Linear(5, 5), registered(gate_gradients)(5, 3)))
+
+
+def test_a_mistake_that_shows_later_is_found_then():
+    """Backwards 1, 2, 4, 8 are looked at."""
+    calls, wrong_from = [], 3
+
+    def fn(layer, gradient, x):
+        if gradient.count_nonzero():  # not the call that asks for shapes
+            calls.append(len(x))
+        found = gate_gradients(layer, gradient, x)
+        return found | {"bias": found["bias"] * (2 if len(calls) >= wrong_from else 1)}
+
+    network = registered(fn)(5, 3)
+    model = private(network)
+    for _ in range(3):
+        backward(network, model=model)
+    with pytest.raises(ValueError, match="is wrong: for 'bias'"):
+        backward(network, model=model)
+
+
+def test_gradients_of_zero_settle_nothing():
+    """As of a layer before one that starts as zeros."""
+    head = nn.Linear(3, 3)
+    nn.init.zeros_(head.weight)
+    layer = registered(changed("bias", lambda g: 2 * g))(5, 3)
+    network = nn.Sequential(layer, head)
+    model = private(network)
+    for _ in range(3):
+        backward(network, model=model)
+    nn.init.ones_(head.weight)
+    with pytest.raises(ValueError, match="is wrong: for 'bias'"):
+        backward(network, model=model)
+
+
+def test_16_bit_rounding_is_no_mistake_and_a_tenth_is():
+    batch = zoo.numbers(6, 4, 5, out=(4, 3))
+    batch = tuple(x.bfloat16() for x in batch)
+    backward(registered(gate_gradients)(5, 3).bfloat16(), batch)
+    with pytest.raises(ValueError, match="is wrong"):
+        backward(registered(changed("scale", lambda g: 1.1 * g))(5, 3).bfloat16(), batch)
+
+
+class Noisy(Gate):
+    def forward(self, x):
+        return super().forward(x) * torch.rand(x.shape[0], *[1] * (x.dim() - 1))
+
+
+def test_a_random_layer_is_refused():
+    register_layer(Noisy, gate_gradients)
+    with pytest.raises(ValueError, match="draws random numbers cannot be registered"):
+        backward(Noisy(5, 3))

@@ -1,0 +1,83 @@
+"""Which classes may be registered, and which combinations are refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from dp_clipping import register_layer
+from dp_clipping.layers.registered.registry import function_of, is_registered, refuse_where_unfit
+from tests.dp_clipping.conftest import private
+from tests.support.registered_layers import Dense, Gate, dense_gradients, gate_gradients
+
+
+def kinds(network: nn.Module) -> list[str]:
+    return [handle.kind for handle in private(network).capture.handles]
+
+
+def test_a_class_keeps_its_function():
+    assert function_of(Gate(2, 3)) is gate_gradients
+    assert function_of(Dense(2, 3)) is dense_gradients
+    register_layer(Gate, gate_gradients)  # again, as a notebook's cell does
+    with pytest.raises(ValueError, match="with another function: register a subclass"):
+        register_layer(Gate, dense_gradients)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Conv2d, nn.LSTM, nn.GroupNorm])
+def test_what_has_arithmetic_needs_none(kind):
+    with pytest.raises(ValueError, match="per-sample gradients already: leave register_layer out"):
+        register_layer(kind, gate_gradients)
+
+
+@pytest.mark.parametrize("wrong", [(Gate, None), (Gate(2, 2), gate_gradients), (int, print)])
+def test_a_class_and_a_function(wrong):
+    with pytest.raises(ValueError, match=r"give a subclass of nn.Module and a function: regis"):
+        register_layer(*wrong)
+
+
+class Other(Gate):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_subclass_is_not_registered_with_its_base():
+    assert is_registered(Gate(2, 2))
+    assert not is_registered(Other(2, 2))
+    assert kinds(nn.Sequential(Gate(2, 2), Other(2, 2))) == ["registered", "vectorized"]
+
+
+def test_a_layer_with_another_forward_of_its_own_is_vectorized():
+    layer = Gate(2, 2)
+    layer.forward = lambda x: x * layer.scale
+    assert kinds(layer) == ["vectorized"]
+
+
+def test_a_parametrized_layer_is_vectorized():
+    layer = Gate(2, 2)
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+    assert kinds(layer) == ["vectorized"]
+
+
+def test_what_ranks_share_is_refused():
+    refuse_where_unfit("gate", Gate(2, 2), None)
+    with pytest.raises(ValueError, match=r"gate \(Gate\).*do not register the class"):
+        refuse_where_unfit("gate", Gate(2, 2), object())
+
+
+def test_a_cuda_graph_is_refused():
+    from tests.dp_clipping import test_cuda_graph
+
+    network = nn.Sequential(Gate(2, 2)).to("meta")
+    ranks = test_cuda_graph.SimpleNamespace(
+        sharding=None, everyone=None, device=torch.device("cuda")
+    )
+    settings = test_cuda_graph.SimpleNamespace(
+        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=1.0),
+        grad_sample_mode="flash_bookkeeping", examples_per_unit=1, memory_budget=None,
+        adaptive_threshold=None,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dp_clipping.cuda_graph.available", lambda *_: True)
+        with pytest.raises(ValueError, match=r"layers given to register_layer.*leave it out"):
+            test_cuda_graph.refuse(settings, ranks)
+        network = settings.module = nn.Sequential(Other(2, 2)).to("meta")
+        test_cuda_graph.refuse(settings, ranks)
