@@ -28,6 +28,8 @@ SPLIT = "tests/dp_clipping/distributed/test_split_norms.py"
 REDUCE = "tests/dp_clipping/distributed/test_gradient_reduce.py"
 GLOBAL = "tests/dp_clipping/distributed/test_global_norms.py"
 LEDGER = "tests/dp_clipping/accounting/test_ledger.py"
+ALONE = "tests/dp_clipping/layers/registered/test_one_alone.py"
+OF_USERS = "tests/dp_clipping/layers/registered/test_module.py"
 STATE = "tests/dp_clipping/step/test_state.py"
 
 ROWS = [
@@ -164,6 +166,24 @@ ROWS = [
     ("a batch may be used twice", "sampling/usage.py", "self.left -= samples", "pass", USAGE),
     ("an empty batch has the sample's storage", "sampling/collate.py",
      "one.new_empty(shape)", "one.narrow(dim, 0, 0)", COLLATE),
+    # ---- layers of users
+    ("a registered function is not compared", "layers/registered/module.py",
+     "refuse_wrong(self, gradient, tensors, found)", "pass", ALONE),
+    ("gradients of zero count as compared", "layers/registered/one_alone.py",
+     "use.handle.checks += 0 if is_zero else 1", "use.handle.checks += 1", ALONE),
+    ("a registered function is compared once", "layers/registered/one_alone.py",
+     "return handle.backwards & (handle.backwards - 1) == 0", "return False", ALONE),
+    ("one sample is compared with another", "layers/registered/one_alone.py",
+     "got = use.row(found[name], i)", "got = use.row(found[name], (i + 1) % rows)", ALONE),
+    ("what cancels is taken for a mistake", "layers/registered/one_alone.py",
+     "+ ROUNDINGS * rounding", "+ 0 * rounding", ALONE),
+    ("products lose tokens", "layers/registered/module.py",
+     "g = LinearFactors(a, y, False)", "g = LinearFactors(a[:, :1], y[:, :1], False)", OF_USERS),
+    ("changes in place go unnoticed", "layers/registered/module.py",
+     "return y.detach()", "return y.data", OF_USERS),
+    ("examples of a unit are averaged", "layers/registered/module.py",
+     "g = _units(g, k).sum(1, dtype=accumulation_dtype(g.dtype))", "g = _units(g, k).mean(1)",
+     UNITS, "registered"),
     # ---- distributed
     ("shared parameters are counted on every rank", "distributed/norm_reduce.py",
      "return not replicated or self.tensor.rank == 0", "return True", SPLIT),

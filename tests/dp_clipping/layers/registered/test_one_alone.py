@@ -86,11 +86,36 @@ def test_gradients_of_zero_settle_nothing():
     layer = registered(changed("bias", lambda g: 2 * g))(5, 3)
     network = nn.Sequential(layer, head)
     model = private(network)
-    for _ in range(3):
+    for _ in range(4):
         backward(network, model=model)
     nn.init.ones_(head.weight)
     with pytest.raises(ValueError, match="is wrong: for 'bias'"):
         backward(network, model=model)
+
+
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - x.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1e-3])
+def test_gradients_that_cancel_are_rounding_errors(wrong):
+    """As of a bias before a softmax over tokens: the function adds them in another order."""
+
+    def fn(layer, gradient, x):
+        found = gate_gradients(layer, gradient, x)
+        y = found["weight"].gradients
+        return found | {"bias": y.flip(1).cumsum(1)[:, -1] + wrong}
+
+    layer = registered(fn)(5, 3)
+    torch.nn.init.zeros_(layer.weight)  # tokens have one output, whose gradients add up to nothing
+    network = nn.Sequential(layer, Centred())
+    batch = zoo.numbers(6, 99, 5, out=(99, 3))
+    if not wrong:
+        backward(network, batch)
+        return
+    with pytest.raises(ValueError, match="is wrong: for 'bias'"):
+        backward(network, batch)
 
 
 def test_16_bit_rounding_is_no_mistake_and_a_tenth_is():
