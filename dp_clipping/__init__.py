@@ -36,10 +36,11 @@ if TYPE_CHECKING:
     from dp_clipping.layers.registered.registry import LinearProduct, register_layer
     from dp_clipping.modes import MODES
     from dp_clipping.sampling.memory_manager import BatchMemoryManager
+    from dp_clipping.verification.contributions import check_clipping_function
 
 __all__ = [
-    "MODES", "BatchMemoryManager", "LinearProduct", "PrivacyEngine", "register_clipping_function",
-    "register_layer",
+    "MODES", "BatchMemoryManager", "LinearProduct", "PrivacyEngine", "check_clipping_function",
+    "register_clipping_function", "register_layer",
 ]  # fmt: skip
 
 
@@ -48,6 +49,7 @@ _HOMES = {
     "BatchMemoryManager": "dp_clipping.sampling.memory_manager",
     "LinearProduct": "dp_clipping.layers.registered.registry",
     "PrivacyEngine": "dp_clipping.engine",
+    "check_clipping_function": "dp_clipping.verification.contributions",
     "register_clipping_function": "dp_clipping.clipping.coefficients",
     "register_layer": "dp_clipping.layers.registered.registry",
 }

@@ -22,6 +22,7 @@ from dp_clipping.arguments.checks import (
 )
 from dp_clipping.arguments.numbers import check_expected_batch_size
 from dp_clipping.arguments.opacus_names import MODES, refuse
+from dp_clipping.clipping.coefficients import described
 from dp_clipping.kinds import plain
 from dp_clipping.modes import Policy, policy_of
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
@@ -131,7 +132,7 @@ class Settings:
             "noise_multiplier": self.noise_multiplier,
             "max_grad_norm": self.max_grad_norm,
             "clipping": self.clipping,
-            "clipping_function": self.clipping_function,
+            "clipping_function": described(self.clipping_function),
             "gamma": self.gamma,
             "loss_reduction": self.loss_reduction,
             "expected_batch_size": self.expected_batch_size,

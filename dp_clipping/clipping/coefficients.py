@@ -22,6 +22,7 @@ same bound. A norm that is formed as a product of two needs more, since a square
 that is lost in one factor may be multiplied with a large one: see norms.py.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -32,8 +33,10 @@ ClippingFunction = Callable[[Tensor, Tensor], Tensor]
 CLIPPING_FUNCTIONS = ("abadi", "automatic")
 _REGISTERED: dict[str, tuple[ClippingFunction, float]] = {}
 _PROBES = (0.0, 1e-30, 1e-12, 1e-6, 1e-3, 0.1, 0.5, 0.99, 1.0, 1.01, 1.5, 2.0, 3.7, 10.0, 1e3, 1e9)
+LIMITS = (1e-3, 1.0, 37.0)  # that functions are tried with
 GAMMA = 0.01
 LOWEST, HIGHEST = 1e-10, 1e30
+LOST = 1e-13  # what a norm may lack where squares are computed as zero
 MARGIN = {torch.float64: 2.0**-40, torch.float32: 2e-5}
 
 
@@ -67,7 +70,7 @@ def register_clipping_function(name: str, fn: ClippingFunction, bound: float = 1
             f"bound is {bound!r}: give the largest c(n)·n as a multiple of C, above 0 and at most "
             "1; divide the coefficients of a function that exceeds it"
         )
-    for limit in (1e-3, 1.0, 37.0):
+    for limit in LIMITS:
         norms = limit * torch.tensor(_PROBES, dtype=torch.float64)
         _check_function(name, fn, float(bound), norms, torch.tensor(limit, dtype=torch.float64))
     _REGISTERED[name] = fn, float(bound)
@@ -89,6 +92,22 @@ def registered(name: str) -> tuple[ClippingFunction, float]:
             "dp_clipping.register_clipping_function(name, fn, bound=..) first"
         )
     return _REGISTERED[name]
+
+
+def described(name: str) -> str:
+    """Returns a name for ranks and checkpoints to compare, of a function by what it computes.
+
+    That of one that was registered has a hash of its bound and its coefficients at some norms.
+    """
+    if name not in _REGISTERED:
+        return name
+    fn, bound = _REGISTERED[name]
+    values = [bound]
+    for limit in LIMITS:
+        norms = limit * torch.tensor(_PROBES[1:], dtype=torch.float64)
+        values += fn(norms, torch.tensor(limit, dtype=torch.float64)).tolist()
+    text = " ".join(f"{value:.4g}" for value in values)  # another processor may round otherwise
+    return f"{name} ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"
 
 
 def _check_function(
@@ -137,12 +156,16 @@ def _one_by_one(fn: ClippingFunction, norms: Tensor, limit: Tensor) -> Tensor:
 
 
 def _of_registered(name: str, norms: Tensor, clip_norms: Tensor) -> Tensor:
-    """Returns c [K, B] from norms [K, B] and thresholds [K, 1], none above bound · C / n."""
+    """Returns c [K, B] from norms [K, B] and thresholds [K, 1], none above bound · C / n.
+
+    A norm of 0 may be that of a gradient whose squares underflow, which `abadi` and `automatic` do
+    not scale up and a function that returns C / n does: so n is its norm and what may be lost.
+    """
     fn, bound = registered(name)
     rows = [_one_by_one(fn, n, limit[0]) for n, limit in zip(norms, clip_norms, strict=True)]
     scale = torch.stack(rows).to(norms)
     largest = torch.finfo(norms.dtype).max
-    most = (bound * clip_norms / norms).clamp(max=largest)
+    most = bound * clip_norms / (norms + LOST)
     return torch.minimum(scale.nan_to_num(nan=0.0, posinf=largest), most).clamp(min=0)
 
 

@@ -28,6 +28,7 @@ SPLIT = "tests/dp_clipping/distributed/test_split_norms.py"
 REDUCE = "tests/dp_clipping/distributed/test_gradient_reduce.py"
 GLOBAL = "tests/dp_clipping/distributed/test_global_norms.py"
 LEDGER = "tests/dp_clipping/accounting/test_ledger.py"
+CONTRIBUTIONS = "tests/dp_clipping/verification/test_contributions.py"
 ALONE = "tests/dp_clipping/layers/registered/test_one_alone.py"
 OF_USERS = "tests/dp_clipping/layers/registered/test_module.py"
 STATE = "tests/dp_clipping/step/test_state.py"
@@ -166,6 +167,18 @@ ROWS = [
     ("a batch may be used twice", "sampling/usage.py", "self.left -= samples", "pass", USAGE),
     ("an empty batch has the sample's storage", "sampling/collate.py",
      "one.new_empty(shape)", "one.narrow(dim, 0, 0)", COLLATE),
+    # ---- clipping functions of users
+    ("a gradient whose squares underflow is scaled up", "clipping/coefficients.py",
+     "bound * clip_norms / (norms + LOST)", "bound * clip_norms / (norms + 1e-300)", COEFFICIENTS),
+    ("a function of another bound is the same", "clipping/coefficients.py",
+     "    values = [bound]\n", "    values = []\n", COEFFICIENTS),
+    ("a function of other values is the same", "clipping/coefficients.py",
+     "values = [bound]\n    for limit in LIMITS:", "values = [bound]\n    for limit in ():",
+     COEFFICIENTS),
+    ("what is measured has no NaN", "verification/contributions.py",
+     ', float("nan"),\n', ",\n", CONTRIBUTIONS),
+    ("a sample alone is not compared", "verification/contributions.py",
+     "if not same.all():", "if False:", CONTRIBUTIONS),
     # ---- layers of users
     ("a registered function is not compared", "layers/registered/module.py",
      "refuse_wrong(self, gradient, tensors, found)", "pass", ALONE),

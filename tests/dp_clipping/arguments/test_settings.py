@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 from dp_clipping.arguments.settings import Settings
+from dp_clipping.clipping import coefficients
 from dp_clipping.clipping.coefficients import GAMMA
 from tests.dp_clipping import test_engine as engine
 
@@ -47,6 +48,13 @@ def test_nothing_changes_later():
 def test_what_is_out_of_range_is_refused_by_name(name):
     with pytest.raises(ValueError, match=name):
         settings(**{name: False})
+
+
+def test_a_registered_function_is_public_by_what_it_computes(monkeypatch):
+    monkeypatch.setattr(coefficients, "_REGISTERED", {})
+    coefficients.register_clipping_function("mine", lambda norms, limit: limit / norms)
+    name = settings(clipping_function="mine").public()["clipping_function"]
+    assert name == coefficients.described("mine") != "mine"
 
 
 def test_the_policy_is_the_modes():

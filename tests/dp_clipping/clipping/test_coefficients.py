@@ -15,6 +15,7 @@ from dp_clipping.clipping.coefficients import (
     check_range,
     clip_norms_of,
     coefficients,
+    described,
     finite_samples,
     known_clipping_functions,
 )
@@ -126,6 +127,16 @@ def test_what_exceeds_its_bound_where_nobody_looked_is_cut_off(names):
     assert 0.49 < c[0, 1] < 0.5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gradient_whose_squares_underflow_is_not_scaled_up(names, dtype):
+    register_clipping_function("bare", lambda norms, limit: limit / norms)
+    gradient = torch.tensor([[1e-25 if dtype == torch.float32 else 1e-170]], dtype=dtype)
+    squares = gradient.square().T
+    assert squares.item() == 0
+    c = coefficients(squares, torch.tensor([1e-10]), "bare")
+    assert (c * gradient).item() <= 1e-10
+
+
 def test_samples_without_a_norm_contribute_nothing(names):
     register_clipping_function("bare", lambda norms, limit: limit / norms)
     c = coefficients(torch.tensor([[0.0, torch.inf, torch.nan, 1.0]]), torch.tensor([1.0]), "bare")
@@ -166,6 +177,23 @@ def test_names_are_taken_once(names):
         register_clipping_function("mine", halving, bound=0.5)
     with pytest.raises(ValueError, match="'mine' is taken"):
         register_clipping_function("mine", smooth)
+
+
+def test_ranks_and_checkpoints_tell_functions_of_one_name_apart(names, monkeypatch):
+    assert described("abadi") == "abadi"
+    seen = set()
+    for fn, bound in (
+        (halving, 0.5),
+        (halving, 0.6),
+        (smooth, 1),
+        (lambda *a: smooth(*a) / 1.01, 1),
+    ):
+        monkeypatch.setattr(module, "_REGISTERED", {})
+        register_clipping_function("mine", fn, bound=bound)
+        assert described("mine") == described("mine")
+        assert described("mine").startswith("mine (")
+        seen.add(described("mine"))
+    assert len(seen) == 4
 
 
 def test_a_name_alone_is_no_other_function(monkeypatch):
