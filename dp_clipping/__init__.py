@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     from dp_clipping.engine import PrivacyEngine
     from dp_clipping.layers.registered.registry import LinearProduct, register_layer
     from dp_clipping.modes import MODES
+    from dp_clipping.noise.mechanisms import register_noise_mechanism
     from dp_clipping.sampling.memory_manager import BatchMemoryManager
     from dp_clipping.verification.contributions import check_clipping_function
 
 __all__ = [
     "MODES", "BatchMemoryManager", "LinearProduct", "PrivacyEngine", "check_clipping_function",
-    "register_clipping_function", "register_layer",
+    "register_clipping_function", "register_layer", "register_noise_mechanism",
 ]  # fmt: skip
 
 
@@ -51,6 +52,7 @@ _HOMES = {
     "PrivacyEngine": "dp_clipping.engine",
     "check_clipping_function": "dp_clipping.verification.contributions",
     "register_clipping_function": "dp_clipping.clipping.coefficients",
+    "register_noise_mechanism": "dp_clipping.noise.mechanisms",
     "register_layer": "dp_clipping.layers.registered.registry",
 }
 

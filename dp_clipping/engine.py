@@ -55,6 +55,7 @@ from dp_clipping.kinds import WrongType, check_count, check_type, shown
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import DEFAULT_MODE
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from dp_clipping.noise.mechanisms import NoiseMechanism, mechanism_of, refuse_mixed
 from dp_clipping.optimizer import PrivateOptimizer
 from dp_clipping.profiling.metrics import StepMetrics
 from dp_clipping.validation import check_module
@@ -99,6 +100,7 @@ class PrivacyEngine:
         self.hide_unprotected = hide_unprotected
         self._runs: list[PrivateRun] = []
         self._dataset: Any = None
+        self._noise_mechanism = "gaussian"
 
     @property
     def release(self) -> bool:
@@ -116,6 +118,11 @@ class PrivacyEngine:
 
     @accountant.setter
     def accountant(self, accountant: "IAccountant") -> None:
+        if self._mechanism is not None:
+            raise ValueError(
+                f"ε comes from the account of noise mechanism {self._noise_mechanism!r}, and steps "
+                "of another accountant had other noise: leave engine.accountant as it is"
+            )
         self._account.replace(accountant)
 
     # ---- what a user calls ----------------------------------------------------------------------
@@ -153,6 +160,7 @@ class PrivacyEngine:
         cuda_graph: bool = False,
         sample_rate: float | None = None,
         steps: int | None = None,
+        noise_mechanism: str = "gaussian",
         examples_per_unit: int = 1,
         unit_ids: Sequence[Hashable] | None = None,
     ) -> tuple[Any, PrivateOptimizer, PrivateCriterion, DataLoader]:
@@ -205,6 +213,8 @@ class PrivacyEngine:
                 Default: 1 / len(data_loader), which depends on the size of the data. A sample more
                 or less can change it, and the guarantee then covers only data of one size.
             steps: batches of an epoch, which the returned loader yields. Default: 1 / q, rounded.
+            noise_mechanism: `"gaussian"`, or a name given to
+                `dp_clipping.register_noise_mechanism`, whose account then says ε.
             examples_per_unit: k: so many consecutive examples are one unit of privacy (a user, a
                 document), which is sampled and clipped as a whole: the gradient of a unit, summed
                 over its examples, has at most norm C. A unit with fewer is filled up with examples
@@ -233,7 +243,8 @@ class PrivacyEngine:
             memory_budget=memory_budget, tile_size=tile_size, norm_reduction=norm_reduction,
             adaptive_threshold=adaptive_threshold, data_parallel_group=data_parallel_group,
             cuda_graph=cuda_graph, sample_rate=sample_rate, steps=steps,
-            examples_per_unit=examples_per_unit, unit_ids=unit_ids,
+            noise_mechanism=noise_mechanism, examples_per_unit=examples_per_unit,
+            unit_ids=unit_ids,
         )  # fmt: skip
         return self._build(settings)
 
@@ -266,6 +277,11 @@ class PrivacyEngine:
             raise ValueError(
                 "noise_multiplier is what target_epsilon determines: leave it out, or call "
                 "make_private(noise_multiplier=..)"
+            )
+        if arguments.get("noise_mechanism", "gaussian") != "gaussian":
+            raise ValueError(
+                "target_epsilon is for Gaussian noise: find the noise with the epsilon function of "
+                "your mechanism, and call make_private(noise_multiplier=.., noise_mechanism=..)"
             )
         check_type("data_loader", data_loader, DataLoader, "a torch.utils.data.DataLoader")
         rate, steps = arguments.get("sample_rate"), arguments.get("steps")
@@ -322,7 +338,8 @@ class PrivacyEngine:
                 "noise, and ε means nothing",
                 stacklevel=2,
             )
-        return self._account.epsilon(delta)
+        mechanism = self._mechanism
+        return self._account.epsilon(delta, None if mechanism is None else mechanism.epsilon)
 
     def privacy_statement(self, delta: float) -> PrivacyStatement:
         """Returns the guarantee at this δ with all that it depends on: `print` it.
@@ -340,7 +357,11 @@ class PrivacyEngine:
         return statement_of(
             self._runs,
             self._account.history,
-            accountant=self.accountant.mechanism(),
+            accountant=(
+                self.accountant.mechanism()
+                if self._mechanism is None
+                else f"that of noise mechanism {self._mechanism.name!r}"
+            ),
             epsilon=self.get_epsilon(delta),
             delta=delta,
         )
@@ -594,6 +615,7 @@ class PrivacyEngine:
     ) -> tuple[Any, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """Builds what `make_private` returns, from the ranks up, and keeps it as a run."""
         self._refuse_other_units(settings)
+        self._refuse_other_noise(settings)
         ranks = ranks_of(settings)
         keys = keys_for(settings, ranks)
         self._note_dataset(settings.data_loader)
@@ -614,6 +636,18 @@ class PrivacyEngine:
             )
         )
         return cast(Any, FourValues((model.returned, optimizer, criterion, loader)))
+
+    @property
+    def _mechanism(self) -> NoiseMechanism | None:
+        """Returns the noise mechanism of all runs; None: Gaussian noise."""
+        return mechanism_of(self._noise_mechanism)
+
+    def _refuse_other_noise(self, settings: Settings) -> None:
+        """Raises ValueError if no account covers this noise and the steps so far."""
+        refuse_mixed(
+            settings.noise_mechanism, self._noise_mechanism, bool(self._runs), self._account.history
+        )
+        self._noise_mechanism = settings.noise_mechanism
 
     def _refuse_other_units(self, settings: Settings) -> None:
         """Raises ValueError if the account says ε of other units than those of these settings."""

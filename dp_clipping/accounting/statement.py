@@ -26,7 +26,7 @@ class PrivacyStatement:
         sample_rate: q.
         steps: taken so far.
         sampler: how the units of a step are chosen.
-        accountant: which computed ε.
+        accountant: which computed ε; of a registered noise mechanism, its own.
         epsilon: infinite if a step had no noise, or no known sampling.
         delta: δ.
     """

@@ -18,6 +18,7 @@ from dp_clipping.arguments.numbers import check_max_grad_norm, check_noise_multi
 from dp_clipping.clipping.coefficients import check_range, known_clipping_functions
 from dp_clipping.kinds import WrongType, check_count, check_number, check_type, is_count, shown
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from dp_clipping.noise.mechanisms import mechanism_of
 from dp_clipping.planning.plan import NORM_ALGORITHMS
 from dp_clipping.sampling.loader import batches_of
 from dp_clipping.sampling.units import Units, units_of
@@ -79,6 +80,23 @@ def check_arguments(
         raise ValueError(f"gamma is {gamma}: give a finite number above 0")
     if clipping_function == "automatic":
         check_range("gamma", gamma)
+
+
+def check_mechanism(
+    noise_mechanism: str, adaptive_threshold: AdaptiveThreshold | None, cuda_graph: bool
+) -> None:
+    """Raises ValueError for an unknown mechanism, and for what a registered one cannot do."""
+    if mechanism_of(noise_mechanism) is None:
+        return
+    for name, is_given in (
+        ("adaptive_threshold, whose noisy counts its account does not cover", adaptive_threshold),
+        ("cuda_graph=True, whose kernel makes Gaussian noise", cuda_graph),
+    ):
+        if is_given:
+            raise ValueError(
+                f"noise_mechanism {noise_mechanism!r} does not go with {name}: leave it out, or "
+                'give noise_mechanism="gaussian"'
+            )
 
 
 def check_kinds(

@@ -15,6 +15,7 @@ from dp_clipping.arguments.checks import (
     check_arguments,
     check_kernel_options,
     check_kinds,
+    check_mechanism,
     check_rates,
     check_units,
     given_units,
@@ -25,6 +26,7 @@ from dp_clipping.arguments.opacus_names import MODES, refuse
 from dp_clipping.clipping.coefficients import described
 from dp_clipping.kinds import plain
 from dp_clipping.modes import Policy, policy_of
+from dp_clipping.noise import mechanisms
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.sampling.loader import expected_batch_size_of
 from dp_clipping.sampling.units import Units
@@ -66,6 +68,7 @@ class Settings:
     cuda_graph: bool
     sample_rate: float | None
     steps: int | None
+    noise_mechanism: str
     examples_per_unit: int
     unit_ids: Sequence[Hashable] | None
 
@@ -81,6 +84,7 @@ class Settings:
             self.noise_multiplier, self.max_grad_norm, self.clipping, self.clipping_function,
             self.gamma,
         )  # fmt: skip
+        check_mechanism(self.noise_mechanism, self.adaptive_threshold, self.cuda_graph)
         check_kernel_options(self.norm_algorithm, self.memory_budget, self.tile_size)
         check_rates(self.sample_rate, self.steps, self.poisson_sampling)
         check_units(
@@ -134,6 +138,7 @@ class Settings:
             "clipping": self.clipping,
             "clipping_function": described(self.clipping_function),
             "gamma": self.gamma,
+            "noise_mechanism": mechanisms.described(self.noise_mechanism),
             "loss_reduction": self.loss_reduction,
             "expected_batch_size": self.expected_batch_size,
             "poisson_sampling": self.poisson_sampling,

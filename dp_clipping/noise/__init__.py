@@ -4,6 +4,7 @@ Files:
 
     gaussian              counter-based streams in which every value has an address
     kernel                the same in one Triton kernel
+    mechanisms            noise of other distributions, that users register with their account
     add_noise             adds it to clipped sums, by the kernel or its reference
     keys                  the secret key of noise and sampling
     adaptive_threshold    a clipping threshold that follows a quantile of the norms

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from dp_clipping.distributed.placement import Place
 from dp_clipping.noise import kernel as kernels
-from dp_clipping.noise.gaussian import NoiseStream, add_noise_plain, check_offset
+from dp_clipping.noise.gaussian import (
+    GAUSSIAN,
+    NoiseStream,
+    Values,
+    add_noise_plain,
+    check_offset,
+)
 
 
 @torch.no_grad()
@@ -25,6 +31,7 @@ def add_noise(
     offset: int = 0,
     place: Place | None = None,
     out: Tensor | None = None,
+    values: Values = GAUSSIAN,
 ) -> Tensor:
     """Returns `(total + std·z) / divisor`, computed in float32 and cast to `dtype` last.
 
@@ -38,6 +45,7 @@ def add_noise(
         offset: where this slice starts in the parameter's noise, in elements.
         place: where the elements of `total` lie in the parameter, instead of `offset`: each gets
             the noise of its place there. None: from `offset` on.
+        values: how words become z; kernels make normal numbers alone.
         out: receives the result if given; same shape and device, may be `total` itself.
 
     Returns:
@@ -57,8 +65,8 @@ def add_noise(
         out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     )
     flat_total, flat_target = total.contiguous().view(-1), target.view(-1)
-    if not kernels.serves(total):
-        add_noise_plain(flat_total, flat_target, stream, std, divisor, offset, place)
+    if values is not GAUSSIAN or not kernels.serves(total):
+        add_noise_plain(flat_total, flat_target, stream, std, divisor, offset, place, values)
     elif place is None or std == 0:
         with torch.cuda.device_of(flat_total):
             kernels.add_noise_kernel_launch(flat_total, flat_target, stream, std, divisor, offset)
@@ -74,7 +82,7 @@ def add_noise(
 def add_noise_to_all(
     totals: list[Tensor], streams: list[NoiseStream], *, std: float, divisor: float,
     dtypes: list[torch.dtype], places: Sequence[Place | None] | None = None,
-    table: kernels.StreamTable | None = None,
+    table: kernels.StreamTable | None = None, values: Values = GAUSSIAN,
 ) -> list[Tensor]:  # fmt: skip
     """Returns `add_noise` of each total with its stream, in few launches and in order.
 
@@ -82,12 +90,15 @@ def add_noise_to_all(
         totals: float32, any shapes; those whose dtype stays are overwritten.
         dtypes: of the results.
         places: where each total lies in its parameter; None: it is the whole.
+        values: how words become z.
         table: where a CUDA graph that is captured reads the streams of whole parameters.
     """
     places = [None] * len(totals) if places is None else places
-    if std == 0 or not all(map(kernels.serves, totals)):
+    if std == 0 or values is not GAUSSIAN or not all(map(kernels.serves, totals)):
         return [
-            add_noise(total, stream, std=std, divisor=divisor, dtype=dtype, place=place)
+            add_noise(
+                total, stream, std=std, divisor=divisor, dtype=dtype, place=place, values=values
+            )
             for total, stream, dtype, place in zip(totals, streams, dtypes, places, strict=True)
         ]
     _check_scales(std, divisor)

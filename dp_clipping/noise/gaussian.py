@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -106,24 +106,28 @@ def standard_normal(
     """
     check_offset(offset)
     z = torch.empty(numel, dtype=torch.float32, device=device)
-    for part, values in _chunks(numel, stream, offset, device):
+    for part, values in _chunks(numel, stream, offset, device, GAUSSIAN):
         z[part] = values
     return z
 
 
 def add_noise_plain(
     total: Tensor, out: Tensor, stream: NoiseStream, std: float, divisor: float, offset: int,
-    place: Place | None = None,
+    place: Place | None = None, values: Values | None = None,
 ) -> None:  # fmt: skip
-    """Writes `out ← (total + std·z) / divisor` for contiguous `total` and `out` of shape [n]."""
+    """Writes `out ← (total + std·z) / divisor` for contiguous `total` and `out` of shape [n].
+
+    `values`: how words become z; default: normal numbers.
+    """
+    values = values or GAUSSIAN
     if std == 0:
         torch.div(total, divisor, out=out)
         return
     device = total.device
     generated = (
-        _chunks(total.numel(), stream, offset, device)
+        _chunks(total.numel(), stream, offset, device, values)
         if place is None
-        else (piece for run in place for piece in _chunks_of_run(run, stream, device))
+        else (piece for run in place for piece in _chunks_of_run(run, stream, device, values))
     )
     for part, z in generated:
         noisy = z.to(total.dtype).mul_(std).add_(total[part])
@@ -159,38 +163,44 @@ def philox(counters: Tensor, stream: NoiseStream) -> tuple[Tensor, Tensor, Tenso
 
 
 def _chunks(
-    numel: int, stream: NoiseStream, offset: int, device: torch.device | str
+    numel: int, stream: NoiseStream, offset: int, device: torch.device | str, made: Values
 ) -> Iterator[tuple[slice, Tensor]]:
     """Pairs (where in [0, numel), its values [at most 4·CHUNK]), in order."""
-    first, last = offset // 4, (offset + numel + 3) // 4
+    each = made.per_counter
+    first, last = offset // each, (offset + numel + each - 1) // each
     for begin in range(first, last, CHUNK):
         counters = torch.arange(begin, min(begin + CHUNK, last), device=device)
-        start = 4 * begin - offset  # negative where the first counter has values before the slice
-        values = _box_muller(philox(counters, stream))[max(0, -start) : numel - start]
+        start = (
+            each * begin - offset
+        )  # negative where the first counter has values before the slice
+        values = made.of(philox(counters, stream))[max(0, -start) : numel - start]
         start = max(0, start)
         yield slice(start, start + values.numel()), values
 
 
 def _chunks_of_run(
-    run: Span, stream: NoiseStream, device: torch.device | str
+    run: Span, stream: NoiseStream, device: torch.device | str, made: Values
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yields `_chunks` of a run: pairs (where in the part, its values), in order."""
-    if run.count == 1 or run.length > 4 * CHUNK:
+    each = made.per_counter
+    if run.count == 1 or run.length > each * CHUNK:
         for q in range(run.count):
             start = run.local_start + q * run.length
-            for part, values in _chunks(run.length, stream, run.offset + q * run.stride, device):
+            offset = run.offset + q * run.stride
+            for part, values in _chunks(run.length, stream, offset, device, made):
                 yield slice(start + part.start, start + part.stop), values
         return
-    width = (run.length + 6) // 4  # counters of a row, whichever of four values it begins with
+    # Counters of a row, whichever of a counter's values it begins with.
+    width = (run.length + 2 * each - 2) // each
     rows = max(1, CHUNK // width)
     lanes = torch.arange(run.length, device=device)
     for q in range(0, run.count, rows):
         number = torch.arange(q, min(q + rows, run.count), device=device)
         starts = number * run.stride + run.offset
-        counters = starts.div(4, rounding_mode="floor")[:, None]
+        counters = starts.div(each, rounding_mode="floor")[:, None]
         counters = counters + torch.arange(width, device=device)
-        values = _box_muller(philox(counters.view(-1), stream)).view(len(starts), -1)
-        values = values.gather(1, (starts % 4)[:, None] + lanes).view(-1)
+        values = made.of(philox(counters.view(-1), stream)).view(len(starts), -1)
+        values = values.gather(1, (starts % each)[:, None] + lanes).view(-1)
         start = run.local_start + q * run.length
         yield slice(start, start + values.numel()), values
 
@@ -210,6 +220,27 @@ def _box_muller(words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
         torch.mul(radius, angle.cos().float(), out=z[:, i])
         torch.mul(radius, angle.sin_().float(), out=z[:, i + 1])
     return z.view(-1)
+
+
+class Values(NamedTuple):
+    """How random words become noise.
+
+    Attributes:
+        per_counter: numbers that are made of the four words of a counter.
+        of: four tensors [n] of words -> [n · per_counter], float32.
+    """
+
+    per_counter: int
+    of: Callable[[tuple[Tensor, Tensor, Tensor, Tensor]], Tensor]
+
+
+GAUSSIAN = Values(4, _box_muller)
+
+
+def uniform(words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+    """Returns two uniform numbers per counter, [2n] float64: (i + ½)/2⁵² for i < 2⁵²."""
+    pairs = [(words[i] << 20) + (words[i + 1] >> 12) for i in (0, 2)]
+    return torch.stack(pairs, 1).view(-1).double().add_(0.5).mul_(2.0**-52)
 
 
 def check_offset(offset: int) -> None:

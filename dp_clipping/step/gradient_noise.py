@@ -10,7 +10,7 @@ from dp_clipping.distributed.dtensor import local
 from dp_clipping.distributed.placement import Place, places_of
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.add_noise import add_noise_to_all
-from dp_clipping.noise.gaussian import NoiseStream
+from dp_clipping.noise.gaussian import GAUSSIAN, NoiseStream, Values
 from dp_clipping.noise.kernel import StreamTable
 from dp_clipping.step.steppable import Steppable
 
@@ -22,13 +22,17 @@ class GradientNoise:
         model: whose `.grad` gets it.
         key: of the noise; a load replaces it.
         adaptive: lets C follow a quantile of the norms, whose counts need noise too; or None.
+        values: how random words become noise.
 
     Attributes:
         table: where the CUDA graph that is being captured reads the streams of its steps.
     """
 
-    def __init__(self, model: Steppable, key: bytes, adaptive: AdaptiveThreshold | None):
-        self.model, self.key, self.adaptive = model, key, adaptive
+    def __init__(
+        self, model: Steppable, key: bytes, adaptive: AdaptiveThreshold | None,
+        values: Values = GAUSSIAN,
+    ):  # fmt: skip
+        self.model, self.key, self.adaptive, self.values = model, key, adaptive, values
         self.table: StreamTable | None = None
         self._process = os.getpid()
         self._names: list[str] = []
@@ -88,6 +92,7 @@ class GradientNoise:
             dtypes=[p.dtype for p in parameters],
             places=self._places,
             table=self.table,
+            values=self.values,
         )
         for parameter, before, gradient in zip(parameters, gradients, noisy, strict=True):
             if gradient is not before:  # else it was changed in place

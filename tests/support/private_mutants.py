@@ -29,6 +29,7 @@ REDUCE = "tests/dp_clipping/distributed/test_gradient_reduce.py"
 GLOBAL = "tests/dp_clipping/distributed/test_global_norms.py"
 LEDGER = "tests/dp_clipping/accounting/test_ledger.py"
 CONTRIBUTIONS = "tests/dp_clipping/verification/test_contributions.py"
+MECHANISMS = "tests/dp_clipping/noise/test_mechanisms.py"
 ALONE = "tests/dp_clipping/layers/registered/test_one_alone.py"
 OF_USERS = "tests/dp_clipping/layers/registered/test_module.py"
 STATE = "tests/dp_clipping/step/test_state.py"
@@ -167,6 +168,24 @@ ROWS = [
     ("a batch may be used twice", "sampling/usage.py", "self.left -= samples", "pass", USAGE),
     ("an empty batch has the sample's storage", "sampling/collate.py",
      "one.new_empty(shape)", "one.narrow(dim, 0, 0)", COLLATE),
+    # ---- noise mechanisms of users
+    ("a registered mechanism's noise is Gaussian", "noise/add_noise.py",
+     "stream, std, divisor, offset, place, values)", "stream, std, divisor, offset, place)",
+     MECHANISMS),
+    ("epsilon of a registered mechanism is Gaussian", "engine.py",
+     "None if mechanism is None else mechanism.epsilon)", "None)", MECHANISMS),
+    ("an account too low is taken", "noise/mechanisms.py",
+     "if stated < 0.999 * least and stated < math.inf:", "if False:", MECHANISMS),
+    ("numbers of a counter are skipped", "noise/gaussian.py",
+     "width = (run.length + 2 * each - 2) // each", "width = (run.length + each - 2) // each",
+     "tests/dp_clipping/noise/test_gaussian.py"),
+    ("half of the random words are used", "noise/gaussian.py",
+     "for i in (0, 2)]\n    return torch.stack(pairs, 1)",
+     "for i in (0, 0)]\n    return torch.stack(pairs, 1)", MECHANISMS),
+    ("Gaussian steps count as a registered mechanism's", "noise/mechanisms.py",
+     "(not has_runs and name != DEFAULT and history)", "False", MECHANISMS),
+    ("a checkpoint goes on under another mechanism", "checkpoint/compatibility.py",
+     ', "noise_mechanism": "gaussian"}', "}", MECHANISMS),
     # ---- clipping functions of users
     ("a gradient whose squares underflow is scaled up", "clipping/coefficients.py",
      "bound * clip_norms / (norms + LOST)", "bound * clip_norms / (norms + 1e-300)", COEFFICIENTS),

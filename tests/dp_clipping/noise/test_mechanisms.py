@@ -1,0 +1,287 @@
+"""Noise mechanisms that users register: what is refused, where their noise comes from, their ε."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_clipping import PrivacyEngine, register_noise_mechanism
+from dp_clipping.distributed.placement import spans_of
+from dp_clipping.noise import mechanisms
+from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from dp_clipping.noise.add_noise import add_noise
+from dp_clipping.noise.gaussian import NoiseStream
+from tests.dp_clipping.distributed import test_fsdp1, test_fsdp2
+from tests.support import replicas, saved_runs
+from tests.support.sharded_steps import whole_parameters
+
+STREAM = NoiseStream.derive(bytes(32), step=3, parameter="weight", share=0)
+
+
+def logistic(u):
+    """Heavier tails than a normal's."""
+    return (u.log() - (-u).log1p()) * (math.sqrt(3) / math.pi)
+
+
+def normal(u):
+    return math.sqrt(2) * torch.erfinv(2 * u - 1)
+
+
+def epsilon(history, delta):
+    """No account of anything, of a size that no check refuses."""
+    return sum(n * (3 / s + 12 * math.log10(1 / delta) / 5 / s) for s, _, n in history)
+
+
+@pytest.fixture(autouse=True)
+def names(monkeypatch):
+    """Takes back what a test registers."""
+    monkeypatch.setattr(mechanisms, "_REGISTERED", {})
+
+
+def register(name: str = "logistic", quantile=logistic, of=epsilon) -> None:
+    register_noise_mechanism(name, quantile, epsilon=of)
+
+
+def refusal(message: str, *arguments, **options) -> None:
+    with pytest.raises(ValueError, match=message):
+        register_noise_mechanism(*arguments, **options)
+    assert mechanisms.known_mechanisms() == ("gaussian",)
+
+
+def test_one_without_an_account_is_refused():
+    message = r"'mine' has no account, .* give epsilon=, as register_noise_mechanism\("
+    refusal(message, "mine", logistic)
+
+
+@pytest.mark.parametrize(
+    ("quantile", "message"),
+    [
+        (lambda u: 2 * logistic(u), r"standard deviation 2: return \(z - .* / 2"),
+        (lambda u: logistic(u) + 0.1, "has mean 0.1"),
+        (lambda u: -logistic(u), "decreases at"),
+        (lambda u: logistic(u)[:-1], "a number for each"),
+        (lambda u: logistic(u).round().long(), "a number for each"),
+        (lambda u: logistic(u).clamp(max=1 / (len(u) > 1)), "alone|division"),
+        (lambda u: logistic(u) - logistic(u).mean() + torch.rand(1), "alone, or is random"),
+        (lambda u: normal(u.float()), "is not finite at"),
+        (lambda u: logistic(u.mul_(0.5) * 2), "writes to the numbers"),
+    ],
+)
+def test_a_wrong_quantile_is_refused(quantile, message):
+    with pytest.raises((ValueError, ZeroDivisionError), match=message):
+        register(quantile=quantile)
+    assert mechanisms.known_mechanisms() == ("gaussian",)
+
+
+@pytest.mark.parametrize(
+    ("of", "message"),
+    [
+        (lambda history, delta: 0.0, "does not rise with more steps: 0, then 0"),
+        (lambda history, delta: epsilon(history, delta) / 20, "shows that it is at least"),
+        (lambda history, delta: epsilon(history[:1], delta), "with further steps of other noise"),
+        (lambda history, delta: 9 / history[0][2], "with more steps"),
+        (lambda history, delta: 90 * sum(s * n for s, _, n in history), "with less noise"),
+        (lambda history, delta: epsilon(history, delta) / history[0][1], "higher sample rate"),
+        (lambda history, delta: epsilon(history, delta) * delta, "a smaller delta"),
+        (lambda history, delta: -1.0, "returns -1.0"),
+        (lambda history, delta: None, "returns None"),
+        (lambda history, delta: math.nan, "returns nan"),
+    ],
+)
+def test_a_wrong_account_is_refused(of, message):
+    refusal(message, "mine", logistic, epsilon=of)
+
+
+def test_names_are_taken_once():
+    with pytest.raises(ValueError, match="'gaussian' is taken"):
+        register("gaussian")
+    register()
+    register()
+    with pytest.raises(ValueError, match="'logistic' is taken"):
+        register(quantile=normal)
+    with pytest.raises(ValueError, match="give a name and a function"):
+        register("", logistic)
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
+def test_the_lower_bound_is_that_of_a_gaussian(sigma):
+    """Whose exact ε solves δ = Φ(1/2σ − εσ) − e^ε Φ(−1/2σ − εσ), Balle and Wang 2018."""
+    phi = torch.distributions.Normal(0.0, 1.0)
+
+    def delta_of(eps: float) -> float:
+        a, b = (torch.tensor(s / (2 * sigma) - eps * sigma, dtype=torch.float64) for s in (1, -1))
+        return float(phi.cdf(a) - math.exp(eps) * phi.cdf(b))
+
+    low, high = 0.0, 60.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if delta_of(middle) > 1e-5 else (low, middle)
+    found = mechanisms.lower_bound(normal, sigma, 1e-5)
+    assert 0.85 * low < found <= low
+
+
+def test_ranks_and_checkpoints_tell_mechanisms_of_one_name_apart(monkeypatch):
+    seen = set()
+    for quantile, of in (
+        (logistic, epsilon),
+        (normal, epsilon),
+        (logistic, lambda *a: 2 * epsilon(*a)),
+    ):
+        monkeypatch.setattr(mechanisms, "_REGISTERED", {})
+        register("mine", quantile, of)
+        seen.add(mechanisms.described("mine"))
+    assert len(seen) == 3
+    assert mechanisms.described("gaussian") == "gaussian"
+
+
+# ---- the noise -----------------------------------------------------------------------------------
+
+
+def noise(numel: int, offset: int = 0, **options) -> torch.Tensor:
+    values = mechanisms.values_of("logistic")
+    return add_noise(torch.zeros(numel), STREAM, std=1.0, offset=offset, values=values, **options)
+
+
+def test_its_distribution():
+    """Kolmogorov and Smirnov's distance, and neighbours that have nothing in common."""
+    register()
+    z = noise(200_000).double()
+    u = torch.sigmoid(z * math.pi / math.sqrt(3)).sort().values
+    distance = (u - (torch.arange(len(u)) + 0.5) / len(u)).abs().max()
+    assert distance < 1.95 / len(u) ** 0.5  # one time in a thousand; the stream is always this one
+    assert abs(torch.corrcoef(torch.stack((z[1:], z[:-1])))[0, 1]) < 0.01
+
+
+def test_every_number_has_an_address():
+    register()
+    whole = noise(1001)
+    for offset in (0, 1, 2, 3, 500):
+        assert torch.equal(noise(300, offset), whole[offset : offset + 300])
+    table = noise(48).view(6, 8)
+    place = spans_of(((2, 3), (3, 5)), (6, 8))
+    values = mechanisms.values_of("logistic")
+    part = add_noise(torch.zeros(3, 5), STREAM, std=1.0, place=place, values=values)
+    assert torch.equal(part, table[2:5, 3:8])
+
+
+# ---- a run ---------------------------------------------------------------------------------------
+
+
+def build(**changes):
+    return saved_runs.build(**({"noise_mechanism": "logistic"} | changes))
+
+
+def test_epsilon_is_its_own_and_the_statement_says_so():
+    register()
+    run = build()
+    assert run.engine.get_epsilon(1e-3) == 0
+    saved_runs.train(run, 3)
+    ((sigma, rate, steps),) = run.engine.accountant.history
+    assert (sigma, steps) == (0.8, 3)
+    assert run.engine.get_epsilon(1e-3) == epsilon([(sigma, rate, 3)], 1e-3)
+    statement = run.engine.privacy_statement(1e-3)
+    assert statement.accountant == "that of noise mechanism 'logistic'"
+    assert statement.epsilon == run.engine.get_epsilon(1e-3)
+    assert math.isinf(saved_epsilon(build(noise_multiplier=0.0)))
+
+
+def saved_epsilon(run) -> float:
+    saved_runs.train(run, 1)
+    return run.engine.get_epsilon(1e-3)
+
+
+def test_a_step_has_its_noise():
+    """Of a loss of zero the gradient is noise, whose distribution tells it from a normal's."""
+    register()
+    network = nn.Linear(200, 200, bias=False)
+    engine = PrivacyEngine(accountant="rdp")
+    data = TensorDataset(torch.zeros(8, 200), torch.zeros(8, dtype=torch.long))
+    model, optimizer, criterion, _ = engine.make_private(
+        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=1.0),
+        data_loader=DataLoader(data, batch_size=4), noise_multiplier=2.0, max_grad_norm=0.5,
+        expected_batch_size=1, noise_mechanism="logistic",
+    )  # fmt: skip
+    before = network.weight.detach().clone()
+    x, y = data[:4]
+    criterion(model(x), y).backward()
+    optimizer.step()
+    z = (network.weight.detach() - before).double()  # σC is 1
+    assert 0.97 < z.std() < 1.03
+    assert 3.9 < (z**4).mean() / z.var() ** 2 < 4.6  # 4.2 of a logistic distribution, 3 of a normal
+
+
+def test_a_run_is_resumed_bit_for_bit(tmp_path):
+    register()
+    run = build()
+    saved_runs.train(run, 2)
+    saved_runs.save(run, tmp_path / "file")
+    saved_runs.train(run, 2)
+    again = build(seed=1)
+    saved_runs.load(again, tmp_path / "file")
+    saved_runs.train(again, 2)
+    assert saved_runs.state(again) == saved_runs.state(run)
+    assert again.engine.get_epsilon(1e-3) == run.engine.get_epsilon(1e-3)
+    with pytest.raises(
+        ValueError, match=r"noise_mechanism is logistic .* and gaussian in this run"
+    ):
+        saved_runs.load(build(noise_mechanism="gaussian"), tmp_path / "file")
+
+
+def test_what_it_does_not_go_with():
+    with pytest.raises(ValueError, match=r"'logistic' is unknown: .*register_noise_mechanism\("):
+        build()
+    register()
+    adaptive = AdaptiveThreshold(0.7, expected_batch_size=4.0)
+    with pytest.raises(ValueError, match=r"does not go with adaptive_threshold.*leave it out"):
+        build(adaptive_threshold=adaptive)
+    with pytest.raises(ValueError, match="does not go with cuda_graph=True"):
+        build(cuda_graph=True)
+    gaussian = build(noise_mechanism="gaussian")
+    with pytest.raises(ValueError, match="use a PrivacyEngine for each"):
+        build(engine=gaussian.engine)
+    run = build()
+    with pytest.raises(ValueError, match="use a PrivacyEngine for each"):
+        build(engine=run.engine, noise_mechanism="gaussian")
+    build(engine=run.engine)
+    with pytest.raises(ValueError, match=r"leave engine\.accountant as it is"):
+        run.engine.accountant = gaussian.engine.accountant
+    with pytest.raises(ValueError, match=r"call make_private\(noise_multiplier=\.\., noise_mech"):
+        run.engine.make_private_with_epsilon(
+            module=nn.Linear(1, 1), optimizer=None, data_loader=None, target_epsilon=1.0,
+            target_delta=1e-5, max_grad_norm=1.0, noise_mechanism="logistic",
+        )  # fmt: skip
+
+
+def test_an_account_with_gaussian_steps_is_refused():
+    register()
+    gaussian = build(noise_mechanism="gaussian")
+    saved_runs.train(gaussian, 1)
+    engine = PrivacyEngine(accountant="rdp")
+    engine.accountant = gaussian.engine.accountant
+    with pytest.raises(ValueError, match="use a PrivacyEngine for each"):
+        build(engine=engine)
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def trained(context, shard):
+    if "logistic" not in mechanisms.known_mechanisms():
+        register()
+    options = {} if shard is None else {"shard": partial(shard, context)}
+    run = replicas.build(context, name="transformer", noise_mechanism="logistic", **options)
+    replicas.train(run, 3)
+    return whole_parameters(run)
+
+
+@pytest.mark.parametrize("shard", [None, test_fsdp2.sharded, test_fsdp1.sharded])
+def test_ranks_have_the_noise_of_one_process(cpu_ranks, shard):
+    register()
+    alone = replicas.build(name="transformer", noise_mechanism="logistic")
+    replicas.train(alone, 3)
+    for found in cpu_ranks.run(2, trained, shard):
+        for one, other in zip(found, whole_parameters(alone), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
