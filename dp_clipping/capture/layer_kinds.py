@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from dp_clipping.capture.rms_norms import rms_norm_kind
 from dp_clipping.distributed.dtensor import plain_type
 from dp_clipping.layers import convolution, group_norm, linear, norm
 from dp_clipping.layers.attention import module as attention
@@ -28,7 +29,7 @@ FORWARDS = {
     "embedding_bag": bag.forward,
     "group_norm": group_norm.forward,
     "rms_norm": norm.forward,
-    "llama_rms_norm": norm.forward,
+    **dict.fromkeys(norm.COPIES, norm.forward),
     "layer_norm": norm.forward,
     "recurrent": recurrent.forward,
     "cell": cells.forward,
@@ -84,11 +85,9 @@ def kind_of(module: nn.Module) -> str:
         return "rms_norm"
     if method is LAYER_NORM:
         return "layer_norm"
-    if norm.is_llama_rms_norm(module):
-        return "llama_rms_norm"
     if plain.__name__ == "Conv1D" and plain.__module__ == "transformers.pytorch_utils":
         return "conv1d"
-    return "vectorized"
+    return rms_norm_kind(module, plain) or "vectorized"
 
 
 def inner_layer(module: nn.Module) -> Inner | None:

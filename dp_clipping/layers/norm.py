@@ -5,7 +5,7 @@ for that alone; the weights' gradients are one elementwise product and one sum o
 tokens (Zhang and Sennrich 2019 for RMSNorm, Ba et al. 2016 for LayerNorm).
 """
 
-import inspect
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_clipping.clipping.accumulation import accumulation_dtype
-from dp_clipping.distributed.dtensor import is_sharded, plain_type
+from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.kernels.launch.tiles import available
 from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_layer_gradients
 from dp_clipping.layers import tensor_parallel
@@ -21,6 +21,15 @@ from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, deliver
 from dp_clipping.torch_compat import fused_rms_norm, fused_rms_norm_backward
 
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+# RMS norms that other libraries define (`capture.rms_norms`). Input and weight -> what scales x̂,
+# the dtype that x̂ is rounded to before (None: none), and that of the output (None: the product's).
+COPIES: dict[str, Callable[[Tensor, Tensor], tuple]] = {
+    "llama_rms_norm": lambda x, w: (w, x.dtype, None),
+    "t5_rms_norm": lambda x, w: (w, w.dtype if w.dtype in LOW_PRECISION else None, None),
+    "olmo_rms_norm": lambda x, w: (w, None, x.dtype),
+    "gemma_rms_norm": lambda x, w: (1.0 + w.float(), None, x.dtype),
+}
 NOW, LATER = "now", "later"  # later: the private step launches it, for many layers together
 
 
@@ -42,13 +51,20 @@ def _run(
     shape, weight = list(weight.shape), weight.detach()
     when = _when(handle, x, shape)
     place = (layout.kind, layout.dim, handle.private_step.batch_size, when)
-    if handle.kind in ("rms_norm", "llama_rms_norm"):
-        twice = handle.kind == "llama_rms_norm"
-        eps = self.variance_epsilon if twice else self.eps
+    copy = handle.kind if handle.kind in COPIES else None
+    if copy or handle.kind == "rms_norm":
+        with_eps = handle.kind in ("rms_norm", "gemma_rms_norm")
+        eps = self.eps if with_eps else self.variance_epsilon
+        if copy and x.shape[-1:] != weight.shape:
+            raise ValueError(
+                f"{handle.name or 'the network'} ({type(self).__name__}) has a weight of shape "
+                f"{shape} for inputs of {x.shape[-1]} features, and a weight that is broadcast has "
+                f"no per-sample gradients here: build it with {x.shape[-1]} features"
+            )
         slot, target = handle.gradient_target("weight")
         if when == LATER:
             target = partial(handle.private_step.normalized, handle.parameter("weight"), None)
-        return RMSNorm.apply(x, weight, slot, target, shape, eps, *place, twice)
+        return RMSNorm.apply(x, weight, slot, target, shape, eps, *place, copy)
     bias = None if bias is None else bias.detach()
     targets = [*handle.gradient_target("weight"), *handle.gradient_target("bias")]
     if when == LATER:
@@ -66,25 +82,6 @@ def _when(handle: LayerState, x: Tensor, shape: list[int]) -> str | None:
     if not available(x.device, x.dtype):
         return None
     return LATER if len(shape) == 1 and not handle.always_dense else NOW
-
-
-def is_llama_rms_norm(module: nn.Module) -> bool:
-    """Returns whether its forward is that of Hugging Face's `LlamaRMSNorm`, by its byte code.
-
-    140 of the 191 `..RMSNorm` classes of transformers 5.17 have a copy of it, each with a name of
-    its own, and so has code that users bring; others scale by 1 + w, or cast elsewhere. A table of
-    classes would lose those that it does not have.
-    """
-    plain = plain_type(module)
-    if not (plain.__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")):
-        return False
-    try:
-        from transformers.models.llama.modeling_llama import LlamaRMSNorm
-    except ImportError:
-        return False
-    codes = [inspect.unwrap(kind.forward).__code__ for kind in (plain, LlamaRMSNorm)]
-    code, known = ((c.co_code, c.co_names, c.co_consts[1:], c.co_varnames) for c in codes)
-    return code == known
 
 
 def per_sample(x: Tensor, layout: Layout, batch_size: int, shape: list[int]) -> Tensor:
@@ -105,20 +102,23 @@ class RMSNorm(torch.autograd.Function):
 
     Or what G follows from, if `when` is LATER.
 
-    `twice`: as in Llama, x̂ is rounded to the input's dtype before it is scaled.
+    `copy`: one of `COPIES`, None for `nn.RMSNorm`.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, slot, target, shape, eps, kind, dim, batch_size, when, twice):
+    def forward(ctx, x, weight, slot, target, shape, eps, kind, dim, batch_size, when, copy):
         dims = list(range(-len(shape), 0))
         fused = fused_rms_norm() if x.is_cuda else None
-        if twice and fused and x.dtype != torch.float64:
-            normalized, rstd = fused(x, shape, None, eps)
-            y = weight * normalized
-        elif twice:
-            wider = x.to(torch.float32)
-            rstd = torch.rsqrt(wider.pow(2).mean(-1, keepdim=True) + eps)
-            y = weight * (wider * rstd).to(x.dtype)
+        if copy:
+            weight, inner, outer = COPIES[copy](x, weight)
+            if fused and x.dtype == (inner or torch.float32) != torch.float64:
+                normalized, rstd = fused(x, shape, None, eps)
+            else:
+                wider = x.to(torch.float32)
+                rstd = torch.rsqrt(wider.pow(2).mean(-1, keepdim=True) + eps)
+                normalized = (x if copy == "t5_rms_norm" else wider) * rstd
+            y = weight * normalized.to(inner or normalized.dtype)
+            y = y.to(outer or y.dtype)
         elif fused and weight.dtype == x.dtype:
             y, rstd = fused(x, shape, weight, eps)
         else:

@@ -327,6 +327,18 @@ def bert(kind: str) -> nn.Module:
     return getattr(transformers, kind)(config)
 
 
+def rms_norms() -> nn.Module:
+    """Of each body that transformers' RMS norms have."""
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+    from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+    kinds = LlamaRMSNorm, T5LayerNorm, Olmo2RMSNorm, GemmaRMSNorm
+    layers = [layer for kind in kinds for layer in (nn.Linear(6, 6), kind(6))]
+    return nn.Sequential(*layers, nn.Linear(6, 3))
+
+
 def lora(kind: str, task: str, modules: list[str]) -> nn.Module:
     """The base is frozen; adapters train, and with `SEQ_CLS` the new head `score` too."""
     import peft
@@ -744,6 +756,9 @@ def _hugging_face() -> list[Case]:
         "lora_embedding": ("LlamaForCausalLM", "CAUSAL_LM", ["q_proj", "embed_tokens"], keywords),
     }
     return [
+        _case(
+            "rms_norms", rms_norms, lambda b: numbers(b, 5, 6, out=(5, 3)), needs=("transformers",)
+        ),
         *(
             _case(name, partial(family, kind), batch, cross_entropy, needs=("transformers",))
             for name, (family, kind, batch) in cases.items()

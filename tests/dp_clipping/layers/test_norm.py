@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dp_clipping.layers.norm import LayerNorm, RMSNorm, is_llama_rms_norm
+from dp_clipping.layers.norm import COPIES, LayerNorm, RMSNorm
 
 B, T, N, EPS = 3, 4, 6, 1e-3
 KINDS = {"dimension 0": (("dimension", 0), (B, T, N)), "dimension 1": (("dimension", 1), (T, B, N))}
@@ -19,15 +19,16 @@ def batch_first(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("place", KINDS)
-@pytest.mark.parametrize("twice", [False, True])
-def test_rms_norm(place, twice):
+@pytest.mark.parametrize("copy", [None, *COPIES])
+def test_rms_norm(place, copy):
     (kind, dim), shape = KINDS[place]
     x, weight, gy = numbers(*shape).requires_grad_(), numbers(N, seed=1), numbers(*shape, seed=2)
     slot = torch.zeros(B, N, dtype=torch.float64, requires_grad=True)
-    if twice:  # Llama's is computed in float32
+    if copy:  # which are computed in float32
         x = x.detach().float().requires_grad_()
         slot, weight, gy = slot.detach().float().requires_grad_(), weight.float(), gy.float()
-    y = RMSNorm.apply(x, weight, slot, None, [N], EPS, kind, dim, B, None, twice)
+    y = RMSNorm.apply(x, weight, slot, None, [N], EPS, kind, dim, B, None, copy)
+    weight = 1 + weight if copy == "gemma_rms_norm" else weight
     torch.testing.assert_close(y, F.rms_norm(x, [N], weight, EPS))
     gx, g = torch.autograd.grad(y, (x, slot), gy)
     expected = torch.autograd.grad(F.rms_norm(x, [N], weight, EPS), x, gy)[0]
@@ -57,27 +58,7 @@ def test_layer_norm(place):
 def test_a_sink_is_given_the_gradients_in_place_of_the_slot():
     x, weight = numbers(B, T, N).requires_grad_(), numbers(N, seed=1)
     trigger, given = torch.zeros((), dtype=torch.float64, requires_grad=True), []
-    y = RMSNorm.apply(x, weight, trigger, given.append, [N], EPS, "dimension", 0, B, None, False)
+    y = RMSNorm.apply(x, weight, trigger, given.append, [N], EPS, "dimension", 0, B, None, None)
     (found,) = torch.autograd.grad(y.sum(), trigger, allow_unused=True)
     assert found is None
     torch.testing.assert_close(given[0], F.rms_norm(x, [N], None, EPS).sum(1).detach())
-
-
-class OtherRMSNorm(torch.nn.Module):
-    """Named as a copy of Llama's, and scaled by 1 + w."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.variance_epsilon = torch.nn.Parameter(torch.zeros(N)), EPS
-
-    def forward(self, hidden_states):
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        normed = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return (1 + self.weight) * normed
-
-
-def test_only_copies_of_llamas_are_taken_for_it():
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    assert is_llama_rms_norm(llama.LlamaRMSNorm(N))
-    assert not is_llama_rms_norm(OtherRMSNorm())
-    assert not is_llama_rms_norm(torch.nn.RMSNorm(N))

@@ -204,7 +204,7 @@ def test_a_step_in_float32(case):
 HALVES = ["mlp", "tokens", "half_frozen", "transformer", "transformer_tied", "same_weight"]
 HALVES += ["reused", "flattened", "time_major", "padding_idx_tied", "positions_batch_of_one"]
 HALVES += ["layer_norm", "rms_norm", "conv2d", "group_norm", "llama_lm", "gpt2_lm", "bert_labels"]
-HALVES += ["lora_lm"]
+HALVES += ["lora_lm", "rms_norms"]
 
 
 def check_in_16_bit(case: zoo.Case, mode: str, dtype: torch.dtype, autocast: bool) -> None:
