@@ -44,5 +44,32 @@ def dense_gradients(layer: Dense, gradient: Tensor, x: Tensor, times: float = 1.
     return found | {"weight": product.gradients.mT @ product.activations}
 
 
+class Apart(Gate):
+    """The same, with a function for norms and one for sums."""
+
+
+def gate_norms(layer: Apart, gradient: Tensor, x: Tensor, times: float = 1.0) -> dict:
+    """Returns norms [B]; the weight's by Gram matrices of its two factors."""
+    found = gate_gradients(layer, gradient, x, times)
+    a, y = (t.double() for t in (found["weight"].activations, found["weight"].gradients))
+    squared = ((a @ a.mT) * (y @ y.mT)).sum((1, 2))
+    return {
+        "weight": squared.clamp(min=0).sqrt(), "bias": y.sum(1).norm(dim=1),
+        "scale": found["scale"].double().norm(dim=1),
+    }  # fmt: skip
+
+
+def gate_sums(layer: Apart, gradient: Tensor, c: Tensor, x: Tensor, times: float = 1.0) -> dict:
+    """Returns Σ_i c_i G_i, of the weight by one product."""
+    found = gate_gradients(layer, gradient, x, times)
+    a, y = (t.float() if t.dtype.itemsize < 4 else t for t in vars(found["weight"]).values())
+    y = y * c.to(y.dtype)[:, None, None]
+    return {
+        "weight": y.flatten(0, 1).t() @ a.flatten(0, 1), "bias": y.sum((0, 1)),
+        "scale": torch.einsum("b,bo->o", c.to(a.dtype), found["scale"].to(a.dtype)),
+    }  # fmt: skip
+
+
+register_layer(Apart, norm=gate_norms, weighted_sum=gate_sums)
 register_layer(Gate, gate_gradients)
 register_layer(Dense, dense_gradients)

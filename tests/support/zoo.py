@@ -18,7 +18,7 @@ from torch.nn.utils import rnn
 
 from dp_clipping.verification.reference import Batch, PerSampleLoss, per_sample_sum
 from lm.model import ModelConfig, Transformer
-from tests.support.registered_layers import Dense, Gate
+from tests.support.registered_layers import Apart, Dense, Gate
 
 SIZE = 4  # of a batch whose B, T, p and d shall be the same number
 VOCABULARY = 50
@@ -795,6 +795,16 @@ def _registered() -> list[Case]:
         _case(
             "registered_reused",
             lambda: Net(twice, a=Gate(5, 5), b=Dense(5, 5)),
+            lambda b: numbers(b, None, 5, out=(None, 5)),
+        ),
+        _case(
+            "registered_apart",
+            lambda: Net(lambda net, x: net.b(net.a(x), 0.5), a=Apart(5, 4), b=Apart(4, 3)),
+            lambda b: numbers(b, 6, 5, out=(6, 3)),
+        ),
+        _case(
+            "registered_apart_reused",
+            lambda: Net(twice, a=Apart(5, 5), b=Apart(5, 5)),
             lambda b: numbers(b, None, 5, out=(None, 5)),
         ),
         _case("registered_frozen", frozen, lambda b: numbers(b, 5, out=(3,))),

@@ -1,8 +1,9 @@
-"""Layers of the user's own classes, whose per-sample gradients a function of theirs computes.
+"""Layers of the user's own classes, whose gradients functions of theirs compute.
 
 Files:
 
     registry              `register_layer`: classes and their functions
-    module                runs such a layer in a private step, and delivers its function's results
+    norm_and_sum          factors of a layer whose functions never form per-sample gradients
+    module                runs such a layer in a private step, and delivers its functions' results
     one_alone             compares these with autograd on one sample alone
 """

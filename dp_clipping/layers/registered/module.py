@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dp_clipping.clipping.accumulation import accumulation_dtype
+from dp_clipping.clipping.accumulation import accumulation_dtype, only
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, check_size, deliver
 from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.layers.projection import gradients_of
+from dp_clipping.layers.registered.norm_and_sum import LayerSums, NormAndSum, checked, without
 from dp_clipping.layers.registered.one_alone import refuse_wrong
-from dp_clipping.layers.registered.registry import LinearProduct, function_of
+from dp_clipping.layers.registered.registry import LinearProduct, arithmetic_of
 from dp_clipping.layers.vmap.module import Body, plain_forward
 from dp_clipping.torch_compat import never_compiled, tree_flatten, tree_unflatten
 
@@ -88,6 +89,7 @@ class Use:
 
     def __post_init__(self) -> None:
         self.targets: dict[str, Target] = {}
+        self.arithmetic = arithmetic_of(self.module)
         # Tensors are saved by autograd, which notices what is changed in place.
         self.leaves = [None if isinstance(x, Tensor) else x for x in self.leaves]
 
@@ -97,22 +99,54 @@ class Use:
         own = {f"module.{name}": value for name, value in parameters.items()}
         return functional_call(Body(self.module), own, args, kwargs)
 
-    def row(self, found: Tensor | LinearProduct, i: int) -> Tensor:
+    def row(self, found: Tensor | LinearProduct | NormAndSum, i: int) -> Tensor:
         """Returns G of example i."""
+        if isinstance(found, NormAndSum):
+            return found.sums.rows_of(found.name, [i])[0]
         if isinstance(found, LinearProduct):
             return gradients_of(found.gradients[i : i + 1], found.activations[i : i + 1])[0]
         return found[i]
 
     def call(self, gradient: Tensor, tensors: list[Tensor]) -> Mapping[str, Any]:
-        """Returns what the user's function does, for tensors with the samples in front."""
+        """Returns what the user's function does, for tensors with the samples in front.
+
+        Where there are two functions, the factors with which they are called.
+        """
+        if self.arithmetic.forms_gradients:
+            found = self._run(self.arithmetic.gradients, tensors, gradient)
+            self._refuse_shapes(found, len(gradient))
+            return found
+        rows, shapes = len(gradient), {n: tuple(p.shape) for n, p in self._trainable.items()}
+        who = f"registered for {_called(self.handle, self.module)}"
+
+        def norm() -> Mapping[str, Tensor]:
+            found = self._run(self.arithmetic.norm, tensors, gradient)
+            return checked(found, dict.fromkeys(shapes, (rows,)), f"the norm {who}")
+
+        def weighted_sum(c: Tensor, counts: Tensor) -> Mapping[str, Tensor]:
+            pairs = zip(tensors, self.layouts, strict=True)
+            mine = [x if at.kind == "shared" else without(x, counts) for x, at in pairs]
+            found = self._run(
+                self.arithmetic.weighted_sum, mine, only(gradient, counts), only(c, counts)
+            )
+            return checked(found, shapes, f"the weighted_sum {who}")
+
+        sums = LayerSums(norm, weighted_sum, rows, gradient)
+        nbytes = (gradient.nbytes + sum(x.nbytes for x in tensors)) // max(1, len(shapes))
+        return {name: NormAndSum(sums, name, nbytes) for name in shapes}
+
+    @property
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        return self.handle.parameters()
+
+    def _run(self, function: Any, tensors: list[Tensor], *first: Tensor) -> Any:
+        """Returns function(layer, *first, *args, **kwargs)."""
         leaves = list(self.leaves)
         for n, x in zip(self.places, tensors, strict=True):
             leaves[n] = x
         args, kwargs = tree_unflatten(leaves, self.structure)
         with torch.no_grad():
-            found = function_of(self.module)(self.module, gradient, *args, **kwargs)
-        self._refuse_shapes(found, len(gradient))
-        return found
+            return function(self.module, *first, *args, **kwargs)
 
     def batch_first(self, tensors: list[Tensor]) -> list[Tensor]:
         """Returns the inputs with the examples in front; those that all share as they are."""
@@ -162,6 +196,8 @@ class Use:
 
         It is asked with one sample and a gradient of zeros, once for samples of each shape.
         """
+        if not self.arithmetic.forms_gradients:
+            return {}
         rows = [
             x if at.kind == "shared" else x[:1]
             for x, at in zip(self.batch_first(tensors), self.layouts, strict=True)
@@ -188,6 +224,9 @@ class Use:
             if not handle.keeps_dense(a, weight, name):
                 handle.private_step.plans.will_use(handle.parameter(name), a, weight.shape[0])
                 return Target(*handle.factor_target(name), takes_factors=True)
+        is_one = handle.examples_per_unit == 1
+        if not (self.arithmetic.forms_gradients or handle.keeps_dense()) and is_one:
+            return Target(*handle.factor_target(name), takes_factors=True)
         return Target(*handle.gradient_target(name))
 
     def deliver(self, gradient: Tensor, tensors: list[Tensor]) -> list[Tensor | None]:
@@ -202,6 +241,8 @@ class Use:
             if isinstance(g, LinearProduct):
                 a, y = (_units(x, k).flatten(1, 2) for x in (g.activations, g.gradients))
                 g = LinearFactors(a, y, False) if takes_factors else gradients_of(y, a)
+            elif isinstance(g, NormAndSum):
+                g = g if takes_factors else g.sums.rows_of(name, range(self.rows // k), k)
             elif k > 1:
                 g = _units(g, k).sum(1, dtype=accumulation_dtype(g.dtype))
             if takes_factors and take is not None:

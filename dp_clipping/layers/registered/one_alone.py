@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import full_float32
+from dp_clipping.layers.registered.norm_and_sum import NormAndSum
 
 SAMPLES = 4  # that are compared in a backward
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 ROUNDINGS = 8  # of the output's gradient, that a function may be off by
+TINY = 1e-18  # a norm whose square may be lost
 LOW_PRECISION = 5e-2  # relative error of a sample's gradient in 16 bit
 
 
@@ -40,7 +42,39 @@ def refuse_wrong(use: Any, gradient: Tensor, tensors: list[Tensor], found: Any) 
             is_zero = is_zero and size == 0
             if size < float("inf") and not error <= tolerance * size + ROUNDINGS * rounding:
                 raise ValueError(_message(use, name, i, error, size))
+    for name, one in found.items():
+        if isinstance(one, NormAndSum):
+            _compare_norms(use, name, one, range(first, rows, step))
     use.handle.checks += 0 if is_zero else 1
+
+
+def _compare_norms(use: Any, name: str, found: NormAndSum, samples: range) -> None:
+    """Raises ValueError if a norm is not that of what is summed, or a sum is not linear in c."""
+    norms, slack = found.sums.norms[name], found.sums.slack
+    c = norms.new_zeros(use.rows, dtype=torch.float32)
+    c[list(samples)] = torch.linspace(0.2, 0.9, len(samples), device=c.device)
+    expected, size = torch.zeros_like(use.handle.parameter(name), dtype=torch.float64), 0.0
+    for i in samples:
+        g = use.row(found, i).double()
+        own, given = float(g.norm()), float(norms[i])
+        if own < float("inf") and not abs(given - own) <= slack / 2 * own + TINY:
+            raise ValueError(
+                f"the norm registered for {use.handle.name or 'the network'} "
+                f"({type(use.module).__name__}) is wrong: for {name!r} of sample {i} it is "
+                f"{given:.8g}, and what weighted_sum returns for that sample alone has the norm "
+                f"{own:.8g}; return that norm to {slack / 2:.0e} of itself, in float64 where "
+                "tokens cancel, or leave out register_layer, and torch.vmap computes it"
+            )
+        expected += float(c[i]) * g
+        size += own
+    error = float((found.sums.sum_of(name, c).double() - expected).norm())
+    if size < float("inf") and not error <= slack * size + TINY:
+        raise ValueError(
+            f"the weighted_sum registered for {use.handle.name or 'the network'} "
+            f"({type(use.module).__name__}) is wrong: for {name!r} the sum of {len(samples)} "
+            f"samples differs by {error:.3g} from their gradients, multiplied by their "
+            "coefficients: return the sum of c_i G_i, as (c @ gradients.flatten(1))"
+        )
 
 
 def _is_due(handle: Any) -> bool:

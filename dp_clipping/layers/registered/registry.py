@@ -37,43 +37,87 @@ class LinearProduct:
 
 
 GradientFunction = Callable[..., Mapping[str, Tensor | LinearProduct]]
-_REGISTERED: dict[type, GradientFunction] = {}
+NormFunction = Callable[..., Mapping[str, Tensor]]
+SumFunction = Callable[..., Mapping[str, Tensor]]
 
 
-def register_layer(cls: type[nn.Module], fn: GradientFunction) -> None:
+@dataclass(frozen=True)
+class Arithmetic:
+    """What a class was registered with: `gradients`, or `norm` and `weighted_sum`."""
+
+    gradients: GradientFunction | None
+    norm: NormFunction | None
+    weighted_sum: SumFunction | None
+
+    @property
+    def forms_gradients(self) -> bool:
+        return self.gradients is not None
+
+
+_REGISTERED: dict[type, Arithmetic] = {}
+
+
+def register_layer(
+    cls: type[nn.Module],
+    fn: GradientFunction | None = None,
+    *,
+    norm: NormFunction | None = None,
+    weighted_sum: SumFunction | None = None,
+) -> None:
     """Gives a layer class arithmetic of its own, in every mode; without it `torch.vmap` runs it.
 
-    `fn(layer, gradient, *args, **kwargs)` is called in backward with the layer, the gradient of
-    its output and the arguments of its forward. Their tensors have the samples in front: [B, ...],
-    and [B, T, ...] where the network has flattened samples and tokens into one dimension. It
-    returns a dictionary: the name of each parameter that the class itself owns -> per-sample
-    gradients G [B, *parameter.shape], or a `LinearProduct` for a weight. What it returns for frozen
-    parameters is left out.
+    Give one function, which computes per-sample gradients G [B, *parameter.shape], or two, which
+    never form them. They are called in backward with the layer, the gradient of its output and the
+    arguments of its forward. Their tensors have the samples in front: [B, ...], and [B, T, ...]
+    where the network has flattened samples and tokens into one dimension. They return a dictionary
+    with an entry for each parameter that the class itself owns; those of frozen parameters are left
+    out.
+
+    ========================================================== =====================================
+    function                                                   entries
+    ========================================================== =====================================
+    `fn(layer, gradient, *args, **kwargs)`                     G [B, *parameter.shape], or a
+                                                               `LinearProduct` for a weight
+    `norm(layer, gradient, *args, **kwargs)`                   ‖G_i‖ [B], float32 or float64
+    `weighted_sum(layer, gradient, c, *args, **kwargs)`        Σ_i c_i G_i [*parameter.shape], for
+                                                               c [B]; float32 or float64
+    ========================================================== =====================================
 
     G_i must depend on sample i alone. In batches 1, 2, 4, 8, ... the gradients of some samples are
-    compared with autograd's for each of these alone, and a function that is wrong is refused.
+    compared with autograd's for each of these alone, norms with those of what is summed, and a
+    function that is wrong is refused. With two functions the guarantee needs more than that: a norm
+    that is too small in a batch that is not looked at lets that sample contribute more than C.
 
     Args:
         cls: a module class that returns one tensor. Its subclasses are not registered with it.
-        fn: of PyTorch's operators.
+        fn, norm, weighted_sum: of PyTorch's operators.
 
     Raises:
         ValueError: for a class that has arithmetic of its own, or another function already.
     """
-    if not (isinstance(cls, type) and issubclass(cls, nn.Module) and callable(fn)):
-        raise ValueError(f"give a subclass of nn.Module and a function: {EXAMPLE}")
+    own = Arithmetic(fn, norm, weighted_sum)
+    complete = (
+        callable(fn)
+        if norm is weighted_sum is None
+        else (fn is None and callable(norm) and callable(weighted_sum))
+    )
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module) and complete):
+        raise ValueError(
+            f"give a subclass of nn.Module and a function: {EXAMPLE}, or two: "
+            "register_layer(Scale, norm=.., weighted_sum=..)"
+        )
     for kind in BUILT_IN:
         if issubclass(cls, kind) and cls.forward is kind.forward:
             raise ValueError(
                 f"{cls.__name__} computes what nn.{kind.__name__} does, which has per-sample "
                 "gradients already: leave register_layer out"
             )
-    if _REGISTERED.get(cls, fn) is not fn:
+    if _REGISTERED.get(cls, own) != own:
         raise ValueError(
             f"{cls.__name__} is registered with another function: register a subclass, as "
             f"class My{cls.__name__}({cls.__name__}): pass"
         )
-    _REGISTERED[cls] = fn
+    _REGISTERED[cls] = own
 
 
 def is_registered(module: nn.Module) -> bool:
@@ -81,8 +125,8 @@ def is_registered(module: nn.Module) -> bool:
     return plain_type(module) in _REGISTERED
 
 
-def function_of(module: nn.Module) -> GradientFunction:
-    """Returns the function that its class was registered with."""
+def arithmetic_of(module: nn.Module) -> Arithmetic:
+    """Returns what its class was registered with."""
     kind: Any = plain_type(module)
     return _REGISTERED[kind]
 

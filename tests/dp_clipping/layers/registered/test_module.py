@@ -23,7 +23,10 @@ from tests.dp_clipping.step.test_on_gpu import compare_with_oracle, gpu, needs_g
 from tests.support import zoo
 from tests.support.registered_layers import Dense, Gate, gate_gradients
 
-NAMES = ("registered", "registered_reused", "registered_frozen", "registered_elsewhere")
+NAMES = (
+    "registered", "registered_apart", "registered_apart_reused",
+    "registered_reused", "registered_frozen", "registered_elsewhere",
+)  # fmt: skip
 
 
 def sums(network: nn.Module, batch, mode: str = "bookkeeping") -> dict:

@@ -5,9 +5,17 @@ import torch
 from torch import nn
 
 from dp_clipping import register_layer
-from dp_clipping.layers.registered.registry import function_of, is_registered, refuse_where_unfit
+from dp_clipping.layers.registered.registry import arithmetic_of, is_registered, refuse_where_unfit
 from tests.dp_clipping.conftest import private
-from tests.support.registered_layers import Dense, Gate, dense_gradients, gate_gradients
+from tests.support.registered_layers import (
+    Apart,
+    Dense,
+    Gate,
+    dense_gradients,
+    gate_gradients,
+    gate_norms,
+    gate_sums,
+)
 
 
 def kinds(network: nn.Module) -> list[str]:
@@ -15,8 +23,8 @@ def kinds(network: nn.Module) -> list[str]:
 
 
 def test_a_class_keeps_its_function():
-    assert function_of(Gate(2, 3)) is gate_gradients
-    assert function_of(Dense(2, 3)) is dense_gradients
+    assert arithmetic_of(Gate(2, 3)).gradients is gate_gradients
+    assert arithmetic_of(Dense(2, 3)).gradients is dense_gradients
     register_layer(Gate, gate_gradients)  # again, as a notebook's cell does
     with pytest.raises(ValueError, match="with another function: register a subclass"):
         register_layer(Gate, dense_gradients)
@@ -32,6 +40,27 @@ def test_what_has_arithmetic_needs_none(kind):
 def test_a_class_and_a_function(wrong):
     with pytest.raises(ValueError, match=r"give a subclass of nn.Module and a function: regis"):
         register_layer(*wrong)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {}, {"norm": gate_norms}, {"weighted_sum": gate_sums}, {"norm": 1, "weighted_sum": 2},
+        {"fn": gate_gradients, "norm": gate_norms, "weighted_sum": gate_sums},
+    ],
+    ids=["nothing", "norm", "sum", "numbers", "three"],
+)  # fmt: skip
+def test_one_function_or_two(given):
+    with pytest.raises(ValueError, match=r"or two: register_layer\(Scale, norm=\.\., weighted_s"):
+        register_layer(type("New", (Gate,), {}), **given)
+
+
+def test_two_functions_are_kept():
+    register_layer(Apart, norm=gate_norms, weighted_sum=gate_sums)
+    with pytest.raises(ValueError, match="with another function: register a subclass"):
+        register_layer(Apart, norm=gate_sums, weighted_sum=gate_sums)
+    with pytest.raises(ValueError, match="with another function: register a subclass"):
+        register_layer(Apart, gate_gradients)
 
 
 class Other(Gate):

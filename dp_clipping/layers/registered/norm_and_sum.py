@@ -1,0 +1,163 @@
+"""Factors of a registered layer: its functions compute norms and clipped sums from them.
+
+`register_layer(cls, norm=, weighted_sum=)` need not form per-sample gradients. What is normed and
+what is summed come from two functions then, so they are compared (`one_alone`): a sample's norm
+must be that of the very sum that has this sample alone.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dp_clipping.clipping.accumulation import Weights, accumulation_dtype
+from dp_clipping.clipping.norms import Norm
+from dp_clipping.torch_compat import version_of
+
+SLACK = {torch.float32: 1e-5, torch.float64: 1e-10}
+"""By how much of itself a sample's norm may be below that of what is summed."""
+
+Results = Mapping[str, Tensor]
+
+
+class LayerSums:
+    """One call of a layer with its output's gradient: norms, and sums for any coefficients.
+
+    Args:
+        norm: () -> name -> ‖G_i‖ [B].
+        weighted_sum: (coefficients [B], whether a sample counts [B]) -> name -> Σ_i c_i G_i
+            [*parameter.shape].
+        rows: B.
+        gradient: of the output; only its device and dtype count.
+    """
+
+    def __init__(
+        self,
+        norm: Callable[[], Results],
+        weighted_sum: Callable[[Tensor, Tensor], Results],
+        rows: int,
+        gradient: Tensor,
+    ):
+        self._norm, self._weighted_sum = norm, weighted_sum
+        self.rows, self.gradient = rows, gradient
+        self._norms: Results | None = None
+        self._key: Any = None
+        self._left: dict[str, Tensor] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Returns float32, or float64 for a gradient in that."""
+        return accumulation_dtype(self.gradient.dtype)
+
+    @property
+    def slack(self) -> float:
+        return SLACK[self.dtype]
+
+    @property
+    def norms(self) -> Results:
+        """Returns name -> ‖G_i‖ [B], computed once."""
+        if self._norms is None:
+            self._norms = self._norm()
+        return self._norms
+
+    def sum_of(self, name: str, coefficients: Tensor, good: Tensor | None = None) -> Tensor:
+        """Returns Σ_i c_i G_i of one parameter, over samples with c_i > 0 that are `good` [B].
+
+        The function computes the sums of all parameters. Those of the others are kept until they
+        are asked for, which they are next and with the same coefficients, or until some with other
+        coefficients are.
+        """
+        key = coefficients.data_ptr(), version_of(coefficients), good
+        if self._key != key or name not in self._left:
+            counts = coefficients > 0
+            counts = counts if good is None else counts & good
+            self._left = dict(self._weighted_sum(coefficients, counts))
+            self._key, self._held = key, coefficients  # held, so that no other has its address
+        return self._left.pop(name).to(self.dtype)
+
+    def rows_of(self, name: str, samples: Iterable[int], each: int = 1) -> Tensor:
+        """Returns G of the given samples, each the sum of `each` rows: one call a sample."""
+        found = []
+        for i in samples:
+            chosen = self.gradient.new_zeros(self.rows, dtype=torch.float32)
+            chosen[i * each : (i + 1) * each] = 1
+            found.append(self.sum_of(name, chosen))
+        return torch.stack(found)
+
+
+class NormAndSum:
+    """Factors of one parameter, as the private step takes them.
+
+    Attributes:
+        good: samples that are summed [B], None: all.
+    """
+
+    may_be_recomputed = True
+    gradients = None
+
+    def __init__(self, sums: LayerSums, name: str, nbytes: int, good: Tensor | None = None):
+        self.sums, self.name, self.nbytes, self.good = sums, name, nbytes, good
+
+    @property
+    def y(self) -> Tensor:
+        """Returns the output's gradient."""
+        return self.sums.gradient
+
+    def norm(self, _grams: Any = None) -> Norm:
+        """Returns ‖G_i‖², of which coefficients take `SLACK` more."""
+        norms = self.sums.norms[self.name]
+        squared, norms = (x.to(self.sums.dtype) for x in (norms.square(), norms))
+        return Norm(squared, norms, 0.0, self.sums.slack)
+
+    def take_norm(self, keep: bool) -> Norm:
+        """Returns the same for the fused step, which keeps these factors if it keeps anything."""
+        return self.norm()
+
+    def on_kernels(self) -> "NormAndSum":
+        return self
+
+    def only(self, good: Tensor) -> "NormAndSum":
+        """Returns the factors of the samples that are `good` [B], in the same shape."""
+        return NormAndSum(self.sums, self.name, self.nbytes, good)
+
+    def weighted_sum(self, weights: Weights | Tensor, _outputs: int = 0) -> Tensor:
+        """Returns Σ_i c_i G_i in float32 (float64), over the samples with c_i > 0."""
+        c = weights.values if isinstance(weights, Weights) else weights
+        return self.sums.sum_of(self.name, c, self.good)
+
+
+def without(x: Tensor, good: Tensor) -> Tensor:
+    """Returns x [B, ..] with rows of a good sample in place of those that are not `good` [B].
+
+    Zeros would do for numbers, but a layer may have no gradient at them.
+    """
+    every = torch.arange(len(x), device=x.device)
+    return x.index_select(0, torch.where(good, every, good.to(torch.uint8).argmax()))
+
+
+def checked(found: Any, shapes: Mapping[str, tuple[int, ...]], who: str) -> dict[str, Tensor]:
+    """Returns what a user's function has returned, for trainable parameters.
+
+    Args:
+        shapes: name of a trainable parameter -> the shape of its entry.
+        who: a name for the function in messages.
+
+    Raises:
+        ValueError: an entry is missing, or has another shape or dtype.
+    """
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{who} returns {type(found).__name__}: return a dictionary of tensors")
+    results = {}
+    for name, shape in shapes.items():
+        one = found.get(name)
+        if not isinstance(one, Tensor) or tuple(one.shape) != shape:
+            given = list(one.shape) if isinstance(one, Tensor) else type(one).__name__
+            raise ValueError(f"{who} returns {given} for {name!r}: return a tensor {list(shape)}")
+        if one.dtype != accumulation_dtype(one.dtype):
+            raise ValueError(
+                f"{who} returns {one.dtype} for {name!r}, whose rounding is felt in the bound on a "
+                "sample: compute in float32, as gradient.float()"
+            )
+        results[name] = one
+    return results
