@@ -106,13 +106,18 @@ class LinearFactors:
         return self.y.element_size() == 2
 
     @property
+    def is_one_token(self) -> bool:
+        """Returns whether G_i = y_i a_iᵀ: nothing cancels, and all samples are summed at once."""
+        return self.a.shape[1] == 1
+
+    @property
     def accumulates(self) -> bool:
         """Returns whether G_i is formed, one sample after the other, rather than Gram matrices.
 
         In float32, where Gram products cost more operations, or where their rounding would be felt.
         """
         tokens, inputs, outputs = self.a.shape[1], self.a.shape[2], self.y.shape[2]
-        if tokens == 1:
+        if self.is_one_token:
             return False
         longest = LONGEST_GRAM if self.is_16_bit else 0
         return tokens > longest or tokens * (inputs + outputs) >= inputs * outputs
@@ -121,7 +126,7 @@ class LinearFactors:
         """Returns ‖G_i‖², with the rounding of Gram products and of what `weighted_sum` adds."""
         if self.accumulates:  # what is summed is what is normed, to the last bit
             return Norm(torch.cat([squared_norms(gradient) for gradient in self._samples()]))
-        if self.a.shape[1] == 1:  # one token cannot cancel
+        if self.is_one_token:
             return Norm(product_squares(self.y[:, 0], self.a[:, 0]))
         if self._gram_a is None:
             self._gram_a = (grams or Grams()).of(self.a)
@@ -143,8 +148,9 @@ class LinearFactors:
     def weighted_sum(self, weights: Weights) -> Tensor:
         """Returns Σ_i c_i G_i in `accumulation_dtype(dtype)`, in the parameter's shape.
 
-        16-bit factors on a GPU are multiplied sample by sample, each product scaled where it is
-        accumulated, in float32; scaled ones (see `low_precision_sums`) by one product.
+        16-bit factors of several tokens on a GPU are multiplied sample by sample, each product
+        scaled where it is accumulated, in float32; scaled ones (see `low_precision_sums`) by one
+        product.
         """
         left, right = self.operands
         dtype = accumulation_dtype(left.dtype)
@@ -156,7 +162,7 @@ class LinearFactors:
                 if c:
                     total.add_(self.select(slice(i, i + 1)).dense()[0], alpha=c)
             return total
-        if left.is_cuda and self.is_16_bit:
+        if left.is_cuda and self.is_16_bit and not self.is_one_token:
             return self._sum_by_sample(left, right, weights.by_host)
         left = left.to(dtype) * weights.values.to(dtype)[:, None, None]
         with full_float32():

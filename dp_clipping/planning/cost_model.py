@@ -112,6 +112,10 @@ def predict(use: LinearShape, algorithm: str, rates: Rates) -> LayerPlan:
     """
     samples = use.batch_size
     values = use.inputs * use.outputs
+    if use.tokens == 1 and algorithm == ACCUMULATE:  # read for norms, and multiplied in float32
+        seconds = 2 * rates.step + use.operations / (rates.product * rates.single)
+        moved = 3 * use.factor_bytes + values * SUM_BYTES
+        return LayerPlan(algorithm, seconds + moved / rates.bandwidth, use.factor_bytes)
     product = _product(use, _waves(use, False, rates), rates.product, rates)
     if algorithm == INSTANTIATE:
         moved = 2 * samples * values * use.gradient_size + values * SUM_BYTES

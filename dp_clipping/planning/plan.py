@@ -10,6 +10,9 @@ with u = 2·B·T·p·d, factors the inputs and output gradients, and g = B·T·(
 of what full Gram matrices take. What is not kept is formed again in a second backward pass
 (`recomputed`), which goes only as deep as it must: layers nearest the input are kept first.
 
+Of one token (T = 1) the norm is ‖y_i‖‖a_i‖ (Goodfellow 2015) and the sum one product over the
+samples, under the name of `input_length`, whose factors are kept.
+
 `cost_model.predict` says how long each takes. The plan starts from each layer's fastest algorithm.
 While what is kept exceeds the budget, it changes the layer that loses the least time a byte saved.
 """
@@ -40,7 +43,9 @@ def allowed(use: LinearShape, norm_algorithm: str) -> tuple[str, ...]:
     """Returns the algorithms that may serve a layer."""
     if norm_algorithm != "auto":
         return (norm_algorithm,)
-    if use.tokens == 1 or use.element_size == 4 or use.tokens > LONGEST_GRAM:
+    if use.tokens == 1:
+        return (ACCUMULATE,)
+    if use.element_size == 4 or use.tokens > LONGEST_GRAM:
         return (INSTANTIATE, ACCUMULATE)
     return ALGORITHMS
 

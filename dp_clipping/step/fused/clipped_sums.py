@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dp_clipping.capture.network import CapturedNetwork
+from dp_clipping.clipping.accumulation import Weights
 from dp_clipping.distributed.gradient_reduce import ShardedSums
 from dp_clipping.kernels.launch.tiles import tile_of
 from dp_clipping.kernels.sorted_coefficients import Coefficients
@@ -43,7 +44,8 @@ def clipped_sums(
     saved.clear()
     rows = [scale.rows[groups[p]] for p in parameters]
     totals: list[Any] = [None] * len(values)
-    linear = [n for n, one in enumerate(values) if isinstance(one, LinearFactors)]
+    factors = [n for n, one in enumerate(values) if isinstance(one, LinearFactors)]
+    linear = [n for n in factors if not values[n].is_one_token]
     kept = [one if isinstance(one, Tensor) else getattr(one, "gradients", None) for one in values]
     gradients = {n: g for n, g in enumerate(kept) if g is not None}
     if gradients:
@@ -62,8 +64,12 @@ def clipped_sums(
             totals[n] = total
     for n, (parameter, one) in enumerate(zip(parameters, values, strict=True)):
         if totals[n] is None:
+            c = scale.values[rows[n]]
             with label("sum", parameter):
-                totals[n] = one.weighted_sum(scale.values[rows[n]], shapes[parameter][0])
+                if isinstance(one, LinearFactors):
+                    totals[n] = one.only(c > 0).weighted_sum(Weights(c, []))
+                else:
+                    totals[n] = one.weighted_sum(c, shapes[parameter][0])
     return list(zip(parameters, totals, strict=True))
 
 

@@ -89,6 +89,11 @@ class NormQueue:
         return found
 
     def _accumulate(self, found: NormBatch, mine: list[Linear], kind: str, label: Label) -> None:
+        alone = [one for one in mine if one[1].is_one_token and kind == ACCUMULATE]
+        for parameter, factors, _ in alone:
+            with label(f"norm/{kind}", parameter):
+                found.norms[parameter] = factors.norm()
+        mine = [one for one in mine if one[0] not in found.norms]
         if not mine:
             return
         pairs = [factors.operands for _, factors, _ in mine]

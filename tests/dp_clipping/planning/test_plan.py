@@ -103,6 +103,15 @@ def test_a_forced_algorithm_is_everyones(norm_algorithm, budget):
     assert plan.is_one_pass == (budget is None)
 
 
+def test_one_token_never_forms_gradients():
+    """Neither its norm nor its sum reads or writes B·d·p values: 1024 of 1024² in float32 here."""
+    plan = Plan([use(tokens=1, batch_size=1024, inputs=1024, outputs=1024, size=4)], RATES)
+    (choice,) = plan.choices
+    assert choice.algorithm == ACCUMULATE
+    assert choice.bytes == 1024 * 2048 * 4
+    assert choice.seconds < 0.1 * 1024**3 * 4 / RATES.bandwidth
+
+
 def test_one_sample():
     one = use(batch_size=1, tokens=4096, inputs=2048, outputs=2048)
     plan = Plan([one], RATES)

@@ -25,6 +25,9 @@ def test_clipped_sums(place: Place) -> None:
     ids = torch.tensor([[0, 1, 1], [2, 2, 2], [3, 0, 3]], device=device)
     draw = lambda *shape: torch.randn(3, *shape).to(device, dtype)  # noqa: E731
     y, tokens, arrived = draw(20, 16), draw(3, 8), [draw(5, 6), draw(20, 24), draw(7)]
+    single = draw(1, 20), draw(1, 16)
+    for x in single:
+        x[1] = float("nan")  # a sample of which c is 0 is not read
     one_hot = torch.nn.functional.one_hot(ids, 4).to(dtype)
     parts = {  # arrival -> what it leaves, its clipping group, and the same as a product y aᵀ
         "linear": (LinearFactors(arrived[1], y, False), 4, (y, arrived[1])),
@@ -32,6 +35,8 @@ def test_clipped_sums(place: Place) -> None:
         "embedding": (TokenSums.of(ids, tokens), 4, (one_hot, tokens)),
         "transposed": (LinearFactors(arrived[1], y, True), 9, (arrived[1], y)),
         "bias": (arrived[2], 4, None),
+        "one token": (LinearFactors(single[1], single[0], False), 9, single),
+        "one token, transposed": (LinearFactors(*single, True), 9, single),
     }
     names = {torch.nn.Parameter(torch.empty(0)): name for name in parts}
     saved = {p: parts[name][0] for p, name in names.items()}

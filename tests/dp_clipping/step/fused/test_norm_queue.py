@@ -1,11 +1,16 @@
 """Layers that read one input share its Gram matrix, unless ranks count their norms differently."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from dp_clipping.layers.linear_factors import LinearFactors
+from dp_clipping.planning.cost_model import ACCUMULATE, LayerPlan
+from dp_clipping.step.fused.norm_queue import NormQueue
 from dp_clipping.verification import reference as oracle
 from lm.rank_pool import Context
 from tests.dp_clipping.conftest import private
@@ -58,3 +63,18 @@ def check_router(context: Context, replicated_first: bool) -> None:
 @pytest.mark.parametrize("replicated_first", [True, False])
 def test_split_and_replicated_layers_of_one_input(interpreter, replicated_first):
     interpreter.ranks.run(2, check_router, replicated_first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_one_token_are_products_of_norms(dtype):
+    """No sample's gradient is formed for them, on kernels or off."""
+    y, a = torch.randn(5, 1, 20).to(dtype), torch.randn(5, 1, 30).to(dtype)
+    y[1], a[2] = 0, 1e30  # the second one's square is infinite: it is left out by the coefficient
+    weight, queue = nn.Parameter(torch.empty(20, 30)), NormQueue({}, None)
+    choice = LayerPlan(ACCUMULATE, 0.0, 0)
+    queue.linear.append((weight, LinearFactors(a, y, False), choice))
+    found = queue.flush(True, lambda *_: nullcontext()).norms[weight]
+    expected = torch.einsum("btd,btp->bdp", y.double(), a.double()).flatten(1).norm(dim=1)
+    expected[2] = torch.inf
+    torch.testing.assert_close(found.squared.sqrt().double(), expected, rtol=1e-6, atol=0)
+    assert found.squared.dtype == torch.float32
