@@ -6,6 +6,7 @@ Files:
     gram                  norms of linear layers from Gram matrices of tokens
     channel_sums          per-sample gradients of GroupNorm and InstanceNorm
     embedding             rows of equal tokens, and their norms
+    small_table           per-sample gradients of an embedding with few rows
     norm_layer_gradients  per-sample gradients of RMSNorm and LayerNorm
     squared_norms         norms of per-sample gradients that another operator has formed
     coefficients          squared norms to clipping coefficients

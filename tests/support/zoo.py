@@ -482,7 +482,17 @@ def _embeddings() -> list[Case]:
         net[2].weight = net[0].weight
         return net
 
+    def by_distance(net: Net, x: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1], device=x.device)
+        distances = (place[:, None] - place).abs().clamp(max=3)
+        return net.layer(torch.tanh(net.distance(distances).sum(-1)) @ x)
+
     return [
+        _case(
+            "relative_positions",
+            lambda: Net(by_distance, distance=nn.Embedding(4, 2), layer=nn.Linear(5, 3)),
+            lambda b: numbers(b, 6, 5, out=(6, 3)),
+        ),
         _case("positions_batch_of_one", positions(one), tokens, cross_entropy),
         _case("positions_one_axis", positions(flat), tokens, cross_entropy),
         _case(

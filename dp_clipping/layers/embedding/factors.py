@@ -5,11 +5,13 @@ over the distinct tokens of the sample, of the squared norm of that sum.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import Weights, accumulation_dtype, only, squared_norms
 from dp_clipping.clipping.norms import Norm
 from dp_clipping.kernels.embedding import TokenSums
+from dp_clipping.kernels.small_table import TableGradients, is_small
 from dp_clipping.layers.batch_layout import Layout
 
 
@@ -26,6 +28,17 @@ def without_padding(ids: Tensor, gy: Tensor, padding_idx: int | None) -> Tensor:
     if padding_idx is None:
         return gy
     return gy.masked_fill((ids == padding_idx).unsqueeze(-1), 0)
+
+
+def look_up(ids: Tensor, weight: Tensor) -> Tensor:
+    """Returns `F.embedding`, of ids that all samples share with one look-up for all of them."""
+    if ids.dim() > 1 and ids.stride(0) == 0 and len(ids) > 1:
+        return (
+            F.embedding(ids[0], weight)
+            .expand(len(ids), *[-1] * ids.dim())
+            .clone(memory_format=torch.contiguous_format)
+        )
+    return F.embedding(ids, weight)
 
 
 class EmbeddingFactors:
@@ -74,8 +87,10 @@ class EmbeddingFactors:
         sample = torch.arange(batch_size, device=y.device)[:, None].expand(batch_size, tokens)
         return total.index_put_((sample, self.ids), y, accumulate=True)
 
-    def on_kernels(self) -> TokenSums:
-        """Returns the sums over equal tokens, formed on kernels."""
+    def on_kernels(self) -> TokenSums | TableGradients:
+        """Returns the sums over equal tokens, or G of a small table, formed on kernels."""
+        if is_small(self.vocabulary, self.ids.shape[1]):
+            return TableGradients.of(self.ids, self.y, self.vocabulary)
         return TokenSums.of(self.ids, self.y)
 
     def only(self, good: Tensor) -> "EmbeddingFactors":

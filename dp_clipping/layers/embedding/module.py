@@ -1,12 +1,16 @@
 """Embeddings: y = W[ids], so row v of G_i is the sum of output gradients of sample i's tokens v."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.embedding.factors import EmbeddingFactors, batch_tokens, without_padding
+from dp_clipping.layers.embedding.factors import (
+    EmbeddingFactors,
+    batch_tokens,
+    look_up,
+    without_padding,
+)
 from dp_clipping.layers.handle import LayerState
 
 
@@ -31,7 +35,7 @@ class Dense(torch.autograd.Function):
     def forward(ctx, ids, weight, slot, padding_idx, kind, dim, batch_size):
         ctx.save_for_backward(ids)
         ctx.rest = (padding_idx, kind, dim, batch_size, slot.shape, slot.dtype)
-        return F.embedding(ids, weight)
+        return look_up(ids, weight)
 
     @staticmethod
     def backward(ctx, gy):
@@ -50,7 +54,7 @@ class Factors(torch.autograd.Function):
     def forward(ctx, ids, weight, trigger, handle, padding_idx, layout):
         ctx.save_for_backward(ids)
         ctx.rest = (handle, handle.private_step, padding_idx, layout, weight.shape[0])
-        return F.embedding(ids, weight)
+        return look_up(ids, weight)
 
     @staticmethod
     def backward(ctx, gy):

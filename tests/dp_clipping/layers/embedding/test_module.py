@@ -1,12 +1,16 @@
 """Embeddings, one sample at a time and in a private step."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
 
+from dp_clipping.kernels.small_table import TableGradients
 from dp_clipping.verification import reference as oracle
 from tests.dp_clipping.conftest import MODES, assert_close, clipped_sums, private
 from tests.dp_clipping.layers.embedding.test_bag import Bags
+from tests.dp_clipping.step.test_on_gpu import compare_with_oracle
 from tests.support import zoo
 
 
@@ -36,3 +40,18 @@ def test_ids_in_int32(build, mode):
     model = private(network, mode, max_grad_norm=threshold)
     sums, expected = clipped_sums(model, batch), oracle.clipped_sum(gradients, threshold)
     assert_close(sums, expected, 1e-9)
+
+
+def check_small_tables_on_kernels() -> None:
+    made = []
+    of = TableGradients.of
+
+    with patch.object(TableGradients, "of", lambda *given: made.append(given) or of(*given)):
+        for mode in ("flash", "flash_bookkeeping"):
+            compare_with_oracle(zoo.BY_NAME["relative_positions"], "cpu", torch.float32, mode)
+    assert len(made) >= 2
+    assert all(ids.stride(0) == 0 for ids, _, _ in made)  # nothing was sorted, or repeated
+
+
+def test_small_tables_on_kernels_in_the_interpreter(interpreter):
+    interpreter.run(check_small_tables_on_kernels)
