@@ -13,14 +13,10 @@ Operations: 2·B·T·V·d, at the rate of a matrix unit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from dp_clipping.clipping.norms import Norm
 from dp_clipping.kernels.launch.tiles import ceil_div, next_power_of_two, triton
-from dp_clipping.kernels.squared_norms import squared_norms
 
 if triton is not None:
     import triton.language as tl
@@ -37,34 +33,11 @@ def is_small(vocabulary: int, tokens: int) -> bool:
     return 0 < vocabulary <= MOST and tokens >= TOKENS * vocabulary
 
 
-@dataclass(frozen=True)
-class TableGradients:
-    """G [B, V, d] float32 of one use, which is summed as any kept per-sample gradient is."""
-
-    gradients: Tensor
-
-    may_be_recomputed = False
-    nbytes = 0  # little beside what the forward holds
-
-    @classmethod
-    def of(cls, ids: Tensor, y: Tensor, vocabulary: int) -> TableGradients:
-        """Returns G of ids [B, T], int64 or int32, and output gradients y [B, T, d].
-
-        Both with any strides; ids outside of the table count nowhere.
-        """
-        return cls(table_gradients(ids, y, vocabulary))
-
-    def take_norm(self, _keep: bool) -> Norm:
-        """Returns ‖G_i‖² of exactly what is summed."""
-        return Norm(squared_norms(self.gradients.flatten(1)))
-
-    def shaped(self, total: Tensor) -> Tensor:
-        """Returns a sum [V, d] as the parameter has it."""
-        return total
-
-
 def table_gradients(ids: Tensor, y: Tensor, vocabulary: int) -> Tensor:
-    """Returns G [B, V, d] float32; see `TableGradients.of`."""
+    """Returns G [B, V, d] float32 of ids [B, T], int64 or int32, and output gradients y [B, T, d].
+
+    Both with any strides; ids outside of the table count nowhere.
+    """
     batch_size, tokens, features = y.shape
     chunks = max(1, ceil_div(tokens, CHUNK))
     parts = y.new_zeros(batch_size, chunks, vocabulary, features, dtype=torch.float32)

@@ -4,6 +4,8 @@ Tokens that repeat within a sample add up before the norm is taken: the squared 
 over the distinct tokens of the sample, of the squared norm of that sum.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,7 +13,8 @@ from torch import Tensor
 from dp_clipping.clipping.accumulation import Weights, accumulation_dtype, only, squared_norms
 from dp_clipping.clipping.norms import Norm
 from dp_clipping.kernels.embedding import TokenSums
-from dp_clipping.kernels.small_table import TableGradients, is_small
+from dp_clipping.kernels.small_table import is_small, table_gradients
+from dp_clipping.kernels.squared_norms import squared_norms as norms_on_kernels
 from dp_clipping.layers.batch_layout import Layout
 
 
@@ -39,6 +42,29 @@ def look_up(ids: Tensor, weight: Tensor) -> Tensor:
             .clone(memory_format=torch.contiguous_format)
         )
     return F.embedding(ids, weight)
+
+
+@dataclass(frozen=True)
+class TableGradients:
+    """G [B, V, d] float32 of one use, which is summed as any kept per-sample gradient is."""
+
+    gradients: Tensor
+
+    may_be_recomputed = False
+    nbytes = 0  # little beside what the forward holds
+
+    @classmethod
+    def of(cls, ids: Tensor, y: Tensor, vocabulary: int) -> "TableGradients":
+        """Returns G of ids [B, T] and output gradients y [B, T, d]; see `table_gradients`."""
+        return cls(table_gradients(ids, y, vocabulary))
+
+    def take_norm(self, _keep: bool) -> Norm:
+        """Returns ‖G_i‖² of exactly what is summed."""
+        return Norm(norms_on_kernels(self.gradients.flatten(1)))
+
+    def shaped(self, total: Tensor) -> Tensor:
+        """Returns a sum [V, d] as the parameter has it."""
+        return total
 
 
 class EmbeddingFactors:

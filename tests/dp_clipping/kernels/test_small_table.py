@@ -9,13 +9,8 @@ pytest.importorskip("triton")
 
 from dp_clipping.kernels import small_table
 from dp_clipping.kernels.embedding import TokenSums
-from dp_clipping.kernels.small_table import (
-    TableGradients,
-    is_small,
-    table_gradients,
-    table_gradients_plain,
-)
-from dp_clipping.layers.embedding.factors import EmbeddingFactors, look_up
+from dp_clipping.kernels.small_table import is_small, table_gradients, table_gradients_plain
+from dp_clipping.layers.embedding.factors import EmbeddingFactors, TableGradients
 from tests.support.kernel_cases import SUM_BOUND, Place, assert_squares, assert_within, on_kernels
 
 # B, T, d, V: one tile, several chunks with a rest, many features, one row, no token, no sample
@@ -86,21 +81,3 @@ def test_a_table_is_small_beside_its_tokens():
     assert not is_small(129, 10**6)
     assert not is_small(128, 511)
     assert not is_small(0, 8)
-
-
-@pytest.mark.parametrize("shape", [(7,), (2, 3)])
-def test_shared_ids_are_looked_up_once(shape, monkeypatch):
-    seen, embedding = [], torch.nn.functional.embedding
-    monkeypatch.setattr(
-        torch.nn.functional,
-        "embedding",
-        lambda ids, w: seen.append(ids.numel()) or embedding(ids, w),
-    )
-    weight, one = torch.randn(9, 4), torch.randint(9, shape)
-    ids = one.expand(5, *shape)
-    found = look_up(ids, weight)
-    assert seen == [one.numel()]
-    assert torch.equal(found, weight[ids])
-    assert found.is_contiguous()
-    look_up(ids.clone(), weight)
-    assert seen[1] == 5 * one.numel()

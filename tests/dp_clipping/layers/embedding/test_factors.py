@@ -5,7 +5,12 @@ import torch
 
 from dp_clipping.clipping.accumulation import Weights
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.embedding.factors import EmbeddingFactors, batch_tokens, without_padding
+from dp_clipping.layers.embedding.factors import (
+    EmbeddingFactors,
+    batch_tokens,
+    look_up,
+    without_padding,
+)
 
 IDS = torch.tensor([[1, 2, 1], [0, 0, 0], [3, 1, 2]])
 
@@ -49,3 +54,21 @@ def test_tokens_of_time_major_inputs():
     ids, gy = batch_tokens(IDS.t(), torch.arange(9.0).view(3, 3, 1), Layout("dimension", 1), 3)
     assert torch.equal(ids, IDS)
     assert gy[0, :, 0].tolist() == [0, 3, 6]
+
+
+@pytest.mark.parametrize("shape", [(7,), (2, 3)])
+def test_shared_ids_are_looked_up_once(shape, monkeypatch):
+    seen, embedding = [], torch.nn.functional.embedding
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "embedding",
+        lambda ids, w: seen.append(ids.numel()) or embedding(ids, w),
+    )
+    weight, one = torch.randn(9, 4), torch.randint(9, shape)
+    ids = one.expand(5, *shape)
+    found = look_up(ids, weight)
+    assert seen == [one.numel()]
+    assert torch.equal(found, weight[ids])
+    assert found.is_contiguous()
+    look_up(ids.clone(), weight)
+    assert seen[1] == 5 * one.numel()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dp_clipping.kernels.small_table import TableGradients
+from dp_clipping.layers.embedding.factors import TableGradients
 from dp_clipping.verification import reference as oracle
 from tests.dp_clipping.conftest import MODES, assert_close, clipped_sums, private
 from tests.dp_clipping.layers.embedding.test_bag import Bags
