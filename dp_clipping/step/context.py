@@ -27,11 +27,18 @@ class Plans:
 
     Attributes:
         known: shapes of all linear layers -> their plan.
+        saved: shapes that compiled layers were expected to have -> bytes that their forward saves.
         last: the plan of the last step on fused kernels.
     """
 
     known: dict[tuple, Plan] = field(default_factory=dict)
+    saved: dict[tuple, int] = field(default_factory=dict)
     last: Plan | None = None
+
+    def forget(self) -> None:
+        """Drops what is known about networks with other shapes."""
+        self.known.clear()
+        self.saved.clear()
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from dp_clipping.step.fused.backend import FusedBackend
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.plain_backend import PlainBackend
 from dp_clipping.step.private_step import Backend, PrivateStep
+from dp_clipping.step.rng_replay import Randomness
 from dp_clipping.step.state import BatchNorms, StepState
 from dp_clipping.torch_compat import is_compiled_in_place
 from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
@@ -70,7 +71,7 @@ class ForwardBackward:
     def reset_batch_layouts(self) -> None:
         """Looks for the batch dimension again."""
         self._establishment.forget()
-        self.context.plans.known.clear()
+        self.context.plans.forget()
 
     def skip_checks(self, batches: int) -> None:
         """See `PrivateModel.skip_checks`."""
@@ -133,6 +134,7 @@ class ForwardBackward:
             return private_step
 
         private_step = begin()
+        randomness = Randomness(self.capture.trigger) if private_step.is_compiled else None
         self.state.pending = self._batch = None
         with self.capture.attached(private_step), sync, self._state_is_checked(module, seen):
             try:
@@ -153,6 +155,11 @@ class ForwardBackward:
             except BaseException:
                 self.recover()
                 raise
+            if randomness is not None and private_step.plans.foresaw_too_much():
+                del output  # frees what it has saved
+                private_step = begin()
+                with self.capture.attached(private_step), randomness.again():
+                    output = self._call_network_again(args, kwargs)
         self.state.pending, self._batch = private_step, seen
         if check is not None:
             private_step.watched = Watched(output, self._establishment.layouts_of(output), check)

@@ -33,6 +33,10 @@ class PlainPlans:
     def slots_of(self, private_step: Any, handle: LayerState) -> None:
         """Returns None: a layer in a compiled region has a slot for each parameter."""
 
+    def foresaw_too_much(self) -> bool:
+        """Returns False: nothing depends on what a forward saves."""
+        return False
+
     def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
         """Notes nothing."""
 

@@ -55,6 +55,10 @@ class Plans(LayerPlanner, Protocol):
         """Returns a layer's slots in a compiled region; None: one for each parameter."""
         ...
 
+    def foresaw_too_much(self) -> bool:
+        """Returns whether a compiled forward has saved so little that the plan is another one."""
+        ...
+
 
 class Sums(Protocol):
     """How a step forms clipped sums, once its coefficients are known."""

@@ -63,7 +63,7 @@ class FusedBackend:
         self.norms = norms_of(context, batch_size)
         self.schedule = schedule = LaunchSchedule(context.sharding, device)
         self.plans = LayerPlans(
-            capture.names, capture.parameters, context.policy, context.plans.known,
+            capture.names, capture.parameters, context.policy, context.plans,
             batch_size, forecast, lambda: rates_of(device), lambda: schedule.saved,
         )  # fmt: skip
         self.forget()

@@ -13,6 +13,7 @@ from dp_clipping.layers.handle import LayerState
 from dp_clipping.modes import Policy
 from dp_clipping.planning.cost_model import LayerPlan, LinearShape, Rates
 from dp_clipping.planning.plan import Plan
+from dp_clipping.step.context import Plans
 
 MEMORY_FRACTION = (
     0.93  # of an ordinary step's memory: the rest is for what backward holds in passing
@@ -26,7 +27,7 @@ class LayerPlans:
         names: parameter -> its full name.
         parameters: all trainable ones.
         policy: how the mode works.
-        known: shapes of all linear layers -> their plan; kept over steps.
+        plans: those of earlier steps.
         batch_size: samples of the batch.
         forecast: expected shapes of compiled linear layers (`CompiledShapes`); None: not needed.
         rates: of the device; asked for when a plan is made.
@@ -38,18 +39,19 @@ class LayerPlans:
         names: dict[Parameter, str],
         parameters: list[Parameter],
         policy: Policy,
-        known: dict[tuple, Plan],
+        plans: Plans,
         batch_size: int,
         forecast: Any,
         rates: Callable[[], Rates],
         saved: Callable[[], int],
     ):
         self._names, self._parameters = names, parameters
-        self._policy, self._known = policy, known
+        self._policy, self._plans = policy, plans
         self._batch_size, self._forecast = batch_size, forecast
         self._rates, self._saved = rates, saved
         self._uses = {} if forecast is None else forecast.of_batch(batch_size)
         self._foreseen = set(self._uses)
+        self._shapes = tuple(self._uses.values())  # expected ones
         self.plan: Plan | None = None
         self._choices: dict[Parameter, LayerPlan] = {}  # of the plan
 
@@ -88,7 +90,24 @@ class LayerPlans:
     @cached_property
     def ahead(self) -> Plan:
         """Returns the plan for the expected shapes, before the forward."""
-        return self._plan_of(list(self._uses.values()))
+        return self._plan_of(list(self._shapes))
+
+    def foresaw_too_much(self) -> bool:
+        """Returns whether a compiled forward has saved so little that the plan is another one.
+
+        The compiler saves less than an eager forward, because backward computes activations again.
+        How much is known after a forward, and is measured once for each set of shapes.
+        """
+        saved = self._saved()
+        if self._forecast is None or not self._batch_size * saved:
+            return False
+        if self._shapes in self._plans.saved:
+            return False
+        before = self.ahead
+        planned = self._forecast.planned(self._batch_size)
+        self._plans.saved[self._shapes] = saved * planned // self._batch_size
+        self._plans.known.pop(self._shapes)
+        return self._plan_of(list(self._shapes)).choices != before.choices
 
     def make(self) -> Plan:
         """Makes the plan, after the forward has called all layers."""
@@ -107,9 +126,9 @@ class LayerPlans:
 
     def _plan_of(self, uses: list[LinearShape]) -> Plan:
         key = tuple(uses)
-        known = self._known.get(key)
+        known = self._plans.known.get(key)
         if known is None:
-            known = self._known[key] = Plan(
+            known = self._plans.known[key] = Plan(
                 uses, self._rates(), self._budget(), self._policy.norm_algorithm,
                 may_recompute=self._policy.may_run_twice,
             )  # fmt: skip
@@ -132,5 +151,6 @@ class LayerPlans:
             held = self._saved()
         else:
             held = forecast.held * forecast.planned(self._batch_size)
+            held = min(held, self._plans.saved.get(self._shapes, held))
         gradients = sum(local(p).nbytes for p in self._parameters)
         return int(MEMORY_FRACTION * max(held, gradients))

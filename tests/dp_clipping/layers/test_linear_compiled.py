@@ -6,7 +6,9 @@ Without a GPU the kernels run in Triton's interpreter.
 import importlib.util
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +17,9 @@ from torch._dynamo.utils import counters
 
 pytest.importorskip("triton")
 
+from dp_clipping.planning import plan
+from dp_clipping.planning.cost_model import predict
+from dp_clipping.step.fused.launch_schedule import LaunchSchedule
 from dp_clipping.verification import reference as oracle
 from tests.dp_clipping.conftest import (
     assert_close,
@@ -157,6 +162,46 @@ def a_budget_takes_a_second_backward() -> None:
         assert not all(choice.recomputed for choice in model.step_context.plans.last.choices)
 
 
+class Dropping(nn.Module):
+    """Its layers' factors of nine tokens take fewer bytes than their gradients.
+
+    An eager forward saves more than either.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(40, 40), nn.Linear(40, 40)
+        self.rate = 0.25
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(10):
+            x = torch.sin(x)
+        return self.second(nn.functional.dropout(x, self.rate) if self.rate else x).sum(1)
+
+
+def a_forward_that_saves_little_is_planned_again() -> None:
+    """Once, with the same random numbers; 0 bytes are those of a device that counts none."""
+    batch = zoo.numbers(4, 9, 40, out=(40,))
+    fast = lambda use, algorithm, rates: replace(  # noqa: E731
+        predict(use, algorithm, rates), seconds=float(algorithm != "gradient")
+    )
+    drawn, found = {}, {}
+    for saved in (0, 1 << 30, 1):
+        network, plain = zoo.seeded(Dropping), zoo.seeded(Dropping)
+        model, drawn[saved], plain.rate = compiled(network), [], 0.0
+        held = patch.object(LaunchSchedule, "saved", property(lambda self, saved=saved: saved))
+        with patch.object(plan, "predict", fast), held:
+            for step in range(2):
+                torch.manual_seed(step)
+                drawn[saved] += [model(batch[0]).detach(), torch.get_rng_state()]
+            network.rate = 0.0
+            check(model, plain, batch, zoo.product)
+        found[saved] = algorithms(model)
+    assert found == {0: {"gradient"}, 1 << 30: {"gradient"}, 1: {"input_length"}}
+    assert all(all(map(torch.equal, other, drawn[0])) for other in drawn.values())
+
+
 class Changing(nn.Module):
     """How many tokens its second layer sees, and how often, inputs do not tell."""
 
@@ -258,6 +303,7 @@ BODIES = [
     units_of_several_examples,
     other_sizes_are_compiled_once_more,
     a_budget_takes_a_second_backward,
+    a_forward_that_saves_little_is_planned_again,
     another_number_of_tokens_is_refused,
     gradients_do_not_depend_on_the_number_of_tokens,
     a_second_use_leaves_all_samples_out,
