@@ -21,7 +21,12 @@ from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.randomness import same_generators, without_dropout
 from dp_clipping.capture.samples.batch import Batch, tensors_in, tensors_of
 from dp_clipping.capture.samples.known_bags import KnownBags
-from dp_clipping.capture.vmap_trial import callers_of, unfit_modules, weights_read_elsewhere
+from dp_clipping.capture.vmap_trial import (
+    callers_of,
+    learn_whole_batches,
+    unfit_modules,
+    weights_read_elsewhere,
+)
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.layers.handle import CalledDifferently, LayerState, LayoutUnknown, NeedsVmap
@@ -218,6 +223,8 @@ class LayoutDiscovery:
                 raise refusal or error from error
             else:
                 if not unfit:
+                    if not self._search.packs:
+                        learn_whole_batches(capture, *arguments[:2])
                     return
                 capture.make_whole(unfit)
             self._search.forget()

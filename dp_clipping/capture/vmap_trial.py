@@ -19,10 +19,11 @@ from dp_clipping.capture.network import CapturedNetwork, expanded_output
 from dp_clipping.capture.randomness import generator_states, same_generators, without_dropout
 from dp_clipping.capture.samples.batch import map_tensors, tensors_in
 from dp_clipping.layers.attention.core import fits
-from dp_clipping.layers.batch_layout import is_close
+from dp_clipping.layers.batch_layout import FEW, MORE, is_close
 from dp_clipping.layers.handle import LayerState
-from dp_clipping.layers.vmap.module import plain_forward
+from dp_clipping.layers.vmap.module import on_whole_batch, plain_forward
 from dp_clipping.layers.vmap.refusals import escapes_named
+from dp_clipping.layers.vmap.whole_batch import Call, Operation, UnknownOperation, learned
 from dp_clipping.torch_compat import current_vmap
 
 
@@ -144,6 +145,131 @@ class _Uses(TorchFunctionMode):
                 id(x) in self._parameters for x in given
             )
         return result
+
+
+def learn_whole_batches(capture: CapturedNetwork, few: tuple, more: tuple) -> None:
+    """Learns which modules can compute with their own parameters without vmap.
+
+    Args:
+        few, more: arguments of forwards of `FEW` and of `MORE` samples.
+    """
+    candidates = [handle for handle in capture.handles if _may_do_without_vmap(handle)]
+    if not candidates or capture.sharding is not None or capture.is_compiled:
+        return
+    runs: list[dict[tuple, list[list[Operation]]]] = []
+    for (args, kwargs), size in ((few, FEW), (more, MORE)):
+        runs.append({})
+        with _trials(candidates, partial(_note_operations, runs[-1], size)), _plain(capture):
+            capture.network(*args, **kwargs)
+    for handle, dims in runs[0]:
+        calls = [run.get((handle, dims), []) for run in runs]
+        try:
+            found = {learned(*pair) for pair in zip(*calls, strict=True)}
+        except (UnknownOperation, ValueError):
+            continue
+        if len(found) == 1:
+            handle.whole_batch[dims] = found.pop()
+    learnt = [handle for handle in candidates if handle.whole_batch]
+    if learnt:
+        args, kwargs = few
+        with _trials(learnt, partial(_compare, [])), _plain(capture):
+            capture.network(*args, **kwargs)
+
+
+def _may_do_without_vmap(handle: LayerState) -> bool:
+    """Returns whether its parameters are its own and its outputs have samples where it is known."""
+    if handle.kind != "vectorized" or handle.whole_batch is None or handle.inner is not None:
+        return False
+    handle.whole_batch.clear()
+    layouts = [layout for found in handle.output_layouts.values() for layout in found]
+    is_shared = any(layout.kind == "shared" for layout in layouts)
+    return not is_shared and not any("." in name for name in handle.trainable)
+
+
+@contextmanager
+def _trials(handles: list[LayerState], trial: Callable[..., Any]) -> Iterator[None]:
+    for handle in handles:
+        handle.trial = trial
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.trial = None
+
+
+@contextmanager
+def _plain(capture: CapturedNetwork) -> Iterator[None]:
+    """A context for a plain forward of the network."""
+    modules = capture.network.modules()
+    with (
+        capture.looked_at(lambda *_: None), without_dropout(capture.network),
+        same_generators(modules), torch.enable_grad(), escapes_named(capture.network),
+    ):  # fmt: skip
+        yield
+
+
+def _note_operations(
+    found: dict[tuple, list[list[Operation]]], batch_size: int,
+    every_sample: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict,
+) -> Any:  # fmt: skip
+    """Returns what a module returns in a plain forward; notes operations with its parameters."""
+    handle: LayerState = vars(module)["_private"]
+    again = map_tensors(Tensor.clone, (args, kwargs))
+    call = Call(batch_size, None)
+    try:
+        outputs = on_whole_batch(module, call, dict.fromkeys(handle.trainable), args, kwargs)
+    except Exception:
+        handle.whole_batch = None
+        return plain_forward(module, *again[0], **again[1])
+    dims = tuple(x.dim() for x in handle.tensors((args, kwargs)))
+    found.setdefault((handle, dims), []).append(call.operations)
+    return outputs
+
+
+def _compare(
+    running: list[LayerState],
+    every_sample: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict,
+) -> Any:  # fmt: skip
+    """Returns what a module returns in a plain forward of `FEW` samples.
+
+    Forgets what was learned of it if outputs or G are others than under vmap.
+
+    Args:
+        running: the modules that are compared now, outermost first.
+    """
+    handle: LayerState = vars(module)["_private"]
+    dims = tuple(x.dim() for x in handle.tensors((args, kwargs)))
+    known = (handle.whole_batch or {}).get(dims)
+    if known is not None and not running:
+        running.append(handle)
+        under_vmap = partial(every_sample, module, batch_size=FEW)
+        without_vmap = partial(on_whole_batch, module, Call(FEW, known))
+        try:
+            runs = [
+                _outputs_and_gradients(run, handle, args, kwargs)
+                for run in (under_vmap, without_vmap)
+            ]
+            is_right = all(is_close(*pair) for pair in zip(*runs, strict=True))
+        except Exception:
+            is_right = False
+        if not is_right:
+            handle.whole_batch = None
+        running.pop()
+    return plain_forward(module, *args, **kwargs)
+
+
+def _outputs_and_gradients(
+    run: Callable[..., Any], handle: LayerState, args: tuple, kwargs: dict
+) -> list[Tensor]:
+    """Returns outputs of a run and G of each parameter, for some gradients of the outputs."""
+    args, kwargs = map_tensors(lambda x: x.detach().clone(), (args, kwargs))
+    copies = {n: c.clone().requires_grad_() for n, c in _copies(handle, FEW).items()}
+    outputs = tensors_in(run(copies=copies, args=args, kwargs=kwargs))
+    ends = [y for y in outputs if y.requires_grad]
+    given = [torch.arange(1.0, y.numel() + 1).sin().view(y.shape).to(y) for y in ends]
+    found = torch.autograd.grad(ends, list(copies.values()), given, allow_unused=True)
+    zeros = map(torch.zeros_like, copies.values())
+    return outputs + [z if g is None else g for g, z in zip(found, zeros, strict=True)]
 
 
 def callers_of(capture: CapturedNetwork, arguments: tuple, layer: str) -> list[nn.Module]:

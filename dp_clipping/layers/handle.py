@@ -98,6 +98,8 @@ class LayerState:
             samples, and backwards since the first such check.
         products: of a registered layer: shapes of a sample -> the parameters for which its function
             returns products then.
+        whole_batch: of a module under vmap that can do without (`vmap.whole_batch`): number of
+            dimensions of each input -> operations with its own parameters; None: it cannot.
         own_forward: what the module had in the place of its class's forward; None: nothing.
         private_step: the private step that its calls belong to; None: the layer is an ordinary one.
         slots: name -> the dense slot of this private step.
@@ -129,6 +131,7 @@ class LayerState:
         self.is_misfit = False
         self.checks = self.backwards = 0
         self.products: dict[tuple, dict[str, tuple[int, torch.dtype]]] = {}
+        self.whole_batch: dict[tuple[int, ...], tuple] | None = {}
 
     @property
     def learns_outputs(self) -> bool:

@@ -3,10 +3,11 @@
 The copies are one tensor expanded to [B, *parameter], which takes no memory; its gradient under
 ordinary autograd is G. Nothing is derived by hand, so this is right for every module that treats
 samples apart, and costs what G costs. Modules that own a bare parameter come
-here; where it can, such a one runs without its child layers (`children`).
+here; where it can, such a one runs without its child layers (`children`), or without vmap at all
+(`whole_batch`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import LayerState, check_size, rows_unknown
+from dp_clipping.layers.handle import LayerState, LayoutUnknown, check_size, rows_unknown
 from dp_clipping.layers.tensor_parallel import refuse_distributed, settled
 from dp_clipping.layers.vmap.attention import BatchedAttention
 from dp_clipping.layers.vmap.refusals import refusal_of
+from dp_clipping.layers.vmap.whole_batch import Call, UnknownOperation, replaced
 from dp_clipping.torch_compat import own_parameters, tree_flatten, tree_unflatten
 
 
@@ -48,7 +50,33 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return handle.trial(every_sample, self, args, kwargs)
         return plain_forward(self, *args, **kwargs)
     slots = {name: handle.slot(name) for name in handle.trainable}
-    return every_sample(self, slots, handle.private_step.batch_size, args, kwargs)
+    batch_size = handle.private_step.batch_size
+    if handle.whole_batch and handle.examples_per_unit == 1:
+        known = handle.whole_batch.get(tuple([x.dim() for x in handle.tensors((args, kwargs))]))
+        if known is not None:
+            try:
+                return on_whole_batch(self, Call(batch_size, known), slots, args, kwargs)
+            except UnknownOperation as error:
+                handle.whole_batch = None  # from now on it runs under vmap
+                raise LayoutUnknown(handle.name) from error
+    return every_sample(self, slots, batch_size, args, kwargs)
+
+
+def on_whole_batch(
+    self: nn.Module, call: Call, copies: Mapping[str, Tensor | None], args: tuple, kwargs: dict
+) -> Any:
+    """Returns a module's output on the whole batch, without vmap; see `whole_batch`.
+
+    Args:
+        copies: [B, *parameter] of each that the module captures; None: the call is a trial.
+
+    Raises:
+        UnknownOperation: it computes otherwise with its parameters than `call` knows.
+    """
+    with replaced(self, call, copies):
+        outputs = plain_forward(self, *args, **kwargs)
+    call.check_end(outputs)
+    return outputs
 
 
 def every_sample(

@@ -43,7 +43,7 @@ class Scaled(nn.Module):
         self.scale, self.look = nn.Parameter(torch.ones(4)), look
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x * self.scale
+        y = torch.maximum(x, self.scale)
         self.look(y)
         return y
 

@@ -1,0 +1,238 @@
+"""Modules that compute with parameters of their own without vmap, beside one sample at a time."""
+
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dp_clipping.capture import vmap_trial
+from dp_clipping.layers.vmap import module
+from dp_clipping.layers.vmap.whole_batch import (
+    Call,
+    Operation,
+    Own,
+    UnknownOperation,
+    laid_beside,
+    learned,
+    replaced,
+)
+from dp_clipping.verification import reference as oracle
+from tests.dp_clipping.conftest import MODES, assert_close, clipped_sums, private
+from tests.support import zoo
+from tests.support.zoo import Net
+
+SAMPLES = 4
+
+
+def bare(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
+
+
+def scaled(run: Callable[[Net, Tensor], Tensor], **parameters: nn.Parameter) -> Callable:
+    """Builds a module that runs so between two linear layers, and calls a third one."""
+
+    def build() -> nn.Module:
+        own = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
+        inner = Net(run, linear=nn.Linear(5, 5), **own)
+        return Net(
+            lambda net, x: net.last(net.inner(net.first(x))),
+            first=nn.Linear(5, 5), inner=inner, last=nn.Linear(5, 2),
+        )  # fmt: skip
+
+    return build
+
+
+def in_place(net: Net, x: Tensor) -> Tensor:
+    y = net.linear(x).clone()
+    y *= net.scale
+    return y.add_(net.scale)
+
+
+def tokens(net: Net, x: Tensor) -> Tensor:
+    first = net.token.expand(len(x), -1, -1)
+    second = net.token.repeat(x.shape[0], 1, 1)
+    return net.linear(torch.cat((first, x, second), 1) + net.positions[:, : x.shape[1] + 2])
+
+
+torch.manual_seed(0)
+# Samples [4, 5] of the batch, or [4, 4, 5] with as many tokens as samples
+WITHOUT_VMAP = {
+    "scale": (scaled(lambda n, x: x + n.scale * n.linear(x), scale=bare(5)), (5,)),
+    "beside tokens": (scaled(lambda n, x: n.linear(x) * n.scale, scale=bare(5)), (4, 5)),
+    "of channels": (scaled(lambda n, x: n.linear(x) * n.s, s=bare(4, 1, 1)), (4, 2, 5)),
+    "of tokens": (scaled(lambda n, x: n.linear(x) - n.positions, positions=bare(4, 5)), (4, 5)),
+    "one number": (scaled(lambda n, x: n.scale * n.linear(x), scale=bare()), (4, 5)),
+    "in place": (scaled(in_place, scale=bare(5)), (4, 5)),
+    "divided": (scaled(lambda n, x: n.linear(x) / n.a - n.b / (2 + x.sin()), a=bare(5), b=bare(5)),
+                (4, 5)),
+    "of parameters alone": (
+        scaled(lambda n, x: n.linear(x) * F.softplus(n.a * n.b).view(1, 1, -1) + -n.a.exp(),
+               a=bare(5), b=bare(5)), (4, 5)),
+    "several uses": (scaled(lambda n, x: n.scale * n.linear(n.scale * x) + n.scale, scale=bare(5)),
+                     (4, 5)),
+    "tokens that join": (scaled(tokens, token=bare(1, 1, 5), positions=bare(1, 9, 5)), (4, 5)),
+    "time first": (
+        scaled(lambda n, x: (n.linear(x.transpose(0, 1)) + n.p[:, None]).transpose(0, 1),
+               p=bare(4, 5)), (4, 5)),
+    "alone": (lambda: nn.Sequential(nn.Linear(5, 5), Net(lambda n, x: x * n.s, s=bare(5))), (4, 5)),
+}  # fmt: skip
+UNDER_VMAP = {
+    "a product": (scaled(lambda n, x: n.linear(x) @ n.w, w=bare(5, 5)), (4, 5)),
+    "linear": (scaled(lambda n, x: F.linear(n.linear(x), n.w), w=bare(5, 5)), (4, 5)),
+    "the larger one": (
+        scaled(lambda n, x: torch.maximum(n.linear(x), n.w), w=bare(5)), (4, 5)),
+    "a mask of its own": (
+        scaled(lambda n, x: n.linear(x) * (n.w * torch.ones(5, dtype=x.dtype)), w=bare(5)),
+        (4, 5)),
+}  # fmt: skip
+
+
+def check(network: nn.Module, plain: nn.Module, shape: tuple, mode: str, steps: int = 1):
+    """A private step beside the oracle; returns the states of modules with bare parameters."""
+    model = private(network, mode, 0.5)
+    for step in range(steps):
+        torch.manual_seed(step)
+        x = torch.randn(SAMPLES, *shape, dtype=torch.float64)
+        batch = x, torch.randn_like(plain(x))
+        gradients = oracle.per_sample_gradients(plain, batch, zoo.product)
+        sums = clipped_sums(model, batch)
+        norms = model.per_sample_gradient_norms
+        torch.testing.assert_close(norms, oracle.norms(gradients), rtol=1e-9, atol=0)
+        assert_close(sums, oracle.clipped_sum(gradients, 0.5), 1e-9)
+        model.clear_gradients()
+    return [handle for handle in model.capture.handles if handle.kind == "vectorized"]
+
+
+def twins(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    return zoo.seeded(build).double(), zoo.seeded(build).double()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", WITHOUT_VMAP)
+def test_norms_and_sums_without_vmap(name, mode):
+    build, shape = WITHOUT_VMAP[name]
+    with patch.object(module, "every_sample", side_effect=module.every_sample) as under_vmap:
+        (handle,) = check(*twins(build), shape, mode, steps=2)
+    assert handle.whole_batch
+    assert under_vmap.call_count <= 2  # in trials
+
+
+@pytest.mark.parametrize("name", UNDER_VMAP)
+def test_what_else_is_computed_runs_under_vmap(name):
+    build, shape = UNDER_VMAP[name]
+    (handle,) = check(*twins(build), shape, "bookkeeping")
+    assert not handle.whole_batch
+
+
+class Changing(nn.Module):
+    """Computes otherwise from some call on, which the network's own clock says."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale, self.other = nn.Linear(5, 5), bare(5), False
+
+    def forward(self, x):
+        x = x.clone().mul_(self.scale)  # a second run would start from another value
+        return self.first(x) @ self.scale if self.other else self.first(x) * self.scale
+
+
+def test_a_module_that_computes_otherwise_later_runs_under_vmap_from_then_on():
+    network, plain = twins(Changing)
+    model, found = private(network, "bookkeeping", 0.5), []
+    for other in (False, True, False):
+        network.other = plain.other = other
+        x = torch.randn(SAMPLES, 5, dtype=torch.float64)
+        batch = x, torch.randn_like(plain(x))
+        gradients = oracle.per_sample_gradients(plain, batch, zoo.product)
+        assert_close(clipped_sums(model, batch), oracle.clipped_sum(gradients, 0.5), 1e-9)
+        model.clear_gradients()
+        (handle,) = [h for h in model.capture.handles if h.kind == "vectorized"]
+        found.append(bool(handle.whole_batch))
+    assert found == [True, False, False]
+
+
+def test_samples_that_are_looked_for_in_the_wrong_place_are_noticed():
+    """Two tokens, as many as there are samples in the trial."""
+    build = scaled(lambda n, x: n.linear(x) * n.scale, scale=bare(5))
+
+    def wrong(few, more):
+        return tuple(replaced_dim(operation) for operation in learned(few, more))
+
+    def replaced_dim(operation: Operation) -> Operation:
+        dims, dim = operation.shape
+        return operation._replace(shape=(dims, 1 - dim))
+
+    with patch.object(vmap_trial, "learned", wrong):
+        (handle,) = check(*twins(build), (2, 5), "bookkeeping")
+    assert handle.whole_batch is None
+
+
+def test_units_of_several_examples_run_under_vmap():
+    build = scaled(lambda n, x: n.linear(x) * n.scale, scale=bare(5))
+    network, plain = twins(build)
+    model = private(network, "bookkeeping", 0.5, examples_per_unit=2)
+    batch = torch.randn(6, 4, 5).double(), torch.randn(6, 4, 2).double()
+    units = oracle.unit_gradients(oracle.per_sample_gradients(plain, batch, zoo.product), 2)
+    with patch.object(module, "every_sample", side_effect=module.every_sample) as under_vmap:
+        assert_close(clipped_sums(model, batch), oracle.clipped_sum(units, 0.5), 1e-9)
+    assert under_vmap.call_count == 3  # two of them in trials
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "dim", "expected"),
+    [
+        ((5,), 3, 0, (4, 1, 5)),
+        ((5,), 3, 1, (4, 5)),
+        ((), 2, 0, (4, 1)),
+        ((3, 1, 5), 3, 1, (3, 4, 5)),
+        ((1, 5), 2, 0, (4, 5)),
+        ((1, 3, 5), 3, 0, (4, 3, 5)),
+    ],
+)
+def test_copies_are_laid_beside_the_samples(shape, dims, dim, expected):
+    copies = torch.arange(4.0).view(4, *(1,) * len(shape)).expand(4, *shape)
+    found = laid_beside(copies, dims, dim)
+    assert found.shape == expected
+    samples = found.movedim(found.dim() - dims + dim, 0)
+    assert [row.unique().tolist() for row in samples] == [[0.0], [1.0], [2.0], [3.0]]
+
+
+def test_a_parameter_that_has_samples_of_its_own_is_not_known():
+    with pytest.raises(UnknownOperation):
+        laid_beside(torch.zeros(4, 3, 5), 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("few", "more"),
+    [
+        ([(2, 5)], []),
+        ([(2, 5)], [(3, 6)]),
+        ([(2, 5)], [(2, 5)]),
+        ([(4, 5)], [(6, 5)]),
+        ([(2, 5)], [(3, 1, 5)]),
+    ],
+    ids=["fewer", "two grow", "none grows", "flattened", "other dimensions"],
+)
+def test_what_is_not_learned(few, more):
+    runs = [[Operation(torch.add, shape) for shape in run] for run in (few, more)]
+    with pytest.raises(UnknownOperation):
+        learned(*runs)
+
+
+def test_parameters_are_there_again_after_an_error():
+    net = Net(lambda n, x: x * n.scale, scale=bare(5))
+    scale = net.scale
+
+    def run() -> None:
+        with replaced(net, Call(2, None), {"scale": None}):
+            assert isinstance(net.scale, Own)
+            assert net.scale.shape == (5,)
+            assert net.scale.requires_grad
+            net(torch.zeros(2, 3))
+
+    with pytest.raises(RuntimeError, match="size"):
+        run()
+    assert net.scale is scale
