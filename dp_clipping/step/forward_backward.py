@@ -135,7 +135,7 @@ class ForwardBackward:
 
         private_step = begin()
         randomness = Randomness(self.capture.trigger) if private_step.is_compiled else None
-        self.state.pending = self._batch = None
+        self._drop_pending()
         with self.capture.attached(private_step), sync, self._state_is_checked(module, seen):
             try:
                 with escapes_named(self.network):
@@ -221,7 +221,7 @@ class ForwardBackward:
             self.drop()
             self.recover()
             raise
-        state.pending = None
+        self._drop_pending()
 
     def looks_at(self, samples: int) -> bool:
         """Returns whether the next batch, of this size, will be checked: its step takes longer."""
@@ -233,7 +233,7 @@ class ForwardBackward:
         self.capture.arithmetic.refuse_changes()
         usage = self.state.usage
         self._establishment.count(usage.real)
-        self.state.pending = self._batch = None
+        self._drop_pending()
         usage.use(usage.real, self._is_so_on_any_rank)
         self._gradients.begin_backward()
         self._open_step(clip_norms)
@@ -244,6 +244,16 @@ class ForwardBackward:
             self.context.profile.abandon()
         self.state.drop()
         self._gradients.clear()
+
+    def _drop_pending(self) -> None:
+        """Drops the last forward.
+
+        Outputs that its step watches belong to a graph whose nodes hold the step: the garbage
+        collector does not see such a cycle.
+        """
+        if self.state.pending is not None:
+            self.state.pending.watched = None
+        self.state.pending = self._batch = None
 
     def _open_step(self, clip_norms: Callable[[], list[float]]) -> None:
         if self.state.is_open:

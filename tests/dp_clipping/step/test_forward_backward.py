@@ -1,5 +1,8 @@
 """Each forward opens a private step for one backward; a pass that fails leaves none."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -22,6 +25,30 @@ def test_a_forward_opens_a_step_with_its_batch(model):
     assert first.batch_size == 4
     model(torch.ones(5, 3))
     assert model.step_state.pending is not first
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "ghost"])
+@pytest.mark.parametrize("name", ["transformer", "relative_positions"])
+def test_steps_and_models_are_freed(name, mode):
+    """Also those whose losses were looked at, and forwards without a backward."""
+    case = zoo.BY_NAME[name]
+    network = case.build()
+    model, batch = private(network, mode), case.batch(4)
+    context, reference = weakref.ref(model.step_context), weakref.ref(network)
+
+    def steps() -> int:
+        gc.collect()
+        every = [x for x in gc.get_objects() if type(x) is PrivateStep]
+        return sum(x.context is context() for x in every)
+
+    for _ in range(4):
+        private_loss(model, batch, case.per_sample_loss)
+        private_loss(model, batch, case.per_sample_loss).backward()
+        model.clear_gradients()
+        assert steps() == 0
+    del model, network
+    gc.collect()
+    assert reference() is None
 
 
 def test_a_forward_that_fails_opens_none(model):
