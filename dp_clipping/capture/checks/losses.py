@@ -90,11 +90,11 @@ class Watched:
             return False
         stays = torch.tensor(halves(len(losses), self.number)[0], device=losses.device)
         gradients = self._of_outputs(losses, torch.where(stays, 0.0, 1.0).to(losses.dtype))
-        largest = losses.new_zeros(len(losses), dtype=torch.float32)
+        sizes = losses.new_zeros(len(losses), dtype=torch.float32)
         for gradient, (_, layout) in zip(gradients, self._pairs, strict=True):
             rows = layout.batch_first(gradient, len(losses)).reshape(len(losses), -1)
-            largest += torch.linalg.vector_norm(rows, torch.inf, 1).to(largest)
-        return bool((largest.where(stays, 0.0) == 0).all())
+            sizes += torch.linalg.vector_norm(rows, 1, 1).to(sizes)  # of no numbers: 0
+        return bool((sizes.where(stays, 0.0) == 0).all())
 
     def _of_outputs(self, losses: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
         ys = [y for y, _ in self._pairs]

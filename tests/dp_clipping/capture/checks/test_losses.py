@@ -31,6 +31,14 @@ def test_outputs_of_one_number_a_sample(number):
     watched.check_graph(watched.outputs.square())
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_outputs_of_no_numbers(number):
+    """Samples without a token: nothing of them can depend on others."""
+    x = torch.zeros(0, 4, 3, requires_grad=True)
+    watched = Watched(x.exp(), [Layout("dimension", 1)], number)
+    watched.check_graph(watched.outputs.square().sum((0, 2)))
+
+
 @pytest.mark.parametrize(
     "loss",
     [
