@@ -155,7 +155,7 @@ class Capture:
             if is_apart:
                 inside.update(child for child in module.modules() if child is not module)
                 called.update(c for c in called_by(module) if any(True for _ in c.parameters()))
-            elif kind in ("vectorized", "attention"):
+            elif kind in ("vectorized", "attention", "recurrent"):
                 covered.update(module.modules())
             self._replace_forward(plain_name(name), kind, module, is_apart, module in inside, inner)
         self.arithmetic = Arithmetic(

@@ -1,4 +1,4 @@
-"""`nn.LSTM`, `nn.GRU` and `nn.RNN`: their layers, one after the other.
+"""`nn.LSTM`, `nn.GRU` and `nn.RNN`, and Opacus's: their layers, one after the other.
 
 For each of them the inputs' share of the gates is a linear layer on all tokens (see `projection`),
 all time steps of all directions are one call of PyTorch's kernel (`kernel`), and `recurrence` has
@@ -18,6 +18,7 @@ from dp_clipping.layers import projection, tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, check_size
 from dp_clipping.layers.recurrent import kernel
+from dp_clipping.layers.recurrent.kinds import mode_of
 from dp_clipping.layers.recurrent.packing import Packing
 from dp_clipping.layers.recurrent.recurrence import Enter, Leave, Run
 from dp_clipping.torch_compat import never_compiled
@@ -26,13 +27,26 @@ KINDS = ("weight_ih", "bias_ih", "weight_hh", "bias_hh", "weight_hr")
 
 
 @never_compiled
-def forward(self: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None) -> Any:
+def forward(self: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
     """Computes the module; as in PyTorch, a packed sequence is returned for one that is given."""
     handle: Any = self._private
     if handle.private_step is None:
-        return type(self).forward(self, input, hx)
+        return type(self).forward(self, *args, **kwargs)
+    return _all_layers(self, handle, *args, **kwargs)
+
+
+def _all_layers(
+    self: nn.RNNBase,
+    handle: LayerState,
+    input: Tensor | PackedSequence,
+    hx: Any = None,
+    state_init: Any = None,
+) -> Any:
+    """Returns what the module does. First states are `state_init` in Opacus's layers."""
+    hx = state_init if hx is None else hx
     sequences = _sequences(self, handle, input, hx)
-    is_lstm = isinstance(self, nn.LSTM)
+    mode = mode_of(self)
+    is_lstm = mode == "LSTM"
     first = [] if hx is None else list(hx) if is_lstm else [hx]
     packing = None
     if isinstance(input, PackedSequence):
@@ -46,7 +60,7 @@ def forward(self: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None) ->
         if layer and self.dropout:
             x = F.dropout(x, self.dropout, self.training)
         states = [s[layer * count : (layer + 1) * count] for s in first]
-        x, *states = _run(self, handle, x, states, layer, sequences, packing)
+        x, *states = _run(self, mode, handle, x, states, layer, sequences, packing)
         last.append(states)
     h, *c = (torch.cat(of_all) for of_all in zip(*last, strict=True))
     if isinstance(input, PackedSequence):
@@ -83,6 +97,7 @@ def _sequences(
 
 def _run(
     self: nn.RNNBase,
+    mode: str,
     handle: LayerState,
     x: Tensor,
     states: list[Tensor],
@@ -121,15 +136,15 @@ def _run(
         weights.append(tuple(hidden))
         slots += [slot for slot, _ in uses]
         takes.append(tuple(take for _, take in uses))
-    run: Any = Run(self.mode, takes, sequences, handle.private_step.batch_size, packing)
+    run: Any = Run(mode, takes, sequences, handle.private_step.batch_size, packing)
     together = gates[0] if len(gates) == 1 else torch.cat(gates, 2)
     together = Enter.apply(together, run, *(w for own in weights for w in own), *slots)
     if not states:
-        count = 2 if isinstance(self, nn.LSTM) else 1
+        count = 2 if mode == "LSTM" else 1
         widths = (self.proj_size or self.hidden_size, self.hidden_size)[:count]
         states = [together.new_zeros(len(gates), x.shape[1], width) for width in widths]
     states = [s.to(together.dtype) for s in states]
-    last = _all_steps(self.mode, together, states, weights, packing)
+    last = _all_steps(mode, together, states, weights, packing)
     h, c = (*(s.detach() for s in states), None)[:2]
     return Leave.apply(run, h, c, *last)
 

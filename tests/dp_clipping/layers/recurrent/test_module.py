@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from opacus.layers import DPGRU, DPLSTM, DPRNN
 from torch import Tensor, nn
 from torch.nn.utils import rnn
 from torch.utils.checkpoint import checkpoint
@@ -52,7 +53,7 @@ class Recurrent(nn.Module):
         count = layer.num_layers * (2 if layer.bidirectional else 1)
         widths = (layer.proj_size or H, H)
         found = [x[:, 0, :1].sin().expand(count, len(x), width) for width in widths]
-        return tuple(found) if isinstance(layer, nn.LSTM) else found[0]
+        return tuple(found) if isinstance(layer, nn.LSTM | DPLSTM) else found[0]
 
 
 CASES = {
@@ -66,6 +67,13 @@ CASES = {
     "gru, no bias": (nn.GRU, False, False, dict(bias=False, batch_first=True)),
     "rnn, all": (nn.RNN, True, True, dict(num_layers=2, bidirectional=True, batch_first=True)),
     "rnn, relu": (nn.RNN, True, False, dict(nonlinearity="relu")),
+    "opacus lstm": (
+        DPLSTM, False, True, dict(num_layers=2, bidirectional=True, batch_first=True),
+    ),
+    "opacus lstm, packed": (DPLSTM, True, False, dict(num_layers=2, bidirectional=True)),
+    "opacus gru, packed": (DPGRU, True, True, dict(bias=False, batch_first=True)),
+    "opacus rnn": (DPRNN, False, False, dict(bidirectional=True)),
+    "opacus rnn, relu, packed": (DPRNN, True, True, dict(nonlinearity="relu")),
 }  # fmt: skip
 
 
@@ -87,6 +95,15 @@ def test_outputs_are_pytorchs(name):
     torch.testing.assert_close(model(**batch[0]), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.fixture
+def in_float64():
+    """Opacus's layers return the last states of packed sequences in torch's default dtype."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients(name, mode):
