@@ -1,0 +1,91 @@
+"""Opacus's own tests of per-sample gradients, on our engine: each case is right or refused by name.
+
+The tests are those of the installed Opacus; see `tests.support.opacus_suite`.
+"""
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("opacus")
+pytest.importorskip("hypothesis")
+
+from dp_clipping.step.private_step import PrivateStep
+from tests.support import opacus_suite
+from tests.support.opacus_suite import MODES, Case, Expected, Run
+
+# Test -> what the message of a refusal says. Nothing else may be refused.
+REFUSED = {
+    "dp_rnn_test.test_rnn": r"argument 0 of the model is a PackedSequence.*pack in the model",
+}
+pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling=False")
+
+FEW = ("ghost", "flash_bookkeeping")  # a mode with two backwards, and the default
+
+
+def count(run: Run) -> Counter[str]:
+    """Returns how many comparisons are right and refused; fails if any is neither."""
+    found: Counter[str] = Counter()
+    failures = []
+    for one in run.comparisons:
+        pattern = REFUSED.get(one.test)
+        if one.outcome == "raised" and pattern and re.search(pattern, one.said, re.DOTALL):
+            found["refused"] += 1
+        elif one.outcome == "right":
+            found["right"] += 1
+        else:
+            failures.append(f"{one.mode}, {one.outcome}: {one.said}")
+    assert not failures, f"{len(failures)} of {len(run.comparisons)}: " + "\n".join(failures[:10])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", opacus_suite.tests())
+def test_all_cases(name):
+    run = Run()
+    run.run(name, opacus_suite.tests()[name])
+    found = count(run)
+    assert found["right"] >= 40 * len(MODES)
+    assert bool(found["refused"]) == (name in REFUSED)
+
+
+@pytest.mark.parametrize("name", opacus_suite.tests())
+def test_some_cases(name):
+    run = Run(FEW, every=40)
+    run.run(name, opacus_suite.tests()[name])
+    assert count(run)["right"] >= len(FEW)
+
+
+@pytest.mark.parametrize("name", opacus_suite.norm_tests())
+@pytest.mark.parametrize("mode", MODES)
+def test_norms_of_embeddings(name, mode):
+    with opacus_suite.our_norms(mode):
+        opacus_suite.norm_tests()[name]()
+
+
+def test_nothing_that_compares_is_left_out():
+    kinds = {name.partition(".")[0] for name in opacus_suite.tests()}
+    assert len(kinds) == 15
+    assert set(REFUSED) <= set(opacus_suite.tests())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_wrong_gradient_is_seen(mode, monkeypatch):
+    """A bias whose gradient is twice what it should be."""
+    dense = PrivateStep.dense
+    case = Case(torch.randn(3, 4), nn.Linear(4, 2), True, "mean", iter)
+    checks = opacus_suite.GradSampleHooks_test()
+
+    def check(expected, found):
+        checks.check_shapes(expected, found, "mean")
+        checks.check_values(expected, found, "mean", 1e-5, 1e-4)
+
+    Expected.of(case).compare(mode, check)
+    monkeypatch.setattr(
+        PrivateStep, "dense", lambda self, p, g: dense(self, p, 2 * g if p.dim() == 1 else g)
+    )
+    with pytest.raises(AssertionError, match="norms"):
+        Expected.of(case).compare(mode, check)
