@@ -10,6 +10,7 @@ from dp_clipping.capture.checks.carried import Carried
 from dp_clipping.capture.checks.losses import Exchange, Shapes
 from dp_clipping.capture.randomness import same_generators
 from dp_clipping.capture.samples.batch import tensors_of
+from dp_clipping.capture.samples.packed import opened, packed, packed_in
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.step.steppable import Steppable
@@ -40,6 +41,7 @@ class PrivateCriterion:
         self.model, self.criterion, self.loss_reduction = model, criterion, reduction
         self._carried = Carried(criterion, self._again, batch_first=True)
         self._shapes = Shapes()
+        self._is_opened = False  # what it was given last had packed sequences
         self._largest = 0  # batch that has been looked at, all of it
 
     def __call__(
@@ -59,6 +61,9 @@ class PrivateCriterion:
         if private_step.is_empty:
             losses = self._of_no_samples(args, kwargs)
             return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
+        self._is_opened = bool(packed_in((args, kwargs)))
+        if self._is_opened:
+            args, kwargs = opened((args, kwargs), batch_first=True)
         with self._carried.checked(args, kwargs, "the criterion"):
             losses = self._per_sample(*args, shape=shape, **kwargs)
         expected = private_step.rows
@@ -118,6 +123,8 @@ class PrivateCriterion:
 
     def _unreduced(self, *args: Any, **kwargs: Any) -> Tensor:
         """Returns losses with reduction "none", or as they are from a function without one."""
+        if self._is_opened:
+            args, kwargs = packed((args, kwargs), batch_first=True)
         if not hasattr(self.criterion, "reduction"):
             return self.criterion(*args, **kwargs)
         before, self.criterion.reduction = self.criterion.reduction, "none"
@@ -131,7 +138,9 @@ class PrivateCriterion:
         entries = losses[0].numel() if len(losses) else 1
         ignore_index = getattr(self.criterion, "ignore_index", None)
         target = kwargs.get("target", args[1] if len(args) > 1 else None)
-        if ignore_index is None or target is None or target.numel() != losses.numel():
+        if ignore_index is None or not isinstance(target, Tensor):
+            return max(entries, 1)
+        if target.numel() != losses.numel():
             return max(entries, 1)
         valid = target.view(losses.shape) != ignore_index
         return valid.flatten(1).sum(1).clamp_min(1)

@@ -155,14 +155,15 @@ def refuse_offsets(module: nn.EmbeddingBag, args: tuple, kwargs: dict) -> None:
 
 
 def refuse_packed(args: tuple, kwargs: dict) -> None:
-    """Raises ValueError if there is a PackedSequence among the arguments of the network."""
+    """Raises ValueError for a PackedSequence, which no sharded or compiled network is given."""
     for name, value in [*enumerate(args), *kwargs.items()]:
         leaves = tree_leaves(value, is_leaf=lambda x: isinstance(x, PackedSequence))
         if any(isinstance(leaf, PackedSequence) for leaf in leaves):
             raise ValueError(
                 f"argument {name} of the model is a PackedSequence, in which a sample has no rows "
-                "of its own: give the padded tensor and the lengths, x, lengths = "
-                "pad_packed_sequence(packed, batch_first=True), and pack in the model: def "
-                "forward(self, x, lengths): return self.lstm(pack_padded_sequence(x, "
-                "lengths.cpu(), batch_first=True, enforce_sorted=False))"
+                "of its own, and the network is sharded or compiled: give the padded tensor and "
+                "the lengths, x, lengths = pad_packed_sequence(packed, batch_first=True), and pack "
+                "in the model: def forward(self, x, lengths): return self.lstm("
+                "pack_padded_sequence(x, lengths.cpu(), batch_first=True, "
+                "enforce_sorted=False))"
             )

@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dp_clipping.capture.samples.batch import Batch, tensors_of
+from dp_clipping.capture.samples.packed import opened
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.losses.reductions import PerSampleReductions
 
@@ -81,6 +82,7 @@ class LossInNetwork:
         return outputs
 
     def _note_size(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        args, kwargs = opened((args, kwargs), batch_first=True)
         self._batch_size = Batch(args, kwargs, batch_first=True).size
 
     @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 class CollateWithEmpty:
@@ -39,6 +40,8 @@ class CollateWithEmpty:
         return self.collate_fn(samples) if len(samples) else copy.deepcopy(self.empty)
 
     def _empty(self, one: Any, two: Any) -> Any:
+        if isinstance(one, PackedSequence):
+            return PackedSequence(*(x if x is None else x.new_empty(0, *x.shape[1:]) for x in one))
         if isinstance(one, Tensor | np.ndarray) and one.ndim > 0:
             dim = min(self.batch_dim, one.ndim - 1)  # labels have one dimension in any case
             shape = (*one.shape[:dim], 0, *one.shape[dim + 1 :])
@@ -49,6 +52,8 @@ class CollateWithEmpty:
         return _map_entries(self._empty, one, two)
 
     def _dummy(self, one: Any, generator: torch.Generator) -> Any:
+        if isinstance(one, PackedSequence):
+            return one._replace(data=self._dummy(one.data, generator))
         if isinstance(one, Tensor):
             return torch.randint(2, one.shape, generator=generator).to(one)
         if isinstance(one, np.ndarray):
@@ -84,6 +89,8 @@ class PaddedCollate:
         return self._padded(len(samples), batch, self._one, self._two)
 
     def _padded(self, samples: int, batch: Any, one: Any, two: Any) -> Any:
+        if isinstance(one, PackedSequence):
+            raise ValueError(PADDED.format(what="a PackedSequence", count=max(1, samples)))
         if isinstance(one, Tensor | np.ndarray) and one.shape != two.shape:
             return self._padded_rows(samples, batch, one, two)
         if isinstance(one, list | tuple) and len(one) != len(two):

@@ -5,7 +5,7 @@ samples. After a pass that failed half-way, a sharded network is reset, so that 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from dp_clipping.capture.checks.losses import Watched
 from dp_clipping.capture.checks.state import Mark
 from dp_clipping.capture.discovery import LayoutDiscovery
 from dp_clipping.capture.samples.batch import Batch
+from dp_clipping.capture.samples.packed import opened, packed, packed_in, repacking
 from dp_clipping.kernels.launch.tiles import available, kept_on_device
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.layers.vmap.refusals import escapes_named
@@ -58,6 +59,7 @@ class ForwardBackward:
         self._normalizations = normalizations(self.network)
         self._samples_are_checked = False
         self._batch: Batch | None = None  # of that private step
+        self._has_packed = False  # sequences among what it was given
         self._is_broken = False  # a sharded step failed, and nothing can be computed any more
 
     def beside(self) -> "ForwardBackward":
@@ -66,7 +68,9 @@ class ForwardBackward:
 
     def batch_of(self, args: tuple, kwargs: dict) -> Batch:
         """Returns the samples in arguments of a forward."""
-        return self._establishment.batch_of(args, kwargs)
+        args, kwargs = opened((args, kwargs), self.context.batch_first)
+        with repacking(self.network, self.context.batch_first):
+            return self._establishment.batch_of(args, kwargs)
 
     def reset_batch_layouts(self) -> None:
         """Looks for the batch dimension again."""
@@ -93,6 +97,21 @@ class ForwardBackward:
                 put a normalization in training that was accepted because it was frozen.
             RuntimeError: an earlier step of a sharded network failed half-way.
         """
+        given = packed_in((args, kwargs))
+        self._has_packed = bool(given)
+        if not given:
+            return self._forward(module, args, kwargs, sync)
+        if self.capture.sharding is not None or self.capture.is_compiled:
+            refuse_packed(args, kwargs)
+        args, kwargs = opened((args, kwargs), self.context.batch_first)
+        with repacking(self.network, self.context.batch_first):
+            outputs = self._forward(module, args, kwargs, sync)
+        return packed(outputs, self.context.batch_first, given)
+
+    def _forward(
+        self, module: nn.Module, args: tuple, kwargs: dict, sync: AbstractContextManager
+    ) -> Any:
+        """Returns the same of a batch without packed sequences."""
         if self._is_broken:
             raise RuntimeError(
                 "an earlier step of this sharded model failed half-way, and this version of torch "
@@ -101,8 +120,7 @@ class ForwardBackward:
             )
         check_still_fixed(self._normalizations)
         self.capture.arithmetic.refuse_changes()
-        refuse_packed(args, kwargs)
-        given = batch = self.batch_of(args, kwargs)
+        given = batch = self._establishment.batch_of(args, kwargs)
         if given.bags and self.state.usage.rows is not None:
             raise ValueError(
                 "pad_batches=True adds a row of zeros for each sample that a batch lacks, and ids "
@@ -114,7 +132,7 @@ class ForwardBackward:
         each = self._examples_per_unit(given.size)
         if not given.size:
             args, kwargs = given.with_a_row_of_zeros()
-            batch = self.batch_of(args, kwargs)
+            batch = self._establishment.batch_of(args, kwargs)
         seen = batch if real == given.size else batch.first(max(1, real))  # by the checks
         try:
             check = self._establishment.ensure(seen)
@@ -223,6 +241,12 @@ class ForwardBackward:
             raise
         self._drop_pending()
 
+    def _repacking(self) -> AbstractContextManager:
+        """Returns the context in which forwards of the last batch's samples can run."""
+        if not self._has_packed:
+            return nullcontext()
+        return repacking(self.network, self.context.batch_first)
+
     def looks_at(self, samples: int) -> bool:
         """Returns whether the next batch, of this size, will be checked: its step takes longer."""
         return self._establishment.is_due(samples)
@@ -295,7 +319,8 @@ class ForwardBackward:
             reducer.check_same_samples(losses)
         mark = Mark(self._carried.state)
         norms = private_step.backward(losses, clip_norms, self._gradients.accumulate)
-        self._carried.check(mark, self._batch, "a backward")
+        with self._repacking():
+            self._carried.check(mark, self._batch, "a backward")
         self._batch = None
         if is_first:
             differ = private_step.backend.norms.split.differ

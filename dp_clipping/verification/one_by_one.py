@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.utils import rnn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from dp_clipping.capture.samples.bags import Bags
@@ -224,6 +226,12 @@ def changed(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     def leaf(x: Any) -> Any:
         if isinstance(x, Mapping):
             return changed(dict(x), change)
+        if isinstance(x, PackedSequence):
+            padded, lengths = rnn.pad_packed_sequence(x, batch_first=True)
+            padded, lengths = change(padded[:, None]), change(lengths)  # time is in dimension 2
+            return rnn.pack_padded_sequence(
+                padded[:, 0], lengths.cpu(), batch_first=True, enforce_sorted=False
+            )
         return change(x) if isinstance(x, Tensor) else x
 
-    return tree_map(leaf, batch)
+    return tree_map(leaf, batch, is_leaf=lambda x: isinstance(x, PackedSequence))

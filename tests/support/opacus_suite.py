@@ -11,9 +11,7 @@ right:
     gradients   of each sample: the sum of a step in which all other losses are multiplied by zero
 
 Gradients are compared by Opacus's own `check_shapes` and `check_values`, with the tolerances of the
-test. A case whose argument is a `PackedSequence` is compared a second time, by the call that the
-refusal of such an argument says. Importing this imports the tests, whose cases Hypothesis draws:
-the same ones each time.
+test. Importing this imports the tests, whose cases Hypothesis draws: the same ones each time.
 
 The tests of `compute_embedding_norm_sample` have their norms in numbers; `our_norms` stands in for
 that function.
@@ -23,7 +21,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -35,7 +33,7 @@ from opacus.utils.per_sample_gradients_utils import (
     unpack_packedsequences,
 )
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine
@@ -56,7 +54,6 @@ from opacus.tests.grad_samples.common import GradSampleHooks_test  # noqa: E402
 MODES = ("per_sample", "ghost", "bookkeeping", "flash_bookkeeping")
 REDUCTIONS = ("sum", "mean")
 TINY = 2.0**-20  # of a sample whose gradient is read: exact, and no norm reaches the threshold
-INSIDE = ", packed inside"  # ends the name of a test whose sequences the model packs
 RTOL = 5e-5  # of norms, and of a sum relative to the threshold: clipping leaves a margin of 2e-5
 
 
@@ -66,7 +63,7 @@ class Comparison:
 
     Attributes:
         test: module and method of Opacus's.
-        outcome: `right`, `wrong` or `raised`; a refusal is an error with a message.
+        outcome: `right`, `wrong` or `raised`, as a refusal is.
         said: the message, where it is not right.
     """
 
@@ -219,19 +216,6 @@ class Private:
         return {n: torch.stack([row[n] for row in rows]) / TINY for n in self.parameters}
 
 
-class PacksInside(nn.Module):
-    """A module on padded sequences and their lengths, as the refusal of packed ones says."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
-        y = self.module(packed)
-        return pad_packed_sequence(y, batch_first=True, total_length=x.shape[1])[0]
-
-
 @dataclass(frozen=True)
 class Expected:
     """What all modes must give, in float64: of each sample, and its norm [B]."""
@@ -246,18 +230,6 @@ class Expected:
         gradients = case.reference()
         squares = [g[:, None].flatten(1).square().sum(1) for g in gradients.values()]
         return cls(case, gradients, torch.stack(squares).sum(0).sqrt(), case.of_outputs())
-
-    def packed_inside(self) -> "Expected":
-        """Returns the same of a case with packed sequences, by the call that works."""
-        case = replace(
-            self.case,
-            x=pad_packed_sequence(self.case.x, batch_first=True),
-            module=PacksInside(self.case.module),
-            batch_first=True,
-        )
-        return replace(
-            self, case=case, gradients={f"module.{n}": g for n, g in self.gradients.items()}
-        )
 
     def compare(self, mode: str, check: Callable) -> None:
         """Raises AssertionError where a step is not what one backward per sample says."""
@@ -322,19 +294,14 @@ class Run:
             return  # the first cases that Hypothesis draws are the smallest
         expected = Expected.of(case)
         for mode in self.modes:
-            self._compare(self._test, mode, expected, check)
-            if isinstance(case.x, PackedSequence):
-                self._compare(self._test + INSIDE, mode, expected.packed_inside(), check)
-
-    def _compare(self, test: str, mode: str, expected: Expected, check: Callable) -> None:
-        outcome, said = "right", ""
-        try:
-            expected.compare(mode, check)
-        except AssertionError as error:
-            outcome, said = "wrong", str(error)
-        except Exception as error:
-            outcome, said = "raised", f"{type(error).__name__}: {error}"
-        self.comparisons.append(Comparison(test, mode, outcome, said))
+            outcome, said = "right", ""
+            try:
+                expected.compare(mode, check)
+            except AssertionError as error:
+                outcome, said = "wrong", str(error)
+            except Exception as error:
+                outcome, said = "raised", f"{type(error).__name__}: {error}"
+            self.comparisons.append(Comparison(self._test, mode, outcome, said))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import default_collate
 from transformers import BatchEncoding
 
@@ -168,3 +169,18 @@ def test_rows_that_are_no_samples_are_refused():
 
     with pytest.raises(ValueError, match=r"shape \(5,\) of 1 samples.*pad_batches=False"):
         padded(joined, [torch.ones(5)])
+
+
+@pytest.mark.parametrize("batch_dim", [0, 1])
+def test_packed_sequences(batch_dim):
+    def packs(samples):
+        return pack_sequence(samples, enforce_sorted=False)
+
+    empty = empty_of(packs, torch.ones(2, 3), batch_dim)
+    assert isinstance(empty, PackedSequence)
+    assert (empty.data.shape, empty.batch_sizes.shape) == ((0, 3), (0,))
+    dummy = empty_of(packs, torch.full((2, 3), 7.0), batch_dim, dummy=True)
+    assert dummy.batch_sizes.tolist() == [1, 1]
+    assert dummy.data.max() <= 1
+    with pytest.raises(ValueError, match="a PackedSequence of 1 samples, and pad_batches"):
+        PaddedCollate(packs, torch.ones(1, 3), batch_dim=batch_dim, rows=4)

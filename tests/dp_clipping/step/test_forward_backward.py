@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.nn.utils import rnn
 
+from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.step.private_step import PrivateStep
+from dp_clipping.torch_compat import hooks_of
 from tests.dp_clipping.conftest import assert_exact, private, private_loss
 from tests.support import zoo
 
@@ -86,35 +88,62 @@ def test_a_normalisation_that_was_fixed_stays_so():
         model(torch.ones(4, 3))
 
 
-class Packs(nn.Module):
-    """As the message of the refusal shows it."""
-
+class LastState(nn.Module):
     def __init__(self):
         super().__init__()
         self.lstm = nn.LSTM(3, 2, batch_first=True)
 
+    def forward(self, *args, **kwargs):
+        (packed,) = (*args, *kwargs.values())
+        return self.lstm(packed[0]["x"] if isinstance(packed, list) else packed)[1][0][0]
+
+
+class Packs(LastState):
+    """As the message of the refusal shows it."""
+
     def forward(self, x, lengths):
         packed = rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
-        return self.lstm(packed)[1][0][0]
+        return super().forward(packed)
 
 
+def packed_rows(is_sorted: bool) -> rnn.PackedSequence:
+    torch.manual_seed(0)
+    lengths = [4, 2, 2, 1] if is_sorted else [2, 4, 1, 2]
+    rows = [torch.randn(n, 3, dtype=torch.float64) for n in lengths]
+    return rnn.pack_sequence(rows, enforce_sorted=is_sorted)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("is_sorted", [True, False])
 @pytest.mark.parametrize("place", ["positional", "keyword", "nested"])
-def test_a_packed_sequence_is_refused_with_the_call_that_works(is_sorted, place):
-    torch.manual_seed(0)
-    lengths = [4, 2, 1] if is_sorted else [2, 4, 1]
-    rows = [torch.randn(n, 3, dtype=torch.float64) for n in lengths]
-    packed = rnn.pack_sequence(rows, enforce_sorted=is_sorted)
-    network = nn.LSTM(3, 2).double()
+def test_a_packed_sequence_is_an_argument(place, is_sorted, batch_first):
+    packed = packed_rows(is_sorted)
     args = {"positional": (packed,), "keyword": (), "nested": ([{"x": packed}],)}[place]
     kwargs = {"input": packed} if place == "keyword" else {}
-    name = "input" if kwargs else 0
-    with pytest.raises(ValueError, match=rf"argument {name} of the model.*pack_padded_sequence\(x"):
-        private(network)(*args, **kwargs)
-    x, found = rnn.pad_packed_sequence(packed, batch_first=True)
-    assert found.tolist() == lengths
-    inputs = {"x": x, "lengths": found}
-    assert_exact(Packs().double(), (inputs, torch.randn(3, 2, dtype=torch.float64)))
+    x, lengths = rnn.pad_packed_sequence(packed, batch_first=True)
+    network, inside = LastState().double(), Packs().double()
+    inside.load_state_dict(network.state_dict())
+    weights = torch.randn(4, 2, dtype=torch.float64)
+    assert_exact(inside, ({"x": x, "lengths": lengths}, weights))
+    models = [private(network, batch_first=batch_first), private(inside)]
+    for model, given in zip(models, [(args, kwargs), ((x, lengths), {})], strict=True):
+        for _ in range(3):  # checks of later batches differ
+            model.zero_grad()
+            losses = zoo.product(model(*given[0], **given[1]), weights)
+            PrivateLoss(model, model.step_state.pending, losses, "sum").backward()
+    norms = [model.per_sample_gradient_norms for model in models]
+    torch.testing.assert_close(norms[0], norms[1])
+    for one, other in zip(network.parameters(), inside.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert not hooks_of(network)
+
+
+def test_a_compiled_network_refuses_packed_sequences_with_the_call_that_works():
+    network = LastState()
+    network.head = nn.Linear(2, 2)
+    network.head.compile(backend="eager")
+    with pytest.raises(ValueError, match=r"argument 0 of the model.*pack_padded_sequence\(x"):
+        private(network)(packed_rows(True))
 
 
 def test_bags_with_offsets_have_no_rows_of_zeros():
