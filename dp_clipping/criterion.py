@@ -63,7 +63,7 @@ class PrivateCriterion:
             return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
         self._is_opened = bool(packed_in((args, kwargs)))
         if self._is_opened:
-            args, kwargs = opened((args, kwargs), batch_first=True)
+            args, kwargs = opened((args, kwargs), self.model.batch_first)
         with self._carried.checked(args, kwargs, "the criterion"):
             losses = self._per_sample(*args, shape=shape, **kwargs)
         expected = private_step.rows
@@ -124,7 +124,7 @@ class PrivateCriterion:
     def _unreduced(self, *args: Any, **kwargs: Any) -> Tensor:
         """Returns losses with reduction "none", or as they are from a function without one."""
         if self._is_opened:
-            args, kwargs = packed((args, kwargs), batch_first=True)
+            args, kwargs = packed((args, kwargs), self.model.batch_first)
         if not hasattr(self.criterion, "reduction"):
             return self.criterion(*args, **kwargs)
         before, self.criterion.reduction = self.criterion.reduction, "none"

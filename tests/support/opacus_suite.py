@@ -140,7 +140,7 @@ class Case:
         return found
 
     def of_outputs(self) -> Tensor:
-        """Returns the gradient of each sample's L1 loss, in its outputs [B, ..].
+        """Returns the gradients of the samples' L1 losses in the outputs, padded ones if packed.
 
         From float64: a number that rounding leaves on the other side of zero would have another.
         """
@@ -155,7 +155,7 @@ class Case:
         if self.reduction == "mean" and signs.numel():
             counts = signs[0].numel() if lengths is None else lengths * signs.shape[2]
             signs /= torch.as_tensor(counts).view(-1, *[1] * (signs.dim() - 1))
-        return signs.float()
+        return signs.float() if self.batch_first else signs.float().transpose(0, 1)
 
 
 def _doubled(x: Any) -> Any:
@@ -172,10 +172,10 @@ class Losses:
 
     def __call__(self, outputs: Any, gradients: Tensor, weights: Tensor) -> Tensor:
         if isinstance(outputs, PackedSequence):
-            outputs = pad_packed_sequence(outputs, batch_first=True)[0]
-        elif not self.batch_first:
-            outputs = outputs.transpose(0, 1)
-        return (outputs * gradients).flatten(1).sum(1) * weights
+            outputs = pad_packed_sequence(outputs, self.batch_first)[0]
+        losses = outputs * gradients
+        losses = losses if self.batch_first else losses.transpose(0, 1)
+        return losses.flatten(1).sum(1) * weights
 
 
 class Private:
