@@ -20,7 +20,7 @@ While what is kept exceeds the budget, it changes the layer that loses the least
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dp_clipping.planning.cost_model import (
@@ -158,3 +158,23 @@ class Plan:
         ]  # fmt: skip
         rows.append(total + ([f"{sum(measured.values()) * 1e3:.3f}"] if measured else []))
         return "\n".join(aligned(rows, [False] * len(rows[0])))
+
+
+@dataclass
+class Plans:
+    """Plans of the steps so far.
+
+    Attributes:
+        known: shapes of all linear layers -> their plan.
+        saved: shapes that compiled layers were expected to have -> bytes that their forward saves.
+        last: the plan of the last step on fused kernels.
+    """
+
+    known: dict[tuple, Plan] = field(default_factory=dict)
+    saved: dict[tuple, int] = field(default_factory=dict)
+    last: Plan | None = None
+
+    def forget(self) -> None:
+        """Drops what is known about networks with other shapes."""
+        self.known.clear()
+        self.saved.clear()

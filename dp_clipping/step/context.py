@@ -16,29 +16,9 @@ from dp_clipping.distributed.gradient_reduce import ShardedSums
 from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.modes import Policy
-from dp_clipping.planning.plan import Plan
+from dp_clipping.planning.plan import Plans
 from dp_clipping.profiling.profile import Profile, profile_of
 from dp_clipping.profiling.timer import Timer, timer_of
-
-
-@dataclass
-class Plans:
-    """Plans of the steps so far.
-
-    Attributes:
-        known: shapes of all linear layers -> their plan.
-        saved: shapes that compiled layers were expected to have -> bytes that their forward saves.
-        last: the plan of the last step on fused kernels.
-    """
-
-    known: dict[tuple, Plan] = field(default_factory=dict)
-    saved: dict[tuple, int] = field(default_factory=dict)
-    last: Plan | None = None
-
-    def forget(self) -> None:
-        """Drops what is known about networks with other shapes."""
-        self.known.clear()
-        self.saved.clear()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from dp_clipping.kernels.launch.tiles import available, kept_on_device
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.layers.vmap.refusals import escapes_named
 from dp_clipping.modes import say_plain
-from dp_clipping.step.context import Plans, StepContext
+from dp_clipping.planning.plan import Plans
+from dp_clipping.step.context import StepContext
 from dp_clipping.step.fused.backend import FusedBackend
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.plain_backend import PlainBackend

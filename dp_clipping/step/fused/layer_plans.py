@@ -12,8 +12,7 @@ from dp_clipping.distributed.dtensor import local
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.modes import Policy
 from dp_clipping.planning.cost_model import LayerPlan, LinearShape, Rates
-from dp_clipping.planning.plan import Plan
-from dp_clipping.step.context import Plans
+from dp_clipping.planning.plan import Plan, Plans
 
 MEMORY_FRACTION = (
     0.93  # of an ordinary step's memory: the rest is for what backward holds in passing

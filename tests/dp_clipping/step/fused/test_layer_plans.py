@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from dp_clipping.capture.compile_forecast import CompiledShapes
 from dp_clipping.modes import policy_of
 from dp_clipping.planning.cost_model import LinearShape, Rates
-from dp_clipping.step.context import Plans
+from dp_clipping.planning.plan import Plans
 from dp_clipping.step.fused.layer_plans import MEMORY_FRACTION, LayerPlans
 
 WEIGHT = Parameter(torch.zeros(8, 16))
