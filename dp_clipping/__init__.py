@@ -21,6 +21,7 @@ A private step calls, from the top down:
     sampling/     Poisson batches, physical microbatches, and what a step may use of them
     distributed/  sharded models: placement, norms and clipped sums over ranks
     accounting/   the account of every step, the noise for a target ε, the privacy statement
+    runs/         what the engine keeps of each `make_private`: its account, its checkpoints
     checkpoint/   saving and loading
     profiling/    the profiling switch
     integrations/ training loops of other libraries: `PrivateTrainer` for Hugging Face

@@ -3,11 +3,10 @@
 Code written for Opacus 1.6 with `grad_sample_mode="ghost"` runs with the import changed.
 """
 
-import os
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,17 +14,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dp_clipping.accounting.ledger import Account, Step
-from dp_clipping.accounting.statement import PrivacyStatement, statement_of
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
 from dp_clipping.arguments.checks import (
+    check_loader,
     check_rates,
-    check_target,
     check_units,
     given_units,
     rates_of,
-    renamed,
 )
+from dp_clipping.arguments.numbers import check_target
 from dp_clipping.arguments.opacus_names import (
     ARGUMENTS,
     TARGETS,
@@ -44,29 +41,31 @@ from dp_clipping.build import (
     ranks_of,
     refuse_private,
 )
-from dp_clipping.checkpoint import save_load as checkpoint
-from dp_clipping.checkpoint.file_format import file_name, given_schedulers, key_file
-from dp_clipping.checkpoint.run import PrivateRun, Snapshot
-from dp_clipping.checkpoint.weights import known
+from dp_clipping.checkpoint.run import PrivateRun
 from dp_clipping.clipping.coefficients import GAMMA
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.distributed.agreement import agree_on_settings
-from dp_clipping.kinds import WrongType, check_count, check_type, shown
+from dp_clipping.kinds import by_name, check_type
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import DEFAULT_MODE
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from dp_clipping.noise.mechanisms import NoiseMechanism, mechanism_of, refuse_mixed
 from dp_clipping.optimizer import PrivateOptimizer
-from dp_clipping.profiling.metrics import StepMetrics
+from dp_clipping.runs.checkpoints import Checkpoints
 from dp_clipping.validation import check_module
 from dp_clipping.verification.check import Loss, compare
 from dp_clipping.verification.report import Check
 
-if TYPE_CHECKING:
-    from opacus.accountants.accountant import IAccountant
+MAKE = (
+    "engine.make_private(module=network, optimizer=optimizer, data_loader=loader, "
+    "criterion=criterion, noise_multiplier=1.0, max_grad_norm=1.0)"
+)
+MAKE_WITH_EPSILON = (
+    "engine.make_private_with_epsilon(module=network, optimizer=optimizer, data_loader=loader, "
+    "criterion=criterion, target_epsilon=8.0, target_delta=1e-5, epochs=3, max_grad_norm=1.0)"
+)
 
 
-class PrivacyEngine:
+class PrivacyEngine(Checkpoints):
     """Makes a network, its optimizer, criterion and loader private, and keeps the account.
 
     It has the public methods of Opacus's engine, and `check`. `dp_clipping.build` and the packages
@@ -79,7 +78,7 @@ class PrivacyEngine:
             count of non-finite samples, the loss in training, `check`.
     """
 
-    @renamed(release="hide_unprotected")
+    @by_name(f'PrivacyEngine(accountant="prv"), and then {MAKE}', release="hide_unprotected")
     def __init__(
         self, *, accountant: str = "prv", secure_mode: bool = False, hide_unprotected: bool = False
     ):
@@ -88,19 +87,11 @@ class PrivacyEngine:
                 "secure_mode=True is not supported: noise comes from a counter-based generator, "
                 "and attacks on floating point are out of scope; use Opacus with torchcsprng"
             )
-        check_type("accountant", accountant, str, '"prv", "rdp" or "gdp"')
         check_type("hide_unprotected", hide_unprotected, bool, "True or False")
-        try:
-            from opacus.accountants import create_accountant  # importing Opacus takes seconds
-
-            self._account = Account(create_accountant(mechanism=accountant))
-        except ValueError as error:
-            raise ValueError(f'accountant: {error}; give "prv", "rdp" or "gdp"') from error
+        super().__init__(accountant)
         self.secure_mode = False
         self.hide_unprotected = hide_unprotected
-        self._runs: list[PrivateRun] = []
         self._dataset: Any = None
-        self._noise_mechanism = "gaussian"
 
     @property
     def release(self) -> bool:
@@ -108,26 +99,10 @@ class PrivacyEngine:
         warnings.warn("release is now hide_unprotected", DeprecationWarning, stacklevel=2)
         return self.hide_unprotected
 
-    @property
-    def accountant(self) -> "IAccountant":
-        """Opacus's accountant. It can be replaced by one that has counted all steps of this one.
-
-        Setting one that lacks steps of this engine raises ValueError.
-        """
-        return self._account.accountant
-
-    @accountant.setter
-    def accountant(self, accountant: "IAccountant") -> None:
-        if self._mechanism is not None:
-            raise ValueError(
-                f"ε comes from the account of noise mechanism {self._noise_mechanism!r}, and steps "
-                "of another accountant had other noise: leave engine.accountant as it is"
-            )
-        self._account.replace(accountant)
-
     # ---- what a user calls ----------------------------------------------------------------------
 
-    @renamed(
+    @by_name(
+        MAKE,
         {name: described(name, instead) for name, instead in ARGUMENTS.items()} | TARGETS,
         data_group="data_parallel_group",
     )
@@ -248,6 +223,7 @@ class PrivacyEngine:
         )  # fmt: skip
         return self._build(settings)
 
+    @by_name(MAKE_WITH_EPSILON)
     def make_private_with_epsilon(
         self,
         *,
@@ -283,7 +259,7 @@ class PrivacyEngine:
                 "target_epsilon is for Gaussian noise: find the noise with the epsilon function of "
                 "your mechanism, and call make_private(noise_multiplier=.., noise_mechanism=..)"
             )
-        check_type("data_loader", data_loader, DataLoader, "a torch.utils.data.DataLoader")
+        check_loader(data_loader)
         rate, steps = arguments.get("sample_rate"), arguments.get("steps")
         is_poisson = arguments.get("poisson_sampling", True)
         check_rates(rate, steps, is_poisson)
@@ -299,6 +275,8 @@ class PrivacyEngine:
             )
         epochs = 1 if epochs is None else epochs
         check_target(target_epsilon, target_delta, epochs)
+        samples = len(cast(Any, data_loader.dataset))
+        self._warn_of_delta(target_delta, -(-samples // each) if units is None else len(units), 3)
         rate, steps = rates_of(data_loader, rate, steps, units)
         if len(self.accountant) > 0:
             warnings.warn(
@@ -324,89 +302,6 @@ class PrivacyEngine:
             max_grad_norm=max_grad_norm,
             **arguments,
         )
-
-    def get_epsilon(self, delta: float) -> float:
-        """Returns ε spent so far at this δ; infinite if a step had no noise (as in mode `no_dp`).
-
-        Raises ValueError unless 0 < δ < 1; it should be far below one over the number of samples.
-        """
-        if not 0 < delta < 1:
-            raise ValueError(f"delta is {delta}: give a number above 0, far below 1 / samples")
-        if any(run.keys.fixed for run in self._runs):
-            warnings.warn(
-                "noise and sampling come from a fixed seed: anyone who knows it can subtract the "
-                "noise, and ε means nothing",
-                stacklevel=2,
-            )
-        mechanism = self._mechanism
-        return self._account.epsilon(delta, None if mechanism is None else mechanism.epsilon)
-
-    def privacy_statement(self, delta: float) -> PrivacyStatement:
-        """Returns the guarantee at this δ with all that it depends on: `print` it.
-
-        `as_dict()` has the same as numbers and strings.
-
-        Raises:
-            RuntimeError: before `make_private`.
-            ValueError: unless 0 < δ < 1.
-        """
-        if not self._runs:
-            raise RuntimeError(
-                "nothing is private yet: call engine.make_private(..) before privacy_statement"
-            )
-        return statement_of(
-            self._runs,
-            self._account.history,
-            accountant=(
-                self.accountant.mechanism()
-                if self._mechanism is None
-                else f"that of noise mechanism {self._mechanism.name!r}"
-            ),
-            epsilon=self.get_epsilon(delta),
-            delta=delta,
-        )
-
-    def on_step(
-        self,
-        call: Callable[[dict[str, Any]], object],
-        *,
-        delta: float | None = None,
-        unprotected: Sequence[str] = (),
-        every: int = 1,
-    ) -> None:
-        """Calls `call(metrics)` after each step of what `make_private` has returned so far.
-
-        The metrics are `step`, and the σ (`noise_multiplier`) and C (`max_grad_norm`) of that step.
-        ε covers them, and `epsilon`. What it does not cover is apart, in a dict
-        `metrics["unprotected"]`, and there only if asked for by name. Every rank calls this, and
-        the callback on each gets the same, of the samples of all ranks.
-
-        Args:
-            call: of one dict of numbers.
-            delta: adds `epsilon`, spent so far at this δ.
-            unprotected: of `"loss"` (the mean over the step's samples), `"samples"` (how many),
-                `"clipped_fraction"`, `"median_norm"` and `"nonfinite_samples"`.
-            every: 2 leaves out every other step, and so on: ε and norms take time.
-
-        Raises:
-            RuntimeError: before `make_private`; for `unprotected` with `hide_unprotected=True`.
-            ValueError: for an unknown name, or mode `no_dp`, which has no norms.
-        """
-        if not callable(call):
-            raise WrongType(f"call is {shown(call)}: give a function of a dict of metrics")
-        check_count("every", every, "a whole number of steps, 1 or more")
-        if every < 1:
-            raise ValueError(f"every is {every}: give 1 or more")
-        if delta is not None:
-            check_target(1.0, delta, 1)
-        if not self._runs:
-            raise RuntimeError(
-                "nothing is private yet: call engine.make_private(..) before on_step"
-            )
-        epsilon = None if delta is None else partial(self.get_epsilon, delta)
-        metrics = StepMetrics(call, epsilon, unprotected, every)
-        for run in self._runs:
-            metrics.attach(run.model, run.optimizer)
 
     def check(self, model: PrivateModel, batch: Any, *, loss: Loss | None = None) -> Check:
         """Compares a private step with one non-private backward per sample: `print` the result.
@@ -438,119 +333,6 @@ class PrivacyEngine:
         with run.model.reached():
             return compare(run, batch, loss)
 
-    def save_checkpoint(
-        self,
-        *,
-        path: str | os.PathLike,
-        module: PrivateModel,
-        optimizer: PrivateOptimizer | None = None,
-        noise_scheduler: Any = None,
-        grad_clip_scheduler: Any = None,
-        checkpoint_dict: Mapping[str, Any] | None = None,
-        module_state_dict_kwargs: Mapping[str, Any] | None = None,
-        torch_save_kwargs: Mapping[str, Any] | None = None,
-        data_loader: DataLoader | None = None,
-        key_path: str | os.PathLike | None = None,
-        weights: str = "all",
-    ) -> None:
-        """Writes a checkpoint to `path` and the key to `path` + `".key"`; see `checkpoint`.
-
-        Every rank calls it between two steps, and rank 0 writes. If the process is killed
-        meanwhile, the old or the new checkpoint can be loaded. The loader's position, the number of
-        steps and torch's random states are always saved.
-
-        Args:
-            path: a file name; of a model sharded by FSDP2 or tensor parallelism, the name of a
-                folder to which every rank writes its part.
-            module: as `make_private` returned it.
-            optimizer: as `make_private` returned it. Without it the state of the wrapped one
-                (momentum) is not saved.
-            noise_scheduler: Opacus's; its state is saved.
-            grad_clip_scheduler: Opacus's; its state is saved.
-            checkpoint_dict: further entries of the user's (a learning-rate scheduler's
-                `state_dict()`, say): tensors, numbers, strings, in lists, tuples or dicts.
-            module_state_dict_kwargs: for the network's `state_dict`.
-            torch_save_kwargs: for `torch.save`.
-            data_loader: as `make_private` returned it.
-            key_path: another place of the key.
-            weights: `"all"` of the network's weights are written, or its `"trainable"` ones, or
-                `"none"`. Load the others before `load_checkpoint`, which compares their digest.
-
-        Raises:
-            RuntimeError: in the middle of a step.
-            ValueError: for a module that is not of this engine, or entries that a load could not
-                read without executing code.
-        """
-        snapshot = Snapshot(
-            run=self._run_of(module, optimizer, data_loader),
-            path=file_name(path),
-            with_optimizer=optimizer is not None,
-            schedulers=given_schedulers(noise_scheduler, grad_clip_scheduler),
-            module_kwargs=module_state_dict_kwargs or {},
-            torch_kwargs=torch_save_kwargs or {},
-            key_file=key_file(path, key_path),
-            weights=known(weights),
-        )
-        checkpoint.save(snapshot, checkpoint_dict or {})
-
-    def load_checkpoint(
-        self,
-        *,
-        path: str | os.PathLike,
-        module: PrivateModel,
-        optimizer: PrivateOptimizer | None = None,
-        noise_scheduler: Any = None,
-        grad_clip_scheduler: Any = None,
-        module_load_dict_kwargs: Mapping[str, Any] | None = None,
-        torch_load_kwargs: Mapping[str, Any] | None = None,
-        data_loader: DataLoader | None = None,
-        new_keys: bool = False,
-        key_path: str | os.PathLike | None = None,
-    ) -> dict[str, Any]:
-        """Continues a saved run, bit for bit, after a `make_private` with the same arguments.
-
-        Every rank calls it. Nothing is changed unless everything fits, on every rank. No code from
-        the file is executed. The engine's account becomes the saved one, and keeps what this
-        engine has counted beyond it (with a warning). Steps that the saved key then makes again
-        are not counted twice. With another σ or C than before, or of another batch, they raise
-        RuntimeError. A folder or file may have been saved on another number of ranks, sharded or
-        not.
-
-        Args:
-            path: as given to `save_checkpoint`.
-            module: as `make_private` returned it.
-            optimizer: as `make_private` returned it.
-            data_loader: as `make_private` returned it.
-            noise_scheduler: made as before; it receives the saved state.
-            grad_clip_scheduler: made as before; it receives the saved state.
-            module_load_dict_kwargs: for the network's `load_state_dict`.
-            torch_load_kwargs: for `torch.load`; tensors come to the CPU by default.
-            new_keys: continue with a new key for noise and samples. Needed if the key file is lost,
-                the data have changed, or another continuation of this checkpoint is published. A
-                new key is also made, with a warning, for another σ, C, clipping, number of ranks
-                or kind of device, and if a scheduler or optimizer is missing in the checkpoint or
-                here.
-            key_path: as given to `save_checkpoint`.
-
-        Returns:
-            The entries of `checkpoint_dict`, and those of module and accountant, as in Opacus.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it is cut short, of another run, or without its key, or accountant gdp
-                would have to hold steps of two kinds. The message has one line.
-        """
-        snapshot = Snapshot(
-            run=self._run_of(module, optimizer, data_loader),
-            path=file_name(path),
-            with_optimizer=optimizer is not None,
-            schedulers=given_schedulers(noise_scheduler, grad_clip_scheduler),
-            module_kwargs=module_load_dict_kwargs or {},
-            torch_kwargs=torch_load_kwargs or {},
-            key_file=key_file(path, key_path),
-        )
-        return checkpoint.load(snapshot, new_keys)
-
     @classmethod
     def is_compatible(
         cls, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
@@ -576,46 +358,14 @@ class PrivacyEngine:
         check_module(fixed)
         return fixed
 
-    # ---- the account and the runs ---------------------------------------------------------------
-
-    def _count(self, optimizer: PrivateOptimizer, sample_rate: float) -> None:
-        """Counts a step, before it changes a parameter; once, also if it is made again."""
-        with self._account.unchanged():
-            optimizer.hooks.run(optimizer)
-        (run,) = (run for run in self._runs if run.optimizer is optimizer)
-        is_private = optimizer.model.policy is not None
-        step = Step(
-            run.keys.fingerprint,
-            optimizer.steps,
-            sigma=optimizer.step_state.settings.noise_multiplier if is_private else 0.0,
-            rate=sample_rate * optimizer.accumulated_iterations,
-            clip_norms=tuple(optimizer.step_state.clip_norms) if is_private else (),
-            batch_number=optimizer.step_state.batch_number,
-        )
-        self._account.count(step, key_is_fixed=run.keys.fixed)
-
-    def _run_of(self, module: Any, optimizer: Any, loader: Any) -> PrivateRun:
-        for run in self._runs:
-            if module in (run.model, run.model.returned):
-                for name, given, own in (
-                    ("optimizer", optimizer, run.optimizer),
-                    ("data_loader", loader, run.loader),
-                ):
-                    if given is not None and given is not own:
-                        raise ValueError(
-                            f"{name} is not the one that make_private returned with this module"
-                        )
-                return run
-        raise ValueError("module is not one that this engine's make_private returned")
-
     # ---- a run ----------------------------------------------------------------------------------
 
     def _build(
         self, settings: Settings
     ) -> tuple[Any, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """Builds what `make_private` returns, from the ranks up, and keeps it as a run."""
-        self._refuse_other_units(settings)
-        self._refuse_other_noise(settings)
+        self._refuse_other_units(settings.examples_per_unit)
+        self._refuse_other_noise(settings.noise_mechanism)
         ranks = ranks_of(settings)
         keys = keys_for(settings, ranks)
         self._note_dataset(settings.data_loader)
@@ -636,28 +386,6 @@ class PrivacyEngine:
             )
         )
         return cast(Any, FourValues((model.returned, optimizer, criterion, loader)))
-
-    @property
-    def _mechanism(self) -> NoiseMechanism | None:
-        """Returns the noise mechanism of all runs; None: Gaussian noise."""
-        return mechanism_of(self._noise_mechanism)
-
-    def _refuse_other_noise(self, settings: Settings) -> None:
-        """Raises ValueError if no account covers this noise and the steps so far."""
-        refuse_mixed(
-            settings.noise_mechanism, self._noise_mechanism, bool(self._runs), self._account.history
-        )
-        self._noise_mechanism = settings.noise_mechanism
-
-    def _refuse_other_units(self, settings: Settings) -> None:
-        """Raises ValueError if the account says ε of other units than those of these settings."""
-        before = {run.settings["examples_per_unit"] for run in self._runs}
-        if before - {settings.examples_per_unit}:
-            raise ValueError(
-                f"examples_per_unit is {settings.examples_per_unit}, and this engine has accounted "
-                f"for units of {min(before)}: ε of both together is that of neither, use a "
-                "PrivacyEngine for each"
-            )
 
     def _note_dataset(self, loader: DataLoader) -> None:
         if self._dataset is not None and self._dataset is not loader.dataset:

@@ -1,7 +1,14 @@
-"""Types of arguments: wrong ones are refused by name, saying what to give."""
+"""Names and types of arguments: wrong ones are refused by name, saying what to give."""
 
+import difflib
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar, cast
+
+Function = TypeVar("Function", bound=Callable)
 
 
 class WrongType(TypeError, ValueError):
@@ -48,3 +55,58 @@ def shown(value: Any) -> str:
     if isinstance(value, str | int | float | bool | None):
         return repr(value)
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def by_name(
+    call: str, gone: Mapping[str, str] | None = None, /, **renamed: str
+) -> Callable[[Function], Function]:
+    """Decorates a method: arguments that are unknown, missing or not by name show how to call it.
+
+    Args:
+        call: an example, as the message shows it.
+        gone: arguments that are refused, and the message of each.
+        renamed: arguments `old=new`; the old ones warn.
+
+    Raises:
+        TypeError: as Python does.
+    """
+
+    def decorate(function: Function) -> Function:
+        parameters = list(inspect.signature(function).parameters.values())
+        name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+        most = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        known = [p.name for p in parameters[1:] if p.kind is not p.VAR_KEYWORD]
+        needed = [p.name for p in parameters[1:] if p.name in known and p.default is p.empty]
+
+        @functools.wraps(function)
+        def checked(*args: Any, **arguments: Any) -> Any:
+            for given, message in (gone or {}).items():
+                if given in arguments:
+                    raise TypeError(message)
+            for old, new in renamed.items():
+                if old not in arguments:
+                    continue
+                if new in arguments:
+                    raise TypeError(f"{old} is the old name of {new}: give {new} alone")
+                warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=2)
+                arguments[new] = arguments.pop(old)
+            if len(args) > most:
+                raise TypeError(f"{name} takes arguments by name: {call}")
+            for given in arguments:
+                if given not in known and not takes_all:
+                    nearest = _nearest(given, known)
+                    raise TypeError(f"{name} has no argument {given}{nearest}: {call}")
+            for wanted in needed[max(0, len(args) - 1) :]:
+                if wanted not in arguments:
+                    raise TypeError(f"{name}: {wanted} is missing: {call}")
+            return function(*args, **arguments)
+
+        return cast(Function, checked)
+
+    return decorate
+
+
+def _nearest(given: str, known: list[str]) -> str:
+    found = difflib.get_close_matches(given, known, n=1, cutoff=0.7)
+    return f" (did you mean {found[0]}?)" if found else ""

@@ -75,7 +75,7 @@ def statement_of(
         accountant: its name.
         epsilon: as it computed it.
     """
-    is_poisson = all(run.settings["poisson_sampling"] for run in runs)
+    is_poisson = all(run.settings["poisson_sampling"] and not run.other_batches for run in runs)
     sigmas = [sigma for sigma, _, _ in history] or [run.optimizer.noise_multiplier for run in runs]
     rates = [rate for _, rate, _ in history] or [run.settings["sample_rate"] for run in runs]
     return PrivacyStatement(
@@ -85,11 +85,18 @@ def statement_of(
         max_grad_norm=_one_or_all([run.optimizer.max_grad_norm for run in runs]),
         sample_rate=_one_or_all(rates),
         steps=count(history),
-        sampler="poisson" if is_poisson else "the loader's own, for which no account is known",
+        sampler="poisson" if is_poisson else _other_sampler(runs),
         accountant=accountant,
         epsilon=epsilon if is_poisson else math.inf,
         delta=delta,
     )
+
+
+def _other_sampler(runs: Sequence[Any]) -> str:
+    others = sum(run.other_batches for run in runs)
+    if others:
+        return f"not known for {others} batches that make_private's loader did not yield"
+    return "the loader's own, for which no account is known"
 
 
 def _unit(settings: Mapping[str, Any]) -> str:

@@ -3,9 +3,13 @@
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from dp_clipping.accounting.ledger import joined
 from dp_clipping.kinds import check_number
+
+if TYPE_CHECKING:
+    from opacus.accountants.accountant import IAccountant
 
 LOWEST = 0.2
 """Smallest σ that is searched for: below it Opacus's PRV accountant takes minutes per value."""
@@ -64,12 +68,23 @@ def noise_multiplier_for(
             epsilon_tolerance=epsilon_tolerance,
             **options,
         )
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         raise ValueError(
             f"target_epsilon is {target_epsilon:g}: accountant {accountant} finds no "
-            f"noise_multiplier for it ({error}); give another target_epsilon or accountant, or "
+            f"noise_multiplier for it ({error}); give another target_epsilon or accountant, a "
+            "target_delta far below 1 / samples, or "
             "choose the noise by make_private(noise_multiplier=..)"
         ) from error
+
+
+def epsilon_at_end(
+    accountant: "IAccountant", sigma: float, sample_rate: float, steps: int, delta: float
+) -> float:
+    """Returns what an accountant will say after so many steps more; it is left as it is."""
+    end = type(accountant)()
+    more = [(sigma, sample_rate, steps)] if steps > 0 else []
+    end.history = joined(accountant.history, more)
+    return float(end.get_epsilon(delta=delta)) if end.history else 0.0
 
 
 def _epsilon_of_lowest(delta: float, sample_rate: float, steps: int) -> float:

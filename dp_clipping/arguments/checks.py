@@ -1,17 +1,15 @@
 """Checks the arguments of `make_private`."""
 
-import functools
 import inspect
 import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from dp_clipping.arguments import opacus_names
 from dp_clipping.arguments.numbers import check_max_grad_norm, check_noise_multiplier
@@ -25,36 +23,6 @@ from dp_clipping.sampling.units import Units, units_of
 
 CLIPPINGS = ("flat", "per_layer")
 TILE_SIZES = (16, 32, 64, 128, 256)
-Function = TypeVar("Function", bound=Callable)
-
-
-def renamed(
-    gone: Mapping[str, str] | None = None, /, **names: str
-) -> Callable[[Function], Function]:
-    """Decorates a function whose keyword arguments `old=new` were renamed; the old ones warn.
-
-    Args:
-        gone: keyword arguments that are refused, and the message of each.
-    """
-
-    def decorate(function: Function) -> Function:
-        @functools.wraps(function)
-        def call(*args: Any, **arguments: Any) -> Any:
-            for name, message in (gone or {}).items():
-                if name in arguments:
-                    raise TypeError(message)
-            for old, new in names.items():
-                if old not in arguments:
-                    continue
-                if new in arguments:
-                    raise TypeError(f"{old} is the old name of {new}: give {new} alone")
-                warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=2)
-                arguments[new] = arguments.pop(old)
-            return function(*args, **arguments)
-
-        return cast(Function, call)
-
-    return decorate
 
 
 def check_arguments(
@@ -113,7 +81,6 @@ def check_kinds(
     none = type(None)
     for name, value, kind, wanted in (
         ("module", module, nn.Module, "the network, a torch.nn.Module"),
-        ("data_loader", data_loader, DataLoader, "a torch.utils.data.DataLoader"),
         ("noise_generator", noise_generator, (torch.Generator, none),
          "torch.Generator().manual_seed(..), for tests only, or None"),
         ("adaptive_threshold", adaptive_threshold, (AdaptiveThreshold, none),
@@ -137,12 +104,29 @@ def check_kinds(
         )
     for name, flag in flags.items():
         check_type(name, flag, bool, "True or False")
+    check_loader(data_loader)
+
+
+def check_loader(data_loader: Any) -> None:
+    """Raises WrongType or ValueError for anything but a DataLoader whose data can be counted."""
+    check_type(
+        "data_loader", data_loader, DataLoader,
+        "a torch.utils.data.DataLoader, as DataLoader(dataset, batch_size=64)",
+    )  # fmt: skip
+    dataset = data_loader.dataset
     try:
-        len(data_loader)
+        len(data_loader), len(dataset)
     except TypeError:
+        kind = type(dataset).__name__
+        is_stream = isinstance(dataset, IterableDataset)
+        instead = (
+            "take its samples into a list, DataLoader(list(dataset), batch_size=64)"
+            if is_stream
+            else f"give {kind} a __len__"
+        )
         raise ValueError(
-            f"data_loader has no length, as its {type(data_loader.dataset).__name__} has none, and "
-            "the sample rate is 1 / len(data_loader): give a dataset with __len__"
+            f"data_loader has no length, as its {kind} has none, and each sample takes part with "
+            f"probability 1 / len(data_loader): {instead}"
         ) from None
 
 
@@ -222,21 +206,6 @@ def rates_of(
         return 1 / length, length if steps is None else int(steps)
     rate = float(sample_rate)
     return rate, max(1, round(1 / rate)) if steps is None else int(steps)
-
-
-def check_target(target_epsilon: float, target_delta: float, epochs: int) -> None:
-    """Raises WrongType or ValueError for an argument of `make_private_with_epsilon`."""
-    check_number("target_epsilon", target_epsilon, "a finite number above 0")
-    if not 0 < target_epsilon < math.inf:
-        raise ValueError(f"target_epsilon is {target_epsilon}: give a finite number above 0")
-    check_number("target_delta", target_delta, "a number above 0, far below 1 / samples")
-    if not 0 < target_delta < 1:
-        raise ValueError(
-            f"target_delta is {target_delta}: give a number above 0, far below 1 / samples"
-        )
-    check_count("epochs", epochs, "a whole number of 1 or more")
-    if epochs < 1:
-        raise ValueError(f"epochs is {epochs}: give a whole number of 1 or more")
 
 
 def check_kernel_options(

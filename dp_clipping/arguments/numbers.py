@@ -1,10 +1,11 @@
-"""Checks σ, C and the divisor of a step: in `make_private`, and whenever they change."""
+"""Checks σ, C and the divisor of a step, in `make_private` and whenever they change; ε and δ."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from dp_clipping.kinds import check_number
+from dp_clipping.kinds import check_count, check_number
 
 LOSS_REDUCTIONS = ("mean", "sum")
 LARGEST = 2.0**100
@@ -51,3 +52,30 @@ def check_max_grad_norm(max_grad_norm: float | Sequence[float], clipping: str) -
         raise ValueError(f"max_grad_norm is {max_grad_norm}: give a finite number above 0")
     if clipping == "flat" and is_list:
         raise ValueError("max_grad_norm is a list, which goes with clipping='per_layer'")
+
+
+def check_target(target_epsilon: float, target_delta: float, epochs: int) -> None:
+    """Raises WrongType or ValueError for an argument of `make_private_with_epsilon`."""
+    check_number("target_epsilon", target_epsilon, "a finite number above 0")
+    if not 0 < target_epsilon < math.inf:
+        raise ValueError(f"target_epsilon is {target_epsilon}: give a finite number above 0")
+    check_number("target_delta", target_delta, "a number above 0, far below 1 / samples")
+    if not 0 < target_delta < 1:
+        raise ValueError(
+            f"target_delta is {target_delta}: give a number above 0, far below 1 / samples"
+        )
+    check_count("epochs", epochs, "a whole number of 1 or more")
+    if epochs < 1:
+        raise ValueError(f"epochs is {epochs}: give a whole number of 1 or more")
+
+
+def warn_of_delta(delta: float, units: int, stacklevel: int) -> None:
+    """Warns of a δ at which publishing one of so many units as it is would count as private."""
+    if units and delta >= 1 / units:
+        example = min(0.1 / units, units**-1.1)
+        warnings.warn(
+            f"delta is {delta:g}, and the data have {units} units of privacy: from 1 / {units} = "
+            f"{1 / units:.2g} on, publishing one of them as it is satisfies (ε, δ); give less, "
+            f"such as {example:.1g}",
+            stacklevel=stacklevel + 1,
+        )

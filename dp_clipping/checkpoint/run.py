@@ -84,6 +84,7 @@ class PrivateRun:
         settings: arguments of `make_private`, public.
         account: the engine's.
         start: position of the loader and number of steps at which the key came into use.
+        other_batches: private steps on batches that the Poisson loader did not yield.
     """
 
     model: Model
@@ -95,11 +96,20 @@ class PrivateRun:
     account: StepAccount = field(repr=False)
     criterion: Any
     start: tuple[int, int] = (0, 0)
+    other_batches: int = 0
 
     @property
     def poisson(self) -> PoissonLoader | None:
         """Returns the loader, if its batches are Poisson samples."""
         return self.loader if isinstance(self.loader, PoissonLoader) else None
+
+    @property
+    def units(self) -> int:
+        """Returns how many units of privacy the data have."""
+        units = self.settings["num_units"]
+        if units is None:
+            units = -(-self.settings["num_samples"] // self.settings["examples_per_unit"])
+        return units
 
     @property
     def device(self) -> torch.device:

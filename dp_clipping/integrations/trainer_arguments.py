@@ -2,14 +2,17 @@
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+from torch.utils.data import DataLoader
+
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
-from dp_clipping.arguments.checks import check_target
-from dp_clipping.arguments.numbers import check_noise_multiplier
-from dp_clipping.kinds import check_type
+from dp_clipping.arguments.checks import check_units, given_units, rates_of
+from dp_clipping.arguments.numbers import check_noise_multiplier, check_target
+from dp_clipping.kinds import WrongType, by_name, check_type, shown
 
 LOG = logging.getLogger(__name__)
 OPTIMIZERS = (  # that read `.grad` in `step()`, and nowhere else
@@ -18,7 +21,7 @@ OPTIMIZERS = (  # that read `.grad` in `step()`, and nowhere else
 GIVEN_BY_TRAINER = (
     "module", "optimizer", "data_loader", "criterion", "wrap_model", "noise_multiplier",
     "max_grad_norm", "sample_rate", "steps", "poisson_sampling", "expected_batch_size",
-    "batch_first", "cuda_graph",
+    "batch_first", "cuda_graph", "examples_per_unit", "unit_ids",
 )  # fmt: skip
 
 
@@ -32,6 +35,9 @@ class PrivacyArguments:
         noise_multiplier: σ, in place of `target_epsilon`.
         max_grad_norm: C, the norm to which each sample's gradient is clipped. It is not the
             Trainer's own, which would clip the sum of the batch and is off.
+        examples_per_unit: k, of which each unit of privacy (a user, a document) has so many at
+            most. Batch sizes still count examples, and are multiples of k.
+        unit_ids: the unit of each example of `train_dataset`. Default: k consecutive examples.
         accountant: `"prv"`, `"rdp"` or `"gdp"`.
         sample_rate: probability of each sample to be in a batch, as a public constant. Default:
             1 / batches of an epoch.
@@ -42,6 +48,8 @@ class PrivacyArguments:
             and operations that they took.
         key_folder: where checkpoints' keys are written. Default: beside `output_dir`, with
             `.keys` appended to its name.
+        new_keys: `resume_from_checkpoint` draws a new key: the checkpoint's is lost, or the data
+            have changed.
         options: further arguments of `PrivacyEngine.make_private`.
 
     Raises:
@@ -52,12 +60,15 @@ class PrivacyArguments:
     target_epsilon: float | None = None
     noise_multiplier: float | None = None
     max_grad_norm: float | list[float] = 1.0
+    examples_per_unit: int = 1
+    unit_ids: Sequence[Hashable] | None = None
     accountant: str = "prv"
     sample_rate: float | None = None
     steps: int | None = None
     pad_batches: bool = False
     log_unprotected: bool = False
     key_folder: str | None = None
+    new_keys: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,7 +81,11 @@ class PrivacyArguments:
         check_target(epsilon, self.target_delta, 1)
         if self.noise_multiplier is not None:
             check_noise_multiplier(self.noise_multiplier)
-        for name in ("pad_batches", "log_unprotected"):
+        check_units(
+            self.examples_per_unit, self.unit_ids, poisson_sampling=True,
+            rand_on_empty=bool(self.options.get("rand_on_empty")),
+        )  # fmt: skip
+        for name in ("pad_batches", "log_unprotected", "new_keys"):
             check_type(name, getattr(self, name), bool, "True or False")
         for name in self.options:
             if name in GIVEN_BY_TRAINER:
@@ -78,6 +93,11 @@ class PrivacyArguments:
                     f"options has {name}, which PrivateTrainer gives to make_private itself: leave "
                     "it out, or write it as an argument of PrivacyArguments, if it is one"
                 )
+
+    def rates(self, loader: DataLoader) -> tuple[float, int]:
+        """Returns the probability of a unit to be in a batch, and the batches of an epoch."""
+        units = given_units(loader, self.examples_per_unit, self.unit_ids, True)
+        return rates_of(loader, self.sample_rate, self.steps, units)
 
     def noise_for(self, sample_rate: float, steps: int) -> float:
         """Returns σ for a training of so many steps."""
@@ -88,6 +108,10 @@ class PrivacyArguments:
             target_epsilon=self.target_epsilon, target_delta=self.target_delta,
             sample_rate=sample_rate, steps=steps, accountant=self.accountant,
         )  # fmt: skip
+
+
+_by_name = by_name("PrivacyArguments(target_epsilon=8.0, target_delta=1e-5, max_grad_norm=1.0)")
+setattr(PrivacyArguments, "__init__", _by_name(PrivacyArguments.__init__))  # noqa: B010
 
 
 def arguments_of_loop(args: Any) -> Any:
@@ -107,6 +131,41 @@ def arguments_of_loop(args: Any) -> Any:
     args.max_grad_norm = 0.0
     args.ignore_data_skip = True
     return args
+
+
+def refuse_missing(given: Mapping[str, Any], privacy: Any) -> None:
+    """Raises ValueError or WrongType for a trainer without a model or arguments."""
+    if given.get("args") is None:
+        raise ValueError('args is missing: give args=TrainingArguments(output_dir="..")')
+    if not isinstance(privacy, PrivacyArguments):
+        raise WrongType(
+            f"privacy is {shown(privacy)}: give "
+            "privacy=PrivacyArguments(target_epsilon=8.0, target_delta=1e-5)"
+        )
+    model = given.get("model")
+    if not isinstance(model, nn.Module) and given.get("model_init") is None:
+        name = repr(model) if isinstance(model, str) else ".."
+        raise WrongType(
+            f"model is {shown(model)}: give model=AutoModelForCausalLM.from_pretrained({name})"
+        )
+
+
+def refuse_dataset(dataset: Any) -> None:
+    """Raises ValueError or WrongType for training data that cannot be sampled by index."""
+    if dataset is None:
+        raise ValueError("train_dataset is missing: PrivateTrainer(train_dataset=.., ..)")
+    if isinstance(dataset, Mapping):
+        raise WrongType(
+            f"train_dataset is {shown(dataset)}: give one of the data sets in it, "
+            f"train_dataset=datasets[{next(iter(dataset), 'train')!r}]"
+        )
+    if not isinstance(dataset, Sized):
+        raise WrongType(
+            "train_dataset has no length, and each sample takes part with a probability: give "
+            "one that is indexed, such as train_dataset=list(train_dataset)"
+        )
+    if not len(dataset):
+        raise ValueError("train_dataset is empty: PrivateTrainer(train_dataset=.., ..)")
 
 
 def refuse_arguments(args: Any, privacy: PrivacyArguments, has_data_parallel: bool) -> None:

@@ -1,7 +1,7 @@
 """`PrivateTrainer`: a Hugging Face Trainer whose training is differentially private."""
 
 import os
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dp_clipping.accounting.statement import PrivacyStatement
-from dp_clipping.arguments.checks import rates_of
+from dp_clipping.accounting.target_epsilon import epsilon_at_end
 from dp_clipping.engine import PrivacyEngine
 from dp_clipping.integrations.adapters import adapters_of, refuse_unreached, warn_of_still
 from dp_clipping.integrations.logical_batches import LogicalBatches, Microbatches
@@ -21,8 +21,9 @@ from dp_clipping.integrations.trainer_arguments import (
     PrivacyArguments,
     arguments_of_loop,
     refuse_arguments,
+    refuse_dataset,
+    refuse_missing,
 )
-from dp_clipping.kinds import WrongType, shown
 from dp_clipping.losses.private_loss import PrivateLoss
 
 try:
@@ -38,6 +39,12 @@ except ImportError as error:
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
 STATE, SCHEDULER = "privacy.pt", "scheduler.pt"
+NO_LOSS = (
+    "the model returns no loss for a batch of {names}: let samples have labels, as "
+    "data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False) makes them of a text, or "
+    "give compute_loss_func=f, an f(outputs, labels, num_items_in_batch=None) that returns one "
+    "loss a sample"
+)
 UNPROTECTED = ("loss", "train_loss", "total_flos", "num_input_tokens_seen")
 
 
@@ -84,13 +91,8 @@ class PrivateTrainer(Trainer):
     ):
         names = ("model", "args")
         given = dict(zip(names, args, strict=False)) | kwargs
-        if given.get("args") is None:
-            raise ValueError('args is missing: give args=TrainingArguments(output_dir="..")')
-        if not isinstance(privacy, PrivacyArguments):
-            raise WrongType(
-                f"privacy is {shown(privacy)}: give "
-                "privacy=PrivacyArguments(target_epsilon=8.0, target_delta=1e-5)"
-            )
+        refuse_missing(given, privacy)
+        assert privacy is not None
         own: TrainingArguments = given.pop("args")
         refuse_arguments(own, privacy, data_parallel is not None)
         self.privacy, self._data_parallel = privacy, data_parallel
@@ -128,13 +130,7 @@ class PrivateTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """Returns a plain loader: its batches are replaced by Poisson batches of the same size."""
         args = self.args
-        if self.train_dataset is None:
-            raise ValueError("train_dataset is missing: PrivateTrainer(train_dataset=.., ..)")
-        if not isinstance(self.train_dataset, Sized):
-            raise WrongType(
-                "train_dataset has no length, and each sample takes part with a probability: give "
-                "one that is indexed, such as train_dataset=list(train_dataset)"
-            )
+        refuse_dataset(self.train_dataset)
         own = super().get_train_dataloader()  # whose columns are those that the model takes
         workers = args.dataloader_num_workers
         return DataLoader(
@@ -154,7 +150,7 @@ class PrivateTrainer(Trainer):
         return args.train_batch_size * self._accumulation_steps * args.world_size
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: DataLoader) -> Any:
-        _, steps = rates_of(dataloader, self.privacy.sample_rate, self.privacy.steps)
+        _, steps = self.privacy.rates(dataloader)
         return super().set_initial_training_values(args, _Epoch(dataloader.dataset, steps))
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
@@ -177,6 +173,7 @@ class PrivateTrainer(Trainer):
         self.create_scheduler(num_training_steps=max_steps)
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
+            self._refuse_above_target(max_steps)
         batches = self._made[1]
         handler = self.callback_handler
         handler.model, handler.optimizer = self.model, self.optimizer
@@ -189,13 +186,15 @@ class PrivateTrainer(Trainer):
             network = self._data_parallel(network)
         self.model.train()  # from_pretrained and an evaluation leave it otherwise
         self.create_optimizer()
-        rate, _ = rates_of(loader, privacy.sample_rate, privacy.steps)
+        rate, _ = privacy.rates(loader)
         self.model_wrapped, self.optimizer, self.criterion, loader = self.engine.make_private(
             module=network, optimizer=self.optimizer, data_loader=loader,
             criterion=self._user_loss and _without_count(self._user_loss),
             noise_multiplier=privacy.noise_for(rate, max_steps),
             max_grad_norm=privacy.max_grad_norm, wrap_model=False,
-            sample_rate=privacy.sample_rate, steps=privacy.steps, **privacy.options,
+            sample_rate=privacy.sample_rate, steps=privacy.steps,
+            examples_per_unit=privacy.examples_per_unit, unit_ids=privacy.unit_ids,
+            **privacy.options,
         )  # fmt: skip
         if self._user_loss is not None:
             self.compute_loss_func = _with_count(self.criterion)
@@ -204,6 +203,24 @@ class PrivateTrainer(Trainer):
             loader, self.optimizer, self.args.train_batch_size, privacy.pad_batches
         )
         self._made = self.model, batches
+
+    def _refuse_above_target(self, max_steps: int) -> None:
+        """Raises ValueError if a resumed run would end above its `target_epsilon`."""
+        privacy, account = self.privacy, self.engine.accountant
+        if privacy.target_epsilon is None:
+            return
+        rate, _ = privacy.rates(self._made[1].loader)
+        epsilon = epsilon_at_end(
+            account, self.optimizer.noise_multiplier, rate, max_steps - self.optimizer.steps,
+            privacy.target_delta,
+        )  # fmt: skip
+        if epsilon > privacy.target_epsilon:
+            raise ValueError(
+                f"epsilon would end at {epsilon:.3f}, above target_epsilon="
+                f"{privacy.target_epsilon:g}, which is for the steps of the saved run: give its "
+                "TrainingArguments(num_train_epochs=.., max_steps=..), or "
+                "PrivacyArguments(noise_multiplier=..), with which epsilon adds up"
+            )
 
     def _look_at_losses(self, loader: DataLoader) -> None:
         """Refuses padding that changes the loss of a sample, and adapters that no loss reaches."""
@@ -257,7 +274,12 @@ class PrivateTrainer(Trainer):
         return total / max(1, samples)
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        found = super().compute_loss(model, inputs, *args, **kwargs)
+        try:
+            found = super().compute_loss(model, inputs, *args, **kwargs)
+        except ValueError as error:
+            if "did not return a loss" in str(error):
+                raise ValueError(NO_LOSS.format(names=", ".join(inputs))) from error
+            raise
         loss = found[0] if isinstance(found, tuple) else found
         if model.training and torch.is_grad_enabled() and not isinstance(loss, PrivateLoss):
             raise ValueError(
@@ -332,10 +354,18 @@ class PrivateTrainer(Trainer):
                 "with save_only_model=True, or by another Trainer): give a checkpoint that "
                 "PrivateTrainer has saved"
             )
-        self.engine.load_checkpoint(
-            path=path, module=self.model_wrapped, optimizer=self.optimizer,
-            data_loader=self._made[1].loader, key_path=self._key_file(checkpoint),
-        )  # fmt: skip
+        try:
+            self.engine.load_checkpoint(
+                path=path, module=self.model_wrapped, optimizer=self.optimizer,
+                data_loader=self._made[1].loader, key_path=self._key_file(checkpoint),
+                new_keys=self.privacy.new_keys,
+            )  # fmt: skip
+        except ValueError as error:
+            said = str(error)
+            if "pass new_keys=True" not in said:
+                raise
+            own = said.replace("pass new_keys=True", "give PrivacyArguments(new_keys=True, ..)")
+            raise ValueError(own) from error
         scheduler = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
 

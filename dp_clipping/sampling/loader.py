@@ -336,8 +336,9 @@ def _check_loader(loader: DataLoader, world_size: int) -> None:
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ValueError(
-            f"data_loader's {type(dataset).__name__} cannot be sampled by index: give a dataset "
-            "with __getitem__ and __len__, or poisson_sampling=False"
+            f"data_loader's {type(dataset).__name__} cannot be sampled by index: take its samples "
+            "into a list, DataLoader(list(dataset), batch_size=64), or give a dataset with "
+            "__getitem__ and __len__, or poisson_sampling=False"
         )
     if loader.batch_sampler is None:
         raise ValueError(

@@ -29,6 +29,7 @@ SAMPLES, BATCH, CLASSES = 24, 6, 3
 pytestmark = [
     pytest.mark.filterwarnings("error::UserWarning"),
     pytest.mark.filterwarnings("ignore:noise and sampling come from a fixed seed"),
+    pytest.mark.filterwarnings("ignore:the batch of this step did not come from"),
     pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
     pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),

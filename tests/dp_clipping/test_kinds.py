@@ -7,6 +7,7 @@ import pytest
 
 from dp_clipping.kinds import (
     WrongType,
+    by_name,
     check_count,
     check_number,
     check_type,
@@ -60,3 +61,38 @@ def test_how_values_are_shown():
 
 def test_lists_become_plain_entry_by_entry():
     assert plain((np.float64(0.5), 2)) == [0.5, 2]
+
+
+class Door:
+    @by_name("Door(key=1)", {"gone": "gone is gone"}, old="key")
+    def __init__(self, *, key, lock=None):
+        self.key, self.lock = key, lock
+
+    @by_name("door.turn(times=2)")
+    def turn(self, times, *, slowly=False, **more):
+        return times, slowly, more
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Door(1), r"^Door takes arguments by name: Door\(key=1\)$"),
+        (lambda: Door(), r"^Door: key is missing: Door\(key=1\)$"),
+        (lambda: Door(key=1, lokc=2), r"^Door has no argument lokc \(did you mean lock\?\): Door"),
+        (lambda: Door(key=1, window=2), r"^Door has no argument window: Door\(key=1\)$"),
+        (lambda: Door(gone=1), "^gone is gone$"),
+        (lambda: Door(old=1, key=2), "^old is the old name of key: give key alone$"),
+        (lambda: Door(key=1).turn(), r"^turn: times is missing: door.turn\(times=2\)$"),
+        (lambda: Door(key=1).turn(1, 2), "^turn takes arguments by name"),
+    ],
+)
+def test_arguments_by_name(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_what_is_right_passes():
+    with pytest.warns(DeprecationWarning, match="old is now key"):
+        assert Door(old=3).key == 3
+    assert Door(key=1).turn(2, slowly=True, other=4) == (2, True, {"other": 4})
+    assert Door(key=1).turn(times=2) == (2, False, {})

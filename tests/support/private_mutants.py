@@ -3,6 +3,7 @@
 A row: name, file in dp_clipping/, text, replacement, test file, and perhaps -k.
 """
 
+ACCOUNTS = "tests/dp_clipping/runs/test_accounts.py"
 COEFFICIENTS = "tests/dp_clipping/clipping/test_coefficients.py"
 NORMS = "tests/dp_clipping/clipping/test_norms.py"
 ACCUMULATION = "tests/dp_clipping/clipping/test_accumulation.py"
@@ -168,11 +169,14 @@ ROWS = [
     ("a batch may be used twice", "sampling/usage.py", "self.left -= samples", "pass", USAGE),
     ("an empty batch has the sample's storage", "sampling/collate.py",
      "one.new_empty(shape)", "one.narrow(dim, 0, 0)", COLLATE),
+    # ---- the account
+    ("batches of another loader are Poisson batches", "runs/accounts.py",
+     "            run.other_batches += 1\n", "            pass\n", ACCOUNTS),
     # ---- noise mechanisms of users
     ("a registered mechanism's noise is Gaussian", "noise/add_noise.py",
      "stream, std, divisor, offset, place, values)", "stream, std, divisor, offset, place)",
      MECHANISMS),
-    ("epsilon of a registered mechanism is Gaussian", "engine.py",
+    ("epsilon of a registered mechanism is Gaussian", "runs/accounts.py",
      "None if mechanism is None else mechanism.epsilon)", "None)", MECHANISMS),
     ("an account too low is taken", "noise/mechanisms.py",
      "if stated < 0.999 * least and stated < math.inf:", "if False:", MECHANISMS),

@@ -1,6 +1,7 @@
 """Private trainers of tiny language models, and what they are compared with."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -60,8 +61,17 @@ def trainer_of(kind: str, folder: Any, *, network: Any = None, **options: Any) -
     )  # fmt: skip
 
 
+def weights(trainer) -> dict:
+    """Returns a copy of the state of its model."""
+    return {name: x.clone() for name, x in trainer.model.state_dict().items()}
+
+
 class Compared(transformers.TrainerCallback):
-    """Compares each step's gradient with that of single samples in float64, each padded alone."""
+    """Compares each step's gradient with that of single samples in float64, each padded alone.
+
+    A unit's samples come side by side, and what fills it up is one of them again: its gradient is
+    the sum of theirs, added one by one.
+    """
 
     def __init__(self, trainer: PrivateTrainer, C: float):
         self.trainer, self.C, self.sizes = trainer, C, []
@@ -77,14 +87,23 @@ class Compared(transformers.TrainerCallback):
     def on_optimizer_step(self, args: Any, *_: Any, model: Any, **__: Any) -> None:
         taken, self.dataset.taken = self.dataset.taken, []
         self.sizes.append(len(taken))
-        batch_size = self.trainer.get_total_train_batch_size(args)
+        each = self.trainer.privacy.examples_per_unit
+        batch_size = self.trainer.get_total_train_batch_size(args) / each
         total = {
             name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()
         }
-        for i in taken:
-            _, found = reference_gradients(self.before, collated([self.dataset.samples[i]]), self.C)
-            for name, g in found.items():
-                total[name] += g
+        assert len(taken) % each == 0
+        self.units = [sorted(set(taken[i : i + each])) for i in range(0, len(taken), each)]
+        for members in self.units:
+            unit = {name: torch.zeros_like(x) for name, x in total.items()}
+            for i in members:
+                batch = collated([self.dataset.samples[i]])
+                _, found = reference_gradients(self.before, batch, math.inf)
+                for name, g in found.items():
+                    unit[name] += g
+            norm = torch.stack([g.norm() for g in unit.values()]).norm()
+            for name, g in unit.items():
+                total[name] += g * min(1.0, self.C / float(norm))
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(
                 parameter.grad.double(), total[name] / batch_size, rtol=1e-4, atol=1e-6, msg=name

@@ -97,3 +97,10 @@ def test_what_the_trainer_gives_are_arguments_of_make_private():
     from dp_clipping import PrivacyEngine
 
     assert set(GIVEN_BY_TRAINER) <= set(inspect.signature(PrivacyEngine.make_private).parameters)
+
+
+def test_names_of_privacy_arguments():
+    with pytest.raises(TypeError, match=r"no argument nois_multiplier \(did you mean noise_mult"):
+        PrivacyArguments(nois_multiplier=1.0, target_delta=1e-5)
+    with pytest.raises(TypeError, match="target_delta is missing: PrivacyArguments"):
+        PrivacyArguments(target_epsilon=8.0)

@@ -1,0 +1,211 @@
+"""The account of an engine's runs: ε so far, what it depends on, and metrics of each step."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dp_clipping.accounting.ledger import Account, Step
+from dp_clipping.accounting.statement import PrivacyStatement, statement_of
+from dp_clipping.arguments.numbers import check_target, warn_of_delta
+from dp_clipping.checkpoint.run import PrivateRun
+from dp_clipping.kinds import WrongType, by_name, check_count, check_type, shown
+from dp_clipping.noise.mechanisms import NoiseMechanism, mechanism_of, refuse_mixed
+from dp_clipping.profiling.metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from opacus.accountants.accountant import IAccountant
+
+TO_STEP = 6  # frames from `_count` to the user's call of `optimizer.step()`
+OTHER_BATCH = (
+    "the batch of this step did not come from the data_loader that make_private returned: it is no "
+    "Poisson batch, and the ε that the accountant states does not hold; use the returned one, "
+    "model, optimizer, criterion, loader = engine.make_private(..), and for x, y in loader:"
+)
+
+
+class Accounts:
+    """Keeps the account of what an engine's runs have released.
+
+    Args:
+        accountant: `"prv"`, `"rdp"` or `"gdp"`, Opacus's own, or the name of a registered one.
+    """
+
+    def __init__(self, accountant: str) -> None:
+        check_type("accountant", accountant, str, '"prv", "rdp" or "gdp"')
+        try:
+            from opacus.accountants import create_accountant  # importing Opacus takes seconds
+
+            self._account = Account(create_accountant(mechanism=accountant))
+        except ValueError as error:
+            raise ValueError(f'accountant: {error}; give "prv", "rdp" or "gdp"') from error
+        self._runs: list[PrivateRun] = []
+        self._noise_mechanism = "gaussian"
+        self._deltas: set[float] = set()  # of which the user was warned
+
+    @property
+    def accountant(self) -> "IAccountant":
+        """Opacus's accountant. It can be replaced by one that has counted all steps of this one.
+
+        Setting one that lacks steps of this engine raises ValueError.
+        """
+        return self._account.accountant
+
+    @accountant.setter
+    def accountant(self, accountant: "IAccountant") -> None:
+        if self._mechanism is not None:
+            raise ValueError(
+                f"ε comes from the account of noise mechanism {self._noise_mechanism!r}, and steps "
+                "of another accountant had other noise: leave engine.accountant as it is"
+            )
+        self._account.replace(accountant)
+
+    @by_name("engine.get_epsilon(delta=1e-5)")
+    def get_epsilon(self, delta: float) -> float:
+        """Returns ε spent so far at this δ; infinite if a step had no noise (as in mode `no_dp`).
+
+        Raises ValueError unless 0 < δ < 1; it should be far below one over the number of samples.
+        """
+        if not 0 < delta < 1:
+            raise ValueError(
+                f"delta is {delta}: give a number above 0, far below 1 / samples, as "
+                "engine.get_epsilon(delta=1e-5)"
+            )
+        if self._runs:
+            self._warn_of_delta(delta, self._runs[-1].units, 3)
+        if any(run.keys.fixed for run in self._runs):
+            warnings.warn(
+                "noise and sampling come from a fixed seed: anyone who knows it can subtract the "
+                "noise, and ε means nothing",
+                stacklevel=3,
+            )
+        mechanism = self._mechanism
+        return self._account.epsilon(delta, None if mechanism is None else mechanism.epsilon)
+
+    @by_name("engine.privacy_statement(delta=1e-5)")
+    def privacy_statement(self, delta: float) -> PrivacyStatement:
+        """Returns the guarantee at this δ with all that it depends on: `print` it.
+
+        `as_dict()` has the same as numbers and strings.
+
+        Raises:
+            RuntimeError: before `make_private`.
+            ValueError: unless 0 < δ < 1.
+        """
+        if not self._runs:
+            raise RuntimeError(
+                "nothing is private yet: call engine.make_private(..) before privacy_statement"
+            )
+        return statement_of(
+            self._runs,
+            self._account.history,
+            accountant=(
+                self.accountant.mechanism()
+                if self._mechanism is None
+                else f"that of noise mechanism {self._mechanism.name!r}"
+            ),
+            epsilon=self.get_epsilon(delta),
+            delta=delta,
+        )
+
+    def on_step(
+        self,
+        call: Callable[[dict[str, Any]], object],
+        *,
+        delta: float | None = None,
+        unprotected: Sequence[str] = (),
+        every: int = 1,
+    ) -> None:
+        """Calls `call(metrics)` after each step of what `make_private` has returned so far.
+
+        The metrics are `step`, and the σ (`noise_multiplier`) and C (`max_grad_norm`) of that step.
+        ε covers them, and `epsilon`. What it does not cover is apart, in a dict
+        `metrics["unprotected"]`, and there only if asked for by name. Every rank calls this, and
+        the callback on each gets the same, of the samples of all ranks.
+
+        Args:
+            call: of one dict of numbers.
+            delta: adds `epsilon`, spent so far at this δ.
+            unprotected: of `"loss"` (the mean over the step's samples), `"samples"` (how many),
+                `"clipped_fraction"`, `"median_norm"` and `"nonfinite_samples"`.
+            every: 2 leaves out every other step, and so on: ε and norms take time.
+
+        Raises:
+            RuntimeError: before `make_private`; for `unprotected` with `hide_unprotected=True`.
+            ValueError: for an unknown name, or mode `no_dp`, which has no norms.
+        """
+        if not callable(call):
+            raise WrongType(f"call is {shown(call)}: give a function of a dict of metrics")
+        check_count("every", every, "a whole number of steps, 1 or more")
+        if every < 1:
+            raise ValueError(f"every is {every}: give 1 or more")
+        if delta is not None:
+            check_target(1.0, delta, 1)
+        if not self._runs:
+            raise RuntimeError(
+                "nothing is private yet: call engine.make_private(..) before on_step"
+            )
+        epsilon = None if delta is None else partial(self.get_epsilon, delta)
+        metrics = StepMetrics(call, epsilon, unprotected, every)
+        for run in self._runs:
+            metrics.attach(run.model, run.optimizer)
+
+    def _count(self, optimizer: Any, sample_rate: float) -> None:
+        """Counts a step, before it changes a parameter; once, also if it is made again."""
+        with self._account.unchanged():
+            optimizer.hooks.run(optimizer)
+        (run,) = (run for run in self._runs if run.optimizer is optimizer)
+        is_private = optimizer.model.policy is not None
+        step = Step(
+            run.keys.fingerprint,
+            optimizer.steps,
+            sigma=optimizer.step_state.settings.noise_multiplier if is_private else 0.0,
+            rate=sample_rate * optimizer.accumulated_iterations,
+            clip_norms=tuple(optimizer.step_state.clip_norms) if is_private else (),
+            batch_number=optimizer.step_state.batch_number,
+        )
+        if step.batch_number is None and is_private and run.poisson is not None and step.sigma:
+            if not run.other_batches:
+                warnings.warn(OTHER_BATCH, stacklevel=TO_STEP)
+            run.other_batches += 1
+        self._account.count(step, key_is_fixed=run.keys.fixed)
+
+    def _warn_of_delta(self, delta: float, units: int, stacklevel: int) -> None:
+        """Warns, once, of a δ that is too large for so many units."""
+        if delta not in self._deltas:
+            self._deltas.add(delta)
+            warn_of_delta(delta, units, stacklevel + 1)
+
+    @property
+    def _mechanism(self) -> NoiseMechanism | None:
+        """Returns the noise mechanism of all runs; None: Gaussian noise."""
+        return mechanism_of(self._noise_mechanism)
+
+    def _refuse_other_noise(self, mechanism: str) -> None:
+        """Raises ValueError if no account covers this noise and the steps so far."""
+        refuse_mixed(mechanism, self._noise_mechanism, bool(self._runs), self._account.history)
+        self._noise_mechanism = mechanism
+
+    def _refuse_other_units(self, each: int) -> None:
+        """Raises ValueError if the account says ε of other units than those of these settings."""
+        before = {run.settings["examples_per_unit"] for run in self._runs}
+        if before - {each}:
+            raise ValueError(
+                f"examples_per_unit is {each}, and this engine has accounted "
+                f"for units of {min(before)}: ε of both together is that of neither, use a "
+                "PrivacyEngine for each"
+            )
+
+    def _run_of(self, module: Any, optimizer: Any, loader: Any) -> PrivateRun:
+        for run in self._runs:
+            if module in (run.model, run.model.returned):
+                for name, given, own in (
+                    ("optimizer", optimizer, run.optimizer),
+                    ("data_loader", loader, run.loader),
+                ):
+                    if given is not None and given is not own:
+                        raise ValueError(
+                            f"{name} is not the one that make_private returned with this module"
+                        )
+                return run
+        raise ValueError("module is not one that this engine's make_private returned")

@@ -1,0 +1,65 @@
+"""A user or a document as the unit of privacy of a Trainer."""
+
+import pytest
+
+from dp_clipping.accounting.target_epsilon import noise_multiplier_for
+from tests.dp_clipping.integrations.conftest import Compared, privacy, trainer_of
+
+USERS = [i // 3 if i < 12 else i - 8 for i in range(24)]  # 4 users of 3 samples, 12 of one
+
+
+class Recording(Compared):
+    """Keeps the units of all steps."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.seen = []
+
+    def on_optimizer_step(self, *arguments, **options):
+        super().on_optimizer_step(*arguments, **options)
+        self.seen += self.units
+
+
+@pytest.mark.parametrize("mode", ["per_sample", "ghost", "flash_bookkeeping"])
+def test_gradients_are_those_of_units(mode, tmp_path):
+    """Also in microbatches: a user is in one of them as a whole."""
+    trainer = trainer_of(
+        "gpt2", tmp_path, per_device_train_batch_size=6, max_steps=4,
+        privacy={
+            "noise_multiplier": 0.0, "max_grad_norm": 0.5, "examples_per_unit": 3,
+            "unit_ids": USERS, "sample_rate": 0.3, "steps": 4,
+            "options": {"grad_sample_mode": mode},
+        },
+    )  # fmt: skip
+    compared = Recording(trainer, 0.5)
+    trainer.train()
+    assert len(compared.seen) > 4
+    for members in compared.seen:
+        assert members == [i for i, user in enumerate(USERS) if user == USERS[members[0]]]
+    statement = trainer.privacy_statement()
+    assert statement.unit == "all examples with the same entry in unit_ids, at most 3"
+
+
+def test_the_noise_is_for_the_rate_of_units(tmp_path):
+    """16 users in batches of 2, and not 24 samples in batches of 6."""
+    trainer = trainer_of(
+        "gpt2", tmp_path, per_device_train_batch_size=6, max_steps=-1, num_train_epochs=1,
+        privacy={"target_epsilon": 3.0, "examples_per_unit": 3, "unit_ids": USERS},
+    )  # fmt: skip
+    trainer.train()
+    statement = trainer.privacy_statement()
+    assert (statement.sample_rate, statement.steps) == (1 / 8, 8)
+    assert 2.9 < statement.epsilon <= 3.0
+    assert statement.noise_multiplier == noise_multiplier_for(
+        target_epsilon=3.0, target_delta=1e-5, sample_rate=1 / 8, steps=8, accountant="rdp"
+    )
+
+
+def test_units_in_the_wrong_place_and_microbatches_of_parts(tmp_path):
+    with pytest.raises(ValueError, match=r"options has examples_per_unit, .* of PrivacyArguments"):
+        privacy(options={"examples_per_unit": 3})
+    with pytest.raises(ValueError, match="give examples_per_unit, the most"):
+        privacy(unit_ids=USERS)
+    trainer = trainer_of("gpt2", tmp_path, privacy={"examples_per_unit": 3})
+    with pytest.raises(ValueError, match="give it batch_size 3 or 6"):
+        trainer.train()
