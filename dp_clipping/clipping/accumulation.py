@@ -138,6 +138,10 @@ class Weights:
         self.values, self.by_host = values, by_host
         self._blocks: dict[tuple[torch.dtype, int], tuple[Tensor, float]] = {}
 
+    def only(self, samples: slice) -> "Weights":
+        """Returns those of some samples."""
+        return Weights(self.values[samples], self.by_host[samples])
+
     def block(self, dtype: torch.dtype, pieces: int) -> tuple[Tensor, float]:
         """Returns C [g, B·g], its i-th block c_i on the diagonal, rounded down, and a factor.
 

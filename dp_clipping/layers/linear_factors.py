@@ -11,7 +11,8 @@ computations", for T = 1; Li et al. 2022, arXiv:2110.05679, "ghost clipping", fo
 Its rounding is of the order of ε·S² with S = Σ_t ‖a_t‖‖y_t‖, which exceeds ‖G‖² where tokens
 cancel, and ε grows with the length of the sums. In 16 bit, where a contribution may be a hundredth
 too small, an allowance for it is added to the norm that clips. In float32 none would be small
-enough, so there one sample's G is formed at a time, normed, and the very same numbers are summed.
+enough, so there the G of a few samples are formed at a time, normed, and the very same numbers are
+summed: both passes form them by the same products of the same samples.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,12 +28,15 @@ from dp_clipping.clipping.accumulation import (
     only,
     product_squares,
     squared_norms,
+    weighted_sum,
     wide_bmm,
     wide_mm,
 )
 from dp_clipping.clipping.norms import GRAM_PIECE, GRAM_ROUNDING, UNDERFLOW, Norm
 from dp_clipping.planning.cost_model import LONGEST_GRAM
 from dp_clipping.torch_compat import version_of
+
+PIECE_ELEMENTS = 1 << 20  # of the G that are formed at a time, unless one sample's has more
 
 
 class Grams:
@@ -112,7 +116,7 @@ class LinearFactors:
 
     @property
     def accumulates(self) -> bool:
-        """Returns whether G_i is formed, one sample after the other, rather than Gram matrices.
+        """Returns whether G_i is formed, a few samples at a time, rather than Gram matrices.
 
         In float32, where Gram products cost more operations, or where their rounding would be felt.
         """
@@ -125,7 +129,7 @@ class LinearFactors:
     def norm(self, grams: Grams | None = None) -> Norm:
         """Returns ‖G_i‖², with the rounding of Gram products and of what `weighted_sum` adds."""
         if self.accumulates:  # what is summed is what is normed, to the last bit
-            return Norm(torch.cat([squared_norms(gradient) for gradient in self._samples()]))
+            return Norm(torch.cat([squared_norms(gradients) for _, gradients in self._pieces()]))
         if self.is_one_token:
             return Norm(product_squares(self.y[:, 0], self.a[:, 0]))
         if self._gram_a is None:
@@ -140,10 +144,15 @@ class LinearFactors:
         sum_error = self.a.shape[1] * SUM_ROUNDING[dtype]
         return Norm(squared.to(dtype), scale.to(dtype), GRAM_ROUNDING, sum_error)
 
-    def _samples(self) -> Iterator[Tensor]:
-        """Returns G_i [1, *parameter] in `accumulation_dtype(dtype)`, one after the other."""
-        for i in range(len(self.a)):
-            yield self.select(slice(i, i + 1)).dense()
+    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yields samples and their G [n, *parameter] in `accumulation_dtype(dtype)`.
+
+        How many at a time depends on the layer alone, so each call forms the same bits.
+        """
+        each = max(1, PIECE_ELEMENTS // (self.a.shape[2] * self.y.shape[2]))
+        for first in range(0, len(self.a), each):
+            part = slice(first, first + each)
+            yield part, self.select(part).dense()
 
     def weighted_sum(self, weights: Weights) -> Tensor:
         """Returns Σ_i c_i G_i in `accumulation_dtype(dtype)`, in the parameter's shape.
@@ -158,9 +167,8 @@ class LinearFactors:
             return wide_mm(left.flatten(0, 1).t(), right.flatten(0, 1))
         if self.accumulates:
             total = left.new_zeros(left.shape[-1], right.shape[-1], dtype=dtype)
-            for i, c in enumerate(weights.by_host):
-                if c:
-                    total.add_(self.select(slice(i, i + 1)).dense()[0], alpha=c)
+            for part, gradients in self._pieces():
+                total += weighted_sum(weights.only(part), gradients)
             return total
         if left.is_cuda and self.is_16_bit and not self.is_one_token:
             return self._sum_by_sample(left, right, weights.by_host)

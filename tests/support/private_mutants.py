@@ -75,7 +75,7 @@ ROWS = [
     ("a Gram matrix of other activations", "layers/linear_factors.py",
      "if not same:", "if self._of is None:", FACTORS),
     ("accumulated sums are not weighted", "layers/linear_factors.py",
-     "dense()[0], alpha=c)", "dense()[0])", FACTORS),
+     "weighted_sum(weights.only(part), gradients)", "gradients.sum(0)", FACTORS),
     ("equal tokens are normed apart", "layers/embedding/factors.py",
      "rows = (number + first).flatten()",
      "rows = (torch.arange(tokens, device=first.device) + first).flatten()", EMBEDDING),

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from dp_clipping.clipping.accumulation import Weights
+from dp_clipping.clipping.accumulation import Weights, squared_norms
 from dp_clipping.clipping.norms import GRAM_ROUNDING
+from dp_clipping.layers import linear_factors
 from dp_clipping.layers.linear_factors import Grams, LinearFactors, gram
 
 SHAPES = [(3, 1, 4, 5), (3, 6, 4, 5), (2, 3, 40, 30)]
@@ -39,6 +40,29 @@ def test_norms_and_sums(dtype, shape, transposed):
     torch.testing.assert_close(
         found.double(), torch.einsum("b,bij->ij", c.double(), g), rtol=1e-5, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("elements", [1, 50, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_what_is_normed_is_what_is_summed_to_the_last_bit(dtype, elements, monkeypatch):
+    """However many samples are formed at a time: 1, 2 of 20 numbers, all."""
+    formed = []
+    real = linear_factors.wide_bmm
+
+    def counted(*operands):
+        formed.append(len(operands[0]))
+        return real(*operands)
+
+    monkeypatch.setattr(linear_factors, "PIECE_ELEMENTS", elements)
+    monkeypatch.setattr(linear_factors, "wide_bmm", counted)
+    factors = factors_of(5, 6, 4, 5, dtype)
+    norm = factors.norm()
+    assert formed == {1: [1] * 5, 50: [2, 2, 1], 1 << 20: [5]}[elements]
+    for i in range(5):
+        c = torch.zeros(5, dtype=dtype)
+        c[i] = 1.0
+        alone = factors.weighted_sum(Weights(c, c.tolist()))
+        assert torch.equal(squared_norms(alone[None]), norm.squared[i : i + 1])
 
 
 def test_one_token_has_no_cross_terms_and_several_have():
