@@ -36,7 +36,8 @@ class PrivateCriterion:
         if own != reduction or reduction not in REDUCTIONS:
             raise ValueError(
                 f"loss_reduction is {reduction!r} and criterion.reduction {own!r}: both must be "
-                "'mean' or both 'sum'"
+                "'mean' or both 'sum', as in make_private(criterion=nn.CrossEntropyLoss("
+                "reduction='mean'), loss_reduction='mean', ..)"
             )
         self.model, self.criterion, self.loss_reduction = model, criterion, reduction
         self._carried = Carried(criterion, self._again, batch_first=True)

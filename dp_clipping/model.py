@@ -21,7 +21,7 @@ from dp_clipping.distributed.dtensor import fsdp_classes
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.losses.in_network import LossInNetwork
-from dp_clipping.losses.private_loss import PrivateLoss
+from dp_clipping.losses.private_loss import PrivateLoss, naming_reentrant
 from dp_clipping.modes import REFERENCE_MODE, Policy
 from dp_clipping.profiling.metrics import loss_and_count
 from dp_clipping.profiling.profile import SWITCH, Profile, ranged
@@ -258,7 +258,7 @@ class PrivateModel(nn.Module):
         is_open = self.step_state.is_open
         if is_open:
             self.gradient_buffer.watch.refuse_unclipped()
-        with self.loss_in_network.per_sample(kwargs):
+        with self.loss_in_network.per_sample(kwargs), naming_reentrant():
             outputs = self.passes.forward(self.module, args, kwargs, self._sync_context())
         if is_open:
             self.gradient_buffer.watch.note()  # a wrapper may have waited for sums under way

@@ -45,7 +45,7 @@ def read_rows(source: str, column: str) -> list[str]:
             if path.suffix == ".csv":
                 rows: list[Any] = list(csv.DictReader(file))
             elif path.suffix in (".jsonl", ".json"):
-                rows = [json.loads(line) for line in file if line.strip()]
+                rows = _json_rows(file.read())
             else:
                 raise ValueError(f"--data {source}: give a file that ends in .csv or .jsonl")
     except OSError as error:
@@ -54,16 +54,33 @@ def read_rows(source: str, column: str) -> list[str]:
         ) from error
     except (csv.Error, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"--data {source} is damaged: {error}") from error
-    if not all(isinstance(row, dict) and isinstance(row.get(column), str) for row in rows):
-        there = ", ".join(rows[0]) if rows and isinstance(rows[0], dict) else "no columns"
-        raise ValueError(
-            f"--column {column}: not every row of {source} has this text; it has {there}: give "
-            "--column NAME"
-        )
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ValueError(
+                f'--data {source}: row {number} has no columns: write rows as {{"text": ".."}}'
+            )
+        if column not in row:
+            there = ", ".join(map(str, row))
+            raise ValueError(
+                f"--column {column}: row {number} of {source} has {there}: give one of them, as "
+                f"--column {next(reversed(row), 'text')}"
+            )
+        if not isinstance(row[column], str):
+            raise ValueError(
+                f"--column {column}: row {number} of {source} has {row[column]!r} there, and a "
+                "text is wanted: give another --column, or leave the row out"
+            )
     texts = [row[column] for row in rows]
     if len(texts) < 2 * HELD_OUT:
         raise ValueError(f"--data {source} has {len(texts)} rows: give {2 * HELD_OUT} or more")
     return texts
+
+
+def _json_rows(text: str) -> list[Any]:
+    """Returns the rows of a JSON list, or one row per line."""
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
 def make_rows(count: int) -> list[str]:

@@ -1,6 +1,7 @@
 """What command lines have in common: a wrong option is answered by one line and exit status 2."""
 
 import argparse
+import difflib
 import errno
 import functools
 import os
@@ -29,6 +30,11 @@ class Parser(argparse.ArgumentParser):
         self._speaks = speaks
 
     def error(self, message: str) -> NoReturn:
+        words = message.removeprefix("unrecognized arguments: ")
+        if words != message:
+            known = [name for action in self._actions for name in action.option_strings]
+            near = difflib.get_close_matches(words.partition(" ")[0].partition("=")[0], known, n=1)
+            message += f" (did you mean {near[0]}?)" if near else "; --help lists them"
         self.exit(BAD_INPUT, f"{self.prog}: {message}\n" if self._speaks() else None)
 
 

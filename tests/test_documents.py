@@ -309,6 +309,12 @@ def test_the_readme_stays_short():
     assert len(lines) <= 200, "a newcomer reads it: put more into a page of docs/"
 
 
+def test_examples_of_extensions_are_short():
+    blocks = PYTHON.findall((ROOT / "docs/extend.md").read_text())
+    assert len(blocks) >= 5
+    assert max(block.count("\n") for *_, block in blocks) <= 40
+
+
 def test_the_files_of_the_course_are_as_short_as_the_readme_says():
     readme = (ROOT / "README.md").read_text()
     limit = int(re.search(r"six files of at most (\d+) lines", readme)[1])

@@ -241,8 +241,9 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
     held = {p for group in optimizer.param_groups for p in group["params"]}
     if not held <= own:
         raise ValueError(
-            "the optimizer holds parameters that are not the module's: build it from "
-            "module.parameters()"
+            "the optimizer holds parameters that are not the module's (of another network, or from "
+            "before the module was wrapped, sharded or moved): build it last, as "
+            f"{type(optimizer).__name__}(module.parameters(), ..)"
         )
     missing = [n for n, p in module.named_parameters() if p.requires_grad and p not in held]
     if missing:

@@ -1,6 +1,8 @@
 """The loss of a batch as one loss per sample: prints as one number, and its `backward` clips."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -12,6 +14,22 @@ ACCUMULATING = {  # modules that divide a loss by steps of accumulation -> where
     "lightning.pytorch.loops.optimization.automatic": "Trainer(accumulate_grad_batches={n})",
     "pytorch_lightning.loops.optimization.automatic": "Trainer(accumulate_grad_batches={n})",
 }
+REENTRANT = (
+    "activation checkpointing with use_reentrant=True hides the layers from a private step: "
+    "checkpoint(.., use_reentrant=False), of a Hugging Face model "
+    'gradient_checkpointing_enable({"use_reentrant": False})'
+)
+
+
+@contextmanager
+def naming_reentrant() -> Iterator[None]:
+    """A context that says of which checkpointing PyTorch's error is, and what to use."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise RuntimeError(REENTRANT) from error
 
 
 class PrivateLoss:
@@ -41,13 +59,36 @@ class PrivateLoss:
         losses, fill = self._losses[: self._session.real], self._session.fill
         return losses if fill is None else losses[~fill[: len(losses)]]
 
-    def backward(self) -> None:
+    def backward(
+        self,
+        gradient: None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: None = None,
+    ) -> None:
+        """Adds the clipped sum of the samples' gradients to `.grad`; arguments keep their default.
+
+        Raises:
+            RuntimeError: for a loss of evaluation, and for layers under reentrant checkpointing.
+            ValueError: for an argument of a tensor's `backward`, as there is no second one.
+        """
+        for name, value in (
+            ("gradient", gradient), ("retain_graph", retain_graph),
+            ("create_graph", create_graph), ("inputs", inputs),
+        ):  # fmt: skip
+            if value is not None and value is not False:
+                raise ValueError(
+                    f"backward({name}=..) of a private loss: each forward has one backward, which "
+                    "clips the gradients of all parameters: add the losses of a batch, scaled as "
+                    "wanted, and call (loss_a + 0.5 * loss_b).backward()"
+                )
         if self._session is None:
             raise RuntimeError(
                 "backward of a loss of evaluation: call the model in training mode with gradients "
                 "enabled, then the criterion"
             )
-        self.model.private_backward(self._session, self._losses)
+        with naming_reentrant():
+            self.model.private_backward(self._session, self._losses)
 
     def detach(self) -> Tensor:
         """Returns the mean (0 for an empty batch) or the sum. Not covered by ε."""

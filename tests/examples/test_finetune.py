@@ -113,7 +113,11 @@ def test_a_saved_model_and_a_file_of_options(table, tmp_path, capsys):
         (["--epsilon", "0"], "--epsilon is 0.0: give a finite number above 0"),
         (["--delta", "0.5"], "--delta is 0.5: give less than 1 / 32 rows"),
         (["--batch-size", "64"], "--batch-size is 64: there are 32 rows, give less"),
-        (["--column", "text"], "it has id, note: give --column NAME"),
+        (["--column", "text"], "notes.csv has id, note: give one of them, as --column note"),
+        (["--data", "numbers.jsonl"], "row 2 of numbers.jsonl has 3 there, and a text is wanted"),
+        (["--data", "words.json"], 'row 1 has no columns: write rows as {"text": ".."}'),
+        (["--data", "empty.csv"], "--data empty.csv has 0 rows: give 20 or more"),
+        (["--epsilom", "2"], "unrecognized arguments: --epsilom 2 (did you mean --epsilon?)"),
         (["--data", "notes.txt"], "--data notes.txt: give a file that ends in .csv or .jsonl"),
         (["--data", "none.csv"], "--data none.csv: No such file or directory: give a .csv"),
         (["--model", "gpt3"], "--model gpt3 is no folder with a config.json: give gpt2, llama"),
@@ -128,6 +132,9 @@ def test_wrong_options_show_what_works(table, tmp_path, monkeypatch, capsys, wro
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wrong.toml").write_text("epsilom = 8\n")
     (tmp_path / "notes.txt").write_text("note\n")
+    (tmp_path / "empty.csv").touch()
+    (tmp_path / "words.json").write_text('["a", "b"]')
+    (tmp_path / "numbers.jsonl").write_text('{"note": "a"}\n{"note": 3}\n')
     try:
         status = finetune.main(options(table, tmp_path / "run", *wrong))
     except SystemExit as stopped:
@@ -136,6 +143,13 @@ def test_wrong_options_show_what_works(table, tmp_path, monkeypatch, capsys, wro
     err = capsys.readouterr().err
     assert says in err
     assert err.count("\n") == 1
+
+
+def test_a_list_of_rows_is_a_table_too(tmp_path):
+    rows = [{"note": f"row {i}"} for i in range(20)]
+    (tmp_path / "notes.json").write_text(json.dumps(rows, indent=1))
+    expected = [row["note"] for row in rows]
+    assert finetune_run.read_rows(str(tmp_path / "notes.json"), "note") == expected
 
 
 def test_made_rows_are_the_same_again():

@@ -32,6 +32,15 @@ def test_an_error_is_one_line_and_status_2(capsys, speaks):
     assert error == ("program: argument --steps: invalid int value: 'x'\n" if speaks else "")
 
 
+@pytest.mark.parametrize(
+    ("word", "said"), [("--setps=3", " (did you mean --steps?)"), ("--x", "; --help lists them")]
+)
+def test_an_unknown_option_shows_the_nearest(capsys, word, said):
+    with pytest.raises(SystemExit):
+        made(True).parse_args([word])
+    assert capsys.readouterr().err == f"program: unrecognized arguments: {word}{said}\n"
+
+
 @pytest.mark.parametrize("speaks", [True, False])
 def test_a_refusal_is_one_line(capsys, speaks):
     assert refuse("program", ValueError("two\n  lines"), speaks) == 2

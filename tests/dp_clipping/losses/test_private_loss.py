@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.losses.private_loss import PrivateLoss
 from tests.dp_clipping.conftest import private
 
@@ -38,3 +40,23 @@ def test_it_is_reduced_already(loss, name):
 def test_a_loss_of_evaluation_has_no_backward(loss):
     with pytest.raises(RuntimeError, match="call the model in training mode"):
         loss.backward()
+
+
+@pytest.mark.parametrize(
+    "options", [{"retain_graph": True}, {"create_graph": True}, {"gradient": torch.ones(())}]
+)
+def test_arguments_of_a_tensors_backward_show_what_works(loss, options):
+    with pytest.raises(ValueError, match=r"each forward has one backward, .*\.backward\(\)"):
+        loss.backward(**options)
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+def test_reentrant_checkpointing_is_refused():
+    model = private(nn.Sequential(nn.Linear(2, 2), Checkpointed(nn.Linear(2, 2))), "bookkeeping")
+    criterion = PrivateCriterion(model, nn.CrossEntropyLoss(), "mean")
+    with pytest.raises(RuntimeError, match=r"checkpoint\(\.\., use_reentrant=False\)"):
+        criterion(model(torch.randn(3, 2)), torch.tensor([0, 1, 0])).backward()
