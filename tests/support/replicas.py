@@ -165,7 +165,7 @@ def build(
             **arguments,
         )
     if context is not None:
-        model.skip_checks()
+        private_optimizer.model.skip_checks()
     return SimpleNamespace(
         engine=engine,
         model=model,
@@ -204,7 +204,7 @@ def train(
         elif not zero_grad:
             run.optimizer.zero_grad()
         run.criterion(run.model(inputs), targets).backward()
-        real = run.model.step_state.usage.real_of(len(numbers))
+        real = run.optimizer.model.step_state.usage.real_of(len(numbers))
         pieces.append(numbers[:real].tolist())
         before = run.optimizer.steps
         run.optimizer.step()
