@@ -50,7 +50,7 @@ def register_clipping_function(name: str, fn: ClippingFunction, bound: float = 1
     at a time (by `torch.vmap`), and what it returns is cut off at `bound`·C / n.
 
     Args:
-        name: a new one.
+        name: a new one, or that of a function which computes the same.
         fn: of PyTorch's operators, without `if` on a tensor and without random numbers.
         bound: the largest c(n)·n, as a multiple of C: above 0, at most 1.
 
@@ -63,7 +63,7 @@ def register_clipping_function(name: str, fn: ClippingFunction, bound: float = 1
             'give a name and a function: register_clipping_function("half", '
             "lambda norms, C: (0.5 * C / norms).clamp(max=1), bound=0.5)"
         )
-    if name in CLIPPING_FUNCTIONS or _REGISTERED.get(name, (fn, bound)) != (fn, bound):
+    if name in CLIPPING_FUNCTIONS:
         raise ValueError(f"clipping function {name!r} is taken: give another name")
     if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound <= 1:
         raise ValueError(
@@ -73,7 +73,12 @@ def register_clipping_function(name: str, fn: ClippingFunction, bound: float = 1
     for limit in LIMITS:
         norms = limit * torch.tensor(_PROBES, dtype=torch.float64)
         _check_function(name, fn, float(bound), norms, torch.tensor(limit, dtype=torch.float64))
-    _REGISTERED[name] = fn, float(bound)
+    mine = fn, float(bound)
+    if _digest(*_REGISTERED.setdefault(name, mine)) != _digest(*mine):
+        raise ValueError(
+            f"clipping function {name!r} is taken by one that computes something else: give "
+            "another name, or restart Python"
+        )
 
 
 def known_clipping_functions() -> tuple[str, ...]:
@@ -101,13 +106,16 @@ def described(name: str) -> str:
     """
     if name not in _REGISTERED:
         return name
-    fn, bound = _REGISTERED[name]
+    return f"{name} ({_digest(*_REGISTERED[name])})"
+
+
+def _digest(fn: ClippingFunction, bound: float) -> str:
     values = [bound]
     for limit in LIMITS:
         norms = limit * torch.tensor(_PROBES[1:], dtype=torch.float64)
         values += fn(norms, torch.tensor(limit, dtype=torch.float64)).tolist()
     text = " ".join(f"{value:.4g}" for value in values)  # another processor may round otherwise
-    return f"{name} ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def _check_function(

@@ -78,11 +78,15 @@ def register_noise_mechanism(
             f"epsilon=, as {EXAMPLE}"
         )
     mechanism = NoiseMechanism(name, quantile, epsilon)
-    if name == DEFAULT or _REGISTERED.get(name, mechanism) != mechanism:
+    if name == DEFAULT:
         raise ValueError(f"noise mechanism {name!r} is taken: give another name")
     _check_quantile(mechanism)
     _check_epsilon(mechanism)
-    _REGISTERED[name] = mechanism
+    if _digest(_REGISTERED.setdefault(name, mechanism)) != _digest(mechanism):
+        raise ValueError(
+            f"noise mechanism {name!r} is taken by one that computes something else: give another "
+            "name, or restart Python"
+        )
 
 
 def known_mechanisms() -> tuple[str, ...]:
@@ -116,10 +120,14 @@ def described(name: str) -> str:
     mechanism = mechanism_of(name)
     if mechanism is None:
         return name
+    return f"{name} ({_digest(mechanism)})"
+
+
+def _digest(mechanism: NoiseMechanism) -> str:
     numbers = mechanism.quantile(_grid(64)).tolist()
     numbers += [mechanism.epsilon([(sigma, 1.0, 1)], 1e-5) for sigma in SIGMAS]
     text = " ".join(f"{number:.4g}" for number in numbers)
-    return f"{name} ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def lower_bound(quantile: Quantile, sigma: float, delta: float) -> float:

@@ -7,6 +7,7 @@ function and delivers G or its factors, as the arithmetic of any other layer doe
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -146,7 +147,25 @@ class Use:
             leaves[n] = x
         args, kwargs = tree_unflatten(leaves, self.structure)
         with torch.no_grad():
-            return function(self.module, *first, *args, **kwargs)
+            try:
+                return function(self.module, *first, *args, **kwargs)
+            except TypeError as error:
+                self._refuse_signature(function, (*first, *args), kwargs, error)
+                raise
+
+    def _refuse_signature(
+        self, function: Any, args: tuple, kwargs: dict[str, Any], error: TypeError
+    ) -> None:
+        """Raises ValueError if the function does not take the layer's arguments."""
+        try:
+            signature(function).bind(self.module, *args, **kwargs)
+        except TypeError as problem:
+            of_forward = ", ".join(list(signature(type(self.module).forward).parameters)[1:])
+            raise ValueError(
+                f"the function registered for {_called(self.handle, self.module)} cannot be called "
+                f"({problem}): it takes (layer, gradient, {of_forward}), and a weighted_sum "
+                f"(layer, gradient, c, {of_forward})"
+            ) from error
 
     def batch_first(self, tensors: list[Tensor]) -> list[Tensor]:
         """Returns the inputs with the examples in front; those that all share as they are."""

@@ -175,8 +175,13 @@ def test_names_are_taken_once(names):
             register_clipping_function(name, halving, bound=0.5)
     for _ in range(2):
         register_clipping_function("mine", halving, bound=0.5)
-    with pytest.raises(ValueError, match="'mine' is taken"):
+    register_clipping_function(
+        "mine", lambda norms, C: halving(norms, C), bound=0.5
+    )  # a cell again
+    with pytest.raises(ValueError, match="'mine' is taken by one that computes something else"):
         register_clipping_function("mine", smooth)
+    with pytest.raises(ValueError, match="'mine' is taken by one"):
+        register_clipping_function("mine", halving, bound=0.75)
 
 
 def test_ranks_and_checkpoints_tell_functions_of_one_name_apart(names, monkeypatch):

@@ -183,6 +183,21 @@ def test_what_a_function_must_return(message):
         sums(nn.Sequential(kind(5, 3)), zoo.numbers(4, 5, out=(3,)))
 
 
+def test_a_function_of_other_arguments_shows_which():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return x * self.scale
+
+    register_layer(Plain, lambda layer, gradient: {"scale": gradient})
+    model = private(nn.Sequential(Plain(), nn.Linear(3, 2)), "bookkeeping")
+    with pytest.raises(ValueError, match=r"too many .*: it takes \(layer, gradient, x\), and a"):
+        private_loss(model, (torch.randn(2, 3), torch.tensor([0, 1])), zoo.cross_entropy).backward()
+
+
 def test_a_layer_that_returns_two_tensors_is_refused():
     kind = type("Two", (Gate,), {"forward": lambda self, x: (x * self.scale, self.bias)})
     register_layer(kind, gate_gradients)
