@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dp_clipping.capture.checks.carried import Carried
 from dp_clipping.capture.checks.losses import Exchange, Shapes
@@ -18,7 +18,7 @@ from dp_clipping.step.steppable import Steppable
 REDUCTIONS = ("mean", "sum")
 
 
-class PrivateCriterion:
+class PrivateCriterion(nn.Module):
     """The user's criterion, called for one loss per sample.
 
     `criterion.reduction` is `"none"` during the call. What comes back is [B]; [B, ...] or, with
@@ -26,10 +26,15 @@ class PrivateCriterion:
     own entries: the mean (over targets that are not `ignore_index`, where the criterion has one) or
     the sum.
 
+    It is a module, so that it can take the place of one: `self.criterion = criterion`. The user's
+    is its child, and moves with it; the private model is not.
+
     Raises:
         ValueError: if the losses are not one per sample: already reduced, or of another batch; or
             if one depends on other samples (see `losses`), in batches 1, 2, 4, 8, ...
     """
+
+    model: Steppable  # hidden from `parameters()`
 
     def __init__(self, model: Steppable, criterion: Callable[..., Tensor], reduction: str):
         own = getattr(criterion, "reduction", reduction)
@@ -39,7 +44,9 @@ class PrivateCriterion:
                 "'mean' or both 'sum', as in make_private(criterion=nn.CrossEntropyLoss("
                 "reduction='mean'), loss_reduction='mean', ..)"
             )
-        self.model, self.criterion, self.loss_reduction = model, criterion, reduction
+        super().__init__()
+        self.criterion, self.loss_reduction = criterion, reduction
+        self.__dict__["model"] = model
         self._carried = Carried(criterion, self._again, batch_first=True)
         self._shapes = Shapes()
         self._is_opened = False  # what it was given last had packed sequences

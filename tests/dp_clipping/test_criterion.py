@@ -189,3 +189,17 @@ def test_a_captured_loss_is_of_the_samples_that_its_mask_leaves(reduction):
     torch.testing.assert_close(loss.detach(), getattr(expected.detach(), reduction)())
     with pytest.raises(RuntimeError, match=r"use detach\(\)"):
         loss.loss_per_sample  # noqa: B018
+
+
+def test_it_takes_the_place_of_a_module():
+    """As in a LightningModule: it is no second way to the network's parameters, and moves."""
+    weighted = nn.CrossEntropyLoss(weight=torch.ones(2))
+    model = private(nn.Linear(2, 2))
+    holder = nn.Module()
+    holder.criterion = weighted
+    holder.criterion = PrivateCriterion(model, weighted, "mean")
+    assert holder.criterion.model is model
+    assert not list(holder.parameters())
+    assert list(holder.state_dict()) == ["criterion.criterion.weight"]
+    holder.double()
+    assert weighted.weight.dtype == torch.float64
