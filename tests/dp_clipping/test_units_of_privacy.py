@@ -357,10 +357,6 @@ class TestRefused:
         ):
             build(engine, examples_per_unit=2)
 
-    def test_a_graph_of_units(self):
-        with pytest.raises(ValueError, match="cuda_graph=True cannot capture"):
-            build(cuda_graph=True)
-
 
 class TestCheckpoints:
     def test_a_resume_goes_on_with_the_same_units(self, path):
