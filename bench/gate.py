@@ -33,11 +33,11 @@ Gradients = list[Tensor]
 
 
 def tolerance(subject: Subject, settings: Settings) -> float:
-    """The error above which a gradient is wrong.
+    """Returns the relative error above which a gradient is wrong.
 
-    A norm from Gram matrices has an allowance for their rounding on it, GRAM_ROUNDING in proportion
-    to (Σ_t ‖a_t‖‖y_t‖)², or T ‖G‖² where tokens neither cancel nor agree. Of the clipped gradient
-    half of that is lacking.
+    A norm from Gram matrices is increased by an allowance for their rounding: GRAM_ROUNDING times
+    (Σ_t ‖a_t‖‖y_t‖)², which is T ‖G‖² where tokens neither cancel nor agree. The clipped gradient
+    is smaller by half of that.
     """
     if mode_and_algorithm(subject.clipping)[1] != "width":
         return TOLERANCE
@@ -46,7 +46,7 @@ def tolerance(subject: Subject, settings: Settings) -> float:
 
 @dataclass(frozen=True)
 class Reference:
-    """Right gradients of each step, and, of private ones, the threshold that they were clipped to.
+    """Expected gradients of each step and, for private steps, the thresholds that clipped them.
 
     whole  of the global batch
     own    of this rank's batch, as `none` trains on it
@@ -88,7 +88,7 @@ class Gate:
         self._kind: tuple[bool, int] | None = None  # private? how many batches?
 
     def error(self, subject: Subject) -> Worst:
-        """The gradient with the largest relative error of all parameters, steps and ranks."""
+        """Returns the largest relative error of a gradient over parameters, steps and ranks."""
         reference = self._reference_for(subject)
         expected = reference.own if subject.implementation == FLOOR else reference.whole
         network = build_network(self._settings, self._worker.device, "float32", subject.layout)
@@ -145,7 +145,10 @@ class Gate:
         )
 
     def _private_reference(self, network: nn.Module, data_rank: int, data_ranks: int) -> Reference:
-        """Window by window: of each, one gradient is in memory, and no batch code has a part."""
+        """Computes clipped sums one sample at a time.
+
+        One gradient is in memory at a time, and no batched code is involved.
+        """
         from bench.private import private_parts
 
         optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
@@ -183,7 +186,10 @@ class Gate:
 
 
 def gradients_of(network: nn.Module) -> list[Tensor]:
-    """Whole; zeros where a parameter has none, so that a missing gradient is an error."""
+    """Returns whole copies of all gradients, zeros where a parameter has none.
+
+    So a missing gradient is an error.
+    """
     return [
         whole((torch.zeros_like(p) if p.grad is None else p.grad).detach()).clone()
         for p in network.parameters()

@@ -73,13 +73,13 @@ def file_stem(title: str) -> str:
 
 
 def _identity(name: str) -> tuple[Path | None, str]:
-    """The same for all ways of naming one class of one file."""
+    """Returns a key that is equal for all ways of naming one class of one file."""
     file = plugin_file(name)
     return file and file.resolve(), class_of(plain(name))
 
 
 def _spellings(name: str) -> list[str]:
-    """`Mine`, `file.Mine`, `folder/file.Mine` and so on, the shortest first."""
+    """Lists names of a class, shortest first: `Mine`, `file.Mine`, `folder/file.Mine` ..."""
     file, class_name = _identity(name)
     folders = file.parts[1:-1]
     long = [

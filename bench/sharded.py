@@ -27,7 +27,7 @@ DATA, TENSOR = "data", "tensor"  # as in `lm.parallel`, which takes a second to 
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share samples and parameters.
+    """A layout: how ranks share samples and parameters.
 
     Attributes:
         tensor_ranks: ranks that share samples; None: all.
@@ -42,7 +42,7 @@ class Layout:
         return self.tensor_ranks != 1
 
     def sizes(self, world_size: int) -> tuple[int, int]:
-        """Ranks of the data axis and of the tensor axis."""
+        """Returns the numbers of ranks of the data axis and of the tensor axis."""
         tensor = self.tensor_ranks or world_size
         return world_size // tensor, tensor
 
@@ -51,7 +51,8 @@ class Layout:
         return f"{data} data x {tensor} tensor-parallel ranks, which share a batch"
 
     def data_place(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Which of how many batches a rank sees: neighbours share one."""
+        """Returns (which batch this rank reads, number of batches); ranks of a tensor axis share
+        one."""
         data, tensor = self.sizes(world_size)
         return rank // tensor, data
 
@@ -67,7 +68,7 @@ SPLIT = tuple(name for name, layout in SHARDED.items() if layout.splits_tensors)
 
 
 def layout_of(name: str) -> Layout:
-    """Of any implementation; all of `ddp/` replicate the model."""
+    """Returns the layout of any implementation; all of `ddp/` replicate the model."""
     return SHARDED.get(name, REPLICATED)
 
 
@@ -101,7 +102,7 @@ def shard(network: nn.Module, layout: Layout, world_size: int, device_type: str)
 
 @functools.cache
 def _mesh(layout: Layout, world_size: int, device_type: str):
-    """One a process: each would have process groups of its own."""
+    """Returns the mesh of a layout; cached, since each new mesh makes new process groups."""
     from torch.distributed.device_mesh import init_device_mesh
 
     sizes = dict(zip((DATA, TENSOR), layout.sizes(world_size), strict=True))
@@ -115,14 +116,14 @@ def _mesh(layout: Layout, world_size: int, device_type: str):
 
 
 def fill(network: nn.Module, device: torch.device) -> None:
-    """Parameters on the device, with the values that an unsharded network draws."""
+    """Allocates the parameters on the device, with the values of an unsharded network."""
     from lm.parallel import materialize
 
     materialize(network, device)
 
 
 def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Those that one operator can take together: of one mesh, or of none."""
+    """Groups parameters that one operator can take together: by mesh, and those without one."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
@@ -130,12 +131,12 @@ def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def whole(x: Tensor) -> Tensor:
-    """All of a `DTensor`, for which all ranks call it; any other tensor itself."""
+    """Returns all of a `DTensor` (call it on all ranks), or another tensor unchanged."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def clip_gradients(parameters: list[nn.Parameter], limit: float) -> None:
-    """`clip_grad_norm_` for parameters of several meshes."""
+    """Clips the total norm of gradients on several meshes, as `clip_grad_norm_` does on one."""
     groups = by_mesh([p for p in parameters if p.grad is not None])
     if not groups:
         return

@@ -132,7 +132,7 @@ class DataParallel(ManualGradients, Wrapper, nn.Module):
             self.step.record.launches.append((len(self.schedule.arrivals), bucket))
 
     def wait_for(self, *buckets: Bucket) -> None:
-        """Waits for those of these buckets that are under way."""
+        """Blocks until the reductions of these buckets that are in flight have finished."""
         for bucket in buckets:
             if bucket in self.schedule.in_flight:
                 self.wait(bucket, self.schedule.in_flight.pop(bucket))
@@ -153,7 +153,8 @@ class DataParallel(ManualGradients, Wrapper, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which gradients add up locally; the next backward outside reduces them."""
+        """Enters a context in which gradients add up locally; the next backward outside reduces
+        them."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield

@@ -36,7 +36,7 @@ class Flat:
 
 
 class BucketedDDP(DataParallel):
-    """Flat buckets, one all-reduce each.
+    """Reduces flat buckets, whose slices are the gradients, with one all-reduce each.
 
     Args:
         bucket_size_mb: a bucket's capacity in MiB, a larger gradient has its own; None for one

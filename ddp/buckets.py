@@ -1,4 +1,4 @@
-"""Which gradients travel together: a plan made of numbers only, no tensors and no communication.
+"""Plans which gradients are reduced together, from numbers alone: no tensors, no communication.
 
 Every rank computes the same plan from the same model, so it can be tested alone and it is the
 reason why collectives, which match by call order, always meet their counterparts.
@@ -37,7 +37,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients of one dtype that are reduced together.
+    """A group of gradients of one dtype that are reduced together.
 
     Attributes:
         members: indices of the gradients, in the order in which they become ready.

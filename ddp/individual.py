@@ -1,4 +1,4 @@
-"""`ddp_individual`: start each gradient's all-reduce as soon as it is accumulated.
+"""`ddp_individual`: starts each gradient's all-reduce as soon as it is accumulated.
 
 The problem that `ddp` leaves: the last layer's gradient is ready when backward has barely begun,
 and it waits for all the others before it travels.

@@ -1,4 +1,4 @@
-"""`ddp_individual_v2`: fewer launches and fewer passes, still without a copy.
+"""`ddp_individual_v2`: launches ready gradients in groups, without copying them.
 
 The problem that `ddp_individual` leaves: hundreds of launches, each with its latency, and a
 division that reads and writes every gradient once more after the wait.
@@ -20,7 +20,7 @@ from ddp.torch_compat import coalesced_all_reduce
 
 
 class IndividualV2DDP(DataParallel):
-    """Coalesced groups of gradients, reduced in place.
+    """Reduces groups of gradients in place, with one coalesced all-reduce per group.
 
     Args:
         bucket_size_mb: a group is sent when its next gradient would exceed this many MiB; None for

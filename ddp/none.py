@@ -13,7 +13,7 @@ from ddp.buckets import Bucket
 
 
 class NoCommunication(DataParallel):
-    """Has the hooks and bookkeeping of the other variants, and reduces no gradient."""
+    """Runs the hooks and bookkeeping of the other variants, and reduces no gradient."""
 
     def __init__(self, module: nn.Module, **options):
         super().__init__(module, **options)

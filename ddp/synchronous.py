@@ -1,4 +1,4 @@
-"""`ddp`: all-reduce every gradient after backward, blocking.
+"""`ddp`: all-reduces every gradient after backward, blocking.
 
 The problem: each rank has the gradient of its own shard of the batch, and all must step with the
 mean of all shards.
@@ -52,4 +52,4 @@ class SynchronousDDP(DataParallel):
             gradient.div_(self.world_size)
 
     def wait(self, bucket: Bucket, handle: None) -> None:
-        """Does nothing: each launch returned when its values were there."""
+        """Does nothing: `launch` blocks until the gradients are reduced."""

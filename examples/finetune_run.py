@@ -1,4 +1,4 @@
-"""What `examples.finetune` does once its options are read: data, model, training, files."""
+"""Runs `examples.finetune` once its options are parsed: data, model, training, files."""
 
 import csv
 import json
@@ -77,7 +77,7 @@ def make_rows(count: int) -> list[str]:
 
 
 class Bytes:
-    """Tokens that need no file: the bytes of a text, and one more for its end."""
+    """A tokenizer without a file: the bytes of a text, and one more token for its end."""
 
     size = END + 1
 
@@ -216,7 +216,7 @@ class Progress(TrainerCallback):
 
 @contextmanager
 def stopping(progress: Progress) -> Iterator[None]:
-    """Ctrl-C ends the step and saves; a second one ends the program at once."""
+    """Handles Ctrl-C: the first one ends the step and saves, a second one ends the program."""
 
     def stop(*_: Any) -> None:
         if progress.is_stopping:
@@ -232,7 +232,7 @@ def stopping(progress: Progress) -> Iterator[None]:
 
 
 def run(options: Options) -> bool:
-    """Trains; returns whether it went to the end, and was not stopped."""
+    """Trains. Returns whether training was completed, not interrupted."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message="Optimal order is the")  # in the search for the noise

@@ -81,7 +81,7 @@ def data_parallel(name: str, network: nn.Module) -> nn.Module:
 
 
 def picture_parts(options: argparse.Namespace) -> Parts:
-    """A small CNN with BatchNorm, and pictures [N, 3, 16, 16] with their digits [N]."""
+    """Builds a small CNN with BatchNorm, and pictures [N, 3, 16, 16] with their digits [N]."""
     pictures, digits = font_digits(options.samples + HELD_OUT, SIDE, options.seed)
     network = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
@@ -92,7 +92,7 @@ def picture_parts(options: argparse.Namespace) -> Parts:
 
 
 def text_parts(options: argparse.Namespace) -> Parts:
-    """A BERT of which `--train` says what is not frozen, and token ids, masks and packages."""
+    """Builds a BERT, partly frozen as `--train` says, and token ids, masks and packages."""
     return make_bert(options.train), *split(*make_texts(options.samples + HELD_OUT))
 
 
@@ -132,7 +132,7 @@ def make_bert(train: str) -> nn.Module:
 
 
 def make_texts(count: int) -> list[Tensor]:
-    """Token ids [count, LENGTH] padded with 0, their mask [count, LENGTH], and packages [count]."""
+    """Makes token ids [count, LENGTH] padded with 0, masks [count, LENGTH], packages [count]."""
     ids = torch.zeros(count, LENGTH, dtype=torch.long)
     words = [words_of(package) for package in PACKAGES]
     each = min(map(len, words)) // (LENGTH - 1)

@@ -67,7 +67,7 @@ NATS_PER_BIT = float(np.log(2))
 
 @dataclass(frozen=True)
 class Text:
-    """Windows [n, T + 1] of bytes, disjoint, and a digest of the text they come from."""
+    """Sequences [n, T + 1] of bytes, disjoint, and a digest of the text they come from."""
 
     training: Tensor
     held_out: Tensor

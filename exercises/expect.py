@@ -1,4 +1,4 @@
-"""What the checks share: small networks, the gradients that must come out, and how to say so.
+"""Shared by the checks: small networks, expected gradients, and messages about differences.
 
 The expected gradients need no communication: each rank builds the network of rank 0 again and
 computes the gradients of every rank's data.

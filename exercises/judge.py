@@ -30,7 +30,7 @@ START_S = 120.0  # a loaded machine may need long to import torch
 
 @dataclass(frozen=True)
 class Result:
-    """`verdict` is right, wrong or skipped."""
+    """Result of a property: `verdict` is right, wrong or skipped."""
 
     text: str
     verdict: str
@@ -72,10 +72,10 @@ class Ranks(RankPool):
 
 
 def _get_ready(context: Context) -> None:
-    """The rank is there; what torch has built need not be looked at after every property.
+    """Prepares a rank: exempts torch's objects from garbage collection, silences gloo.
 
-    When sizes do not match, gloo ends the process with a message of its own, which would stand
-    between ours. What Python writes to its standard error still comes out.
+    When sizes do not match, gloo ends the process with a message of its own, which would be printed
+    between ours. Python's standard error is redirected to its standard output.
     """
     gc.collect()
     gc.freeze()

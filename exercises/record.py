@@ -33,7 +33,7 @@ COLLECTIVES = (
 
 @dataclass(frozen=True)
 class Event:
-    """`what` is the name of a call, `"wait"`, or a mark of the check with its `detail`."""
+    """One event: `what` is the name of a call, `"wait"`, or a check's mark with its `detail`."""
 
     what: str
     numel: int = 0
@@ -118,7 +118,7 @@ def peer_of(arguments: dict[str, Any]) -> int | None:
 
 
 class RecordedWork:
-    """What an asynchronous call returned; waiting for it is an event."""
+    """Wraps what an asynchronous call returned; waiting for it is recorded as an event."""
 
     def __init__(self, work: dist.Work, record: Record):
         self._work, self._record = work, record

@@ -1,4 +1,4 @@
-"""Text and synthetic tokens, and the batches drawn from them, sharded by rank.
+"""Text and synthetic tokens, and the batches of them, sharded by rank.
 
 A batch is a pure function of (seed, step, rank): a resume has nothing to restore, and W ranks of B
 windows see exactly what one process with W · B windows sees. Each rank draws where all windows of
@@ -22,7 +22,7 @@ NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-pac
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """What windows of tokens are drawn from; `source` is the user's word for it.
+    """The tokens from which sequences are drawn; `source` names them as the user did.
 
     `tokens` is uint8 [N], the bytes of the text, or None for random tokens below `vocab_size`.
     """
@@ -120,7 +120,7 @@ class Batches:
 
 
 def _generator(seed: int, step: int) -> np.random.Generator:
-    """A stream of its own for each (seed, step).
+    """Returns a random generator for each (seed, step).
 
     The step is a spawn key and not a second seed word: numpy joins such words end to end, so that
     [2**32, 0] and [0, 1] would be one stream.

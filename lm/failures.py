@@ -1,4 +1,4 @@
-"""Where an exception was raised: the traceback from the user's own code downwards.
+"""Formats where an exception was raised: the traceback from the user's own code downwards.
 
 A run consists mostly of code that its user did not write: torch, and this project's own packages.
 A frame is the user's if its file lies elsewhere, or is named as theirs.

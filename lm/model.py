@@ -54,7 +54,7 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """K, the width of one attention head."""
+        """Width of one attention head, K."""
         return self.d_model // self.num_heads
 
 
@@ -86,7 +86,7 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 class Rotation:
-    """Rotary positions (Su et al. 2021): position t turns pair i of a head by t · 10000^(-2i/K).
+    """Rotary position embedding (Su et al. 2021): position t turns pair i by t · 10000^(-2i/K).
 
     A query at s and a key at t then meet in a product that depends on s - t only. Pair i is
     (i, i + K/2), the halves of a head, not its neighbours: the same up to a fixed permutation.
@@ -134,7 +134,7 @@ class Attention(nn.Module):
         return self.output(rearrange(mixed, "b h t k -> b t (h k)"))
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[B, T, H·K] -> [B, H, T, K]."""
+        """Splits [B, T, H·K] into heads [B, H, T, K]."""
         return rearrange(x, "b t (h k) -> b h t k", k=self.head_size)
 
 
@@ -186,7 +186,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """GPT-2's scheme (Radford et al. 2019): N(0, 0.02²), norms 1.
+        """Initialises as GPT-2 does (Radford et al. 2019): N(0, 0.02²), norms 1.
 
         The two projections per layer that write to the residual stream are divided by
         sqrt(2 · layers), so that its variance does not grow with depth.
@@ -208,7 +208,7 @@ class Transformer(nn.Module):
 
 
 def forward_loss(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross-entropy of next-token prediction, a scalar in float32 (float64 for such a model).
+    """Returns the mean cross-entropy of next-token prediction, in float32 or float64.
 
     `batch` is (inputs, targets), both [B, T] int64 on the model's device; `model` is anything that
     maps inputs to logits [B, T, V], a data-parallel wrapper too.
@@ -222,7 +222,7 @@ def forward_loss(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]
 
 
 def flops_per_token(config: ModelConfig) -> int:
-    """Training FLOPs per token: 6 · N + 12 · L · T · D (Chowdhery et al. 2022, "PaLM", appendix B).
+    """Returns training FLOPs per token: 6 · N + 12 · L · T · D (PaLM, 2022, appendix B).
 
     N counts the weights of matrix products, the head but not the embedding's look-up nor the norms;
     6 is one multiply-add forward and two backward. The second term is attention's two products,

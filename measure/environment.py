@@ -1,4 +1,4 @@
-"""What a number was measured on: versions, devices and source, written beside every result.
+"""Versions, devices and source of a measurement, written beside every result.
 
 No host name and no environment variables: results get published, and variables hold secrets.
 """

@@ -1,4 +1,4 @@
-"""Files that a killed process leaves whole: atomic replacement and durable JSON lines.
+"""Writes files that are whole even if the process is killed: replacement, and JSON lines.
 
 Two ways of writing, for two kinds of file:
 

@@ -55,7 +55,7 @@ class Options:
 
 @ending_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 2 for what is no results folder."""
+    """Writes a report. Returns 0, or 2 if the folder holds no results."""
     options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
     try:
         text = render(options.folder)

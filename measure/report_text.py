@@ -1,4 +1,4 @@
-"""What a report, or a comparison, says in words: findings, environment, settings."""
+"""Text of a report or comparison: findings, environment, settings."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Results read back: one `Cell` for each configuration, with all its rounds.
+"""Reads results back: one `Cell` for each configuration, with all its rounds.
 
 What is read of a row of `results.jsonl`, or of a `*_result.json`; anything else is left alone:
 
@@ -93,7 +93,7 @@ class Cell:
 
     @property
     def status(self) -> str:
-        """`ok` if the proof is and steps were timed; otherwise how it failed, or `missing`."""
+        """`ok` if the gate passed and steps were timed; otherwise how it failed, or `missing`."""
         if self.gate is not None and self.gate.status != OK:
             return self.gate.status
         if self.samples():
@@ -117,7 +117,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """`ddp`, `ddp, ghost` or `no_dp, 1024 tokens`."""
+        """Its name: `ddp`, `ddp, ghost` or `no_dp, 1024 tokens`."""
         named = {k: v for k, v in self.names.items() if (k, v) != ("clipping", "none")}
         return ", ".join(f"{v} tokens" if k == "seq_length" else str(v) for k, v in named.items())
 
@@ -135,7 +135,7 @@ class Cell:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Tokens of all ranks together."""
+        """Tokens that all ranks process in a step."""
         length = self.names.get("seq_length", self.settings.get("model.context_length"))
         whole = self.facts.get("total_batch_size")
         if whole is None and "batch_size" in self.settings and "world_size" in self.settings:

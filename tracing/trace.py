@@ -13,7 +13,7 @@ from .phases import BOOT, EPOCH_PREFIX, LAYER_PREFIXES, PHASES
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank did, in microseconds on that rank's clock.
+    """Events of one rank, in microseconds on that rank's clock.
 
     rank           from the trace's distributedInfo, 0 where there is none
     basis          what the intervals are made of: "GPU kernels", or CPU operators as a proxy

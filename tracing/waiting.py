@@ -1,4 +1,4 @@
-"""Waiting for a slow rank: the part of a collective before the last rank has begun it.
+"""Measures waiting for a slow rank: a collective's time before its last rank has begun.
 
 A collective that lasts long on one rank has not always much to move. Until the last rank takes
 part nothing can be moved, and the ranks that came earlier wait:

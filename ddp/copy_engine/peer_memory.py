@@ -1,4 +1,4 @@
-"""Memory of every GPU of one host, readable by all of them.
+"""Allocates memory on every GPU of one host that all of them can read.
 
 torch's symmetric memory (https://docs.pytorch.org/docs/stable/symmetric_memory.html) allocates a
 buffer of one size on every rank and maps each rank's into the address space of all others. Reading
@@ -24,11 +24,11 @@ MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 class Unavailable(RuntimeError):
-    """This variant cannot work on this machine; the message says why."""
+    """Raised where this variant cannot work on this machine; the message says why."""
 
 
 class PeerMemory:
-    """`nbytes` of symmetric memory on every rank of `group`, and flags to say what is in it.
+    """Symmetric memory of `nbytes` on every rank of `group`, with flags that say what is in it.
 
     Construction is a collective. torch numbers its rendezvous once per process, so all ranks of a
     group must have constructed as many before, in any group.

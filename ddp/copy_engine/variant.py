@@ -1,4 +1,4 @@
-"""`ddp_copy_engine`: the same buckets, moved without taking multiprocessors from the model.
+"""`ddp_copy_engine`: copy engines move the buckets, so the model keeps its multiprocessors.
 
 The problem that `ddp_bucketed` leaves: perfect overlap still costs. NCCL moves data with kernels;
 while they run, the model's own kernels have fewer multiprocessors and often need a second wave.
@@ -40,7 +40,7 @@ ALIGNMENT_BYTES = 256
 
 
 class CopyEngineDDP(BucketedDDP):
-    """Flat buckets in peer-to-peer memory, exchanged by the copy engines.
+    """Exchanges flat buckets in peer-to-peer memory with the GPUs' copy engines.
 
     Half of its methods fill in what `BucketedDDP` leaves open, the others own the memory that ranks
     share. It keeps the bytes of all gradients allocated, and at most `PIECE_BYTES` more for what it
@@ -133,7 +133,7 @@ class CopyEngineDDP(BucketedDDP):
         return PeerMemory(nbytes, device, self.process_group)
 
     def side_stream(self) -> AbstractContextManager:
-        """A context whose work goes to a side stream, behind the model's work so far."""
+        """Returns a context whose work runs on a side stream, after the model's work so far."""
         self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)
 

@@ -21,7 +21,7 @@ REDUCTIONS = ("mean", "sum")
 
 
 class Reduction:
-    """How gradients are added up: `"mean"` or `"sum"` over the ranks.
+    """Selects how ranks' gradients are combined: `"mean"` or `"sum"`.
 
     Attributes:
         contributors: number of ranks whose gradients are in a reduced one.
@@ -150,7 +150,10 @@ class Gradients:
         self.stand_ins.clear()
 
     def restore_strides(self) -> None:
-        """Collectives want contiguous gradients, optimizers those of the parameter's strides."""
+        """Gives gradients the strides of their parameters, which optimizers expect.
+
+        Collectives need contiguous gradients.
+        """
         for parameter in self.parameters:
             if parameter.grad is not None and not parameter.is_contiguous():
                 gradient = parameter.grad

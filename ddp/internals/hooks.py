@@ -1,4 +1,4 @@
-"""How autograd tells a wrapper that a gradient is about to change, and that it is final."""
+"""Calls a wrapper when autograd is about to change a gradient, and when it is final."""
 
 import weakref
 from dataclasses import dataclass
@@ -16,13 +16,16 @@ TensorsOrNone = tuple[Tensor | None, ...]
 
 @dataclass
 class Backward:
-    """`running`: from a backward's first hook to its end, which a failed one never reaches."""
+    """A backward in progress.
+
+    `running` is set from its first hook to its end; a backward that fails leaves it set.
+    """
 
     running: bool = False
 
 
 class Listener(Protocol):
-    """Is called by the hooks; `ddp.base.DataParallel` implements it."""
+    """The interface that the hooks call; `ddp.base.DataParallel` implements it."""
 
     is_active: bool
     gradients: Gradients

@@ -17,7 +17,7 @@ from ddp.schedule import Schedule
 
 
 class Variant(Owner, Protocol):
-    """Is asked by a step; `ddp.base.DataParallel` implements it."""
+    """The interface that a step calls; `ddp.base.DataParallel` implements it."""
 
     training: bool
     process_group: dist.ProcessGroup
@@ -193,7 +193,7 @@ class Step:
         return True
 
     def end(self, variant: Variant) -> None:
-        """Called when a round is over: deals with what is unused or late, and ends the step."""
+        """Ends a round: reduces unused or late gradients, and completes the step."""
         used, anything_late = self._used, bool(self._used - self._gradients.reduced)
         if variant.find_unused_parameters:
             parameters = self._gradients.parameters
@@ -225,7 +225,7 @@ class Step:
     # ---- a step that cannot be finished --------------------------------------------------------
 
     def _missing(self) -> list[int]:
-        """Parameters that got fewer gradients than others in this step."""
+        """Lists parameters that received fewer gradients than others in this step."""
         arrivals = self._schedule.arrivals
         expected = max(arrivals.values(), default=1)
         return [i for i in range(len(self._gradients.parameters)) if arrivals.get(i, 0) < expected]
@@ -254,7 +254,7 @@ class Step:
             self.discard(variant)
 
     def discard(self, variant: Variant) -> None:
-        """Forgets a step that was left half-way, and its gradients: some are reduced, some not.
+        """Discards an incomplete step and its gradients, of which some are reduced and some not.
 
         Ranks may have been stopped in different places, so each completes the round. That works
         if every rank was stopped inside its backward; where one was not, it sees NaN.

@@ -1,4 +1,4 @@
-"""Parameters that take no part in a backward, on some ranks or on all."""
+"""Handles parameters that take no part in a backward, on some ranks or on all."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass

@@ -1,4 +1,4 @@
-"""Copying, pickling, loading and statistics of a wrapper, beside its training.
+"""Copies, pickles, loads and describes a wrapper; everything beside its training.
 
 Hooks, handles and buckets belong to one wrapper. So a copy (`copy.deepcopy`, `torch.save(model)`,
 `AveragedModel(model)`) is built anew from the copied network and the same options. Building it
@@ -114,7 +114,7 @@ class Wrapper(Copyable):
         return self.step.is_in_the_middle()
 
     def deactivate(self) -> None:
-        """Forgets an unfinished step: another wrapper of this network takes over."""
+        """Discards an unfinished step because another wrapper of this network takes over."""
         self.wait_for(*self.schedule.in_flight)
         self.step.begin()
         give_back(self.gradients.dtypes.given)

@@ -51,7 +51,8 @@ class OverlapDDP(nn.Module):
 
     @torch.no_grad()
     def start_reduction(self, parameter: nn.Parameter) -> None:
-        """Autograd calls this when parameter.grad has been accumulated."""
+        """Starts the all-reduce of a gradient. Autograd calls this once the gradient is
+        accumulated."""
         raise NotImplementedError("start an all-reduce of the gradient and keep the handle")
 
     @torch.no_grad()

@@ -34,5 +34,5 @@ Interval = tuple[float, float]
 def measure(
     computation: list[Interval], communication: list[Interval], window: Interval
 ) -> dict[str, float]:
-    """Total times under the keys computation, communication, overlapped, exposed and idle."""
+    """Returns total times: computation, communication, overlapped, exposed and idle."""
     raise NotImplementedError("sweep over the sorted edges, or cut the window at every edge")

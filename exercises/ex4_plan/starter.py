@@ -31,7 +31,7 @@ Then read       ddp/buckets.py: it halves what is left again and again, instead 
 def plan_buckets(
     nbytes: list[int], dtypes: list[str], order: list[int], capacity: int, tail: int
 ) -> list[list[int]]:
-    """Cut gradients into buckets.
+    """Divides gradients into buckets.
 
     Args:
         nbytes: size of each gradient, by index.

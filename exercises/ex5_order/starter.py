@@ -48,7 +48,7 @@ class OrderedDDP(nn.Module):
 
     @torch.no_grad()
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Autograd calls this when parameter.grad has been accumulated."""
+        """Called by autograd when parameter.grad has been accumulated."""
         raise NotImplementedError("mark it ready; start what is next in self.order and ready")
 
     @torch.no_grad()

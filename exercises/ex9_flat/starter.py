@@ -58,7 +58,7 @@ class FlatDDP(nn.Module):
 
     @torch.no_grad()
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Autograd calls this when parameter.grad has been accumulated."""
+        """Called by autograd when parameter.grad has been accumulated."""
         raise NotImplementedError("mark it ready; start the buckets that are next and complete")
 
     @torch.no_grad()

@@ -58,7 +58,7 @@ examples:
 # fmt: off
 @dataclass(frozen=True)
 class Options:
-    """As given; `typed` is the command."""
+    """Command-line options; `typed` is the command."""
 
     modes: tuple[str, ...] | None = option(None, group="what to measure", choices=tuple(MODES),
         metavar="MODE", help=(
@@ -156,7 +156,7 @@ def settings_of(options: Options) -> GridSettings:
 
 
 def cell_arguments(cell: GridCell, options: Options, output: Path) -> list[str]:
-    """The command line of one cell. No secrets: the token stays in the environment."""
+    """Returns the arguments of one cell's command. The access token stays in the environment."""
     none = dict.fromkeys((*OF_A_GRID, "output_dir", "num_processes"))
     one = {"mode": cell.mode, "seq_length": cell.seq_length, "round": cell.round}
     return as_arguments(replace(options, output=output, **one, **none))

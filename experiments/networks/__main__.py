@@ -132,7 +132,7 @@ def run_all(options: Options, device: torch.device) -> list[dict]:
 
 @ending_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 1 if a network failed without privacy."""
+    """Measures all networks. Returns 0, or 1 if a network failed without privacy."""
     options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cells = run_all(options, device)

@@ -1,4 +1,4 @@
-"""What a private step costs under FSDP2 on all GPUs, against the same step without privacy."""
+"""Measures a private step under FSDP2 on all GPUs, against the same step without privacy."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
 
 @ending_quietly(speaks=is_alone)
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 if a rank failed, 2 for bad input, 130 after Ctrl-C."""
+    """Runs all cells. Returns 0, 1 (a rank failed), 2 (bad input) or 130 (Ctrl-C)."""
     options = parse(arguments)
     try:
         hardware = find_hardware("auto", options.num_processes)
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def work(options: Options, hardware: Hardware) -> int:
-    """One rank of all cells."""
+    """Runs one rank of all cells."""
     with watched_rank(hardware, options.timeout) as (worker, watch):
         modes = (OF_GRID[mode_of(variant)] for variant in options.variants)
         if worker.is_first and (twins := say_twins(modes, worker.device.type)):
@@ -131,7 +131,7 @@ def mode_of(variant: str) -> str:
 
 
 def measure(cell: RoundCell, options: Options, worker: Worker, watch: Watch) -> dict:
-    """One that fails on a rank ends all ranks: others would wait for it."""
+    """Measures one cell. An error on one rank ends all ranks, which could not go on without it."""
     from experiments.llama_fsdp.cell import LlamaTraining, make_batches
 
     watch.at(str(cell))

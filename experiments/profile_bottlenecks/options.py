@@ -44,7 +44,7 @@ examples:
 # fmt: off
 @dataclass(frozen=True)
 class Options:
-    """As given; `typed` is the command."""
+    """Command-line options; `typed` is the command."""
 
     seq_lengths: tuple[int, ...] | None = option(None, metavar="T", check=positive, help=(
         "tokens per sample: each is measured, and growths are fitted to three or more (default: "
@@ -108,7 +108,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
 
 
 def complete(options: Options, hardware: Hardware) -> Options:
-    """With the defaults that depend on the machine."""
+    """Fills in the defaults that depend on the machine."""
     on_gpu = hardware.device_type == "cuda"
     stamp = invocation()[: len("YYYYMMDD_HHMMSS")]
     return replace(
@@ -120,7 +120,7 @@ def complete(options: Options, hardware: Hardware) -> Options:
 
 
 def mode_of(options: Options) -> str:
-    """As `experiments.llama_fsdp` calls it."""
+    """Returns the mode's name in `experiments.llama_fsdp`."""
     if options.use_flash:
         return "flash_bookkeeping_fsdp" if options.bookkeeping else "flash_fsdp"
     return "bookkeeping_fsdp" if options.bookkeeping else "ghost_fsdp"

@@ -11,7 +11,7 @@ from measure.options import option, positive
 # fmt: off
 @dataclass(frozen=True)
 class Options:
-    """As given; `remarks` are what else the result says."""
+    """Command-line options; `remarks` are further lines for the result."""
 
     use_fsdp: bool = option(False, group="what to check", help=(
         "FSDP2: ranks have shards of the parameters and different samples, one rank none "
