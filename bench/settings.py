@@ -132,8 +132,7 @@ class Settings:
         return any(subject.is_private for subject in self.subjects)
 
     def identity(self, subject: Subject) -> dict:
-        """Returns the settings that two comparable measurements share: all but names, order and
-        places.
+        """Returns the settings that comparable measurements share: all but names, order, places.
 
         An ordinary one does not depend on the settings of privacy.
         """

@@ -51,8 +51,7 @@ class Layout:
         return f"{data} data x {tensor} tensor-parallel ranks, which share a batch"
 
     def data_place(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Returns (which batch this rank reads, number of batches); ranks of a tensor axis share
-        one."""
+        """Returns (index of this rank's batch, batches); ranks of a tensor axis share one."""
         data, tensor = self.sizes(world_size)
         return rank // tensor, data
 

@@ -151,8 +151,7 @@ class Benchmark:
                 progress.finished(f"{cell.label}: {describe_row(row)}")
 
     def _unfinished(self) -> list[BenchmarkCell]:
-        """Lists cells that are left: not the finished ones, nor those of a subject that has just
-        failed."""
+        """Lists cells that are left, without those of a subject that has just failed."""
         if not self.worker.is_first:
             return []
         results = Results(self.settings.output_dir)
@@ -255,6 +254,5 @@ class Benchmark:
         return cell.subject.layout.sizes(self.worker.world_size)[0]
 
     def _untimed_steps(self) -> int:
-        """Counts steps before timing: warmup epochs, or else the first steps, which allocate
-        memory."""
+        """Counts untimed steps: warmup epochs, or else the first steps, which allocate memory."""
         return max(self.settings.warmup_steps, min(3, self.settings.num_steps - 1))

@@ -85,7 +85,7 @@ def refuse(settings: Any, ranks: Any) -> None:
 
 @contextmanager
 def as_in_a_capture() -> Iterator[None]:
-    """A context in which `torch.cuda.is_current_stream_capturing()` returns True.
+    """Enters a context in which `torch.cuda.is_current_stream_capturing()` returns True.
 
     Libraries that ask choose what a capture can record: transformers makes an attention mask that
     it would leave out where looking at the batch shows that it masks nothing. An eager step has to
@@ -101,7 +101,7 @@ def as_in_a_capture() -> Iterator[None]:
 
 @contextmanager
 def capturing(graph: Any) -> Iterator[None]:
-    """A context that records in `graph` what its block would launch.
+    """Enters a context that records in `graph` the launches of its block.
 
     Raises RuntimeError where the block waits for the device, before it does: a capture that the
     wait itself ends leaves PyTorch's allocator and generators as they are during a capture.
@@ -356,7 +356,7 @@ class _Captured:
         return [value for value in held if type(value) in PLAIN]
 
     def _begin(self) -> int:
-        """Does what forward, backward and the step do before noise; returns the step's number."""
+        """Runs the host's work of a step before its noise; returns the step's number."""
         self.model.clear_gradients()
         try:
             self.passes.begin_replay(self.model.thresholds.clip_norms)
@@ -368,7 +368,7 @@ class _Captured:
             raise
 
     def _end(self) -> None:
-        """Leaves state and `.grad` as the body has left them."""
+        """Sets state and `.grad` to what they are after an eager step."""
         self.state.add_noise()
         self.state.apply()
         self.state.batch_number = None

@@ -1,4 +1,4 @@
-"""`PrivacyEngine`: the interface and accountants of Opacus, with the conventions of its ghost mode.
+"""`PrivacyEngine`: Opacus's interface and accountants, with the conventions of its ghost mode.
 
 Code written for Opacus 1.6 with `grad_sample_mode="ghost"` runs with the import changed.
 """
@@ -110,7 +110,7 @@ class PrivacyEngine:
 
     @property
     def accountant(self) -> "IAccountant":
-        """Opacus's accountant. It can be replaced by one that has counted all steps of this one.
+        """Opacus's accountant. It may be replaced by one that has counted all of its steps.
 
         Setting one that lacks steps of this engine raises ValueError.
         """
@@ -263,7 +263,7 @@ class PrivacyEngine:
         alphas: Sequence[float] | None = None,
         **arguments: Any,
     ) -> tuple[Any, PrivateOptimizer, PrivateCriterion, DataLoader]:
-        """`make_private` with the noise for which `epochs` epochs spend (ε, δ).
+        """Makes training private with the noise for which `epochs` epochs spend (ε, δ).
 
         Further arguments are those of `make_private`; `sample_rate` and `steps` among them are
         what ε is computed from. With `steps`, `epochs` may be left out and is 1. The search for

@@ -1,4 +1,4 @@
-"""Types of arguments: wrong ones are refused by name, saying what to give."""
+"""Checks types of arguments, and refuses wrong ones by name."""
 
 from numbers import Integral, Real
 from typing import Any

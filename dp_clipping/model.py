@@ -271,7 +271,7 @@ class PrivateModel(nn.Module):
             raise RuntimeError(WRAPPED.format(kind=cls.__mro__[1].__name__))
 
     def no_sync(self) -> AbstractContextManager:
-        """A context in which sums add up locally; the next backward outside sends them."""
+        """Enters a context in which sums add up locally; the next backward outside sends them."""
         return self.module.no_sync() if self._is_wrapped else nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -296,7 +296,7 @@ class PrivateModel(nn.Module):
         self.passes.reset_batch_layouts()
 
     def forget_layouts(self) -> None:
-        """The old name of `reset_batch_layouts`."""
+        """Calls `reset_batch_layouts`, whose old name it is."""
         warnings.warn("forget_layouts is now reset_batch_layouts", DeprecationWarning, stacklevel=2)
         self.reset_batch_layouts()
 
@@ -402,7 +402,7 @@ class PrivateModel(nn.Module):
         return GlobalNorms(self.step_context.reducer, squared)
 
     def private_backward(self, private_step: PrivateStep, losses: Tensor) -> None:
-        """See `ForwardBackward.backward`."""
+        """Runs the private backward; see `ForwardBackward.backward`."""
         if self.step_state.keeps_losses and not private_step.is_empty:
             real, without = private_step.real, private_step.without_loss
             self.step_state.losses.append(loss_and_count(losses, real, without))
@@ -411,7 +411,7 @@ class PrivateModel(nn.Module):
 
     @ranged("gradient_sync")
     def finish_synchronization(self) -> None:
-        """Waits until `.grad` of each parameter is (this rank's shard of) the sum of all ranks.
+        """Blocks until each `.grad` is (this rank's shard of) the sum over all ranks.
 
         Raises:
             RuntimeError: parameters have no sum, as after a backward that was cut off.
@@ -461,7 +461,7 @@ class PrivateModel(nn.Module):
 
 
 def _load_plain_names(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A load hook: a module that holds a private model can load the network's own names."""
+    """Renames entries before loading, so that the network's own names can be loaded."""
     inner = f"{prefix}module." + ("module." if model.module is not model.network else "")
     own = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
     of_network = {key.removeprefix(prefix): value for key, value in own.items()}

@@ -26,7 +26,7 @@ _said: set[str] = set()
 
 @dataclass(frozen=True)
 class Policy:
-    """How a mode works.
+    """Settings of a mode: how many backwards it runs, and what it stores.
 
     Attributes:
         two_passes: norms in one backward, sums in a second one.

@@ -61,7 +61,7 @@ class StepHooks:
 
 
 class PrivateOptimizer(Optimizer):
-    """Wraps any `torch.optim.Optimizer`, which then sees clipped sum plus noise, divided.
+    """Wraps a `torch.optim.Optimizer`, which then sees clipped sum plus noise, divided.
 
     It forwards the interface of `torch.optim.Optimizer`, which learning-rate schedulers read, and
     has the one of Opacus's `DPOptimizer`, which programs written for it and its schedulers call.
@@ -209,7 +209,7 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def accumulated_iterations(self) -> int:
-        """Poisson batches of a step: always one. Accountants multiply the sample rate by it."""
+        """Poisson batches per step, always one. Accountants multiply the sample rate by it."""
         return 1
 
     @property
@@ -389,6 +389,6 @@ class PrivateOptimizer(Optimizer):
         return self.step_state.count()
 
     def resume(self, steps: int, noise_key: bytes) -> None:
-        """Goes on at a step boundary: the next noise is that of step number `steps`."""
+        """Continues at a step boundary: the next noise is that of step number `steps`."""
         self.noise.key, self._loaded_steps = noise_key, 0
         self.step_state.resume(steps)

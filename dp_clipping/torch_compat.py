@@ -386,7 +386,7 @@ def current_vmap() -> Vmap | None:
 
 @contextmanager
 def outside_of_vmap() -> Iterator[None]:
-    """A context in which the vmap that runs now has no effect."""
+    """Enters a context in which the running vmap has no effect."""
     functorch = torch._C._functorch
     layer = functorch.pop_dynamic_layer_stack()
     try:
@@ -475,7 +475,7 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def any_size() -> AbstractContextManager:
-    """A context in which graphs compiled for a second batch size, or token count, serve all others.
+    """Enters a context in which graphs compiled for a second size serve all others.
 
     Without these settings torch takes numbers and tensors that it finds at a module, as a step's
     slots, to be constants, and a Poisson batch is seldom as large as the last one. A torch that
@@ -491,7 +491,7 @@ def any_size() -> AbstractContextManager:
 
 @contextmanager
 def reusable_backwards() -> Iterator[None]:
-    """A context whose compiled graphs can run backward twice: they keep their inputs.
+    """Enters a context whose compiled graphs can run backward twice: they keep their inputs.
 
     The cache on disk does not know the first setting: it would hand out a backward that was
     compiled for one use, silently wrong in the second.
@@ -643,7 +643,7 @@ def fsdp1_free(unit: FullyShardedDataParallel, handle: Any) -> None:
 
 
 def fsdp1_end_backward(root: FullyShardedDataParallel) -> None:
-    """Does what FSDP1 does when a whole backward has ended."""
+    """Runs FSDP1's callback for the end of a whole backward."""
     check_fsdp1()
     from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback
 

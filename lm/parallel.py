@@ -275,7 +275,7 @@ class WholeDraws(TorchDispatchMode):
 
 
 def part_of(whole: Tensor, like: DTensor) -> Tensor:
-    """Returns this rank's part of a whole tensor that is placed as `like`, without communication."""
+    """Returns this rank's part of a whole tensor placed as `like`, without communication."""
     mesh = like.device_mesh
     replicas = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return replicas.redistribute(placements=like.placements).to_local()

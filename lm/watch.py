@@ -252,7 +252,7 @@ class Watch:
                 os._exit(EXIT_FAILED)  # the main thread may never come back from a collective
 
     def _wait_until_recorded(self) -> None:
-        """Blocks until the first rank has recorded: torchrun ends all ranks as soon as one exits."""
+        """Blocks until rank 0 has recorded: torchrun ends all ranks as soon as one exits."""
         with contextlib.suppress(RuntimeError):  # the first rank, or the store, is gone
             if self._rank == 0:
                 self._store.set(RECORDED, "")

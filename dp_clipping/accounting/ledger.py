@@ -116,7 +116,7 @@ def _single(history: History) -> Iterator[tuple[float, float]]:
 
 
 class Account:
-    """Opacus's accountant, and which of its steps are whose.
+    """Opacus's accountant, with a record of which of its steps belong to which run.
 
     What a step of this process was made on top of, itself included, counts as released from then
     on, and no load takes it away. An account that was only loaded gives way to the next one: who
@@ -184,7 +184,7 @@ class Account:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Surrounds the user's hooks: raises RuntimeError, and takes back, what they count here."""
+        """Surrounds the user's hooks. Undoes steps that they count here; raises RuntimeError."""
         before = list(self.history)
         try:
             yield
@@ -239,7 +239,7 @@ class Account:
         return True
 
     def _note_others(self) -> None:
-        """Notes what was added to the accountant's history meanwhile, as no run's."""
+        """Records steps that others have added to the accountant's history as no run's."""
         self._attribute(OTHERS, 0)
 
     def _attribute(self, key: str, number: int) -> None:
@@ -287,7 +287,7 @@ class Account:
         unsaved: Parts,
         run: object,
     ) -> None:
-        """Becomes, for this run, a saved account and the steps that `beyond` has found.
+        """Replaces this run's account by a saved one and the steps that `beyond` has found.
 
         Args:
             state: the saved accountant's `state_dict`.

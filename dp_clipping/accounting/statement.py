@@ -12,7 +12,7 @@ RELATION = "add or remove one unit"
 
 @dataclass(frozen=True)
 class PrivacyStatement:
-    """States (ε, δ) and what it was computed from; prints as text.
+    """The stated (ε, δ) and what it was computed from; prints as text.
 
     An attribute is a list where steps had several values: all of them, in the order in which they
     were first used.

@@ -137,7 +137,10 @@ def _is(value: Any, kind: str) -> bool:
 
 
 class FourValues(tuple):
-    """What `make_private` returns. Taking it as three values, as Opacus's are, says what to do."""
+    """The result of `make_private`.
+
+    Unpacking it as three values, as Opacus's, raises an error that says what to do.
+    """
 
     def __iter__(self) -> Iterator[Any]:
         caller = inspect.currentframe().f_back

@@ -99,7 +99,7 @@ class Calls:
 
     @contextmanager
     def reached(self) -> Iterator[None]:
-        """Inside, calls reach the module."""
+        """Enters a context in which calls reach the module."""
         before, self._is_inside = self._is_inside, True
         try:
             yield

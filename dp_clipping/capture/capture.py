@@ -1,4 +1,4 @@
-"""Functional capture: layers of a network deliver per-sample gradients in place of their sum.
+"""Captures a network: its layers deliver per-sample gradients in place of their sum.
 
 Each layer that owns trainable parameters gets a forward that runs its arithmetic as one autograd
 function, with detached parameters. In backward this function calls a `PrivateStep`. Outside of a
@@ -209,7 +209,7 @@ class Capture:
 
     @contextmanager
     def new_triggers(self) -> Iterator[None]:
-        """A context with new triggers: leaves that no earlier step has used.
+        """Enters a context with new triggers: leaves that no earlier step has used.
 
         Autograd remembers on which stream a leaf was first used, as long as a graph with it is
         alive, and makes that stream wait. So a step that is captured on another stream needs
@@ -275,7 +275,7 @@ class Capture:
         args: tuple,
         kwargs: dict,
     ) -> None:
-        """Notes what stands for sharded parameters now: used elsewhere it would get a gradient.
+        """Records the tensors that stand for sharded parameters now.
 
         Before the forward of what gathers them, since nothing of theirs may be called at all.
         """
@@ -296,7 +296,7 @@ class Capture:
 
     @contextmanager
     def attached(self, private_step: Recorder | None) -> Iterator[None]:
-        """A context in which calls of the layers belong to the private step (None: to no step)."""
+        """Enters a context in which layers' calls belong to the private step (None: to none)."""
         before = {handle: (handle.private_step, handle.slots) for handle in self.handles}
         outer, self._session = self._session, private_step
         for handle in self.handles:
@@ -366,7 +366,7 @@ class Capture:
 
     @contextmanager
     def looked_at(self, before: Callable, after: Callable | None = None) -> Iterator[None]:
-        """A context with plain forwards, in which hooks run around each captured module.
+        """Enters a context with plain forwards, in which hooks run around each captured module.
 
         The user's random streams, and compiled code, are not affected.
         """

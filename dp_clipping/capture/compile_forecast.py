@@ -83,7 +83,7 @@ NORM = torch.float32
 
 
 class LinearTap(torch.autograd.Function):
-    """Slots [..] without memory between the anchor and the only use of a weight."""
+    """Empty slots [..] without memory between the trigger and the only use of a weight."""
 
     @staticmethod
     def forward(ctx, trigger, private_step, parameter, is_gradient, transposed, kinds):

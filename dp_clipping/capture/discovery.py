@@ -1,4 +1,4 @@
-"""Before a step: where the samples are is known, on one rank or, of a sharded model, on all.
+"""Finds where the samples are before a step, on one rank or on all ranks of a sharded model.
 
 `search` finds it with three forwards and `independence` looks whether samples see each other; this
 decides when to look, and with whose samples. All ranks of a sharded model run the same forwards,
@@ -88,7 +88,7 @@ class LayoutDiscovery:
         return self.carried.batch_of(batch.args, batch.kwargs)
 
     def ensure(self, batch: Batch) -> int | None:
-        """Look, unless it is known. With a sharding all ranks call it together.
+        """Finds the samples unless they are known. All ranks of a sharded model call it together.
 
         Returns:
             The number of the check, if this batch has been looked at for samples that see each
@@ -163,7 +163,7 @@ class LayoutDiscovery:
                     raise
 
     def forget(self) -> None:
-        """Forgets all that was found: the next batch is looked at again."""
+        """Discards all findings: the next batch is examined again."""
         self._is_known = False
         self._schedule = Schedule()
         self._search.forget()
@@ -194,7 +194,7 @@ class LayoutDiscovery:
         return [batch.with_rows(r) for r in (rows[:FEW], rows, [rows[0], rows[-1]], again)]
 
     def _look(self, arguments: list[tuple], size: int) -> None:
-        """Looks, with the arguments of forwards that were made of a batch of so many samples."""
+        """Examines a batch of `size` samples, with the arguments of forwards made from it."""
         if self._is_provisional or size < FEW:
             self._search.forget()
             self._forecaster.forget()

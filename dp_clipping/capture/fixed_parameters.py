@@ -114,7 +114,7 @@ class FixedParameters:
 
 
 def _trainable(module: nn.Module) -> Own:
-    """Its own parameters that are trainable, by name."""
+    """Returns a module's own trainable parameters, by name."""
     own = own_parameters(module)
     if not own:
         return NOTHING

@@ -1,4 +1,4 @@
-"""Which arithmetic a captured layer gets, and whether it still fits the layer in a later step."""
+"""Chooses the arithmetic of a captured layer, and checks that it still fits in later steps."""
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache

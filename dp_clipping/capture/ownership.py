@@ -1,4 +1,4 @@
-"""Whose parameters are whose: a module's own, and those of layers that it calls."""
+"""Tells a module's own parameters from those of layers that it calls."""
 
 from collections.abc import Iterable, Iterator
 

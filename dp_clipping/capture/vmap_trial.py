@@ -312,7 +312,7 @@ def weights_read_elsewhere(
 def _calls(
     capture: CapturedNetwork, note: Callable[[nn.Module, list[nn.Module]], None]
 ) -> Iterator[list[nn.Module]]:
-    """Inside are plain forwards; yields the modules that run now, outermost first.
+    """Enters a context with plain forwards; yields the running modules, outermost first.
 
     Args:
         note: called with a module that is called, and those that run then.
@@ -353,7 +353,7 @@ class _Reads(TorchFunctionMode):
         return result
 
     def _note(self, parameter: Parameter) -> None:
-        """Notes the innermost running module that has it, which may have handed it on."""
+        """Records the innermost running module that has the parameter."""
         for module in reversed(self._running):
             if any(parameter is p for p in module.parameters()):
                 weights = self.found.setdefault(module, [])

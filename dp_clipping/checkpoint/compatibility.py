@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a run, and whether it may go on with the saved key: see save_load.py.
+"""Decides whether a checkpoint fits a run, and whether its key may be used: see save_load.py.
 
 Everything here reads and compares; nothing is changed.
 """

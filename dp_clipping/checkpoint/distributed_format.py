@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models: every rank writes its part, any number of ranks reads them.
+"""Checkpoints of sharded models: every rank writes its part; any number of ranks reads them.
 
 `PATH` is a folder, `PATH.key` a file beside it, as secret as ever (see save_load.py).
 
@@ -250,7 +250,7 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences torch's warning that a process alone is alone."""
+    """Suppresses torch's warning that torch.distributed is disabled."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

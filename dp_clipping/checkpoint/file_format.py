@@ -299,7 +299,7 @@ def check_contents(contents: dict[str, Any], extra: Mapping[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Numbers and containers as Python's own: numpy's are not loaded without executing code."""
+    """Converts numbers and containers to Python's own: loading numpy's would execute code."""
     if isinstance(value, dict):
         return {key: plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

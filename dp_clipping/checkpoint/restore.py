@@ -89,7 +89,7 @@ def refuse_fsdp1(run: PrivateRun) -> None:
 
 
 def go_on(snapshot: Snapshot, resume: Resume) -> dict[str, Any]:
-    """Changes the run to the saved one, with a warning for each note; every rank calls it.
+    """Changes the run to the saved one, with a warning for each note. All ranks call it.
 
     Returns:
         The entries that are not read here, and those of module and accountant, as in Opacus.

@@ -1,4 +1,4 @@
-"""Checkpoints: a run goes on as if it had never stopped, and nothing secret is in the file.
+"""Saves and loads checkpoints: a run continues as if uninterrupted, and the file has no secret.
 
 Two files. `PATH` holds the model, the optimizer, the accountant's history, the number of
 Poisson batches, of steps, and the public settings of the run. `PATH.key` (mode 0600) holds the key

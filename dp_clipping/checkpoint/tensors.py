@@ -85,8 +85,11 @@ def take_tensors(contents: State) -> dict[str, Tensor]:
 
 
 def check_part(run: PrivateRun, name: str, x: Tensor) -> None:
-    """torch writes and reads a part where it believes it to lie: where several axes cut a dimension
-    unevenly, that may be where another part lies."""
+    """Raises ValueError if torch would read or write a part at a wrong place.
+
+    Where several axes divide a dimension unevenly, torch may assume that a part lies where another
+    one does.
+    """
     if not dtensor.is_sharded(x):
         return
     if run.group is None:
@@ -143,7 +146,7 @@ def check_groups(run: PrivateRun, saved: State, path: Path) -> None:
 
 
 def room_for(run: PrivateRun, saved: State, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Allocates this rank's part of each tensor that is to be loaded, laid out as the run's."""
+    """Allocates this rank's part of each tensor to load, laid out as the run's."""
     models = _models(run)
     room = {}
     for full_name, x in known.items():
@@ -166,7 +169,7 @@ def room_for(run: PrivateRun, saved: State, known: Mapping[str, Tensor]) -> dict
 
 
 def _models(run: PrivateRun) -> dict[str, Tensor]:
-    """Tensors by whose shape and layout those of a checkpoint are laid out, by name."""
+    """Returns tensors by name whose shape and layout those of a checkpoint get."""
     state = run.model.network.state_dict()
     named = {name: parameter for parameter, name in names_of(run).items()}
     return {name: x for name, x in state.items() if isinstance(x, Tensor)} | named

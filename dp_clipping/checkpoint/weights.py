@@ -1,4 +1,4 @@
-"""Weights that a checkpoint leaves out, because another file has them: compared by a digest.
+"""Leaves weights out of a checkpoint that another file has, and compares them by a digest.
 
 A training framework writes the weights itself, and a LoRA adapter has a base model that it was
 trained on. A checkpoint that leaves them out has a digest of them. A load takes them from the

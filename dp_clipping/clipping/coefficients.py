@@ -1,4 +1,4 @@
-"""From norms to coefficients: how much of each sample's gradient is summed.
+"""Computes coefficients from norms: how much of each sample's gradient is summed.
 
 | function | c(n) | source |
 | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""Norms of a step: noted parameter by parameter, worked out for all of them together.
+"""Computes the norms of a step: noted by parameter, evaluated for all parameters together.
 
 A network has hundreds of parameters, and arithmetic on [B] numbers costs a launch each. So backward
 notes two numbers per sample and parameter, and what follows from them is computed on [P, B] tables.
@@ -46,7 +46,7 @@ GRAM_PIECE = 512
 
 @dataclass(slots=True)
 class Norm:
-    """‖G_i‖² of one parameter as computed, and what rounding may have done to it.
+    """‖G_i‖² of one parameter as computed, with a bound of its rounding error.
 
     Attributes:
         squared: [B] float32 (float64); a Gram product of tokens that cancel may be below 0.

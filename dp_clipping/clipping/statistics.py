@@ -1,4 +1,4 @@
-"""Clipped fraction and histogram of the norms of the global batch.
+"""Computes clipped fraction and histogram of the norms of the global batch.
 
 They depend on the samples without noise: ε does not cover them. They are for looking, not for
 publishing, and refused with `hide_unprotected=True`. The same on every rank, since the norms are.

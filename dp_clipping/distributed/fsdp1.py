@@ -53,7 +53,7 @@ STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 
 @dataclass(frozen=True)
 class FlatSharding(Sharding):
-    """How FSDP1 has spread a model.
+    """The flat shards of a model under FSDP1.
 
     Attributes:
         root: the model.
@@ -76,7 +76,7 @@ class FlatSharding(Sharding):
         self.leaving.enter(module, inputs())
 
     def watch(self, note: Callable[[Parameter], None]) -> list[RemovableHandle]:
-        """Autograd adds to the flat parameter of a unit, which stands for all in it."""
+        """Calls `note` when autograd adds to a unit's flat parameter, for each parameter in it."""
         hooks = []
         for number, unit in enumerate(_units(self.root)):
             for _, handle in _handles(unit, recurse=False) if number in self.units else ():
@@ -260,7 +260,7 @@ def _refuse(module: nn.Module, units: list[FSDP]) -> None:
 
 @contextmanager
 def _gathering_again(root: FSDP) -> Iterator[None]:
-    """A context for a backward, which may be the second of a forward.
+    """Enters a context for a backward, which may be the second one of a forward.
 
     FSDP1 gathers for the first one only, and forgets what stands for the parameters of a unit that
     is all frozen. What it leaves to the end of a flat parameter's gradient, of which there is none,
@@ -296,7 +296,7 @@ def _free(unit: FSDP) -> None:
 
 
 def _handles(root: FSDP, recurse: bool = True) -> list[tuple[FSDP, Any]]:
-    """Units that have parameters and FSDP1's state of each, for what has no public name.
+    """Returns units that have parameters, each with FSDP1's private state of it.
 
     Raises:
         RuntimeError: for a torch whose FSDP1 has not been looked at.

@@ -197,8 +197,11 @@ class ShardedSums:
     def _pack(
         self, totals: dict[Parameter, Tensor]
     ) -> tuple[Tensor, Tensor, list[tuple[Parameter, Tensor]]]:
-        """Shards side by side, padded: row r of [ranks, n] goes to rank r; the row [n] that this
-        rank gets; what that has of each parameter."""
+        """Arranges shards side by side, padded, for a reduce-scatter.
+
+        Returns rows [ranks, n], of which row r goes to rank r; the row [n] that this rank receives;
+        and that row's part of each parameter.
+        """
         group, parts = self.sharding.shards, self.sharding.parts
         world, rank = size_of(group), dist.get_rank(group)
         widths = []
@@ -271,7 +274,7 @@ class Transfer:
 
 
 class Done:
-    """Work that is done."""
+    """A handle of work that is already done."""
 
     def wait(self) -> None:
         """Returns at once."""

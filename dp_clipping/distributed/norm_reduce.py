@@ -235,7 +235,7 @@ class Layerwise:
         return len(self._pending)
 
     def add(self, key: Hashable) -> None:
-        """Notes that a key's norms are final, and launches the chunks that this completes."""
+        """Marks a key's norms as final, and launches the chunks that this completes."""
         assert key not in self._arrived, f"{key} has arrived twice in one backward"
         assert not self._is_launched(key), f"{key} arrives after its chunk has left"
         self._arrived.add(key)

@@ -52,7 +52,7 @@ Gathering = tuple[nn.Module, dict[Parameter, str]]
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is spread over ranks; `detect.sharding_of` makes one, and nothing changes it.
+    """How a model is spread over ranks. Immutable; made by `detect.sharding_of`.
 
     The engine takes the groups from it, the capture the modules that gather parameters, and
     `ShardedSums` the units. Around and after passes the model calls `backward`, `entered` and
@@ -136,7 +136,7 @@ class Sharding:
         return nullcontext()
 
     def entered(self, module: nn.Module, inputs: Callable[[], list[Tensor]]) -> None:
-        """Notes, in a private forward, that one of `gathering` has gathered its parameters."""
+        """Called in a private forward when one of `gathering` has gathered its parameters."""
 
     def watch(self, note: Callable[[Parameter], None]) -> list[RemovableHandle]:
         """Registers `note` to be called with each parameter that autograd adds a gradient to.
@@ -153,7 +153,7 @@ class Sharding:
         return not is_sharded(now) or now.device_mesh != before.device_mesh
 
     def recover(self) -> bool:
-        """Cleans up after a pass that failed; returns whether the next one can be right.
+        """Cleans up after a pass that failed. Returns whether later passes are right.
 
         FSDP2 takes a root for gathered that a backward has left half-way, and would compute with
         old values; torch 2.13 has a way to tell it.

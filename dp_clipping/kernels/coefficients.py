@@ -1,4 +1,4 @@
-"""From squared norms to clipping coefficients, in one launch.
+"""Computes clipping coefficients from squared norms, in one launch.
 
 For K clipping groups and the parameters p of each, with `Norm`'s allowances for rounding e and f:
 
@@ -58,7 +58,7 @@ def clip_coefficients_plain(
         float,
     gamma: float | None, bad: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Reference implementation, in float64, rounded once."""
+    """Reference implementation of `clip_coefficients`, in float64, rounded once."""
     bounds = squared_bounds(squares, scales, errors, starts.tolist())
     norms, clip_norms = bounds.sqrt() * margin, clip_norms.double()[:, None]
     if gamma is None:

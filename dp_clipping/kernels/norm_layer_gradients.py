@@ -1,4 +1,4 @@
-"""Per-sample gradients of the weights of RMSNorm and LayerNorm, and of the latter's bias.
+"""Computes per-sample gradients of RMSNorm's weight and of LayerNorm's weight and bias.
 
     x̂_it = (x_it − mean_it) · rstd_it,   G_i = Σ_t y_it · x̂_it  [d],   for the bias Σ_t y_it  [d]
 
@@ -134,7 +134,7 @@ def _split(tokens: int, rows: int, programs: int) -> tuple[int, int]:
 
 
 def norm_layer_gradients_plain(use: Normalized) -> tuple[Tensor, Tensor | None]:
-    """Reference implementation for one, in float64, rounded once."""
+    """Reference implementation for one layer, in float64, rounded once."""
     y, normalized = use.y.double(), use.x.double()
     if use.mean is not None:
         normalized = normalized - use.mean.double()[..., None]

@@ -41,7 +41,7 @@ def signed_sums(rows: Tensor) -> Tensor:
 
 
 def signed_sums_plain(rows: Tensor) -> Tensor:
-    """Reference implementation, in the dtype of the rows.
+    """Reference implementation of `signed_sums`, in the dtype of the rows.
 
     A product of matrices with many short rows is fast on a GPU; one with few long rows is not.
     """

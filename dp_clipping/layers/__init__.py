@@ -1,4 +1,4 @@
-"""Layers by kind: what a use leaves for its per-sample gradient, its norm and its clipped sum.
+"""Layers by kind: per-sample gradient, norm and clipped sum of each of their uses.
 
 Files:
 

@@ -1,4 +1,4 @@
-"""Where the samples are in a tensor: found by looking at two batch sizes, never guessed.
+"""Finds the samples in a tensor by comparing two batch sizes; never guesses.
 
 A size that equals the batch size proves nothing: T, p and B may coincide, a batch of one looks
 like a position id. So the network is run on two and on three samples, and each layer's inputs are
@@ -21,7 +21,7 @@ SIDE_BY_SIDE = ("sample_major", "unit")
 
 @dataclass(frozen=True)
 class Layout:
-    """How B samples lie in a tensor.
+    """Describes how B samples lie in a tensor.
 
     | kind | shape | meaning |
     | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""Convolutions of one to three dimensions, and transposed ones: a linear layer on patches.
+"""Convolutions of one to three dimensions, and transposed ones, as linear layers on patches.
 
     G_i[o, c, k] = Σ_l y_i[o, l] · x_i[c, l·stride + k·dilation − padding]
 
@@ -134,7 +134,7 @@ def _hand_over(private_step: Any, parameter: Any, use: "Factors") -> None:
 
 
 class Convolution(torch.autograd.Function):
-    """`F.conv{1,2,3}d` and its transposed form, which in backward deliver per-sample gradients."""
+    """Runs `F.conv{1,2,3}d` or its transpose; its backward delivers per-sample gradients."""
 
     @staticmethod
     def forward(
@@ -224,7 +224,7 @@ class Factors:
 
 
 class KernelFactors:
-    """Operands with the channels last, from which norms and sums are computed on kernels.
+    """Packed operands (channels last), from which kernels compute norms and sums.
 
     Attributes:
         gradients: G [B, O, taps, C / groups], which taking the norm leaves in the operands' place
@@ -245,7 +245,7 @@ class KernelFactors:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds."""
+        """Bytes of the operands, or of the gradients that have replaced them."""
         held = self._operands if self.gradients is None else [self.gradients]
         return sum(z.nbytes for z in held)
 

@@ -44,7 +44,7 @@ def forward(self: nn.Module, x: Tensor) -> Tensor:
 
 
 class GroupNorm(torch.autograd.Function):
-    """`F.group_norm`, which in backward computes its two G [B, C] and delivers them."""
+    """Runs `F.group_norm`; its backward computes and delivers its two G [B, C]."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""State of a captured layer: the private step it works for, and where its samples are."""
+"""State of a captured layer: its private step, and where its samples are."""
 
 from collections.abc import Callable
 from functools import partial
@@ -171,8 +171,10 @@ class LayerState:
         return self.slots[name]
 
     def gradient_target(self, name: str) -> tuple[Tensor | None, GradientTarget | None]:
-        """Where G of a parameter goes in backward: a tensor to be an input of the layer's function,
-        and who is given G; None: it is that input's gradient. (None, None) for a frozen parameter.
+        """Returns where the backward puts G of a parameter: (function input, callback).
+
+        The input is a tensor for the layer's function. The callback receives G; None: G is the
+        input's gradient. A frozen parameter has (None, None).
 
         A slot's gradient is the way that `torch.compile` can trace, and that adds up the uses of a
         parameter; where there is one use and no compiler the private step is called at once.
@@ -186,8 +188,10 @@ class LayerState:
         return self.private_step.trigger_of(parameter), partial(self.private_step.dense, parameter)
 
     def factor_target(self, name: str) -> tuple[Tensor, Callable[[Any], None]]:
-        """Where factors of a weight's G go in backward: a tensor to be an input of the layer's
-        function, which gets no gradient, and who is given the factors.
+        """Returns where the backward puts factors of a weight's G: (function input, callback).
+
+        The input is a tensor for the layer's function and gets no gradient; the callback receives
+        the factors.
         """
         private_step, parameter = self.private_step, self._parameters[name]
         if name in self.joined:

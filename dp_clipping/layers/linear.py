@@ -115,7 +115,7 @@ def _run_compiled(
 
 
 class CompiledLinear(torch.autograd.Function):
-    """`F.linear`, whose backward returns the gradients of the slots."""
+    """Runs `F.linear`; its backward returns the gradients of the slots."""
 
     @staticmethod
     def forward(

@@ -36,7 +36,7 @@ from dp_clipping.torch_compat import version_of
 
 
 class Grams:
-    """Gram matrices of the activations last seen: layers that read the same input share one."""
+    """Caches Gram matrices of the last activations: layers that read the same input share one."""
 
     def __init__(self) -> None:
         self._of: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Weighted sums of 16-bit factors by one product, and still never above C.
+"""Weighted sums of 16-bit factors by one product, with every contribution still at most C.
 
 Σ_i c_i G_i of a linear layer is one matrix product once its output gradients are y'_it = c_i y_it.
 In 16 bit y' is rounded, and tokens that cancel can make the rounding larger than what is left: a

@@ -98,7 +98,7 @@ def by_token(x: Tensor, layout: Layout, batch_size: int, dims: int) -> Tensor:
 
 
 class RMSNorm(torch.autograd.Function):
-    """`F.rms_norm`, which in backward computes its weight's G [B, *shape] and delivers it.
+    """Runs `F.rms_norm`; its backward computes and delivers its weight's G [B, *shape].
 
     Or what G follows from, if `when` is LATER.
 
@@ -172,7 +172,7 @@ def _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) -> Tensor:
 
 
 class LayerNorm(torch.autograd.Function):
-    """`F.layer_norm`, which in backward computes its two G [B, *shape] and delivers them.
+    """Runs `F.layer_norm`; its backward computes and delivers its two G [B, *shape].
 
     Or what they follow from, if `when` is LATER.
     """

@@ -1,4 +1,4 @@
-"""`Recorder`: what a captured layer may ask of a private step, and what it must deliver to it."""
+"""`Recorder`: the interface of a private step that a captured layer uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that tensor parallel has split: a call on `DTensor`s becomes one on this rank's part.
+"""Runs layers that tensor parallel has split on this rank's part of their `DTensor`s.
 
 `parallelize_module` puts hooks around a layer, which make its input a `DTensor` and take its output
 back; in between, the captured forwards compute with plain tensors. W is the number of ranks:
@@ -194,7 +194,7 @@ def _is_under_way(x: Tensor) -> bool:
 
 
 class Settle(torch.autograd.Function):
-    """Waits for what the wrapper wraps."""
+    """Waits for an asynchronous tensor."""
 
     @staticmethod
     def forward(ctx, x):

@@ -50,7 +50,7 @@ class Keys:
         return self._derive(b"fingerprint").hex()
 
     def mac(self, digest: str) -> str:
-        """Authenticates a checkpoint's digest: who lacks the key cannot compute it."""
+        """Authenticates a checkpoint's digest; it cannot be computed without the key."""
         return hmac.digest(self._derive(b"checkpoint key"), digest.encode(), "sha256").hex()
 
     def _derive(self, purpose: bytes) -> bytes:
@@ -67,7 +67,10 @@ def fixed_keys(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
 ) -> Keys:
-    """Keys from a generator's seed, rank 0's on every rank: for tests, where nothing is private."""
+    """Derives keys from a generator's seed, rank 0's on every rank.
+
+    For tests only: such keys protect nothing.
+    """
     seed = generator.initial_seed().to_bytes(16, "little", signed=True)
     master = hashlib.blake2b(seed, digest_size=KEY_BYTES).digest()
     return Keys(_from_rank_0(master, group, device), fixed=True)

@@ -1,4 +1,4 @@
-"""`register_noise_mechanism`: noise of another distribution, with an account of its own.
+"""`register_noise_mechanism`: noise of another distribution, with its own accounting.
 
 Noise on a sum is σC·z. Each number of z is `quantile(u)` of a uniform number u, whose address is
 (key, step, parameter, offset) as that of Gaussian noise is. So shards, replicas and resumed runs

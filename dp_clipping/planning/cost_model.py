@@ -1,4 +1,4 @@
-"""Predicted time and memory of a linear layer's norm and clipped sum.
+"""Predicts time and memory of a linear layer's norm and clipped sum.
 
 Times are operations and bytes over measured rates of the device; a product whose tiles do not fill
 it takes as long as one that does. On an H200 predictions are within a tenth for layers of 2048²
@@ -89,7 +89,7 @@ class LinearShape(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Choice for one layer.
+    """The algorithm chosen for one layer, with its predicted cost.
 
     Attributes:
         algorithm: of the norm.
@@ -137,7 +137,7 @@ def steps_of(use: LinearShape, is_sum: bool, rates: Rates) -> float:
 
 
 def _waves(use: LinearShape, is_sum: bool, rates: Rates) -> int:
-    """Tiles of one sample's product that a processor works on, one after the other.
+    """Returns how many tiles of one sample's product each processor works on in turn.
 
     A sum's tile goes through all samples; without a sum they are divided among processors too.
     """

@@ -1,4 +1,4 @@
-"""Metrics of each step for a callback: what ε covers, and apart from it what it does not."""
+"""Metrics of each step for a callback, with those that ε does not cover kept apart."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

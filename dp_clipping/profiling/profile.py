@@ -138,8 +138,10 @@ class Profile:
         return _Span(self, name, is_labelled)
 
     def note_norms(self, before: Tensor | None, after: Tensor) -> None:
-        """Squared norms [K, B] of one backward; `before`: of this rank's parts alone, None where
-        no all-reduce adds up parts."""
+        """Records squared norms [K, B] of one backward.
+
+        `before`: of this rank's parts alone; None where no all-reduce adds up parts.
+        """
         if self.is_on:
             found = {} if before is None else {"before": before}
             self._norms.append(found | {"after": after})
@@ -157,8 +159,10 @@ class Profile:
     # ---- what a user calls ----------------------------------------------------------------------
 
     def steps(self) -> list[dict[str, Any]]:
-        """Finished steps, plain data for JSON: `ranges` {name: {ms, own_ms, calls}} and `norms`,
-        a list of {"before"|"after": {shape, mean, max}}, one a backward, of the last KEPT steps.
+        """Returns finished steps as plain data for JSON.
+
+        `ranges` is {name: {ms, own_ms, calls}}. `norms` is a list of {"before"|"after": {shape,
+        mean, max}}, one per backward. Only the last KEPT steps have norms.
 
         On a GPU it waits for the last step.
         """
@@ -291,7 +295,7 @@ class _HostClock:
         return 1e3 * (end - start)
 
     def release(self, marks: Sequence[float]) -> None:
-        """Numbers need no care."""
+        """Does nothing: numbers hold no resource."""
 
 
 class _Events:

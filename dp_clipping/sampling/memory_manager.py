@@ -18,7 +18,7 @@ from dp_clipping.sampling.units import fill_of
 
 
 class BatchMemoryManager:
-    """Context manager, named as in Opacus: `with BatchMemoryManager(...) as loader`.
+    """Splits batches: `with BatchMemoryManager(...) as loader`, as in Opacus.
 
     The loader splits each batch of `data_loader` into consecutive microbatches of at most
     `max_physical_batch_size` samples, and before it yields one calls
@@ -147,7 +147,7 @@ class Position:
 
 
 class MicrobatchLoader(DataLoader):
-    """Loader that `BatchMemoryManager` yields.
+    """The loader that `BatchMemoryManager` yields.
 
     Attributes:
         real: of the last microbatch, how many rows are samples: the first ones.

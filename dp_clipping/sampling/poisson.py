@@ -1,4 +1,4 @@
-"""Poisson sampling: in every step each sample takes part with probability q, independently.
+"""Poisson sampling: each sample takes part in each step with probability q, independently.
 
 That is what the accountants assume (Abadi et al. 2016, "Deep Learning with Differential Privacy";
 Mironov, Talwar and Zhang 2019, "Rényi Differential Privacy of the Sampled Gaussian Mechanism"), so
@@ -47,7 +47,7 @@ def included(key: bytes, step: int, num_samples: int, sample_rate: float) -> Ten
 
 
 class Drawn(NamedTuple):
-    """Rows of a batch, or of a part of it; `fill` says which only fill up a unit, if some do."""
+    """Rows of a batch, or of a part of it; `fill` marks rows that only fill up a unit."""
 
     rows: int
     fill: Tensor | None = None
@@ -161,7 +161,7 @@ class PoissonSampler(Sampler[list[int]]):
         return Drawn(len(rows), fill_of(rows, self.examples_per_unit))
 
     def rekey(self, key: bytes) -> None:
-        """Samples the coming batches from another key, as a resumed run does."""
+        """Samples all later batches with another key, as a resumed run does."""
         _check_sampling(key, 0, self.num_samples, self.sample_rate)
         self._key = key
 

@@ -53,7 +53,7 @@ class SampleUsage:
         self.is_unused = False
 
     def hand_over(self, samples: int, is_dummy: bool = False, fill: Tensor | None = None) -> None:
-        """Notes a batch that the loader is about to yield."""
+        """Records a batch that the loader is about to yield."""
         self.handed = self.left = samples
         self.fill = fill
         self.holds_dummy = is_dummy
@@ -62,7 +62,7 @@ class SampleUsage:
         self.rows = None
 
     def pad(self, rows: int | None, real: int = 0) -> None:
-        """Notes that only the first of so many rows are samples; None: all are, from here on."""
+        """Declares the first `real` of `rows` rows as samples; None: all are, from here on."""
         self.rows, self.real = rows, real
 
     def real_of(self, rows: int) -> int:
@@ -102,7 +102,7 @@ class SampleUsage:
     def use(
         self, samples: int, on_any_rank: Callable[[bool], bool] = bool, *, part: bool = False
     ) -> None:
-        """Notes samples that a backward is about to add.
+        """Counts samples that a backward is about to add.
 
         Args:
             on_any_rank: whether a flag is set on any rank; called from the second backward of a
@@ -149,7 +149,7 @@ class SampleUsage:
         self.left = self.handed or 0
 
     def close(self) -> None:
-        """Notes that a step is about to be released: its batch cannot be used again."""
+        """Records that a step is about to be released: its batch cannot be used again."""
         self.steps += 1
         self.take_back()
 

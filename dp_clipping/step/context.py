@@ -1,4 +1,4 @@
-"""What all steps of one model have in common, settled when the model is made.
+"""The parts that all steps of one model share, fixed when the model is made.
 
 Nothing in it is replaced later. To run steps of another kind, `verification.check` makes another
 context with `dataclasses.replace`.

@@ -1,4 +1,4 @@
-"""Forward and backward of a captured network: each forward opens a private step for one backward.
+"""Runs forward and backward of a captured network; each forward opens one private step.
 
 Before the first forward, `establish` determines which dimension of each layer's tensors counts the
 samples. After a pass that failed half-way, a sharded network is reset, so that the next pass works.
@@ -78,7 +78,7 @@ class ForwardBackward:
         self.context.plans.forget()
 
     def skip_checks(self, batches: int) -> None:
-        """See `PrivateModel.skip_checks`."""
+        """Skips checks of samples; see `PrivateModel.skip_checks`."""
         self._establishment.skip_checks(batches)
 
     def forward(
@@ -352,7 +352,7 @@ class ForwardBackward:
 
     @contextmanager
     def _state_is_checked(self, module: nn.Module, batch: Batch) -> Iterator[None]:
-        """A context for one forward, which may not carry data to the next one; see `carried`.
+        """Surrounds a forward; refuses state that carries data to the next one; see `carried`.
 
         The host compares references and version counters, and reads no value.
         """

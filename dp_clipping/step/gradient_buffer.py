@@ -28,7 +28,7 @@ from dp_clipping.step.state import StepState
 
 
 class GradientBuffer:
-    """`.grad` of the trainable parameters of one private model.
+    """Owns `.grad` of the trainable parameters of one private model.
 
     Args:
         context: the model's parameters, and what takes clipped sums to their shards.
@@ -117,7 +117,7 @@ class GradientBuffer:
             self.accumulate(parameter, None)
 
     def end_backward(self) -> None:
-        """Notes whether sums stay on this rank; called where `no_sync` still holds."""
+        """Records whether sums stay on this rank; called where `no_sync` still holds."""
         self.state.held_back = self.wrapper is not None and not _sends(self.wrapper)
         self.watch.note()
         if self.context.sums is not None:

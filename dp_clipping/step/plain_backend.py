@@ -38,7 +38,7 @@ class PlainPlans:
         return False
 
     def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
-        """Notes nothing."""
+        """Does nothing."""
 
     def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
         """Returns whether G [d, p] is kept rather than its factors."""

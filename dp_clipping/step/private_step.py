@@ -41,7 +41,7 @@ Accumulate = Callable[[Parameter, Tensor | None], None]
 
 
 class Stage(Enum):
-    """What a backward does with per-sample gradients that arrive."""
+    """Says what a backward does with per-sample gradients that arrive."""
 
     IDLE = auto()
     NORMS = auto()
@@ -61,7 +61,7 @@ class Plans(LayerPlanner, Protocol):
 
 
 class Sums(Protocol):
-    """How a step forms clipped sums, once its coefficients are known."""
+    """Forms clipped sums of a step once its coefficients are known."""
 
     def begin(self) -> None:
         """Begins the sums, before the second backward if there is one."""
@@ -258,7 +258,7 @@ class PrivateStep:
         self._parts.setdefault(parameter, []).append(factors)
 
     def joined(self, parameter: Parameter) -> None:
-        """Hands on what all uses of a weight have left: factors, or G where it is smaller."""
+        """Delivers all uses of a weight together: as factors, or as G where that is smaller."""
         factors = LinearFactors.joined(self._parts.pop(parameter))
         left, right = factors.operands
         if self.plans.prefers_dense(left.shape[1], left.shape[2], right.shape[2]):

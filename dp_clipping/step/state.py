@@ -27,7 +27,7 @@ from dp_clipping.sampling.usage import SampleUsage
 
 
 class Phase(Enum):
-    """What `.grad` holds."""
+    """The phases of a step, by what `.grad` holds."""
 
     IDLE = auto()
     OPEN = auto()
@@ -82,7 +82,7 @@ class Microbatches:
     keeps_sums: bool = False
 
     def signal(self, do_skip: bool) -> None:
-        """Notes that the next part is not the last one, if `do_skip`."""
+        """Records whether the next part is not the last one (`do_skip`)."""
         self.skips_next = self.accumulating = do_skip
 
     def take(self) -> bool:
@@ -91,7 +91,7 @@ class Microbatches:
         return self.keeps_sums
 
     def end(self) -> None:
-        """Notes that no further part comes."""
+        """Records that no further part comes."""
         self.accumulating = self.skips_next = self.keeps_sums = False
 
 
@@ -163,12 +163,12 @@ class StepState:
         self.on_open()
 
     def add_backward(self) -> None:
-        """Notes that another backward of the step begins."""
+        """Records that another backward of the step begins."""
         self.require_sums()
         self.phase = Phase.OPEN
 
     def reduce(self) -> None:
-        """Notes that the sums of all ranks have arrived, if a step is open."""
+        """Records that the sums of all ranks have arrived, if a step is open."""
         self.held_back = False
         if self.is_open:
             self.phase = Phase.REDUCED
@@ -188,18 +188,18 @@ class StepState:
         return number
 
     def add_noise(self) -> None:
-        """Notes that noise has been added to `.grad`."""
+        """Records that noise has been added to `.grad`."""
         self.require_sums()
         self.phase = Phase.NOISY
 
     def apply(self) -> None:
-        """Notes that the optimizer applies `.grad`."""
+        """Records that the optimizer applies `.grad`."""
         if not self.is_noisy:
             raise RuntimeError("sums without noise must not be applied: call optimizer.step()")
         self.phase = Phase.IDLE
 
     def drop(self) -> None:
-        """Notes that `.grad` is emptied. Its samples may be used again unless they were counted."""
+        """Records that `.grad` is emptied. Its samples may be used again if not yet counted."""
         self.phase = Phase.IDLE
         self.held_back = False
         self.losses = []

@@ -27,7 +27,7 @@ Gradients = dict[str, Tensor]
 
 
 class Widened(TorchFunctionMode):
-    """Casts to float32 go to `dtype` here: the norms of Hugging Face's models have some inside."""
+    """Redirects casts to float32 to `dtype`; norms of Hugging Face's models contain such casts."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

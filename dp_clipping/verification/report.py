@@ -14,7 +14,7 @@ SHOWN = 8  # samples, in print
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Bounds what rounding may do, relative: to a sample's norm, to a parameter's clipped sum.
+    """Bounds of relative rounding errors, of a sample's norm and of a parameter's clipped sum.
 
     `floor`: of the whole; what is below may be nothing but rounding, and is compared with that.
     """
@@ -33,7 +33,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True, eq=False)
 class Check:
-    """Both sides, of B samples. Not covered by ε.
+    """Compares both sides for B samples. Not covered by ε.
 
     Attributes:
         norms: unclipped, of the private step, [B] float32 (float64).

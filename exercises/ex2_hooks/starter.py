@@ -51,8 +51,7 @@ class OverlapDDP(nn.Module):
 
     @torch.no_grad()
     def start_reduction(self, parameter: nn.Parameter) -> None:
-        """Starts the all-reduce of a gradient. Autograd calls this once the gradient is
-        accumulated."""
+        """Called by autograd when parameter.grad has been accumulated."""
         raise NotImplementedError("start an all-reduce of the gradient and keep the handle")
 
     @torch.no_grad()

@@ -33,7 +33,7 @@ def divisible(rank: Rank) -> None:
 
 
 def not_divisible(rank: Rank) -> None:
-    """Numbers that the ranks do not divide, or fewer than ranks, become their sum over the ranks."""
+    """Numbers that the ranks do not divide, or fewer than ranks, become their sum."""
     for count in (13, 7, 2, 1):
         reduced(rank, count)
 

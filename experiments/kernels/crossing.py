@@ -81,7 +81,7 @@ def panels(results: dict) -> dict[int, list[dict]]:
 
 
 def crossing(cells: list[dict], key: str, one: str, other: str) -> tuple[float, float] | None:
-    """Returns length and ratio at which two curves cross, on logarithmic axes; None if they do not."""
+    """Returns (length, ratio) at which two curves cross on logarithmic axes, or None."""
     for before, after in pairwise(cells):
         gaps = [log(cell[key][one] / cell[key][other]) for cell in (before, after)]
         if gaps[0] != gaps[1] and gaps[0] * gaps[1] <= 0:

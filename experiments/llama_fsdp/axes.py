@@ -74,7 +74,7 @@ def short(value: float) -> str:
 
 
 def set_range(setter: Callable[[float, float], Any], values: Sequence[float]) -> None:
-    """Sets an axis range with a margin around the points: 30 % of their extent or, if larger, 3 %."""
+    """Sets an axis range with a margin of 30 % of the points' extent, and of 3 % at least."""
     low, high = min(values), max(values)
     room = 0.3 * max(high - low, 0.1 * high)
     setter(max(0.0, low - room), high + room)

@@ -99,7 +99,7 @@ class VideoResNet(nn.Sequential):
 
 
 def _stages(conv: type[nn.Module], width: int, per_stage: int) -> list[nn.Module]:
-    """Returns four stages of basic blocks; each but the first halves the side, doubles the width."""
+    """Returns four stages of basic blocks; stages 2 to 4 halve the side and double the width."""
     layers: list[nn.Module] = []
     inputs = width
     for stage in range(4):

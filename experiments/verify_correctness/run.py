@@ -220,7 +220,7 @@ class Report:
             self.findings.append(finding)
 
     def say_progress(self, label: str) -> None:
-        """Prints a line if none was printed for SILENCE seconds, where `Progress` has no terminal."""
+        """Prints a line after SILENCE seconds without one, where `Progress` has no terminal."""
         if time.monotonic() - self._spoke >= SILENCE:
             self._spoke = time.monotonic()
             print(f"{self.say_done()}; now {label}", flush=True)

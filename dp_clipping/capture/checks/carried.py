@@ -1,4 +1,4 @@
-"""State that a network carries from one batch to the next is refused by name, and put back.
+"""Refuses by name state that a network carries from batch to batch, and restores it.
 
     model     parameters, persistent buffers and the set of both: a forward may change none of them
     working   other buffers, attributes, what hooks keep: may change, unless what the next batch
@@ -171,14 +171,17 @@ class Carried:
                 around[number] = hook
 
     def refuse(self, few: tuple[tuple, dict]) -> None:
-        """`refuse_carried`, from a call's arguments: its first sample alone, and its second."""
+        """Calls `refuse_carried` with a call's first sample alone, and with its second."""
         batch = self.batch_of(*few)
         first, second = (batch.with_rows([n] * batch.size) for n in range(2))
         refuse_carried(self.state, lambda x: self._run(*x[0], **x[1]), first, second)
 
     @contextmanager
     def checked(self, args: tuple, kwargs: dict, when: str) -> Iterator[None]:
-        """Inside is one call; it is repeated with all samples, as other sizes may not fit."""
+        """Surrounds one call and, if state has changed, checks it by a second call.
+
+        The second call has all samples, since other sizes may not fit.
+        """
         mark = self.state.mark()
         yield
         if mark.changes() and tensors_in((args, kwargs)):

@@ -1,4 +1,4 @@
-"""Which variables of modules a function names, and whose code it is."""
+"""Finds the module-level variables that a function's code names, and which module it is of."""
 
 import dis
 import sys
@@ -14,7 +14,7 @@ STANDARD = sysconfig.get_path("stdlib")
 
 
 class Named(NamedTuple):
-    """Lists the names that a function's code uses, and that of functions inside it.
+    """Names that a function's code uses, with those of functions inside it.
 
     Attributes:
         read: global variables that it reads.

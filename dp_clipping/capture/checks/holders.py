@@ -20,7 +20,7 @@ MISSING = object()
 
 
 class Change(NamedTuple):
-    """Something that is held otherwise now.
+    """A value that has been replaced where it was held.
 
     Attributes:
         name: of it.

@@ -1,4 +1,4 @@
-"""Losses that depend on other samples than their own, found by exchanging those.
+"""Finds losses that depend on other samples, by exchanging those samples.
 
 Two looks at one batch. In the graph of the step, from the losses to the network's outputs: the
 derivative of other samples' losses for a sample's outputs is zero, whatever the code in between.
@@ -35,7 +35,7 @@ REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueErr
 
 
 class Watched:
-    """Outputs of one forward, through which its losses are looked at.
+    """Outputs of one forward that are watched on their way to the losses.
 
     Args:
         outputs: what the network has returned.

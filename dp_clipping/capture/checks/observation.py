@@ -104,7 +104,7 @@ class Observer:
     def _watched(
         self, seen: Seen, batch_size: int, rounding: torch.Generator | None
     ) -> Iterator[list[Tensor]]:
-        """Inside, every call of a captured layer is noted; what is yielded, all of them lead to.
+        """Enters a context that records calls of captured layers; yields the layers' triggers.
 
         A zero that requires a gradient is added to each output, so that autograd comes to all
         layers, and computes no gradient of a parameter.

@@ -1,4 +1,4 @@
-"""Samples that see each other, found by exchanging the company of some.
+"""Finds samples that depend on each other, by exchanging some of the others.
 
 The privacy of a sample rests on the others' gradients not depending on it. A network that centres
 its inputs by the batch's mean breaks that, and no module's type tells. So a batch is run twice with
@@ -45,7 +45,7 @@ Key = tuple[str, str, int]
 
 
 class Schedule:
-    """Batches 1, 2, 4, 8, ... are checked, and the first one that tells enough.
+    """Selects the batches to check: 1, 2, 4, 8, ..., and the first with enough different samples.
 
     Attributes:
         settled: a batch with `PLACES` different samples has been checked.
@@ -209,7 +209,7 @@ class Company:
         beside: Seen,
         drawn: int = 0,
     ) -> None:
-        """`base` is of these rows of the batch, `beside` of a run with others where none stays.
+        """Compares a run of these rows with one in which the other samples were exchanged.
 
         Where the two differ, the first run is repeated with errors of the size of rounding. What
         changes as much by them, or by numbers that the network draws of its own, tells nothing.

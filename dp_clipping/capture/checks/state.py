@@ -1,4 +1,4 @@
-"""Where a network holds values from one batch to the next, and what of it has changed.
+"""Finds where a network holds values from one batch to the next, and which have changed.
 
 `State` knows the places: parameters, buffers, attributes of modules and their classes, what their
 lists, dicts and objects hold, and variables that methods and hooks name: of the functions around
@@ -53,7 +53,7 @@ DEPTH, LENGTH = 5, 4096  # of nested containers; longer ones are data of other k
 
 
 class State:
-    """Where a network, or another callable object, holds values.
+    """All places where a network, or another callable object, holds values.
 
     It visits each kind of place by a method of its own.
 

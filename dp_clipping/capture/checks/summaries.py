@@ -64,7 +64,7 @@ def differ(pairs: Sequence[tuple[Summary, Summary]], stays: Tensor) -> list[bool
 
 @dataclass
 class Seen:
-    """Collects what was seen in one run.
+    """Collects what was observed in one run.
 
     Attributes:
         summaries: (layer, what, number of its call) -> what it had of each sample, in the order of

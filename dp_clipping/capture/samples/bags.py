@@ -1,4 +1,4 @@
-"""Samples whose ids lie one after another, as `nn.EmbeddingBag(ids, offsets)` takes them.
+"""Samples whose ids are concatenated, as `nn.EmbeddingBag(ids, offsets)` takes them.
 
 Of ids [N] no dimension counts the samples: sample b has ids[offsets[b] : offsets[b + 1]].
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Bags:
-    """Numbers of those leaves of a forward's arguments that hold bags, one for each sample.
+    """Positions of the argument leaves that hold bags, one bag for each sample.
 
     Attributes:
         ids: of the leaf [N].

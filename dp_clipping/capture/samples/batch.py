@@ -53,7 +53,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 class Batch:
-    """Arguments of one forward.
+    """The arguments of one forward, with the number of its samples.
 
     Args:
         args, kwargs: as the network gets them; tensors anywhere in them.

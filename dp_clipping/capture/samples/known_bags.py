@@ -1,4 +1,4 @@
-"""Which of a network's arguments are ids with offsets.
+"""Finds which of a network's arguments are ids with offsets.
 
 It is seen in a plain forward, by what the layers are called with, and is known from then on for
 arguments of the same structure.
@@ -30,7 +30,7 @@ NOT_ADDED = (
 
 
 class KnownBags:
-    """What is known of a network's bags, by the structure of its arguments."""
+    """The known bags of a network, by the structure of its arguments."""
 
     def __init__(self, network: nn.Module):
         modules = network.named_modules()
@@ -91,7 +91,7 @@ def _note(
     args: tuple,
     kwargs: dict,
 ) -> tuple[tuple, dict] | None:
-    """Notes the bags that a layer is called with; a hook before its forward."""
+    """Records the bags that a layer is called with; a hook before its forward."""
     names = ("input", "offsets", "per_sample_weights")
     given = dict(zip(names, args, strict=False)) | kwargs
     ids, offsets, weights = (given.get(name) for name in names)

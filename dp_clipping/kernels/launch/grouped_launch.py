@@ -32,7 +32,7 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one launch, on the device.
+    """Rows of one grouped launch, on the device.
 
     Attributes:
         words: [rows · WORDS] int64.

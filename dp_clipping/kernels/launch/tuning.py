@@ -1,4 +1,4 @@
-"""Which tile a matrix kernel takes: the fastest of its candidates, measured once and kept.
+"""Chooses a matrix kernel's tile: the fastest candidate, measured once and stored.
 
 A kernel's first candidate needs no tuning, but another may suit a shape or a GPU better. With
 `DP_CLIPPING_TUNE=1` in the environment a kernel's first launch on a class of operands times all
@@ -108,7 +108,7 @@ def best_for_pairs(
     tiles: Mapping[int, Sequence[Tile]],
     run: Launch,
 ) -> Tile:
-    """`best` for one launch over pairs [B, T, d] and [B, T, p] of one B, T and dtype.
+    """Calls `best` for one launch over pairs [B, T, d] and [B, T, p] of one B, T and dtype.
 
     Args:
         described: the bulk copy engine takes all operands.
@@ -127,7 +127,7 @@ def name_of(kernel: str, described: bool) -> str:
 
 
 def forget() -> None:
-    """Forgets what this process remembers; the file stays."""
+    """Clears the choices of this process; the file stays."""
     _chosen.clear()
     _saved.cache_clear()
 

@@ -27,7 +27,7 @@ def fits(batch_first: bool, known: dict[tuple[int, ...], tuple[Layout, ...]]) ->
 
 @dataclass(frozen=True)
 class Options:
-    """How attention is computed; see `nn.MultiheadAttention`.
+    """Options of attention; see `nn.MultiheadAttention`.
 
     Attributes:
         dropout: 0 outside of training.

@@ -1,4 +1,4 @@
-"""What the backward of a recurrent layer leaves of its weights' per-sample gradients.
+"""Computes per-sample gradients of a recurrent layer's weights from its backward.
 
 Two functions that compute nothing stand around the kernel: `Enter` before it, on the inputs' share
 X of the gates, and `Leave` behind it. In backward `Leave` comes by first and has the states of all
@@ -36,7 +36,7 @@ Takes = tuple[
 
 @dataclass
 class States:
-    """What `Leave` has of a backward: [T, N, D·H] and [D, N, H].
+    """Outputs, first states and output gradients of a run: [T, N, D·H] and [D, N, H].
 
     Attributes:
         outputs: h of all time steps.
@@ -76,7 +76,7 @@ class Run:
         return self.mode == "GRU" or any(projection for *_, projection in self.takes)
 
     def deliver(self, g: Tensor, gates: Tensor | None, weights: list[Weights]) -> list[Any]:
-        """Hands over what G [T, N, D·gates·H] and the states are factors of.
+        """Delivers the factors that G [T, N, D·gates·H] and the states give.
 
         Returns:
             Gradients of the slots.
@@ -184,7 +184,7 @@ class Direction:
 
 
 class Enter(torch.autograd.Function):
-    """X, before the kernel.
+    """Marks the input before the recurrent kernel; its backward runs after the kernel's.
 
     Args:
         gates: X [T, N, D·gates·H].

@@ -55,7 +55,7 @@ def _called(handle: LayerState, module: nn.Module) -> str:
 
 
 class Target(NamedTuple):
-    """Where per-sample gradients of a parameter go.
+    """Where the backward puts per-sample gradients of a parameter.
 
     Attributes:
         slot: the input of `Tap` that makes backward visit it.

@@ -87,7 +87,7 @@ class LayerSums:
 
 
 class NormAndSum:
-    """Factors of one parameter, as the private step takes them.
+    """Factors of one parameter of a registered layer, with the interface of other factors.
 
     Attributes:
         good: samples that are summed [B], None: all.

@@ -1,4 +1,4 @@
-"""`register_layer`: a user's own layer class, and the function that computes its gradients."""
+"""`register_layer`: gives a user's own layer class a function for its gradients."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ SumFunction = Callable[..., Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a class was registered with: `gradients`, or `norm` and `weighted_sum`."""
+    """The functions a class was registered with: `gradients`, or `norm` and `weighted_sum`."""
 
     gradients: GradientFunction | None
     norm: NormFunction | None

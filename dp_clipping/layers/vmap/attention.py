@@ -1,4 +1,4 @@
-"""Attention of a module under vmap: it runs outside of it, on the whole batch.
+"""Runs attention of a module under vmap outside of vmap, on the whole batch.
 
 Under `torch.vmap` PyTorch does not see that a mask (a relative position bias) needs a gradient, and
 takes a kernel that has none.

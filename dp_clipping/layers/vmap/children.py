@@ -1,4 +1,4 @@
-"""Child layers of a module under vmap: they run outside of it, on the whole batch.
+"""Runs child layers of a module under vmap outside of vmap, on the whole batch.
 
 A module that owns a bare parameter runs under `torch.vmap` (see `module`), where its own code sees
 one sample. A layer that it calls would see one sample too, and need a batching rule for all that it

@@ -1,4 +1,4 @@
-"""Any other module: run under `torch.vmap`, every sample with a copy of the parameters.
+"""Runs any other module under `torch.vmap`, each sample with a copy of the parameters.
 
 The copies are one tensor expanded to [B, *parameter], which takes no memory; its gradient under
 ordinary autograd is G. Nothing is derived by hand, so this is right for every module that treats
@@ -168,7 +168,7 @@ def _join(y: Tensor, layout: Layout, examples_per_unit: int) -> Tensor:
 
 
 def _uncovered(module: nn.Module, handle: LayerState) -> AbstractContextManager:
-    """A context in which `functional_call` can replace parameters that ranks share."""
+    """Enters a context in which `functional_call` can replace parameters that ranks share."""
     step = handle.private_step
     shares = step is not None and step.shards_parameters
     return _without_covers(module) if shares else nullcontext()

@@ -55,7 +55,7 @@ def _place_of(error: BaseException) -> str:
 
 @contextmanager
 def escapes_named(network: nn.Module) -> Iterator[None]:
-    """Inside is a forward; where it uses a tensor that vmap has left behind, that is named.
+    """Surrounds a forward, and names a tensor of a finished vmap that it uses.
 
     Raises:
         ValueError: naming the attribute that holds the tensor.

@@ -78,7 +78,7 @@ class LaunchSchedule:
         return self._sharding is not None or self._pending > self._may_wait
 
     def launched(self) -> None:
-        """Notes that the queue is empty."""
+        """Records that the queue is empty."""
         self._pending, self._may_wait = 0, PENDING_BYTES
 
     def is_sync_point(self, parameter: Parameter) -> bool:
@@ -93,7 +93,7 @@ class LaunchSchedule:
         return self._complete > 0 and self._complete >= enough
 
     def reset_sync_point(self) -> None:
-        """Notes that the complete units have been sent."""
+        """Records that the complete units have been sent."""
         self._complete = 0
 
     def is_crowded(self) -> bool:

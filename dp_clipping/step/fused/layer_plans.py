@@ -56,7 +56,7 @@ class LayerPlans:
         self._choices: dict[Parameter, LayerPlan] = {}  # of the plan
 
     def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
-        """Notes that a linear layer is about to be run on x [.., p], once for each of its uses."""
+        """Records that a linear layer is about to run on x [.., p], once for each of its uses."""
         if parameter in self._foreseen or self.plan is not None:  # a checkpoint runs forward again
             return
         self._note(parameter, x, outputs)
