@@ -26,7 +26,7 @@ from lm.runtime import Worker
 from lm.timing import release_memory
 
 TOLERANCE = 1e-4  # float32 sums in another order differ by about 1e-6; a wrong one by far more
-STEPS = 2  # the second step meets rebuilt buckets and gradients that were cleared
+STEPS = 2  # the second step uses rebuilt buckets and cleared gradients
 FLOOR = "none"
 
 Gradients = list[Tensor]
@@ -79,7 +79,7 @@ class Worst(NamedTuple):
 class Gate:
     """Compares with gradients that this process computes alone, in float32.
 
-    `note` is told how far it has come.
+    `note` is called with its progress.
     """
 
     def __init__(self, settings: Settings, worker: Worker, note: Callable[[str], None]):

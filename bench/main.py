@@ -123,7 +123,7 @@ def work(settings: Settings, hardware: Hardware, options: Options) -> int:
     """Runs one rank. Returns its exit status."""
     faulthandler.enable()  # a crash below Python shows where in Python it was
     torch._dynamo.reset()  # imports it, as the first optimizer would
-    gc.freeze()  # what is imported stays: collections, in a step too, need not look through it
+    gc.freeze()  # imported objects stay alive: garbage collections skip them
     task: Benchmark | Profiling | None = None
 
     def on_failure(cause: Cause) -> None:

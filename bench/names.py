@@ -23,13 +23,13 @@ def is_plugin(name: str) -> bool:
 
 
 def plain(name: str) -> str:
-    """Returns what `ddp.wrap` knows the implementation as: without a number."""
+    """Returns the implementation's name for `ddp.wrap`: without a number."""
     path, separator, class_name = name.rpartition(":")
     return path + separator + class_name.partition(_NUMBER)[0]
 
 
 def plugin_file(name: str) -> Path | None:
-    """Returns the absolute path of a plug-in's file; None for what is built in."""
+    """Returns the absolute path of a plug-in's file; None for a built-in implementation."""
     return Path(plain(name).rpartition(":")[0]).absolute() if is_plugin(name) else None
 
 

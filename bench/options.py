@@ -159,7 +159,7 @@ class Options:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Exits with status 2 and one line for what is wrong with an option alone."""
+    """Parses the command line; an invalid option ends it with one line and status 2."""
     return parse_options(
         Options, arguments, prog="benchmark_ddp.py", epilog=EXAMPLES, speaks=is_first_of_host,
         description="Prove, time and profile data-parallel implementations beside PyTorch's own.",

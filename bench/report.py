@@ -154,7 +154,7 @@ def _row(
     gate = next((r for r in cells if r["kind"] == GATE and r["status"] == OK), None)
     if gate:
         error = gate["gradient_error"]
-        error = math.inf if error is None else error  # JSON knows no infinity
+        error = math.inf if error is None else error  # JSON has no infinity
         row["is_wrong"] = not error <= tolerance(subject, settings)
         row["error"] = f"{error:.1e}" + (" WRONG" if row["is_wrong"] else "")
         row["detail"] = gate.get("worst_gradient")

@@ -17,7 +17,7 @@ from lm.model import PRESETS, ModelConfig
 from measure.options import flag, shared_values
 
 KERNEL_OPTIONS = ("tile_size", "memory_budget_mb")  # of `Privacy`, for fused modes only
-SEAM = ("before_gradient", "gradient_ready")  # through which private gradients are handed over
+SEAM = ("before_gradient", "gradient_ready")  # by which a wrapper receives private gradients
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Subject(_Pair):
 
     @property
     def is_fused(self) -> bool:
-        """The mode asks for fused kernels; where they do not run there is no plan all the same."""
+        """Whether the mode uses fused kernels; where they do not run there is no plan."""
         return mode_and_algorithm(self.clipping)[0] in FUSED_MODES
 
     @property
@@ -158,7 +158,7 @@ def settings_from(options: Options, device_type: str, default_folder: Path) -> S
     """Check what the options mean together.
 
     Raises:
-        ValueError: one line that names the option, what is wrong, and what to do.
+        ValueError: one line with the option, the mistake and a remedy.
     """
     names = _names(options)
     clippings, privacy = _clippings(options), _privacy(options)

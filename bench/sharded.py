@@ -109,7 +109,7 @@ def _mesh(layout: Layout, world_size: int, device_type: str):
     if len(axes) > 1:
         # It advises, for every total norm, to make the two axes one.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        # Of logits that are a view of a DTensor's part: nobody writes to them.
+        # The logits are a view of a DTensor's part, which is not written to.
         warnings.filterwarnings("ignore", message=".*returned a view tensor")
     return init_device_mesh(device_type, tuple(sizes[a] for a in axes), mesh_dim_names=axes)
 

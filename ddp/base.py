@@ -153,7 +153,7 @@ class DataParallel(ManualGradients, Wrapper, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Enters a context in which gradients add up locally, to be reduced by the next backward."""
+        """Enters a context in which gradients add up locally; a later backward reduces them."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield

@@ -19,7 +19,7 @@ from ddp.buckets import Bucket
 
 
 class IndividualDDP(DataParallel):
-    """One asynchronous all-reduce per parameter, in the agreed order, while backward goes on."""
+    """Launches one asynchronous all-reduce per parameter, in the agreed order, during backward."""
 
     def launch(self, bucket: Bucket) -> tuple[dist.Work, Tensor]:
         (i,) = bucket.members

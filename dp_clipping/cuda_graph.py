@@ -52,7 +52,7 @@ def refuse(settings: Any, ranks: Any) -> None:
         group.get("capturable") for group in optimizer.param_groups
     )
     reasons = {
-        f"grad_sample_mode {settings.grad_sample_mode!r}, which looks at norms from the host or "
+        f"grad_sample_mode {settings.grad_sample_mode!r}, which reads norms on the host or "
         f"runs backward twice: use {DEFAULT_MODE!r}": settings.grad_sample_mode != DEFAULT_MODE,
         "a module on several ranks, or wrapped: use the network itself on one GPU": (
             ranks.sharding is not None or ranks.everyone is not None

@@ -272,7 +272,7 @@ def hooks_so_far() -> int:
 
 
 def take_hooks_since(module: nn.Module, number: int) -> list[tuple[dict, int, Any]]:
-    """Removes what was registered around its forward since `hooks_so_far` was this number.
+    """Removes the hooks around its forward that were registered after `hooks_so_far`.
 
     Returns:
         For each hook its dict, its number and itself, to be put back there.
@@ -436,7 +436,7 @@ def is_intercepted(module: nn.Module) -> bool:
 
 
 def _compiled_call(own: dict[str, Any]) -> Any:
-    """Returns what `compile()` has left in a module's attributes; None: it was not called."""
+    """Returns the compiled call that `compile()` stores in a module; None: it was not called."""
     found = own.get("_compiled_call_impl")
     return found.compiled if isinstance(found, Intercepted) else found
 
@@ -610,7 +610,7 @@ def plain_name(name: str) -> str:
 
 @cache
 def check_fsdp1() -> None:
-    """Raises RuntimeError for a torch whose FSDP1 has not been looked at."""
+    """Raises RuntimeError for a version of torch whose FSDP1 is not supported."""
     version = tuple(int(n) for n in torch.__version__.split(".")[:2])
     if not (2, 11) <= version < (2, 14):
         raise RuntimeError(

@@ -19,7 +19,7 @@ examples:
   python -m examples.finetune --config run.toml --epsilon 4
       options from a file, as in: data = "notes.jsonl"; a flag has precedence
   python -m examples.finetune --resume
-      goes on after Ctrl-C or a crash, with the same options, bit for bit
+      continues after Ctrl-C or a crash, with the same options, bit for bit
 """
 
 _finite = requires(lambda x: 0 < x < math.inf, "is {}: give a finite number above 0")
@@ -55,12 +55,12 @@ class Options:
     learning_rate: float = option(1e-2, "of AdamW", metavar="R", check=_finite)
     seed: int = option(0, "of the first weights; noise and draws never depend on it", metavar="N")
     device: str = option("auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"))
-    prompt: str = option("the patient ", "text that the model goes on with, before and after",
+    prompt: str = option("the patient ", "prompt that the model continues, before and after",
         metavar="TEXT")
     new_tokens: int = option(40, "of each sample", metavar="N", check=_count)
     output_dir: Path = option(Path("results_finetune"), metavar="FOLDER",
         help="receives the model, its privacy statement and checkpoints")
-    resume: bool = option(False, "go on with the run in --output-dir (default: begin one)")
+    resume: bool = option(False, "continue the run in --output-dir (default: begin one)")
     report_every: int = option(4, "steps between two lines", metavar="N", check=_count)
     save_every: int = option(8, "steps between two checkpoints", metavar="N", check=_count)
 
@@ -75,7 +75,7 @@ class Options:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Exits with status 2 and one line for what is wrong with an option alone."""
+    """Parses the command line; an invalid option ends it with one line and status 2."""
     return parse_options(
         Options, with_config(arguments), prog="finetune", epilog=EXAMPLES,
         description="Fine-tune a causal language model privately, on the rows of a table. "

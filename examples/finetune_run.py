@@ -168,7 +168,7 @@ def _check_positions(options: Options, config: Any) -> None:
 
 @torch.no_grad()
 def sample(model: Any, tokenizer: Any, options: Options) -> str:
-    """Returns what the model goes on with; the same random numbers each time."""
+    """Returns the model's continuation; uses the same random numbers each time."""
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
@@ -194,7 +194,7 @@ class Data:
 
 
 class Progress(TrainerCallback):
-    """Prints ε so far, and ends the training after a whole step when it is told to."""
+    """Prints ε so far, and ends the training after a whole step on Ctrl-C."""
 
     def __init__(self) -> None:
         self.is_stopping = False
@@ -272,13 +272,13 @@ def settings_of(options: Options, rows: int) -> dict[str, Any]:
 
 
 def _begin(options: Options, settings: dict[str, Any]) -> str | None:
-    """Returns the checkpoint to go on from; raises ValueError if the folder does not fit."""
+    """Returns the checkpoint to continue from; raises ValueError if the folder does not fit."""
     folder, file = options.output_dir, options.output_dir / "settings.json"
     there = json.loads(file.read_text()) if file.exists() else None
     if not options.resume:
         if there is not None:
             raise ValueError(
-                f"--output-dir {folder} holds a run: add --resume to go on with it, or give another"
+                f"--output-dir {folder} holds a run: add --resume to continue it, or give another"
             )
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(settings, indent=1) + "\n")

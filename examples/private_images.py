@@ -7,7 +7,7 @@
 
 The recipe is that of De et al., Unlocking High-Accuracy Differentially Private Image Classification
 through Scale (2022): GroupNorm in place of BatchNorm, large Poisson batches, plain SGD at a high
-constant learning rate, and a running mean of the parameters, which is what is evaluated. The
+constant learning rate, and evaluation of a running mean of the parameters. The
 pictures are made here, of the fonts that matplotlib ships (`examples.font_digits`); one picture is
 the unit of privacy. Each ε is a run of its own, from the same first parameters. The last run is not
 private: as many steps of SGD with momentum, without clipping and noise.
@@ -191,7 +191,7 @@ def accuracy_of(network: nn.Module, pictures: Tensor, digits: Tensor) -> float:
     return float((found == digits).float().mean())
 
 
-# ---- what is written -----------------------------------------------------------------------------
+# ---- output files --------------------------------------------------------------------------------
 
 
 def write(options: Options, runs: list[Run]) -> None:

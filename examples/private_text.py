@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse("private_text", error, speaks=is_first_of_host())
     except KeyboardInterrupt:
         if launched_rank() == 0:
-            print(f"\nstopped; to go on from the last checkpoint:\n  {command(arguments)}")
+            print(f"\nstopped; to continue from the last checkpoint:\n  {command(arguments)}")
         return INTERRUPTED
     return 0
 
@@ -358,7 +358,7 @@ class Training:
             f"{self.steps} steps of {options.batch_size} windows on average, each drawn with "
             f"probability 1/{len(self.loader)}; clipped at {options.max_grad_norm:g}, noise "
             f"multiplier {self.optimizer.noise_multiplier:.3f}\n"
-            f"bits a byte: 8 knows nothing, {self._unigram_bits():.2f} knows how often bytes occur "
+            f"bits per byte: 8 is a guess, {self._unigram_bits():.2f} uses how often bytes occur "
             f"(held-out windows)\n"
             "               |     not covered by epsilon     |\n"
             "        step   |  training   clipped   held-out | epsilon spent"

@@ -1,4 +1,4 @@
-"""The picture of a private run: what was learned, how much was clipped, what it cost."""
+"""Draws a private run: what was learned, how much was clipped, what it cost."""
 
 import io
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ def _draw_loss(axes, lines: Sequence[dict], unigram_bits: float) -> None:
             ha="right", size=10, weight="bold", color=HELD_OUT,
         )  # fmt: skip
     axes.legend(frameon=False, fontsize=9, loc="upper right")
-    _finish(axes, "Bits a byte: 8 knows nothing, lower is better", "not covered by ε")
+    _finish(axes, "Bits per byte: 8 is a guess, lower is better", "not covered by ε")
 
 
 def _draw_clipped(axes, lines: Sequence[dict]) -> None:

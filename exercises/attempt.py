@@ -25,7 +25,7 @@ UNMATCHED = re.compile(r"[Tt]imed out|[Tt]imeout|[Cc]onnection (closed|reset)|gl
 
 
 class Wrong(Exception):
-    """The solution lacks the property; the message says what was seen and what to look at."""
+    """Raised if the solution lacks the property; the message says why and where to look."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ Loss = Callable[[nn.Module, int], Tensor]
 
 
 class Branches(nn.Module):
-    """A common layer, then the branches that a forward is told to take, in that order.
+    """A common layer, then the branches in the order that is passed to forward.
 
     All branches have the same shape, so a gradient added to the wrong one raises no error.
     """

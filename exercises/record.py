@@ -3,10 +3,10 @@
 Every public call is recorded once, with the size of its first tensor, its peer and whether it was
 asynchronous; a call that torch makes on behalf of another is not. `wait()` on what an asynchronous
 call returned is recorded too, and a check adds marks of its own, such as "this gradient has been
-accumulated". So one list tells what happened before what.
+accumulated". So one list gives the order of events.
 
 The calls also go into a file, one line each, written before the call is made: if the rank never
-comes back, the file still tells where it stopped.
+returns, the file still says where it stopped.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""A decoder-only transformer; it knows nothing of devices, ranks or parallelism.
+"""A decoder-only transformer, without code for devices, ranks or parallelism.
 
 Pre-norm blocks (Xiong et al. 2020) with RMSNorm (Zhang and Sennrich 2019), rotary positions
 (Su et al. 2021, "RoFormer"), causal attention (Vaswani et al. 2017) and the SwiGLU feed-forward

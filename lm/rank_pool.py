@@ -191,6 +191,6 @@ def _serve(
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         gc.collect()
-        gc.freeze()  # what is left, modules mostly, stays: the next collection is then cheap
+        gc.freeze()  # the rest, mostly modules, stays alive: later collections skip it
     dist.destroy_process_group()
     gc.collect()  # a gloo process that has built an optimizer may abort at exit without this

@@ -90,7 +90,7 @@ def has_parent() -> bool:
 def typed_command(program: Sequence[str], arguments: Sequence[str]) -> list[str]:
     """Returns the command that starts the same run again; `program` is as for `python`.
 
-    A worker that `lm.launch` has started tells the command of the process that did it.
+    A worker of `lm.launch` returns the command of the process that started it.
     """
     if not launched() or has_parent():
         return ["python", *program, *arguments]

@@ -99,7 +99,7 @@ def time_steps(
     """Takes one step a batch and times those after the first `warm_up`.
 
     Args:
-        note: is told which step begins.
+        note: called with the step that begins.
         warmed_up: called between the warm-up and the timed steps.
     """
     for number, batch in enumerate(batches[:warm_up]):
@@ -145,7 +145,7 @@ def wait_for_all(device: torch.device) -> None:
 
 
 def release_memory(device: torch.device) -> None:
-    """Gives back what is not used any more: memory, and graphs compiled for other shapes."""
+    """Frees unused memory, and graphs compiled for other shapes."""
     gc.collect()
     torch._dynamo.reset()
     if device.type == "cuda":

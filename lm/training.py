@@ -1,7 +1,7 @@
 """One training step with its phases named.
 
-The benchmark, the profiler and the tests all call this one step, so what is measured is what is
-tested. It knows neither variants nor devices nor privacy: the caller hands it a forward that
+The benchmark, the profiler and the tests all call this one step, so the measured step is the
+tested one. It has no code for variants, devices or privacy: the caller passes a forward that
 returns the loss and whatever must happen between backward and the optimizer.
 """
 

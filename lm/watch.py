@@ -78,7 +78,7 @@ def _left(rank: int) -> str:
 
 
 def read_text(store: dist.Store, key: str) -> str:
-    """Returns what was said (`DOING`) or handed over (`HANDED_OVER`); empty if nothing."""
+    """Returns the text under `DOING` or `HANDED_OVER`; empty if there is none."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
@@ -136,7 +136,7 @@ class Watch:
     def hand_over(self, what: str) -> None:
         """Passes a text to the launcher, which returns it with the outcome; the last one counts.
 
-        What rank 0 hands over counts.
+        Rank 0's text counts.
         """
         self._store.set(HANDED_OVER, what)
 

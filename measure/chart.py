@@ -71,7 +71,7 @@ def draw_comparison(
 
 
 def _layout(rows: Sequence[dict], head: float):
-    """Returns figure and axes; the memory axes are None if no row knows its memory."""
+    """Returns figure and axes; the memory axes are None if no row has its memory."""
     from matplotlib.figure import Figure
 
     height = head + _ROW * max(1, len(rows)) + _FOOT

@@ -85,7 +85,7 @@ def _close_unread() -> bool:
     found = False
     for stream in (sys.stdout, sys.stderr):
         poll = select.poll()
-        poll.register(stream.fileno(), 0)  # errors are reported unasked
+        poll.register(stream.fileno(), 0)  # errors are always reported
         if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
             found = True
             _discard(stream)
@@ -111,7 +111,7 @@ def check_folder(name: str, folder: Path, create: bool) -> None:
 
     `name` is the option's; `create` makes the folder.
 
-    It is tried, not asked: what a system says of permissions is not all that can be in the way (a
+    It tries to write, since permissions are not all that can prevent it (a
     read-only file system, /proc). Without `create` it is tried where the folder would begin, under
     a name of its own: several processes may try at the same time.
 

@@ -121,7 +121,7 @@ def _gpu(torch, index: int) -> dict:
 
 
 def _cpu_model() -> str | None:
-    """Returns the processor's name as Linux gives it, elsewhere what Python knows."""
+    """Returns the processor's name as Linux gives it, elsewhere as Python does."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

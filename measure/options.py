@@ -91,7 +91,7 @@ def parse_options(
 ) -> Options:
     """Parses `arguments` (default: the command line's) into a dataclass of options.
 
-    Exits with status 2 and one line for what is wrong, also for a ValueError that the dataclass
+    A mistake ends it with one line and status 2, also a ValueError that the dataclass
     raises in `__post_init__`.
     """
     parser = parser_of(kind, **texts)

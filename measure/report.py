@@ -116,7 +116,7 @@ def render(folder: Path) -> str:
         ("Phases", _phases(cells)),
         (memory, _tables(good, memory_table, memory, memory_legend(good))),
         ("Pictures", _pictures(folder)),
-        ("What was not measured", _failures(cells)),
+        ("Not measured", _failures(cells)),
         ("Environment", [("facts", environment(cells))]),
         ("Settings", [("note", "What all cells have in common."), ("facts", settings(cells))]),
         ("Commands", _commands(cells)),

@@ -54,7 +54,7 @@ class Results:
     def record(self, row: dict) -> None:
         """Appends `row`, which has a `status` and either a `key` or the `config` it follows from.
 
-        `schema_version` is added. JSON knows no NaN and no infinity: such numbers become null.
+        `schema_version` is added. JSON has no NaN and no infinity: such numbers become null.
         """
         status = row.get("status")
         if status not in STATUSES:

@@ -161,7 +161,7 @@ def read_cells(path: str | Path) -> list[Cell]:
     `results.jsonl`.
 
     Raises:
-        ValueError: there are no results, or what is there is something else.
+        ValueError: there are no results, or the files are of another kind.
     """
     cells: dict[str, Cell] = {}
     for source, row in _rows(Path(path)):
@@ -220,7 +220,7 @@ def _add(cells: dict[str, Cell], row: dict) -> None:
     if row.get("kind") == _GATE:
         cell.gate = _round(row)
         if cell.gate.status == OK:
-            error = row["gradient_error"]  # JSON knows no infinity
+            error = row["gradient_error"]  # JSON has no infinity
             cell.gradient_error = math.inf if error is None else float(error)
     else:
         for one in row.get("rounds", [row]):

@@ -57,7 +57,7 @@ class Gradients:
     Attributes:
         parameters, names, index: the parameters; of each, its names and its index.
         reduced: indices of those whose `.grad` is the reduced value.
-        stand_ins: what is reduced for a parameter that has no gradient on this rank.
+        stand_ins: zeros that are reduced for a parameter without a gradient on this rank.
         absent: what a stand-in is filled with. Zero; NaN in a step that is being discarded, so that
             a rank that does not discard it sees at once that it has no mean.
     """
@@ -160,7 +160,7 @@ class Gradients:
                 parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
     def drop(self) -> None:
-        """Discards all gradients; what is still reduced for them is NaN."""
+        """Discards all gradients; later reductions of them give NaN."""
         self.absent = torch.nan
         for parameter in self.parameters:
             parameter.grad = None

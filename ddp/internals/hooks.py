@@ -40,7 +40,7 @@ class AutogradHooks:
 
     Both hooks sit on the node that accumulates a parameter's gradient. The second one runs when
     all `register_post_accumulate_grad_hook` hooks of the parameter have run, those that a user adds
-    after wrapping too, so that what they make of `.grad` is what is reduced. A tied parameter's
+    after wrapping too, so that their changes of `.grad` are reduced. A tied parameter's
     hooks run once a backward, with the sum of its uses. They run in autograd's thread, on the
     stream on which the gradient is accumulated, so that a collective started there is queued
     behind the accumulation. `torch.autograd.grad` accumulates nothing and runs neither.

@@ -1,4 +1,4 @@
-"""Tracks one step, and names what is wrong when it is incomplete or has failed."""
+"""Tracks one step, and raises errors that say why it is incomplete or has failed."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class Variant(Owner, Protocol):
 
 @dataclass(frozen=True)
 class Launch:
-    """A bucket that left when `ready` gradients of the step had arrived; names in bucket order."""
+    """A bucket that was launched once `ready` gradients had arrived; names in bucket order."""
 
     ready: int
     nbytes: int
@@ -53,7 +53,7 @@ class Step:
     """One step, from its first forward or gradient to `finish_gradient_synchronization`.
 
     Every event of a step (a forward, an arriving gradient, the end of a backward, a failure) has a
-    method here, so that only this class knows which may follow which.
+    method here, so that the allowed orders are defined in this class alone.
 
     Attributes:
         unfinished: something has happened that `finish_gradient_synchronization` must complete.
@@ -169,7 +169,7 @@ class Step:
         return self._backward_reduces
 
     def _mark_unreached_ready(self, variant: Variant) -> None:
-        """Marks parameters that no forward of this step uses as ready, so that no bucket waits."""
+        """Marks parameters that no forward of this step uses as ready, so that buckets complete."""
         if variant.find_unused_parameters and self._reached and len(self._schedule.arrivals) == 1:
             self._schedule.ready |= set(range(len(self._gradients.parameters))) - self._reached
 

@@ -38,7 +38,7 @@ Parts = dict[str, HistoryPart]
 
 OTHERS = ""
 """In place of a fingerprint: steps that no run of this engine has made (of a user's own mechanism,
-or of an accountant that was handed on)."""
+or of an accountant that was passed on)."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Step:
 
     Attributes:
         fingerprint: of the key.
-        number: under which the key is asked for noise.
+        number: the step's number in the noise stream of its key.
         sigma, rate: as they are counted.
         clip_norms: C, or those of the clipping groups.
         batch_number: of the Poisson batch that it is made of; None if it is made of another.
@@ -153,7 +153,7 @@ class Account:
         return max(0.0, float(self.accountant.get_epsilon(delta)))
 
     def _refuse_lost(self) -> None:
-        """Raises RuntimeError if the accountant's history no longer has what was counted."""
+        """Raises RuntimeError if the accountant's history lacks steps that were counted."""
         counted: Counter[tuple[float, float]] = Counter()
         for _, history in self._parts.values():
             counted += _totals(history)

@@ -19,7 +19,7 @@ class PrivacyStatement:
 
     Attributes:
         relation: which data sets are neighbours.
-        unit: what is added or removed.
+        unit: the unit of privacy, which is added or removed.
         noise_multiplier: σ.
         max_grad_norm: C, or C_k of each clipping group. With an adaptive threshold: where it is
             now; what it follows is paid for in σ.

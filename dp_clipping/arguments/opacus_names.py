@@ -64,7 +64,7 @@ MODEL = {
     "add_hooks": "give a network to engine.make_private(module=..) again",
     "disable_hooks": "model.eval() runs the network alone",
     "enable_hooks": "model.train() makes its calls private steps again",
-    "is_supported": "engine.is_compatible(module=network) tells it of a whole network",
+    "is_supported": "engine.is_compatible(module=network) checks a whole network",
     "validate": "call engine.validate(module=network)",
     "iterate_submodules": "use network.modules()",
     "GRAD_SAMPLERS": "a layer without arithmetic of its own runs under torch.vmap, unregistered",

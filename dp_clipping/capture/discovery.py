@@ -112,7 +112,7 @@ class LayoutDiscovery:
                 raise
             raise ValueError(
                 "the network packs sequences that must be sorted by length, and batches with other "
-                "samples in some places are run to see whether samples see each other: call "
+                "samples in some places are run to find samples that depend on each other: call "
                 "pack_padded_sequence(x, lengths, enforce_sorted=False)"
             ) from error
         except ValueError as error:
@@ -149,7 +149,7 @@ class LayoutDiscovery:
         return due or not self._is_known or self._is_provisional
 
     def count(self, size: int) -> None:
-        """Counts a batch that is not looked at."""
+        """Counts a batch that is not checked."""
         self._schedule.next_is_due(size, alone=True)
 
     def look(self, batch: Batch) -> None:
@@ -171,7 +171,7 @@ class LayoutDiscovery:
         self._bags.forget()
 
     def skip_checks(self, batches: int) -> None:
-        """Counts so many batches as looked at."""
+        """Counts so many batches as checked."""
         self._schedule.skip(batches)
 
     def forecast(self, batch: Batch) -> CompiledShapes:
@@ -261,7 +261,7 @@ class LayoutDiscovery:
             if self._sharding is not None:
                 raise ValueError(
                     "the network returns other tensors than in the first batch, and other ranks "
-                    "cannot be asked to look again now: call model.reset_batch_layouts() on every "
+                    "cannot repeat the search now: call model.reset_batch_layouts() on every "
                     "rank before a forward that differs"
                 ) from error
             self.look(batch)
@@ -309,7 +309,7 @@ class LayoutDiscovery:
         dist.all_gather_object(counts, count, group=self._sharding.everyone)
         return max(counts)
 
-    # ---- what is carried from batch to batch ----------------------------------------------------
+    # ---- state from batch to batch -----------------------------------------------------------
 
     def _forward_and_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns outputs of a plain step and, unless ranks compute them together, gradients."""
@@ -350,7 +350,7 @@ class LayoutDiscovery:
         dist.broadcast_object_list(given, group=everyone, group_src=source)
         device = self._capture.trigger.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(0)  # what is random in the network must not part the ranks
+            torch.manual_seed(0)  # random numbers of the network must not make ranks differ
             self._look(_moved(given[0], device), largest)
 
 

@@ -37,7 +37,7 @@ class Resume:
 
     Attributes:
         saved: its entries.
-        keys: those to go on with; None: new ones are to be made.
+        keys: those to continue with; None: new ones are to be made.
         unsaved: steps that the engine has counted and the checkpoint lacks; they stay in the
             account.
         notes: what deserves a warning.

@@ -131,7 +131,7 @@ class PrivateRun:
         }
 
     def sampler_state(self) -> dict[str, int | float] | None:
-        """Returns where the loader goes on after a resume.
+        """Returns where the loader continues after a resume.
 
         A Poisson batch that was handed out and not used comes again. One that was used is not,
         also if the loader was not told of it.
@@ -148,7 +148,7 @@ class PrivateRun:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Names what is saved of a run or loaded into it, and where.
+    """The parts of a run that are saved and loaded.
 
     Attributes:
         path: the file, or the folder of a sharded model.
@@ -174,7 +174,7 @@ class Snapshot:
 
 
 def random_states(run: PrivateRun) -> list[dict[str, Tensor]]:
-    """Returns torch's random state of each rank: dropout must go on where it was.
+    """Returns torch's random state of each rank, so that dropout continues where it was.
 
     Not those of Python and numpy, nor of a generator that the user gave the loader.
     """

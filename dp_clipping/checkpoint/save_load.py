@@ -12,7 +12,7 @@ A save replaces files in an order in which a kill at any moment leaves a checkpo
 
 A checkpoint names its key by a fingerprint, so a load finds its line, or sees that none is there.
 
-When does a load go on with the saved key? The same key gives the same noise, and two different
+When does a load continue with the saved key? The same key gives the same noise, and two different
 sums under the same noise give away their difference. So:
 
 | differs from the saved run | what a load does |
@@ -94,7 +94,7 @@ def save(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
 
     Raises:
         RuntimeError: in the middle of a step, or if a rank could not write.
-        ValueError: if a load without executing code could not read what is to be saved, or could
+        ValueError: if the data could not be loaded without executing code, or could
             not find the parts of a parameter again.
     """
     check_save(snapshot.run)

@@ -94,7 +94,7 @@ def check_part(run: PrivateRun, name: str, x: Tensor) -> None:
         return
     if run.group is None:
         raise ValueError(
-            f"{name} is sharded, but this run's ranks know nothing of each other: grad_sample_mode "
+            f"{name} is sharded, but this run's ranks have no common group: grad_sample_mode "
             f"{run.settings['mode']!r} has no checkpoints of sharded models"
         )
     believed = [

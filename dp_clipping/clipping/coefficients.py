@@ -151,7 +151,7 @@ def _check_function(
 
 
 def _one_by_one(fn: ClippingFunction, norms: Tensor, limit: Tensor) -> Tensor:
-    """Returns coefficients of norms that do not see each other, and are not written to."""
+    """Returns coefficients from detached norms, each sample's from its own norm alone."""
     return torch.vmap(fn, in_dims=(0, None), randomness="different")(norms.clone(), limit.clone())
 
 

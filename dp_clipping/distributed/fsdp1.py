@@ -236,7 +236,7 @@ def _refuse(module: nn.Module, units: list[FSDP]) -> None:
     if any(isinstance(p, FlatParameter) for p in module.parameters()):
         raise ValueError(
             "FullyShardedDataParallel (FSDP1) with use_orig_params=False hides the parameters, "
-            "which layers and groups of parameters are told apart by: give use_orig_params=True, "
+            "by which layers and groups of parameters are identified: give use_orig_params=True, "
             f"or {USE_FSDP2}"
         )
     group = dist.get_process_group_ranks(units[0].process_group)
@@ -280,7 +280,7 @@ def _gathering_again(root: FSDP) -> Iterator[None]:
 
 
 def _shard_again(root: FSDP) -> None:
-    """Frees what is gathered: shards take its place."""
+    """Frees gathered parameters; shards take their place."""
     for unit, handle in _handles(root):
         if not handle.uses_sharded_strategy:
             handle.reshard(free_unsharded_flat_param=False)
@@ -299,7 +299,7 @@ def _handles(root: FSDP, recurse: bool = True) -> list[tuple[FSDP, Any]]:
     """Returns units that have parameters, each with FSDP1's private state of it.
 
     Raises:
-        RuntimeError: for a torch whose FSDP1 has not been looked at.
+        RuntimeError: for a version of torch whose FSDP1 is not supported.
     """
     units = FSDP.fsdp_modules(root) if recurse else [root]
     found = [(unit, fsdp1_handle(unit)) for unit in units]

@@ -69,7 +69,7 @@ class PrivateTrainer(Trainer):
 
     Attributes:
         engine: the `PrivacyEngine`.
-        criterion: `compute_loss_func`, asked for one loss a sample; known in training.
+        criterion: `compute_loss_func`, called for one loss per sample; set in training.
 
     Raises:
         ValueError: for arguments that private training cannot follow, with what to use instead.
@@ -224,7 +224,7 @@ class PrivateTrainer(Trainer):
         self.model_wrapped.train()
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        """Runs an epoch, or what is left of one: the loader goes on where the checkpoint was."""
+        """Runs an epoch, or the rest of one after a resume."""
         steps = self._steps_of_epoch = kwargs["num_update_steps_per_epoch"]
         done = self.state.global_step - kwargs["epoch"] * steps
         super()._run_epoch(**kwargs | {"num_update_steps_per_epoch": steps - done})
@@ -293,7 +293,7 @@ class PrivateTrainer(Trainer):
     # ---- logs and checkpoints -------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs ε beside what is logged in training, and without what it does not cover."""
+        """Logs ε beside training's metrics, and removes metrics that ε does not cover."""
         if "loss" in logs or "train_runtime" in logs:
             logs["epsilon"] = self._spent()
         if not self.privacy.log_unprotected:

@@ -38,7 +38,7 @@ def clip_coefficients(
         errors: [P, 2] float32, e and f.
         starts: [K + 1] int32, where each group's parameters begin.
         clip_norms: [K] float64, thresholds C_k.
-        margin: a factor on norms for what is left to rounding.
+        margin: a factor on norms that covers rounding.
         gamma: of the automatic function; None: Abadi's.
         bad: [B] bool, samples to be left out, to which those found here are added.
     """

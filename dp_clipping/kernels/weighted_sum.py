@@ -3,7 +3,7 @@
     Σ_i c_i G_i  [n] in float32, over the samples with c_i > 0
 
 A sample with c = 0 is left out by not loading it, never by multiplying with zero: what it holds may
-not be finite. So nobody has to ask the device which samples those are.
+not be finite. So the host need not read which samples those are.
 
 Traffic: the selected samples' values read once, n float32 values written; operations are few. Where
 samples are many and small, parts of them are summed side by side, and then the parts.
@@ -48,7 +48,7 @@ def weighted_sums(
     alike: dict[tuple, list[int]] = {}
     for number, (g, total) in enumerate(zip(gradients, totals, strict=True)):
         if g.numel():
-            # The kernel is told that addresses are multiples of 16 bytes, and samples too.
+            # Declares addresses, and samples' sizes, to be multiples of 16 bytes.
             aligned = total.numel() % ALIGNED == 0 and g.data_ptr() % ALIGNED == 0
             alike.setdefault((g.dtype, g.device, aligned), []).append(number)
         else:

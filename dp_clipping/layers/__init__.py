@@ -3,7 +3,7 @@
 Files:
 
     handle                what a captured layer carries
-    recorder              what a layer may ask of a private step, and must deliver to it
+    recorder              the interface of a private step for layers
     batch_layout          where the samples are in a tensor
     linear, convolution, norm, group_norm    layers with arithmetic of their own
     embedding/            nn.Embedding and nn.EmbeddingBag

@@ -46,7 +46,7 @@ class Keys:
 
     @property
     def fingerprint(self) -> str:
-        """Returns what tells whether a key is the right one, and nothing about it."""
+        """Returns a fingerprint that identifies the key and reveals nothing about it."""
         return self._derive(b"fingerprint").hex()
 
     def mac(self, digest: str) -> str:

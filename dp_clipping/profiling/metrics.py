@@ -25,7 +25,7 @@ class StepMetrics:
 
     Args:
         call: the user's.
-        epsilon: returns ε so far; None: it is not asked for.
+        epsilon: returns ε so far; None: not requested.
         unprotected: names of `UNPROTECTED`.
         every: of so many steps the last one has metrics.
     """
@@ -67,7 +67,7 @@ class StepMetrics:
         self.call(metrics)
 
     def _looked_at(self, model: Any) -> dict[str, float]:
-        """Returns what was asked for, of the samples of all ranks."""
+        """Returns the requested metrics, over the samples of all ranks."""
         found: dict[str, float] = {}
         if set(self.unprotected) - {"loss"}:
             statistics = model.norm_statistics()

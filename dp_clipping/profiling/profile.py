@@ -3,7 +3,7 @@
 `DP_CLIPPING_PROFILE=1` in the environment turns it on when `make_private` builds the model. Each
 range of a step (`RANGES`, `norm/{how}/{layers}`, `sum/{layers}`) then lies between two marks: CUDA
 events in the current stream, the host's clock on a CPU. Nothing waits for the device while a step
-runs; events are read when somebody asks, or when KEPT later steps have passed.
+runs; events are read on request, or when KEPT later steps have passed.
 
 A launch that several layers share is one range with `+` between their names: its time belongs to
 all of them together. Ranges nest; `own_ms` is the time of a range without those inside it, so over
@@ -60,7 +60,7 @@ RANGES = {
 NOTE = "ms: median over steps, with what lies inside; own: without it, so that own adds up once."
 SHARED_NOTE = """\
 Synchronisation is never switched off, so there is no time for switching it on again: the first
-backward forms no parameter gradient that could be sent. In its place sums are handed over."""
+backward forms no parameter gradient that could be sent; clipped sums are passed to the wrapper."""
 
 
 def is_on() -> bool:

@@ -175,7 +175,7 @@ class MicrobatchLoader(DataLoader):
         self._optimizer = optimizer
         self._place: Position | None = None  # of the iteration in progress
         self._epoch: range | None = None  # of the iteration in progress
-        self._counted = (range(0), 0)  # batches and their microbatches, when last asked
+        self._counted = (range(0), 0)  # (batches, their microbatches) at the last call of `len`
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.leave()
@@ -263,7 +263,7 @@ class MicrobatchLoader(DataLoader):
 def split(indices: list[int], count: int, each: int = 1) -> list[list[int]]:
     """Returns `count` consecutive parts whose lengths differ by at most `each`, and are multiples.
 
-    The last one has what is left of a batch that is no multiple itself.
+    The last one is smaller if the batch is not a multiple.
     """
     bounds = [len(indices) // each * i // count * each for i in range(count)] + [len(indices)]
     return [indices[start:stop] for start, stop in pairwise(bounds)]

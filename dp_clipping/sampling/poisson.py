@@ -7,8 +7,8 @@ all data-parallel ranks together, numbered from 0 over all epochs. Which samples
 function of a secret key and its number: ranks need not communicate, workers may prefetch, a resume
 restores one number, and no seed of the user's has any influence.
 
-Whoever has the key knows the batches. Philox (Salmon et al. 2011, "Parallel Random Numbers: As
-Easy as 1, 2, 3") is counter-based and not cryptographic.
+Whoever has the key can compute the batches. Philox (Salmon et al. 2011, "Parallel Random Numbers:
+As Easy as 1, 2, 3") is counter-based and not cryptographic.
 """
 
 import hashlib

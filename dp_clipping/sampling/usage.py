@@ -154,7 +154,7 @@ class SampleUsage:
         self.take_back()
 
     def take_back(self) -> None:
-        """Refuses further backwards of what was yielded."""
+        """Refuses further backwards of the yielded batch."""
         self._in_step = 0
         if self.handed is not None:
             self.handed = self.left = 0

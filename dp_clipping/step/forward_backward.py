@@ -163,7 +163,7 @@ class ForwardBackward:
                     self.recover()
                     raise ValueError(
                         f"{error} is called in a way that was not seen in the first batch, and "
-                        "other ranks cannot be asked to look again now: call "
+                        "other ranks cannot repeat the search now: call "
                         "model.reset_batch_layouts() on every rank before a forward that differs"
                     ) from error
                 self._establishment.look(seen)

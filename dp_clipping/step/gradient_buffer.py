@@ -33,7 +33,7 @@ class GradientBuffer:
     Args:
         context: the model's parameters, and what takes clipped sums to their shards.
         state: of the model's step.
-        wrapper: the `ddp` wrapper, which is told of each sum; None: there is none.
+        wrapper: the `ddp` wrapper, which receives each sum; None: there is none.
 
     Attributes:
         parameters: raises if one was frozen or replaced.
@@ -151,8 +151,8 @@ class GradientBuffer:
     def _send(self) -> None:
         if not _sends(self.wrapper):
             raise RuntimeError(
-                "optimizer.step() under no_sync(): ranks would go on with different sums, so call "
-                "it outside"
+                "optimizer.step() under no_sync(): ranks would train on different sums: call it "
+                "outside"
             )
         for parameter in reversed(self.capture.parameters):
             self.wrapper.gradient_ready(parameter)

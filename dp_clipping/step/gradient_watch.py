@@ -63,7 +63,7 @@ class GradientWatch:
             self._versions = versions_of([g for _, g in self._left])
 
     def refuse_unclipped(self, is_noisy: bool = False) -> None:
-        """Raises RuntimeError if `.grad` is not as private backwards have left it.
+        """Raises RuntimeError if `.grad` was changed since the last private backward.
 
         In private training autograd accumulates nothing into a trainable parameter. Sums may not be
         changed before noise is added, because the noise is scaled to the clipping threshold.

@@ -188,7 +188,7 @@ class PrivateStep:
         self._parts: dict[Parameter, list[LinearFactors]] = {}  # of uses, until they are joined
         self.slots = self.capture.make_slots(self)
 
-    # ---- what layers ask in forward -------------------------------------------------------------
+    # ---- called by layers in forward ------------------------------------------------------------
 
     @property
     def fused(self) -> bool:
@@ -233,7 +233,7 @@ class PrivateStep:
                 self._joins[parameter] = Join.apply(self.trigger_of(parameter), (self, parameter))
         return self._joins[parameter]
 
-    # ---- what layers hand over in backward ------------------------------------------------------
+    # ---- called by layers in backward -----------------------------------------------------------
 
     def dense(self, parameter: Parameter, gradients: Tensor, own: Tensor | None = None) -> None:
         """Takes G [B, *parameter], summed over the parameter's uses; `own`: its squared norms."""

@@ -185,7 +185,7 @@ def _bags_in(batch: Any, given: Batch) -> tuple[Bags, ...]:
 
 
 def _shortest(network: nn.Module, reference: Reference) -> int:
-    """Returns the bytes of the shortest number among parameters and what is computed with them."""
+    """Returns the bytes of the shortest dtype among parameters and computed values."""
     dtypes = {p.dtype for p in network.parameters() if p.is_floating_point()}
     return min(reference.shortest, *(dtype.itemsize for dtype in dtypes))
 

@@ -172,7 +172,7 @@ def clipped_sum(
     gamma: float = 0.01,
     groups: list[list[str]] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns Σ_i c_i g_i for each parameter, of its shape, without what is not finite."""
+    """Returns Σ_i c_i g_i for each parameter, without samples that are not finite."""
     c = coefficients(gradients, max_grad_norm, clipping, clipping_function, gamma, groups)
     finite = norms(gradients).isfinite()
     return {

@@ -44,7 +44,7 @@ class Check:
             where summands cancel, to a tenth of Σ_i c_i‖g_i‖ / √B.
         clipped, expected_clipped: the part of the samples with finite norms that is clipped.
         tolerance: what rounding may do.
-        setting: what was run, in words.
+        setting: a description of what was run.
         random_sample: a sample whose loss differs between two runs, looked for where both sides
             disagree; None if there is none.
     """
@@ -71,7 +71,7 @@ class Check:
 
     @property
     def faults(self) -> list[str]:
-        """Returns what is off by more than rounding explains; nothing if both sides agree."""
+        """Lists differences above the tolerances; empty if both sides agree."""
         if self.random_sample is not None:
             return [
                 f"the loss of sample {self.random_sample} differs between two runs of the same "

@@ -58,7 +58,7 @@ def overlap(rank: Rank) -> None:
 
 
 def nothing_blocks(rank: Rank) -> None:
-    """Nothing waits while backward goes on."""
+    """Nothing blocks during backward."""
     model = wrapped(rank)
     step(rank, model, 1)
     before_the_end = during_backward(rank)

@@ -20,9 +20,9 @@ Why it matters
 Rules
     - A rank that did not use a parameter contributes zeros. The divisor is the number of ranks.
     - What no rank used keeps `.grad` None on all.
-    - Nobody knows what the others used: that takes a collective of its own. One is enough.
+    - No rank knows which parameters others used: that takes one more collective. One is enough.
 
-Overlap is not asked for. Reduce in finish, as in exercise 1.
+Overlap is not required. Reduce in finish, as in exercise 1.
 
 Check it        python -m exercises.check unused my_unused.py
 Benchmark it    python benchmark_ddp.py --implementations none torch_ddp my_unused.py:UnusedDDP

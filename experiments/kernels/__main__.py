@@ -49,7 +49,7 @@ SHAPES = [
     Shape(2, 8192, 4096, 4096),
 ]
 COPY_BYTES = 1 << 30
-TARGETS = [  # heading of a column, what is meant, figure
+TARGETS = [  # heading of a column, its meaning, target
     (
         "norm % wgrad",
         "rate of the norm accumulated over tokens, of the wgrad's",

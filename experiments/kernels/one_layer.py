@@ -1,4 +1,4 @@
-"""One linear layer's private gradients: its operands, and what is done with them, ready to time.
+"""Times the operations of one linear layer's private gradients.
 
 Operands are there several times over and calls take turns with them, so that none finds its own in
 the second-level cache: in a step a whole network lies between two uses of a layer.

@@ -38,7 +38,7 @@ class TimeLeft:
         """Estimates the seconds that these cells will take; None before anything is known."""
         if not self._seconds:
             return None
-        if not self._starts:  # what has failed tells nothing of what will not
+        if not self._starts:  # failed cells say nothing about others
             return mean(self._seconds) * len(cells)
         start = median(self._starts)
         return sum(start + self._steps * self._step(c.mode, c.seq_length) for c in cells)

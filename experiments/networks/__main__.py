@@ -62,7 +62,7 @@ class Options:
     variants: tuple[str, ...] = option(VARIANTS, choices=CHOICES, unique=True, metavar="VARIANT",
         help=f"of {', '.join(CHOICES)}")
     rounds: int = option(3, "times each is built", check=positive)
-    steps: int = option(5, "timed steps a round", check=positive)
+    steps: int = option(5, "timed steps per round", check=positive)
     small: bool = option(False, "small networks on small batches, as on a CPU (default: off)")
     compile: bool = option(False, "compile each network, in all variants (default: off)")
     cuda_graph: bool = option(False, "capture each step as a CUDA graph (default: off)")

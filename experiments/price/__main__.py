@@ -58,7 +58,7 @@ class Options:
     variants: tuple[str, ...] = option(VARIANTS, choices=CHOICES, metavar="VARIANT",
         help=f"of {', '.join(CHOICES)}")
     rounds: int = option(3, "times each is built", check=positive)
-    steps: int = option(5, "timed steps a round", check=positive)
+    steps: int = option(5, "timed steps per round", check=positive)
     layers: int | None = option(None, "decoder layers (default: 16 of 1B, 4 of 8B)", check=positive)
     compile: bool = option(False, "compile each decoder layer, in all variants")
     profile: bool = option(False, "print the slowest kernels")

@@ -16,7 +16,7 @@ class Model:
     """A Llama for sequence classification, `nn.RMSNorm` in place of the library's own.
 
     Attributes:
-        layers: decoder layers, unless others are asked for.
+        layers: default number of decoder layers.
         rows: (samples, tokens) of the batches that it is measured with.
     """
 

@@ -43,7 +43,7 @@ DESCRIPTION = """\
 What a private step of a Llama costs under FSDP2, against the same step without privacy.
 
 Variants take turns in interleaved rounds in one set of processes, each built, warmed up, timed and
-freed: what drifts on the machine then meets all of them. The shape of the network, its weights and
+freed: drift of the machine then affects all of them. The shape of the network, its weights and
 batches are those of experiments.llama_fsdp, which measures each cell in processes of its own.
 Ratios are of complete steps, with noise and fused AdamW; medians over rounds with their interval.
 """
@@ -68,7 +68,7 @@ class Options:
         help=(
         f"of {', '.join(CHOICES)}"))
     rounds: int = option(3, "times each is built", check=positive)
-    steps: int = option(6, "timed steps a round", check=positive)
+    steps: int = option(6, "timed steps per round", check=positive)
     warm_up: int = option(3, "steps of a round before those", check=not_negative)
     output: Path | None = option(None, "JSON of all samples (default: none)")
     num_processes: int | None = option(None, metavar="N", check=positive,

@@ -98,7 +98,7 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
-    """Exits with status 2 and one line for what is wrong."""
+    """Parses the command line; a mistake ends it with one line and status 2."""
     options = parse_options(
         Options, arguments, prog=PROGRAM, description=DESCRIPTION, epilog=EXAMPLES,
         speaks=is_first_of_host,

@@ -15,7 +15,7 @@ the time of ranges is multiplied with the share of the step in which the device 
 is the host's. On a CPU host and device are one, and `host` is no bound of its own.
 
 Shares are of the time in which the device works in the phases, which are timed with the profiling
-switch on, and on a GPU of what it idles in a step without: what the switch costs is nobody's bound.
+switch on, and on a GPU of what it idles in a step without: the cost of the switch is no bound.
 The complete time that is reported beside them is of steps without it: phases may exceed it.
 
 Gains are predicted from the measured times, and say from which; None where none can be.
@@ -39,7 +39,7 @@ PHASES = (
 """The parts of a step; together they are all of it."""
 MODELS = ("forward", "first backward", "sums", "optimizer")  # what a step without privacy has too
 NEAR = 0.9  # of the limit
-SMALL = 0.02  # of a step: what is less is not worth a line
+SMALL = 0.02  # of a step; smaller ones are not listed
 MODEL, HOST = "model", "host"  # what an ordinary step does too; what launches the work
 TWO_PASSES = ("ghost_fsdp", "flash_fsdp")
 FLASH = ("flash_fsdp", "flash_bookkeeping_fsdp")
@@ -78,7 +78,7 @@ class Bound:
         name: see the table above.
         ms: of a step; None of memory.
         share: of `whole_ms`; of memory, of its limit.
-        evidence: what was measured.
+        evidence: the measurement.
         change: the option to change, and to what.
         gain_ms: of what the samples of a step take now; None: not predicted.
         how: what the gain follows from.

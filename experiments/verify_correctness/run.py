@@ -51,7 +51,7 @@ def prepare(options: Options) -> tuple[Options, Hardware]:
     """Returns options and hardware; removes networks whose library is missing, with a remark.
 
     Raises:
-        ValueError: what is asked for cannot be had here.
+        ValueError: the requested setting is not available here.
     """
     if "llama" in options.networks and not find_spec("transformers"):
         networks = tuple(name for name in options.networks if name != "llama")
@@ -197,11 +197,11 @@ def work(options: Options, hardware: Hardware) -> int:
         return report.finish() if worker.is_first else 0
 
 
-# ---- what is printed -----------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 class Report:
-    """The cases, what they have shown so far, and what is said about it."""
+    """The cases, their findings so far, and the printed report."""
 
     def __init__(self, options: Options, ranks: Ranks):
         self.options, self.ranks = options, ranks

@@ -51,7 +51,7 @@ def verify(
     Alone, an error is a finding; one of several ranks raises it, because others may wait for it.
 
     Args:
-        note: is told the label of the case that begins.
+        note: called with the label of the case that begins.
         listening: `Finding.parts` are what ranks send, also where each has parts of all norms.
     """
     samples = max(5, ranks.data_place[1] + 2)

@@ -118,7 +118,7 @@ class HooksLeakedHandles(OverlapDDP):
             parameter.grad /= dist.get_world_size()
 
 
-@mistake("hooks", "Nothing waits while backward goes on", "without async_op=True")
+@mistake("hooks", "Nothing blocks during backward", "without async_op=True")
 class HooksBlocking(OverlapDDP):
     """The hook waits: it is called early and nothing overlaps."""
 

@@ -130,7 +130,7 @@ class Carried:
         run: called with args and kwargs; gives its outputs.
         batch_first: the first dimension of tensors counts the samples, else the second.
         is_sharded: see `State`; `check` then looks at parameters and buffers only, since other
-            ranks cannot be asked to run another forward then.
+            ranks could not run another forward then.
         known_bags: of the network's arguments.
     """
 

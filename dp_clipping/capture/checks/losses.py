@@ -128,7 +128,7 @@ def halves(size: int, number: int) -> list[list[bool]]:
 def company(stays: list[bool], number: int) -> list[int]:
     """Returns which sample stands in each place: those that stay, and copies of one of them.
 
-    What was extreme in the batch is gone in one of two halves.
+    An extreme sample of the batch is absent from one of two halves.
     """
     candidates = [i for i, stay in enumerate(stays) if stay]
     source = candidates[-1 - number % len(candidates)]
@@ -166,7 +166,7 @@ class Shapes:
 
 
 def _keyed(arguments: tuple[tuple, dict]) -> list[tuple[tuple, Tensor]]:
-    """Returns the tensors of a call, each with what tells it from other arguments."""
+    """Returns the tensors of a call, each with a key that identifies the argument."""
     tensors = tensors_of(arguments)
     kinds = tuple(x.dim() for x in tensors), tuple(arguments[1])
     return [((n, *kinds), x) for n, x in enumerate(tensors)]

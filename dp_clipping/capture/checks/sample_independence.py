@@ -87,7 +87,7 @@ class Company:
     """Runs batches of a captured network beside batches with exchanged samples.
 
     Args:
-        observe: runs the network, forward and backward, and returns what was seen (`Observer.run`).
+        observe: runs the network forward and backward and returns a `Seen` (`Observer.run`).
         layouts_of: output tensors of the network -> where the samples are in each.
     """
 

@@ -287,7 +287,7 @@ class Mark:
         return list(map(id, chain(self._values, *copies)))
 
     def forget_buffers(self) -> None:
-        """Takes no notice of what is written to buffers."""
+        """Ignores writes to buffers."""
         self.tensors = [named for named in self.tensors if named.holder.kind != "buffers"]
         self._versions = _versions(self.tensors)
 
@@ -304,11 +304,11 @@ class Mark:
         yield from ((holder, copy) for holder, copy in self._others if not holder.is_as(copy))
 
     def replaced(self) -> list[Change]:
-        """Returns what is another object now, or gone, or new."""
+        """Returns the objects that were replaced, removed or added."""
         return [h.change(key) for h, copy in self._differing() for key in h.changed(copy)]
 
     def changes(self) -> list[Change]:
-        """Returns what was replaced or written to, without what is known to be harmless."""
+        """Returns values that were replaced or written to, without those known to be harmless."""
         found = self.replaced() + [x.holder.change(x.key) for x in self.written()]
         return [change for change in dict.fromkeys(found) if not self.state.is_harmless(change)]
 

@@ -44,7 +44,7 @@ class Summary:
 def compared(pairs: Sequence[tuple[Summary, Summary]], stays: Tensor) -> tuple[Tensor, Tensor]:
     """Returns how much the samples that stay differ [P, S, SIGNS + 1], and may differ [P, S, 1].
 
-    What is not finite is zero: a bad sample is not a mixing network.
+    Values that are not finite count as zero: a bad sample is no sign of mixing.
     """
     one, other = (
         torch.stack([found.values for found in side]).double()[:, stays].nan_to_num(0, 0, 0)

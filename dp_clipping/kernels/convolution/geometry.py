@@ -50,7 +50,7 @@ class Geometry:
 
 
 def patches(x: Tensor, geometry: Geometry, positions: tuple[int, ...]) -> Tensor:
-    """Returns the pixels that each tap meets: a view [N, C, *positions, *taps] of padded x.
+    """Returns the pixels under each tap: a view [N, C, *positions, *taps] of padded x.
 
     Args:
         x: [N, C, D, H, W].

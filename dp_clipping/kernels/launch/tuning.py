@@ -177,7 +177,7 @@ def _runs(run: Launch, tile: Tile) -> bool:
 
 # ---- times --------------------------------------------------------------------------------------
 #
-# Calls take turns, round by round, so that a change of the clock meets all of them. A sample is a
+# Calls are interleaved in rounds, so that a change of the clock affects all of them. A sample is a
 # number of calls behind a kernel that only spins: the host runs ahead, and what is timed is the
 # device, not Python. One that a busy host has fallen behind is taken again. Each call is given its
 # number, by which it can choose its operands: those of the call before would still be in the
@@ -275,7 +275,7 @@ def keep(name: str, device: torch.device, values: dict) -> None:
         path_of(name).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path_of(name), json.dumps(devices, indent=1) + "\n")
     except OSError as error:
-        warnings.warn(f"what was measured is not kept: {error}", stacklevel=2)
+        warnings.warn(f"measured choices are not stored: {error}", stacklevel=2)
 
 
 def _devices(name: str) -> dict:

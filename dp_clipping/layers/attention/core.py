@@ -1,6 +1,6 @@
 """Attention between its projections, as `F.multi_head_attention_forward` computes it.
 
-That function projects too, with parameters of its own that nobody can stand in for.
+That function also projects, with its own parameters, which cannot be replaced.
 """
 
 import math
