@@ -25,8 +25,9 @@ class Replicas:
     it can change a value that was used:
 
     - A buffer that has not been written to since the last broadcast, such as a table, receives the
-      values it holds already. Writing through `.data` leaves autograd's count of writes alone. The running
-      statistics of a batch norm are written in the same way; its backward does not use them.
+      values it holds already. Writing through `.data` leaves autograd's count of writes alone. The
+      running statistics of a batch norm are written in the same way; its backward does not use
+      them.
     - A buffer that the network replaces by a new tensor in each forward is replaced here too: what
       autograd saved stays as it was.
     - A buffer that the network itself writes to is written to here, and counted.
