@@ -4,9 +4,9 @@ Data-parallel training is right when W ranks with a shard each get the gradient 
 gets from the whole batch. So each rank also computes that, alone, in float32, and compares. `none`
 does not communicate, and is compared with the rank's own shard.
 
-A private gradient, without its noise, is compared with one process that clips window by window
+A private gradient, without its noise, is compared with one process that clips sequence by sequence
 and adds up. In the second step the threshold is the median of the first step's norms, so that
-about half of the windows are clipped, whatever threshold the user has chosen.
+about half of the sequences are clipped, whatever threshold the user has chosen.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -156,8 +156,8 @@ class Gate:
 
         def gradients(step: int, ranks: Iterable[int]) -> tuple[Gradients, Tensor]:
             for inputs, targets in self._batches(step, ranks, data_ranks):
-                for window in zip(inputs.split(1), targets.split(1), strict=True):
-                    parts.forward_loss(window).backward()
+                for sequence in zip(inputs.split(1), targets.split(1), strict=True):
+                    parts.forward_loss(sequence).backward()
             norms = parts.model.per_sample_gradient_norms
             for work in parts.more_phases.values():
                 work()

@@ -1,6 +1,6 @@
 """Private training of an implementation, through the public interface, `PrivacyEngine`.
 
-The batches are the benchmark's own, the same windows in every mode and of fixed size: what is
+The batches are the benchmark's own, the same sequences in every mode and of fixed size: what is
 timed is a step of DP-SGD, and no ε is stated for it.
 """
 

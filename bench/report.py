@@ -323,7 +323,7 @@ def _legend(rows: list[dict], device: str, settings: Settings) -> str:
 def _privacy_legend(rows: list[dict], settings: Settings) -> list[str]:
     lines = [
         "clipping      mode of private training; error: of its gradient without noise, against one "
-        "process that clips window by window",
+        "process that clips sequence by sequence",
         f"              exposed and × compare rows of the same clipping, with {FLOOR} the "
         "implementation",
     ]

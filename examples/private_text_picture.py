@@ -43,14 +43,14 @@ def draw_training(
 
 def _draw_loss(axes, lines: Sequence[dict], unigram_bits: float) -> None:
     steps, bits = _series(lines, "bits")
-    axes.plot(steps, bits, ".", ms=5, color=TRAINING, mew=0, label="windows drawn in the step")
+    axes.plot(steps, bits, ".", ms=5, color=TRAINING, mew=0, label="sequences drawn in the step")
     steps, bits = _series(lines, "held_out_bits")
     axes.plot(
         steps,
         bits,
         color=HELD_OUT,
         lw=1.8,
-        label="held-out windows (the last files), never trained on",
+        label="held-out sequences (the last files), never trained on",
     )
     label = f"guessing bytes by their frequency: {unigram_bits:.2f}"
     axes.axhline(unigram_bits, color=INK, lw=0.9, ls=(0, (4, 3)), label=label)
@@ -70,7 +70,7 @@ def _draw_clipped(axes, lines: Sequence[dict]) -> None:
     axes.set_yticks([0, 50, 100])
     _finish(
         axes,
-        "Windows of the step whose gradient is longer than C and was clipped, in percent",
+        "Sequences of the step whose gradient is longer than C and was clipped, in percent",
         "not covered by ε",
     )
 
@@ -84,7 +84,7 @@ def _draw_spent(axes, lines: Sequence[dict], epsilon: float) -> None:
         color=INK,
     )  # fmt: skip
     axes.set_ylim(0, 1.15 * epsilon)
-    _finish(axes, "ε spent so far", "what the parameters reveal of a window, at most; public")
+    _finish(axes, "ε spent so far", "what the parameters reveal of a sequence, at most; public")
 
 
 def _finish(axes, title: str, note: str) -> None:

@@ -28,7 +28,7 @@ from experiments.llama_fsdp.options import (
     parse,
     settings_of,
 )
-from experiments.llama_fsdp.plan import Plan, describe_plan, plan, say_twins
+from experiments.llama_fsdp.plan import Plan, describe_plan, plan, say_reference_modes
 from experiments.llama_fsdp.results import (
     GridCell,
     GridSettings,
@@ -132,8 +132,8 @@ def redraw(folder: Path) -> int:
 
 def run_one(options: Options, hardware: Hardware, start: Start) -> int:
     (cell,) = plan(options)
-    if twin := say_twins([cell.mode], hardware.device_type):
-        print(twin, flush=True)
+    if reference := say_reference_modes([cell.mode], hardware.device_type):
+        print(reference, flush=True)
     output = output_of(options, cell)
     result = measure(cell, options, hardware, hardware.num_processes, start, output)
     print(f"{describe(cell, result)}; {output}")
@@ -190,8 +190,8 @@ def run_grid(options: Options, hardware: Hardware, world_size: int, start: Start
     results = Results(folder)
     if finished := planned.say_finished():
         print(finished)
-    if twins := say_twins((cell.mode for cell in todo), hardware.device_type):
-        print(twins, flush=True)
+    if references := say_reference_modes((cell.mode for cell in todo), hardware.device_type):
+        print(references, flush=True)
     temporary = folder / ".cell.json"
     earlier = [row for row in results.rows() if row["key"] in keys.values()]
     time_left = TimeLeft(options.warmup_iter + options.num_iter, earlier)

@@ -53,11 +53,15 @@ class Plan:
         return f"{done} of {counted(len(self.keys), 'cell')} {verb} finished in {self.folder}"
 
 
-def say_twins(modes: Iterable[str], device_type: str) -> str:
+def say_reference_modes(modes: Iterable[str], device_type: str) -> str:
     """Says which modes run as their reference modes for want of kernels; empty if none does."""
     pairs = [(mode, ran_as(mode, device_type)) for mode in dict.fromkeys(modes)]
-    twins = ", ".join(f"{mode} runs as {twin}" for mode, twin in pairs if mode != twin)
-    return f"{twins}, in plain PyTorch: fused kernels need a CUDA device and Triton" * bool(twins)
+    references = ", ".join(
+        f"{mode} runs as {reference}" for mode, reference in pairs if mode != reference
+    )
+    return f"{references}, in plain PyTorch: fused kernels need a CUDA device and Triton" * bool(
+        references
+    )
 
 
 def describe_plan(options: Options, hardware: Hardware, world_size: int) -> str:
@@ -68,7 +72,7 @@ def describe_plan(options: Options, hardware: Hardware, world_size: int) -> str:
     state = (4 * count + 12 * trained) / world_size / GIB  # weights; gradients and AdamW's two
     planned = Plan(options, hardware, world_size)
     cells, finished = planned.todo, planned.say_finished()
-    remarks = [say_twins((c.mode for c in cells), hardware.device_type), finished]
+    remarks = [say_reference_modes((c.mode for c in cells), hardware.device_type), finished]
     place = f"in {counted(world_size, 'process', 'processes')} of its own:"
     each = "each " if len(cells) > 1 else ""
     left = " left" if finished else ""

@@ -259,14 +259,16 @@ def describe_run(results: Sequence[dict]) -> str:
         "embedding trained" if config["train_embedding"] else "embedding frozen",
         f"torch {place.get('torch', '?')}", str(place.get("date", "?"))[:10],
     ]  # fmt: skip
-    parts += [f"{mode} ran as {twin}" for mode, twin in plain_twins(results).items()]
+    parts += [
+        f"{mode} ran as {reference}" for mode, reference in modes_run_as_others(results).items()
+    ]
     return ", ".join(parts)
 
 
-def plain_twins(results: Sequence[dict]) -> dict[str, str]:
+def modes_run_as_others(results: Sequence[dict]) -> dict[str, str]:
     """Returns mode -> reference mode, for the modes that ran as their reference mode."""
     pairs = ((r["mode"], r.get("ran_as", r["mode"])) for r in results)
-    return {mode: twin for mode, twin in pairs if twin != mode}
+    return {mode: reference for mode, reference in pairs if reference != mode}
 
 
 # ---- summary.txt ---------------------------------------------------------------------------------
@@ -331,8 +333,14 @@ def _legend(results: Sequence[dict]) -> list[str]:
         if any(r["num_gpus"] for r in results)
         else "resident, with Python and all libraries"
     )
-    twins = [f"{mode} ran as {twin}" for mode, twin in plain_twins(results).items()]
-    said = [f"{', '.join(twins)}, in plain PyTorch: there were no fused kernels."] if twins else []
+    references = [
+        f"{mode} ran as {reference}" for mode, reference in modes_run_as_others(results).items()
+    ]
+    said = (
+        [f"{', '.join(references)}, in plain PyTorch: there were no fused kernels."]
+        if references
+        else []
+    )
     return [
         *said,
         "step ms: median of a complete step, of the slowest rank; p10 and p90: its spread.",

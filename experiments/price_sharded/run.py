@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dp_clipping.modes import MODES
 from experiments.llama_fsdp.network import SHAPES
-from experiments.llama_fsdp.plan import say_twins
+from experiments.llama_fsdp.plan import say_reference_modes
 from experiments.llama_fsdp.results import MODES as GRID
 from experiments.llama_fsdp.results import GridCell, GridSettings
 from experiments.price.report import legend, report
@@ -115,8 +115,8 @@ def work(options: Options, hardware: Hardware) -> int:
     """Runs one rank of all cells."""
     with watched_rank(hardware, options.timeout) as (worker, watch):
         modes = (OF_GRID[mode_of(variant)] for variant in options.variants)
-        if worker.is_first and (twins := say_twins(modes, worker.device.type)):
-            print(twins.replace("_fsdp", ""), flush=True)
+        if worker.is_first and (references := say_reference_modes(modes, worker.device.type)):
+            print(references.replace("_fsdp", ""), flush=True)
         recorder = Recorder(options.output if worker.is_first else None)
         for cell in interleave(options.rows, options.variants, options.rounds):
             found = measure(cell, options, worker, watch)

@@ -256,12 +256,12 @@ class Report:
     def remarks(self) -> list[str]:
         """Lists modes that ran as another, and ranks that have nothing to share."""
         plain = {f.case.mode for f in self.findings if f.case.norm_algorithm is None}
-        twins = [
+        references = [
             f"{mode} ran as {REFERENCE_MODE[mode]}" for mode in REFERENCE_MODE if mode in plain
         ]
         found = list(self.options.remarks)
-        if twins:
-            found.append(f"{', '.join(twins)}: no fused kernels for {self.options.dtype} here")
+        if references:
+            found.append(f"{', '.join(references)}: no fused kernels for {self.options.dtype} here")
         if any(f.case.norm_algorithm == "width" for f in self.findings):
             found.append(
                 "norms by width have an allowance for rounding, so gradients may be up to "
