@@ -2,13 +2,13 @@
 
 The base class decides *when* a bucket of gradients is reduced: as soon as all its members are
 ready, in one order on every rank (schedule.py). A variant decides *what* a bucket is (`plan`) and
-*how* it is reduced (`launch`, `wait`). One step, in the words of code, documents and traces:
+*how* it is reduced (`launch`, `wait`). The phases of a step, as code and traces name them:
 
     forward   buffers are overwritten with those of rank 0
     ready     autograd's hook: a gradient is final for this backward
     launch    every member of the next bucket is ready: its reduction starts
     wait      the reduced values are in `.grad`
-    finish    launch and wait for whatever is left, before `optimizer.step()`
+    finish    launch and wait for the rest, before `optimizer.step()`
 
 internals/ holds the rest, one object per concern: skip it at the first reading.
 """

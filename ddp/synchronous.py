@@ -9,8 +9,8 @@ the same on the common base (base.py), as every further step of the course does:
 different models are refused, a parameter without a gradient is named, buffers stay equal, several
 backwards may precede one finish.
 
-What it leaves: nothing is computed while gradients travel and nothing travels while gradients are
-computed. Look for it in the picture: one long bar of communication after the end of backward.
+What remains: no GPU computes while gradients are communicated, and none are communicated
+during backward. The picture shows one long bar of communication after the end of backward.
 """
 
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from ddp.buckets import Bucket
 
 
 class NaiveDDP(nn.Module):
-    """The whole idea: `wrap("ddp/synchronous.py:NaiveDDP", module)`."""
+    """The whole of `ddp` in 15 lines. Use it by `wrap("ddp/synchronous.py:NaiveDDP", module)`."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
