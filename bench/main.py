@@ -178,8 +178,8 @@ def describe_plan(settings: Settings, hardware: Hardware, options: Options) -> s
     cells = plan(settings)
     lines = [
         hardware.sentence,
-        f"model: {count:,} parameters, {count * width / (1 << 20):,.1f} MiB of gradients a step",
-        f"batch: {settings.batch_size} sequences of {settings.model.context_length} tokens a "
+        f"model: {count:,} parameters, {count * width / (1 << 20):,.1f} MiB of gradients per step",
+        f"batch: {settings.batch_size} sequences of {settings.model.context_length} tokens per "
         f"rank, {world_size} ranks, {settings.dtype}, data {settings.data}",
         f"implementations: {', '.join(settings.implementations)}",
     ]

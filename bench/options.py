@@ -127,7 +127,7 @@ class Options:
         "of these, epochs with rising learning rate and clipped gradients (private ones "
         "after noise), which are not timed"))
     steps_per_epoch: int | None = option(None, metavar="N", check=positive,
-        help="optimizer steps an epoch (default: 6; 3 in profile mode)")
+        help="optimizer steps per epoch (default: 6; 3 in profile mode)")
     rounds: int = option(5, metavar="N", check=positive, help=(
         "how often each implementation is built, trained and timed; rounds are "
         "interleaved so that drift hits all alike"))

@@ -134,8 +134,8 @@ class Profiling:
             "sequences per rank": settings.batch_size,
             **vars(settings.model),
             "epochs": f"{settings.num_epochs}, of which warmup {settings.warmup_epochs}",
-            "steps an epoch": settings.steps_per_epoch,
-            **{f"{key} a step": value for key, value in self._stats.items()},
+            "steps per epoch": settings.steps_per_epoch,
+            **{f"{key} per step": value for key, value in self._stats.items()},
             "torch": torch.__version__,
         }
         stem = subject.file_stem

@@ -41,9 +41,9 @@ class Options:
     max_grad_norm: float = option(1.0, metavar="C", check=_finite,
         help="norm that a sequence's gradient is clipped to; the noise grows with it")
     batch_size: int = option(512, metavar="N", check=_count,
-        help="sequences a step on all ranks together, on average: draws vary")
+        help="sequences per step on all ranks together, on average: batches vary in size")
     epochs: int = option(1, metavar="N", check=_count,
-        help="how often a sequence is drawn, on average; more steps need more noise")
+        help="how often a sequence is in a batch, on average; more steps need more noise")
     mode: str = option("flash_bookkeeping", choices=PRIVATE_MODES, metavar="MODE", help=(
         f"how norms and sums are computed, one of {', '.join(PRIVATE_MODES)}; the result is "
         "the same to rounding"))
@@ -64,7 +64,7 @@ class Options:
     seed: int = option(0, metavar="N", check=_from_zero,
         help="of the initial parameters, 0 or more; noise and draws never depend on it")
     max_physical_batch_size: int = option(64, metavar="N", check=_count,
-        help="sequences a rank computes at a time; memory, not the result")
+        help="sequences that a rank processes at a time; affects memory, not the result")
     device: str = option("auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"))
     output_dir: Path = option(Path("results_private_text"), metavar="FOLDER", check=_folder,
         help="receives model, picture, log and checkpoint; a run that it holds is gone on with")

@@ -61,8 +61,8 @@ class ModelConfig:
 # | preset | parameters    | what for                                                            |
 # | laptop |     1,115,264 | seconds on two cores                                                |
 # | small  |    85,347,072 | GPT-2's 124 M shape; its other 39 M are a vocabulary and positions  |
-# | 730m   |   738,248,704 | one data-centre GPU; 3.0 GB of gradients a step in float32          |
-# | 1.2b   | 1,204,881,408 | the same, longer context; 4.8 GB of gradients a step in float32     |
+# | 730m   |   738,248,704 | one data-centre GPU; 3.0 GB of gradients per step in float32        |
+# | 1.2b   | 1,204,881,408 | the same, longer context; 4.8 GB of gradients per step in float32   |
 PRESETS: dict[str, ModelConfig] = {
     "laptop": ModelConfig(),
     "small": ModelConfig(d_model=768, num_layers=12, num_heads=12, d_ff=2048, context_length=512),

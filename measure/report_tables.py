@@ -136,7 +136,7 @@ def memory_table(cells: Sequence[Cell]) -> Table:
         Column("peak", "peak MiB", ",.0f", right=True),
         *(Column(heading, f"× {heading}", ".3f", right=True) for _, _, heading in against),
         Column("collectives", "collectives per step", ",d", right=True),
-        Column("bytes", "MiB sent a step", lambda count: f"{count / _MIB:,.1f}", right=True),
+        Column("bytes", "MiB sent per step", lambda count: f"{count / _MIB:,.1f}", right=True),
         Column("error", "gradient error", right=True),
     ]
     known = [column for column in columns if any(row.get(column.key) is not None for row in rows)]

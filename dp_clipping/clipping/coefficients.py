@@ -126,7 +126,7 @@ def _check_function(
             "PyTorch's operators (torch.where in place of if)"
         ) from error
     if not isinstance(found, Tensor) or found.shape != norms.shape or alone.shape != norms.shape:
-        raise ValueError(f"{where} must return one coefficient a sample, a tensor [B]")
+        raise ValueError(f"{where} must return one coefficient per sample, a tensor [B]")
     if not torch.equal(given, norms):
         raise ValueError(f"{where} writes to the norms that it is given")
     usable = norms > 0  # c·n of a norm of 0 is 0, and 0/0 is cut off

@@ -56,7 +56,7 @@ class PrivateTrainer(Trainer):
     microbatches of at most `per_device_train_batch_size` samples, as many as it needs.
 
     The loss of a sample is the mean over its own tokens; the model computes it from its labels. A
-    `compute_loss_func(outputs, labels, num_items_in_batch=None)` returns one loss a sample, and a
+    `compute_loss_func(outputs, labels, num_items_in_batch=None)` returns one loss per sample, and a
     `compute_loss` of your own `self.criterion(outputs, labels)` or what the model computes.
 
     Logs have `epsilon` so far, and `grad_norm` of the gradient with its noise. The training loss is
@@ -263,7 +263,7 @@ class PrivateTrainer(Trainer):
             raise ValueError(
                 f"{type(self.model).__name__} computes a loss in which samples cannot be told "
                 "apart: PrivateTrainer(compute_loss_func=f, ..) with an f(outputs, labels, "
-                "num_items_in_batch=None) that returns one loss a sample"
+                "num_items_in_batch=None) that returns one loss per sample"
             )
         return found
 

@@ -24,7 +24,7 @@ class Rates:
     """Rates of one device.
 
     Attributes:
-        product, gram, weighted: operations a second of the kernels gradient, gram and
+        product, gram, weighted: operations per second of the kernels gradient, gram and
             weighted_product in 16 bit where they fill the device.
         single: of products in float32, relative to those.
         bandwidth: bytes per second that `weighted_sum` reads and writes.

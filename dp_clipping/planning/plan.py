@@ -14,7 +14,8 @@ Of one token (T = 1) the norm is ‖y_i‖‖a_i‖ (Goodfellow 2015) and the su
 samples, under the name of `input_length`, whose factors are kept.
 
 `cost_model.predict` says how long each takes. The plan starts from each layer's fastest algorithm.
-While what is kept exceeds the budget, it changes the layer that loses the least time a byte saved.
+While what is kept exceeds the budget, it changes the layer that loses the least time per byte
+saved.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One cell of `experiments.llama_fsdp`: one mode at one sequence length, measured by all ranks.
 
-Two times a step, both read from events in the stream on GPUs: forward and backward with every
+Two times per step, both read from events in the stream on GPUs: forward and backward with every
 exchange between ranks finished, and the complete step with noise and AdamW. A step takes as long as
 on its slowest rank; memory is that of the largest.
 """

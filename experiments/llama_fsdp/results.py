@@ -254,7 +254,7 @@ def describe_run(results: Sequence[dict]) -> str:
     processes = counted(count, "process", "processes")
     where = f"{count} x {gpus[0]}" if gpus and first["num_gpus"] else f"{processes} on CPU"
     parts = [
-        config["model_name"], f"batch {first['batch_size']} a rank", where,
+        config["model_name"], f"batch {first['batch_size']} per rank", where,
         f"clipping {config['clipping']}",
         "embedding trained" if config["train_embedding"] else "embedding frozen",
         f"torch {place.get('torch', '?')}", str(place.get("date", "?"))[:10],

@@ -9,7 +9,7 @@
 The network has the shape of a Llama for sequence classification, the 1B one or some layers of the
 8B one, with random weights in bfloat16, all of it trainable, `nn.RMSNorm` in place of the library's
 own. Variants take turns in interleaved rounds; each is built, warmed up, timed and freed. Two
-figures a step: forward, backward and clipping alone, and the complete step with noise and fused
+times per step: forward, backward and clipping alone, and the complete step with noise and fused
 AdamW. With --compile every variant's decoder layers are compiled, also those without privacy.
 """
 

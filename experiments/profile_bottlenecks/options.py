@@ -29,7 +29,7 @@ bookkeeping, both: flash_bookkeeping. The results folder receives
     bottlenecks.png    the phases over the length, and the verdict
     verdict.json       bounds and exponents as data
     report.html        tables, phases, the picture and where they come from, in one file
-    results.jsonl      a line a length: every time, from which a rerun goes on
+    results.jsonl      one line per length: every time; a rerun continues from it
 """
 EXAMPLES = """\
 examples:
@@ -63,7 +63,7 @@ class Options:
         f"a built-in shape with random weights ({', '.join(SHAPES)}), or a Hugging Face name "
         "or folder with its weights (default: llama-3.2-1b; without a GPU tiny)"))
     num_iter: int = option(6, metavar="N", check=positive,
-        help="timed steps a length, with profiling and again without")
+        help="timed steps per length, with profiling and again without")
     warmup_iter: int = option(3, metavar="N", check=not_negative, help=(
         "steps before them, which are not timed: first ones are slower; with 0 it is not "
         "said what profiling costs"))

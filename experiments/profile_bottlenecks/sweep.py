@@ -171,7 +171,7 @@ def summarize(rows: Sequence[dict], limit_mb: float | None) -> str:
     columns.append(Column("MiB", format=",.0f", right=True))
     lines = [
         f"Bottlenecks of {described(rows)}",
-        "Milliseconds a step, medians: phases and their sum on rank 0 with profiling, total of "
+        "Milliseconds per step, medians: phases and their sum on rank 0 with profiling, total of "
         "the slowest rank without. Shares are of the sum; on a GPU, of the part in which it works "
         "and of what it idles without profiling. Not covered by epsilon.", "",
         format_table(columns, table), "",

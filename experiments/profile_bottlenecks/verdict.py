@@ -116,7 +116,7 @@ def bounds(rows: Sequence[Mapping[str, Any]], limit_mb: float | None = None) -> 
 
     Memory comes first where it is near its limit.
 
-    `limit_mb`: MiB a rank may use; default: what the GPU has.
+    `limit_mb`: MiB that a rank may use; default: what the GPU has.
 
     Raises:
         ValueError: no length has been measured.

@@ -247,7 +247,7 @@ class Report:
         tolerance, agree = TOLERANCES[self.dtype], "agrees" if self.total == 1 else "agree"
         lines.append(
             f"{self.total - len(wrong)} of {counted(self.total, 'case')} {agree} with one float64 "
-            f"backward a sample ({self.options.dtype}: norms to {tolerance.norm:g}, gradients to "
+            f"backward per sample ({self.options.dtype}: norms to {tolerance.norm:g}, gradients to "
             f"{tolerance.gradient:g}, a sample adds at most {MOST:.6f} C)"
         )
         print("\n".join(lines), flush=True)

@@ -91,7 +91,7 @@ def test_numbers_of_the_benchmark_are_those_of_its_rows(benchmark):
     assert times["none"]["× none [95 %]"] == "–"
     assert "clipping" not in times["none"]
     memory = page.rows("Memory and exchange")["ddp"]
-    assert (memory["peak MiB"], memory["× none"], memory["MiB sent a step"]) == (
+    assert (memory["peak MiB"], memory["× none"], memory["MiB sent per step"]) == (
         "100",
         "1.000",
         "3.0",

@@ -72,7 +72,7 @@ class Watched:
                 raise ValueError(
                     f"the loss uses an output of the network of shape {tuple(y.shape)} in which no "
                     f"dimension counts the samples (a term of the whole batch): {REMEDY}; return "
-                    "one value a sample"
+                    "one value per sample"
                 )
         patterns = halves(size, self.number)
         for stays in patterns if self.number == 0 else patterns[:1]:
