@@ -39,7 +39,7 @@ class Ranks:
         sharding: how the module is spread over them; None: each has the whole.
         data_parallel_group: ranks with other samples; None: there are none.
         everyone: all ranks of the run; None: this process alone.
-        device: of the parameters.
+        device: the device of the parameters.
     """
 
     sharding: Sharding | None

@@ -67,10 +67,13 @@ if TYPE_CHECKING:
 
 
 class PrivacyEngine:
-    """Makes a network, its optimizer, criterion and loader private, and keeps the account.
+    """Makes a network, its optimizer, criterion and loader private, and counts the privacy spent.
 
-    It has the public methods of Opacus's engine, and `check`. `dp_clipping.build` and the packages
-    beside it do the work.
+    Create one engine per data set. Call `make_private` once, train with the four objects that it
+    returns, and call `get_epsilon(delta)` for the ε of the steps so far. `save_checkpoint` and
+    `load_checkpoint` continue a run, and `check` compares a step with its definition.
+
+    It has the public methods of Opacus's engine. `dp_clipping.build` makes the objects.
 
     Args:
         accountant: `"prv"`, `"rdp"` or `"gdp"`, Opacus's own.
@@ -382,7 +385,7 @@ class PrivacyEngine:
         the callback on each gets the same, of the samples of all ranks.
 
         Args:
-            call: of one dict of numbers.
+            call: a function of one dict of numbers.
             delta: adds `epsilon`, spent so far at this δ.
             unprotected: of `"loss"` (the mean over the step's samples), `"samples"` (how many),
                 `"clipped_fraction"`, `"median_norm"` and `"nonfinite_samples"`.

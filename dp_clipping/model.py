@@ -61,10 +61,12 @@ register_module_module_registration_hook(_refuse_to_be_wrapped)
 class PrivateModel(nn.Module):
     """A network, or a `ddp` wrapper around one, whose backward clips every sample's gradient.
 
-    In evaluation and under `torch.no_grad` it is the network itself. Unknown attributes are looked
-    up there too.
+    `make_private` makes it. Each forward in training mode opens a private step. The backward of the
+    private criterion's loss clips and sums, the private optimizer's `step()` adds noise and applies
+    the sum, and `zero_grad()` makes room for the next one. In evaluation and under `torch.no_grad`
+    calls and unknown attributes are those of the network itself.
 
-    All methods for users are here: those of Opacus's model and of `nn.Module`. Criterion and
+    The methods for users are here: those of Opacus's model and of `nn.Module`. Criterion and
     optimizer call the parts.
 
     Args:
@@ -77,7 +79,7 @@ class PrivateModel(nn.Module):
         hide_unprotected: reading what ε does not cover raises.
         sharding: `sharding_of(module)`: how the network is spread over ranks, if it is.
         norm_reduction: how norms are added up over ranks that have parts of the parameters.
-        usage: of the loader, if it yields Poisson batches.
+        usage: counts the samples that the loader yields, if it yields Poisson batches.
         wrap_model: the user gets this object. If False, they get their own module, whose calls are
             redirected to this object.
         loss_reduction: how losses that the network computes itself are printed.

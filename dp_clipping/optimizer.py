@@ -63,11 +63,12 @@ class StepHooks:
 class PrivateOptimizer(Optimizer):
     """Wraps a `torch.optim.Optimizer`, which then sees clipped sum plus noise, divided.
 
-    It forwards the interface of `torch.optim.Optimizer`, which learning-rate schedulers read, and
-    has the one of Opacus's `DPOptimizer`, which programs written for it and its schedulers call.
+    `step()` finishes the exchange between ranks, counts the step, adds noise once, divides by the
+    expected batch size and calls the wrapped optimizer's `step()`. It has the interface of
+    `torch.optim.Optimizer`, which learning-rate schedulers read, and that of Opacus's
+    `DPOptimizer`.
 
-    It sees nothing else. If it holds a parameter that was frozen at `make_private` and has an old
-    `.grad`, that is set to None.
+    An old `.grad` of a parameter that was frozen at `make_private` is set to None.
 
     The settings of a step are fixed at its first backward: later changes apply to the next step.
     Ranks compare them in each step (`fixed_settings`).

@@ -162,7 +162,8 @@ def train(options: argparse.Namespace, accountant: str = "prv", gamma: float = 1
     """Trains and prints each epoch.
 
     Args:
-        options: of the command; `noise_multiplier` is only there where it stands in for `epsilon`.
+        options: the options of the command; `noise_multiplier` is only there where it stands in for
+            `epsilon`.
         accountant: Opacus's name of it.
         gamma: the noise is multiplied with it after each epoch.
 

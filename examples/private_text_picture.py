@@ -17,9 +17,9 @@ def draw_training(
     """Writes three panels over steps as a PNG, atomically.
 
     Args:
-        lines: of the log, one per step: `step` and, where known, `bits`, `clipped`,
+        lines: the lines of the log, one per step: `step` and, where known, `bits`, `clipped`,
             `held_out_bits`, `epsilon`.
-        unigram_bits: of guessing bytes by their frequency.
+        unigram_bits: the bits per byte of a guess by frequency.
         epsilon: the budget.
     """
     from matplotlib.figure import Figure

@@ -49,7 +49,8 @@ def parallelize(
     """Shards the network in place over the axes that the mesh has.
 
     Args:
-        mesh: of one or two axes, named `data` (different samples) or `tensor` (the same samples).
+        mesh: a mesh of one or two axes, named `data` (different samples) or `tensor` (the same
+            samples).
         wrap, mixed_precision, reshard_after_forward: of FSDP2; see `shard_fully`.
 
     Raises:

@@ -156,7 +156,7 @@ def process_group(hardware: Hardware, timeout_s: float) -> Iterator[Worker]:
     """Joins the process group of the ranks that the launcher started, and leaves it at the end.
 
     Args:
-        hardware: of this machine; its backend and device type are used.
+        hardware: the hardware of this machine; its backend and device type are used.
         timeout_s: after this many seconds without progress a run is given up (`lm.watch`); a
             collective gives up somewhat later, so that the first cause can be named.
     """

@@ -64,7 +64,8 @@ class StepCosts:
 
     Attributes:
         step_ms: complete steps.
-        backward_ms: of each, forward, backward, clipping and every exchange between ranks.
+        backward_ms: the time of each step's forward, backward, clipping and every exchange between
+            ranks.
         peak_bytes: None where the system cannot tell.
     """
 

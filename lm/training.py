@@ -36,7 +36,7 @@ def training_step(
         optimizer: its gradients are set to None at the end.
         forward_loss: batch -> scalar loss, or what has `backward` and `detach` like one.
         finish: called after backward; when it returns, every `.grad` is synchronised.
-        learning_rate: of this step, for all parameter groups.
+        learning_rate: the learning rate of this step, for all parameter groups.
         more_phases: name -> what else comes between `finish` and clipping, in order.
         max_gradient_norm: clip the total gradient norm to this; None leaves it alone.
         clip_gradients: how, for parameters that PyTorch's own cannot take together.

@@ -42,7 +42,7 @@ def option(
         default: without one it is a positional argument.
         group: begins a group of options of that title, which those that follow belong to.
         check: see `requires`; of several values each is checked, None is not.
-        unique: of several values those that are repeated count once.
+        unique: repeated values count once.
         aliases: other flags for the same option.
         of_argparse: `metavar`, `choices` or `type`, see `argparse`.
     """

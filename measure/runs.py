@@ -67,7 +67,8 @@ class Cell:
     """One configuration: what it is called, what it was measured with, and all that was measured.
 
     Attributes:
-        gradient_error: of its proof, infinite if it was not finite; None if there was none.
+        gradient_error: the gradient error of the gate, infinite if it was not finite; None if there
+            was none.
         commands: those that measured it, as typed, with the date of the first row.
     """
 

@@ -1,10 +1,9 @@
-"""An engine's account, which counts its steps by the key that they drew from: no load and no step
-forgets one.
+"""Counts an engine's steps by the noise key that they used, so that no load loses a step.
 
-A history of Opacus's accountants is a list of (σ, q, number of steps). Whether the steps of one
-history are among those of another cannot be told from it, and a load that takes the saved one for
-the engine's would lower ε where the engine has made other steps meanwhile. So the steps of each key
-are listed apart, here and in a checkpoint.
+A history of Opacus's accountants is a list of (σ, q, number of steps). It does not show whether its
+steps are among those of another history, and a load that replaced the engine's history by the saved
+one would lower ε if the engine had made other steps since. So the steps of each key are listed
+apart, here and in a checkpoint.
 
 Step n of a key always has the same noise for the same samples. So two lists of one key agree as
 far as both go, and the longer one has the steps of both; lists of different keys compose. A run
@@ -46,11 +45,11 @@ class Step:
     """Identifies a step's release by its key and public settings.
 
     Attributes:
-        fingerprint: of the key.
+        fingerprint: the fingerprint of the key.
         number: the step's number in the noise stream of its key.
         sigma, rate: as they are counted.
         clip_norms: C, or those of the clipping groups.
-        batch_number: of the Poisson batch that it is made of; None if it is made of another.
+        batch_number: the number of its Poisson batch; None if it is made of another batch.
     """
 
     fingerprint: str
@@ -103,7 +102,7 @@ def parts_of(saved: Mapping[str, Any], history: History) -> Parts:
 
     Args:
         saved: the details in a checkpoint.
-        history: of its accountant.
+        history: the history of its accountant.
     """
     whole = saved["steps"] - count(history), history
     return saved.get("account", {saved["key_fingerprint"]: whole})
@@ -118,9 +117,9 @@ def _single(history: History) -> Iterator[tuple[float, float]]:
 class Account:
     """Opacus's accountant, with a record of which of its steps belong to which run.
 
-    What a step of this process was made on top of, itself included, counts as released from then
-    on, and no load takes it away. An account that was only loaded gives way to the next one: who
-    looks at one checkpoint after the other has released nothing.
+    A step of this process releases itself and all steps that it was made on top of. Released steps
+    stay in the account whatever is loaded later. An account that was only loaded, without a step
+    after it, is replaced by the next load, because looking at checkpoints releases nothing.
     """
 
     def __init__(self, accountant: "IAccountant") -> None:

@@ -71,7 +71,7 @@ def statement_of(
 
     Args:
         runs: the `PrivateRun` of each `make_private`.
-        history: of the engine's accountant.
+        history: the history of the engine's accountant.
         accountant: its name.
         epsilon: as it computed it.
     """

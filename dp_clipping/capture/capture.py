@@ -57,16 +57,15 @@ class Capture:
     """The layers of one network, captured.
 
     `PrivateModel` makes it, and `remove` restores the network's own forwards. Each forward of a
-    private step runs in `attached`, in which the layers deliver to that step. The searches for
-    samples run plain forwards in `looked_at`. All parts of a step read the attributes, which are
-    made once for all captured layers.
+    private step runs inside `attached`, where layers deliver to that step. The search for samples
+    runs plain forwards inside `looked_at`. The attributes do not change afterwards.
 
     Raises:
         ValueError: the network is in evaluation.
 
     Attributes:
         network: the bare network, without a wrapper.
-        handles: of every captured module.
+        handles: the handles of every captured module.
         parameters: trainable ones in order of registration, tied ones once.
         names: parameter -> its full name.
         groups: parameter -> clipping group; `group_names` has one line per group.

@@ -35,7 +35,7 @@ class CompiledShapes:
     Attributes:
         uses: parameter -> the use of a linear layer by one sample, in the order of the forward;
             without weights that are used more than once.
-        dtypes: of those layers' products.
+        dtypes: the dtypes of those layers' products.
         held: bytes that an ordinary forward keeps for its backward, a sample.
     """
 

@@ -1,8 +1,9 @@
 """Finds where the samples are before a step, on one rank or on all ranks of a sharded model.
 
-`search` finds it with three forwards and `independence` looks whether samples see each other; this
-decides when to look, and with whose samples. All ranks of a sharded model run the same forwards,
-whatever their own batches: they gather parameters together.
+`layout_search` finds them with three forwards, and `checks.sample_independence` checks that no
+sample depends on another. This file decides when to run them, and on whose samples. All ranks of a
+sharded model run the same forwards, whatever their own batches, because they gather parameters
+together.
 """
 
 from functools import partial
@@ -34,11 +35,12 @@ from dp_clipping.torch_compat import flush_ready_nodes, tree_map
 
 
 class LayoutDiscovery:
-    """Finds out where the samples are in a captured network, and remembers from how many.
+    """Finds where the samples are in a captured network, before a forward that needs it.
 
-    A batch of one sample tells little: beside one, every dimension of size one may count samples.
-    What it gave is provisional until a larger batch comes. Looking and checking stay together: each
-    check may ask for another look, and both follow one schedule, on one rank or on all together.
+    `ForwardBackward` calls `ensure` before each training forward. A batch of one sample shows
+    little, because any dimension of size one may then count samples; its result is provisional
+    until a larger batch comes. The search and the checks follow one schedule, on one rank or on all
+    together, since a check may require another search.
     """
 
     def __init__(

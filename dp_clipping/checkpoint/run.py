@@ -156,7 +156,7 @@ class Snapshot:
         schedulers: entry in the checkpoint -> scheduler whose state is part of it.
         module_kwargs: for the network's `state_dict`, or `load_state_dict`.
         torch_kwargs: for `torch.save`, or `torch.load`.
-        key_file: of the key.
+        key_file: the file of the key.
         weights: which of the network's are written: `"all"`, `"trainable"` or `"none"`.
     """
 
@@ -235,7 +235,7 @@ def agree_on_content(
     """Returns if all ranks have read the same, else raises on all.
 
     Args:
-        digest: of what this rank has read, 31 bytes; None if it could not.
+        digest: the digest of the data that this rank has read, 31 bytes; None if it could not.
     """
     if run.group is None:
         if problem is not None:

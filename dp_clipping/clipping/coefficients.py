@@ -51,7 +51,8 @@ def register_clipping_function(name: str, fn: ClippingFunction, bound: float = 1
 
     Args:
         name: a new one.
-        fn: of PyTorch's operators, without `if` on a tensor and without random numbers.
+        fn: a function made of PyTorch's operators, without `if` on a tensor and without random
+            numbers.
         bound: the largest c(n)·n, as a multiple of C: above 0, at most 1.
 
     Raises:

@@ -51,8 +51,8 @@ class Norm:
     Attributes:
         squared: [B] float32 (float64); a Gram product of tokens that cancel may be below 0.
         scale: S = Σ_t ‖a_t‖‖y_t‖ [B], what errors are relative to; None where there are none.
-        gram_error: of `squared`, relative to S².
-        sum_error: of the norm of what will be summed, relative to S.
+        gram_error: the rounding error of `squared`, relative to S².
+        sum_error: the rounding error of the norm of what will be summed, relative to S.
     """
 
     squared: Tensor

@@ -19,7 +19,7 @@ class NormStatistics:
     """Clipped fraction and histogram of one step's global batch. Not covered by ε.
 
     Attributes:
-        samples: of all ranks together.
+        samples: the number of samples of all ranks together.
         nonfinite: those whose norm is not finite, which no sum holds.
         clipped: those with a finite norm above C, or in any clipping group above its C_k.
         clipped_by_group: the same for each of K groups.

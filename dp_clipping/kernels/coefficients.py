@@ -39,7 +39,7 @@ def clip_coefficients(
         starts: [K + 1] int32, where each group's parameters begin.
         clip_norms: [K] float64, thresholds C_k.
         margin: a factor on norms that covers rounding.
-        gamma: of the automatic function; None: Abadi's.
+        gamma: γ of the automatic function; None: Abadi's.
         bad: [B] bool, samples to be left out, to which those found here are added.
     """
     groups, batch_size = len(clip_norms), squares.shape[1]

@@ -83,25 +83,25 @@ class LayerState:
     """State of one captured module, at `module._private`.
 
     Attributes:
-        name: of the module in the network.
-        kind: which file of `layers` its forward comes from.
+        name: the name of the module in the network.
+        kind: the file of `layers` that has its forward.
         children_apart: it runs under vmap, and its child layers outside of it (`vmap.children`).
-        is_inside: code of such a module calls it now, in a plain forward.
+        is_inside: a module under vmap calls it now, in a plain forward.
         trial: takes a call of a module under vmap in a plain forward that tries it; or None.
         inner: the layer that its class is derived from, if that is what is captured (`inner_call`);
             `inner_forward` runs it.
-        around: what looks at calls of it now, before and after, where it is such.
-        is_misfit: it is such, and has computed with its parameters otherwise.
+        around: functions called before and after its calls now, where `inner` is set.
+        is_misfit: `inner` is set, and it has computed with its parameters otherwise.
         trainable: names of the parameters it captures, relative to the module.
-        has_last: of a bag: its offsets end with the number of ids.
-        checks, backwards: of a registered layer: how often its function was compared with single
-            samples, and backwards since the first such check.
-        products: of a registered layer: shapes of a sample -> the parameters for which its function
-            returns products then.
-        whole_batch: of a module under vmap that can do without (`vmap.whole_batch`): number of
+        has_last: for a bag: its offsets end with the number of ids.
+        checks, backwards: for a registered layer: the number of comparisons of its function with
+            single samples, and of backwards since the first of them.
+        products: for a registered layer: shapes of a sample -> the parameters for which its
+            function returns products at these shapes.
+        whole_batch: for a module that can run without vmap (`vmap.whole_batch`): number of
             dimensions of each input -> operations with its own parameters; None: it cannot.
-        own_forward: what the module had in the place of its class's forward; None: nothing.
-        private_step: the private step that its calls belong to; None: the layer is an ordinary one.
+        own_forward: a forward that the module had in place of its class's; None: it had none.
+        private_step: the private step that its calls belong to; None: it runs without privacy.
         slots: name -> the dense slot of this private step.
         layouts: number of dimensions of each input -> their layouts.
         always_dense: some parameter has several uses, whose G are added up.
@@ -261,7 +261,7 @@ class LayerState:
 
         Args:
             x, weight: [.., p] and [d, p] of a linear layer.
-            name: of that weight.
+            name: the name of that weight.
         """
         if name in self.joined and not self.private_step.is_compiled:
             return self.private_step.policy.dense_always

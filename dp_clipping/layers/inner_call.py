@@ -33,7 +33,7 @@ class Inner:
     """The layer that a subclass is of.
 
     Attributes:
-        kind: of the layer's arithmetic.
+        kind: the kind of the layer's arithmetic.
         base: its class, as PyTorch has it.
         function: what its forward calls.
         options: names of that function's arguments, in order -> their defaults.

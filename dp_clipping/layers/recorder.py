@@ -23,8 +23,8 @@ class LayerPlanner(Protocol):
 class Recorder(Protocol):
     """The private step that a layer's calls belong to; `step.private_step` implements it.
 
-    In forward a layer asks; in backward it delivers, once per parameter, either G (`dense`) or
-    what G is made of (`factors`, `normalized`).
+    In forward a layer gets its slots and plans here. In backward it delivers, once per parameter,
+    either G (`dense`) or the factors of G (`factors`, `normalized`).
 
     Attributes:
         batch_size: samples of the batch: units, if a unit of privacy has several examples.

@@ -49,9 +49,10 @@ class ShardedCall:
 
     Attributes:
         x, weight, bias: what this rank computes with.
-        mesh: of the layer's parameters; None: they are plain tensors, and so is the output.
-        placement: of the output.
-        width: of the whole output, its last dimension.
+        mesh: the mesh of the layer's parameters; None: they are plain tensors, and so is the
+            output.
+        placement: the placement of the output.
+        width: the width of the whole output, its last dimension.
         late_bias: what is added after the terms of all ranks.
         outside: [..], ids that are other ranks'.
     """

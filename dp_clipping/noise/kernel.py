@@ -122,8 +122,8 @@ def add_noise_to_all_kernel_launch(
     waiting for the host. Programs find their tensor by a table of addresses.
 
     Args:
-        totals: of any sizes, float32, contiguous, on one device.
-        outs: of one dtype, contiguous; each may be its total itself.
+        totals: tensors of any sizes, float32, contiguous, on one device.
+        outs: tensors of one dtype, contiguous; each may be its total itself.
         make_table: takes the rows to the device; default: copies them.
     """
     pieces = _pieces(tuple([total.numel() for total in totals]), totals[0].device)

@@ -205,7 +205,7 @@ def refuse_mixed(name: str, before: str, has_runs: bool, history: History) -> No
     """Raises ValueError for a mechanism beside steps of another one in the same account.
 
     Args:
-        before: of the runs so far, if there are any.
+        before: the mechanism of the runs so far, if there are any.
     """
     if (has_runs and name != before) or (not has_runs and name != DEFAULT and history):
         raise ValueError(

@@ -26,7 +26,7 @@ class Rates:
     Attributes:
         product, gram, weighted: operations per second of the kernels gradient, gram and
             weighted_product in 16 bit where they fill the device.
-        single: of products in float32, relative to those.
+        single: the rate of products in float32, relative to those.
         bandwidth: bytes per second that `weighted_sum` reads and writes.
         step: seconds that a tile of one sample's product takes beside its operations.
         processors: programs that run at a time.
@@ -92,7 +92,7 @@ class LayerPlan:
     """The algorithm chosen for one layer, with its predicted cost.
 
     Attributes:
-        algorithm: of the norm.
+        algorithm: the algorithm of the norm.
         seconds: predicted, of norm and sum together.
         bytes: kept from backward to the sum.
         recomputed: nothing is kept, the sum is formed in a second backward.

@@ -55,8 +55,8 @@ class Plan:
     """Choices by layer, in the order of the forward.
 
     Args:
-        uses: of the linear layers, in the order of the forward.
-        rates: of the device.
+        uses: the uses of the linear layers, in the order of the forward.
+        rates: the rates of the device.
         budget: bytes that may be kept from backward to the sums; None: no limit.
         norm_algorithm: `auto`, or the one that every layer takes.
         may_recompute: what does not fit the budget even so takes part in a second backward.

@@ -27,7 +27,7 @@ class StepMetrics:
         call: the user's.
         epsilon: returns ε so far; None: not requested.
         unprotected: names of `UNPROTECTED`.
-        every: of so many steps the last one has metrics.
+        every: the last of so many steps has metrics.
     """
 
     def __init__(

@@ -150,7 +150,7 @@ class MicrobatchLoader(DataLoader):
     """The loader that `BatchMemoryManager` yields.
 
     Attributes:
-        real: of the last microbatch, how many rows are samples: the first ones.
+        real: the number of rows of the last microbatch that are samples: the first ones.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ class SampleUsage:
     batch, and those of several batches would be divided by the size of one.
 
     Attributes:
-        batch_size: of a loader without Poisson sampling; None: not known.
+        batch_size: the batch size of a loader without Poisson sampling; None: not known.
         handed: samples of the (micro)batch that was yielded last; None without a Poisson loader,
             and where another loader takes its batches: then nothing is counted.
         left: those of them that no backward has used.
@@ -28,7 +28,8 @@ class SampleUsage:
         holds_dummy: what was handed out is the made-up sample of `rand_on_empty`. Its gradient must
             be masked: were it added, taking away the only real sample of a batch could move the sum
             by 2C.
-        rows: of the batch that was yielded last, if zeros follow its samples; None: there are none.
+        rows: the rows of the batch that was yielded last, if zeros follow its samples; None: there
+            are none.
         real: the first of these rows, which are samples.
         fill: bool for each sample of the (micro)batch that was yielded last, True where it only
             fills up a unit of privacy; None: there is no such one.

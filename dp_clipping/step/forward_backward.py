@@ -36,8 +36,8 @@ class ForwardBackward:
     """Runs forward and backward of one private model, and recovers from a pass that failed.
 
     Args:
-        context: of the model's steps.
-        state: of the step; the private step of a forward is pending in it.
+        context: the context of the model's steps.
+        state: the state of the step; the private step of a forward is pending in it.
         gradients: what backwards add their sums to; None: only forwards are run.
 
     Attributes:

@@ -32,7 +32,7 @@ class GradientBuffer:
 
     Args:
         context: the model's parameters, and what takes clipped sums to their shards.
-        state: of the model's step.
+        state: the state of the model's step.
         wrapper: the `ddp` wrapper, which receives each sum; None: there is none.
 
     Attributes:

@@ -20,7 +20,7 @@ class GradientNoise:
 
     Args:
         model: whose `.grad` gets it.
-        key: of the noise; a load replaces it.
+        key: the key of the noise; a load replaces it.
         adaptive: lets C follow a quantile of the norms, whose counts need noise too; or None.
         values: how random words become noise.
 

@@ -18,7 +18,7 @@ class GradientWatch:
     Args:
         capture: the model's parameters.
         sums: takes clipped sums to the shards of a sharded network; None: it is not sharded.
-        state: of the model's step.
+        state: the state of the model's step.
     """
 
     def __init__(self, capture: CapturedNetwork, sums: ShardedSums | None, state: StepState):

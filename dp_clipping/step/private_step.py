@@ -90,7 +90,7 @@ class Backend(Protocol):
     Attributes:
         fused: whether it runs on kernels; then `normalized` and `counted` are called.
         plans: how each layer is handled.
-        norms: of the parameters so far.
+        norms: the norms of the parameters so far.
         sums: forms the clipped sums; another object after `forget`.
         runs_twice: whether a second backward follows the clipping; known after `begin`.
     """
@@ -143,12 +143,13 @@ class Backend(Protocol):
 class PrivateStep:
     """A private step: forward, backward, norms and clipped sums of one batch.
 
-    Most of its methods are those of `layers.recorder.Recorder`, which layers call in forward and in
-    backward. The criterion's loss starts `backward`.
+    `ForwardBackward` makes one in each training forward. The layers call its `Recorder` methods in
+    forward and in backward, and the criterion's loss calls `backward`. When that returns, the
+    clipped sums are in the gradient buffer, and the step is not used again.
 
     Args:
         context: what all steps of the model have in common.
-        rows: of the batch that the network gets.
+        rows: number of rows in the batch that the network gets.
         backend: takes norms and forms sums.
         real: how many of the rows are examples or fill, the first ones; None: all are.
         examples_per_unit: k; so many rows, side by side, are one sample of the step.

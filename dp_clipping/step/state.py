@@ -1,4 +1,4 @@
-"""The state of a private step, which model, criterion, optimizer and checkpoint ask.
+"""The state of a private step, shared by model, criterion, optimizer and checkpoint.
 
     phase      `.grad` of the trainable parameters
     IDLE       is empty, or holds what the optimizer has applied
@@ -105,14 +105,14 @@ class StepState:
     Attributes:
         phase: what `.grad` holds.
         clip_norms: C_k of each clipping group in the step that is open, or was last.
-        settings: of that step.
+        settings: the settings of that step.
         on_open: called when a step opens; fixes its settings. If it raises, the step is dropped.
-        norms: of each backward since the sums were dropped last.
+        norms: the norms of each backward since the sums were dropped last.
         losses: sum and number of the losses of each of these, if `keeps_losses`.
         keeps_losses: metrics show the mean loss.
         pending: the private step of the last forward, until its backward.
         steps: steps counted so far, which is the number of the next one.
-        batch_number: of the Poisson batch that was handed out and that no step has used.
+        batch_number: the number of the Poisson batch that was handed out and that no step has used.
         held_back: sums are this rank's alone, because of `no_sync()`.
         microbatches: whether further parts of the Poisson batch follow.
     """

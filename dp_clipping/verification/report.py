@@ -37,7 +37,7 @@ class Check:
 
     Attributes:
         norms: unclipped, of the private step, [B] float32 (float64).
-        expected_norms: of one backward per sample, [B] float64.
+        expected_norms: the expected norms of one backward per sample, [B] float64.
         norm_errors: relative, the largest over clipping groups, [B] float64. 0 where a norm is
             finite on neither side, infinite where it is on one.
         gradient_error: of the clipped sum of `worst_parameter`, a name; relative to the sum, or,

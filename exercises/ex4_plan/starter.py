@@ -37,7 +37,7 @@ def plan_buckets(
         nbytes: size of each gradient, by index.
         dtypes: type of each gradient, by index, such as "float32".
         order: the indices, first to arrive first. It need not be the reverse of registration.
-        capacity: of a bucket, in bytes.
-        tail: of the bucket that is complete last, in bytes, at most `capacity`.
+        capacity: the largest size of a bucket, in bytes.
+        tail: the largest size of the bucket that is complete last, in bytes, at most `capacity`.
     """
     raise NotImplementedError("cut `order` into buckets; begin with one dtype and no tail")

@@ -55,7 +55,7 @@ class NetworkRow:
 
     Attributes:
         batch: the batch at full size, and the dtype.
-        dtype: of parameters and inputs that are no integers.
+        dtype: the dtype of parameters and inputs that are no integers.
     """
 
     name: str

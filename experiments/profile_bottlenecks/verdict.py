@@ -76,8 +76,8 @@ class Bound:
 
     Attributes:
         name: see the table above.
-        ms: of a step; None of memory.
-        share: of `whole_ms`; of memory, of its limit.
+        ms: milliseconds of a step; None for memory.
+        share: the share of `whole_ms`, or, of memory, of its limit.
         evidence: the measurement.
         change: the option to change, and to what.
         gain_ms: of what the samples of a step take now; None: not predicted.

@@ -112,7 +112,7 @@ class Ranks:
     """The ranks that check together, and this one among them.
 
     Attributes:
-        device: of this rank.
+        device: the device of this rank.
         group: all of them; None: one process alone.
         mesh: with an axis `data` (FSDP2), `tensor` (tensor parallel) or both; None: nothing is
             sharded, several ranks are replicas on `ddp_bucketed`.
@@ -179,7 +179,8 @@ class Case:
     """One combination of network, mode, clipping and norm options that is checked.
 
     Attributes:
-        norm_algorithm: of linear layers on fused kernels; None: these modes run in plain PyTorch.
+        norm_algorithm: the norm algorithm of linear layers on fused kernels; None: these modes run
+            in plain PyTorch.
         norm_reduction: how norms travel over a tensor axis; None: there is none, so they do not.
     """
 
@@ -222,7 +223,7 @@ class Reference:
     """Right results in float64, and what they are for.
 
     Attributes:
-        batch: of all data ranks, G samples.
+        batch: the batch of all data ranks, G samples.
         norms: [G].
         limit: C, between the norms: some samples are clipped and some are not.
         groups: clipping -> parameters by clipping group, K of them.

@@ -18,8 +18,8 @@ class Tolerance:
     """Relative errors that rounding may cause.
 
     Attributes:
-        norm: of a sample's norm.
-        gradient: of a parameter's clipped sum.
+        norm: the error of a sample's norm.
+        gradient: the error of a parameter's clipped sum.
         least: what one sample adds to a clipping group, over min(C_k, n_k).
     """
 
@@ -64,7 +64,7 @@ class Finding:
             where it has no part).
         norms: of each rank, the same afterwards.
         reference: what these should be.
-        phases: of the first rank, see `phases.phase_times`; empty without profiling.
+        phases: the phases of the first rank, see `phases.phase_times`; empty without profiling.
         failure: why there are no numbers.
     """
 

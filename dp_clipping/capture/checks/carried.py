@@ -131,7 +131,7 @@ class Carried:
         batch_first: the first dimension of tensors counts the samples, else the second.
         is_sharded: see `State`; `check` then looks at parameters and buffers only, since other
             ranks could not run another forward then.
-        known_bags: of the network's arguments.
+        known_bags: the known bags of the network's arguments.
     """
 
     def __init__(

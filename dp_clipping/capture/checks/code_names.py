@@ -19,7 +19,7 @@ class Named(NamedTuple):
     Attributes:
         read: global variables that it reads.
         written: those that it binds or deletes.
-        attributes: of whatever; among them are variables of modules that it has imported.
+        attributes: attribute names; among them are variables of imported modules.
     """
 
     read: frozenset[str]

@@ -23,7 +23,7 @@ class Change(NamedTuple):
     """A value that has been replaced where it was held.
 
     Attributes:
-        name: of it.
+        name: the name of the value.
         is_model: it is a parameter, a persistent buffer, or a module with one of them.
     """
 
@@ -41,7 +41,7 @@ class Holder:
         name: prefix of the names of what it holds.
         values: the container.
         kind: "parameters", "buffers", "modules" or "temporary" (names of buffers) of a module; "".
-        temporary: of buffers, the names of those that are not in the state dict.
+        temporary: names of those buffers that are not in the state dict.
         is_log: its lists may be there for the user to read: only functions or a criterion know it.
     """
 
@@ -122,7 +122,7 @@ class Names(Holder):
     """Holds attributes of a class, or variables of a module.
 
     Attributes:
-        names: of those of a module; None: all of a class.
+        names: the names of a module's buffers; None: all of a class.
     """
 
     names: set[str] | None = None

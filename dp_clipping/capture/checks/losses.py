@@ -39,8 +39,8 @@ class Watched:
 
     Args:
         outputs: what the network has returned.
-        layouts: of the tensors in it; None: the whole batch has one value.
-        number: of the check.
+        layouts: the layouts of the tensors in it; None: the whole batch has one value.
+        number: the number of the check.
 
     Attributes:
         number: as given.
@@ -177,12 +177,12 @@ class Exchange:
 
     Args:
         per_sample: the call: arguments, and `shape`, to losses [B].
-        state: of the user's criterion, which is put back.
+        state: the state of the user's criterion, which is put back.
         args, kwargs: of the user's call.
         size: B.
-        shape: of outputs before they were flattened, if the user says so.
+        shape: the shape of outputs before they were flattened, if the user gives it.
         batch_first: whether the first dimension counts samples.
-        shapes: of earlier calls.
+        shapes: the shapes of earlier calls.
     """
 
     def __init__(
@@ -347,7 +347,7 @@ class Exchange:
         """Returns summaries of losses, and of gradients by each layout that they may have.
 
         Args:
-            places: of the tensors that are given other samples.
+            places: the places of the tensors that are given other samples.
             rows: which sample of the batch stands in each place of those; none: as they are.
         """
         size = len(rows) or self._size

@@ -29,7 +29,7 @@ class Observer:
     Each run starts from the same state of the network and of all generators, which are put back.
 
     Args:
-        state: of the network.
+        state: the state of the network.
     """
 
     def __init__(self, capture: CapturedNetwork, state: State):

@@ -1,12 +1,12 @@
 """Finds samples that depend on each other, by exchanging some of the others.
 
-The privacy of a sample rests on the others' gradients not depending on it. A network that centres
-its inputs by the batch's mean breaks that, and no module's type tells. So a batch is run twice with
-the same random numbers, the second time with other samples in some of its places. What the layers
-see of the samples that stayed must not change, forward and backward. Shapes, places and noise are
-the same in both runs, so nothing else changes it.
+Clipping bounds a sample's influence only if the other samples' gradients do not depend on it. A
+network that centres its inputs by the batch's mean violates this, and no module's type shows it. So
+a batch is run twice with the same random numbers, the second time with other samples in some
+places. For the samples that stay, the inputs of each layer, the outputs and the gradients must not
+change. Shapes, places and noise are the same in both runs, so nothing else can change them.
 
-For a criterion see `losses`.
+`losses` checks the criterion.
 """
 
 from collections.abc import Callable, Sequence

@@ -28,8 +28,8 @@ class Summary:
 
     Attributes:
         values: [B, SIGNS + 1], as they were computed.
-        tolerance: of a difference that says nothing, relative to the norm of a sample.
-        shape: of what each sample has.
+        tolerance: the largest difference that is no finding, relative to the norm of a sample.
+        shape: the shape of each sample's values.
     """
 
     values: Tensor

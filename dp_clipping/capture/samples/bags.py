@@ -18,9 +18,9 @@ class Bags:
     """Positions of the argument leaves that hold bags, one bag for each sample.
 
     Attributes:
-        ids: of the leaf [N].
-        offsets: of the leaf [B], or [B + 1].
-        weights: of the leaf [N] with a weight for each id; None: there is none.
+        ids: the number of the leaf [N] of ids.
+        offsets: the number of the leaf [B], or [B + 1], of offsets.
+        weights: the number of the leaf [N] of weights, one per id; None: there is none.
         has_last: offsets end with the number of ids.
     """
 

@@ -62,7 +62,7 @@ class Batch:
 
     Attributes:
         size: number of samples.
-        leaves: of the arguments.
+        leaves: the leaves of the arguments.
     """
 
     def __init__(self, args: tuple, kwargs: dict, batch_first: bool, bags: Sequence[Bags] = ()):

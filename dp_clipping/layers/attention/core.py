@@ -47,7 +47,7 @@ def attend(
 
     Args:
         q, k, v: [L, N, E] and [S, N, E], projected.
-        mask: of `merged_mask`, [1, L, S] or [N · heads, L, S].
+        mask: the mask of `merged_mask`, [1, L, S] or [N · heads, L, S].
     """
     length, count, width = q.shape
     q, k, v = (_by_head(x, options.heads) for x in (q, k, v))

@@ -22,7 +22,7 @@ class InProjections(torch.autograd.Function):
         uses: slots of W and b, and who takes its factors, and b's output gradients (see
             `projection.weight_use`).
         sizes: rows of each part.
-        layouts: of each x_j.
+        layouts: the layouts of each x_j.
         xs: the inputs.
     """
 

@@ -33,7 +33,7 @@ def run(
     """Returns the states of all time steps, [.., D·H], and the last h, and c of an LSTM, [D, N, H].
 
     Args:
-        mode: of `nn.RNNBase`, one of `RUN`.
+        mode: the mode of `nn.RNNBase`, one of `RUN`.
         gates: X [T, N, D·gates·H], or [tokens, ..] with `batch_sizes`.
         states: first h, and c of an LSTM, [D, N, H], of the gates' dtype.
         weights: W_hh, b_hh and W_hr of each direction, detached.

@@ -55,11 +55,11 @@ class Run:
     """One run of the kernel, on N sequences.
 
     Args:
-        mode: of `nn.RNNBase`.
+        mode: the mode of `nn.RNNBase`.
         takes: of each direction, of W_hh, b_hh and W_hr: who takes factors a [B, T, p] and y
             [B, T, d], or y, and returns the gradient of the slot; None: frozen.
-        layout: of the samples in dimension 1.
-        packing: of the sequences; None: they are of one length.
+        layout: the layout of the samples in dimension 1.
+        packing: the packing of the sequences; None: they are of one length.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class LayerSums:
         weighted_sum: (coefficients [B], whether a sample counts [B]) -> name -> Σ_i c_i G_i
             [*parameter.shape].
         rows: B.
-        gradient: of the output; only its device and dtype count.
+        gradient: the gradient of the output; only its device and dtype count.
     """
 
     def __init__(

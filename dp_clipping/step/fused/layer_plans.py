@@ -30,7 +30,7 @@ class LayerPlans:
         plans: those of earlier steps.
         batch_size: samples of the batch.
         forecast: expected shapes of compiled linear layers (`CompiledShapes`); None: not needed.
-        rates: of the device; asked for when a plan is made.
+        rates: the rates of the device, read when a plan is made.
         saved: bytes that the forward has saved for its backward.
     """
 
