@@ -12,10 +12,10 @@ What
         expert C                  None             None          None
 
 Why it matters
-    A rank that leaves out what it has not got issues fewer collectives than the others. They hang,
-    or, with equal shapes, meet the wrong counterpart in silence. And zeros in the place of None are
-    not the same: AdamW decays a parameter whose gradient is zero and leaves one without gradient
-    alone, so training would differ from a single process.
+    A rank that omits the gradients that it lacks issues fewer collectives than the others. They
+    hang or, with equal shapes, are matched with the wrong ones, without an error. And zeros in
+    place of None are not the same: AdamW decays a parameter whose gradient is zero and leaves one
+    without gradient alone, so training would differ from a single process.
 
 Rules
     - A rank that did not use a parameter contributes zeros. The divisor is the number of ranks.
