@@ -51,7 +51,7 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 @functools.cache
 def titles(names: tuple[str, ...]) -> dict[str, str]:
-    """Returns what each implementation is called in table, pictures and files of traces.
+    """Returns each implementation's name in table, pictures and files of traces.
 
     Titles differ, also as names of files (`file_stem`), whatever the case of their letters.
     """

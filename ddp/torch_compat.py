@@ -86,7 +86,7 @@ def scale_(tensors: Sequence[Tensor], factor: float) -> None:
 
 
 def ddp_record(wrapper: nn.parallel.DistributedDataParallel) -> dict[str, Any]:
-    """Returns what PyTorch's DDP records of its buckets, `_get_ddp_logging_data()`; else {}."""
+    """Returns DDP's record of its buckets, `_get_ddp_logging_data()`; else {}."""
     record = getattr(wrapper, "_get_ddp_logging_data", None)
     return {} if record is None else record()
 

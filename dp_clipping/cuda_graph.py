@@ -45,7 +45,7 @@ LIBRARIES = tuple(str(Path(place).parent) + "/" for place in (torch.__file__, __
 
 
 def refuse(settings: Any, ranks: Any) -> None:
-    """Raises ValueError where no step can be captured, saying what to use in its place."""
+    """Raises ValueError, with an alternative, where no step can be captured."""
     module, optimizer = settings.module, settings.optimizer
     parameters = [p for p in module.parameters() if p.requires_grad]
     capturable = isinstance(optimizer, torch.optim.SGD) or all(
@@ -332,7 +332,7 @@ class _Captured:
             )
 
     def _dependencies(self) -> list[tuple[str, Any]]:
-        """Returns what Python would have read, by name."""
+        """Returns the values that Python would read in an eager step, by name."""
         groups = [
             {k: _value(v) for k, v in group.items() if k != "params"}
             for group in self.optimizer.param_groups

@@ -567,7 +567,7 @@ class PrivacyEngine:
 
     @classmethod
     def validate(cls, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
-        """Raises ValueError naming the modules that mix samples, and what to use instead."""
+        """Raises ValueError naming the modules that mix samples, with replacements."""
         check_module(module)
 
     @classmethod

@@ -192,7 +192,7 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def adaptive_threshold(self) -> AdaptiveThreshold | None:
-        """Returns what lets C follow a quantile of the norms, or None."""
+        """The adaptive threshold, by which C follows a quantile of the norms; None: C is fixed."""
         return self.noise.adaptive
 
     @property
@@ -318,7 +318,7 @@ class PrivateOptimizer(Optimizer):
         return True
 
     def refuse(self) -> None:
-        """Refuses what the optimizer must not apply, before anything is counted."""
+        """Raises RuntimeError if `.grad` must not be applied, before anything is counted."""
         if self.model.policy is None:
             return
         check_noise_multiplier(self.noise_multiplier)

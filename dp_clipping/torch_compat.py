@@ -128,7 +128,7 @@ def is_dtype_cast(operator: Any) -> bool:
     """Returns whether a dispatched operator is `aten._to_copy`, which `x.to(dtype)` calls.
 
     Raises:
-        RuntimeError: if there is no such operator, as casts could not be told then.
+        RuntimeError: if there is no such operator, as casts could not be detected then.
     """
     try:
         return operator.overloadpacket is torch.ops.aten._to_copy
@@ -140,7 +140,7 @@ def schema_of(operator: Any) -> torch.FunctionSchema | None:
     """Returns an operator's `_schema`; None for a higher-order operator, which has none.
 
     Raises:
-        RuntimeError: if an operator of ATen has none, as its writes could not be told then.
+        RuntimeError: if an operator of ATen has none, as its writes could not be detected then.
     """
     schema = getattr(operator, "_schema", None)
     if schema is None and isinstance(operator, torch._ops.OpOverload):
@@ -182,7 +182,7 @@ def to_one_buffer_(
 
 
 def flush_ready_nodes() -> None:
-    """Frees what a backward that failed in this thread has left in autograd's queue.
+    """Frees nodes, and their activations, that a failed backward left in this thread's queue.
 
     Its nodes hold activations until another backward runs in the thread: a trivial one does.
     """
@@ -263,7 +263,7 @@ def hooks_so_far() -> int:
     """Returns how many hooks were registered in this process: each has a larger number.
 
     Raises:
-        RuntimeError: if hooks have no numbers, as new ones could not be told then.
+        RuntimeError: if hooks have no numbers, as new ones could not be detected then.
     """
     try:
         return torch.utils.hooks.RemovableHandle.next_id
@@ -351,7 +351,7 @@ class Vmap:
         return torch._C._functorch._unwrap_batched(x, self._level)
 
     def wrap(self, rows: Tensor) -> Tensor:
-        """Returns what vmap shows of rows [B, ..]: one sample's."""
+        """Returns rows [B, ..] as vmap presents them: one sample's."""
         return torch._C._functorch._add_batch_dim(rows, 0, self._level)
 
 
@@ -626,7 +626,7 @@ def fsdp1_handle(unit: FullyShardedDataParallel) -> Any:
 
 
 def fsdp1_stand_ins(handle: Any) -> list[Any]:
-    """Returns the list of what stands for each parameter of a flat one while it is gathered."""
+    """Returns the tensors that stand for a flat parameter's members while it is gathered."""
     return handle.flat_param._tensors
 
 

@@ -261,7 +261,7 @@ def run(options: Options) -> bool:
 
 
 def settings_of(options: Options, rows: int) -> dict[str, Any]:
-    """Returns what identifies a run, with its δ."""
+    """Returns the settings that identify a run, with its δ."""
     public = {k: v for k, v in vars(options).items() if k not in RESUMABLE}
     delta = rows**-1.1 if options.delta is None else options.delta
     if delta >= 1 / rows:

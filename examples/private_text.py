@@ -112,7 +112,7 @@ def cut_sequences(source: str, context_length: int) -> Text:
 
 
 def public_settings(options: Options, text: Text) -> dict:
-    """Returns what identifies a run with its δ; raises ValueError if the text does not allow it."""
+    """Returns the settings of a run with its δ; raises ValueError if the text does not allow it."""
     sequences = len(text.training)
     settings = {k: v for k, v in vars(options).items() if k not in RESUMABLE} | {
         "sequences": sequences

@@ -68,7 +68,7 @@ def interleave(rows: Iterable[Any], variants: Sequence[str], rounds: int) -> lis
 
 
 def attempt(measure: Callable[..., dict], *arguments: Any) -> dict:
-    """Returns what `measure` does, or how it failed; other cells can then be measured."""
+    """Returns the result of `measure`, or its failure, so that other cells can be measured."""
     try:
         return {"status": OK, **measure(*arguments)}
     except Exception as error:

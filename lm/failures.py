@@ -60,7 +60,7 @@ def concerns_user(error: BaseException, own: Collection[str] = ()) -> bool:
 
 
 def locate_threads(own: Collection[str] = ()) -> tuple[str, str]:
-    """Returns what `locate` and `describe_traceback` return, for what this process does now.
+    """Returns `locate` and `describe_traceback` of the code that this process runs now.
 
     That is the main thread, or another one if only that runs the user's code (autograd's).
     """

@@ -278,7 +278,7 @@ def _bytes(megabytes: float) -> str:
 
 
 def _name(label: str) -> str:
-    """Returns what follows the file in `path/to/file.py:Name`, and other labels as they are."""
+    """Returns the name after the file in `path/to/file.py:Name`, and other labels unchanged."""
     return label.rpartition(":")[2] or label
 
 

@@ -154,7 +154,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Returns what a git command prints, or None if there is no git or it fails."""
+    """Returns the output of a git command, or None if there is no git or it fails."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

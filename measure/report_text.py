@@ -66,7 +66,7 @@ def _fastest(cells: Sequence[Cell], name: str, value: str, heading: str) -> list
 
 
 def _doubts(cells: Sequence[Cell]) -> list[str]:
-    """Returns what limits the numbers: noise, few rounds, different machines."""
+    """Returns remarks on the numbers: noise, few rounds, different machines."""
     measured = [cell for cell in cells if cell.status == OK and cell.samples()]
     found = []
     steps = [(cell, summarize(cell.samples())) for cell in measured]

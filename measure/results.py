@@ -93,7 +93,7 @@ def numbered_rows(path: str | Path) -> list[tuple[int, dict]]:
 
 
 def check_version(path: str | Path, row: dict) -> None:
-    """Raises ValueError, which begins with `path`, for what is no row of this version."""
+    """Raises ValueError, which begins with `path`, unless it is a row of this version."""
     version = row.get("schema_version") if isinstance(row, dict) else None
     if version != SCHEMA_VERSION:
         raise ValueError(

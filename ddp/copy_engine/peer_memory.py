@@ -107,7 +107,7 @@ def _check(status: int) -> None:
 
 
 def why_not(device: torch.device, group: dist.ProcessGroup) -> str | None:
-    """Returns what is missing ("needs ..."), agreed by all ranks; None if nothing is."""
+    """Returns the missing requirement ("needs ..."), the same on all ranks; None if all are met."""
     answers: list[tuple[str | None, str, int]] = [(None, "", 0)] * dist.get_world_size(group)
     mine = (_own_obstacle(device), socket.gethostname() + _boot_id(), device.index or 0)
     dist.all_gather_object(answers, mine, group=group)

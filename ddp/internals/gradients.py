@@ -76,7 +76,7 @@ class Gradients:
         self.stand_ins: dict[int, Tensor] = {}
 
     def describe(self) -> list[Gradient]:
-        """Returns what a plan is made from."""
+        """Returns the sizes and dtypes from which a plan is made."""
         dtypes = self.dtypes.all()
         return [
             Gradient(p.numel(), str(dtype), dtype.itemsize)

@@ -41,7 +41,7 @@ class Launch:
 
 @dataclass
 class Record:
-    """Counts what a step has sent; each launch with the number of gradients ready by then."""
+    """Counts a step's collectives and bytes, and each launch with the gradients ready by then."""
 
     collectives: int = 0
     nbytes: int = 0

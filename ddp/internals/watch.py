@@ -1,4 +1,4 @@
-"""Checks what a step assumes of its parameters, and says so where it does not hold.
+"""Checks the assumptions of a step about its parameters.
 
 They are those that were wrapped: an optimizer's step on a replaced or thawed parameter would use a
 gradient that is not reduced. And they do not change between their gradient's arrival and the end of

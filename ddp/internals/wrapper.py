@@ -39,7 +39,7 @@ class Copyable:
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what is pickled.
+        """Returns the state to pickle.
 
         Raises:
             RuntimeError: if the process group is not the default one, which a file cannot hold.
@@ -87,7 +87,7 @@ class Wrapper(Copyable):
         self.step.record.nbytes += nbytes
 
     def stats(self) -> dict[str, int]:
-        """Returns what this rank sent in the last finished step.
+        """Returns the collectives and bytes of this rank's last finished step.
 
         `collectives` started for gradients, `bytes` of gradients handed to them (a ring moves
         2(W-1)/W times as many over each link), and `buckets` in the plan.

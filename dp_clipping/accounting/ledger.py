@@ -71,7 +71,7 @@ def count(history: History) -> int:
 
 
 def after(history: History, steps: int) -> History:
-    """Returns what follows the first `steps` of them."""
+    """Returns the part of a history that follows its first `steps` steps."""
     rest = []
     for sigma, rate, number in history:
         left = number - min(number, steps)

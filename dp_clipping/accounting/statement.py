@@ -93,7 +93,7 @@ def statement_of(
 
 
 def _unit(settings: Mapping[str, Any]) -> str:
-    """Returns what a run samples, clips and counts as one."""
+    """Returns the unit that a run samples, clips and counts."""
     each = settings["examples_per_unit"]
     if each == 1:
         return "one example"

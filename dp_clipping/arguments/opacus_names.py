@@ -101,7 +101,7 @@ def refuse(argument: str, value: Any, known: dict[str, str]) -> None:
 
 
 def refuse_opacus(module: Any, optimizer: Any, criterion: Any, loader: Any) -> None:
-    """Raises ValueError for what Opacus's `make_private` has returned, or an engine's parts."""
+    """Raises ValueError for objects of Opacus's `make_private`, or parts of its engine."""
     inner = module.modules() if isinstance(module, nn.Module) else ()
     if any(_is(m, "AbstractGradSampleModule") for m in inner):
         raise ValueError(

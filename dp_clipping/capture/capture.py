@@ -341,7 +341,7 @@ class Capture:
         return any_compiled(self.network)
 
     def slot_value(self, parameter: Parameter) -> Tensor:
-        """Returns what a slot expands: the parameter where a module computes with it, else a zero.
+        """Returns the tensor that a slot expands: the parameter if a module uses it, else a zero.
 
         Its dtype is that of the G it receives: float16's largest number is too small for a sum
         over tokens, so there G is float32.

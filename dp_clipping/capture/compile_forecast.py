@@ -117,7 +117,7 @@ def refuse_repeated(
 
 
 class Forecaster:
-    """Looks at plain forwards once for each set of input shapes, and remembers what it has seen.
+    """Observes a plain forward once for each set of input shapes, and stores the shapes in it.
 
     Args:
         observe: arguments of so many samples -> the calls of each layer (`Search.observe`).
@@ -182,7 +182,7 @@ class Forecaster:
 
 
 def _kind(leaf: Any) -> Any:
-    """Returns what of an argument may decide about shapes inside the network."""
+    """Returns the parts of an argument that may determine shapes inside the network."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype
     return type(leaf), leaf if isinstance(leaf, int | float | str) else None

@@ -72,7 +72,7 @@ class LayoutDiscovery:
         A network with `nn.EmbeddingBag` is run once, as it is, to see which of them are bags.
 
         Raises:
-            ValueError: a layer's bags are not told by the arguments.
+            ValueError: the arguments do not determine a layer's bags.
         """
         batch = self.carried.batch_of(args, kwargs)
         if self._sharding is not None or self._bags.of(args, kwargs) is not None:
@@ -177,7 +177,7 @@ class LayoutDiscovery:
         self._schedule.skip(batches)
 
     def forecast(self, batch: Batch) -> CompiledShapes:
-        """Returns what linear layers will be given, where compiled code must know it beforehand."""
+        """Returns the expected inputs of linear layers, which compiled code needs beforehand."""
         return self._forecaster.of(batch.first_sample(), batch.with_samples)
 
     def layouts_of(self, outputs: Any) -> list[Layout | None]:

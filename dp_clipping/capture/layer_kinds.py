@@ -155,7 +155,7 @@ class Arithmetic:
 
 
 def _signature(module: nn.Module) -> tuple[Any, Any, Callable, frozenset[str], set[str]]:
-    """Returns what it computes with: functions compare as the same objects do.
+    """Returns an identity of the code it computes with, to be compared later.
 
     That is its own forward, its class, the class's forward, names of that class's methods, and
     those of them that the module has attributes of its own for.

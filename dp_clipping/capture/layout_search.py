@@ -120,7 +120,7 @@ class Search:
         self.last_outputs = tuple(y.dim() for y in few)
 
     def layouts_of(self, outputs: list[Tensor]) -> list[Layout | None]:
-        """Returns where the samples are in what the network has returned.
+        """Returns where the samples are in the network's outputs.
 
         Raises:
             LayoutUnknown: it has not returned such tensors in the search.

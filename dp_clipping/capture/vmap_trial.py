@@ -65,7 +65,7 @@ def _try(
     unfit: list[LayerState], capture: CapturedNetwork, batch_size: int,
     every_sample: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict,
 ) -> Any:  # fmt: skip
-    """Returns what a module returns in a plain forward; notes it if it is unfit.
+    """Runs a module in a plain forward; notes the module if it cannot run under vmap.
 
     Args:
         every_sample: runs the module under vmap: see `layers.vmap.module`.
@@ -93,7 +93,7 @@ def _try(
 def _try_rows(
     module: nn.Module, every_sample: Callable[..., Any], batch_size: int, args: tuple, kwargs: dict
 ) -> Any:
-    """Returns what a module under vmap with its children returns, a row for each sample."""
+    """Runs a module under vmap with its children; returns a row for each sample."""
     handle: LayerState = vars(module)["_private"]
     layouts = handle.output_layouts.get(tuple(x.dim() for x in tensors_in((args, kwargs))), ())
     if any(layout.kind == "dimension" for layout in layouts):
@@ -212,7 +212,7 @@ def _note_operations(
     found: dict[tuple, list[list[Operation]]], batch_size: int,
     every_sample: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict,
 ) -> Any:  # fmt: skip
-    """Returns what a module returns in a plain forward; notes operations with its parameters."""
+    """Runs a module in a plain forward; notes operations with its parameters."""
     handle: LayerState = vars(module)["_private"]
     again = map_tensors(Tensor.clone, (args, kwargs))
     call = Call(batch_size, None)
@@ -230,7 +230,7 @@ def _compare(
     running: list[LayerState],
     every_sample: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict,
 ) -> Any:  # fmt: skip
-    """Returns what a module returns in a plain forward of `FEW` samples.
+    """Runs a module in a plain forward of `FEW` samples.
 
     Forgets what was learned of it if outputs or G are others than under vmap.
 

@@ -145,7 +145,7 @@ def refusal(path: Path, error: Exception) -> ValueError:
 
 
 class Before:
-    """Keeps what a load changes, for `restore`: attributes, contents of lists and dicts, tensors.
+    """Saves the state that a load changes: attributes, contents of containers, tensors.
 
     An optimizer's tensors are not copied: a load puts others in their place.
     """

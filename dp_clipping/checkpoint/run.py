@@ -75,7 +75,7 @@ class StepAccount(Protocol):
 
 @dataclass
 class PrivateRun:
-    """Holds what one `make_private` returned, with its key and its public settings.
+    """The objects that one `make_private` returned, with their key and public settings.
 
     `PrivacyEngine` makes one per `make_private` and keeps it; saving reads it, loading changes it.
 
@@ -219,7 +219,7 @@ def agree(run: PrivateRun, what: str, problem: BaseException | None) -> None:
 
 
 def together(run: PrivateRun, what: str, action: Callable[[], Any]) -> Any:
-    """Returns what `action` returns, on all ranks, or raises on all; see `agree`."""
+    """Runs `action`; returns its result on all ranks, or raises on all; see `agree`."""
     result, problem = None, None
     try:
         result = action()

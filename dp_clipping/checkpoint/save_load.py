@@ -241,7 +241,7 @@ def _read_file(snapshot: Snapshot, new_keys: bool) -> Resume:
 
 
 def _read_folder(snapshot: Snapshot, new_keys: bool) -> tuple[Resume, Callable[[], None]]:
-    """Returns what was read, without its tensors, and a function of all ranks that reads those."""
+    """Returns the entries without tensors, and a function of all ranks that reads the tensors."""
     from dp_clipping.checkpoint import distributed_format as folder_format  # takes a second
 
     run, path = snapshot.run, snapshot.path

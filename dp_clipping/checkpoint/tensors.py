@@ -209,7 +209,7 @@ def _part_of(x: Any, model: Tensor) -> Any:
 
 
 def by_number(run: PrivateRun, state: State) -> State:
-    """Returns what `by_name` made, with this run's numbers."""
+    """Converts an optimizer state of `by_name` back to this run's parameter numbers."""
     names = names_of(run)
     groups, number_of = [], {}
     for here, group in zip(run.optimizer.param_groups, state["param_groups"], strict=True):

@@ -19,7 +19,7 @@ KINDS = ("all", "trainable", "none")
 
 
 def known(kind: str) -> str:
-    """Returns what `save_checkpoint(weights=..)` was given; ValueError if it is unknown."""
+    """Returns the argument of `save_checkpoint(weights=..)`; ValueError if it is unknown."""
     if kind not in KINDS:
         raise ValueError(f"weights={kind!r} is unknown: choose one of {', '.join(KINDS)}")
     return kind

@@ -205,7 +205,7 @@ def _parameters_of(units: list[FSDP]) -> list[dict[Parameter, str]]:
 def _slices(
     parameter: Parameter, shard: Tensor, lengths: tuple[int, ...], rank: int
 ) -> list[Slice] | None:
-    """Returns what each rank has, given how much; None: all of it. The parameter is whole now.
+    """Returns each rank's part, given the sizes; None: all of it. The parameter is whole now.
 
     Raises:
         ValueError: for a DTensor.

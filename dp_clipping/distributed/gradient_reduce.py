@@ -82,7 +82,7 @@ class ShardedSums:
 
     @torch.no_grad()
     def stand_in(self) -> None:
-        """Puts what raises when it is used into `.grad` where a sum is to come (see `awaited`)."""
+        """Puts a tensor that raises when used into `.grad`, until the sum comes (`awaited`)."""
         for parameter in self.sharding.parts if self.sharding.leaves_gradients else ():
             if parameter.grad is None:
                 if parameter not in self._awaited:
@@ -116,7 +116,7 @@ class ShardedSums:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Puts all sums of the step into `.grad`, for what the current stream does next.
+        """Puts all sums of the step into `.grad`, for later work of the current stream.
 
         Raises:
             RuntimeError: some parameters have no sum, as after an error half-way.
@@ -266,7 +266,7 @@ class ShardedSums:
 
 @dataclass
 class Transfer:
-    """A collective under way: what it fills, for which parameters, and from what."""
+    """A collective in progress: its buffers, and the parameters that they are for."""
 
     work: Any
     shards: list[tuple[Parameter, Tensor]]

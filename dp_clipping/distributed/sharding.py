@@ -44,7 +44,7 @@ class ParameterPart:
 
 
 Slice = tuple[int, int]
-"""(start, length) of what a rank has of a flattened parameter."""
+"""(start, length) of a rank's part of a flattened parameter."""
 
 Gathering = tuple[nn.Module, dict[Parameter, str]]
 """A module, and the names in it of the trainable parameters that it gathers."""

@@ -41,7 +41,7 @@ LEAST_STEPS = 4  # loads of a piece: shorter ones cost more in sums than they ga
 
 @dataclass(frozen=True)
 class Normalized:
-    """Holds what the weights' gradients of one normalisation follow from.
+    """The operands from which one normalisation's weight gradients are computed.
 
     Attributes:
         y: output gradients [B, T, d], float32, bfloat16 or float16, any strides.
@@ -75,7 +75,7 @@ class Normalized:
 
     @property
     def kind(self) -> tuple:
-        """Returns what those have in common that share a launch."""
+        """Returns the key that uses in one launch share."""
         x, y = self.x, self.y
         dtypes = y.dtype, x.dtype, self.rstd.dtype, None if self.mean is None else self.mean.dtype
         return (y.shape, y.stride(), x.stride(), dtypes, self.with_bias, self.is_aligned)

@@ -196,7 +196,7 @@ def all_tokens(packed: PackedSequence) -> Tensor:
 
 
 def bag_tensors(args: tuple, kwargs: dict, has_last: bool, whole: bool) -> list[Tensor]:
-    """Returns what a call of `nn.EmbeddingBag` has of each bag.
+    """Returns the layouts of the bags in a call of `nn.EmbeddingBag`.
 
     Ids [N, T], and weights of them, as they are. Of those with offsets, [N, 1, 1, 1]: where each of
     N bags starts; or, if it is to be `whole`, [N, 1 + T, 1, 1]: how many ids, and these, and zeros.

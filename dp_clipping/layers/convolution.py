@@ -103,7 +103,7 @@ def _padded(module: nn.Module, x: Tensor) -> tuple[Tensor, list[int]]:
 
 
 def _output_padding(module: nn.Module, x: Tensor, output_size: list[int] | None) -> list[int]:
-    """Returns what a transposed convolution adds to one side to reach the asked output size."""
+    """Returns the output padding of a transposed convolution for a requested output size."""
     if not module.transposed or output_size is None:
         return list(module.output_padding)
     settings = zip(

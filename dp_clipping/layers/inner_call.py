@@ -47,7 +47,7 @@ class Inner:
     def input_of(
         self, module: nn.Module, function: Callable, args: tuple, kwargs: dict
     ) -> Tensor | None:
-        """Returns what a call gives the layer; None: it is another call than the layer's own."""
+        """Returns the layer's input in a call; None: the call is not the layer's own."""
         if function is not self.function:
             return None
         given = self.options | dict(zip(self.options, args, strict=False)) | kwargs
@@ -126,7 +126,7 @@ class _Calls(TorchFunctionMode):
         return result
 
     def _layer(self, x: Tensor) -> Any:
-        """Runs the layer, with what looks at calls of captured layers around it."""
+        """Runs the layer between the functions that observe calls of captured layers."""
         module, handle = self._module, self._handle
         before, after = handle.around or (None, None)
         args: tuple = (x,)

@@ -79,5 +79,5 @@ class Recorder(Protocol):
         ...
 
     def normalized(self, weight: Parameter | None, bias: Parameter | None, use: Any) -> None:
-        """Takes what the gradients of a norm layer's weight and bias are made of."""
+        """Takes the operands of the gradients of a norm layer's weight and bias."""
         ...

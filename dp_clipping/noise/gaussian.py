@@ -2,7 +2,7 @@
 
 Value number `offset` of a stream is a function of (secret, step, parameter, share, offset) and of
 nothing else: no state, no global seed, no rank. So a shard generates its own slice of the
-noise of one process, replicas generate the same, and a resumed run goes on as if never stopped.
+noise of one process, replicas generate the same, and a resumed run continues as if never stopped.
 
 The streams are counter-based, not cryptographic: Philox was designed to pass statistical tests,
 and whoever sees exact values may work back to its key. Attacks on the floating-point grid of the

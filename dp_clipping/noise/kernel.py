@@ -35,7 +35,7 @@ LONGEST = 1 << 32  # elements of a row whose counters a program numbers in 32 bi
 
 
 class Stream(Protocol):
-    """Holds what a launch needs of a `gaussian.NoiseStream`: four words below 2³²."""
+    """A `gaussian.NoiseStream` as a launch takes it: four words below 2³²."""
 
     @property
     def key_0(self) -> int: ...
@@ -89,7 +89,7 @@ class StreamTable:
         self._rows: list[tuple[int, list[int]]] = []  # number of the stream, and addresses
 
     def take(self, numbers: list[int], rows: list[list[int]]) -> Tensor:
-        """Returns what a launch reads in place of a table of these rows.
+        """Returns rows that a launch reads in place of a table, and that `write` fills.
 
         Args:
             numbers: which of the streams that `write` is given each row has.

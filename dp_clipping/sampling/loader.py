@@ -252,7 +252,7 @@ class PoissonLoader(DataLoader):
 
 
 def kept_options(loader: DataLoader) -> dict[str, Any]:
-    """Returns what a loader that replaces the user's takes over besides the data.
+    """Returns the arguments that a loader which replaces the user's keeps.
 
     `in_order` is not among them: a batch is told from the order in which it arrives.
     """

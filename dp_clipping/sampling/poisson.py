@@ -34,7 +34,7 @@ def included(key: bytes, step: int, num_samples: int, sample_rate: float) -> Ten
     """Returns which samples are in Poisson batch `step`: bool [num_samples].
 
     Entry i is a function of (key, step, i) and the rate alone. The probability is `sample_rate`
-    rounded down to a multiple of 2⁻⁶⁴, so never above what the accountant was told. Raises
+    rounded down to a multiple of 2⁻⁶⁴, so never above the accountant's. Raises
     ValueError for a key of other than 32 bytes, a negative step, fewer than one sample and a rate
     outside (0, 1].
     """
@@ -157,7 +157,7 @@ class PoissonSampler(Sampler[list[int]]):
         return 1 if self.units is None else self.units.size
 
     def drawn(self, rows: list[int]) -> "Drawn":
-        """Returns what the loader has to know of a batch, or a part, that it yields later."""
+        """Returns the facts about a batch, or a part of one, that the loader needs later."""
         return Drawn(len(rows), fill_of(rows, self.examples_per_unit))
 
     def rekey(self, key: bytes) -> None:

@@ -36,7 +36,7 @@ class Plans:
     last: Plan | None = None
 
     def forget(self) -> None:
-        """Drops what is known about networks with other shapes."""
+        """Drops plans for networks with other shapes."""
         self.known.clear()
         self.saved.clear()
 

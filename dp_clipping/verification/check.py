@@ -154,7 +154,7 @@ def compare(run: Run, batch: Any, loss: Loss | None = None) -> Check:
 
 
 def _setting(stage: Stage, batch: Any, losses_of: Callable[[Any], Tensor]) -> Setting:
-    """Returns what the other side needs of the private one."""
+    """Returns the results of the private side that the reference side needs."""
     capture, policy = stage.capture, stage.policy
     return Setting(
         losses_of,

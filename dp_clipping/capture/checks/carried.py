@@ -123,7 +123,7 @@ def restored(
 
 
 class Carried:
-    """Refuses what calls of a network, or of a criterion, carry from one batch to the next.
+    """Refuses state that a network or a criterion carries from one batch to the next.
 
     Args:
         root: the network or criterion.
@@ -151,7 +151,7 @@ class Carried:
         return Batch(args, kwargs, self._batch_first, bags)
 
     def check(self, mark: Mark, batch: Batch, when: str, samples: int = FEW) -> None:
-        """Raises ValueError naming what a step has changed since the mark, and must not.
+        """Raises ValueError naming the state that a step must not change and has changed.
 
         Where working state has changed, calls are repeated with `samples` samples of the batch.
         """

@@ -29,7 +29,7 @@ class Named(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> Named:
-    """Returns what the code of a function names."""
+    """Returns the names that a function's code uses."""
     read: set[str] = set()
     written: set[str] = set()
     attributes: set[str] = set()

@@ -108,7 +108,7 @@ class Holder:
         return Change(name.lstrip("."), self.is_model(key), self, key)
 
     def is_model(self, key: Any) -> bool:
-        """Returns what `Change` says."""
+        """Returns whether a change of this key is one of the model; see `Change`."""
         if self.kind == "buffers":
             return key not in self.temporary
         if self.kind == "modules":

@@ -1,4 +1,4 @@
-"""Sums up what a tensor has of each sample in a few numbers, by which two runs compare.
+"""Summarises each sample's values in a tensor by a few numbers, to compare two runs.
 
 A summary of a tensor with B samples is [B, SIGNS + 1]: each sample's sum under several fixed random
 signs, and its norm. Two samples of different values have different sums but for chance.
@@ -84,7 +84,7 @@ class Seen:
 
 @torch.no_grad()
 def summary(x: Tensor, layout: Layout, batch_size: int) -> Summary:
-    """Returns what x has of each sample."""
+    """Returns each sample's values in x."""
     is_float = x.is_floating_point() or x.is_complex()
     tolerance = TOLERANCES.get(x.dtype, TOLERANCE) if is_float else WHOLE
     x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()

@@ -54,7 +54,7 @@ class KnownBags:
             is_empty: one row stands for no sample, and ids that stand for none are put in as well.
 
         Raises:
-            ValueError: a layer's bags are not told by the arguments, or have no arithmetic.
+            ValueError: the arguments do not determine a layer's bags, or they have no arithmetic.
         """
         leaves = tree_flatten((args, kwargs))[0]
         found: list[Bags] = []

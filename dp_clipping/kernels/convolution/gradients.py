@@ -107,7 +107,7 @@ class _Work:
 
 
 def _work_of(x: Operand, y: Operand, geometry: Geometry, batch_size: int) -> tuple[_Work, tuple]:
-    """Returns what follows from the shapes, and the operands as the kernels take them."""
+    """Returns the launch's parameters and the operands in the kernels' layout."""
     work = _work_of_shapes(
         x.values.shape, y.values.shape, x.values.element_size(), x.largest is not None, geometry,
         batch_size,

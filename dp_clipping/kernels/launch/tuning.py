@@ -257,7 +257,7 @@ def path_of(name: str) -> Path:
 
 
 def key_of(device: torch.device) -> str:
-    """Returns what the values of a device depend on."""
+    """Returns the key of a device's values: its name, and the versions of torch and triton."""
     version = None if triton is None else triton.__version__
     return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {version}"
 

@@ -76,7 +76,7 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
 def merged_mask(
     mask: Tensor | None, padding: Tensor | None, heads: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Returns what is added to scores, [1, L, S] or [N · heads, L or 1, S].
+    """Returns the mask that is added to scores, [1, L, S] or [N · heads, L or 1, S].
 
     Args:
         mask: [L, S] or [N · heads, L, S], numbers that are added, or True where none may look.

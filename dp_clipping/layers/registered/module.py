@@ -94,7 +94,7 @@ class Use:
         self.leaves = [None if isinstance(x, Tensor) else x for x in self.leaves]
 
     def run(self, parameters: dict[str, Tensor], leaves: list[Any]) -> Tensor:
-        """Returns what the layer's own forward does with these parameters and arguments."""
+        """Runs the layer's own forward with these parameters and arguments."""
         args, kwargs = tree_unflatten(leaves, self.structure)
         own = {f"module.{name}": value for name, value in parameters.items()}
         return functional_call(Body(self.module), own, args, kwargs)
@@ -108,7 +108,7 @@ class Use:
         return found[i]
 
     def call(self, gradient: Tensor, tensors: list[Tensor]) -> Mapping[str, Any]:
-        """Returns what the user's function does, for tensors with the samples in front.
+        """Calls the user's function on tensors with the samples in front.
 
         Where there are two functions, the factors with which they are called.
         """

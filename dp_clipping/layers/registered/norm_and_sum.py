@@ -137,7 +137,7 @@ def without(x: Tensor, good: Tensor) -> Tensor:
 
 
 def checked(found: Any, shapes: Mapping[str, tuple[int, ...]], who: str) -> dict[str, Tensor]:
-    """Returns what a user's function has returned, for trainable parameters.
+    """Returns the entries of a user function's result that belong to trainable parameters.
 
     Args:
         shapes: name of a trainable parameter -> the shape of its entry.

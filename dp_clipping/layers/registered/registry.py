@@ -126,7 +126,7 @@ def is_registered(module: nn.Module) -> bool:
 
 
 def arithmetic_of(module: nn.Module) -> Arithmetic:
-    """Returns what its class was registered with."""
+    """Returns the functions with which its class was registered."""
     kind: Any = plain_type(module)
     return _REGISTERED[kind]
 

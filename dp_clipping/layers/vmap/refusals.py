@@ -1,4 +1,4 @@
-"""Names what code under `torch.vmap` cannot do, in place of the error that it ends in.
+"""Explains errors of code under `torch.vmap`: what the code cannot do there, and a remedy.
 
 A plain forward of the same code has run before, so an error of these kinds is vmap's doing.
 """
@@ -27,7 +27,7 @@ ESCAPED = "escaped from inside"
 
 
 def refusal_of(error: RuntimeError, name: str, module: nn.Module) -> ValueError | None:
-    """Returns what to raise for an error in a module under vmap; None: it is none of vmap's."""
+    """Returns the error to raise for one in a module under vmap; None: vmap is not its cause."""
     if not re.search(OF_VMAP, str(error)):
         return None
     first_line = str(error).partition("\n")[0]

@@ -55,7 +55,7 @@ class LaunchSchedule:
         self.begin()
 
     def check_stream(self, x: Tensor) -> None:
-        """Raises RuntimeError if layers ran on several streams: what a launch reads is on one."""
+        """Raises RuntimeError if layers ran on several streams: a launch reads from one."""
         if not x.is_cuda:
             return
         stream = stream_on(x.device)
