@@ -1,9 +1,9 @@
-"""Tells a private step on fused kernels what it must know before a compiled region.
+"""Finds the shapes inside a compiled region before a private step on fused kernels enters it.
 
-In there a layer can make no slots and ask no plan, and a slot has a shape. So the shapes that
-linear layers are given are looked for beforehand, in plain forwards of a few samples, once for each
-set of input shapes; the plan is made from them, and with it the slots. `layers.linear` says
-what the compiler then sees.
+Inside the region a layer can neither make slots, which have shapes, nor use a plan. So the input
+shapes of linear layers are found beforehand, in plain forwards of a few samples, once for each set
+of the network's input shapes. Plan and slots are made from them. `layers.linear` explains the
+compiled code.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,8 @@
 """Finds where the samples are in every layer of a captured network, with two batch sizes.
 
-`layout` says what is looked for in one tensor; this runs the network and remembers. It also counts
-how often a parameter is used, since the cross terms of several uses belong to its norm.
+`batch_layout` finds the samples in one tensor; this file runs the network and stores the results.
+It also counts how often a parameter is used, since the cross terms of several uses belong to its
+norm.
 """
 
 from collections.abc import Iterator

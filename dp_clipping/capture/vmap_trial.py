@@ -1,8 +1,8 @@
 """Tries modules whose child layers run outside of vmap, before a step relies on it.
 
-What could be wrong there shows in one forward: the module's own code computes with a weight of a
-child, calls it with what is no sample's, or cannot run. Such a module takes its children under vmap
-with it, which is right for any.
+One forward shows what could go wrong: the module's own code computes with a weight of a child,
+calls the child with a tensor that belongs to no sample, or cannot run. Such a module runs under
+vmap with its children, which is right for any module.
 """
 
 from collections.abc import Callable, Iterator

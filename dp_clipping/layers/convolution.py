@@ -6,10 +6,10 @@ y are output gradients, x inputs, l output positions and k the kernel's taps (Ro
 arXiv:1912.06015). A transposed convolution is the same with x and y exchanged. Forward and the
 input's gradient are PyTorch's own.
 
-On the kernels G is kept where it is smaller than x and y together. Elsewhere those are kept: norms
-come from Gram matrices where positions are few, and G_i is formed for the sum; else G_i is formed
-for the norm and, by the same operations, once more for the sum, so that what is summed is what was
-normed.
+The kernels keep G where it is smaller than x and y together. Elsewhere they keep x and y. Then,
+where positions are few, norms come from Gram matrices, and G_i is computed for the sum. Where they
+are many, G_i is computed for the norm and, by the same operations, again for the sum, so that the
+summed values are those of the norm.
 """
 
 from functools import partial

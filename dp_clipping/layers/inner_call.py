@@ -1,8 +1,8 @@
 """A subclass of a layer whose own forward calls the layer's: `super().forward(ids) * self.scale`.
 
-Its forward runs as it is. What it asks of `torch.nn.functional` with the layer's own parameters and
-options is the call that is captured, by the arithmetic that the layer has. Code that computes with
-these parameters in another way makes it a module for `torch.vmap`.
+Its forward runs as it is. Its call of `torch.nn.functional` with the layer's own parameters and
+options is captured, and gets the layer's arithmetic. If its code computes with these parameters in
+another way, it runs under `torch.vmap` instead.
 """
 
 from collections.abc import Callable

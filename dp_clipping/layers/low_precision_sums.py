@@ -9,9 +9,9 @@ contribution of C would come out as 1.002 C, or 1.03 C. So the rounded values th
 3. a sample that still exceeds its threshold is divided by the power of two that brings it below,
    which rounds nothing but subnormal float16: so it is normed again, until none exceeds.
 
-η is a fifth more than rounding to bfloat16 can add to a norm where tokens do not cancel, all
-entries rounded up. So step 3 finds nothing to do there, and at least (1 - η)(1 - 2⁻⁸) = 0.991 is
-left of what the coefficient allows.
+η is a fifth more than rounding all entries up to bfloat16 can add to a norm where tokens do not
+cancel. So step 3 changes nothing there, and a sample contributes at least (1 - η)(1 - 2⁻⁸) = 0.991
+of what its coefficient allows.
 """
 
 from collections.abc import Callable, Container

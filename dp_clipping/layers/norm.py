@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm: y = x̂ · w + b, so G_i = Σ_t y_it · x̂_it for w and Σ_t y_it for b.
 
-x̂ is the normalised input. The input's gradient comes from PyTorch's own backward, which is asked
-for that alone; the weights' gradients are one elementwise product and one sum over a sample's
+x̂ is the normalised input. PyTorch's own backward computes the input's gradient, and
+only that; the weights' gradients are one elementwise product and one sum over a sample's
 tokens (Zhang and Sennrich 2019 for RMSNorm, Ba et al. 2016 for LayerNorm).
 """
 

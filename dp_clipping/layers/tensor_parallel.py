@@ -15,8 +15,8 @@ The input's gradient is a term of a sum where the output is split; the hooks' ow
 the terms up, forward and backward. So a rank's squared norms are those of its part, and add up over
 the ranks, what is replicated counted once.
 
-Nothing else is true of a layer that gets only some of a sample's tokens: its G is a sum over ranks,
-and ‖Σ_r G_r‖² is not Σ_r ‖G_r‖². Those are refused.
+A layer that gets only some of a sample's tokens is refused: its G is a sum over ranks, and
+‖Σ_r G_r‖² is not Σ_r ‖G_r‖².
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The secret that noise and sampling come from.
 
-Whoever holds it can generate the same noise and subtract it, so it comes from the operating system
-and not from a seed, it is in no `state_dict`, log or result, and it has a file of its own beside a
-checkpoint. All ranks hold the same one: replicas add the same noise to the same sum, and each rank
-knows which samples the others have.
+Whoever holds it can generate the same noise and subtract it. So it comes from the operating system,
+not from a seed; it is in no `state_dict`, log or result; and it has a file of its own beside a
+checkpoint. All ranks hold the same secret: replicas add the same noise to the same sum, and each
+rank can compute which samples the others have.
 """
 
 import hashlib

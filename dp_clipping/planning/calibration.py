@@ -2,9 +2,9 @@
 
     python -m dp_clipping.planning.calibration    measure, keep, print the rates before and after
 
-The plan compares algorithms by the rates of `cost_model.Rates`. Those that are known without
-measuring are an H200's, scaled by the number of multiprocessors: on another kind of GPU they may be
-wrong relative to each other, and only that matters. Measured rates are kept in `rates.json` by
+The plan compares algorithms by the rates of `cost_model.Rates`. Without a measurement they
+are an H200's, scaled by the number of multiprocessors. On another kind of GPU they may be wrong
+relative to each other, and only that matters. Measured rates are kept in `rates.json` by
 device, torch and Triton (see `kernels.tuning` for the folder), and `rates_of`
 takes them from there. They are those of the tiles that the kernels take (`kernels.tuning`).
 

@@ -1,12 +1,12 @@
 """Refuses by name state that a network carries from batch to batch, and restores it.
 
     model     parameters, persistent buffers and the set of both: a forward may change none of them
-    working   other buffers, attributes, what hooks keep: may change, unless what the next batch
-              gives or leaves depends on it
+    working   other buffers, attributes, values that hooks keep: may change, unless results or state
+              of the next batch depend on it
 
-A cache of positions, a counter and a tensor kept for a look at it are working state. So is a moving
-average in an attribute, which is refused: one batch is run after each of two others, and what is
-there afterwards must be the same.
+A cache of positions, a counter and a tensor kept for inspection are working state. So is a moving
+average in an attribute, but that is refused: one batch is run after each of two others, and results
+and state must be the same afterwards.
 """
 
 from collections import deque

@@ -1,9 +1,9 @@
 """Finds losses that depend on other samples, by exchanging those samples.
 
-Two looks at one batch. In the graph of the step, from the losses to the network's outputs: the
-derivative of other samples' losses for a sample's outputs is zero, whatever the code in between.
-And the criterion is called again with other samples in some places of all its arguments: the losses
-of those that stayed, and their gradients, must be the same.
+There are two checks of a batch. The first follows the graph of the step from the losses to the
+network's outputs: the derivative of a sample's loss by other samples' outputs must be zero,
+whatever the code in between. The second calls the criterion again with other samples in some places
+of all its arguments: the losses of the samples that stay, and their gradients, must be the same.
 """
 
 from collections.abc import Callable, Sequence

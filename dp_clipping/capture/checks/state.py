@@ -1,10 +1,9 @@
 """Finds where a network holds values from one batch to the next, and which have changed.
 
-`State` knows the places: parameters, buffers, attributes of modules and their classes, what their
-lists, dicts and objects hold, and variables that methods and hooks name: of the functions around
-them, and of modules. A `Mark` is what they held at one moment: references and version counters,
-which the host reads without waiting for a GPU. `writes` keeps values too. `carried` says what may
-change.
+`State` lists the places: parameters, buffers, attributes of modules and their classes, the contents
+of their lists, dicts and objects, and variables that methods and hooks name, of enclosing functions
+and of modules. A `Mark` records them at one moment: references and version counters, which the host
+reads without waiting for a GPU. `writes` keeps values too. `carried` decides what may change.
 """
 
 from collections import deque

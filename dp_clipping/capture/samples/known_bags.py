@@ -1,7 +1,7 @@
 """Finds which of a network's arguments are ids with offsets.
 
-It is seen in a plain forward, by what the layers are called with, and is known from then on for
-arguments of the same structure.
+A plain forward shows it by the arguments of the layers. The result is stored, and used for all
+later arguments of the same structure.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""All time steps of a recurrent layer, on the kernel that PyTorch runs them on.
+"""Runs all time steps of a recurrent layer on PyTorch's own kernel.
 
-The kernel is given the inputs' share of the gates, X = x W_ihᵀ + b_ih, and the identity in the
-place of W_ih. It computes what it would of x, and the gradient of X is G, the one at the gates, of
-which per-sample gradients are made. The identity is exact, also in 16 bit; TensorFloat-32, in
-which cuDNN multiplies by default, rounds X and G as it would round x and W_ih. It costs two
+The kernel gets the inputs' share of the gates, X = x W_ihᵀ + b_ih, as its input, and the identity
+in place of W_ih. Its results are the same, and the gradient of X is G, the gradient at the gates,
+from which per-sample gradients are computed. The identity is exact, also in 16 bit; TensorFloat-32,
+in which cuDNN multiplies by default, rounds X and G as it would round x and W_ih. It costs two
 products with [D·gates·H, D·gates·H] for a layer with D directions.
 """
 

@@ -1,9 +1,9 @@
 """`nn.LSTM`, `nn.GRU` and `nn.RNN`, and Opacus's: their layers, one after the other.
 
 For each of them the inputs' share of the gates is a linear layer on all tokens (see `projection`),
-all time steps of all directions are one call of PyTorch's kernel (`kernel`), and `recurrence` has
-the weights that it reads. What a packed sequence leaves out is zero in between, and sequences are
-in the order of the batch.
+all time steps of all directions are one call of PyTorch's kernel (`kernel`), and `recurrence`
+computes the gradients of the weights that the kernel reads. Between layers the padding of packed
+sequences is zero, and sequences are in the order of the batch.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -1,8 +1,8 @@
 """Computes per-sample gradients of a recurrent layer's weights from its backward.
 
-Two functions that compute nothing stand around the kernel: `Enter` before it, on the inputs' share
-X of the gates, and `Leave` behind it. In backward `Leave` comes by first and has the states of all
-time steps, then the kernel runs, and `Enter` gets G, the gradient at the gates. Per-sample
+Two functions that compute nothing surround the kernel: `Enter` before it, on the inputs' share X of
+the gates, and `Leave` after it. In backward `Leave` runs first and saves the states of all time
+steps, then the kernel's backward runs, and `Enter` gets G, the gradient at the gates. Per-sample
 gradients of the weights that the kernel has read are products over the time steps t:
 
     W_hh    Σ_t k_t h_{t-1}ᵀ        k: gradient of W_hh h + b_hh, which is G. In a GRU the new gate

@@ -1,8 +1,8 @@
 """Factors of a registered layer: its functions compute norms and clipped sums from them.
 
-`register_layer(cls, norm=, weighted_sum=)` need not form per-sample gradients. What is normed and
-what is summed come from two functions then, so they are compared (`one_alone`): a sample's norm
-must be that of the very sum that has this sample alone.
+With `register_layer(cls, norm=, weighted_sum=)` no per-sample gradients are formed. Norms and sums
+then come from two functions, so they are compared (`one_alone`): a sample's norm must be that of
+the sum over this sample alone.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,7 @@
 """Compares what a registered function returns with autograd on single samples, run alone.
 
-It looks at the very gradients that the step will clip, before they are clipped: in backwards 1, 2,
-4, 8, ... of a layer, and in each one until a gradient was not zero.
+It compares the gradients that the step is about to clip: in backwards 1, 2, 4, 8, ... of a layer,
+and in each backward until a gradient was not zero.
 """
 
 from typing import Any

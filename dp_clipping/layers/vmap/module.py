@@ -2,9 +2,8 @@
 
 The copies are one tensor expanded to [B, *parameter], which takes no memory; its gradient under
 ordinary autograd is G. Nothing is derived by hand, so this is right for every module that treats
-samples apart, and costs what G costs. Modules that own a bare parameter come
-here; where it can, such a one runs without its child layers (`children`), or without vmap at all
-(`whole_batch`).
+samples apart, and costs what G costs. Modules that own a bare parameter come here. Where possible
+they run without their child layers (`children`), or without vmap (`whole_batch`).
 """
 
 from collections.abc import Iterator, Mapping

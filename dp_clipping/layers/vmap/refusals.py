@@ -1,6 +1,6 @@
 """Explains errors of code under `torch.vmap`: what the code cannot do there, and a remedy.
 
-A plain forward of the same code has run before, so an error of these kinds is vmap's doing.
+A plain forward of the same code has run before, so vmap is the cause of an error of these kinds.
 """
 
 import linecache

@@ -1,6 +1,6 @@
 """Decides when queued work of layers is launched: at sync points, or when memory is short.
 
-A launch serves many layers, so their operands are queued. Two things end the waiting.
+A launch serves many layers, so their operands are queued. Two events launch the queue.
 
 *Sync points.* Collectives of norms and sums are issued between those of the layers. Every rank of a
 sharded model must issue all of them in the same order, whatever its batch, its memory and its plan.
@@ -46,7 +46,7 @@ class LaunchSchedule:
         self._pending = 0  # bytes that nothing else would hold
         self._may_wait = PENDING_BYTES  # of these, before the next look at the memory
         self._arrivals: Counter[int] = Counter()  # of parameters, by the unit that they are of
-        self._complete = 0  # bytes of the units that have all, since the last meeting
+        self._complete = 0  # bytes of the units that have all, since the last sync point
 
     def begin_backward(self) -> None:
         """Begins a backward, which frees memory from here on."""
