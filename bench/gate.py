@@ -1,8 +1,8 @@
-"""The correctness gate: before anything is timed, every implementation is proved right here.
+"""The correctness gate: checks every implementation's gradients before anything is timed.
 
 Data-parallel training is right when W ranks with a shard each get the gradient that one process
-gets from the whole batch. So each rank also computes that, alone, in float32, and compares. `none`
-does not communicate, and is compared with the rank's own shard.
+gets from the whole batch. So each rank also computes that gradient alone, in float32, and compares.
+`none` does not communicate, and is compared with the rank's own shard.
 
 A private gradient, without its noise, is compared with one process that clips sequence by sequence
 and adds up. In the second step the threshold is the median of the first step's norms, so that

@@ -1,8 +1,8 @@
 """Names of implementations in the table, in files and in the results.
 
-A plug-in, `path/to/file.py:ClassName`, is called by its class where that is enough to tell it from
-every other implementation; else by file and class, then with as many folders as it takes. A
-plug-in that is given twice has a number behind its name from the second time on.
+A plug-in, `path/to/file.py:ClassName`, has the name of its class where that is unique; else of file
+and class, then with as many folders as make it unique. A plug-in that is given twice gets a number
+from the second time on.
 """
 
 import functools

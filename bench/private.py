@@ -1,7 +1,7 @@
 """Private training of an implementation, through the public interface, `PrivacyEngine`.
 
-The batches are the benchmark's own, the same sequences in every mode and of fixed size: what is
-timed is a step of DP-SGD, and no ε is stated for it.
+The batches are the benchmark's own: the same sequences in every mode, of fixed size. So the timed
+step is one of DP-SGD, and no ε is stated for it.
 """
 
 import logging

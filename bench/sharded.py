@@ -7,9 +7,8 @@
 | `tp` | | all ranks |
 | `fsdp2_tp` | the others | two ranks each |
 
-Nothing wraps the network: its parameters become `DTensor`s, and what PyTorch sends where it is
-gathered, computed and differentiated belongs to it. The variants of `ddp/` are the case without a
-tensor axis.
+Nothing wraps the network: its parameters become `DTensor`s, and PyTorch communicates where they are
+gathered and differentiated. The variants of `ddp/` are the case without a tensor axis.
 """
 
 import functools

@@ -1,10 +1,10 @@
-"""A private step as one CUDA graph: the host launches it once, and keeps the account beside it.
+"""A private step as one CUDA graph: one launch per step, while the host keeps the account.
 
 `optimizer.graphed(body)` returns a `GraphedStep`, which is called like the body of the user's loop.
 
     eager     the first steps, those with checks (batches 1, 2, 4, 8, ...), microbatches of a larger
-              batch: the body itself, told that it is captured (`as_in_a_capture`)
-    capture   once: the body runs and launches nothing; what it would launch is recorded
+              batch: the body itself, as if it were captured (`as_in_a_capture`)
+    capture   once: the body runs, and its launches are recorded, not executed
     replay    inputs, the mask of rows that are no samples, and the addresses of the step's noise
               are copied to where the graph reads them; the host does what the body's Python would
               (`_begin`, `_end`): it refuses, counts and numbers the step; one launch does the rest
@@ -15,8 +15,8 @@ are the same, and nothing waits for the device.
 
 What Python does in the body happens in eager steps and in the capture alone. Before each replay,
 settings, hyperparameters, addresses and the numbers and flags that modules hold are compared, and a
-change is refused. What else the body's Python reads (a variable, a criterion's attribute) stays as
-it was captured.
+change is refused. Other values that the body's Python reads (a variable, a criterion's attribute)
+stay as they were captured.
 """
 
 import linecache

@@ -1,7 +1,7 @@
 """The gradients of one network: names, dtypes, and what each `.grad` holds.
 
 A `.grad` holds this rank's own gradient, the reduced one, or nothing. Several backwards before one
-finish each reduce what they add. A reduced gradient is the same on all ranks; reducing it again
+finish each reduce their own terms. A reduced gradient is the same on all ranks; reducing it again
 together with new local terms leaves its mean unchanged, and under `reduce="sum"` each rank first
 takes back its share, 1/W of it (up to rounding, where W is no power of two). The ranks must run the
 backwards of a step in one order.

@@ -1,8 +1,8 @@
 """Recognises RMS norms that other libraries define, by the byte code of their forward.
 
-174 classes of transformers 5.23 have one of four bodies, under as many names, and so has code that
-users bring. Each body is written here once, compiled by the same interpreter; what has another one
-(another cast, a mean that is subtracted) is not recognised, and runs under vmap.
+174 classes of transformers 5.23 have one of four bodies, and so have copies in users' code. Each
+body is written here once and compiled by the same interpreter. A class with another body (another
+cast, a mean that is subtracted) is not recognised, and runs under vmap.
 """
 
 from functools import lru_cache

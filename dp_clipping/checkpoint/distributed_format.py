@@ -7,7 +7,7 @@
 
 `run.pt` names the folder of its tensors and the SHA-256 of each file in it, and ends with its own
 digest and HMAC (see file_format.py). Of the files a rank hashes those that it has written; at a
-load the ranks share them out. A save is whole from one moment to the next:
+load the ranks share them out. A save replaces the old checkpoint at one moment:
 
     1  every rank writes its part into a new folder and hashes it
     2  the key file gets this run's key beside the ones it has
@@ -20,7 +20,7 @@ ranks have all of it. Tensors are found by the parameter's name and lie wherever
 them: a checkpoint of four ranks loads on two, or in one process without any sharding.
 
 torch's converters between a folder and a file (`torch.distributed.checkpoint.format_utils`) are no
-substitute: both unpickle with `weights_only=False`, which executes code, and neither knows digests.
+substitute: both unpickle with `weights_only=False`, which executes code, and neither has digests.
 """
 
 import pickle

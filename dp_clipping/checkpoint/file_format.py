@@ -1,9 +1,9 @@
 """The file of a checkpoint: written whole, read without executing code, verified before it is read.
 
-After what `torch.save` has written comes a line with the SHA-256 of all bytes before it, and with
-an HMAC of that digest under a key derived from the run's. The digest finds damage: a flipped bit, a
+After the bytes of `torch.save` comes a line with the SHA-256 of all bytes before it, and an HMAC of
+that digest under a key derived from the run's. The digest finds damage: a flipped bit, a
 file that was cut short, a file that was saved again by `torch.save`. The HMAC also finds an edit
-whose author has computed the digest anew and does not have the key file. `torch.load` and programs
+by someone who computed the digest again but lacks the key file. `torch.load` and programs
 that read zip files ignore the line.
 
 The digest is computed while the file is written, and by one pass over the file before it is loaded,

@@ -1,9 +1,9 @@
 """Puts a run where a checkpoint of it was, from one file or from a folder.
 
-A load changes everything or nothing. What a checkpoint holds is compared with the run before
-anything is assigned (compatibility.py). What can fail even so (memory, hooks of the user's modules,
-another rank) is undone: until all ranks have succeeded each keeps what it had, parameters and
-buffers as a copy on the CPU, the rest by reference.
+A load changes everything or nothing. The checkpoint is compared with the run before anything is
+assigned (compatibility.py). A later failure (memory, hooks of the user's modules, another rank) is
+undone: until all ranks have succeeded, each keeps its old state, parameters and buffers as a copy
+on the CPU, the rest by reference.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """One private run as a checkpoint sees it, and how its ranks agree.
 
-The classes of the model and the optimizer lie above this folder: the protocols here say what a
-checkpoint needs of their objects.
+The classes of the model and the optimizer are in folders above this one, so the protocols here
+declare the parts of them that a checkpoint uses.
 """
 
 from collections.abc import Callable, Iterator, Mapping

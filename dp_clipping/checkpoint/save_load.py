@@ -24,15 +24,16 @@ sums under the same noise give away their difference. So:
 | data (length or sample rate), or the key file is missing | ValueError; new key if asked for |
 | parameters, optimizer's class, accountant | ValueError |
 
-Ranks and devices are in it because of dropout: torch's random state is each rank's own, and other
-masks make another sum.
+Ranks and devices are listed because of dropout: each rank has its own random state of torch, and
+other masks give another sum.
 
-What cannot be seen here (data of the same length, the learning rate, the code, with dropout the
-size of microbatches and the GPU's model) is the user's: of two different continuations of one
-checkpoint publish one, or give the second `new_keys=True`. Two that are published compose, and the
-account of neither has the steps of the other, unless both were made in one engine: a load keeps
-what its engine has counted beyond the checkpoint, and a step that is made again from the saved key
-with another σ or C, or of another batch, is refused (see ledger.py).
+Other differences cannot be seen here (data of the same length, the learning rate, the code; with
+dropout, the size of microbatches and the GPU's model), and are the user's job: of two different
+continuations of one checkpoint publish one, or give the second `new_keys=True`. If two are
+published, their privacy losses compose, and neither account has the other's steps, unless both were
+made in one engine: a load keeps the steps that its engine has counted beyond the checkpoint, and a
+step that is made again from the saved key with another σ or C, or of another batch, is refused (see
+ledger.py).
 
 Both are tied together and verified as a whole: `PATH` ends with the SHA-256 of its content and an
 HMAC of that digest under a key derived from the run's (file_format.py). What does not agree is

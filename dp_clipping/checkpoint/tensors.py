@@ -1,9 +1,9 @@
 """The tensors of a checkpoint and those of a run: each by its name, laid out as its ranks need it.
 
-An optimizer numbers its parameters, and numbers say nothing to a run whose groups list them in
-another order, so its state is kept by name. It is taken by `state_dict()` and renamed here, since
-torch's own `get_optimizer_state_dict` makes a step with an optimizer that has none: the saved run
-would not be the one that goes on.
+An optimizer numbers its parameters, and a run whose groups list them in another order has other
+numbers. So the optimizer's state is stored by name. It is taken by `state_dict()` and renamed here,
+because torch's own `get_optimizer_state_dict` takes a step with an optimizer without state, which
+would change the run.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """Leaves weights out of a checkpoint that another file has, and compares them by a digest.
 
-A training framework writes the weights itself, and a LoRA adapter has a base model that it was
-trained on. A checkpoint that leaves them out has a digest of them. A load takes them from the
-network, into which they were loaded before, and refuses other ones.
+A training framework writes the weights itself, and a LoRA adapter has a base model of its own file.
+A checkpoint without these weights has a digest of them. A load uses the weights that the network
+has by then, and refuses others.
 """
 
 import hashlib

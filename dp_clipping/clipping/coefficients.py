@@ -6,7 +6,7 @@
 | `automatic` | C / (n + γ) | Bu et al. 2022, arXiv:2206.07136 |
 
 Both bound a contribution c(n)·n by C, whatever n is: that bound is the sensitivity to which noise
-is calibrated. So n is never the norm as computed but an upper bound of the norm of what is summed,
+is calibrated. So n is never the computed norm but an upper bound of the norm of the summed values,
 with a margin for its own rounding, and a sample whose norm is not finite contributes nothing.
 
 **Which C.** Squared norms are float32 (float64 for a model in float64), and a square below 2⁻¹²⁶
@@ -17,7 +17,7 @@ contributes nothing. Up to `HIGHEST` every C and every coefficient is a float32 
 
     LOWEST ≤ C_k ≤ HIGHEST   and, for `automatic`,   LOWEST ≤ γ ≤ HIGHEST
 
-and what is outside is refused. `register_clipping_function` adds functions, which are held to the
+and other values are refused. `register_clipping_function` adds functions, which are held to the
 same bound. A norm that is formed as a product of two needs more, since a square
 that is lost in one factor may be multiplied with a large one: see norms.py.
 """

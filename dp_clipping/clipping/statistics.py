@@ -1,7 +1,7 @@
 """Computes clipped fraction and histogram of the norms of the global batch.
 
-They depend on the samples without noise: ε does not cover them. They are for looking, not for
-publishing, and refused with `hide_unprotected=True`. The same on every rank, since the norms are.
+They depend on the samples without noise: ε does not cover them. Look at them, but do not
+publish them; with `hide_unprotected=True` they are refused. They are the same on every rank.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 """FSDP1 (`FullyShardedDataParallel`) in private training: flat shards, and the sums for them.
 
-FSDP1 lays the parameters of a unit side by side in one flat parameter and gives every rank an equal
-piece of it. With `use_orig_params=True` a parameter is, outside of forward, a view of what this
-rank's piece has of it: [n], for some ranks [0]. What each rank has follows from public answers:
-the numbers of elements on all ranks, in their order, and the parameter while it is summoned whole.
+FSDP1 concatenates the parameters of a unit in one flat parameter and gives every rank an equal
+piece of it. With `use_orig_params=True` a parameter is, outside of forward, a view of its elements
+in this rank's piece: [n], for some ranks [0]. Each rank's part follows from public information: the
+numbers of elements on all ranks, in their order, and the parameter while it is summoned whole.
 
 | when | a parameter of the unit |
 | --- | --- |
@@ -11,8 +11,8 @@ the numbers of elements on all ranks, in their order, and the parameter while it
 | in forward | a plain tensor in its place: a view, in its own shape, of the gathered flat one |
 | in `summon_full_params` | the same `nn.Parameter`, whole |
 
-Captured layers detach what they compute with, so flat parameters get no gradient and FSDP1 reduces
-nothing; its own `no_sync()` around every private backward says so too.
+Captured layers compute with detached tensors, so flat parameters get no gradient and FSDP1 reduces
+nothing. Its own `no_sync()` surrounds every private backward as well.
 
 Zhao et al., PyTorch FSDP: experiences on scaling fully sharded data parallel, 2023.
 """

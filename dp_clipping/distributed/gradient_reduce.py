@@ -1,11 +1,10 @@
 """Reduces clipped sums of a sharded model to their shards.
 
-FSDP2 itself reduces nothing here: a captured layer gives its parameters no gradient, so
-nothing is accumulated and nothing is reduce-scattered behind a norm pass, whichever the mode. When
-a clipped sum is final it is summed over the data axis into its shards by our own collective, one
-module that FSDP manages after the other, in float32 whatever the mixed-precision policy says,
-while the next sums are formed (Rajbhandari et al. 2020, arXiv:1910.02054, for sharding; Zhao et al.
-2023, arXiv:2304.11277, for FSDP).
+FSDP2 itself reduces nothing here: a captured layer gives its parameters no gradient, so no mode
+accumulates or reduce-scatters one in a norm pass. When a clipped sum is final, our own collective
+sums it over the data axis into its shards, one FSDP module after the other, in float32 whatever the
+mixed-precision policy is, while the next sums are computed (Rajbhandari et al. 2020,
+arXiv:1910.02054, for sharding; Zhao et al. 2023, arXiv:2304.11277, for FSDP).
 """
 
 from __future__ import annotations
