@@ -34,10 +34,10 @@ class Options:
         "gpt2 or llama: a small one with random weights; or the folder of a model that "
         "save_pretrained has written"))
     train: str = option("full", "every parameter, or LoRA adapters", choices=("full", "lora"))
-    lora_rank: int = option(8, "of the adapters", metavar="R", check=_count)
+    lora_rank: int = option(8, "rank of the adapters", metavar="R", check=_count)
     data: str = option("made", metavar="FILE",
         help="a .csv or .jsonl file, or made: sentences that are made here")
-    column: str = option("text", "of the file, with the text of each row", metavar="NAME")
+    column: str = option("text", "column of the file with the text of each row", metavar="NAME")
     length: int = option(48, "tokens of a row; longer ones are cut off", metavar="T", check=_count)
 
     epsilon: float = option(8.0, "what the whole run may spend", group="privacy", metavar="E",
@@ -52,12 +52,12 @@ class Options:
     batch_size: int = option(128, "rows of a step, on average", metavar="N", check=_count)
     max_physical_batch_size: int = option(32, "rows at a time: memory, not the result",
         metavar="N", check=_count)
-    learning_rate: float = option(1e-2, "of AdamW", metavar="R", check=_finite)
-    seed: int = option(0, "of the first weights; noise and draws never depend on it", metavar="N")
+    learning_rate: float = option(1e-2, "learning rate of AdamW", metavar="R", check=_finite)
+    seed: int = option(0, "seed of the initial weights, never of noise and batches", metavar="N")
     device: str = option("auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"))
     prompt: str = option("the patient ", "prompt that the model continues, before and after",
         metavar="TEXT")
-    new_tokens: int = option(40, "of each sample", metavar="N", check=_count)
+    new_tokens: int = option(40, "tokens to generate", metavar="N", check=_count)
     output_dir: Path = option(Path("results_finetune"), metavar="FOLDER",
         help="receives the model, its privacy statement and checkpoints")
     resume: bool = option(False, "continue the run in --output-dir (default: begin one)")

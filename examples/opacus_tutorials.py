@@ -301,7 +301,7 @@ def add_task(
         ("samples", int, samples, "to train on"),
         ("batch-size", int, 256, "samples per step over all ranks, on average"),
         ("max-physical-batch-size", int, 128, "samples in memory at a time"),
-        ("learning-rate", float, 1e-2, "of Adam"),
+        ("learning-rate", float, 1e-2, "learning rate of Adam"),
         budget if run is train else noise,
         ("delta", float, 1e-4, "probability that the bound fails; below 1/samples"),
         ("max-grad-norm", float, 1.0, "norm C that a sample's gradient is clipped to"),
@@ -312,7 +312,7 @@ def add_task(
         )
     made.add_argument(
         "--seed", type=int, default=0, metavar="N",
-        help="of data and first parameters, not of noise and draws (0)",
+        help="seed of data and initial parameters, never of noise and batches (0)",
     )  # fmt: skip
     return made
 

@@ -50,20 +50,20 @@ class Options:
         (0.5, 1.0, 3.0, 8.0), "budgets, each a run", metavar="ε", check=positive
     )
     delta: float = option(1e-5, "the other half of each budget", check=positive)
-    epochs: int = option(10, "of each run", check=positive)
+    epochs: int = option(10, "epochs of each run", check=positive)
     batch_size: int = option(512, "pictures of a step, on average", check=positive)
     max_physical_batch_size: int = option(
         512, "pictures that are in memory at a time", check=positive
     )
     images: int = option(8192, "to train on", check=positive)
     size: int = option(16, "pixels of a picture's side", check=positive)
-    depth: int = option(10, "of the WideResNet: 10, 16, 22, ...", check=positive)
+    depth: int = option(10, "depth of the WideResNet: 10, 16, 22, ...", check=positive)
     factor: int = option(1, "by which it is wider than a ResNet", check=positive)
-    learning_rate: float = option(2.0, "of private SGD", check=positive)
+    learning_rate: float = option(2.0, "learning rate of private SGD", check=positive)
     ordinary_learning_rate: float = option(
-        0.05, "of SGD with momentum 0.9, without privacy", check=positive
+        0.05, "learning rate of SGD with momentum 0.9, without privacy", check=positive
     )
-    seed: int = option(0, "of pictures and first parameters; never of the noise")
+    seed: int = option(0, "seed of pictures and initial parameters, never of the noise")
     device: str = option("auto", "", choices=("auto", "cpu", "cuda"))
     output_dir: Path = option(Path("results_private_images"), "where the two files are written")
 

@@ -55,19 +55,19 @@ class Options:
     d_model: int = option(64, metavar="N", check=_count,
         help="width of the residual stream, in features")
     num_layers: int = option(2, "number of blocks", metavar="N", check=_count)
-    num_heads: int = option(4, "attention heads a block", metavar="N", check=_count)
+    num_heads: int = option(4, "attention heads per block", metavar="N", check=_count)
     d_ff: int = option(128, metavar="N", check=_count,
         help="width of the feed-forward layer, in features")
 
     learning_rate: float = option(1e-2, group="run", metavar="R", check=_finite,
-        help="of Adam, after a warm-up of 20 steps")
+        help="learning rate of Adam, after a warm-up of 20 steps")
     seed: int = option(0, metavar="N", check=_from_zero,
-        help="of the initial parameters, 0 or more; noise and draws never depend on it")
+        help="seed of the initial parameters, 0 or more; never of noise and batches")
     max_physical_batch_size: int = option(64, metavar="N", check=_count,
         help="sequences that a rank processes at a time; affects memory, not the result")
     device: str = option("auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"))
     output_dir: Path = option(Path("results_private_text"), metavar="FOLDER", check=_folder,
-        help="receives model, picture, log and checkpoint; a run that it holds is gone on with")
+        help="receives model, picture, log and checkpoint; a run that it holds is continued")
     report_every: int = option(10, "steps between two lines of progress", metavar="N", check=_count)
     checkpoint_every: int = option(20, metavar="N", check=_count,
         help="steps between two checkpoints; a kill costs at most so many")

@@ -1,8 +1,8 @@
 """Measures private training of a Llama under FSDP2, by mode and length.
 
 Each cell, a mode at a sequence length, is measured in processes of its own; one that runs out of
-memory or fails is a row like the others. The same command with the same --output-dir goes on where
-it was stopped; `--help` says what the results folder receives.
+memory or fails is a row like the others. The same command with the same --output-dir measures the
+rest; `--help` says what the results folder receives.
 """
 
 from __future__ import annotations

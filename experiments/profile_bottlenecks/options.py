@@ -18,7 +18,7 @@ from measure.options import as_arguments, not_negative, option, parse_options, p
 PROGRAM = "experiments.profile_bottlenecks"
 ON_GPU, ON_CPU = (1024, 2048, 4096, 8192, 16_384), (64, 128, 256, 512, 1024)
 DESCRIPTION = """\
-What bounds private training of a Llama under FSDP2: communication, memory, norms or the host.
+Finds what bounds private training of a Llama under FSDP2: communication, memory, norms, the host.
 
 For each sequence length: time of forward, first backward, norms, coefficients, second backward,
 sums, collectives, noise and optimizer, each layer's norm, memory, and the exponent with which they
@@ -65,8 +65,8 @@ class Options:
     num_iter: int = option(6, metavar="N", check=positive,
         help="timed steps per length, with profiling and again without")
     warmup_iter: int = option(3, metavar="N", check=not_negative, help=(
-        "steps before them, which are not timed: first ones are slower; with 0 it is not "
-        "said what profiling costs"))
+        "untimed steps before them; first steps are slower. With 0 the cost of profiling is "
+        "not reported"))
     norm_algorithm: str = option("auto", choices=NORM_ALGORITHMS, help=(
         "how fused kernels take the norms of linear layers: summing over tokens "
         "(input_length), from Gram matrices (width), or what is cheaper for each"))
@@ -79,7 +79,7 @@ class Options:
         "receives the results; an existing one of the same options resumes "
         "(default: a new results/bottlenecks_YYYYMMDD_HHMMSS)"))
     num_processes: int | None = option(None, metavar="N", check=positive,
-        help="ranks, unless torchrun says it (default: one per GPU, two on a CPU)")
+        help="number of ranks, unless torchrun sets it (default: one per GPU, two on a CPU)")
     timeout: float = option(600.0, metavar="S", check=positive,
         help="seconds without progress after which a length is given up")
     length: int | None = option(None, SUPPRESS)

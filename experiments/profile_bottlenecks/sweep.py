@@ -1,7 +1,7 @@
 """Runs `experiments.profile_bottlenecks`: a sweep over lengths, and one ranked verdict.
 
 Each length is measured in processes of its own; one that runs out of memory or fails is a row like
-the others. The same command with the same --output-dir goes on where it was stopped.
+the others. The same command with the same --output-dir measures the rest.
 """
 
 from __future__ import annotations
