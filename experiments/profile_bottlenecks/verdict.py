@@ -258,7 +258,7 @@ def _recomputation(row: Mapping[str, Any], idle: float, works: float) -> Bound |
 def _noise(row: Mapping[str, Any], works: float) -> Bound:
     ms = works * row["phases_ms"]["noise"]
     return Bound(
-        "noise", ms, _share(row, ms), f"{ms:.1f} ms, once a step whatever the batch",
+        "noise", ms, _share(row, ms), f"{ms:.1f} ms, once per step, whatever the batch",
         f"--batch-size {2 * row['batch_size']}", ms / 2, "shared by twice the samples",
         row["batch_size"],
     )  # fmt: skip
