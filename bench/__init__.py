@@ -1,4 +1,4 @@
-"""What `benchmark_ddp.py` does: options, correctness gate, timed rounds, profiles, report."""
+"""The parts of `benchmark_ddp.py`: options, correctness gate, timed rounds, profiles, report."""
 
 from lm.interrupt import end_quietly_when_interrupted
 

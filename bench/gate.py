@@ -1,12 +1,12 @@
-"""The correctness gate: before anything is timed, every implementation is proved right here.
+"""The correctness gate: checks every implementation's gradients before anything is timed.
 
 Data-parallel training is right when W ranks with a shard each get the gradient that one process
-gets from the whole batch. So each rank also computes that, alone, in float32, and compares. `none`
-does not communicate, and is compared with the rank's own shard.
+gets from the whole batch. So each rank also computes that gradient alone, in float32, and compares.
+`none` does not communicate, and is compared with the rank's own shard.
 
-A private gradient, without its noise, is compared with one process that clips window by window
+A private gradient, without its noise, is compared with one process that clips sequence by sequence
 and adds up. In the second step the threshold is the median of the first step's norms, so that
-about half of the windows are clipped, whatever threshold the user has chosen.
+about half of the sequences are clipped, whatever threshold the user has chosen.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,18 +26,18 @@ from lm.runtime import Worker
 from lm.timing import release_memory
 
 TOLERANCE = 1e-4  # float32 sums in another order differ by about 1e-6; a wrong one by far more
-STEPS = 2  # the second step meets rebuilt buckets and gradients that were cleared
+STEPS = 2  # the second step uses rebuilt buckets and cleared gradients
 FLOOR = "none"
 
 Gradients = list[Tensor]
 
 
 def tolerance(subject: Subject, settings: Settings) -> float:
-    """The error above which a gradient is wrong.
+    """Returns the relative error above which a gradient is wrong.
 
-    A norm from Gram matrices has an allowance for their rounding on it, GRAM_ROUNDING in proportion
-    to (Σ_t ‖a_t‖‖y_t‖)², or T ‖G‖² where tokens neither cancel nor agree. Of the clipped gradient
-    half of that is lacking.
+    A norm from Gram matrices is increased by an allowance for their rounding: GRAM_ROUNDING times
+    (Σ_t ‖a_t‖‖y_t‖)², which is T ‖G‖² where tokens neither cancel nor agree. The clipped gradient
+    is smaller by half of that.
     """
     if mode_and_algorithm(subject.clipping)[1] != "width":
         return TOLERANCE
@@ -46,7 +46,7 @@ def tolerance(subject: Subject, settings: Settings) -> float:
 
 @dataclass(frozen=True)
 class Reference:
-    """Right gradients of each step, and, of private ones, the threshold that they were clipped to.
+    """Expected gradients of each step and, for private steps, the thresholds that clipped them.
 
     whole  of the global batch
     own    of this rank's batch, as `none` trains on it
@@ -79,7 +79,7 @@ class Worst(NamedTuple):
 class Gate:
     """Compares with gradients that this process computes alone, in float32.
 
-    `note` is told how far it has come.
+    `note` is called with its progress.
     """
 
     def __init__(self, settings: Settings, worker: Worker, note: Callable[[str], None]):
@@ -88,7 +88,7 @@ class Gate:
         self._kind: tuple[bool, int] | None = None  # private? how many batches?
 
     def error(self, subject: Subject) -> Worst:
-        """The gradient with the largest relative error of all parameters, steps and ranks."""
+        """Returns the largest relative error of a gradient over parameters, steps and ranks."""
         reference = self._reference_for(subject)
         expected = reference.own if subject.implementation == FLOOR else reference.whole
         network = build_network(self._settings, self._worker.device, "float32", subject.layout)
@@ -145,7 +145,10 @@ class Gate:
         )
 
     def _private_reference(self, network: nn.Module, data_rank: int, data_ranks: int) -> Reference:
-        """Window by window: of each, one gradient is in memory, and no batch code has a part."""
+        """Computes clipped sums one sample at a time.
+
+        One gradient is in memory at a time, and no batched code is involved.
+        """
         from bench.private import private_parts
 
         optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
@@ -153,8 +156,8 @@ class Gate:
 
         def gradients(step: int, ranks: Iterable[int]) -> tuple[Gradients, Tensor]:
             for inputs, targets in self._batches(step, ranks, data_ranks):
-                for window in zip(inputs.split(1), targets.split(1), strict=True):
-                    parts.forward_loss(window).backward()
+                for sequence in zip(inputs.split(1), targets.split(1), strict=True):
+                    parts.forward_loss(sequence).backward()
             norms = parts.model.per_sample_gradient_norms
             for work in parts.more_phases.values():
                 work()
@@ -183,7 +186,10 @@ class Gate:
 
 
 def gradients_of(network: nn.Module) -> list[Tensor]:
-    """Whole; zeros where a parameter has none, so that a missing gradient is an error."""
+    """Returns whole copies of all gradients, zeros where a parameter has none.
+
+    So a missing gradient is an error.
+    """
     return [
         whole((torch.zeros_like(p) if p.grad is None else p.grad).detach()).clone()
         for p in network.parameters()

@@ -1,4 +1,4 @@
-"""From the command line to the workers and back: parse, check, launch, report."""
+"""Parses the command line, starts the workers and reports their results."""
 
 import faulthandler
 import gc
@@ -40,7 +40,7 @@ DEFAULT_FOLDER = Path("results_ddp")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 for a wrong gradient or a failed cell, 2 for bad input."""
+    """Runs the benchmark. Returns 0, 1 (a gradient is wrong, a cell failed) or 2 (bad input)."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         hardware = find_hardware(options.device, options.num_processes)
@@ -120,10 +120,10 @@ def launch_profile(command: Sequence[str], num_processes: int) -> int:
 
 
 def work(settings: Settings, hardware: Hardware, options: Options) -> int:
-    """One rank."""
+    """Runs one rank. Returns its exit status."""
     faulthandler.enable()  # a crash below Python shows where in Python it was
     torch._dynamo.reset()  # imports it, as the first optimizer would
-    gc.freeze()  # what is imported stays: collections, in a step too, need not look through it
+    gc.freeze()  # imported objects stay alive: garbage collections skip them
     task: Benchmark | Profiling | None = None
 
     def on_failure(cause: Cause) -> None:
@@ -170,7 +170,7 @@ def world_size_of(hardware: Hardware) -> int:
 
 
 def describe_plan(settings: Settings, hardware: Hardware, options: Options) -> str:
-    """What would run, for `--dry-run`."""
+    """Describes what would run, for `--dry-run`."""
     world_size = world_size_of(hardware)
     with torch.device("meta"):
         count = sum(p.numel() for p in Transformer(settings.model).parameters())
@@ -178,8 +178,8 @@ def describe_plan(settings: Settings, hardware: Hardware, options: Options) -> s
     cells = plan(settings)
     lines = [
         hardware.sentence,
-        f"model: {count:,} parameters, {count * width / (1 << 20):,.1f} MiB of gradients a step",
-        f"batch: {settings.batch_size} sequences of {settings.model.context_length} tokens a "
+        f"model: {count:,} parameters, {count * width / (1 << 20):,.1f} MiB of gradients per step",
+        f"batch: {settings.batch_size} sequences of {settings.model.context_length} tokens per "
         f"rank, {world_size} ranks, {settings.dtype}, data {settings.data}",
         f"implementations: {', '.join(settings.implementations)}",
     ]

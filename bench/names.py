@@ -1,8 +1,8 @@
 """Names of implementations in the table, in files and in the results.
 
-A plug-in, `path/to/file.py:ClassName`, is called by its class where that is enough to tell it from
-every other implementation; else by file and class, then with as many folders as it takes. A
-plug-in that is given twice has a number behind its name from the second time on.
+A plug-in, `path/to/file.py:ClassName`, has the name of its class where that is unique; else of file
+and class, then with as many folders as make it unique. A plug-in that is given twice gets a number
+from the second time on.
 """
 
 import functools
@@ -23,13 +23,13 @@ def is_plugin(name: str) -> bool:
 
 
 def plain(name: str) -> str:
-    """Returns what `ddp.wrap` knows the implementation as: without a number."""
+    """Returns the implementation's name for `ddp.wrap`: without a number."""
     path, separator, class_name = name.rpartition(":")
     return path + separator + class_name.partition(_NUMBER)[0]
 
 
 def plugin_file(name: str) -> Path | None:
-    """Returns the absolute path of a plug-in's file; None for what is built in."""
+    """Returns the absolute path of a plug-in's file; None for a built-in implementation."""
     return Path(plain(name).rpartition(":")[0]).absolute() if is_plugin(name) else None
 
 
@@ -51,7 +51,7 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 @functools.cache
 def titles(names: tuple[str, ...]) -> dict[str, str]:
-    """Returns what each implementation is called in table, pictures and files of traces.
+    """Returns each implementation's name in table, pictures and files of traces.
 
     Titles differ, also as names of files (`file_stem`), whatever the case of their letters.
     """
@@ -73,13 +73,13 @@ def file_stem(title: str) -> str:
 
 
 def _identity(name: str) -> tuple[Path | None, str]:
-    """The same for all ways of naming one class of one file."""
+    """Returns a key that is equal for all ways of naming one class of one file."""
     file = plugin_file(name)
     return file and file.resolve(), class_of(plain(name))
 
 
 def _spellings(name: str) -> list[str]:
-    """`Mine`, `file.Mine`, `folder/file.Mine` and so on, the shortest first."""
+    """Lists names of a class, shortest first: `Mine`, `file.Mine`, `folder/file.Mine` ..."""
     file, class_name = _identity(name)
     folders = file.parts[1:-1]
     long = [

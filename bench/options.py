@@ -77,7 +77,7 @@ class Options:
     noise_multiplier: float | None = option(None, metavar="SIGMA", check=_from_zero, help=(
         "standard deviation of the noise, in units of --max-grad-norm; 0 adds none (default: 1.0)"))
     max_grad_norm: float | None = option(None, metavar="C", check=_above_zero, help=(
-        "what the gradient of a sample is clipped to, its Euclidean norm, above 0 (default: 1.0)"))
+        "norm to which each sample's gradient is clipped (Euclidean), above 0 (default: 1.0)"))
     clipping_style: str | None = option(None, choices=CLIPPINGS, help=(
         "flat: one norm over all parameters; per_layer: one for each of the K modules, "
         "clipped to C/sqrt(K) (default: flat)"))
@@ -88,13 +88,13 @@ class Options:
         "rows and columns of the tiles that the flash modes' kernels work on, in elements "
         "(default: chosen by the kernels)"))
     memory_budget_mb: float | None = option(None, metavar="MIB", check=_from_zero, help=(
-        "what the flash modes' linear layers may keep from backward to their sums, in MiB a "
-        "rank; what does not fit is formed in a second backward (default: what an ordinary step "
+        "what the flash modes' linear layers may keep from backward to their sums, in MiB per "
+        "rank; the rest is computed in a second backward (default: what an ordinary step "
         "would hold there; 0 for flash)"))
     norm_reduction: str | None = option(None, choices=NORM_REDUCTIONS, help=(
         f"how {' and '.join(SPLIT)} add up norms over the ranks that split parameters; sync: "
         "one all-reduce that blocks; async: one, beside independent work; layerwise: partial sums "
-        "leave during backward (default: async)"))
+        "are sent during backward (default: async)"))
     show_plan: bool = option(False, help=(
         "print below the table what the flash modes do with each linear layer: shapes, "
         "algorithm of the norm, predicted time, MiB kept (default: off; with --profile it is in "
@@ -105,9 +105,9 @@ class Options:
         "model size (default: laptop on a CPU, small on GPUs)"))
     d_model: int | None = _size("width of the residual stream, in features")
     num_layers: int | None = _size("number of blocks")
-    num_heads: int | None = _size("attention heads a block")
+    num_heads: int | None = _size("attention heads per block")
     d_ff: int | None = _size("width of the feed-forward layer, in features")
-    vocab_size: int | None = _size("number of different tokens; at least 256 for text")
+    vocab_size: int | None = _size("size of the vocabulary, in tokens; at least 256 for text")
     context_length: int | None = _size("sequence length, in tokens")
     dtype: str = option("float32", choices=DTYPES, help=(
         "float32; mixed: float32 parameters, bfloat16 arithmetic (autocast); "
@@ -127,18 +127,18 @@ class Options:
         "of these, epochs with rising learning rate and clipped gradients (private ones "
         "after noise), which are not timed"))
     steps_per_epoch: int | None = option(None, metavar="N", check=positive,
-        help="optimizer steps an epoch (default: 6; 3 in profile mode)")
+        help="optimizer steps per epoch (default: 6; 3 in profile mode)")
     rounds: int = option(5, metavar="N", check=positive, help=(
         "how often each implementation is built, trained and timed; rounds are "
-        "interleaved so that drift hits all alike"))
-    seed: int = option(0, "of parameters and batches, 0 or more", metavar="N", check=not_negative)
+        "interleaved so that drift affects all alike"))
+    seed: int = option(0, "seed of parameters and batches", metavar="N", check=not_negative)
     device: str = option("auto", choices=("auto", "cpu", "cuda"),
         help="auto: all GPUs with NCCL if there are any, else CPU with gloo")
     num_processes: int | None = option(None, metavar="N", check=positive,
         help="ranks to start when not under torchrun (default: one per GPU, two on a CPU)")
     timeout: float = option(300.0, metavar="SECONDS", check=positive, help=(
-        "give up when no rank makes progress for so long, and name the one that the others "
-        "wait for"))
+        "give up when no rank makes progress for this long, and name the rank that blocks the "
+        "others"))
 
     output_dir: Path | None = option(None, group="output", metavar="FOLDER", help=(
         "receives results.jsonl, comparison.png and report.html; an existing one is resumed "
@@ -159,8 +159,8 @@ class Options:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Exits with status 2 and one line for what is wrong with an option alone."""
+    """Parses the command line; an invalid option ends it with one line and status 2."""
     return parse_options(
         Options, arguments, prog="benchmark_ddp.py", epilog=EXAMPLES, speaks=is_first_of_host,
-        description="Prove, time and profile data-parallel implementations beside PyTorch's own.",
+        description="Check, time and profile data-parallel implementations beside PyTorch's own.",
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Private training of an implementation, through the front door that users have.
+"""Private training of an implementation, through the public interface, `PrivacyEngine`.
 
-The batches are the benchmark's own, the same windows in every mode and of fixed size: what is
-timed is a step of DP-SGD, and no ε is stated for it.
+The batches are the benchmark's own: the same sequences in every mode, of fixed size. So the timed
+step is one of DP-SGD, and no ε is stated for it.
 """
 
 import logging
@@ -27,7 +27,7 @@ def private_parts(
     data_ranks: int,
     noise_multiplier: float | None = None,
 ) -> StepParts:
-    """What a private step is made of.
+    """Builds the parts of a private step.
 
     Args:
         clipping: one of `dp_clipping.MODES`, or a fused one with norm algorithm: `flash:width`.
@@ -68,7 +68,7 @@ def private_parts(
     private.skip_checks()  # they would be in some of the few steps that are timed
 
     def forward_loss(batch: Batch) -> Tensor:
-        """As `lm.model.forward_loss`, but one loss a window; what comes back has `backward`."""
+        """Returns one loss per sequence; see `lm.model.forward_loss`."""
         inputs, targets = batch
         logits = private(inputs)
         wide = torch.promote_types(logits.dtype, torch.float32)

@@ -26,7 +26,7 @@ ENDED = "BENCH_PROFILE_ENDED"  # of the environment: what earlier ranks of this 
 
 
 def leave_out_failed(outcome: Outcome) -> None:
-    """Makes the ranks that are started next go on behind the implementation that has failed."""
+    """Lets the ranks that are started next continue after the implementation that has failed."""
     ended = json.loads(outcome.handed_over or os.environ.get(ENDED, "{}"))
     who = f"rank {outcome.cause.rank}: " if outcome.cause.rank >= 0 else ""
     ended[outcome.doing] = f"{outcome.cause.status}: {who}{outcome.cause.message}"
@@ -34,7 +34,7 @@ def leave_out_failed(outcome: Outcome) -> None:
 
 
 class Profiling:
-    """Traces of the chosen implementations, in each clipping mode, in `folder`."""
+    """Records traces of the chosen implementations, in each clipping mode, in `folder`."""
 
     def __init__(self, settings: Settings, worker: Worker, folder: Path):
         self.settings, self.worker, self.folder = settings, worker, folder
@@ -44,7 +44,7 @@ class Profiling:
         self.is_incomplete = False  # a file could not be written
 
     def on_failure(self, cause: Cause) -> None:
-        """What has been written is whole; nothing is recorded of what was under way."""
+        """Does nothing: written files are whole, and unfinished ones are not kept."""
 
     def run(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ class Profiling:
             self._report([subject for subject in subjects if not self.ended[subject.label]])
 
     def _begin(self, subject: Subject) -> None:
-        """Waits until all ranks are here, so that what fails next is this subject's."""
+        """Synchronizes all ranks, so that a later failure belongs to this subject."""
         if self.worker.is_first:
             self.watch.hand_over(json.dumps(self.ended))
             self.watch.say(subject.label)
@@ -101,7 +101,7 @@ class Profiling:
             del run
 
     def _record_memory(self, subject: Subject, run: TrainingRun) -> dict[str, str]:
-        """Peak of this rank, and a snapshot of one more step.
+        """Records this rank's peak memory and, in one more step, a snapshot of its allocations.
 
         Recording allocations slows the host down, which would show in the trace: hence a step of
         its own. The functions are private in name, documented all the same
@@ -134,8 +134,8 @@ class Profiling:
             "sequences per rank": settings.batch_size,
             **vars(settings.model),
             "epochs": f"{settings.num_epochs}, of which warmup {settings.warmup_epochs}",
-            "steps an epoch": settings.steps_per_epoch,
-            **{f"{key} a step": value for key, value in self._stats.items()},
+            "steps per epoch": settings.steps_per_epoch,
+            **{f"{key} per step": value for key, value in self._stats.items()},
             "torch": torch.__version__,
         }
         stem = subject.file_stem
@@ -163,7 +163,7 @@ class Profiling:
         self._write(picture, lambda path: draw_timeline(traces, path, title=self._title()))
 
     def _write(self, path: Path, write: Callable[[Path], None]) -> None:
-        """A file that cannot be written is said, and the exit status tells; the rest goes on."""
+        """Writes a file; if that fails, reports it and lets the exit status say so."""
         try:
             write(path)
         except OSError as error:
@@ -171,7 +171,7 @@ class Profiling:
             say_unwritten(path, error)
 
     def _describe_plan(self, trace: Trace) -> list[str]:
-        """What each linear layer did and how long it took; empty without a plan."""
+        """Describes each linear layer's algorithm and measured time; empty without a plan."""
         if self._plan is None:
             return []
         steps = overlap(trace).steps or 1
@@ -183,13 +183,13 @@ class Profiling:
         ]
 
     def _mesh_of(self, subject: Subject) -> dict:
-        """A line of the summary; none where ranks share no samples."""
+        """Returns the summary's line about the mesh; empty where ranks share no samples."""
         if not subject.layout.splits_tensors:
             return {}
         return {"mesh": subject.layout.describe(self.worker.world_size)}
 
     def _privacy_of(self, subject: Subject) -> dict:
-        """Lines of the summary; none without privacy."""
+        """Returns the summary's lines about privacy; empty for training without privacy."""
         if not subject.is_private:
             return {}
         settings = {
@@ -237,13 +237,13 @@ class Profiling:
         )
 
     def _trace_files(self, subject: Subject) -> list[Path]:
-        """Of all ranks whose traces are in this folder: other hosts may have their own."""
+        """Returns the trace files of all ranks in this folder; other hosts may have their own."""
         paths = [trace_file(self.folder, subject, r) for r in range(self.worker.world_size)]
         return [path for path in paths if path.exists()]
 
 
 def describe_launches(model: nn.Module) -> list[str]:
-    """What left after how many gradients; empty for a variant that does not tell."""
+    """Describes each launch: gradients that were ready, and bytes; empty if not recorded."""
     launches = model.launches() if hasattr(model, "launches") else []
     total = sum(len(launch.names) for launch in launches)
     lines = []

@@ -1,4 +1,4 @@
-"""Rows of results to the comparison table and picture, and to the exit status."""
+"""Turns rows of results into the comparison table, the picture and the exit status."""
 
 import math
 import textwrap
@@ -83,7 +83,7 @@ def _draw(settings: Settings, rows: list[dict], subtitle: str, picture: Path) ->
 
 
 def columns(rows: list[dict]) -> list[Column]:
-    """About 130 characters together, and 40 more of private training.
+    """Returns the table's columns: about 130 characters, and 40 more with private training.
 
     MFU only where the device's peak is known, the overhead of privacy only where something has it.
     """
@@ -112,7 +112,7 @@ def columns(rows: list[dict]) -> list[Column]:
 def comparison(
     settings: Settings, world_size: int, device: str, unwritten: Sequence[dict] = ()
 ) -> list[dict]:
-    """One row a subject, in table order, from whatever has been measured so far."""
+    """Returns one row per subject, in table order, from what has been measured so far."""
     rows = [*Results(settings.output_dir).rows(), *unwritten]
     measured = {row["key"]: row for row in rows}
     cells: dict[Subject, list[dict]] = {subject: [] for subject in settings.subjects}
@@ -138,7 +138,11 @@ def _row(
     world_size: int,
     device: str,
 ) -> dict:
-    """Floor and reference are those of the same clipping: what communication costs beside it."""
+    """Returns a subject's row of the table.
+
+    Ratios are to the floor and the reference in the same clipping mode, so that they show the cost
+    of communication alone.
+    """
     failed = [row for row in cells if row["status"] != OK]
     row: dict = {
         "label": subject.name,
@@ -150,7 +154,7 @@ def _row(
     gate = next((r for r in cells if r["kind"] == GATE and r["status"] == OK), None)
     if gate:
         error = gate["gradient_error"]
-        error = math.inf if error is None else error  # JSON knows no infinity
+        error = math.inf if error is None else error  # JSON has no infinity
         row["is_wrong"] = not error <= tolerance(subject, settings)
         row["error"] = f"{error:.1e}" + (" WRONG" if row["is_wrong"] else "")
         row["detail"] = gate.get("worst_gradient")
@@ -201,7 +205,10 @@ def _exposed(subject: Subject, median: float, rounds: dict[Subject, dict]) -> fl
 def _ratio_to_implementation(
     rounds: dict[Subject, dict], subject: Subject, name: str
 ) -> tuple[float, float, float] | None:
-    """None where ranks share a batch: a step of the other is not the same work."""
+    """Returns the ratio of step times to implementation `name` in the same mode.
+
+    None where ranks share a batch, since the other's step then does other work.
+    """
     if subject.layout.splits_tensors:
         return None
     return _ratio(rounds, subject, subject._replace(implementation=name))
@@ -210,7 +217,7 @@ def _ratio_to_implementation(
 def _ratio(
     rounds: dict[Subject, dict], subject: Subject, other: Subject
 ) -> tuple[float, float, float] | None:
-    """Over the rounds that both have finished."""
+    """Returns the ratio of step times and its interval, over the rounds that both have finished."""
     common = sorted(set(rounds[subject]) & set(rounds.get(other, {})))
     if not common or subject == other:
         return None
@@ -239,7 +246,7 @@ def _is_bad(row: dict) -> bool:
 
 
 def _for_picture(row: dict, has_overhead: bool) -> dict:
-    """Behind a bar: the ratio to the floor, and the overhead of privacy where that is measured."""
+    """Returns a bar's row: beside it stand the ratio to the floor and the overhead of privacy."""
     keys = ("samples_ms", "median_ms", "low_ms", "high_ms", "exposed_ms", "peak_memory_mb")
     rest = ("status", "reason", "ratio_to_baseline")
     wrong = row.get("is_wrong") and row["name"] not in (FLOOR, REFERENCE)
@@ -253,7 +260,7 @@ def _for_picture(row: dict, has_overhead: bool) -> dict:
 
 
 def describe_privacy(settings: Settings) -> str:
-    """Of clipping and noise, in the words of the options."""
+    """Describes clipping and noise with the names of the options."""
     privacy = settings.privacy
     text = (
         f"noise multiplier {privacy.noise_multiplier:g}, gradient norm {privacy.max_grad_norm:g} "
@@ -269,7 +276,7 @@ def describe_privacy(settings: Settings) -> str:
 
 
 def _plans(rows: list[dict]) -> str:
-    """Those of rank 0; one that several rows have in common is printed once."""
+    """Describes the plans of rank 0; a plan that several rows share is printed once."""
     names: dict[str, list[str]] = {}
     for row in rows:
         if row["plan"]:
@@ -316,7 +323,7 @@ def _legend(rows: list[dict], device: str, settings: Settings) -> str:
 def _privacy_legend(rows: list[dict], settings: Settings) -> list[str]:
     lines = [
         "clipping      mode of private training; error: of its gradient without noise, against one "
-        "process that clips window by window",
+        "process that clips sequence by sequence",
         f"              exposed and × compare rows of the same clipping, with {FLOOR} the "
         "implementation",
     ]

@@ -1,4 +1,4 @@
-"""What the options mean together, checked before any worker starts."""
+"""Settings of a run, made from the options and checked before any worker starts."""
 
 import functools
 import hashlib
@@ -17,12 +17,12 @@ from lm.model import PRESETS, ModelConfig
 from measure.options import flag, shared_values
 
 KERNEL_OPTIONS = ("tile_size", "memory_budget_mb")  # of `Privacy`, for fused modes only
-SEAM = ("before_gradient", "gradient_ready")  # through which private gradients are handed over
+SEAM = ("before_gradient", "gradient_ready")  # by which a wrapper receives private gradients
 
 
 @dataclass(frozen=True)
 class Privacy:
-    """How the samples' gradients are clipped, and how much noise is added; see `--help`."""
+    """How each sample's gradient is clipped, and how much noise is added; see `--help`."""
 
     noise_multiplier: float = 1.0
     max_grad_norm: float = 1.0
@@ -39,7 +39,7 @@ class _Pair(NamedTuple):
 
 
 class Subject(_Pair):
-    """What has a row in the table, and files of its own: an implementation in a clipping mode.
+    """An implementation in a clipping mode: it has one row in the table and its own files.
 
     A fused mode's name may be followed by a norm algorithm: `flash:width`.
     """
@@ -60,7 +60,7 @@ class Subject(_Pair):
 
     @property
     def is_fused(self) -> bool:
-        """The mode asks for fused kernels; where they do not run there is no plan all the same."""
+        """Whether the mode uses fused kernels; where they do not run there is no plan."""
         return mode_and_algorithm(self.clipping)[0] in FUSED_MODES
 
     @property
@@ -69,7 +69,7 @@ class Subject(_Pair):
 
     @property
     def label(self) -> str:
-        """What it is called where there is one name for it: `ddp`, or `ddp:bookkeeping`."""
+        """Its name in one word: `ddp`, or `ddp:bookkeeping`."""
         return self.name + (f":{self.clipping}" if self.is_private else "")
 
     @property
@@ -79,13 +79,13 @@ class Subject(_Pair):
 
     @property
     def file_stem(self) -> str:
-        """`ddp`, or `ddp_bookkeeping`; a plug-in's class name, without its path."""
+        """Its name in files: `ddp`, `ddp_bookkeeping`, or a plug-in's class name without path."""
         return file_stem(self.label)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What one call of the benchmark does; sizes are per rank, sequences in tokens."""
+    """Settings of one call of the benchmark; sizes are per rank, sequences in tokens."""
 
     implementations: tuple[str, ...]
     clippings: tuple[str, ...]
@@ -115,7 +115,7 @@ class Settings:
 
     @property
     def subjects(self) -> list[Subject]:
-        """In table order."""
+        """All subjects, in table order."""
         title = titles(self.implementations)
         return [
             Subject(name, mode).called(title[name])
@@ -132,7 +132,7 @@ class Settings:
         return any(subject.is_private for subject in self.subjects)
 
     def identity(self, subject: Subject) -> dict:
-        """What makes two measurements comparable: everything but names, order and places.
+        """Returns the settings that comparable measurements share: all but names, order, places.
 
         An ordinary one does not depend on the settings of privacy.
         """
@@ -145,7 +145,7 @@ class Settings:
         return {**common, "clipping": {"mode": mode, **self.privacy_of(subject)}}
 
     def privacy_of(self, subject: Subject) -> dict:
-        """The settings that have an effect on a private subject."""
+        """Returns the settings that have an effect on a private subject."""
         common, (mode, algorithm) = asdict(self.privacy), mode_and_algorithm(subject.clipping)
         if not subject.layout.splits_tensors:
             del common["norm_reduction"]
@@ -158,7 +158,7 @@ def settings_from(options: Options, device_type: str, default_folder: Path) -> S
     """Check what the options mean together.
 
     Raises:
-        ValueError: one line that names the option, what is wrong, and what to do.
+        ValueError: one line with the option, the mistake and a remedy.
     """
     names = _names(options)
     clippings, privacy = _clippings(options), _privacy(options)
@@ -205,14 +205,14 @@ def check_world(settings: Settings, world_size: int) -> None:
 
 
 def mode_and_algorithm(clipping: str) -> tuple[str, str]:
-    """Of `flash:width` it is ("flash", "width"), of `flash` ("flash", "auto")."""
+    """Splits a clipping mode: `flash:width` is ("flash", "width"), `flash` is ("flash", "auto")."""
     mode, _, algorithm = clipping.partition(":")
     return mode, algorithm or "auto"
 
 
 @functools.cache
 def source_digest(name: str) -> str | None:
-    """Of a plug-in's file: an edited one is another implementation, and is measured anew."""
+    """Returns a digest of a plug-in's file: after an edit it is measured again."""
     file = plugin_file(name)
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file else None
 
@@ -260,7 +260,7 @@ def _names(options: Options) -> list[str]:
 
 
 def _import_place(name: str, error: ValueError) -> str:
-    """Says where a plug-in's file failed, if that is what was wrong."""
+    """Describes where a plug-in's file failed, if the error came from there."""
     if error.__cause__ is None:
         return ""
     file = str(plugin_file(name))
@@ -286,7 +286,7 @@ def _clippings(options: Options) -> list[str]:
 
 
 def _privacy(options: Options) -> Privacy:
-    """Options that would have no effect are refused: somebody meant them."""
+    """Returns the privacy settings. Refuses options that would have no effect."""
     names = [field.name for field in fields(Privacy)]
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     for name in given:
@@ -318,7 +318,7 @@ def _require_fused(name: str, options: Options) -> None:
 
 
 def _check_sharded(options: Options, names: list[str]) -> None:
-    """Settings that sharded models cannot follow, or that only they can."""
+    """Refuses settings that sharded models do not support, or that only they support."""
     sharded = next((name for name in names if name in SHARDED), None)
     if sharded and options.memory_budget_mb is not None:
         raise ValueError(
@@ -333,7 +333,10 @@ def _check_sharded(options: Options, names: list[str]) -> None:
 
 
 def _check_can_clip(name: str, clippings: list[str]) -> None:
-    """Private gradients are no autograd ones: a plug-in is handed them, and must sum."""
+    """Refuses a plug-in that lacks the methods which private training calls.
+
+    Private training hands its clipped sums to the plug-in, which must sum them over ranks.
+    """
     private = [mode for mode in clippings if mode != NOT_PRIVATE]
     if not private or name in SHARDED:
         return
@@ -358,13 +361,13 @@ def _model(options: Options, device_type: str) -> ModelConfig:
 
 
 def _with_options(message: str, fields: set[str]) -> str:
-    """`d_model` is what the model calls it; the user knows it as `--d-model`."""
+    """Replaces field names by option names in a message: `d_model` becomes `--d-model`."""
     names = "|".join(sorted(fields))
     return re.sub(rf"\b({names})\b", lambda m: flag(m[0]), message)
 
 
 def _data_source(source: str) -> str:
-    """A path is made absolute: it names the same text when a resumed run starts elsewhere."""
+    """Makes a path absolute, so that a run resumed from another folder reads the same text."""
     if source in ("stdlib", "synthetic", ""):  # an empty path would be the current folder
         return source
     return str(Path(source).expanduser().absolute())

@@ -7,9 +7,8 @@
 | `tp` | | all ranks |
 | `fsdp2_tp` | the others | two ranks each |
 
-Nothing wraps the network: its parameters become `DTensor`s, and what PyTorch sends where it is
-gathered, computed and differentiated belongs to it. The variants of `ddp/` are the case without a
-tensor axis.
+Nothing wraps the network: its parameters become `DTensor`s, and PyTorch communicates where they are
+gathered and differentiated. The variants of `ddp/` are the case without a tensor axis.
 """
 
 import functools
@@ -27,7 +26,7 @@ DATA, TENSOR = "data", "tensor"  # as in `lm.parallel`, which takes a second to 
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share samples and parameters.
+    """A layout: how ranks share samples and parameters.
 
     Attributes:
         tensor_ranks: ranks that share samples; None: all.
@@ -42,7 +41,7 @@ class Layout:
         return self.tensor_ranks != 1
 
     def sizes(self, world_size: int) -> tuple[int, int]:
-        """Ranks of the data axis and of the tensor axis."""
+        """Returns the numbers of ranks of the data axis and of the tensor axis."""
         tensor = self.tensor_ranks or world_size
         return world_size // tensor, tensor
 
@@ -51,7 +50,7 @@ class Layout:
         return f"{data} data x {tensor} tensor-parallel ranks, which share a batch"
 
     def data_place(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Which of how many batches a rank sees: neighbours share one."""
+        """Returns (index of this rank's batch, batches); ranks of a tensor axis share one."""
         data, tensor = self.sizes(world_size)
         return rank // tensor, data
 
@@ -67,7 +66,7 @@ SPLIT = tuple(name for name, layout in SHARDED.items() if layout.splits_tensors)
 
 
 def layout_of(name: str) -> Layout:
-    """Of any implementation; all of `ddp/` replicate the model."""
+    """Returns the layout of any implementation; all of `ddp/` replicate the model."""
     return SHARDED.get(name, REPLICATED)
 
 
@@ -101,7 +100,7 @@ def shard(network: nn.Module, layout: Layout, world_size: int, device_type: str)
 
 @functools.cache
 def _mesh(layout: Layout, world_size: int, device_type: str):
-    """One a process: each would have process groups of its own."""
+    """Returns the mesh of a layout; cached, since each new mesh makes new process groups."""
     from torch.distributed.device_mesh import init_device_mesh
 
     sizes = dict(zip((DATA, TENSOR), layout.sizes(world_size), strict=True))
@@ -109,20 +108,20 @@ def _mesh(layout: Layout, world_size: int, device_type: str):
     if len(axes) > 1:
         # It advises, for every total norm, to make the two axes one.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        # Of logits that are a view of a DTensor's part: nobody writes to them.
+        # The logits are a view of a DTensor's part, which is not written to.
         warnings.filterwarnings("ignore", message=".*returned a view tensor")
     return init_device_mesh(device_type, tuple(sizes[a] for a in axes), mesh_dim_names=axes)
 
 
 def fill(network: nn.Module, device: torch.device) -> None:
-    """Parameters on the device, with the values that an unsharded network draws."""
+    """Allocates the parameters on the device, with the values of an unsharded network."""
     from lm.parallel import materialize
 
     materialize(network, device)
 
 
 def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Those that one operator can take together: of one mesh, or of none."""
+    """Groups parameters that one operator can take together: by mesh, and those without one."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
@@ -130,12 +129,12 @@ def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def whole(x: Tensor) -> Tensor:
-    """All of a `DTensor`, for which all ranks call it; any other tensor itself."""
+    """Returns all of a `DTensor` (call it on all ranks), or another tensor unchanged."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def clip_gradients(parameters: list[nn.Parameter], limit: float) -> None:
-    """`clip_grad_norm_` for parameters of several meshes."""
+    """Clips the total norm of gradients on several meshes, as `clip_grad_norm_` does on one."""
     groups = by_mesh([p for p in parameters if p.grad is not None])
     if not groups:
         return

@@ -27,7 +27,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class StepParts:
-    """What a step is made of, with privacy or without; see `lm.training.training_step`."""
+    """The parts of a step, with or without privacy; see `lm.training.training_step`."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -75,7 +75,7 @@ def arithmetic(dtype: str, device: torch.device) -> AbstractContextManager:
 def build_network(
     settings: Settings, device: torch.device, dtype: str, layout: Layout = REPLICATED
 ) -> nn.Module:
-    """The same parameters for the same seed, on every rank and for every implementation.
+    """Builds the network: the same parameters for a seed, on every rank and implementation.
 
     A sharded network is never whole in memory.
     """
@@ -103,7 +103,7 @@ def assemble(
     world_size: int,
     noise_multiplier: float | None = None,
 ) -> StepParts:
-    """`noise_multiplier` overrides that of the settings."""
+    """Assembles a subject's step; `noise_multiplier` overrides that of the settings."""
     is_sharded = subject.layout is not REPLICATED
     model = network
     if not is_sharded:
@@ -136,7 +136,7 @@ def wrap_network(name: str, network: nn.Module, bucket_size_mb: float | None) ->
 
 @contextmanager
 def building(settings: Settings, subject: Subject, worker: Worker) -> Iterator[TrainingRun]:
-    """A run of `subject`, whose memory is free again afterwards."""
+    """Yields a training run of `subject`, and frees its memory afterwards."""
     network = build_network(settings, worker.device, settings.dtype, subject.layout)
     batches = batches_for(settings, *subject.layout.data_place(worker.rank, worker.world_size))
     run = TrainingRun(
@@ -157,7 +157,7 @@ def building(settings: Settings, subject: Subject, worker: Worker) -> Iterator[T
 
 
 def train(run: TrainingRun, clock: StepClock, step_phase: Callable[[int], Phase]) -> Tensor:
-    """All epochs; returns the last loss. Each epoch's range tells its kind and learning rates."""
+    """Trains all epochs and labels each with its kind and learning rates. Returns the last loss."""
     settings, loss = run.settings, torch.zeros(())
     clock.mark()
     for epoch in range(settings.num_epochs):
@@ -170,7 +170,7 @@ def train(run: TrainingRun, clock: StepClock, step_phase: Callable[[int], Phase]
 
 
 def noted_phases(watch: Watch, label: str) -> Callable[[int], Phase]:
-    """Step number -> ranges of its phases, of which the watch is told."""
+    """Returns a function: step number -> labels of phases, each noted by the watch."""
 
     def of_step(number: int) -> Phase:
         @contextmanager
@@ -185,7 +185,7 @@ def noted_phases(watch: Watch, label: str) -> Callable[[int], Phase]:
 
 
 def epoch_name(settings: Settings, epoch: int) -> str:
-    """`epoch_0_warmup_lr_0_to_0.00083`, `epoch_1_training_lr_0.001`."""
+    """Names an epoch: `epoch_0_warmup_lr_0_to_0.00083`, `epoch_1_training_lr_0.001`."""
     first, warmup = epoch * settings.steps_per_epoch, settings.warmup_steps
     low = learning_rate(first, warmup)
     high = learning_rate(first + settings.steps_per_epoch - 1, warmup)

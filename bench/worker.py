@@ -1,4 +1,4 @@
-"""What each rank does in benchmark mode: the gate first, then interleaved rounds of timing."""
+"""Benchmark mode on one rank: the correctness gate, then interleaved rounds of timing."""
 
 import json
 import sys
@@ -46,7 +46,7 @@ class BenchmarkCell:
         return Subject(self.implementation, self.clipping).called(self.title)
 
     def row(self, settings: Settings, world_size: int, device: str) -> dict:
-        """What its line in the results starts with, and what it is recognised by."""
+        """Returns the beginning of its row in the results, with the key that identifies it."""
         mine = {"implementation": self.implementation, "kind": self.kind, "round": self.round}
         config = {
             **settings.identity(self.subject),
@@ -68,7 +68,7 @@ class BenchmarkCell:
 
 
 def plan(settings: Settings) -> list[BenchmarkCell]:
-    """The same order on every rank: all gates, then rounds in which every one takes its turn.
+    """Returns the cells in one order for all ranks: all gates, then interleaved rounds.
 
     Gates of ordinary training come first: it and private training have different references, as
     have ranks that share a batch, and only one of them is in memory.
@@ -93,7 +93,7 @@ def device_name(device: torch.device) -> str:
 
 
 def failure_row(row_text: str, cause: Cause) -> dict:
-    """The row of the cell that was under way."""
+    """Returns the row of the cell that was running when the run failed."""
     who = f"rank {cause.rank}: " if cause.rank >= 0 else ""
     told = {"traceback": cause.traceback} if cause.traceback else {}
     return {**json.loads(row_text), "status": cause.status, "reason": who + cause.message, **told}
@@ -151,7 +151,7 @@ class Benchmark:
                 progress.finished(f"{cell.label}: {describe_row(row)}")
 
     def _unfinished(self) -> list[BenchmarkCell]:
-        """Finished cells are skipped; so is the rest of a subject that failed just now."""
+        """Lists cells that are left, without those of a subject that has just failed."""
         if not self.worker.is_first:
             return []
         results = Results(self.settings.output_dir)
@@ -171,7 +171,7 @@ class Benchmark:
         ]
 
     def _agree_on(self, cells: list[BenchmarkCell]) -> list[BenchmarkCell]:
-        """The first rank has read the results; other hosts may not have the file."""
+        """Broadcasts the first rank's list of cells; other hosts may not have the results file."""
         box = [cells]
         dist.broadcast_object_list(box, src=0)
         return box[0]
@@ -208,7 +208,7 @@ class Benchmark:
         return row
 
     def _record(self, row: dict) -> None:
-        """A disk that is full costs the file and not the measurement: the table has the row."""
+        """Records a row. If the disk is full, the row is kept for the table."""
         try:
             Results(self.settings.output_dir).record(row)
         except OSError as error:
@@ -250,9 +250,9 @@ class Benchmark:
         }
 
     def _data_ranks(self, cell: BenchmarkCell) -> int:
-        """Ranks with batches of their own: those of a tensor axis share one."""
+        """Returns the number of ranks that have a batch each; ranks of a tensor axis share one."""
         return cell.subject.layout.sizes(self.worker.world_size)[0]
 
     def _untimed_steps(self) -> int:
-        """Warmup epochs, and of a run without them its first steps, which build and allocate."""
+        """Counts untimed steps: warmup epochs, or else the first steps, which allocate memory."""
         return max(self.settings.warmup_steps, min(3, self.settings.num_steps - 1))

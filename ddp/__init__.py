@@ -2,13 +2,13 @@
 
 The steps, in the order of reading:
 
-1. synchronous.py: all-reduce after backward; opens with the 15 lines that are the whole idea
+1. synchronous.py: all-reduce after backward; begins with the whole idea in 15 lines
 2. individual.py, with base.py and schedule.py: a hook per gradient starts its all-reduce
 3. individual_v2.py, with buckets.py: coalesced groups
 4. bucketed.py: flat buckets whose slices are the gradients
 5. copy_engine/, which begins with variant.py: buckets that the copy engines exchange
 
-none.py is the floor of every comparison, torch_ddp.py the oracle.
+none.py is the floor of every comparison, torch_ddp.py is PyTorch's own.
 
 Skip at the first reading: internals/ (robustness, one object per concern), torch_compat.py (PyTorch
 interfaces without a public name), and buckets.py before step 3.

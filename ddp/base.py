@@ -2,13 +2,13 @@
 
 The base class decides *when* a bucket of gradients is reduced: as soon as all its members are
 ready, in one order on every rank (schedule.py). A variant decides *what* a bucket is (`plan`) and
-*how* it is reduced (`launch`, `wait`). One step, in the words of code, documents and traces:
+*how* it is reduced (`launch`, `wait`). The phases of a step, as code and traces name them:
 
     forward   buffers are overwritten with those of rank 0
     ready     autograd's hook: a gradient is final for this backward
     launch    every member of the next bucket is ready: its reduction starts
     wait      the reduced values are in `.grad`
-    finish    launch and wait for whatever is left, before `optimizer.step()`
+    finish    launch and wait for the rest, before `optimizer.step()`
 
 internals/ holds the rest, one object per concern: skip it at the first reading.
 """
@@ -132,7 +132,7 @@ class DataParallel(ManualGradients, Wrapper, nn.Module):
             self.step.record.launches.append((len(self.schedule.arrivals), bucket))
 
     def wait_for(self, *buckets: Bucket) -> None:
-        """Waits for those of these buckets that are under way."""
+        """Blocks until the reductions of these buckets that are in flight have finished."""
         for bucket in buckets:
             if bucket in self.schedule.in_flight:
                 self.wait(bucket, self.schedule.in_flight.pop(bucket))
@@ -153,7 +153,7 @@ class DataParallel(ManualGradients, Wrapper, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which gradients add up locally; the next backward outside reduces them."""
+        """Enters a context in which gradients add up locally; a later backward reduces them."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield

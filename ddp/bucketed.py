@@ -1,20 +1,20 @@
 """`ddp_bucketed`: flat buckets whose slices *are* the gradients.
 
-The problem that `ddp_individual_v2` leaves: a coalesced group is still one transfer per
+The problem with `ddp_individual_v2`: a coalesced group is still one transfer per
 tensor inside the library. One contiguous buffer is one transfer, at the full rate of the wire.
 
 The idea: when a gradient is ready, copy it into its slice of a flat buffer, at once, while it is
 still in the cache, and let `.grad` be a view of that slice. When the bucket is full, one all-reduce
-averages the buffer. Nothing is copied back: the optimizer reads the views. Buckets leave in one
-fixed order, the order in which gradients become ready, and the last ones are small, because they
-cannot hide behind backward any more.
+averages the buffer. Nothing is copied back: the optimizer reads the views. Buckets are launched
+in one fixed order, that in which gradients become ready. The last ones are small, because backward
+cannot hide their communication any more.
 
 A flat buffer lives as long as its views. `zero_grad(set_to_none=True)` drops them, so the memory
 goes back before the next forward needs it; with `set_to_none=False` the views stay, autograd adds
 straight into the buffer, and the copy disappears.
 
-What it leaves: overlap is nearly perfect and yet a step is slower than without communication. The
-collective's kernels take multiprocessors and memory bandwidth from the model's own.
+What remains: overlap is nearly perfect, and yet a step is slower than without communication,
+because the collective's kernels take multiprocessors and memory bandwidth from the model's own.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Flat:
 
 
 class BucketedDDP(DataParallel):
-    """Flat buckets, one all-reduce each.
+    """Reduces flat buckets, whose slices are the gradients, with one all-reduce each.
 
     Args:
         bucket_size_mb: a bucket's capacity in MiB, a larger gradient has its own; None for one

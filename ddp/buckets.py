@@ -1,4 +1,4 @@
-"""Which gradients travel together: a plan made of numbers only, no tensors and no communication.
+"""Plans which gradients are reduced together, from numbers alone: no tensors, no communication.
 
 Every rank computes the same plan from the same model, so it can be tested alone and it is the
 reason why collectives, which match by call order, always meet their counterparts.
@@ -7,7 +7,7 @@ Three rules, each of which public hand-built versions often miss:
 
 - a bucket holds one dtype, because a flat buffer and a collective do;
 - buckets follow the order in which gradients become ready, so that the first is complete early;
-- the last buckets are small. What is sent after the last gradient is ready cannot hide behind
+- the last buckets are small. Communication after the last gradient is ready cannot overlap
   the backward pass, so no bucket takes more than half of the bytes that are still to come.
   A gradient that is larger than a bucket travels alone and does not count: a token embedding,
   often the last to be ready, would otherwise let the bucket before it be as large as itself.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 
-ALIGNMENT_BYTES = 16  # vectorised loads of the optimizer want aligned views
+ALIGNMENT_BYTES = 16  # the optimizer's vectorised loads need aligned views
 SMALLEST_TAIL_BYTES = 1 << 20  # below this a collective is all latency
 
 
@@ -37,7 +37,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients of one dtype that are reduced together.
+    """A group of gradients of one dtype that are reduced together.
 
     Attributes:
         members: indices of the gradients, in the order in which they become ready.

@@ -1,13 +1,13 @@
-"""`ddp_individual`: start each gradient's all-reduce as soon as it is accumulated.
+"""`ddp_individual`: starts each gradient's all-reduce as soon as it is accumulated.
 
-The problem that `ddp` leaves: the last layer's gradient is ready when backward has barely begun,
-and it waits for all the others before it travels.
+The problem with `ddp`: the last layer's gradient is ready when backward has barely begun, but
+it is not communicated before all the others are ready, too.
 
 The idea: autograd calls a hook when a parameter's gradient has been accumulated. The hook starts
 an asynchronous all-reduce and returns at once, so the transfer runs beside the rest of backward.
 `finish_gradient_synchronization` waits for the handles and divides.
 
-What it leaves: one collective per parameter. A norm's weight of a few kilobytes pays the same
+What remains: one collective per parameter. A norm's weight of a few kilobytes takes the same
 latency as a matrix of many megabytes, and the division is one more pass over every gradient.
 """
 
@@ -19,7 +19,7 @@ from ddp.buckets import Bucket
 
 
 class IndividualDDP(DataParallel):
-    """One asynchronous all-reduce per parameter, in the agreed order, while backward goes on."""
+    """Launches one asynchronous all-reduce per parameter, in the agreed order, during backward."""
 
     def launch(self, bucket: Bucket) -> tuple[dist.Work, Tensor]:
         (i,) = bucket.members

@@ -1,13 +1,13 @@
-"""`ddp_individual_v2`: fewer launches and fewer passes, still without a copy.
+"""`ddp_individual_v2`: launches ready gradients in groups, without copying them.
 
-The problem that `ddp_individual` leaves: hundreds of launches, each with its latency, and a
+The problem with `ddp_individual`: hundreds of launches, each with its latency, and a
 division that reads and writes every gradient once more after the wait.
 
-The idea: collect ready gradients until enough bytes of one dtype are there, then hand the whole
+The idea: collect ready gradients until there are enough bytes of one dtype, then pass the whole
 list to the communication library as one coalesced group, averaged inside the collective. The
 library works on the gradients where they are: nothing is flattened, nothing is copied back.
 
-What it leaves: the gradients of a group lie wherever the allocator put them, so the library runs
+What remains: the gradients of a group lie wherever the allocator put them, so the library runs
 one ring per tensor within the group, and the number of launches it saves depends on the library.
 """
 
@@ -20,7 +20,7 @@ from ddp.torch_compat import coalesced_all_reduce
 
 
 class IndividualV2DDP(DataParallel):
-    """Coalesced groups of gradients, reduced in place.
+    """Reduces groups of gradients in place, with one coalesced all-reduce per group.
 
     Args:
         bucket_size_mb: a group is sent when its next gradient would exceed this many MiB; None for

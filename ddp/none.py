@@ -1,9 +1,9 @@
 """The floor: the same step without any communication.
 
 Every rank trains on its own shard as if it were alone, so the replicas drift apart: useless for
-training, and the one honest measure of what synchronisation costs. Whatever a variant takes
-longer than this is its exposed communication, or the price of making the model's kernels run
-beside the transfer.
+training, but a measure of what synchronisation costs. The time by which a variant's step is
+longer than this is its exposed communication, and the slowdown of the model's kernels beside the
+transfer.
 """
 
 from torch import nn
@@ -13,7 +13,7 @@ from ddp.buckets import Bucket
 
 
 class NoCommunication(DataParallel):
-    """Has the hooks and bookkeeping of the other variants, and reduces no gradient."""
+    """Runs the hooks and bookkeeping of the other variants, and reduces no gradient."""
 
     def __init__(self, module: nn.Module, **options):
         super().__init__(module, **options)

@@ -1,8 +1,8 @@
-"""When a bucket of gradients is launched: once it is complete, in one order on every rank.
+"""Decides when a bucket is launched: once it is complete, in one order on every rank.
 
 Collectives match by call order alone. If two ranks launched the same buckets in different orders,
-gradients of different parameters would be summed without any error. So a complete bucket waits for
-its predecessors in the plan, which is the same on every rank.
+gradients of different parameters would be summed without any error. So a complete bucket is held
+back until its predecessors in the plan are launched; the plan is the same on every rank.
 """
 
 from collections.abc import Iterator

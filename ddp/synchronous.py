@@ -1,4 +1,4 @@
-"""`ddp`: all-reduce every gradient after backward, blocking.
+"""`ddp`: all-reduces every gradient after backward, blocking.
 
 The problem: each rank has the gradient of its own shard of the batch, and all must step with the
 mean of all shards.
@@ -9,8 +9,8 @@ the same on the common base (base.py), as every further step of the course does:
 different models are refused, a parameter without a gradient is named, buffers stay equal, several
 backwards may precede one finish.
 
-What it leaves: nothing is computed while gradients travel and nothing travels while gradients are
-computed. Look for it in the picture: one long bar of communication after the end of backward.
+What remains: no GPU computes while gradients are communicated, and none are communicated
+during backward. The picture shows one long bar of communication after the end of backward.
 """
 
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from ddp.buckets import Bucket
 
 
 class NaiveDDP(nn.Module):
-    """The whole idea: `wrap("ddp/synchronous.py:NaiveDDP", module)`."""
+    """The whole of `ddp` in 15 lines. Use it by `wrap("ddp/synchronous.py:NaiveDDP", module)`."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -52,4 +52,4 @@ class SynchronousDDP(DataParallel):
             gradient.div_(self.world_size)
 
     def wait(self, bucket: Bucket, handle: None) -> None:
-        """Does nothing: each launch returned when its values were there."""
+        """Does nothing: `launch` blocks until the gradients are reduced."""

@@ -1,4 +1,4 @@
-"""What the course uses of PyTorch without a public name, each behind a function of its own.
+"""Wraps what the course uses of PyTorch without a public name, one function each.
 
 Everything here was checked with torch 2.11, 2.12 and 2.13. Where another version lacks one of these
 interfaces, its function does without, or raises a RuntimeError that names it.
@@ -86,7 +86,7 @@ def scale_(tensors: Sequence[Tensor], factor: float) -> None:
 
 
 def ddp_record(wrapper: nn.parallel.DistributedDataParallel) -> dict[str, Any]:
-    """Returns what PyTorch's DDP records of its buckets, `_get_ddp_logging_data()`; else {}."""
+    """Returns DDP's record of its buckets, `_get_ddp_logging_data()`; else {}."""
     record = getattr(wrapper, "_get_ddp_logging_data", None)
     return {} if record is None else record()
 

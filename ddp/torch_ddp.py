@@ -1,4 +1,4 @@
-"""`torch_ddp`: PyTorch's own DistributedDataParallel behind the same seam. The oracle.
+"""`torch_ddp`: PyTorch's own DistributedDataParallel with this package's interface.
 
 Its reducer is written in C++ and has synchronised when backward returns, so
 `finish_gradient_synchronization` only checks that it did. Private gradients come through
@@ -29,7 +29,7 @@ from ddp.torch_compat import ddp_record, scale_
 
 
 class TorchDDP(Copyable, DistributedDataParallel):
-    """PyTorch's DDP, with the methods of `ddp.base.DataParallel`.
+    """Wraps PyTorch's DDP and has the methods of `ddp.base.DataParallel`.
 
     It cannot inherit those, as it is a DistributedDataParallel: its methods repeat the interface.
 
@@ -212,14 +212,14 @@ class TorchDDP(Copyable, DistributedDataParallel):
         return bool(self._arrived) or self._by_hand[0].is_in_mid_step()
 
     def deactivate(self) -> None:
-        """Forgets an unfinished step: another wrapper of this network takes over."""
+        """Discards an unfinished step because another wrapper of this network takes over."""
         self._forget_step()
         self._by_hand[0].deactivate()
         self._by_hand[0].is_active = True  # whenever this one is
         self.is_active = False
 
     def before_accumulation(self, i: int) -> None:
-        """Called when autograd is about to accumulate gradient `i`."""
+        """Runs when autograd is about to accumulate gradient `i`."""
         by_hand = self._by_hand[0]
         if self.gradients_come_by_hand and self.require_backward_grad_sync:
             raise RuntimeError(
@@ -252,7 +252,7 @@ class TorchDDP(Copyable, DistributedDataParallel):
 
 
 class TunedTorchDDP(TorchDDP):
-    """PyTorch's DDP with gradients as views of its buckets, larger buckets and a static graph.
+    """PyTorch's DDP with gradients as views of buckets, larger buckets and a static graph.
 
     A static graph is learned in the first training step, which must therefore synchronise. A
     private step, in which autograd accumulates nothing, teaches it that no parameter is used:

@@ -25,7 +25,7 @@ GRADIENTS, SUM = 0.7, 0.35
 PASS, COEFFICIENTS, STEP = 0.62, 0.8, 3.0  # widths that operations do not give
 
 INK, FAINT = "#222222", "#6B6B6B"
-COLOURS = {  # by Okabe and Ito; boxes are told apart by what is written in them too
+COLOURS = {  # by Okabe and Ito; boxes are labelled, too
     "forward": ("#A9D5F0", INK),
     "backward": ("#0072B2", "white"),
     "norms": ("#E69F00", INK),

@@ -16,7 +16,7 @@ A private step calls, from the top down:
     layers/       per kind of layer: what a use leaves, its norm, its clipped sum
     planning/     which algorithm a linear layer takes, by predicted cost
     clipping/     norms, coefficients and their statistics: the definition of clipping
-    kernels/      Triton kernels, one idea a file, each beside its reference implementation
+    kernels/      Triton kernels, one idea per file, each beside its reference implementation
     noise/        Gaussian noise from addressed streams, keys, the adaptive threshold
     sampling/     Poisson batches, physical microbatches, and what a step may use of them
     distributed/  sharded models: placement, norms and clipped sums over ranks

@@ -39,7 +39,7 @@ class Ranks:
         sharding: how the module is spread over them; None: each has the whole.
         data_parallel_group: ranks with other samples; None: there are none.
         everyone: all ranks of the run; None: this process alone.
-        device: of the parameters.
+        device: the device of the parameters.
     """
 
     sharding: Sharding | None
@@ -59,7 +59,7 @@ class Ranks:
 
 
 def refuse_private(module: Any, optimizer: Any, criterion: Any, loader: Any) -> None:
-    """Raises ValueError for what an earlier `make_private` has returned, or a network it has."""
+    """Raises ValueError for objects of an earlier `make_private`, or a network in use."""
     modules = module.modules() if isinstance(module, nn.Module) else ()
     if any(map(is_private, modules)):
         raise ValueError(

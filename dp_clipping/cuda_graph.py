@@ -1,10 +1,10 @@
-"""A private step as one CUDA graph: the host launches it once, and keeps the account beside it.
+"""A private step as one CUDA graph: one launch per step, while the host keeps the account.
 
 `optimizer.graphed(body)` returns a `GraphedStep`, which is called like the body of the user's loop.
 
     eager     the first steps, those with checks (batches 1, 2, 4, 8, ...), microbatches of a larger
-              batch: the body itself, told that it is captured (`as_in_a_capture`)
-    capture   once: the body runs and launches nothing; what it would launch is recorded
+              batch: the body itself, as if it were captured (`as_in_a_capture`)
+    capture   once: the body runs, and its launches are recorded, not executed
     replay    inputs, the mask of rows that are no samples, and the addresses of the step's noise
               are copied to where the graph reads them; the host does what the body's Python would
               (`_begin`, `_end`): it refuses, counts and numbers the step; one launch does the rest
@@ -15,8 +15,8 @@ are the same, and nothing waits for the device.
 
 What Python does in the body happens in eager steps and in the capture alone. Before each replay,
 settings, hyperparameters, addresses and the numbers and flags that modules hold are compared, and a
-change is refused. What else the body's Python reads (a variable, a criterion's attribute) stays as
-it was captured.
+change is refused. Other values that the body's Python reads (a variable, a criterion's attribute)
+stay as they were captured.
 """
 
 import linecache
@@ -45,14 +45,14 @@ LIBRARIES = tuple(str(Path(place).parent) + "/" for place in (torch.__file__, __
 
 
 def refuse(settings: Any, ranks: Any) -> None:
-    """Raises ValueError where no step can be captured, saying what to use in its place."""
+    """Raises ValueError, with an alternative, where no step can be captured."""
     module, optimizer = settings.module, settings.optimizer
     parameters = [p for p in module.parameters() if p.requires_grad]
     capturable = isinstance(optimizer, torch.optim.SGD) or all(
         group.get("capturable") for group in optimizer.param_groups
     )
     reasons = {
-        f"grad_sample_mode {settings.grad_sample_mode!r}, which looks at norms from the host or "
+        f"grad_sample_mode {settings.grad_sample_mode!r}, which reads norms on the host or "
         f"runs backward twice: use {DEFAULT_MODE!r}": settings.grad_sample_mode != DEFAULT_MODE,
         "a module on several ranks, or wrapped: use the network itself on one GPU": (
             ranks.sharding is not None or ranks.everyone is not None
@@ -85,7 +85,7 @@ def refuse(settings: Any, ranks: Any) -> None:
 
 @contextmanager
 def as_in_a_capture() -> Iterator[None]:
-    """A context in which `torch.cuda.is_current_stream_capturing()` returns True.
+    """Enters a context in which `torch.cuda.is_current_stream_capturing()` returns True.
 
     Libraries that ask choose what a capture can record: transformers makes an attention mask that
     it would leave out where looking at the batch shows that it masks nothing. An eager step has to
@@ -101,7 +101,7 @@ def as_in_a_capture() -> Iterator[None]:
 
 @contextmanager
 def capturing(graph: Any) -> Iterator[None]:
-    """A context that records in `graph` what its block would launch.
+    """Enters a context that records in `graph` the launches of its block.
 
     Raises RuntimeError where the block waits for the device, before it does: a capture that the
     wait itself ends leaves PyTorch's allocator and generators as they are during a capture.
@@ -332,7 +332,7 @@ class _Captured:
             )
 
     def _dependencies(self) -> list[tuple[str, Any]]:
-        """Returns what Python would have read, by name."""
+        """Returns the values that Python would read in an eager step, by name."""
         groups = [
             {k: _value(v) for k, v in group.items() if k != "params"}
             for group in self.optimizer.param_groups
@@ -356,7 +356,7 @@ class _Captured:
         return [value for value in held if type(value) in PLAIN]
 
     def _begin(self) -> int:
-        """Does what forward, backward and the step do before noise; returns the step's number."""
+        """Runs the host's work of a step before its noise; returns the step's number."""
         self.model.clear_gradients()
         try:
             self.passes.begin_replay(self.model.thresholds.clip_norms)
@@ -368,7 +368,7 @@ class _Captured:
             raise
 
     def _end(self) -> None:
-        """Leaves state and `.grad` as the body has left them."""
+        """Sets state and `.grad` to what they are after an eager step."""
         self.state.add_noise()
         self.state.apply()
         self.state.batch_number = None

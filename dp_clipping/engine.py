@@ -1,4 +1,4 @@
-"""`PrivacyEngine`: the interface and accountants of Opacus, with the conventions of its ghost mode.
+"""`PrivacyEngine`: Opacus's interface and accountants, with the conventions of its ghost mode.
 
 Code written for Opacus 1.6 with `grad_sample_mode="ghost"` runs with the import changed.
 """
@@ -66,10 +66,13 @@ MAKE_WITH_EPSILON = (
 
 
 class PrivacyEngine(Checkpoints):
-    """Makes a network, its optimizer, criterion and loader private, and keeps the account.
+    """Makes a network, its optimizer, criterion and loader private, and counts the privacy spent.
 
-    It has the public methods of Opacus's engine, and `check`. `dp_clipping.build` and the packages
-    beside it do the work.
+    Create one engine per data set. Call `make_private` once, train with the four objects that it
+    returns, and call `get_epsilon(delta)` for the ε of the steps so far. `save_checkpoint` and
+    `load_checkpoint` continue a run, and `check` compares a step with its definition.
+
+    It has the public methods of Opacus's engine. `dp_clipping.build` makes the objects.
 
     Args:
         accountant: `"prv"`, `"rdp"` or `"gdp"`, Opacus's own.
@@ -239,7 +242,7 @@ class PrivacyEngine(Checkpoints):
         alphas: Sequence[float] | None = None,
         **arguments: Any,
     ) -> tuple[Any, PrivateOptimizer, PrivateCriterion, DataLoader]:
-        """`make_private` with the noise for which `epochs` epochs spend (ε, δ).
+        """Makes training private with the noise for which `epochs` epochs spend (ε, δ).
 
         Further arguments are those of `make_private`; `sample_rate` and `steps` among them are
         what ε is computed from. With `steps`, `epochs` may be left out and is 1. The search for
@@ -346,7 +349,7 @@ class PrivacyEngine(Checkpoints):
 
     @classmethod
     def validate(cls, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
-        """Raises ValueError naming the modules that mix samples, and what to use instead."""
+        """Raises ValueError naming the modules that mix samples, with replacements."""
         check_module(module)
 
     @classmethod

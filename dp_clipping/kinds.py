@@ -1,4 +1,4 @@
-"""Names and types of arguments: wrong ones are refused by name, saying what to give."""
+"""Checks names and types of arguments, and refuses wrong ones by name with what to give."""
 
 import difflib
 import functools

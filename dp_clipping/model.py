@@ -61,10 +61,12 @@ register_module_module_registration_hook(_refuse_to_be_wrapped)
 class PrivateModel(nn.Module):
     """A network, or a `ddp` wrapper around one, whose backward clips every sample's gradient.
 
-    In evaluation and under `torch.no_grad` it is the network itself. Unknown attributes are looked
-    up there too.
+    `make_private` makes it. Each forward in training mode opens a private step. The backward of the
+    private criterion's loss clips and sums, the private optimizer's `step()` adds noise and applies
+    the sum, and `zero_grad()` makes room for the next one. In evaluation and under `torch.no_grad`
+    calls and unknown attributes are those of the network itself.
 
-    All methods for users are here: those of Opacus's model and of `nn.Module`. Criterion and
+    The methods for users are here: those of Opacus's model and of `nn.Module`. Criterion and
     optimizer call the parts.
 
     Args:
@@ -77,7 +79,7 @@ class PrivateModel(nn.Module):
         hide_unprotected: reading what ε does not cover raises.
         sharding: `sharding_of(module)`: how the network is spread over ranks, if it is.
         norm_reduction: how norms are added up over ranks that have parts of the parameters.
-        usage: of the loader, if it yields Poisson batches.
+        usage: counts the samples that the loader yields, if it yields Poisson batches.
         wrap_model: the user gets this object. If False, they get their own module, whose calls are
             redirected to this object.
         loss_reduction: how losses that the network computes itself are printed.
@@ -271,7 +273,7 @@ class PrivateModel(nn.Module):
             raise RuntimeError(WRAPPED.format(kind=cls.__mro__[1].__name__))
 
     def no_sync(self) -> AbstractContextManager:
-        """A context in which sums add up locally; the next backward outside sends them."""
+        """Enters a context in which sums add up locally; the next backward outside sends them."""
         return self.module.no_sync() if self._is_wrapped else nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -296,7 +298,7 @@ class PrivateModel(nn.Module):
         self.passes.reset_batch_layouts()
 
     def forget_layouts(self) -> None:
-        """The old name of `reset_batch_layouts`."""
+        """Calls `reset_batch_layouts`, whose old name it is."""
         warnings.warn("forget_layouts is now reset_batch_layouts", DeprecationWarning, stacklevel=2)
         self.reset_batch_layouts()
 
@@ -402,7 +404,7 @@ class PrivateModel(nn.Module):
         return GlobalNorms(self.step_context.reducer, squared)
 
     def private_backward(self, private_step: PrivateStep, losses: Tensor) -> None:
-        """See `ForwardBackward.backward`."""
+        """Runs the private backward; see `ForwardBackward.backward`."""
         if self.step_state.keeps_losses and not private_step.is_empty:
             real, without = private_step.real, private_step.without_loss
             self.step_state.losses.append(loss_and_count(losses, real, without))
@@ -411,7 +413,7 @@ class PrivateModel(nn.Module):
 
     @ranged("gradient_sync")
     def finish_synchronization(self) -> None:
-        """Waits until `.grad` of each parameter is (this rank's shard of) the sum of all ranks.
+        """Blocks until each `.grad` is (this rank's shard of) the sum over all ranks.
 
         Raises:
             RuntimeError: parameters have no sum, as after a backward that was cut off.
@@ -461,7 +463,7 @@ class PrivateModel(nn.Module):
 
 
 def _load_plain_names(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A load hook: a module that holds a private model can load the network's own names."""
+    """Renames entries before loading, so that the network's own names can be loaded."""
     inner = f"{prefix}module." + ("module." if model.module is not model.network else "")
     own = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
     of_network = {key.removeprefix(prefix): value for key, value in own.items()}

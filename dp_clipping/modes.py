@@ -26,7 +26,7 @@ _said: set[str] = set()
 
 @dataclass(frozen=True)
 class Policy:
-    """How a mode works.
+    """Settings of a mode: how many backwards it runs, and what it stores.
 
     Attributes:
         two_passes: norms in one backward, sums in a second one.
@@ -57,7 +57,7 @@ class Policy:
 
 
 def policy_of(mode: str, **options: Any) -> Policy | None:
-    """Returns what the mode does; None for `no_dp`. Options are `Policy`'s others.
+    """Returns the policy of a mode; None for `no_dp`. Options are `Policy`'s other fields.
 
     Raises:
         ValueError: for an unknown mode, with the known ones.

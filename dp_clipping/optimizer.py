@@ -61,13 +61,14 @@ class StepHooks:
 
 
 class PrivateOptimizer(Optimizer):
-    """Wraps any `torch.optim.Optimizer`, which then sees clipped sum plus noise, divided.
+    """Wraps a `torch.optim.Optimizer`, which then sees clipped sum plus noise, divided.
 
-    It forwards the interface of `torch.optim.Optimizer`, which learning-rate schedulers read, and
-    has the one of Opacus's `DPOptimizer`, which programs written for it and its schedulers call.
+    `step()` finishes the exchange between ranks, counts the step, adds noise once, divides by the
+    expected batch size and calls the wrapped optimizer's `step()`. It has the interface of
+    `torch.optim.Optimizer`, which learning-rate schedulers read, and that of Opacus's
+    `DPOptimizer`.
 
-    It sees nothing else. If it holds a parameter that was frozen at `make_private` and has an old
-    `.grad`, that is set to None.
+    An old `.grad` of a parameter that was frozen at `make_private` is set to None.
 
     The settings of a step are fixed at its first backward: later changes apply to the next step.
     Ranks compare them in each step (`fixed_settings`).
@@ -191,7 +192,7 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def adaptive_threshold(self) -> AdaptiveThreshold | None:
-        """Returns what lets C follow a quantile of the norms, or None."""
+        """The adaptive threshold, by which C follows a quantile of the norms; None: C is fixed."""
         return self.noise.adaptive
 
     @property
@@ -209,7 +210,7 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def accumulated_iterations(self) -> int:
-        """Poisson batches of a step: always one. Accountants multiply the sample rate by it."""
+        """Poisson batches per step, always one. Accountants multiply the sample rate by it."""
         return 1
 
     @property
@@ -317,7 +318,7 @@ class PrivateOptimizer(Optimizer):
         return True
 
     def refuse(self) -> None:
-        """Refuses what the optimizer must not apply, before anything is counted."""
+        """Raises RuntimeError if `.grad` must not be applied, before anything is counted."""
         if self.model.policy is None:
             return
         check_noise_multiplier(self.noise_multiplier)
@@ -389,6 +390,6 @@ class PrivateOptimizer(Optimizer):
         return self.step_state.count()
 
     def resume(self, steps: int, noise_key: bytes) -> None:
-        """Goes on at a step boundary: the next noise is that of step number `steps`."""
+        """Continues at a step boundary: the next noise is that of step number `steps`."""
         self.noise.key, self._loaded_steps = noise_key, 0
         self.step_state.resume(steps)

@@ -1,4 +1,4 @@
-"""Aligned text tables."""
+"""Formats aligned text tables."""
 
 from collections.abc import Sequence
 

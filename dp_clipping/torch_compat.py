@@ -128,7 +128,7 @@ def is_dtype_cast(operator: Any) -> bool:
     """Returns whether a dispatched operator is `aten._to_copy`, which `x.to(dtype)` calls.
 
     Raises:
-        RuntimeError: if there is no such operator, as casts could not be told then.
+        RuntimeError: if there is no such operator, as casts could not be detected then.
     """
     try:
         return operator.overloadpacket is torch.ops.aten._to_copy
@@ -140,7 +140,7 @@ def schema_of(operator: Any) -> torch.FunctionSchema | None:
     """Returns an operator's `_schema`; None for a higher-order operator, which has none.
 
     Raises:
-        RuntimeError: if an operator of ATen has none, as its writes could not be told then.
+        RuntimeError: if an operator of ATen has none, as its writes could not be detected then.
     """
     schema = getattr(operator, "_schema", None)
     if schema is None and isinstance(operator, torch._ops.OpOverload):
@@ -182,7 +182,7 @@ def to_one_buffer_(
 
 
 def flush_ready_nodes() -> None:
-    """Frees what a backward that failed in this thread has left in autograd's queue.
+    """Frees nodes, and their activations, that a failed backward left in this thread's queue.
 
     Its nodes hold activations until another backward runs in the thread: a trivial one does.
     """
@@ -263,7 +263,7 @@ def hooks_so_far() -> int:
     """Returns how many hooks were registered in this process: each has a larger number.
 
     Raises:
-        RuntimeError: if hooks have no numbers, as new ones could not be told then.
+        RuntimeError: if hooks have no numbers, as new ones could not be detected then.
     """
     try:
         return torch.utils.hooks.RemovableHandle.next_id
@@ -272,7 +272,7 @@ def hooks_so_far() -> int:
 
 
 def take_hooks_since(module: nn.Module, number: int) -> list[tuple[dict, int, Any]]:
-    """Removes what was registered around its forward since `hooks_so_far` was this number.
+    """Removes the hooks around its forward that were registered after `hooks_so_far`.
 
     Returns:
         For each hook its dict, its number and itself, to be put back there.
@@ -351,7 +351,7 @@ class Vmap:
         return torch._C._functorch._unwrap_batched(x, self._level)
 
     def wrap(self, rows: Tensor) -> Tensor:
-        """Returns what vmap shows of rows [B, ..]: one sample's."""
+        """Returns rows [B, ..] as vmap presents them: one sample's."""
         return torch._C._functorch._add_batch_dim(rows, 0, self._level)
 
 
@@ -386,7 +386,7 @@ def current_vmap() -> Vmap | None:
 
 @contextmanager
 def outside_of_vmap() -> Iterator[None]:
-    """A context in which the vmap that runs now has no effect."""
+    """Enters a context in which the running vmap has no effect."""
     functorch = torch._C._functorch
     layer = functorch.pop_dynamic_layer_stack()
     try:
@@ -436,7 +436,7 @@ def is_intercepted(module: nn.Module) -> bool:
 
 
 def _compiled_call(own: dict[str, Any]) -> Any:
-    """Returns what `compile()` has left in a module's attributes; None: it was not called."""
+    """Returns the compiled call that `compile()` stores in a module; None: it was not called."""
     found = own.get("_compiled_call_impl")
     return found.compiled if isinstance(found, Intercepted) else found
 
@@ -475,7 +475,7 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def any_size() -> AbstractContextManager:
-    """A context in which graphs compiled for a second batch size, or token count, serve all others.
+    """Enters a context in which graphs compiled for a second size serve all others.
 
     Without these settings torch takes numbers and tensors that it finds at a module, as a step's
     slots, to be constants, and a Poisson batch is seldom as large as the last one. A torch that
@@ -491,7 +491,7 @@ def any_size() -> AbstractContextManager:
 
 @contextmanager
 def reusable_backwards() -> Iterator[None]:
-    """A context whose compiled graphs can run backward twice: they keep their inputs.
+    """Enters a context whose compiled graphs can run backward twice: they keep their inputs.
 
     The cache on disk does not know the first setting: it would hand out a backward that was
     compiled for one use, silently wrong in the second.
@@ -610,7 +610,7 @@ def plain_name(name: str) -> str:
 
 @cache
 def check_fsdp1() -> None:
-    """Raises RuntimeError for a torch whose FSDP1 has not been looked at."""
+    """Raises RuntimeError for a version of torch whose FSDP1 is not supported."""
     version = tuple(int(n) for n in torch.__version__.split(".")[:2])
     if not (2, 11) <= version < (2, 14):
         raise RuntimeError(
@@ -626,7 +626,7 @@ def fsdp1_handle(unit: FullyShardedDataParallel) -> Any:
 
 
 def fsdp1_stand_ins(handle: Any) -> list[Any]:
-    """Returns the list of what stands for each parameter of a flat one while it is gathered."""
+    """Returns the tensors that stand for a flat parameter's members while it is gathered."""
     return handle.flat_param._tensors
 
 
@@ -643,7 +643,7 @@ def fsdp1_free(unit: FullyShardedDataParallel, handle: Any) -> None:
 
 
 def fsdp1_end_backward(root: FullyShardedDataParallel) -> None:
-    """Does what FSDP1 does when a whole backward has ended."""
+    """Runs FSDP1's callback for the end of a whole backward."""
     check_fsdp1()
     from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback
 

@@ -1,4 +1,4 @@
-"""Refuses what cannot be private, by name, with what to use instead.
+"""Refuses networks that cannot be private, by the layer's name, with a replacement.
 
 A per-sample gradient exists only where a sample's loss depends on that sample alone. Modules that
 mix samples, or carry what they saw from one batch into the next, have none.

@@ -17,7 +17,7 @@ and bytes as tokens, and a folder is read as `save_pretrained` has written it.
 | `settings.json` | public: options and sizes |
 | `checkpoint-*` | to resume; with the keys of `FOLDER.keys/` anyone can subtract the noise |
 
-What is printed says what ε does not cover: the loss on held-out rows.
+The output names what ε does not cover: the loss on held-out rows.
 """
 
 import shlex
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     again = [word for word in arguments if word != "--resume"]
     print(
-        "stopped after a whole step, which is saved; to go on, bit for bit:\n"
+        "stopped after a whole step, which is saved; to continue, bit for bit:\n"
         f"  {shlex.join(['python', '-m', 'examples.finetune', *again, '--resume'])}"
     )
     return INTERRUPTED

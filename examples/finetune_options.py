@@ -19,7 +19,7 @@ examples:
   python -m examples.finetune --config run.toml --epsilon 4
       options from a file, as in: data = "notes.jsonl"; a flag has precedence
   python -m examples.finetune --resume
-      goes on after Ctrl-C or a crash, with the same options, bit for bit
+      continues after Ctrl-C or a crash, with the same options, bit for bit
 """
 
 _finite = requires(lambda x: 0 < x < math.inf, "is {}: give a finite number above 0")
@@ -34,10 +34,10 @@ class Options:
         "gpt2 or llama: a small one with random weights; or the folder of a model that "
         "save_pretrained has written"))
     train: str = option("full", "every parameter, or LoRA adapters", choices=("full", "lora"))
-    lora_rank: int = option(8, "of the adapters", metavar="R", check=_count)
+    lora_rank: int = option(8, "rank of the adapters", metavar="R", check=_count)
     data: str = option("made", metavar="FILE",
         help="a .csv or .jsonl file, or made: sentences that are made here")
-    column: str = option("text", "of the file, with the text of each row", metavar="NAME")
+    column: str = option("text", "column of the file with the text of each row", metavar="NAME")
     length: int = option(48, "tokens of a row; longer ones are cut off", metavar="T", check=_count)
 
     epsilon: float = option(8.0, "what the whole run may spend", group="privacy", metavar="E",
@@ -52,15 +52,15 @@ class Options:
     batch_size: int = option(128, "rows of a step, on average", metavar="N", check=_count)
     max_physical_batch_size: int = option(32, "rows at a time: memory, not the result",
         metavar="N", check=_count)
-    learning_rate: float = option(1e-2, "of AdamW", metavar="R", check=_finite)
-    seed: int = option(0, "of the first weights; noise and draws never depend on it", metavar="N")
+    learning_rate: float = option(1e-2, "learning rate of AdamW", metavar="R", check=_finite)
+    seed: int = option(0, "seed of the initial weights, never of noise and batches", metavar="N")
     device: str = option("auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"))
-    prompt: str = option("the patient ", "text that the model goes on with, before and after",
+    prompt: str = option("the patient ", "prompt that the model continues, before and after",
         metavar="TEXT")
-    new_tokens: int = option(40, "of each sample", metavar="N", check=_count)
+    new_tokens: int = option(40, "tokens to generate", metavar="N", check=_count)
     output_dir: Path = option(Path("results_finetune"), metavar="FOLDER",
         help="receives the model, its privacy statement and checkpoints")
-    resume: bool = option(False, "go on with the run in --output-dir (default: begin one)")
+    resume: bool = option(False, "continue the run in --output-dir (default: begin one)")
     report_every: int = option(4, "steps between two lines", metavar="N", check=_count)
     save_every: int = option(8, "steps between two checkpoints", metavar="N", check=_count)
 
@@ -75,7 +75,7 @@ class Options:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Exits with status 2 and one line for what is wrong with an option alone."""
+    """Parses the command line; an invalid option ends it with one line and status 2."""
     return parse_options(
         Options, with_config(arguments), prog="finetune", epilog=EXAMPLES,
         description="Fine-tune a causal language model privately, on the rows of a table. "

@@ -1,4 +1,4 @@
-"""What `examples.finetune` does once its options are read: data, model, training, files."""
+"""Runs `examples.finetune` once its options are parsed: data, model, training, files."""
 
 import csv
 import json
@@ -94,7 +94,7 @@ def make_rows(count: int) -> list[str]:
 
 
 class Bytes:
-    """Tokens that need no file: the bytes of a text, and one more for its end."""
+    """A tokenizer without a file: the bytes of a text, and one more token for its end."""
 
     size = END + 1
 
@@ -185,7 +185,7 @@ def _check_positions(options: Options, config: Any) -> None:
 
 @torch.no_grad()
 def sample(model: Any, tokenizer: Any, options: Options) -> str:
-    """Returns what the model goes on with; the same random numbers each time."""
+    """Returns the model's continuation; uses the same random numbers each time."""
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
@@ -211,7 +211,7 @@ class Data:
 
 
 class Progress(TrainerCallback):
-    """Prints ε so far, and ends the training after a whole step when it is told to."""
+    """Prints ε so far, and ends the training after a whole step on Ctrl-C."""
 
     def __init__(self) -> None:
         self.is_stopping = False
@@ -233,7 +233,7 @@ class Progress(TrainerCallback):
 
 @contextmanager
 def stopping(progress: Progress) -> Iterator[None]:
-    """Ctrl-C ends the step and saves; a second one ends the program at once."""
+    """Handles Ctrl-C: the first one ends the step and saves, a second one ends the program."""
 
     def stop(*_: Any) -> None:
         if progress.is_stopping:
@@ -249,7 +249,7 @@ def stopping(progress: Progress) -> Iterator[None]:
 
 
 def run(options: Options) -> bool:
-    """Trains; returns whether it went to the end, and was not stopped."""
+    """Trains. Returns whether training was completed, not interrupted."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message="Optimal order is the")  # in the search for the noise
@@ -278,7 +278,7 @@ def run(options: Options) -> bool:
 
 
 def settings_of(options: Options, rows: int) -> dict[str, Any]:
-    """Returns what identifies a run, with its δ."""
+    """Returns the settings that identify a run, with its δ."""
     public = {k: v for k, v in vars(options).items() if k not in RESUMABLE}
     delta = rows**-1.1 if options.delta is None else options.delta
     if delta >= 1 / rows:
@@ -289,13 +289,13 @@ def settings_of(options: Options, rows: int) -> dict[str, Any]:
 
 
 def _begin(options: Options, settings: dict[str, Any]) -> str | None:
-    """Returns the checkpoint to go on from; raises ValueError if the folder does not fit."""
+    """Returns the checkpoint to continue from; raises ValueError if the folder does not fit."""
     folder, file = options.output_dir, options.output_dir / "settings.json"
     there = json.loads(file.read_text()) if file.exists() else None
     if not options.resume:
         if there is not None:
             raise ValueError(
-                f"--output-dir {folder} holds a run: add --resume to go on with it, or give another"
+                f"--output-dir {folder} holds a run: add --resume to continue it, or give another"
             )
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(settings, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Pictures of digits in the fonts that matplotlib ships: a data set that needs no download."""
+"""Pictures of digits in matplotlib's fonts: a data set that needs no download."""
 
 from pathlib import Path
 

@@ -81,7 +81,7 @@ def data_parallel(name: str, network: nn.Module) -> nn.Module:
 
 
 def picture_parts(options: argparse.Namespace) -> Parts:
-    """A small CNN with BatchNorm, and pictures [N, 3, 16, 16] with their digits [N]."""
+    """Builds a small CNN with BatchNorm, and pictures [N, 3, 16, 16] with their digits [N]."""
     pictures, digits = font_digits(options.samples + HELD_OUT, SIDE, options.seed)
     network = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
@@ -92,7 +92,7 @@ def picture_parts(options: argparse.Namespace) -> Parts:
 
 
 def text_parts(options: argparse.Namespace) -> Parts:
-    """A BERT of which `--train` says what is not frozen, and token ids, masks and packages."""
+    """Builds a BERT, partly frozen as `--train` says, and token ids, masks and packages."""
     return make_bert(options.train), *split(*make_texts(options.samples + HELD_OUT))
 
 
@@ -132,7 +132,7 @@ def make_bert(train: str) -> nn.Module:
 
 
 def make_texts(count: int) -> list[Tensor]:
-    """Token ids [count, LENGTH] padded with 0, their mask [count, LENGTH], and packages [count]."""
+    """Makes token ids [count, LENGTH] padded with 0, masks [count, LENGTH], packages [count]."""
     ids = torch.zeros(count, LENGTH, dtype=torch.long)
     words = [words_of(package) for package in PACKAGES]
     each = min(map(len, words)) // (LENGTH - 1)
@@ -162,7 +162,8 @@ def train(options: argparse.Namespace, accountant: str = "prv", gamma: float = 1
     """Trains and prints each epoch.
 
     Args:
-        options: of the command; `noise_multiplier` is only there where it stands in for `epsilon`.
+        options: the options of the command; `noise_multiplier` is only there where it stands in for
+            `epsilon`.
         accountant: Opacus's name of it.
         gamma: the noise is multiplied with it after each epoch.
 
@@ -300,7 +301,7 @@ def add_task(
         ("samples", int, samples, "to train on"),
         ("batch-size", int, 256, "samples per step over all ranks, on average"),
         ("max-physical-batch-size", int, 128, "samples in memory at a time"),
-        ("learning-rate", float, 1e-2, "of Adam"),
+        ("learning-rate", float, 1e-2, "learning rate of Adam"),
         budget if run is train else noise,
         ("delta", float, 1e-4, "probability that the bound fails; below 1/samples"),
         ("max-grad-norm", float, 1.0, "norm C that a sample's gradient is clipped to"),
@@ -311,7 +312,7 @@ def add_task(
         )
     made.add_argument(
         "--seed", type=int, default=0, metavar="N",
-        help="of data and first parameters, not of noise and draws (0)",
+        help="seed of data and initial parameters, never of noise and batches (0)",
     )  # fmt: skip
     return made
 

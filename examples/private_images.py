@@ -7,7 +7,7 @@
 
 The recipe is that of De et al., Unlocking High-Accuracy Differentially Private Image Classification
 through Scale (2022): GroupNorm in place of BatchNorm, large Poisson batches, plain SGD at a high
-constant learning rate, and a running mean of the parameters, which is what is evaluated. The
+constant learning rate, and evaluation of a running mean of the parameters. The
 pictures are made here, of the fonts that matplotlib ships (`examples.font_digits`); one picture is
 the unit of privacy. Each ε is a run of its own, from the same first parameters. The last run is not
 private: as many steps of SGD with momentum, without clipping and noise.
@@ -50,20 +50,20 @@ class Options:
         (0.5, 1.0, 3.0, 8.0), "budgets, each a run", metavar="ε", check=positive
     )
     delta: float = option(1e-5, "the other half of each budget", check=positive)
-    epochs: int = option(10, "of each run", check=positive)
+    epochs: int = option(10, "epochs of each run", check=positive)
     batch_size: int = option(512, "pictures of a step, on average", check=positive)
     max_physical_batch_size: int = option(
         512, "pictures that are in memory at a time", check=positive
     )
     images: int = option(8192, "to train on", check=positive)
     size: int = option(16, "pixels of a picture's side", check=positive)
-    depth: int = option(10, "of the WideResNet: 10, 16, 22, ...", check=positive)
+    depth: int = option(10, "depth of the WideResNet: 10, 16, 22, ...", check=positive)
     factor: int = option(1, "by which it is wider than a ResNet", check=positive)
-    learning_rate: float = option(2.0, "of private SGD", check=positive)
+    learning_rate: float = option(2.0, "learning rate of private SGD", check=positive)
     ordinary_learning_rate: float = option(
-        0.05, "of SGD with momentum 0.9, without privacy", check=positive
+        0.05, "learning rate of SGD with momentum 0.9, without privacy", check=positive
     )
-    seed: int = option(0, "of pictures and first parameters; never of the noise")
+    seed: int = option(0, "seed of pictures and initial parameters, never of the noise")
     device: str = option("auto", "", choices=("auto", "cpu", "cuda"))
     output_dir: Path = option(Path("results_private_images"), "where the two files are written")
 
@@ -191,7 +191,7 @@ def accuracy_of(network: nn.Module, pictures: Tensor, digits: Tensor) -> float:
     return float((found == digits).float().mean())
 
 
-# ---- what is written -----------------------------------------------------------------------------
+# ---- output files --------------------------------------------------------------------------------
 
 
 def write(options: Options, runs: list[Run]) -> None:

@@ -4,11 +4,11 @@
     python -m examples.private_text --data letters/ --epsilon 4
     torchrun --nproc_per_node=4 -m examples.private_text       # the same run on four ranks
 
-The privacy unit is one window: the text is cut into windows of T + 1 bytes that do not overlap, and
-(ε, δ) bounds what anyone can tell from the trained parameters about whether one of them was there.
-A file, or an author, spans many windows: for k of them the bound is kε, and δ grows faster than k
-times (C. Dwork and A. Roth, The Algorithmic Foundations of Differential Privacy, theorem 2.2). If
-authors are what you must protect, give each one sample.
+The privacy unit is one sequence: the text is cut into sequences of T + 1 bytes that do not overlap,
+and (ε, δ) bounds what anyone can tell from the trained parameters about whether one of them was
+there. A file, or an author, spans many sequences: for k of them the bound is kε, and δ grows faster
+than k times (C. Dwork and A. Roth, The Algorithmic Foundations of Differential Privacy, theorem
+2.2). If authors are what you must protect, give each one sample.
 
 Files in the output folder, sorted by who may see them:
 
@@ -58,7 +58,7 @@ from measure.command_line import refuse
 from measure.files import append_line, read_lines, replacing, write_atomically
 
 INTERRUPTED = 130
-HELD_OUT = 20  # one window of so many is never trained on: the last ones of the text
+HELD_OUT = 20  # one sequence of so many is never trained on: the last ones of the text
 EVALUATED = 1024  # of these, so that looking does not take longer than training
 WARMUP_STEPS = 20
 BETAS = (0.9, 0.98)
@@ -67,7 +67,7 @@ NATS_PER_BIT = float(np.log(2))
 
 @dataclass(frozen=True)
 class Text:
-    """Windows [n, T + 1] of bytes, disjoint, and a digest of the text they come from."""
+    """Sequences [n, T + 1] of bytes, disjoint, and a digest of the text they come from."""
 
     training: Tensor
     held_out: Tensor
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = parse(arguments)
     try:
-        text = cut_windows(options.data, options.context_length)
+        text = cut_sequences(options.data, options.context_length)
         settings = public_settings(options, text)
         check_folder(options.output_dir, settings, text)
         with this_device(options.device) as device:
@@ -88,13 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse("private_text", error, speaks=is_first_of_host())
     except KeyboardInterrupt:
         if launched_rank() == 0:
-            print(f"\nstopped; to go on from the last checkpoint:\n  {command(arguments)}")
+            print(f"\nstopped; to continue from the last checkpoint:\n  {command(arguments)}")
         return INTERRUPTED
     return 0
 
 
-def cut_windows(source: str, context_length: int) -> Text:
-    """Cuts the text of `--data` into windows; raises ValueError if it is too short or no text."""
+def cut_sequences(source: str, context_length: int) -> Text:
+    """Cuts the text of `--data` into sequences; raises ValueError if it is too short or no text."""
     if source == "synthetic":
         raise ValueError("--data synthetic is no text: give a file, a folder or stdlib")
     tokens = open_data(source, vocab_size=256).tokens
@@ -102,29 +102,31 @@ def cut_windows(source: str, context_length: int) -> Text:
     count = len(tokens) // length
     if count < HELD_OUT:
         raise ValueError(
-            f"--data {source!r} makes {count} windows of --context-length + 1 = {length} bytes, "
+            f"--data {source!r} makes {count} sequences of --context-length + 1 = {length} bytes, "
             f"and {HELD_OUT} are needed: give more text or a shorter context"
         )
-    windows = torch.from_numpy(tokens[: count * length].reshape(count, length).copy())
+    sequences = torch.from_numpy(tokens[: count * length].reshape(count, length).copy())
     kept = count - count // HELD_OUT
     digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()
-    return Text(windows[:kept], windows[kept:][:EVALUATED], digest)
+    return Text(sequences[:kept], sequences[kept:][:EVALUATED], digest)
 
 
 def public_settings(options: Options, text: Text) -> dict:
-    """Returns what identifies a run with its δ; raises ValueError if the text does not allow it."""
-    windows = len(text.training)
-    settings = {k: v for k, v in vars(options).items() if k not in RESUMABLE} | {"windows": windows}
-    # Far below one window in all of them: a mechanism that publishes a random window has δ = 1/n.
-    settings["delta"] = windows**-1.1 if options.delta is None else options.delta
-    if settings["delta"] >= 1 / windows:
+    """Returns the settings of a run with its δ; raises ValueError if the text does not allow it."""
+    sequences = len(text.training)
+    settings = {k: v for k, v in vars(options).items() if k not in RESUMABLE} | {
+        "sequences": sequences
+    }
+    # Far below 1/n: a mechanism that publishes one random sequence of n has δ = 1/n.
+    settings["delta"] = sequences**-1.1 if options.delta is None else options.delta
+    if settings["delta"] >= 1 / sequences:
         raise ValueError(
-            f"--delta is {options.delta}, not below 1/windows = {1 / windows:.1e}: such a δ allows "
-            "to publish a window outright; leave it out, or give a smaller one"
+            f"--delta is {options.delta}, not below 1/sequences = {1 / sequences:.1e}: with such a "
+            "δ a sequence may be published outright; leave it out, or give a smaller one"
         )
-    if options.batch_size > windows:
+    if options.batch_size > sequences:
         raise ValueError(
-            f"--batch-size is {options.batch_size}, and there are {windows} windows: give fewer"
+            f"--batch-size is {options.batch_size}, and there are {sequences} sequences: give fewer"
         )
     return settings
 
@@ -227,22 +229,22 @@ class Training:
             max_physical_batch_size=self.options.max_physical_batch_size,
             optimizer=self.optimizer,
         ) as microbatches:
-            for (windows,) in microbatches:
+            for (sequences,) in microbatches:
                 number = self.optimizer.steps
-                losses.append(self._train(windows.to(self.device).long()))
+                losses.append(self._train(sequences.to(self.device).long()))
                 if self.optimizer.steps > number:
                     self._look(torch.cat(losses))
                     losses.clear()
                 self.optimizer.zero_grad()
 
-    def _train(self, windows: Tensor) -> Tensor:
+    def _train(self, sequences: Tensor) -> Tensor:
         """Trains on one microbatch; returns its losses [B] in nats per byte."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(
                 self.optimizer.steps + 1, WARMUP_STEPS, self.options.learning_rate
             )
-        outputs = self.model(windows[:, :-1])
-        targets = rearrange(windows[:, 1:], "b t -> (b t)")
+        outputs = self.model(sequences[:, :-1])
+        targets = rearrange(sequences[:, 1:], "b t -> (b t)")
         logits = rearrange(outputs, "b t v -> (b t) v")
         loss = self.criterion(logits, targets, shape=outputs.shape)
         loss.backward()
@@ -277,15 +279,15 @@ class Training:
             self._save()
 
     def _held_out_bits(self) -> float:
-        """Returns the bits per byte on windows that are never trained on."""
-        network, windows = self.model.network, self.text.held_out.to(self.device).long()
+        """Returns the bits per byte on sequences that are never trained on."""
+        network, sequences = self.model.network, self.text.held_out.to(self.device).long()
         total = 0.0
         with torch.no_grad():
-            for part in windows.split(self.options.max_physical_batch_size):
+            for part in sequences.split(self.options.max_physical_batch_size):
                 logits = rearrange(network(part[:, :-1]), "b t v -> (b t) v")
                 targets = rearrange(part[:, 1:], "b t -> (b t)")
                 total += cross_entropy(logits, targets, reduction="sum")
-        return float(total) / windows[:, 1:].numel() / NATS_PER_BIT
+        return float(total) / sequences[:, 1:].numel() / NATS_PER_BIT
 
     # ---- files ----------------------------------------------------------------------------------
 
@@ -330,7 +332,7 @@ class Training:
                 title=self._title(),
             )
         self._say(
-            f"epsilon {epsilon:.3f} at delta {delta:.1e} for one window of "
+            f"epsilon {epsilon:.3f} at delta {delta:.1e} for one sequence of "
             f"{self.options.context_length + 1} bytes, added or removed: {folder / 'model.pt'}\n"
             f"not covered by epsilon: {folder / 'training.png'}, {self.log}; "
             f"secret: {self.checkpoint}.key"
@@ -347,19 +349,19 @@ class Training:
     def _title(self) -> str:
         length = self.options.context_length + 1
         return (
-            f"{self.parameters:,} parameters, {len(self.text.training):,} windows of {length} "
-            f"bytes, ({self.options.epsilon:g}, {self.settings['delta']:.1e})-private for a window"
+            f"{self.parameters:,} parameters, {len(self.text.training):,} sequences of {length} "
+            f"bytes, ({self.options.epsilon:g}, {self.settings['delta']:.1e})-private for each"
         )
 
     def _describe(self) -> str:
         options = self.options
         return (
             f"{self._title()}\n"
-            f"{self.steps} steps of {options.batch_size} windows on average, each drawn with "
+            f"{self.steps} steps of {options.batch_size} sequences on average, each drawn with "
             f"probability 1/{len(self.loader)}; clipped at {options.max_grad_norm:g}, noise "
             f"multiplier {self.optimizer.noise_multiplier:.3f}\n"
-            f"bits a byte: 8 knows nothing, {self._unigram_bits():.2f} knows how often bytes occur "
-            f"(held-out windows)\n"
+            f"bits per byte: 8 is a guess, {self._unigram_bits():.2f} uses how often bytes occur "
+            f"(held-out sequences)\n"
             "               |     not covered by epsilon     |\n"
             "        step   |  training   clipped   held-out | epsilon spent"
         )

@@ -19,7 +19,7 @@ examples:
   python -m examples.private_text --data letters/ --epsilon 2 --epochs 4
       your own text, four passes in expectation, more noise
   torchrun --nproc_per_node=4 -m examples.private_text --batch-size 4096
-      four ranks; --batch-size counts the windows of all of them
+      four ranks; --batch-size counts the sequences of all of them
 """
 
 
@@ -36,14 +36,14 @@ class Options:
     epsilon: float = option(8.0, group="privacy", metavar="E", check=_finite,
         help="what the whole run may spend; the noise follows from it")
     delta: float | None = option(None, metavar="D", check=_share, help=(
-        "probability that the bound fails; below 1/windows (default: windows to the power "
+        "probability that the bound fails; below 1/sequences (default: sequences to the power "
         "-1.1, that is 2.7e-06 for the default data)"))
     max_grad_norm: float = option(1.0, metavar="C", check=_finite,
-        help="norm that a window's gradient is clipped to; the noise grows with it")
+        help="norm that a sequence's gradient is clipped to; the noise grows with it")
     batch_size: int = option(512, metavar="N", check=_count,
-        help="windows a step on all ranks together, on average: draws vary")
+        help="sequences per step on all ranks together, on average: batches vary in size")
     epochs: int = option(1, metavar="N", check=_count,
-        help="how often a window is drawn, on average; more steps need more noise")
+        help="how often a sequence is in a batch, on average; more steps need more noise")
     mode: str = option("flash_bookkeeping", choices=PRIVATE_MODES, metavar="MODE", help=(
         f"how norms and sums are computed, one of {', '.join(PRIVATE_MODES)}; the result is "
         "the same to rounding"))
@@ -51,23 +51,23 @@ class Options:
     data: str = option("stdlib", group="data and model", metavar="SOURCE",
         help="stdlib: the bytes of Python's own sources; or a file or folder of text")
     context_length: int = option(64, metavar="T", check=_count,
-        help="bytes a window predicts, each from those before it; a window is one byte longer")
+        help="bytes a sequence predicts, each from those before it; a sequence is one byte longer")
     d_model: int = option(64, metavar="N", check=_count,
         help="width of the residual stream, in features")
     num_layers: int = option(2, "number of blocks", metavar="N", check=_count)
-    num_heads: int = option(4, "attention heads a block", metavar="N", check=_count)
+    num_heads: int = option(4, "attention heads per block", metavar="N", check=_count)
     d_ff: int = option(128, metavar="N", check=_count,
         help="width of the feed-forward layer, in features")
 
     learning_rate: float = option(1e-2, group="run", metavar="R", check=_finite,
-        help="of Adam, after a warm-up of 20 steps")
+        help="learning rate of Adam, after a warm-up of 20 steps")
     seed: int = option(0, metavar="N", check=_from_zero,
-        help="of the initial parameters, 0 or more; noise and draws never depend on it")
+        help="seed of the initial parameters, 0 or more; never of noise and batches")
     max_physical_batch_size: int = option(64, metavar="N", check=_count,
-        help="windows a rank computes at a time; memory, not the result")
+        help="sequences that a rank processes at a time; affects memory, not the result")
     device: str = option("auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"))
     output_dir: Path = option(Path("results_private_text"), metavar="FOLDER", check=_folder,
-        help="receives model, picture, log and checkpoint; a run that it holds is gone on with")
+        help="receives model, picture, log and checkpoint; a run that it holds is continued")
     report_every: int = option(10, "steps between two lines of progress", metavar="N", check=_count)
     checkpoint_every: int = option(20, metavar="N", check=_count,
         help="steps between two checkpoints; a kill costs at most so many")
@@ -75,7 +75,7 @@ class Options:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Exits with status 2 and one line for what is wrong with an option alone."""
+    """Parses the command line; an invalid option ends it with one line and status 2."""
     return parse_options(
         Options, arguments, prog="private_text", epilog=EXAMPLES, speaks=is_first_of_host,
         description="Train a small transformer on text under a stated (epsilon, delta).",

@@ -1,4 +1,4 @@
-"""The picture of a private run: what was learned, how much was clipped, what it cost."""
+"""Draws a private run: what was learned, how much was clipped, what it cost."""
 
 import io
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ def draw_training(
     """Writes three panels over steps as a PNG, atomically.
 
     Args:
-        lines: of the log, one per step: `step` and, where known, `bits`, `clipped`,
+        lines: the lines of the log, one per step: `step` and, where known, `bits`, `clipped`,
             `held_out_bits`, `epsilon`.
-        unigram_bits: of guessing bytes by their frequency.
+        unigram_bits: the bits per byte of a guess by frequency.
         epsilon: the budget.
     """
     from matplotlib.figure import Figure
@@ -43,14 +43,14 @@ def draw_training(
 
 def _draw_loss(axes, lines: Sequence[dict], unigram_bits: float) -> None:
     steps, bits = _series(lines, "bits")
-    axes.plot(steps, bits, ".", ms=5, color=TRAINING, mew=0, label="windows drawn in the step")
+    axes.plot(steps, bits, ".", ms=5, color=TRAINING, mew=0, label="sequences drawn in the step")
     steps, bits = _series(lines, "held_out_bits")
     axes.plot(
         steps,
         bits,
         color=HELD_OUT,
         lw=1.8,
-        label="held-out windows (the last files), never trained on",
+        label="held-out sequences (the last files), never trained on",
     )
     label = f"guessing bytes by their frequency: {unigram_bits:.2f}"
     axes.axhline(unigram_bits, color=INK, lw=0.9, ls=(0, (4, 3)), label=label)
@@ -60,7 +60,7 @@ def _draw_loss(axes, lines: Sequence[dict], unigram_bits: float) -> None:
             ha="right", size=10, weight="bold", color=HELD_OUT,
         )  # fmt: skip
     axes.legend(frameon=False, fontsize=9, loc="upper right")
-    _finish(axes, "Bits a byte: 8 knows nothing, lower is better", "not covered by ε")
+    _finish(axes, "Bits per byte: 8 is a guess, lower is better", "not covered by ε")
 
 
 def _draw_clipped(axes, lines: Sequence[dict]) -> None:
@@ -70,7 +70,7 @@ def _draw_clipped(axes, lines: Sequence[dict]) -> None:
     axes.set_yticks([0, 50, 100])
     _finish(
         axes,
-        "Windows of the step whose gradient is longer than C and was clipped, in percent",
+        "Sequences of the step whose gradient is longer than C and was clipped, in percent",
         "not covered by ε",
     )
 
@@ -84,7 +84,7 @@ def _draw_spent(axes, lines: Sequence[dict], epsilon: float) -> None:
         color=INK,
     )  # fmt: skip
     axes.set_ylim(0, 1.15 * epsilon)
-    _finish(axes, "ε spent so far", "what the parameters reveal of a window, at most; public")
+    _finish(axes, "ε spent so far", "what the parameters reveal of a sequence, at most; public")
 
 
 def _finish(axes, title: str, note: str) -> None:

@@ -25,12 +25,12 @@ UNMATCHED = re.compile(r"[Tt]imed out|[Tt]imeout|[Cc]onnection (closed|reset)|gl
 
 
 class Wrong(Exception):
-    """The solution lacks the property; the message says what was seen and what to look at."""
+    """Raised if the solution lacks the property; the message says why and where to look."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What a property is given; the default process group is made for it."""
+    """The rank on which a property runs; the default process group exists."""
 
     rank: int
     world_size: int
@@ -40,7 +40,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Try:
-    """Which property to try on which file, and where the ranks meet."""
+    """A property to check on a file, and the address where the ranks connect."""
 
     check: str
     number: int
@@ -54,7 +54,7 @@ class Try:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`kind` is right, wrong, blank, raised or stalled; `text` says why."""
+    """Outcome of an attempt: `kind` is right, wrong, blank, raised or stalled; `text` says why."""
 
     kind: str
     text: str = ""

@@ -1,4 +1,4 @@
-"""`python -m exercises.check NAME my_file.py`: is this solution right, and if not, why?
+"""Checks an exercise: `python -m exercises.check NAME my_file.py`.
 
 One line per property. The exit status is 0 if all are right, 1 if one is not, 2 for a wrong
 command.

@@ -1,4 +1,4 @@
-"""What the checks share: small networks, the gradients that must come out, and how to say so.
+"""Shared by the checks: small networks, expected gradients, and messages about differences.
 
 The expected gradients need no communication: each rank builds the network of rank 0 again and
 computes the gradients of every rank's data.
@@ -19,7 +19,7 @@ Loss = Callable[[nn.Module, int], Tensor]
 
 
 class Branches(nn.Module):
-    """A common layer, then the branches that a forward is told to take, in that order.
+    """A common layer, then the branches in the order that is passed to forward.
 
     All branches have the same shape, so a gradient added to the wrong one raises no error.
     """

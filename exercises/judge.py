@@ -1,4 +1,4 @@
-"""Tries every property of a solution on a pool of ranks, and says what is wrong in one line each.
+"""Checks every property of a solution on a pool of ranks; explains each failure in one line.
 
 Nothing that a solution does can hang the check: a collective that some rank never issues fails
 after `patience_s` on the ranks that wait for it, and a rank that does not answer at all (an endless
@@ -30,7 +30,7 @@ START_S = 120.0  # a loaded machine may need long to import torch
 
 @dataclass(frozen=True)
 class Result:
-    """`verdict` is right, wrong or skipped."""
+    """Result of a property: `verdict` is right, wrong or skipped."""
 
     text: str
     verdict: str
@@ -72,10 +72,10 @@ class Ranks(RankPool):
 
 
 def _get_ready(context: Context) -> None:
-    """The rank is there; what torch has built need not be looked at after every property.
+    """Prepares a rank: exempts torch's objects from garbage collection, silences gloo.
 
-    When sizes do not match, gloo ends the process with a message of its own, which would stand
-    between ours. What Python writes to its standard error still comes out.
+    When sizes do not match, gloo ends the process with a message of its own, which would be printed
+    between ours. Python's standard error is redirected to its standard output.
     """
     gc.collect()
     gc.freeze()
@@ -111,7 +111,7 @@ def judge(
 
 
 def _try(exercise, number, solution, ranks, world_size, patience_s) -> tuple[str, bool]:
-    """Returns why the property does not hold (empty if it does), and whether a rank waits."""
+    """Returns why the property does not hold (empty if it does), and whether a rank is blocked."""
     folder = Path(tempfile.mkdtemp(prefix="exercise_"))
     try:
         task = Try(f"exercises.{exercise}.check", number, solution, folder, patience_s)
@@ -126,7 +126,7 @@ def _read_calls(log: Path) -> list[dict]:
 
 
 def explain(verdicts: list[Verdict | None], calls: list[list[dict]]) -> tuple[str, bool]:
-    """Returns the first cause (blank, exception, stall, wrong value), and whether a rank waits."""
+    """Returns the first cause (blank, exception, stall, wrong value), and if a rank is blocked."""
     stuck = {r: v for r, v in enumerate(verdicts) if v is None or v.kind == "stalled"}
     for kind, form in (("blank", "fill in: {1}"), ("raised", "rank {0} raised {1}")):
         for rank, verdict in enumerate(verdicts):
@@ -139,7 +139,7 @@ def explain(verdicts: list[Verdict | None], calls: list[list[dict]]) -> tuple[st
 
 
 def explain_stall(stuck: list[int], calls: list[list[dict]]) -> str:
-    """Says which rank did not take part in what the others wait for."""
+    """Says which rank did not take part in a collective of the others."""
     for rank in stuck:
         last = calls[rank][-1] if calls[rank] else {"what": ""}
         if last["what"] in POINT_TO_POINT:

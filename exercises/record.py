@@ -3,10 +3,10 @@
 Every public call is recorded once, with the size of its first tensor, its peer and whether it was
 asynchronous; a call that torch makes on behalf of another is not. `wait()` on what an asynchronous
 call returned is recorded too, and a check adds marks of its own, such as "this gradient has been
-accumulated". So one list tells what happened before what.
+accumulated". So one list gives the order of events.
 
 The calls also go into a file, one line each, written before the call is made: if the rank never
-comes back, the file still tells where it stopped.
+returns, the file still says where it stopped.
 """
 
 import inspect
@@ -33,7 +33,7 @@ COLLECTIVES = (
 
 @dataclass(frozen=True)
 class Event:
-    """`what` is the name of a call, `"wait"`, or a mark of the check with its `detail`."""
+    """One event: `what` is the name of a call, `"wait"`, or a check's mark with its `detail`."""
 
     what: str
     numel: int = 0
@@ -118,7 +118,7 @@ def peer_of(arguments: dict[str, Any]) -> int | None:
 
 
 class RecordedWork:
-    """What an asynchronous call returned; waiting for it is an event."""
+    """Wraps what an asynchronous call returned; waiting for it is recorded as an event."""
 
     def __init__(self, work: dist.Work, record: Record):
         self._work, self._record = work, record

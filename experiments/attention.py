@@ -1,4 +1,4 @@
-"""Attention of Hugging Face's Llama without the library's look at the batch.
+"""Attention for Hugging Face's Llama that does not inspect the batch.
 
 For its own `sdpa` transformers makes a mask, and to find out whether one is needed (packed
 sequences) it reads position ids from the device: the host waits, in every forward. Batches of the
@@ -10,7 +10,7 @@ ATTENTION = "causal_sdpa"
 
 
 def register_attention() -> str:
-    """The name, for `attn_implementation` of a Llama."""
+    """Registers the attention and returns its name, for `attn_implementation` of a Llama."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

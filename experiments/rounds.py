@@ -1,4 +1,4 @@
-"""Variants beside each other on several batches: interleaved rounds of cells, one results format.
+"""Interleaved rounds of several variants on several batches, in one results format.
 
 A cell is a variant on a row, such as a batch, in one round. Its results are a row of those that
 `measure.runs` reads, so `python -m measure.compare` takes the files:
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 def row_of(text: str) -> Row:
-    """From `8x1024`."""
+    """Parses a row such as `8x1024`."""
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
         raise ArgumentTypeError(f"{text!r} is not of the form 8x1024")
     return Row(*map(int, text.split("x")))
@@ -59,7 +59,7 @@ class RoundCell(NamedTuple):
 
 
 def interleave(rows: Iterable[Any], variants: Sequence[str], rounds: int) -> list[RoundCell]:
-    """Row after row, its variants in interleaved rounds."""
+    """Lists cells row by row, with a row's variants in interleaved rounds."""
     return [
         RoundCell(row, variant, number)
         for row in rows
@@ -68,7 +68,7 @@ def interleave(rows: Iterable[Any], variants: Sequence[str], rounds: int) -> lis
 
 
 def attempt(measure: Callable[..., dict], *arguments: Any) -> dict:
-    """Returns what `measure` does, or how it failed; other cells can then be measured."""
+    """Returns the result of `measure`, or its failure, so that other cells can be measured."""
     try:
         return {"status": OK, **measure(*arguments)}
     except Exception as error:
@@ -76,7 +76,7 @@ def attempt(measure: Callable[..., dict], *arguments: Any) -> dict:
 
 
 def costs_of(costs: StepCosts) -> dict:
-    """What a cell says of them."""
+    """Returns the costs that a cell records."""
     return {
         "step_ms": costs.step_ms,
         "without_step_ms": costs.backward_ms,
@@ -102,7 +102,7 @@ class Recorder:
         return {**self._common, "cells": self.cells}
 
     def add(self, cell: dict, line: str) -> None:
-        """`line` is printed, as progress."""
+        """Adds a cell to the results, and prints `line` as progress."""
         self.cells.append(cell)
         if self._output:
             self._output.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ class Recorder:
 
 
 def describe_cell(cell: dict) -> str:
-    """One line of progress."""
+    """Returns one line of progress."""
     name = f"{cell['row']} {cell['variant']} round {cell['round'] + 1}"
     if cell["status"] != OK:
         return f"{name}: {cell['status']}: {cell['reason']}"

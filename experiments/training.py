@@ -14,7 +14,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Blanks(Dataset):
-    """So many samples that are nothing: they are counted, and the batches come from elsewhere."""
+    """A data set of given size whose samples are empty; the batches come from elsewhere."""
 
     def __init__(self, count: int):
         self._count = count
@@ -76,7 +76,7 @@ class ClassifierTraining:
             self._finish = self.model.finish_synchronization
 
     def backward(self, batch: Batch) -> None:
-        """Forward, backward, and the exchange of sums."""
+        """Runs forward and backward and exchanges the sums between ranks."""
         tokens, labels = batch
         self.criterion(self.model(input_ids=tokens).logits, labels).backward()
         self._finish()

@@ -1,8 +1,8 @@
-"""Text and synthetic tokens, and the batches drawn from them, sharded by rank.
+"""Text and synthetic tokens, and the batches of them, sharded by rank.
 
 A batch is a pure function of (seed, step, rank): a resume has nothing to restore, and W ranks of B
-windows see exactly what one process with W · B windows sees. Each rank draws where all windows of
-the global batch start, which is cheap, and reads only its own.
+sequences read exactly what one process with W · B sequences reads. Each rank draws the starts of
+all sequences of the global batch, which is cheap, and reads only its own.
 """
 
 import os
@@ -22,7 +22,7 @@ NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-pac
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """What windows of tokens are drawn from; `source` is the user's word for it.
+    """The tokens from which sequences are drawn; `source` names them as the user did.
 
     `tokens` is uint8 [N], the bytes of the text, or None for random tokens below `vocab_size`.
     """
@@ -34,9 +34,9 @@ class Corpus:
     def draw(
         self, generator: np.random.Generator, total: int, rows: slice, length: int
     ) -> np.ndarray:
-        """Returns the given rows of `total` windows of `length` tokens: int64 [rows, length].
+        """Returns the given rows of `total` sequences of `length` tokens: int64 [rows, length].
 
-        Windows start anywhere, uniformly, and may overlap. What is drawn from the generator does
+        Sequences start anywhere, uniformly, and may overlap. What is drawn from the generator does
         not depend on `rows`.
         """
         if self.tokens is None:
@@ -75,9 +75,9 @@ class Batches:
     """The batches of one rank: `batches(step)` gives (inputs, targets).
 
     Both are int64 CPU tensors [batch_size, context_length]; targets are inputs shifted by one.
-    Rank r has rows r·B to (r+1)·B of the step's global batch of world_size·B windows. Raises
+    Rank r has rows r·B to (r+1)·B of the step's global batch of world_size·B sequences. Raises
     ValueError for sizes below 1, a rank outside the world, a negative seed or step, and a text
-    shorter than one window.
+    shorter than one sequence.
     """
 
     def __init__(
@@ -102,25 +102,25 @@ class Batches:
             raise ValueError(f"rank is {rank}: give 0 to {world_size - 1}, below world_size")
         if seed < 0:
             raise ValueError(f"seed is {seed}: give 0 or more")
-        _require_one_window(corpus, context_length + 1)
+        _require_one_sequence(corpus, context_length + 1)
         self.corpus = corpus
         self.seed = seed
-        self.window_length = context_length + 1
+        self.sequence_length = context_length + 1
         self.global_batch_size = world_size * batch_size
         self.rows = slice(rank * batch_size, (rank + 1) * batch_size)
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
         if step < 0:
             raise ValueError(f"step is {step}: steps are counted from 0, give 0 or more")
-        windows = self.corpus.draw(
-            _generator(self.seed, step), self.global_batch_size, self.rows, self.window_length
+        sequences = self.corpus.draw(
+            _generator(self.seed, step), self.global_batch_size, self.rows, self.sequence_length
         )
-        tokens = torch.from_numpy(windows)
+        tokens = torch.from_numpy(sequences)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def _generator(seed: int, step: int) -> np.random.Generator:
-    """A stream of its own for each (seed, step).
+    """Returns a random generator for each (seed, step).
 
     The step is a spawn key and not a second seed word: numpy joins such words end to end, so that
     [2**32, 0] and [0, 1] would be one stream.
@@ -128,10 +128,10 @@ def _generator(seed: int, step: int) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(step,)))
 
 
-def _require_one_window(corpus: Corpus, length: int) -> None:
+def _require_one_sequence(corpus: Corpus, length: int) -> None:
     if corpus.tokens is not None and len(corpus.tokens) < length:
         raise ValueError(
-            f"--data {corpus.source!r} holds {len(corpus.tokens)} bytes, and one window needs "
+            f"--data {corpus.source!r} holds {len(corpus.tokens)} bytes, and one sequence needs "
             f"--context-length + 1 = {length}: give more text or a shorter context"
         )
 

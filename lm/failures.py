@@ -1,4 +1,4 @@
-"""Where an exception was raised: the traceback from the user's own code downwards.
+"""Formats where an exception was raised: the traceback from the user's own code downwards.
 
 A run consists mostly of code that its user did not write: torch, and this project's own packages.
 A frame is the user's if its file lies elsewhere, or is named as theirs.
@@ -60,7 +60,7 @@ def concerns_user(error: BaseException, own: Collection[str] = ()) -> bool:
 
 
 def locate_threads(own: Collection[str] = ()) -> tuple[str, str]:
-    """Returns what `locate` and `describe_traceback` return, for what this process does now.
+    """Returns `locate` and `describe_traceback` of the code that this process runs now.
 
     That is the main thread, or another one if only that runs the user's code (autograd's).
     """

@@ -1,4 +1,4 @@
-"""Ctrl-C that a program does not handle itself, such as during the import of torch."""
+"""Handles Ctrl-C where a program does not yet do so, such as during the import of torch."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A decoder-only transformer; it knows nothing of devices, ranks or parallelism.
+"""A decoder-only transformer, without code for devices, ranks or parallelism.
 
 Pre-norm blocks (Xiong et al. 2020) with RMSNorm (Zhang and Sennrich 2019), rotary positions
 (Su et al. 2021, "RoFormer"), causal attention (Vaswani et al. 2017) and the SwiGLU feed-forward
@@ -54,15 +54,15 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """K, the width of one attention head."""
+        """Width of one attention head, K."""
         return self.d_model // self.num_heads
 
 
 # | preset | parameters    | what for                                                            |
 # | laptop |     1,115,264 | seconds on two cores                                                |
 # | small  |    85,347,072 | GPT-2's 124 M shape; its other 39 M are a vocabulary and positions  |
-# | 730m   |   738,248,704 | one data-centre GPU; 3.0 GB of gradients a step in float32          |
-# | 1.2b   | 1,204,881,408 | the same, longer context; 4.8 GB of gradients a step in float32     |
+# | 730m   |   738,248,704 | one data-centre GPU; 3.0 GB of gradients per step in float32        |
+# | 1.2b   | 1,204,881,408 | the same, longer context; 4.8 GB of gradients per step in float32   |
 PRESETS: dict[str, ModelConfig] = {
     "laptop": ModelConfig(),
     "small": ModelConfig(d_model=768, num_layers=12, num_heads=12, d_ff=2048, context_length=512),
@@ -86,7 +86,7 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 class Rotation:
-    """Rotary positions (Su et al. 2021): position t turns pair i of a head by t · 10000^(-2i/K).
+    """Rotary position embedding (Su et al. 2021): position t turns pair i by t · 10000^(-2i/K).
 
     A query at s and a key at t then meet in a product that depends on s - t only. Pair i is
     (i, i + K/2), the halves of a head, not its neighbours: the same up to a fixed permutation.
@@ -134,7 +134,7 @@ class Attention(nn.Module):
         return self.output(rearrange(mixed, "b h t k -> b t (h k)"))
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[B, T, H·K] -> [B, H, T, K]."""
+        """Splits [B, T, H·K] into heads [B, H, T, K]."""
         return rearrange(x, "b t (h k) -> b h t k", k=self.head_size)
 
 
@@ -186,7 +186,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """GPT-2's scheme (Radford et al. 2019): N(0, 0.02²), norms 1.
+        """Initialises as GPT-2 does (Radford et al. 2019): N(0, 0.02²), norms 1.
 
         The two projections per layer that write to the residual stream are divided by
         sqrt(2 · layers), so that its variance does not grow with depth.
@@ -208,7 +208,7 @@ class Transformer(nn.Module):
 
 
 def forward_loss(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross-entropy of next-token prediction, a scalar in float32 (float64 for such a model).
+    """Returns the mean cross-entropy of next-token prediction, in float32 or float64.
 
     `batch` is (inputs, targets), both [B, T] int64 on the model's device; `model` is anything that
     maps inputs to logits [B, T, V], a data-parallel wrapper too.
@@ -222,7 +222,7 @@ def forward_loss(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]
 
 
 def flops_per_token(config: ModelConfig) -> int:
-    """Training FLOPs per token: 6 · N + 12 · L · T · D (Chowdhery et al. 2022, "PaLM", appendix B).
+    """Returns training FLOPs per token: 6 · N + 12 · L · T · D (PaLM, 2022, appendix B).
 
     N counts the weights of matrix products, the head but not the embedding's look-up nor the norms;
     6 is one multiply-add forward and two backward. The second term is attention's two products,

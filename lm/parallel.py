@@ -1,4 +1,4 @@
-"""Sharded training applied from outside: tensor parallel on one axis of a mesh, FSDP2 on another.
+"""Shards training from outside the model: tensor parallel on one mesh axis, FSDP2 on another.
 
     network = Transformer(config)                                  # or on the meta device
     parallelize(network, mesh)                                     # axes "data", "tensor" or both
@@ -49,7 +49,8 @@ def parallelize(
     """Shards the network in place over the axes that the mesh has.
 
     Args:
-        mesh: of one or two axes, named `data` (different samples) or `tensor` (the same samples).
+        mesh: a mesh of one or two axes, named `data` (different samples) or `tensor` (the same
+            samples).
         wrap, mixed_precision, reshard_after_forward: of FSDP2; see `shard_fully`.
 
     Raises:
@@ -140,7 +141,7 @@ def transformer_plan() -> Plan:
 
 
 def llama_plan(has_head: bool = True) -> Plan:
-    """Of Hugging Face's Llama, and of models with its names; a classifier's `score` stays whole."""
+    """Returns the plan for Hugging Face's Llama and models with its names; keeps `score` whole."""
     plan: Plan = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
         plan[f"model.layers.*.{name}"] = ColwiseParallel()
@@ -154,7 +155,7 @@ def llama_plan(has_head: bool = True) -> Plan:
 
 
 def _wait(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-    """The output, when collectives are done with it.
+    """Returns the output once its collectives have finished.
 
     The first block is the only one that would be given a wrapper that waits when it is used: the
     others are given sums. Compiled by itself it could not take that (torch 2.13).
@@ -275,7 +276,7 @@ class WholeDraws(TorchDispatchMode):
 
 
 def part_of(whole: Tensor, like: DTensor) -> Tensor:
-    """What this rank has of a tensor that is placed as `like`, from all of it; nothing is sent."""
+    """Returns this rank's part of a whole tensor placed as `like`, without communication."""
     mesh = like.device_mesh
     replicas = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return replicas.redistribute(placements=like.placements).to_local()

@@ -29,7 +29,7 @@ GRACE_SECONDS = 2
 
 @dataclass(frozen=True)
 class Context:
-    """What a function on a rank may use."""
+    """What a function on a rank may use: rank, device and process group."""
 
     rank: int
     world_size: int
@@ -38,7 +38,7 @@ class Context:
 
 
 class RankPool:
-    """`size` processes with a process group (gloo, or NCCL with one GPU each).
+    """A pool of `size` processes with a process group (gloo, or NCCL with one GPU each).
 
     On a CPU they are forked from a server process, which has imported what
     `multiprocessing.set_forkserver_preload` names: that is done once for all ranks of all pools.
@@ -191,6 +191,6 @@ def _serve(
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         gc.collect()
-        gc.freeze()  # what is left, modules mostly, stays: the next collection is then cheap
+        gc.freeze()  # the rest, mostly modules, stays alive: later collections skip it
     dist.destroy_process_group()
     gc.collect()  # a gloo process that has built an optimizer may abort at exit without this

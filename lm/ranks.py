@@ -1,4 +1,4 @@
-"""One rank of several: joined to the others, watched, and left in order."""
+"""Runs one rank of several: joins the group, watches it and leaves it in order."""
 
 import os
 from collections.abc import Callable, Collection, Iterator
@@ -20,7 +20,7 @@ def watched_rank(
     on_interrupt: Callable[[], None] = lambda: None,
     own: Collection[str] | None = None,
 ) -> Iterator[tuple[Worker, Watch]]:
-    """Joins the ranks that the launcher started; what is raised inside ends all of them.
+    """Joins the ranks that the launcher started; an exception inside ends all of them.
 
     Args:
         hardware, timeout_s: see `lm.runtime.process_group`.
@@ -33,7 +33,7 @@ def watched_rank(
         watch = Watch(store, worker.rank, worker.world_size, timeout_s, on_failure, own)
         try:
             yield worker, watch
-            dist.barrier()  # nobody leaves, and falls silent, while others work
+            dist.barrier()  # no rank exits while others work
         except KeyboardInterrupt:
             on_interrupt()
             os._exit(INTERRUPTED)  # the others may be gone: an orderly end is not possible

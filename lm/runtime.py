@@ -1,4 +1,4 @@
-"""Where this process runs: ranks, devices, process group and seeds.
+"""This process among its peers: ranks, devices, process group and seeds.
 
 The environment is read here and nowhere else.
 """
@@ -24,7 +24,7 @@ LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 @dataclass(frozen=True)
 class Hardware:
-    """What this machine offers a run.
+    """Backend, device type and number of processes that this machine offers.
 
     Attributes:
         backend: `"nccl"` with GPUs, otherwise `"gloo"`.
@@ -55,22 +55,22 @@ class Worker:
 
 
 def launched() -> bool:
-    """Has torchrun, or another launcher, started this process as one of several?"""
+    """Returns whether torchrun, or another launcher, started this process as one of several."""
     return all(variable in os.environ for variable in LAUNCH_VARIABLES)
 
 
 def launched_rank() -> int:
-    """The rank that the launcher gave this process; 0 without a launcher."""
+    """Returns the rank that the launcher gave this process; 0 without a launcher."""
     return int(os.environ["RANK"]) if launched() else 0
 
 
 def is_first_of_host() -> bool:
-    """Is this the process that speaks for its host? True without a launcher."""
+    """Returns whether this process prints for its host; True without a launcher."""
     return not launched() or int(os.environ.get("LOCAL_RANK", os.environ["RANK"])) == 0
 
 
 def launched_world_size() -> int:
-    """The number of ranks that the launcher started; 1 without a launcher."""
+    """Returns the number of ranks that the launcher started; 1 without a launcher."""
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
@@ -83,14 +83,14 @@ def invocation() -> str:
 
 
 def has_parent() -> bool:
-    """Was this worker started by `lm.launch`, whose process reports the results?"""
+    """Returns whether `lm.launch` started this worker; its process then reports the results."""
     return LAUNCHED_HERE in os.environ
 
 
 def typed_command(program: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """What starts the same run again; `program` is as for `python`.
+    """Returns the command that starts the same run again; `program` is as for `python`.
 
-    A worker that `lm.launch` has started tells the command of the process that did it.
+    A worker of `lm.launch` returns the command of the process that started it.
     """
     if not launched() or has_parent():
         return ["python", *program, *arguments]
@@ -101,7 +101,7 @@ def typed_command(program: Sequence[str], arguments: Sequence[str]) -> list[str]
 
 
 def find_hardware(device: str = "auto", num_processes: int | None = None) -> Hardware:
-    """Choose backend, device and process count for this machine.
+    """Chooses backend, device and number of processes for this machine.
 
     Args:
         device: `"auto"`, `"cpu"` or `"cuda"`.
@@ -133,7 +133,7 @@ def find_hardware(device: str = "auto", num_processes: int | None = None) -> Har
 
 
 def _usable_gpus() -> tuple[int, str | None]:
-    """How many GPUs PyTorch can use, and why it cannot use those that seem to be there."""
+    """Returns the number of usable GPUs, and why others that seem present cannot be used."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
@@ -153,10 +153,10 @@ def _usable_gpus() -> tuple[int, str | None]:
 
 @contextmanager
 def process_group(hardware: Hardware, timeout_s: float) -> Iterator[Worker]:
-    """Join the ranks that the launcher started, and leave them in order.
+    """Joins the process group of the ranks that the launcher started, and leaves it at the end.
 
     Args:
-        hardware: of this machine; its backend and device type are used.
+        hardware: the hardware of this machine; its backend and device type are used.
         timeout_s: after this many seconds without progress a run is given up (`lm.watch`); a
             collective gives up somewhat later, so that the first cause can be named.
     """
@@ -182,7 +182,7 @@ def process_group(hardware: Hardware, timeout_s: float) -> Iterator[Worker]:
 
 
 def connect_store(limit: timedelta, host_it: bool = False) -> dist.Store:
-    """A connection to the key-value store of this run.
+    """Connects to the key-value store of this run.
 
     Args:
         limit: how long a call may wait.
@@ -212,6 +212,6 @@ def _claim_device(hardware: Hardware, local_rank: int) -> torch.device:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's and torch's generators (all devices): the same model on every rank."""
+    """Seeds Python's and torch's generators (all devices): the same model on every rank."""
     random.seed(seed)
     torch.manual_seed(seed)

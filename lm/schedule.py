@@ -1,4 +1,4 @@
-"""Warmup, as pure functions of the step: nothing to save, nothing to get out of step on a rank.
+"""Warmup as pure functions of the step, without state that a checkpoint must contain.
 
 The learning rate rises linearly from 0 at step 0 to its peak at `warmup_steps` and stays there
 (the warmup of Goyal et al. 2017, "Accurate, Large Minibatch SGD"). The total gradient norm is

@@ -1,4 +1,4 @@
-"""What steps cost: their times, without stopping the device in between, and the peak of memory."""
+"""Times of steps, measured without stopping the device in between, and peak memory."""
 
 import gc
 import time
@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 class StepClock:
-    """Durations of consecutive steps, without stopping the device in between.
+    """Measures durations of consecutive steps, without stopping the device in between.
 
     On a GPU a mark is an event in the stream, read when all steps are over; on a CPU it is the
     monotonic clock. `mark()` before the first step and after each.
@@ -33,7 +33,7 @@ class StepClock:
             self._marks.append(time.perf_counter())
 
     def milliseconds(self) -> list[float]:
-        """One duration a step; waits for the device."""
+        """Returns one duration per step, after synchronizing the device."""
         pairs = list(zip(self._marks[:-1], self._marks[1:], strict=True))
         if self._on_gpu:
             torch.cuda.synchronize()
@@ -42,7 +42,7 @@ class StepClock:
 
 
 class PeakMemory:
-    """Peak bytes of this process since construction: the GPU's, or the process's resident set."""
+    """Measures peak bytes since construction: the GPU's, or the process's resident set."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
@@ -52,7 +52,7 @@ class PeakMemory:
             self._can_reset = _reset_resident_peak()
 
     def bytes(self) -> int | None:
-        """None where the system cannot tell."""
+        """Returns the peak in bytes; None where the system does not report it."""
         if self._on_gpu:
             return torch.cuda.max_memory_allocated()
         return _resident_peak() if self._can_reset else None
@@ -64,7 +64,8 @@ class StepCosts:
 
     Attributes:
         step_ms: complete steps.
-        backward_ms: of each, forward, backward, clipping and every exchange between ranks.
+        backward_ms: the time of each step's forward, backward, clipping and every exchange between
+            ranks.
         peak_bytes: None where the system cannot tell.
     """
 
@@ -74,7 +75,7 @@ class StepCosts:
 
     @property
     def peak_mb(self) -> float | None:
-        """In MiB."""
+        """Peak memory in MiB."""
         return None if self.peak_bytes is None else self.peak_bytes / MIB
 
 
@@ -82,10 +83,10 @@ class Trainee(Protocol):
     """A network in training whose steps have two parts, which are timed apart."""
 
     def backward(self, batch: Any) -> None:
-        """Forward, backward, clipping, and every exchange between ranks."""
+        """Runs forward and backward, with clipping and every exchange between ranks."""
 
     def step(self) -> None:
-        """Noise, optimizer, and gradients set to None."""
+        """Adds noise, runs the optimizer and sets gradients to None."""
 
 
 def time_steps(
@@ -99,7 +100,7 @@ def time_steps(
     """Takes one step a batch and times those after the first `warm_up`.
 
     Args:
-        note: is told which step begins.
+        note: called with the step that begins.
         warmed_up: called between the warm-up and the timed steps.
     """
     for number, batch in enumerate(batches[:warm_up]):
@@ -137,7 +138,7 @@ def max_over_ranks(values: Sequence[float], device: torch.device) -> list[float]
 
 
 def wait_for_all(device: torch.device) -> None:
-    """Waits for the device, then for the other ranks."""
+    """Synchronizes the device, then the ranks."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     if dist.is_initialized():
@@ -145,7 +146,7 @@ def wait_for_all(device: torch.device) -> None:
 
 
 def release_memory(device: torch.device) -> None:
-    """Gives back what is not used any more: memory, and graphs compiled for other shapes."""
+    """Frees unused memory, and graphs compiled for other shapes."""
     gc.collect()
     torch._dynamo.reset()
     if device.type == "cuda":

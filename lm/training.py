@@ -1,7 +1,7 @@
 """One training step with its phases named.
 
-The benchmark, the profiler and the tests all call this one step, so what is measured is what is
-tested. It knows neither variants nor devices nor privacy: the caller hands it a forward that
+The benchmark, the profiler and the tests all call this one step, so the measured step is the
+tested one. It has no code for variants, devices or privacy: the caller passes a forward that
 returns the loss and whatever must happen between backward and the optimizer.
 """
 
@@ -36,7 +36,7 @@ def training_step(
         optimizer: its gradients are set to None at the end.
         forward_loss: batch -> scalar loss, or what has `backward` and `detach` like one.
         finish: called after backward; when it returns, every `.grad` is synchronised.
-        learning_rate: of this step, for all parameter groups.
+        learning_rate: the learning rate of this step, for all parameter groups.
         more_phases: name -> what else comes between `finish` and clipping, in order.
         max_gradient_norm: clip the total gradient norm to this; None leaves it alone.
         clip_gradients: how, for parameters that PyTorch's own cannot take together.

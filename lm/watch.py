@@ -36,7 +36,7 @@ MESSAGE_LENGTH = 200  # characters
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a run stops.
+    """Why a run stops: rank, status and message.
 
     Attributes:
         rank: whose fault it is, or `NOBODY`.
@@ -78,7 +78,7 @@ def _left(rank: int) -> str:
 
 
 def read_text(store: dist.Store, key: str) -> str:
-    """Returns what was said (`DOING`) or handed over (`HANDED_OVER`); empty if nothing."""
+    """Returns the text under `DOING` or `HANDED_OVER`; empty if there is none."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
@@ -134,9 +134,9 @@ class Watch:
         self._store.set(DOING, what)
 
     def hand_over(self, what: str) -> None:
-        """Leaves something for the launcher, who has it with the outcome; a later one replaces it.
+        """Passes a text to the launcher, which returns it with the outcome; the last one counts.
 
-        What rank 0 hands over counts.
+        Rank 0's text counts.
         """
         self._store.set(HANDED_OVER, what)
 
@@ -252,7 +252,7 @@ class Watch:
                 os._exit(EXIT_FAILED)  # the main thread may never come back from a collective
 
     def _wait_until_recorded(self) -> None:
-        """Waits for the rank that records: torchrun ends all ranks as soon as one has left."""
+        """Blocks until rank 0 has recorded: torchrun ends all ranks as soon as one exits."""
         with contextlib.suppress(RuntimeError):  # the first rank, or the store, is gone
             if self._rank == 0:
                 self._store.set(RECORDED, "")

@@ -1,4 +1,4 @@
-"""What programs that measure share: resume, JSON lines, statistics, tables, pictures, reports.
+"""Shared by programs that measure: resuming, JSON lines, statistics, tables, pictures, reports.
 
 Of the other packages it imports the writers of files and of aligned tables only, which are in
 `dp_clipping`. Matplotlib and torch are imported where they are used, so that importing this package

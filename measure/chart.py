@@ -71,7 +71,7 @@ def draw_comparison(
 
 
 def _layout(rows: Sequence[dict], head: float):
-    """Returns figure and axes; the memory axes are None if no row knows its memory."""
+    """Returns figure and axes; the memory axes are None if no row has its memory."""
     from matplotlib.figure import Figure
 
     height = head + _ROW * max(1, len(rows)) + _FOOT
@@ -278,7 +278,7 @@ def _bytes(megabytes: float) -> str:
 
 
 def _name(label: str) -> str:
-    """Returns what follows the file in `path/to/file.py:Name`, and other labels as they are."""
+    """Returns the name after the file in `path/to/file.py:Name`, and other labels unchanged."""
     return label.rpartition(":")[2] or label
 
 

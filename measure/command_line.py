@@ -1,4 +1,4 @@
-"""What command lines have in common: a wrong option is answered by one line and exit status 2."""
+"""Command lines: a wrong option is answered by one line on stderr and exit status 2."""
 
 import argparse
 import difflib
@@ -20,7 +20,7 @@ NOBODY_READS = 141  # and for `| head`, 128 + SIGPIPE
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without the usage text before an error; `--help` shows it.
+    """An argument parser that prints no usage text before an error; `--help` shows it.
 
     `speaks` says whether this process, one of several that got the same options, is to print it.
     """
@@ -41,9 +41,11 @@ class Parser(argparse.ArgumentParser):
 def ending_quietly(
     main: Callable[..., int] | None = None, *, speaks: Callable[[], bool] = lambda: True
 ) -> Callable[..., Any]:
-    """Decorate a program's `main`: Ctrl-C is the line `interrupted` and status 130, output that
-    nobody reads any more (`| head`) ends it without a word, with status 141, and output that cannot
-    be written (to a full disk) ends it with one line and status 1.
+    """Decorates a program's `main`, so that it ends without a traceback.
+
+    Ctrl-C prints `interrupted` and exits with status 130. Output without a reader (`| head`) ends
+    it silently with status 141. Output that cannot be written (a full disk) ends it with one line
+    and status 1.
 
     `speaks`: see `Parser`.
     """
@@ -77,7 +79,7 @@ def ending_quietly(
 
 
 def is_alone() -> bool:
-    """Whether this process speaks for itself, and is not one of several that were launched.
+    """Returns whether this process is not one of several that a launcher started.
 
     It needs no import that takes long, as `lm.runtime` does.
     """
@@ -85,11 +87,11 @@ def is_alone() -> bool:
 
 
 def _close_unread() -> bool:
-    """Whether stdout or stderr has no reader; what is still written there goes nowhere."""
+    """Returns whether stdout or stderr has no reader; discards what is still written there."""
     found = False
     for stream in (sys.stdout, sys.stderr):
         poll = select.poll()
-        poll.register(stream.fileno(), 0)  # errors are reported unasked
+        poll.register(stream.fileno(), 0)  # errors are always reported
         if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
             found = True
             _discard(stream)
@@ -111,9 +113,11 @@ def refuse(program: str, error: Exception | str, speaks: bool = True) -> int:
 
 
 def check_folder(name: str, folder: Path, create: bool) -> None:
-    """Can files be written there? `name` is that of the option; `create` makes the folder.
+    """Checks that files can be written in a folder.
 
-    It is tried, not asked: what a system says of permissions is not all that can be in the way (a
+    `name` is the option's; `create` makes the folder.
+
+    It tries to write, since permissions are not all that can prevent it (a
     read-only file system, /proc). Without `create` it is tried where the folder would begin, under
     a name of its own: several processes may try at the same time.
 
@@ -138,7 +142,9 @@ def check_folder(name: str, folder: Path, create: bool) -> None:
 
 
 def check_file(name: str, path: Path) -> None:
-    """Can it be written? `name` is that of the option; folders that are missing may be made.
+    """Checks that a file can be written.
+
+    `name` is the option's; missing folders may be made.
 
     Raises:
         ValueError: in one line, if not.

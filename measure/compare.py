@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What has become faster or slower between two results folders, or files of rows.
+"""Compares two results folders, or files of rows: what has become faster or slower.
 
     python -m measure.compare results_ddp/before results_ddp/after
     python -m measure.compare old/results.jsonl new/results.jsonl --threshold 0.02
@@ -52,8 +52,10 @@ NOT_COMPARABLE, FAILED = "not comparable", "failed"
 
 @dataclass
 class Comparison:
-    """Rows of the table, and what else there is to say; `regressions` are sentences, `missing` are
-    those of `only_before` that had been measured."""
+    """Rows of the table and further findings.
+
+    `regressions` are sentences; `missing` are those of `only_before` that had been measured.
+    """
 
     rows: list[dict] = field(default_factory=list)
     regressions: list[str] = field(default_factory=list)
@@ -63,7 +65,7 @@ class Comparison:
 
     @property
     def judged(self) -> bool:
-        """Whether there is at least one verdict, also that a cell has failed since."""
+        """Whether there is a verdict on at least one cell; a cell that fails now counts."""
         return any(row["status"] != NOT_COMPARABLE for row in self.rows)
 
 
@@ -126,7 +128,7 @@ def check_metric(path: Path, cells: Sequence[Cell], metric: str) -> None:
 def compare(
     before: Sequence[Cell], after: Sequence[Cell], threshold: float, metric: str = STEP
 ) -> Comparison:
-    """Judges every cell that both have; the order is that of `before`."""
+    """Judges every cell that both sides have, in the order of `before`."""
     found, left = Comparison(), list(after)
     extra = varying([*before, *after])
     for cell in before:

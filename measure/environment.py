@@ -1,4 +1,4 @@
-"""What a number was measured on: versions, devices and source, written beside every result.
+"""Versions, devices and source of a measurement, written beside every result.
 
 No host name and no environment variables: results get published, and variables hold secrets.
 """
@@ -121,7 +121,7 @@ def _gpu(torch, index: int) -> dict:
 
 
 def _cpu_model() -> str | None:
-    """Returns the processor's name as Linux gives it, elsewhere what Python knows."""
+    """Returns the processor's name as Linux gives it, elsewhere as Python does."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -154,7 +154,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Returns what a git command prints, or None if there is no git or it fails."""
+    """Returns the output of a git command, or None if there is no git or it fails."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

@@ -1,4 +1,4 @@
-"""Files that a killed process leaves whole: atomic replacement and durable JSON lines.
+"""Writes files that are whole even if the process is killed: replacement, and JSON lines.
 
 Two ways of writing, for two kinds of file:
 
@@ -114,7 +114,7 @@ def _repair_tail(descriptor: int) -> None:
 
 
 def _read_tail(descriptor: int, size: int, block: int = 4096) -> bytes:
-    """Reads what follows the last line break, going backwards in blocks of `block` bytes."""
+    """Reads the text after the last line break, backwards in blocks of `block` bytes."""
     tail = b""
     position = size
     while position > 0 and b"\n" not in tail:

@@ -1,4 +1,4 @@
-"""How a quantity grows with the length of the samples: the exponent of a power, and its doubt."""
+"""Growth of a quantity with the length of samples: the exponent of a power and its interval."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ MIN_LENGTHS = 3  # lengths of a fit with an interval
 
 @dataclass(frozen=True)
 class Growth:
-    """y ≈ factor · T^exponent; `low` to `high` is the exponent's 95 % interval, None with two
-    lengths; `count` lengths."""
+    """A power law y ≈ factor · T^exponent, fitted to `count` lengths.
+
+    `low` to `high` is the exponent's 95 % interval, None with two lengths.
+    """
 
     exponent: float
     factor: float
@@ -30,7 +32,7 @@ class Growth:
 
 
 def fit_growth(lengths: Sequence[int], values: Sequence[float]) -> Growth | None:
-    """Fits by least squares in logarithms, with the interval by Student's t.
+    """Fits a power law by least squares in logarithms, with an interval by Student's t.
 
     Returns None for fewer than two lengths or a value that is not positive.
     """

@@ -36,13 +36,13 @@ def option(
     aliases: tuple[str, ...] = (),
     **of_argparse: Any,
 ) -> Any:
-    """A dataclass field that is an option.
+    """Returns a dataclass field that is a command-line option.
 
     Args:
         default: without one it is a positional argument.
         group: begins a group of options of that title, which those that follow belong to.
         check: see `requires`; of several values each is checked, None is not.
-        unique: of several values those that are repeated count once.
+        unique: repeated values count once.
         aliases: other flags for the same option.
         of_argparse: `metavar`, `choices` or `type`, see `argparse`.
     """
@@ -54,7 +54,7 @@ def option(
 
 
 def requires(is_right: Callable[[Any], bool], message: str) -> Callable[[Any], None]:
-    """A check; in the message, which follows the option's name, `{}` is the value."""
+    """Returns a check; its message follows the option's name, with `{}` for the value."""
 
     def check(value: Any) -> None:
         if not is_right(value):
@@ -68,12 +68,12 @@ not_negative = requires(lambda value: 0 <= value < math.inf, "{}: give 0 or more
 
 
 def flag(name: str) -> str:
-    """`seq_length` is what a program calls it; the user knows it as `--seq-length`."""
+    """Returns a field's option name: `seq_length` becomes `--seq-length`."""
     return f"--{name.replace('_', '-')}"
 
 
 def parser_of(kind: type, **texts: Any) -> Parser:
-    """The parser of a dataclass; `texts` are `Parser`'s arguments."""
+    """Returns the parser of a dataclass; `texts` are `Parser`'s arguments."""
     parser = Parser(**texts)
     group, hints = parser, get_type_hints(kind)
     for one in _options(kind):
@@ -89,9 +89,9 @@ def parser_of(kind: type, **texts: Any) -> Parser:
 def parse_options(
     kind: type[Options], arguments: Sequence[str] | None = None, **texts: Any
 ) -> Options:
-    """The options that `arguments` (default: the command line's) give.
+    """Parses `arguments` (default: the command line's) into a dataclass of options.
 
-    Exits with status 2 and one line for what is wrong, also for a ValueError that the dataclass
+    A mistake ends it with one line and status 2, also a ValueError that the dataclass
     raises in `__post_init__`.
     """
     parser = parser_of(kind, **texts)
@@ -103,7 +103,7 @@ def parse_options(
 
 
 def as_arguments(options: Any) -> list[str]:
-    """The words from which `parse_options` makes equal options."""
+    """Returns arguments from which `parse_options` makes equal options."""
     words = []
     for one in _options(type(options)):
         value = getattr(options, one.name)
@@ -116,7 +116,7 @@ def as_arguments(options: Any) -> list[str]:
 
 
 def shared_values(options: Any, kind: type[Options], **others: Any) -> Options:
-    """A dataclass of what its fields are called in `options`, and of `others`."""
+    """Builds a dataclass from the fields that `options` has under the same names, and `others`."""
     names = {one.name for one in fields(kind)} - others.keys()
     return kind(**{n: getattr(options, n) for n in names if hasattr(options, n)}, **others)
 
@@ -126,7 +126,7 @@ def _options(kind: type) -> Iterable[Field]:
 
 
 def _argument(one: Field, hint: Any) -> dict[str, Any]:
-    """What argparse is told about it."""
+    """Returns the keyword arguments of `add_argument` for a field."""
     specification = one.metadata[_OPTION]
     found = {"help": specification["help"], **specification["argparse"]}
     if one.default is not MISSING:
@@ -150,7 +150,7 @@ def _text(default: Any) -> str:
 
 
 def _checked(one: Field, value: Any) -> Any:
-    """The value as the dataclass has it; lists become tuples."""
+    """Checks a parsed value; turns lists into tuples."""
     specification = one.metadata[_OPTION]
     if isinstance(value, list):
         value = tuple(dict.fromkeys(value) if specification["unique"] else value)

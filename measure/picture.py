@@ -1,4 +1,4 @@
-"""Pictures that carry the sentence which says what to read off them.
+"""Draws pictures whose title is the sentence to read off them.
 
 It travels in the PNG itself, in the text entry `Description`: whoever shows the picture, a report
 or a viewer of images, needs no other source.

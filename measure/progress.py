@@ -40,7 +40,7 @@ class Progress:
     def update(self, label: str, left: float | None = None) -> None:
         """Shows that the next step, called `label`, starts now.
 
-        `left`: seconds that it and the rest will take, where the caller knows better than the mean
+        `left`: seconds for it and the rest, where the caller estimates better than the mean
         of the steps that are done.
         """
         self.started += 1

@@ -55,7 +55,7 @@ class Options:
 
 @ending_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 2 for what is no results folder."""
+    """Writes a report. Returns 0, or 2 if the folder holds no results."""
     options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
     try:
         text = render(options.folder)
@@ -116,7 +116,7 @@ def render(folder: Path) -> str:
         ("Phases", _phases(cells)),
         (memory, _tables(good, memory_table, memory, memory_legend(good))),
         ("Pictures", _pictures(folder)),
-        ("What was not measured", _failures(cells)),
+        ("Not measured", _failures(cells)),
         ("Environment", [("facts", environment(cells))]),
         ("Settings", [("note", "What all cells have in common."), ("facts", settings(cells))]),
         ("Commands", _commands(cells)),

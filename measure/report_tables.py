@@ -17,7 +17,7 @@ RATIOS_LEGEND = (
     "×: ratio of medians, over the rounds that both have; below 1 is faster. [95 %]: its bootstrap "
     "interval; one that holds 1 shows no difference."
 )
-PARTS_LEGEND = "What was timed apart within each step."
+PARTS_LEGEND = "Parts of a step, timed separately."
 PEAK_LEGEND = (
     "Peak of the largest rank and round: on a GPU what PyTorch has allocated, on a CPU the "
     "process's resident memory, Python and libraries included."
@@ -122,7 +122,7 @@ def _has_exchange(cells: Sequence[Cell]) -> bool:
 
 
 def memory_table(cells: Sequence[Cell]) -> Table:
-    """Returns memory, collectives and gradient errors; a column that no cell knows is left out."""
+    """Returns memory, collectives and gradient errors; omits columns that no cell has."""
     against, rows = baselines(cells), []
     for cell in cells:
         row = _row(cell) | {key: cell.facts.get(key) for key in ("collectives", "bytes")}
@@ -135,8 +135,8 @@ def memory_table(cells: Sequence[Cell]) -> Table:
     columns = [
         Column("peak", "peak MiB", ",.0f", right=True),
         *(Column(heading, f"× {heading}", ".3f", right=True) for _, _, heading in against),
-        Column("collectives", "collectives a step", ",d", right=True),
-        Column("bytes", "MiB sent a step", lambda count: f"{count / _MIB:,.1f}", right=True),
+        Column("collectives", "collectives per step", ",d", right=True),
+        Column("bytes", "MiB sent per step", lambda count: f"{count / _MIB:,.1f}", right=True),
         Column("error", "gradient error", right=True),
     ]
     known = [column for column in columns if any(row.get(column.key) is not None for row in rows)]

@@ -1,4 +1,4 @@
-"""What a report, or a comparison, says in words: findings, environment, settings."""
+"""Text of a report or comparison: findings, environment, settings."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,9 +24,9 @@ def findings(cells: Sequence[Cell]) -> list[str]:
                 f"The gradient of {cell.label} is WRONG (error {cell.gradient_error:.1e}): its "
                 "times mean nothing."
             )
-    twins = dict.fromkeys((cell.names["mode"], ran_as(cell)) for cell in cells if ran_as(cell))
-    if twins:
-        pairs = ", ".join(f"{mode} ran as {twin}" for mode, twin in twins)
+    references = dict.fromkeys((cell.names["mode"], ran_as(cell)) for cell in cells if ran_as(cell))
+    if references:
+        pairs = ", ".join(f"{mode} ran as {reference}" for mode, reference in references)
         found.append(f"{pairs}, in plain PyTorch: there were no fused kernels.")
     for length in dict.fromkeys(cell.names.get(SECTION) for cell in cells):
         own = [cell for cell in cells if cell.names.get(SECTION) == length]
@@ -55,18 +55,18 @@ def _fastest(cells: Sequence[Cell], name: str, value: str, heading: str) -> list
         median = milliseconds(summarize(other.samples()).median)
         length = cell.names.get(SECTION)
         at = "" if length is None else f" at {length:,} tokens"
-        twin = f" (ran as {ran_as(cell)})" if ran_as(cell) else ""
+        reference = f" (ran as {ran_as(cell)})" if ran_as(cell) else ""
         doubt = "; it holds 1, so no difference is shown" if best.low <= 1 <= best.high else ""
         lines.append(
             f"Fastest{at} of those compared with {other.subject} ({median} ms): "
-            f"{cell.subject}{twin}, "
+            f"{cell.subject}{reference}, "
             f"{best.value:.3f} × its time, 95 % interval [{best.low:.3f}, {best.high:.3f}]{doubt}."
         )
     return lines
 
 
 def _doubts(cells: Sequence[Cell]) -> list[str]:
-    """Returns what limits the numbers: noise, few rounds, different machines."""
+    """Returns remarks on the numbers: noise, few rounds, different machines."""
     measured = [cell for cell in cells if cell.status == OK and cell.samples()]
     found = []
     steps = [(cell, summarize(cell.samples())) for cell in measured]

@@ -54,7 +54,7 @@ class Results:
     def record(self, row: dict) -> None:
         """Appends `row`, which has a `status` and either a `key` or the `config` it follows from.
 
-        `schema_version` is added. JSON knows no NaN and no infinity: such numbers become null.
+        `schema_version` is added. JSON has no NaN and no infinity: such numbers become null.
         """
         status = row.get("status")
         if status not in STATUSES:
@@ -93,7 +93,7 @@ def numbered_rows(path: str | Path) -> list[tuple[int, dict]]:
 
 
 def check_version(path: str | Path, row: dict) -> None:
-    """Raises ValueError, which begins with `path`, for what is no row of this version."""
+    """Raises ValueError, which begins with `path`, unless it is a row of this version."""
     version = row.get("schema_version") if isinstance(row, dict) else None
     if version != SCHEMA_VERSION:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What the fields of a row must be: a row that is something else is refused by its field's name.
+"""Checks the fields of a row, and refuses a wrong row by the field's name.
 
 Fields that are not listed may be anything.
 """

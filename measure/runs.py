@@ -1,4 +1,4 @@
-"""Results read back: one `Cell` for each configuration, with all its rounds.
+"""Reads results back: one `Cell` for each configuration, with all its rounds.
 
 What is read of a row of `results.jsonl`, or of a `*_result.json`; anything else is left alone:
 
@@ -67,7 +67,8 @@ class Cell:
     """One configuration: what it is called, what it was measured with, and all that was measured.
 
     Attributes:
-        gradient_error: of its proof, infinite if it was not finite; None if there was none.
+        gradient_error: the gradient error of the gate, infinite if it was not finite; None if there
+            was none.
         commands: those that measured it, as typed, with the date of the first row.
     """
 
@@ -93,7 +94,7 @@ class Cell:
 
     @property
     def status(self) -> str:
-        """`ok` if the proof is and steps were timed; otherwise how it failed, or `missing`."""
+        """`ok` if the gate passed and steps were timed; otherwise how it failed, or `missing`."""
         if self.gate is not None and self.gate.status != OK:
             return self.gate.status
         if self.samples():
@@ -117,7 +118,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """`ddp`, `ddp, ghost` or `no_dp, 1024 tokens`."""
+        """Its name: `ddp`, `ddp, ghost` or `no_dp, 1024 tokens`."""
         named = {k: v for k, v in self.names.items() if (k, v) != ("clipping", "none")}
         return ", ".join(f"{v} tokens" if k == "seq_length" else str(v) for k, v in named.items())
 
@@ -135,7 +136,7 @@ class Cell:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Tokens of all ranks together."""
+        """Tokens that all ranks process in a step."""
         length = self.names.get("seq_length", self.settings.get("model.context_length"))
         whole = self.facts.get("total_batch_size")
         if whole is None and "batch_size" in self.settings and "world_size" in self.settings:
@@ -161,7 +162,7 @@ def read_cells(path: str | Path) -> list[Cell]:
     `results.jsonl`.
 
     Raises:
-        ValueError: there are no results, or what is there is something else.
+        ValueError: there are no results, or the files are of another kind.
     """
     cells: dict[str, Cell] = {}
     for source, row in _rows(Path(path)):
@@ -220,7 +221,7 @@ def _add(cells: dict[str, Cell], row: dict) -> None:
     if row.get("kind") == _GATE:
         cell.gate = _round(row)
         if cell.gate.status == OK:
-            error = row["gradient_error"]  # JSON knows no infinity
+            error = row["gradient_error"]  # JSON has no infinity
             cell.gradient_error = math.inf if error is None else float(error)
     else:
         for one in row.get("rounds", [row]):

@@ -1,4 +1,4 @@
-"""Statistics of step times: quantiles of one implementation, and the ratio of two with its doubt.
+"""Statistics of step times: quantiles of one implementation, and ratios with intervals.
 
 Times have a hard floor and a long tail (a garbage collection, a neighbour on the network), so
 everything here is built on medians and quantiles; a mean would mostly measure the tail.

@@ -1,4 +1,4 @@
-"""Numbers in sentences."""
+"""Formats numbers in sentences."""
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:

@@ -55,10 +55,13 @@ def prose_of(path: Path) -> str:
     return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
+def anchor_of(heading: str) -> str:
+    """Returns the anchor that GitHub makes of a heading, `#` signs included."""
+    return re.sub(r"[^\w\- ]", "", heading.lstrip("# ").lower()).replace(" ", "-")
+
+
 def anchors_of(path: Path) -> set[str]:
-    """As GitHub makes them of headings."""
-    headings = re.findall(r"^#+ (.+)$", prose_of(path), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {anchor_of(text) for text in re.findall(r"^#+ .+$", prose_of(path), re.MULTILINE)}
 
 
 def commands_of(path: Path) -> list[str]:
@@ -304,6 +307,40 @@ def test_a_wrong_block_is_found(text, error, says, group_of_one, tmp_path):
         run_blocks(tmp_path / "page.md")
 
 
+def section_of(path: Path, anchor: str) -> str:
+    """Returns the text from the heading with this anchor to the next heading of its level."""
+    parts = re.split(r"^(#+ .+)$", path.read_text(), flags=re.MULTILINE)
+    headings = dict(enumerate(parts[1::2]))
+    first = next(n for n, text in headings.items() if anchor_of(text) == anchor)
+    level = len(headings[first].split()[0])
+    after = (n for n, text in headings.items() if n > first and len(text.split()[0]) <= level)
+    return "".join(parts[2 * first + 1 : 2 * next(after, len(headings)) + 1])
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in DOCUMENTS if "<!-- not run" in path.read_text()],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_a_block_that_needs_gpus_says_so(path):
+    """In the text that a reader sees: the marker itself is a comment."""
+    text = path.read_text()
+    for block in PYTHON.finditer(text):
+        if "GPU" in (block[2] or ""):
+            before = re.split(r"^#+ ", text[: block.start()], flags=re.MULTILINE)[-1]
+            assert "GPU" in before + block[3], f"{path.name}: {block[2]}"
+
+
+def test_headline_figures_stand_in_the_tables_that_they_link_to():
+    rows = re.findall(r"^\| \[relative to .+?\]\((.+?)#(.+?)\) \| (.+) \|$",
+                      (ROOT / "README.md").read_text(), re.MULTILINE)  # fmt: skip
+    assert len(rows) == 2
+    for name, anchor, figures in rows:
+        table = section_of(ROOT / name, anchor)
+        for figure in re.findall(r"\d+\.\d+", figures):
+            assert re.search(rf"\| [^|\n]*\b{re.escape(figure)}\b", table), (name, figure)
+
+
 def test_the_readme_stays_short():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 200, "a newcomer reads it: put more into a page of docs/"
@@ -317,7 +354,7 @@ def test_examples_of_extensions_are_short():
 
 def test_the_files_of_the_course_are_as_short_as_the_readme_says():
     readme = (ROOT / "README.md").read_text()
-    limit = int(re.search(r"six files of at most (\d+) lines", readme)[1])
+    limit = int(re.search(r"six files of at\s+most\s+(\d+)\s+lines", readme)[1])
     files = set(re.findall(r"`(ddp/[\w/]+\.py)` \|$", readme, re.MULTILINE)) - {"ddp/torch_ddp.py"}
     assert len(files) == 6
     assert all(len((ROOT / file).read_text().splitlines()) <= limit for file in files)

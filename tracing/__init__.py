@@ -1,4 +1,4 @@
-"""From a profiler's trace to the picture: trace → intervals → overlap → timeline.
+"""Reads a profiler's trace and draws it: trace → intervals → overlap → timeline.
 
 Read in this order: `intervals` (time as sets), `trace` with `cpu_rules` and `gpu_rules` (what is
 computation, what is communication), `waiting` (for a slower rank), `overlap` (the numbers),

@@ -1,4 +1,4 @@
-"""What is computation and what is communication in a trace without a GPU (gloo).
+"""Tells computation from communication in a trace without a GPU (gloo).
 
 Read off real traces of two gloo processes, all-reducing from hooks in backward and after it:
 

@@ -1,4 +1,4 @@
-"""What is computation and what is communication in a trace with GPU kernels, and where phases lie.
+"""Tells computation from communication in a trace with GPU kernels, and places the phases.
 
 communication
     A kernel, copy or memset

@@ -1,4 +1,4 @@
-"""Arithmetic on stretches of time, by a sweep.
+"""Arithmetic on intervals of time, by a sweep.
 
 An interval is a pair (start, end) of floats, here microseconds. A list of them stands for the set
 of instants that at least one covers, so overlapping and repeated intervals count once: that is

@@ -1,4 +1,4 @@
-"""How much of the communication hides behind computation: the one number of the course."""
+"""Measures how much communication is overlapped by computation: the course's main number."""
 
 from dataclasses import dataclass
 

@@ -44,7 +44,7 @@ def profile(
 
 
 def _boot() -> str | None:
-    """Returns what identifies a host between two starts of it; None where it is not known."""
+    """Returns an identifier of this host since it was started; None where there is none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -148,7 +148,7 @@ def _how_to_open(trace_files: list[str]) -> list[str]:
         *[f"  {file}" for file in trace_files],
         "In Chrome open chrome://tracing and press Load, or drop a file on https://ui.perfetto.dev",
         "(it stays on your machine). Keys W, S zoom, A, D move. Look for the range backward_pass:",
-        "communication that goes on after its end is not hidden by it.",
+        "communication that continues after its end is not hidden by it.",
     ]
 
 

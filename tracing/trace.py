@@ -13,7 +13,7 @@ from .phases import BOOT, EPOCH_PREFIX, LAYER_PREFIXES, PHASES
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank did, in microseconds on that rank's clock.
+    """Events of one rank, in microseconds on that rank's clock.
 
     rank           from the trace's distributedInfo, 0 where there is none
     basis          what the intervals are made of: "GPU kernels", or CPU operators as a proxy
@@ -23,7 +23,7 @@ class Trace:
     phase_basis    where the phases were placed: on the device, or on the CPU thread
     epochs         name of the epoch's range → its intervals, always on the CPU thread
     span           first forward pass to the end of the last optimizer step
-    layers         name of a layer's range → time of what was launched in it, all steps together
+    layers         name of a layer's range → time of the work launched in it, all steps together
     collectives    name of a collective → its intervals, in order
     clock          equal for traces whose times can be compared; None if it is not known
     group_sizes    numbers of ranks of the process groups that there were

@@ -1,4 +1,4 @@
-"""Waiting for a slow rank: the part of a collective before the last rank has begun it.
+"""Measures waiting for a slow rank: a collective's time before its last rank has begun.
 
 A collective that lasts long on one rank has not always much to move. Until the last rank takes
 part nothing can be moved, and the ranks that came earlier wait:
@@ -23,12 +23,12 @@ CLOCKS_DIFFER_BY = 50.0  # µs; a collective cannot end before all have begun it
 
 
 def load_traces(paths: Sequence[str | Path]) -> list[Trace]:
-    """Loads the traces of a run's ranks; tells waiting from communication where possible."""
+    """Loads the traces of a run's ranks; separates waiting from communication where possible."""
     return tell_waiting([load_trace(path) for path in paths])
 
 
 def tell_waiting(traces: list[Trace]) -> list[Trace]:
-    """Moves what was waiting from each trace's `communication` to its `waiting`.
+    """Moves waiting from each trace's `communication` to its `waiting`.
 
     The n-th collective of a name is the same one on every rank; a name that some rank has more
     often is left alone, and so is everything if the traces are not of all ranks on one clock.

@@ -10,7 +10,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # no Triton on this platform: the plain twin serves
+except ImportError:  # no Triton on this platform: the reference implementation runs
     triton = None
 
 BLOCK = 4096

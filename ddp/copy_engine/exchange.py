@@ -10,7 +10,7 @@ class Exchange:
     """The all-reduce of one stretch of every rank's memory: what is copied where, decided once.
 
     Args:
-        memory: of all ranks.
+        memory: the memory of all ranks.
         start, numel, dtype: the stretch begins at byte `start` and holds `numel` elements.
         scratch: bytes for what is pulled; it may be shared by exchanges on one stream.
     """

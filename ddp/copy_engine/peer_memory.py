@@ -1,4 +1,4 @@
-"""Memory of every GPU of one host, readable by all of them.
+"""Allocates memory on every GPU of one host that all of them can read.
 
 torch's symmetric memory (https://docs.pytorch.org/docs/stable/symmetric_memory.html) allocates a
 buffer of one size on every rank and maps each rank's into the address space of all others. Reading
@@ -24,16 +24,16 @@ MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 class Unavailable(RuntimeError):
-    """This variant cannot work on this machine; the message says why."""
+    """Raised where this variant cannot work on this machine; the message says why."""
 
 
 class PeerMemory:
-    """`nbytes` of symmetric memory on every rank of `group`, and flags to say what is in it.
+    """Symmetric memory of `nbytes` on every rank of `group`, with flags that say what is in it.
 
     Construction is a collective. torch numbers its rendezvous once per process, so all ranks of a
     group must have constructed as many before, in any group.
 
-    Ranks are told apart in time by flags: `signal` writes a growing number into a word of every
+    Flags synchronize the ranks: `signal` writes a growing number into a word of every
     peer's memory, `wait_for_peers` holds the stream until theirs have arrived. Both are done by
     the stream itself (stream memory operations of the CUDA driver API). A waiting *kernel* would
     hold a multiprocessor, and a matrix product that is sized for all of them would then need a
@@ -51,7 +51,7 @@ class PeerMemory:
         self._own = memory.empty(self.nbytes, dtype=torch.uint8, device=device)
         self._handle = memory.rendezvous(self._own, group)
         self._own[:FLAG_BYTES].zero_()
-        self._handle.barrier(channel=0)  # nobody signals before all flags are zero
+        self._handle.barrier(channel=0)  # no rank signals before all flags are zero
         self._flags = list(self._handle.buffer_ptrs)
         self._write, self._wait, self._wait_flags = _stream_memory_operations(device.index)
         self._signals = 0
@@ -69,7 +69,7 @@ class PeerMemory:
         return self._handle.get_buffer(rank, (numel,), dtype, offset)
 
     def signal(self) -> None:
-        """Tells every peer that what is queued on the current stream so far has been done."""
+        """Signals every peer that the work queued so far on the current stream is done."""
         self._signals += 1
         stream = torch.cuda.current_stream().cuda_stream
         for peer, flags in enumerate(self._flags):
@@ -107,7 +107,7 @@ def _check(status: int) -> None:
 
 
 def why_not(device: torch.device, group: dist.ProcessGroup) -> str | None:
-    """Returns what is missing ("needs ..."), agreed by all ranks; None if nothing is."""
+    """Returns the missing requirement ("needs ..."), the same on all ranks; None if all are met."""
     answers: list[tuple[str | None, str, int]] = [(None, "", 0)] * dist.get_world_size(group)
     mine = (_own_obstacle(device), socket.gethostname() + _boot_id(), device.index or 0)
     dist.all_gather_object(answers, mine, group=group)

@@ -1,24 +1,24 @@
-"""`ddp_copy_engine`: the same buckets, moved without taking multiprocessors from the model.
+"""`ddp_copy_engine`: copy engines move the buckets, so the model keeps its multiprocessors.
 
-The problem that `ddp_bucketed` leaves: perfect overlap still costs. NCCL moves data with kernels;
+The problem with `ddp_bucketed`: perfect overlap still costs. NCCL moves data with kernels;
 while they run, the model's own kernels have fewer multiprocessors and often need a second wave.
 
 The idea: a GPU has copy engines, separate units that move memory and compute nothing. The buckets
 live in memory that every GPU of the host can reach, and an all-reduce becomes, on a side stream:
 
-    signal    my bucket is filled, and wait until all peers say the same
-    pull      my chunk, 1/W of the bucket, from each peer                       (copy engines)
-    sum       the W versions of my chunk                                        (a small kernel)
+    signal    this rank's bucket is filled; wait until all peers' are
+    pull      this rank's chunk, 1/W of the bucket, from each peer              (copy engines)
+    sum       the W versions of this chunk                                      (a small kernel)
     push      the result into every peer's buffer                               (copy engines)
-    signal    all my pushes have arrived, and wait until all peers say the same
+    signal    all pushes have arrived; wait until all peers' have, too
 
 That is a reduce-scatter and an all-gather: the bytes on the wire are a ring's, 2(W - 1)/W of the
-bucket a rank (Thakur, Rabenseifner and Gropp, 2005), and each chunk is summed once, on one rank,
-so all replicas hold the same bits. Pushing needs no barrier in between: the only other reader of
-my chunk in a peer's buffer is myself, and I have read it. Nobody reads my buffer after the last
-signal, so the next step may write to it.
+bucket per rank (Thakur, Rabenseifner and Gropp, 2005), and each chunk is summed once, on one rank,
+so all replicas hold the same bits. Pushing needs no barrier in between: only this rank reads
+its chunk in a peer's buffer, and it has done so. After the last signal no rank reads another's
+buffer, so the next step may write to it.
 
-What it leaves: the copies still take memory bandwidth from the model, the buffers stay allocated
+What remains: the copies still take memory bandwidth from the model, the buffers stay allocated
 through the next forward, and it works on GPUs of one host only. A stream waits for a peer without
 end, so something must watch for ranks that die, as the benchmark does (lm/watch.py).
 """
@@ -40,7 +40,7 @@ ALIGNMENT_BYTES = 256
 
 
 class CopyEngineDDP(BucketedDDP):
-    """Flat buckets in peer-to-peer memory, exchanged by the copy engines.
+    """Exchanges flat buckets in peer-to-peer memory with the GPUs' copy engines.
 
     Half of its methods fill in what `BucketedDDP` leaves open, the others own the memory that ranks
     share. It keeps the bytes of all gradients allocated, and at most `PIECE_BYTES` more for what it
@@ -133,7 +133,7 @@ class CopyEngineDDP(BucketedDDP):
         return PeerMemory(nbytes, device, self.process_group)
 
     def side_stream(self) -> AbstractContextManager:
-        """A context whose work goes to a side stream, behind the model's work so far."""
+        """Returns a context whose work runs on a side stream, after the model's work so far."""
         self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)
 

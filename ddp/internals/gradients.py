@@ -1,7 +1,7 @@
 """The gradients of one network: names, dtypes, and what each `.grad` holds.
 
 A `.grad` holds this rank's own gradient, the reduced one, or nothing. Several backwards before one
-finish each reduce what they add. A reduced gradient is the same on all ranks; reducing it again
+finish each reduce their own terms. A reduced gradient is the same on all ranks; reducing it again
 together with new local terms leaves its mean unchanged, and under `reduce="sum"` each rank first
 takes back its share, 1/W of it (up to rounding, where W is no power of two). The ranks must run the
 backwards of a step in one order.
@@ -21,7 +21,7 @@ REDUCTIONS = ("mean", "sum")
 
 
 class Reduction:
-    """How gradients are added up: `"mean"` or `"sum"` over the ranks.
+    """Selects how ranks' gradients are combined: `"mean"` or `"sum"`.
 
     Attributes:
         contributors: number of ranks whose gradients are in a reduced one.
@@ -57,7 +57,7 @@ class Gradients:
     Attributes:
         parameters, names, index: the parameters; of each, its names and its index.
         reduced: indices of those whose `.grad` is the reduced value.
-        stand_ins: what is reduced for a parameter that has no gradient on this rank.
+        stand_ins: zeros that are reduced for a parameter without a gradient on this rank.
         absent: what a stand-in is filled with. Zero; NaN in a step that is being discarded, so that
             a rank that does not discard it sees at once that it has no mean.
     """
@@ -76,7 +76,7 @@ class Gradients:
         self.stand_ins: dict[int, Tensor] = {}
 
     def describe(self) -> list[Gradient]:
-        """Returns what a plan is made from."""
+        """Returns the sizes and dtypes from which a plan is made."""
         dtypes = self.dtypes.all()
         return [
             Gradient(p.numel(), str(dtype), dtype.itemsize)
@@ -150,14 +150,17 @@ class Gradients:
         self.stand_ins.clear()
 
     def restore_strides(self) -> None:
-        """Collectives want contiguous gradients, optimizers those of the parameter's strides."""
+        """Gives gradients the strides of their parameters, which optimizers expect.
+
+        Collectives need contiguous gradients.
+        """
         for parameter in self.parameters:
             if parameter.grad is not None and not parameter.is_contiguous():
                 gradient = parameter.grad
                 parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
     def drop(self) -> None:
-        """Discards all gradients; what is still reduced for them is NaN."""
+        """Discards all gradients; later reductions of them give NaN."""
         self.absent = torch.nan
         for parameter in self.parameters:
             parameter.grad = None

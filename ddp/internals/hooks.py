@@ -1,4 +1,4 @@
-"""How autograd tells a wrapper that a gradient is about to change, and that it is final."""
+"""Calls a wrapper when autograd is about to change a gradient, and when it is final."""
 
 import weakref
 from dataclasses import dataclass
@@ -16,13 +16,16 @@ TensorsOrNone = tuple[Tensor | None, ...]
 
 @dataclass
 class Backward:
-    """`running`: from a backward's first hook to its end, which a failed one never reaches."""
+    """A backward in progress.
+
+    `running` is set from its first hook to its end; a backward that fails leaves it set.
+    """
 
     running: bool = False
 
 
 class Listener(Protocol):
-    """Is called by the hooks; `ddp.base.DataParallel` implements it."""
+    """The interface that the hooks call; `ddp.base.DataParallel` implements it."""
 
     is_active: bool
     gradients: Gradients
@@ -37,7 +40,7 @@ class AutogradHooks:
 
     Both hooks sit on the node that accumulates a parameter's gradient. The second one runs when
     all `register_post_accumulate_grad_hook` hooks of the parameter have run, those that a user adds
-    after wrapping too, so that what they make of `.grad` is what is reduced. A tied parameter's
+    after wrapping too, so that their changes of `.grad` are reduced. A tied parameter's
     hooks run once a backward, with the sum of its uses. They run in autograd's thread, on the
     stream on which the gradient is accumulated, so that a collective started there is queued
     behind the accumulation. `torch.autograd.grad` accumulates nothing and runs neither.

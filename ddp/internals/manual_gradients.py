@@ -1,4 +1,4 @@
-"""The seam for private training: gradients that are handed over by calls, not by autograd."""
+"""The interface for private training, which passes gradients by calls, not by autograd."""
 
 import torch
 from torch.nn import Parameter
@@ -36,7 +36,7 @@ class ManualGradients:
     def gradient_ready(self, parameter: Parameter) -> None:
         """Announces that `parameter.grad` is final for this backward and may be reduced.
 
-        To be called for all parameters before the next forward, which takes what is incomplete for
+        Call it for all parameters before the next forward, which takes an incomplete step for
         a step that failed, and discards it.
 
         Raises:
@@ -64,7 +64,7 @@ class ManualGradients:
 
         With `torch.float32`, gradients of 16-bit parameters are float32, others stay as they are.
         Set it between steps, on all ranks; gradients that exist are converted. Whoever replaces a
-        `.grad` by one of the parameter's own dtype, for an optimizer that wants that, sets the
+        `.grad` by one of the parameter's own dtype, for an optimizer that needs that, sets the
         parameter's `grad_dtype` for it and need not set it back: the next training forward does,
         or the next `before_gradient`.
 

@@ -1,12 +1,12 @@
 """One wrapper at a time reduces a parameter's gradient.
 
 Two wrappers over one parameter would both reduce its `.grad` in place, and the result would be
-wrong. Two cases are told apart:
+wrong. There are two cases:
 
 - The same network is wrapped again, as in a notebook, while the first wrapper is alive: both can
-  be used, in turn. The one that runs a training forward is active, the hooks of the other sleep.
+  be used, in turn. The one that runs a training forward is active; the other's hooks do nothing.
 - Two networks share some parameters, as an actor and a critic on one trunk: refused when the
-  second one is wrapped, since their gradients could only be told apart by backwards.
+  second one is wrapped, since only the backward distinguishes their gradients.
 """
 
 import gc

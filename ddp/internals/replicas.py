@@ -24,9 +24,10 @@ class Replicas:
     them. It raises when a saved tensor was written to since, so a write must only count as one if
     it can change a value that was used:
 
-    - A buffer that nobody has touched since the last broadcast, a table for instance, receives what
-      it holds already. Writing through `.data` leaves autograd's count of writes alone. The running
-      statistics of a batch norm are written in the same way; its backward does not use them.
+    - A buffer that has not been written to since the last broadcast, such as a table, receives the
+      values it holds already. Writing through `.data` leaves autograd's count of writes alone. The
+      running statistics of a batch norm are written in the same way; its backward does not use
+      them.
     - A buffer that the network replaces by a new tensor in each forward is replaced here too: what
       autograd saved stays as it was.
     - A buffer that the network itself writes to is written to here, and counted.

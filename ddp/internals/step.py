@@ -1,4 +1,4 @@
-"""Tracks one step, and names what is wrong when it is incomplete or has failed."""
+"""Tracks one step, and raises errors that say why it is incomplete or has failed."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from ddp.schedule import Schedule
 
 
 class Variant(Owner, Protocol):
-    """Is asked by a step; `ddp.base.DataParallel` implements it."""
+    """The interface that a step calls; `ddp.base.DataParallel` implements it."""
 
     training: bool
     process_group: dist.ProcessGroup
@@ -32,7 +32,7 @@ class Variant(Owner, Protocol):
 
 @dataclass(frozen=True)
 class Launch:
-    """A bucket that left when `ready` gradients of the step had arrived; names in bucket order."""
+    """A bucket that was launched once `ready` gradients had arrived; names in bucket order."""
 
     ready: int
     nbytes: int
@@ -41,7 +41,7 @@ class Launch:
 
 @dataclass
 class Record:
-    """Counts what a step has sent; each launch with the number of gradients ready by then."""
+    """Counts a step's collectives and bytes, and each launch with the gradients ready by then."""
 
     collectives: int = 0
     nbytes: int = 0
@@ -53,7 +53,7 @@ class Step:
     """One step, from its first forward or gradient to `finish_gradient_synchronization`.
 
     Every event of a step (a forward, an arriving gradient, the end of a backward, a failure) has a
-    method here, so that only this class knows which may follow which.
+    method here, so that the allowed orders are defined in this class alone.
 
     Attributes:
         unfinished: something has happened that `finish_gradient_synchronization` must complete.
@@ -169,7 +169,7 @@ class Step:
         return self._backward_reduces
 
     def _mark_unreached_ready(self, variant: Variant) -> None:
-        """Marks parameters that no forward of this step uses as ready, so that no bucket waits."""
+        """Marks parameters that no forward of this step uses as ready, so that buckets complete."""
         if variant.find_unused_parameters and self._reached and len(self._schedule.arrivals) == 1:
             self._schedule.ready |= set(range(len(self._gradients.parameters))) - self._reached
 
@@ -193,7 +193,7 @@ class Step:
         return True
 
     def end(self, variant: Variant) -> None:
-        """Called when a round is over: deals with what is unused or late, and ends the step."""
+        """Ends a round: reduces unused or late gradients, and completes the step."""
         used, anything_late = self._used, bool(self._used - self._gradients.reduced)
         if variant.find_unused_parameters:
             parameters = self._gradients.parameters
@@ -225,7 +225,7 @@ class Step:
     # ---- a step that cannot be finished --------------------------------------------------------
 
     def _missing(self) -> list[int]:
-        """Parameters that got fewer gradients than others in this step."""
+        """Lists parameters that received fewer gradients than others in this step."""
         arrivals = self._schedule.arrivals
         expected = max(arrivals.values(), default=1)
         return [i for i in range(len(self._gradients.parameters)) if arrivals.get(i, 0) < expected]
@@ -254,7 +254,7 @@ class Step:
             self.discard(variant)
 
     def discard(self, variant: Variant) -> None:
-        """Forgets a step that was left half-way, and its gradients: some are reduced, some not.
+        """Discards an incomplete step and its gradients, of which some are reduced and some not.
 
         Ranks may have been stopped in different places, so each completes the round. That works
         if every rank was stopped inside its backward; where one was not, it sees NaN.

@@ -1,4 +1,4 @@
-"""Parameters that take no part in a backward, on some ranks or on all."""
+"""Handles parameters that take no part in a backward, on some ranks or on all."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -49,8 +49,8 @@ def agree_on_use(
 ) -> tuple[set[int], bool]:
     """Returns which parameters any rank has used in this step, and whether any rank was late.
 
-    A rank is late that got a gradient for a parameter after its bucket had left; it needs one more
-    round, and a round is a matter of all ranks.
+    A rank is late if a gradient arrived after its bucket was launched. It needs one more round, in
+    which all ranks take part.
     """
     flags = torch.zeros(len(parameters) + 1, dtype=torch.int32, device=parameters[0].device)
     flags[[i for i in used if parameters[i].grad is not None]] = 1

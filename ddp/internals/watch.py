@@ -1,10 +1,10 @@
-"""Checks what a step assumes of its parameters, and says so where it does not hold.
+"""Checks the assumptions of a step about its parameters.
 
 They are those that were wrapped: an optimizer's step on a replaced or thawed parameter would use a
-gradient that nobody reduces. And they do not change between their gradient's arrival and the end of
+gradient that is not reduced. And they do not change between their gradient's arrival and the end of
 `finish_gradient_synchronization`: an optimizer that steps there uses this rank's gradient alone.
 A tensor counts the writes to it (`_version`), so neither check reads a value. Fused optimizers
-write without being counted; a hook of all optimizers tells of their steps.
+write without being counted; a hook of all optimizers records their steps.
 """
 
 import weakref

@@ -1,4 +1,4 @@
-"""Copying, pickling, loading and statistics of a wrapper, beside its training.
+"""Copies, pickles, loads and describes a wrapper; everything beside its training.
 
 Hooks, handles and buckets belong to one wrapper. So a copy (`copy.deepcopy`, `torch.save(model)`,
 `AveragedModel(model)`) is built anew from the copied network and the same options. Building it
@@ -39,7 +39,7 @@ class Copyable:
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what is pickled.
+        """Returns the state to pickle.
 
         Raises:
             RuntimeError: if the process group is not the default one, which a file cannot hold.
@@ -87,7 +87,7 @@ class Wrapper(Copyable):
         self.step.record.nbytes += nbytes
 
     def stats(self) -> dict[str, int]:
-        """Returns what this rank sent in the last finished step.
+        """Returns the collectives and bytes of this rank's last finished step.
 
         `collectives` started for gradients, `bytes` of gradients handed to them (a ring moves
         2(W-1)/W times as many over each link), and `buckets` in the plan.
@@ -114,7 +114,7 @@ class Wrapper(Copyable):
         return self.step.is_in_the_middle()
 
     def deactivate(self) -> None:
-        """Forgets an unfinished step: another wrapper of this network takes over."""
+        """Discards an unfinished step because another wrapper of this network takes over."""
         self.wait_for(*self.schedule.in_flight)
         self.step.begin()
         give_back(self.gradients.dtypes.given)

@@ -1,4 +1,4 @@
-"""Counts what a private run spends, and states it.
+"""Counts the privacy that a run spends, and states it.
 
 Files:
 

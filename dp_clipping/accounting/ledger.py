@@ -1,10 +1,9 @@
-"""An engine's account, which counts its steps by the key that they drew from: no load and no step
-forgets one.
+"""Counts an engine's steps by the noise key that they used, so that no load loses a step.
 
-A history of Opacus's accountants is a list of (σ, q, number of steps). Whether the steps of one
-history are among those of another cannot be told from it, and a load that takes the saved one for
-the engine's would lower ε where the engine has made other steps meanwhile. So the steps of each key
-are listed apart, here and in a checkpoint.
+A history of Opacus's accountants is a list of (σ, q, number of steps). It does not show whether its
+steps are among those of another history, and a load that replaced the engine's history by the saved
+one would lower ε if the engine had made other steps since. So the steps of each key are listed
+apart, here and in a checkpoint.
 
 Step n of a key always has the same noise for the same samples. So two lists of one key agree as
 far as both go, and the longer one has the steps of both; lists of different keys compose. A run
@@ -38,7 +37,7 @@ Parts = dict[str, HistoryPart]
 
 OTHERS = ""
 """In place of a fingerprint: steps that no run of this engine has made (of a user's own mechanism,
-or of an accountant that was handed on)."""
+or of an accountant that was passed on)."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,11 @@ class Step:
     """Identifies a step's release by its key and public settings.
 
     Attributes:
-        fingerprint: of the key.
-        number: under which the key is asked for noise.
+        fingerprint: the fingerprint of the key.
+        number: the step's number in the noise stream of its key.
         sigma, rate: as they are counted.
         clip_norms: C, or those of the clipping groups.
-        batch_number: of the Poisson batch that it is made of; None if it is made of another.
+        batch_number: the number of its Poisson batch; None if it is made of another batch.
     """
 
     fingerprint: str
@@ -72,7 +71,7 @@ def count(history: History) -> int:
 
 
 def after(history: History, steps: int) -> History:
-    """Returns what follows the first `steps` of them."""
+    """Returns the part of a history that follows its first `steps` steps."""
     rest = []
     for sigma, rate, number in history:
         left = number - min(number, steps)
@@ -103,7 +102,7 @@ def parts_of(saved: Mapping[str, Any], history: History) -> Parts:
 
     Args:
         saved: the details in a checkpoint.
-        history: of its accountant.
+        history: the history of its accountant.
     """
     whole = saved["steps"] - count(history), history
     return saved.get("account", {saved["key_fingerprint"]: whole})
@@ -116,11 +115,11 @@ def _single(history: History) -> Iterator[tuple[float, float]]:
 
 
 class Account:
-    """Opacus's accountant, and which of its steps are whose.
+    """Opacus's accountant, with a record of which of its steps belong to which run.
 
-    What a step of this process was made on top of, itself included, counts as released from then
-    on, and no load takes it away. An account that was only loaded gives way to the next one: who
-    looks at one checkpoint after the other has released nothing.
+    A step of this process releases itself and all steps that it was made on top of. Released steps
+    stay in the account whatever is loaded later. An account that was only loaded, without a step
+    after it, is replaced by the next load, because looking at checkpoints releases nothing.
     """
 
     def __init__(self, accountant: "IAccountant") -> None:
@@ -153,7 +152,7 @@ class Account:
         return max(0.0, float(self.accountant.get_epsilon(delta)))
 
     def _refuse_lost(self) -> None:
-        """Raises RuntimeError if the accountant's history no longer has what was counted."""
+        """Raises RuntimeError if the accountant's history lacks steps that were counted."""
         counted: Counter[tuple[float, float]] = Counter()
         for _, history in self._parts.values():
             counted += _totals(history)
@@ -184,7 +183,7 @@ class Account:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Surrounds the user's hooks: raises RuntimeError, and takes back, what they count here."""
+        """Surrounds the user's hooks. Undoes steps that they count here; raises RuntimeError."""
         before = list(self.history)
         try:
             yield
@@ -239,7 +238,7 @@ class Account:
         return True
 
     def _note_others(self) -> None:
-        """Notes what was added to the accountant's history meanwhile, as no run's."""
+        """Records steps that others have added to the accountant's history as no run's."""
         self._attribute(OTHERS, 0)
 
     def _attribute(self, key: str, number: int) -> None:
@@ -287,7 +286,7 @@ class Account:
         unsaved: Parts,
         run: object,
     ) -> None:
-        """Becomes, for this run, a saved account and the steps that `beyond` has found.
+        """Replaces this run's account by a saved one and the steps that `beyond` has found.
 
         Args:
             state: the saved accountant's `state_dict`.

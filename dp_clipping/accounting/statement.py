@@ -12,14 +12,14 @@ RELATION = "add or remove one unit"
 
 @dataclass(frozen=True)
 class PrivacyStatement:
-    """States (ε, δ) and what it was computed from; prints as text.
+    """The stated (ε, δ) and what it was computed from; prints as text.
 
     An attribute is a list where steps had several values: all of them, in the order in which they
     were first used.
 
     Attributes:
         relation: which data sets are neighbours.
-        unit: what is added or removed.
+        unit: the unit of privacy, which is added or removed.
         noise_multiplier: σ.
         max_grad_norm: C, or C_k of each clipping group. With an adaptive threshold: where it is
             now; what it follows is paid for in σ.
@@ -71,7 +71,7 @@ def statement_of(
 
     Args:
         runs: the `PrivateRun` of each `make_private`.
-        history: of the engine's accountant.
+        history: the history of the engine's accountant.
         accountant: its name.
         epsilon: as it computed it.
     """
@@ -100,7 +100,7 @@ def _other_sampler(runs: Sequence[Any]) -> str:
 
 
 def _unit(settings: Mapping[str, Any]) -> str:
-    """Returns what a run samples, clips and counts as one."""
+    """Returns the unit that a run samples, clips and counts."""
     each = settings["examples_per_unit"]
     if each == 1:
         return "one example"

@@ -29,7 +29,7 @@ def noise_multiplier_for(
 
     Args:
         sample_rate: probability of a sample to be in a step's batch.
-        steps: of the whole training.
+        steps: the number of steps of the whole training.
         accountant: `"prv"`, `"rdp"` or `"gdp"`.
         epsilon_tolerance: the search ends when ε is at most this far below its target.
         alphas: Rényi orders that accountant `"rdp"` tries; default: Opacus's.

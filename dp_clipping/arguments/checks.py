@@ -53,7 +53,7 @@ def check_arguments(
 def check_mechanism(
     noise_mechanism: str, adaptive_threshold: AdaptiveThreshold | None, cuda_graph: bool
 ) -> None:
-    """Raises ValueError for an unknown mechanism, and for what a registered one cannot do."""
+    """Raises ValueError for settings that do not go with a registered mechanism."""
     if mechanism_of(noise_mechanism) is None:
         return
     for name, is_given in (

@@ -64,7 +64,7 @@ MODEL = {
     "add_hooks": "give a network to engine.make_private(module=..) again",
     "disable_hooks": "model.eval() runs the network alone",
     "enable_hooks": "model.train() makes its calls private steps again",
-    "is_supported": "engine.is_compatible(module=network) tells it of a whole network",
+    "is_supported": "engine.is_compatible(module=network) checks a whole network",
     "validate": "call engine.validate(module=network)",
     "iterate_submodules": "use network.modules()",
     "GRAD_SAMPLERS": "a layer without arithmetic of its own runs under torch.vmap, unregistered",
@@ -101,7 +101,7 @@ def refuse(argument: str, value: Any, known: dict[str, str]) -> None:
 
 
 def refuse_opacus(module: Any, optimizer: Any, criterion: Any, loader: Any) -> None:
-    """Raises ValueError for what Opacus's `make_private` has returned, or an engine's parts."""
+    """Raises ValueError for objects of Opacus's `make_private`, or parts of its engine."""
     inner = module.modules() if isinstance(module, nn.Module) else ()
     if any(_is(m, "AbstractGradSampleModule") for m in inner):
         raise ValueError(
@@ -137,7 +137,10 @@ def _is(value: Any, kind: str) -> bool:
 
 
 class FourValues(tuple):
-    """What `make_private` returns. Taking it as three values, as Opacus's are, says what to do."""
+    """The result of `make_private`.
+
+    Unpacking it as three values, as Opacus's, raises an error that says what to do.
+    """
 
     def __iter__(self) -> Iterator[Any]:
         caller = inspect.currentframe().f_back

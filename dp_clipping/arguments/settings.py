@@ -34,7 +34,7 @@ from dp_clipping.sampling.units import Units
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Holds what one private run is made from; `PrivacyEngine.make_private` explains each field.
+    """The settings of one private run; `PrivacyEngine.make_private` explains each field.
 
     Numbers are Python's own, whatever was given. There is a field for each argument.
 
@@ -129,7 +129,7 @@ class Settings:
         return replace(self, expected_batch_size=size)
 
     def public(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds and a load compares."""
+        """Returns the settings that a checkpoint saves and a load compares."""
         dataset: Any = self.data_loader.dataset
         return {
             "mode": self.grad_sample_mode,
@@ -150,7 +150,7 @@ class Settings:
         }
 
     def compared(self) -> dict[str, Any]:
-        """Returns what all ranks must have alike."""
+        """Returns the settings that must be equal on all ranks."""
         adaptive = self.adaptive_threshold
         return self.public() | {
             "batch_first": self.batch_first,

@@ -1,4 +1,4 @@
-"""C as it is set, by `make_private`, schedulers or an adaptive threshold."""
+"""The clipping threshold C, set by `make_private`, schedulers or an adaptive threshold."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from dp_clipping.clipping.coefficients import clip_norms_of
 
 
 class Thresholds:
-    """C of the next step, and C_k of each of its clipping groups.
+    """C of the next step, and the threshold C_k of each of its clipping groups.
 
     Args:
         max_grad_norm: C, or a list of thresholds, one per group.

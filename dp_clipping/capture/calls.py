@@ -1,6 +1,6 @@
-"""A private network as its user sees it: whose calls are private steps, and whose copies are plain.
+"""Redirects a network's calls to private steps, and keeps its copies plain.
 
-What private training adds to a module are attributes of that one object. `copy.deepcopy` and pickle
+Private training adds attributes to the module, and only to that object. `copy.deepcopy` and pickle
 (and so `torch.save` and an average of weights) take the module without them: a copy belongs to no
 engine, and training it is not private.
 """
@@ -99,7 +99,7 @@ class Calls:
 
     @contextmanager
     def reached(self) -> Iterator[None]:
-        """Inside, calls reach the module."""
+        """Enters a context in which calls reach the module."""
         before, self._is_inside = self._is_inside, True
         try:
             yield

@@ -1,4 +1,4 @@
-"""Functional capture: layers of a network deliver per-sample gradients in place of their sum.
+"""Captures a network: its layers deliver per-sample gradients in place of their sum.
 
 Each layer that owns trainable parameters gets a forward that runs its arithmetic as one autograd
 function, with detached parameters. In backward this function calls a `PrivateStep`. Outside of a
@@ -57,16 +57,15 @@ class Capture:
     """The layers of one network, captured.
 
     `PrivateModel` makes it, and `remove` restores the network's own forwards. Each forward of a
-    private step runs in `attached`, in which the layers deliver to that step. The searches for
-    samples run plain forwards in `looked_at`. All parts of a step read the attributes, which are
-    made once for all captured layers.
+    private step runs inside `attached`, where layers deliver to that step. The search for samples
+    runs plain forwards inside `looked_at`. The attributes do not change afterwards.
 
     Raises:
         ValueError: the network is in evaluation.
 
     Attributes:
         network: the bare network, without a wrapper.
-        handles: of every captured module.
+        handles: the handles of every captured module.
         parameters: trainable ones in order of registration, tied ones once.
         names: parameter -> its full name.
         groups: parameter -> clipping group; `group_names` has one line per group.
@@ -209,7 +208,7 @@ class Capture:
 
     @contextmanager
     def new_triggers(self) -> Iterator[None]:
-        """A context with new triggers: leaves that no earlier step has used.
+        """Enters a context with new triggers: leaves that no earlier step has used.
 
         Autograd remembers on which stream a leaf was first used, as long as a graph with it is
         alive, and makes that stream wait. So a step that is captured on another stream needs
@@ -275,7 +274,7 @@ class Capture:
         args: tuple,
         kwargs: dict,
     ) -> None:
-        """Notes what stands for sharded parameters now: used elsewhere it would get a gradient.
+        """Records the tensors that stand for sharded parameters now.
 
         Before the forward of what gathers them, since nothing of theirs may be called at all.
         """
@@ -296,7 +295,7 @@ class Capture:
 
     @contextmanager
     def attached(self, private_step: Recorder | None) -> Iterator[None]:
-        """A context in which calls of the layers belong to the private step (None: to no step)."""
+        """Enters a context in which layers' calls belong to the private step (None: to none)."""
         before = {handle: (handle.private_step, handle.slots) for handle in self.handles}
         outer, self._session = self._session, private_step
         for handle in self.handles:
@@ -342,7 +341,7 @@ class Capture:
         return any_compiled(self.network)
 
     def slot_value(self, parameter: Parameter) -> Tensor:
-        """Returns what a slot expands: the parameter where a module computes with it, else a zero.
+        """Returns the tensor that a slot expands: the parameter if a module uses it, else a zero.
 
         Its dtype is that of the G it receives: float16's largest number is too small for a sum
         over tokens, so there G is float32.
@@ -366,7 +365,7 @@ class Capture:
 
     @contextmanager
     def looked_at(self, before: Callable, after: Callable | None = None) -> Iterator[None]:
-        """A context with plain forwards, in which hooks run around each captured module.
+        """Enters a context with plain forwards, in which hooks run around each captured module.
 
         The user's random streams, and compiled code, are not affected.
         """

@@ -1,9 +1,9 @@
-"""Tells a private step on fused kernels what it must know before a compiled region.
+"""Finds the shapes inside a compiled region before a private step on fused kernels enters it.
 
-In there a layer can make no slots and ask no plan, and a slot has a shape. So the shapes that
-linear layers are given are looked for beforehand, in plain forwards of a few samples, once for each
-set of input shapes; the plan is made from them, and with it the slots. `layers.linear` says
-what the compiler then sees.
+Inside the region a layer can neither make slots, which have shapes, nor use a plan. So the input
+shapes of linear layers are found beforehand, in plain forwards of a few samples, once for each set
+of the network's input shapes. Plan and slots are made from them. `layers.linear` explains the
+compiled code.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ class CompiledShapes:
     Attributes:
         uses: parameter -> the use of a linear layer by one sample, in the order of the forward;
             without weights that are used more than once.
-        dtypes: of those layers' products.
+        dtypes: the dtypes of those layers' products.
         held: bytes that an ordinary forward keeps for its backward, a sample.
     """
 
@@ -83,7 +83,7 @@ NORM = torch.float32
 
 
 class LinearTap(torch.autograd.Function):
-    """Slots [..] without memory between the anchor and the only use of a weight."""
+    """Empty slots [..] without memory between the trigger and the only use of a weight."""
 
     @staticmethod
     def forward(ctx, trigger, private_step, parameter, is_gradient, transposed, kinds):
@@ -117,7 +117,7 @@ def refuse_repeated(
 
 
 class Forecaster:
-    """Looks at plain forwards once for each set of input shapes, and remembers what it has seen.
+    """Observes a plain forward once for each set of input shapes, and stores the shapes in it.
 
     Args:
         observe: arguments of so many samples -> the calls of each layer (`Search.observe`).
@@ -182,7 +182,7 @@ class Forecaster:
 
 
 def _kind(leaf: Any) -> Any:
-    """Returns what of an argument may decide about shapes inside the network."""
+    """Returns the parts of an argument that may determine shapes inside the network."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype
     return type(leaf), leaf if isinstance(leaf, int | float | str) else None

@@ -1,8 +1,9 @@
-"""Before a step: where the samples are is known, on one rank or, of a sharded model, on all.
+"""Finds where the samples are before a step, on one rank or on all ranks of a sharded model.
 
-`search` finds it with three forwards and `independence` looks whether samples see each other; this
-decides when to look, and with whose samples. All ranks of a sharded model run the same forwards,
-whatever their own batches: they gather parameters together.
+`layout_search` finds them with three forwards, and `checks.sample_independence` checks that no
+sample depends on another. This file decides when to run them, and on whose samples. All ranks of a
+sharded model run the same forwards, whatever their own batches, because they gather parameters
+together.
 """
 
 from functools import partial
@@ -34,11 +35,12 @@ from dp_clipping.torch_compat import flush_ready_nodes, tree_map
 
 
 class LayoutDiscovery:
-    """Finds out where the samples are in a captured network, and remembers from how many.
+    """Finds where the samples are in a captured network, before a forward that needs it.
 
-    A batch of one sample tells little: beside one, every dimension of size one may count samples.
-    What it gave is provisional until a larger batch comes. Looking and checking stay together: each
-    check may ask for another look, and both follow one schedule, on one rank or on all together.
+    `ForwardBackward` calls `ensure` before each training forward. A batch of one sample shows
+    little, because any dimension of size one may then count samples; its result is provisional
+    until a larger batch comes. The search and the checks follow one schedule, on one rank or on all
+    together, since a check may require another search.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class LayoutDiscovery:
         A network with `nn.EmbeddingBag` is run once, as it is, to see which of them are bags.
 
         Raises:
-            ValueError: a layer's bags are not told by the arguments.
+            ValueError: the arguments do not determine a layer's bags.
         """
         batch = self.carried.batch_of(args, kwargs)
         if self._sharding is not None or self._bags.of(args, kwargs) is not None:
@@ -88,7 +90,7 @@ class LayoutDiscovery:
         return self.carried.batch_of(batch.args, batch.kwargs)
 
     def ensure(self, batch: Batch) -> int | None:
-        """Look, unless it is known. With a sharding all ranks call it together.
+        """Finds the samples unless they are known. All ranks of a sharded model call it together.
 
         Returns:
             The number of the check, if this batch has been looked at for samples that see each
@@ -112,7 +114,7 @@ class LayoutDiscovery:
                 raise
             raise ValueError(
                 "the network packs sequences that must be sorted by length, and batches with other "
-                "samples in some places are run to see whether samples see each other: call "
+                "samples in some places are run to find samples that depend on each other: call "
                 "pack_padded_sequence(x, lengths, enforce_sorted=False)"
             ) from error
         except ValueError as error:
@@ -149,7 +151,7 @@ class LayoutDiscovery:
         return due or not self._is_known or self._is_provisional
 
     def count(self, size: int) -> None:
-        """Counts a batch that is not looked at."""
+        """Counts a batch that is not checked."""
         self._schedule.next_is_due(size, alone=True)
 
     def look(self, batch: Batch) -> None:
@@ -163,7 +165,7 @@ class LayoutDiscovery:
                     raise
 
     def forget(self) -> None:
-        """Forgets all that was found: the next batch is looked at again."""
+        """Discards all findings: the next batch is examined again."""
         self._is_known = False
         self._schedule = Schedule()
         self._search.forget()
@@ -171,11 +173,11 @@ class LayoutDiscovery:
         self._bags.forget()
 
     def skip_checks(self, batches: int) -> None:
-        """Counts so many batches as looked at."""
+        """Counts so many batches as checked."""
         self._schedule.skip(batches)
 
     def forecast(self, batch: Batch) -> CompiledShapes:
-        """Returns what linear layers will be given, where compiled code must know it beforehand."""
+        """Returns the expected inputs of linear layers, which compiled code needs beforehand."""
         return self._forecaster.of(batch.first_sample(), batch.with_samples)
 
     def layouts_of(self, outputs: Any) -> list[Layout | None]:
@@ -194,7 +196,7 @@ class LayoutDiscovery:
         return [batch.with_rows(r) for r in (rows[:FEW], rows, [rows[0], rows[-1]], again)]
 
     def _look(self, arguments: list[tuple], size: int) -> None:
-        """Looks, with the arguments of forwards that were made of a batch of so many samples."""
+        """Examines a batch of `size` samples, with the arguments of forwards made from it."""
         if self._is_provisional or size < FEW:
             self._search.forget()
             self._forecaster.forget()
@@ -261,7 +263,7 @@ class LayoutDiscovery:
             if self._sharding is not None:
                 raise ValueError(
                     "the network returns other tensors than in the first batch, and other ranks "
-                    "cannot be asked to look again now: call model.reset_batch_layouts() on every "
+                    "cannot repeat the search now: call model.reset_batch_layouts() on every "
                     "rank before a forward that differs"
                 ) from error
             self.look(batch)
@@ -309,7 +311,7 @@ class LayoutDiscovery:
         dist.all_gather_object(counts, count, group=self._sharding.everyone)
         return max(counts)
 
-    # ---- what is carried from batch to batch ----------------------------------------------------
+    # ---- state from batch to batch -----------------------------------------------------------
 
     def _forward_and_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns outputs of a plain step and, unless ranks compute them together, gradients."""
@@ -350,7 +352,7 @@ class LayoutDiscovery:
         dist.broadcast_object_list(given, group=everyone, group_src=source)
         device = self._capture.trigger.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(0)  # what is random in the network must not part the ranks
+            torch.manual_seed(0)  # random numbers of the network must not make ranks differ
             self._look(_moved(given[0], device), largest)
 
 

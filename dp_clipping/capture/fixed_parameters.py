@@ -89,7 +89,7 @@ class FixedParameters:
             )
 
     def _hold(self) -> tuple[list[Any], list[Any]]:
-        """Returns what modules have for parameters and for children: sizes and names, and those."""
+        """Returns the sizes and names of modules' parameters and children, and the objects."""
         dicts = parameters_and_children(self._modules)
         names = [*map(len, dicts), *chain.from_iterable(dicts)]
         return names, list(chain.from_iterable(map(dict.values, dicts)))
@@ -114,7 +114,7 @@ class FixedParameters:
 
 
 def _trainable(module: nn.Module) -> Own:
-    """Its own parameters that are trainable, by name."""
+    """Returns a module's own trainable parameters, by name."""
     own = own_parameters(module)
     if not own:
         return NOTHING

@@ -1,4 +1,4 @@
-"""Which arithmetic a captured layer gets, and whether it still fits the layer in a later step."""
+"""Chooses the arithmetic of a captured layer, and checks that it still fits in later steps."""
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -155,7 +155,7 @@ class Arithmetic:
 
 
 def _signature(module: nn.Module) -> tuple[Any, Any, Callable, frozenset[str], set[str]]:
-    """Returns what it computes with: functions compare as the same objects do.
+    """Returns an identity of the code it computes with, to be compared later.
 
     That is its own forward, its class, the class's forward, names of that class's methods, and
     those of them that the module has attributes of its own for.

@@ -1,7 +1,8 @@
-"""Where the samples are in every layer of a captured network: looked for with two batch sizes.
+"""Finds where the samples are in every layer of a captured network, with two batch sizes.
 
-`layout` says what is looked for in one tensor; this runs the network and remembers. It also counts
-how often a parameter is used, since the cross terms of several uses belong to its norm.
+`batch_layout` finds the samples in one tensor; this file runs the network and stores the results.
+It also counts how often a parameter is used, since the cross terms of several uses belong to its
+norm.
 """
 
 from collections.abc import Iterator
@@ -47,7 +48,7 @@ LINEAR = {"linear", "conv1d", "attention", "recurrent", "cell"}
 
 
 class Search:
-    """Finds, and keeps in their handles, the layouts of a network's layers."""
+    """Finds the layouts of a network's layers, and stores them in the layers' state."""
 
     def __init__(self, capture: CapturedNetwork):
         self.capture = capture
@@ -59,7 +60,7 @@ class Search:
         self.last_outputs: tuple[int, ...] = ()
 
     def forget(self) -> None:
-        """Forget where the samples are and how often parameters are used."""
+        """Discards where the samples are and how often parameters are used."""
         self._uses.clear()
         self.output_layouts.clear()
         for handle in self.capture.handles:
@@ -69,7 +70,7 @@ class Search:
     def establish(
         self, few: tuple[tuple, dict], more: tuple[tuple, dict], other: tuple[tuple, dict]
     ) -> None:
-        """Find the layouts of layers and outputs from the arguments of three batches: see `layout`.
+        """Finds the layouts of layers and outputs from three batches' arguments: see `layout`.
 
         `more` has one sample more than `few`, and `other` has it in the place of the last one.
 
@@ -120,7 +121,7 @@ class Search:
         self.last_outputs = tuple(y.dim() for y in few)
 
     def layouts_of(self, outputs: list[Tensor]) -> list[Layout | None]:
-        """Returns where the samples are in what the network has returned.
+        """Returns where the samples are in the network's outputs.
 
         Raises:
             LayoutUnknown: it has not returned such tensors in the search.
@@ -233,7 +234,7 @@ class Search:
 
 
 class Routing(TorchDispatchMode):
-    """Notes operators whose output's shape or order depends on values, as a mixture's routing.
+    """Notes operators whose output's shape or order depends on values, as routing to experts.
 
     Also whether there are operators that make indices of numbers, or take some numbers only.
     """

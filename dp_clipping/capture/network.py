@@ -59,7 +59,7 @@ class CapturedNetwork(Protocol):
     def looked_at(
         self, before: Callable[..., Any], after: Callable[..., Any] | None = None
     ) -> AbstractContextManager[None]:
-        """Inside, forwards are plain ones, and hooks run around each captured module."""
+        """Enters a context with plain forwards, in which hooks run around each captured module."""
         ...
 
 

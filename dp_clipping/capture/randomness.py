@@ -69,7 +69,7 @@ def generator_states(modules: Iterable[nn.Module], device: torch.device) -> list
 
 
 class _NoDropout(TorchFunctionMode):
-    """Functional dropout, and that of attention, does nothing."""
+    """Disables functional dropout, and that of attention."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in DROPOUTS:

@@ -1,8 +1,8 @@
-"""RMS norms that other libraries define, recognised by the byte code of their forward.
+"""Recognises RMS norms that other libraries define, by the byte code of their forward.
 
-174 classes of transformers 5.23 have one of four bodies, under as many names, and so has code that
-users bring. Each body is written here once, compiled by the same interpreter; what has another one
-(another cast, a mean that is subtracted) is not recognised, and runs under vmap.
+174 classes of transformers 5.23 have one of four bodies, and so have copies in users' code. Each
+body is written here once and compiled by the same interpreter. A class with another body (another
+cast, a mean that is subtracted) is not recognised, and runs under vmap.
 """
 
 from functools import lru_cache
@@ -16,7 +16,7 @@ from dp_clipping.kinds import is_number
 
 
 class _Llama:
-    """x̂ is rounded to the input's dtype before it is scaled: Llama, Qwen, Mistral and others."""
+    """Rounds x̂ to the input's dtype before it is scaled: Llama, Qwen, Mistral and others."""
 
     weight: Tensor
     variance_epsilon: float
@@ -30,7 +30,7 @@ class _Llama:
 
 
 class _T5:
-    """x̂ is rounded to the weight's dtype, if that has 16 bits: T5 and what is derived from it."""
+    """Rounds x̂ to the weight's dtype, if that has 16 bits: T5 and its descendants."""
 
     weight: Tensor
     variance_epsilon: float

@@ -1,8 +1,8 @@
 """Tries modules whose child layers run outside of vmap, before a step relies on it.
 
-What could be wrong there shows in one forward: the module's own code computes with a weight of a
-child, calls it with what is no sample's, or cannot run. Such a module takes its children under vmap
-with it, which is right for any.
+One forward shows what could go wrong: the module's own code computes with a weight of a child,
+calls the child with a tensor that belongs to no sample, or cannot run. Such a module runs under
+vmap with its children, which is right for any module.
 """
 
 from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ def _try(
     unfit: list[LayerState], capture: CapturedNetwork, batch_size: int,
     every_sample: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict,
 ) -> Any:  # fmt: skip
-    """Returns what a module returns in a plain forward; notes it if it is unfit.
+    """Runs a module in a plain forward; notes the module if it cannot run under vmap.
 
     Args:
         every_sample: runs the module under vmap: see `layers.vmap.module`.
@@ -93,7 +93,7 @@ def _try(
 def _try_rows(
     module: nn.Module, every_sample: Callable[..., Any], batch_size: int, args: tuple, kwargs: dict
 ) -> Any:
-    """Returns what a module under vmap with its children returns, a row for each sample."""
+    """Runs a module under vmap with its children; returns a row for each sample."""
     handle: LayerState = vars(module)["_private"]
     layouts = handle.output_layouts.get(tuple(x.dim() for x in tensors_in((args, kwargs))), ())
     if any(layout.kind == "dimension" for layout in layouts):
@@ -212,7 +212,7 @@ def _note_operations(
     found: dict[tuple, list[list[Operation]]], batch_size: int,
     every_sample: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict,
 ) -> Any:  # fmt: skip
-    """Returns what a module returns in a plain forward; notes operations with its parameters."""
+    """Runs a module in a plain forward; notes operations with its parameters."""
     handle: LayerState = vars(module)["_private"]
     again = map_tensors(Tensor.clone, (args, kwargs))
     call = Call(batch_size, None)
@@ -230,7 +230,7 @@ def _compare(
     running: list[LayerState],
     every_sample: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict,
 ) -> Any:  # fmt: skip
-    """Returns what a module returns in a plain forward of `FEW` samples.
+    """Runs a module in a plain forward of `FEW` samples.
 
     Forgets what was learned of it if outputs or G are others than under vmap.
 
@@ -312,7 +312,7 @@ def weights_read_elsewhere(
 def _calls(
     capture: CapturedNetwork, note: Callable[[nn.Module, list[nn.Module]], None]
 ) -> Iterator[list[nn.Module]]:
-    """Inside are plain forwards; yields the modules that run now, outermost first.
+    """Enters a context with plain forwards; yields the running modules, outermost first.
 
     Args:
         note: called with a module that is called, and those that run then.
@@ -353,7 +353,7 @@ class _Reads(TorchFunctionMode):
         return result
 
     def _note(self, parameter: Parameter) -> None:
-        """Notes the innermost running module that has it, which may have handed it on."""
+        """Records the innermost running module that has the parameter."""
         for module in reversed(self._running):
             if any(parameter is p for p in module.parameters()):
                 weights = self.found.setdefault(module, [])

@@ -1,4 +1,4 @@
-"""Checkpoints of private runs.
+"""Saves and restores private runs.
 
 Files:
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a run, and whether it may go on with the saved key: see save_load.py.
+"""Decides whether a checkpoint fits a run, and whether its key may be used: see save_load.py.
 
 Everything here reads and compares; nothing is changed.
 """
@@ -37,7 +37,7 @@ NOISE = (
 def check_fits(
     snapshot: Snapshot, saved: dict[str, Any], new_keys: bool
 ) -> tuple[Keys | None, Parts, list[str]]:
-    """Returns the key to go on with, steps that stay in the account, and what deserves a warning.
+    """Returns the key to continue with, steps that stay in the account, and warnings.
 
     Raises:
         ValueError: the checkpoint does not fit.
@@ -66,7 +66,7 @@ def _check_account(snapshot: Snapshot, saved: dict[str, Any]) -> Parts:
 def _check_run(
     snapshot: Snapshot, saved: dict[str, Any], new_keys: bool
 ) -> tuple[Keys | None, list[str]]:
-    """Returns the key to go on with (None: a new one) and notes."""
+    """Returns the key to continue with (None: a new one) and notes."""
     run, path, with_optimizer = snapshot.run, snapshot.path, snapshot.with_optimizer
     details, here = saved[DETAILS], run.describe()
     check_mac(path, details, snapshot.key_file)
@@ -187,6 +187,6 @@ def _find_keys(file: Path, fingerprint: str) -> Keys:
     what = "holds no key of this checkpoint" if keys else "is missing"
     raise ValueError(
         f"{file} {what}, so a resumed run would have other noise and other samples than the "
-        "saved one: restore the file, or pass new_keys=True to go on with a new key (private all "
-        "the same, but not the same run)"
+        "saved one: restore the file, or pass new_keys=True for a new key (as private, but not the "
+        "same run)"
     )

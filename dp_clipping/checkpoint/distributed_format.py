@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models: every rank writes its part, any number of ranks reads them.
+"""Checkpoints of sharded models: every rank writes its part; any number of ranks reads them.
 
 `PATH` is a folder, `PATH.key` a file beside it, as secret as ever (see save_load.py).
 
@@ -7,7 +7,7 @@
 
 `run.pt` names the folder of its tensors and the SHA-256 of each file in it, and ends with its own
 digest and HMAC (see file_format.py). Of the files a rank hashes those that it has written; at a
-load the ranks share them out. A save is whole from one moment to the next:
+load the ranks share them out. A save replaces the old checkpoint at one moment:
 
     1  every rank writes its part into a new folder and hashes it
     2  the key file gets this run's key beside the ones it has
@@ -20,7 +20,7 @@ ranks have all of it. Tensors are found by the parameter's name and lie wherever
 them: a checkpoint of four ranks loads on two, or in one process without any sharding.
 
 torch's converters between a folder and a file (`torch.distributed.checkpoint.format_utils`) are no
-substitute: both unpickle with `weights_only=False`, which executes code, and neither knows digests.
+substitute: both unpickle with `weights_only=False`, which executes code, and neither has digests.
 """
 
 import pickle
@@ -250,7 +250,7 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences torch's warning that a process alone is alone."""
+    """Suppresses torch's warning that torch.distributed is disabled."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

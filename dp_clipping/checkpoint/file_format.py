@@ -1,9 +1,9 @@
 """The file of a checkpoint: written whole, read without executing code, verified before it is read.
 
-After what `torch.save` has written comes a line with the SHA-256 of all bytes before it, and with
-an HMAC of that digest under a key derived from the run's. The digest finds damage: a flipped bit, a
+After the bytes of `torch.save` comes a line with the SHA-256 of all bytes before it, and an HMAC of
+that digest under a key derived from the run's. The digest finds damage: a flipped bit, a
 file that was cut short, a file that was saved again by `torch.save`. The HMAC also finds an edit
-whose author has computed the digest anew and does not have the key file. `torch.load` and programs
+by someone who computed the digest again but lacks the key file. `torch.load` and programs
 that read zip files ignore the line.
 
 The digest is computed while the file is written, and by one pass over the file before it is loaded,
@@ -49,7 +49,7 @@ UNREADABLE = (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueErro
 
 
 def file_name(path: Any) -> Path:
-    """Raises ValueError for what names no file, as a file that was opened."""
+    """Raises ValueError for a path that names no file, such as an open file."""
     if not isinstance(path, str | os.PathLike):
         raise ValueError(
             f"path is a {type(path).__name__}, beside which the key could have no file: give a "
@@ -196,7 +196,7 @@ def read(path: Path, torch_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_structure(path: Path, saved: Mapping[str, Any]) -> None:
-    """Raises ValueError if an entry is not what a save writes; tensors are compared elsewhere."""
+    """Raises ValueError if an entry has not the form that a save writes; ignores tensors."""
     details, account = saved[DETAILS], saved[ACCOUNTANT]
     limits = details["max_grad_norm"]
     random = details["random"]
@@ -281,7 +281,7 @@ def _is_random_state(states: Any) -> bool:
 
 
 def check_contents(contents: dict[str, Any], extra: Mapping[str, Any]) -> None:
-    """Refuses what a load would refuse; tensors are left out, which makes it cheap."""
+    """Raises ValueError for entries that a load would refuse; skips tensors, so it is cheap."""
     clash = sorted(set(extra) & RESERVED)
     if clash:
         raise ValueError(f"checkpoint_dict has {', '.join(clash)}, which are written here: rename")
@@ -299,7 +299,7 @@ def check_contents(contents: dict[str, Any], extra: Mapping[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Numbers and containers as Python's own: numpy's are not loaded without executing code."""
+    """Converts numbers and containers to Python's own: loading numpy's would execute code."""
     if isinstance(value, dict):
         return {key: plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

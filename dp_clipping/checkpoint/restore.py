@@ -1,9 +1,9 @@
 """Puts a run where a checkpoint of it was, from one file or from a folder.
 
-A load changes everything or nothing. What a checkpoint holds is compared with the run before
-anything is assigned (compatibility.py). What can fail even so (memory, hooks of the user's modules,
-another rank) is undone: until all ranks have succeeded each keeps what it had, parameters and
-buffers as a copy on the CPU, the rest by reference.
+A load changes everything or nothing. The checkpoint is compared with the run before anything is
+assigned (compatibility.py). A later failure (memory, hooks of the user's modules, another rank) is
+undone: until all ranks have succeeded, each keeps its old state, parameters and buffers as a copy
+on the CPU, the rest by reference.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class Resume:
 
     Attributes:
         saved: its entries.
-        keys: those to go on with; None: new ones are to be made.
+        keys: those to continue with; None: new ones are to be made.
         unsaved: steps that the engine has counted and the checkpoint lacks; they stay in the
             account.
         notes: what deserves a warning.
@@ -89,7 +89,7 @@ def refuse_fsdp1(run: PrivateRun) -> None:
 
 
 def go_on(snapshot: Snapshot, resume: Resume) -> dict[str, Any]:
-    """Changes the run to the saved one, with a warning for each note; every rank calls it.
+    """Changes the run to the saved one, with a warning for each note. All ranks call it.
 
     Returns:
         The entries that are not read here, and those of module and accountant, as in Opacus.
@@ -145,7 +145,7 @@ def refusal(path: Path, error: Exception) -> ValueError:
 
 
 class Before:
-    """Keeps what a load changes, for `restore`: attributes, contents of lists and dicts, tensors.
+    """Saves the state that a load changes: attributes, contents of containers, tensors.
 
     An optimizer's tensors are not copied: a load puts others in their place.
     """

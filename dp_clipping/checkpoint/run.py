@@ -1,7 +1,7 @@
 """One private run as a checkpoint sees it, and how its ranks agree.
 
-The classes of the model and the optimizer lie above this folder: the protocols here say what a
-checkpoint needs of their objects.
+The classes of the model and the optimizer are in folders above this one, so the protocols here
+declare the parts of them that a checkpoint uses.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -75,7 +75,7 @@ class StepAccount(Protocol):
 
 @dataclass
 class PrivateRun:
-    """Holds what one `make_private` returned, with its key and its public settings.
+    """The objects that one `make_private` returned, with their key and public settings.
 
     `PrivacyEngine` makes one per `make_private` and keeps it; saving reads it, loading changes it.
 
@@ -141,7 +141,7 @@ class PrivateRun:
         }
 
     def sampler_state(self) -> dict[str, int | float] | None:
-        """Returns where the loader goes on after a resume.
+        """Returns where the loader continues after a resume.
 
         A Poisson batch that was handed out and not used comes again. One that was used is not,
         also if the loader was not told of it.
@@ -158,7 +158,7 @@ class PrivateRun:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Names what is saved of a run or loaded into it, and where.
+    """The parts of a run that are saved and loaded.
 
     Attributes:
         path: the file, or the folder of a sharded model.
@@ -166,7 +166,7 @@ class Snapshot:
         schedulers: entry in the checkpoint -> scheduler whose state is part of it.
         module_kwargs: for the network's `state_dict`, or `load_state_dict`.
         torch_kwargs: for `torch.save`, or `torch.load`.
-        key_file: of the key.
+        key_file: the file of the key.
         weights: which of the network's are written: `"all"`, `"trainable"` or `"none"`.
     """
 
@@ -184,7 +184,7 @@ class Snapshot:
 
 
 def random_states(run: PrivateRun) -> list[dict[str, Tensor]]:
-    """Returns torch's random state of each rank: dropout must go on where it was.
+    """Returns torch's random state of each rank, so that dropout continues where it was.
 
     Not those of Python and numpy, nor of a generator that the user gave the loader.
     """
@@ -229,7 +229,7 @@ def agree(run: PrivateRun, what: str, problem: BaseException | None) -> None:
 
 
 def together(run: PrivateRun, what: str, action: Callable[[], Any]) -> Any:
-    """Returns what `action` returns, on all ranks, or raises on all; see `agree`."""
+    """Runs `action`; returns its result on all ranks, or raises on all; see `agree`."""
     result, problem = None, None
     try:
         result = action()
@@ -245,7 +245,7 @@ def agree_on_content(
     """Returns if all ranks have read the same, else raises on all.
 
     Args:
-        digest: of what this rank has read, 31 bytes; None if it could not.
+        digest: the digest of the data that this rank has read, 31 bytes; None if it could not.
     """
     if run.group is None:
         if problem is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints: a run goes on as if it had never stopped, and nothing secret is in the file.
+"""Saves and loads checkpoints: a run continues as if uninterrupted, and the file has no secret.
 
 Two files. `PATH` holds the model, the optimizer, the accountant's history, the number of
 Poisson batches, of steps, and the public settings of the run. `PATH.key` (mode 0600) holds the key
@@ -12,7 +12,7 @@ A save replaces files in an order in which a kill at any moment leaves a checkpo
 
 A checkpoint names its key by a fingerprint, so a load finds its line, or sees that none is there.
 
-When does a load go on with the saved key? The same key gives the same noise, and two different
+When does a load continue with the saved key? The same key gives the same noise, and two different
 sums under the same noise give away their difference. So:
 
 | differs from the saved run | what a load does |
@@ -24,15 +24,16 @@ sums under the same noise give away their difference. So:
 | data (length or sample rate), or the key file is missing | ValueError; new key if asked for |
 | parameters, optimizer's class, accountant | ValueError |
 
-Ranks and devices are in it because of dropout: torch's random state is each rank's own, and other
-masks make another sum.
+Ranks and devices are listed because of dropout: each rank has its own random state of torch, and
+other masks give another sum.
 
-What cannot be seen here (data of the same length, the learning rate, the code, with dropout the
-size of microbatches and the GPU's model) is the user's: of two different continuations of one
-checkpoint publish one, or give the second `new_keys=True`. Two that are published compose, and the
-account of neither has the steps of the other, unless both were made in one engine: a load keeps
-what its engine has counted beyond the checkpoint, and a step that is made again from the saved key
-with another σ or C, or of another batch, is refused (see ledger.py).
+Other differences cannot be seen here (data of the same length, the learning rate, the code; with
+dropout, the size of microbatches and the GPU's model), and are the user's job: of two different
+continuations of one checkpoint publish one, or give the second `new_keys=True`. If two are
+published, their privacy losses compose, and neither account has the other's steps, unless both were
+made in one engine: a load keeps the steps that its engine has counted beyond the checkpoint, and a
+step that is made again from the saved key with another σ or C, or of another batch, is refused (see
+ledger.py).
 
 Both are tied together and verified as a whole: `PATH` ends with the SHA-256 of its content and an
 HMAC of that digest under a key derived from the run's (file_format.py). What does not agree is
@@ -94,7 +95,7 @@ def save(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
 
     Raises:
         RuntimeError: in the middle of a step, or if a rank could not write.
-        ValueError: if a load without executing code could not read what is to be saved, or could
+        ValueError: if the data could not be loaded without executing code, or could
             not find the parts of a parameter again.
     """
     check_save(snapshot.run)
@@ -241,7 +242,7 @@ def _read_file(snapshot: Snapshot, new_keys: bool) -> Resume:
 
 
 def _read_folder(snapshot: Snapshot, new_keys: bool) -> tuple[Resume, Callable[[], None]]:
-    """Returns what was read, without its tensors, and a function of all ranks that reads those."""
+    """Returns the entries without tensors, and a function of all ranks that reads the tensors."""
     from dp_clipping.checkpoint import distributed_format as folder_format  # takes a second
 
     run, path = snapshot.run, snapshot.path

@@ -1,9 +1,9 @@
 """The tensors of a checkpoint and those of a run: each by its name, laid out as its ranks need it.
 
-An optimizer numbers its parameters, and numbers say nothing to a run whose groups list them in
-another order, so its state is kept by name. It is taken by `state_dict()` and renamed here, since
-torch's own `get_optimizer_state_dict` makes a step with an optimizer that has none: the saved run
-would not be the one that goes on.
+An optimizer numbers its parameters, and a run whose groups list them in another order has other
+numbers. So the optimizer's state is stored by name. It is taken by `state_dict()` and renamed here,
+because torch's own `get_optimizer_state_dict` takes a step with an optimizer without state, which
+would change the run.
 """
 
 from collections.abc import Mapping
@@ -85,13 +85,16 @@ def take_tensors(contents: State) -> dict[str, Tensor]:
 
 
 def check_part(run: PrivateRun, name: str, x: Tensor) -> None:
-    """torch writes and reads a part where it believes it to lie: where several axes cut a dimension
-    unevenly, that may be where another part lies."""
+    """Raises ValueError if torch would read or write a part at a wrong place.
+
+    Where several axes divide a dimension unevenly, torch may assume that a part lies where another
+    one does.
+    """
     if not dtensor.is_sharded(x):
         return
     if run.group is None:
         raise ValueError(
-            f"{name} is sharded, but this run's ranks know nothing of each other: grad_sample_mode "
+            f"{name} is sharded, but this run's ranks have no common group: grad_sample_mode "
             f"{run.settings['mode']!r} has no checkpoints of sharded models"
         )
     believed = [
@@ -143,7 +146,7 @@ def check_groups(run: PrivateRun, saved: State, path: Path) -> None:
 
 
 def room_for(run: PrivateRun, saved: State, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Allocates this rank's part of each tensor that is to be loaded, laid out as the run's."""
+    """Allocates this rank's part of each tensor to load, laid out as the run's."""
     models = _models(run)
     room = {}
     for full_name, x in known.items():
@@ -166,7 +169,7 @@ def room_for(run: PrivateRun, saved: State, known: Mapping[str, Tensor]) -> dict
 
 
 def _models(run: PrivateRun) -> dict[str, Tensor]:
-    """Tensors by whose shape and layout those of a checkpoint are laid out, by name."""
+    """Returns tensors by name whose shape and layout those of a checkpoint get."""
     state = run.model.network.state_dict()
     named = {name: parameter for parameter, name in names_of(run).items()}
     return {name: x for name, x in state.items() if isinstance(x, Tensor)} | named
@@ -206,7 +209,7 @@ def _part_of(x: Any, model: Tensor) -> Any:
 
 
 def by_number(run: PrivateRun, state: State) -> State:
-    """Returns what `by_name` made, with this run's numbers."""
+    """Converts an optimizer state of `by_name` back to this run's parameter numbers."""
     names = names_of(run)
     groups, number_of = [], {}
     for here, group in zip(run.optimizer.param_groups, state["param_groups"], strict=True):

@@ -1,8 +1,8 @@
-"""Weights that a checkpoint leaves out, because another file has them: compared by a digest.
+"""Leaves weights out of a checkpoint that another file has, and compares them by a digest.
 
-A training framework writes the weights itself, and a LoRA adapter has a base model that it was
-trained on. A checkpoint that leaves them out has a digest of them. A load takes them from the
-network, into which they were loaded before, and refuses other ones.
+A training framework writes the weights itself, and a LoRA adapter has a base model of its own file.
+A checkpoint without these weights has a digest of them. A load uses the weights that the network
+has by then, and refuses others.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ KINDS = ("all", "trainable", "none")
 
 
 def known(kind: str) -> str:
-    """Returns what `save_checkpoint(weights=..)` was given; ValueError if it is unknown."""
+    """Returns the argument of `save_checkpoint(weights=..)`; ValueError if it is unknown."""
     if kind not in KINDS:
         raise ValueError(f"weights={kind!r} is unknown: choose one of {', '.join(KINDS)}")
     return kind

@@ -129,7 +129,7 @@ def round_down(coefficients: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Weights:
-    """Coefficients c [B] of one clipping group, in the forms that sums want them in.
+    """Coefficients c [B] of one clipping group, in the forms that sums take.
 
     `values` are float32 (float64) on the device, `by_host` the same as numbers.
     """

@@ -1,4 +1,4 @@
-"""From norms to coefficients: how much of each sample's gradient is summed.
+"""Computes coefficients from norms: how much of each sample's gradient is summed.
 
 | function | c(n) | source |
 | --- | --- | --- |
@@ -6,7 +6,7 @@
 | `automatic` | C / (n + γ) | Bu et al. 2022, arXiv:2206.07136 |
 
 Both bound a contribution c(n)·n by C, whatever n is: that bound is the sensitivity to which noise
-is calibrated. So n is never the norm as computed but an upper bound of the norm of what is summed,
+is calibrated. So n is never the computed norm but an upper bound of the norm of the summed values,
 with a margin for its own rounding, and a sample whose norm is not finite contributes nothing.
 
 **Which C.** Squared norms are float32 (float64 for a model in float64), and a square below 2⁻¹²⁶
@@ -17,7 +17,7 @@ contributes nothing. Up to `HIGHEST` every C and every coefficient is a float32 
 
     LOWEST ≤ C_k ≤ HIGHEST   and, for `automatic`,   LOWEST ≤ γ ≤ HIGHEST
 
-and what is outside is refused. `register_clipping_function` adds functions, which are held to the
+and other values are refused. `register_clipping_function` adds functions, which are held to the
 same bound. A norm that is formed as a product of two needs more, since a square
 that is lost in one factor may be multiplied with a large one: see norms.py.
 """
@@ -51,7 +51,8 @@ def register_clipping_function(name: str, fn: ClippingFunction, bound: float = 1
 
     Args:
         name: a new one, or that of a function which computes the same.
-        fn: of PyTorch's operators, without `if` on a tensor and without random numbers.
+        fn: a function made of PyTorch's operators, without `if` on a tensor and without random
+            numbers.
         bound: the largest c(n)·n, as a multiple of C: above 0, at most 1.
 
     Raises:
@@ -134,7 +135,7 @@ def _check_function(
             "PyTorch's operators (torch.where in place of if)"
         ) from error
     if not isinstance(found, Tensor) or found.shape != norms.shape or alone.shape != norms.shape:
-        raise ValueError(f"{where} must return one coefficient a sample, a tensor [B]")
+        raise ValueError(f"{where} must return one coefficient per sample, a tensor [B]")
     if not torch.equal(given, norms):
         raise ValueError(f"{where} writes to the norms that it is given")
     usable = norms > 0  # c·n of a norm of 0 is 0, and 0/0 is cut off
@@ -159,7 +160,7 @@ def _check_function(
 
 
 def _one_by_one(fn: ClippingFunction, norms: Tensor, limit: Tensor) -> Tensor:
-    """Returns coefficients of norms that do not see each other, and are not written to."""
+    """Returns coefficients from detached norms, each sample's from its own norm alone."""
     return torch.vmap(fn, in_dims=(0, None), randomness="different")(norms.clone(), limit.clone())
 
 

@@ -1,14 +1,14 @@
-"""Norms of a step: noted parameter by parameter, worked out for all of them together.
+"""Computes the norms of a step: noted by parameter, evaluated for all parameters together.
 
 A network has hundreds of parameters, and arithmetic on [B] numbers costs a launch each. So backward
-notes two numbers per sample and parameter, and what follows from them is computed on [P, B] tables.
+notes two numbers per sample and parameter, and the rest is computed on [P, B] tables.
 
 **Underflow.** A float32 square or product below τ = 2⁻¹²⁶ may be computed as zero (some devices
 keep numbers down to 2⁻¹⁴⁹). What it does depends on how a squared norm is formed:
 
 - From G itself (`per_sample`, accumulated, embeddings, norm layers, biases, vmap): N squares lose
-  at most N·τ of n². Beside any C that is admitted this is nothing. What G itself has lost was
-  not summed either: what is normed is what is summed.
+  at most N·τ of n². This is negligible beside any C that is allowed. The sum has the same
+  underflow of G itself, because the norm is that of the summed values.
 - As ‖a‖²‖y‖², of one token: a lost ‖y‖² of 1e-45 times ‖a‖² of 1e38 is 1e-7. So both norms are
   taken in float64, and multiplied before they are squared (`accumulation.product_squares`).
 - From Gram matrices: an entry y_t·y_s of d features loses at most d·τ, and is multiplied with an
@@ -46,13 +46,13 @@ GRAM_PIECE = 512
 
 @dataclass(slots=True)
 class Norm:
-    """‖G_i‖² of one parameter as computed, and what rounding may have done to it.
+    """‖G_i‖² of one parameter as computed, with a bound of its rounding error.
 
     Attributes:
         squared: [B] float32 (float64); a Gram product of tokens that cancel may be below 0.
         scale: S = Σ_t ‖a_t‖‖y_t‖ [B], what errors are relative to; None where there are none.
-        gram_error: of `squared`, relative to S².
-        sum_error: of the norm of what will be summed, relative to S.
+        gram_error: the rounding error of `squared`, relative to S².
+        sum_error: the rounding error of the norm of what will be summed, relative to S.
     """
 
     squared: Tensor

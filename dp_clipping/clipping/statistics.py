@@ -1,7 +1,7 @@
-"""Clipped fraction and histogram of the norms of the global batch.
+"""Computes clipped fraction and histogram of the norms of the global batch.
 
-They depend on the samples without noise: ε does not cover them. They are for looking, not for
-publishing, and refused with `hide_unprotected=True`. The same on every rank, since the norms are.
+They depend on the samples without noise: ε does not cover them. Look at them, but do not
+publish them; with `hide_unprotected=True` they are refused. They are the same on every rank.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class NormStatistics:
     """Clipped fraction and histogram of one step's global batch. Not covered by ε.
 
     Attributes:
-        samples: of all ranks together.
+        samples: the number of samples of all ranks together.
         nonfinite: those whose norm is not finite, which no sum holds.
         clipped: those with a finite norm above C, or in any clipping group above its C_k.
         clipped_by_group: the same for each of K groups.

@@ -1,4 +1,4 @@
-"""Sharded models: which rank holds what, and how norms and clipped sums travel.
+"""Sharded models: which rank holds which part, and how norms and clipped sums are exchanged.
 
 Files:
 

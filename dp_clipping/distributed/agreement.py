@@ -1,11 +1,11 @@
 """Compares the settings of each step over ranks before any noise is added.
 
-Two replicas that add different multiples of one noise give away the noiseless sum, and a shard with
-less noise than the account says voids ε. So no rank takes a step on which ranks disagree.
+Two replicas that add different multiples of one noise reveal the noiseless sum, and a shard with
+less noise than the account assumes voids ε. So no rank takes a step on which ranks disagree.
 
-What is compared is a hash of the settings, in one all-reduce of two numbers: MAX of [h, -h] is the
-same on all ranks, and its entries are opposite where the hashes are equal. Only where they are not
-do ranks exchange the settings themselves, for the message.
+Ranks compare a hash h of the settings in one all-reduce of two numbers: the MAX of [h, -h] has
+opposite entries exactly if all hashes are equal. Only if they are not do ranks exchange the
+settings themselves, for the message.
 
 With parameters on the CPU, `optimizer.step()` exchanges over the ranks' own group: it synchronises
 with the other ranks there anyway. With parameters on GPUs the exchange begins with the step's first

@@ -63,7 +63,7 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 
 
 def shard_again(module: nn.Module) -> None:
-    """Reshards a root that FSDP2 left gathered, with other objects than an optimizer holds."""
+    """Reshards FSDP2 modules that are still gathered, so that parameters are the optimizer's."""
     for one in module.modules():
         if is_fsdp2(one):
             one.reshard()

@@ -1,9 +1,9 @@
 """FSDP1 (`FullyShardedDataParallel`) in private training: flat shards, and the sums for them.
 
-FSDP1 lays the parameters of a unit side by side in one flat parameter and gives every rank an equal
-piece of it. With `use_orig_params=True` a parameter is, outside of forward, a view of what this
-rank's piece has of it: [n], for some ranks [0]. What each rank has follows from public answers:
-the numbers of elements on all ranks, in their order, and the parameter while it is summoned whole.
+FSDP1 concatenates the parameters of a unit in one flat parameter and gives every rank an equal
+piece of it. With `use_orig_params=True` a parameter is, outside of forward, a view of its elements
+in this rank's piece: [n], for some ranks [0]. Each rank's part follows from public information: the
+numbers of elements on all ranks, in their order, and the parameter while it is summoned whole.
 
 | when | a parameter of the unit |
 | --- | --- |
@@ -11,8 +11,8 @@ the numbers of elements on all ranks, in their order, and the parameter while it
 | in forward | a plain tensor in its place: a view, in its own shape, of the gathered flat one |
 | in `summon_full_params` | the same `nn.Parameter`, whole |
 
-Captured layers detach what they compute with, so flat parameters get no gradient and FSDP1 reduces
-nothing; its own `no_sync()` around every private backward says so too.
+Captured layers compute with detached tensors, so flat parameters get no gradient and FSDP1 reduces
+nothing. Its own `no_sync()` surrounds every private backward as well.
 
 Zhao et al., PyTorch FSDP: experiences on scaling fully sharded data parallel, 2023.
 """
@@ -53,7 +53,7 @@ STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 
 @dataclass(frozen=True)
 class FlatSharding(Sharding):
-    """How FSDP1 has spread a model.
+    """The flat shards of a model under FSDP1.
 
     Attributes:
         root: the model.
@@ -76,7 +76,7 @@ class FlatSharding(Sharding):
         self.leaving.enter(module, inputs())
 
     def watch(self, note: Callable[[Parameter], None]) -> list[RemovableHandle]:
-        """Autograd adds to the flat parameter of a unit, which stands for all in it."""
+        """Calls `note` when autograd adds to a unit's flat parameter, for each parameter in it."""
         hooks = []
         for number, unit in enumerate(_units(self.root)):
             for _, handle in _handles(unit, recurse=False) if number in self.units else ():
@@ -205,7 +205,7 @@ def _parameters_of(units: list[FSDP]) -> list[dict[Parameter, str]]:
 def _slices(
     parameter: Parameter, shard: Tensor, lengths: tuple[int, ...], rank: int
 ) -> list[Slice] | None:
-    """Returns what each rank has, given how much; None: all of it. The parameter is whole now.
+    """Returns each rank's part, given the sizes; None: all of it. The parameter is whole now.
 
     Raises:
         ValueError: for a DTensor.
@@ -236,7 +236,7 @@ def _refuse(module: nn.Module, units: list[FSDP]) -> None:
     if any(isinstance(p, FlatParameter) for p in module.parameters()):
         raise ValueError(
             "FullyShardedDataParallel (FSDP1) with use_orig_params=False hides the parameters, "
-            "which layers and groups of parameters are told apart by: give use_orig_params=True, "
+            "by which layers and groups of parameters are identified: give use_orig_params=True, "
             f"or {USE_FSDP2}"
         )
     group = dist.get_process_group_ranks(units[0].process_group)
@@ -260,7 +260,7 @@ def _refuse(module: nn.Module, units: list[FSDP]) -> None:
 
 @contextmanager
 def _gathering_again(root: FSDP) -> Iterator[None]:
-    """A context for a backward, which may be the second of a forward.
+    """Enters a context for a backward, which may be the second one of a forward.
 
     FSDP1 gathers for the first one only, and forgets what stands for the parameters of a unit that
     is all frozen. What it leaves to the end of a flat parameter's gradient, of which there is none,
@@ -280,7 +280,7 @@ def _gathering_again(root: FSDP) -> Iterator[None]:
 
 
 def _shard_again(root: FSDP) -> None:
-    """Frees what is gathered: shards take its place."""
+    """Frees gathered parameters; shards take their place."""
     for unit, handle in _handles(root):
         if not handle.uses_sharded_strategy:
             handle.reshard(free_unsharded_flat_param=False)
@@ -296,10 +296,10 @@ def _free(unit: FSDP) -> None:
 
 
 def _handles(root: FSDP, recurse: bool = True) -> list[tuple[FSDP, Any]]:
-    """Units that have parameters and FSDP1's state of each, for what has no public name.
+    """Returns units that have parameters, each with FSDP1's private state of it.
 
     Raises:
-        RuntimeError: for a torch whose FSDP1 has not been looked at.
+        RuntimeError: for a version of torch whose FSDP1 is not supported.
     """
     units = FSDP.fsdp_modules(root) if recurse else [root]
     found = [(unit, fsdp1_handle(unit)) for unit in units]

@@ -1,11 +1,10 @@
 """Reduces clipped sums of a sharded model to their shards.
 
-FSDP2 itself reduces nothing here: a captured layer gives its parameters no gradient, so
-nothing is accumulated and nothing is reduce-scattered behind a norm pass, whichever the mode. When
-a clipped sum is final it is summed over the data axis into its shards by our own collective, one
-module that FSDP manages after the other, in float32 whatever the mixed-precision policy says,
-while the next sums are formed (Rajbhandari et al. 2020, arXiv:1910.02054, for sharding; Zhao et al.
-2023, arXiv:2304.11277, for FSDP).
+FSDP2 itself reduces nothing here: a captured layer gives its parameters no gradient, so no mode
+accumulates or reduce-scatters one in a norm pass. When a clipped sum is final, our own collective
+sums it over the data axis into its shards, one FSDP module after the other, in float32 whatever the
+mixed-precision policy is, while the next sums are computed (Rajbhandari et al. 2020,
+arXiv:1910.02054, for sharding; Zhao et al. 2023, arXiv:2304.11277, for FSDP).
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class ShardedSums:
 
     @torch.no_grad()
     def stand_in(self) -> None:
-        """Puts what raises when it is used into `.grad` where a sum is to come (see `awaited`)."""
+        """Puts a tensor that raises when used into `.grad`, until the sum comes (`awaited`)."""
         for parameter in self.sharding.parts if self.sharding.leaves_gradients else ():
             if parameter.grad is None:
                 if parameter not in self._awaited:
@@ -116,7 +115,7 @@ class ShardedSums:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Puts all sums of the step into `.grad`, for what the current stream does next.
+        """Puts all sums of the step into `.grad`, for later work of the current stream.
 
         Raises:
             RuntimeError: some parameters have no sum, as after an error half-way.
@@ -197,8 +196,11 @@ class ShardedSums:
     def _pack(
         self, totals: dict[Parameter, Tensor]
     ) -> tuple[Tensor, Tensor, list[tuple[Parameter, Tensor]]]:
-        """Shards side by side, padded: row r of [ranks, n] goes to rank r; the row [n] that this
-        rank gets; what that has of each parameter."""
+        """Arranges shards side by side, padded, for a reduce-scatter.
+
+        Returns rows [ranks, n], of which row r goes to rank r; the row [n] that this rank receives;
+        and that row's part of each parameter.
+        """
         group, parts = self.sharding.shards, self.sharding.parts
         world, rank = size_of(group), dist.get_rank(group)
         widths = []
@@ -263,7 +265,7 @@ class ShardedSums:
 
 @dataclass
 class Transfer:
-    """A collective under way: what it fills, for which parameters, and from what."""
+    """A collective in progress: its buffers, and the parameters that they are for."""
 
     work: Any
     shards: list[tuple[Parameter, Tensor]]
@@ -271,7 +273,7 @@ class Transfer:
 
 
 class Done:
-    """Work that is done."""
+    """A handle of work that is already done."""
 
     def wait(self) -> None:
         """Returns at once."""

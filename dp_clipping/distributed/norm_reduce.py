@@ -235,9 +235,9 @@ class Layerwise:
         return len(self._pending)
 
     def add(self, key: Hashable) -> None:
-        """Notes that a key's norms are final, and launches the chunks that this completes."""
+        """Marks a key's norms as final, and launches the chunks that this completes."""
         assert key not in self._arrived, f"{key} has arrived twice in one backward"
-        assert not self._is_launched(key), f"{key} arrives after its chunk has left"
+        assert not self._is_launched(key), f"{key} arrives after its chunk was launched"
         self._arrived.add(key)
         self._missing[self._chunk_of[key]] -= 1
         while self.launched < len(self._chunks) and not self._missing[self.launched]:
@@ -285,7 +285,7 @@ def refuse_split_samples(layer: str, what: str, placements: Sequence[Any], shape
 
 @contextmanager
 def _naming(description: str) -> Iterator[None]:
-    """Names what was exchanged where the process group says only that it failed."""
+    """Adds what was exchanged to a process group's error."""
     try:
         yield
     except Exception as error:

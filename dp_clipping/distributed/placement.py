@@ -41,8 +41,11 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Span:
-    """Element local_start + q·length + r of a part is element offset + q·stride + r of the whole,
-    for q < count and r < length, both counted in row-major order."""
+    """A regular run of elements of a part, and where they are in the whole.
+
+    Element local_start + q·length + r of the part is element offset + q·stride + r of the whole,
+    for q < count and r < length, both counted in row-major order.
+    """
 
     local_start: int
     offset: int

@@ -31,7 +31,7 @@ class ParameterPart:
     """The part of a parameter that this rank computes with.
 
     Attributes:
-        shape: of what layers compute with: the parameter, or the tensor-parallel part of it.
+        shape: the shape that layers compute with: of the parameter, or of its tensor-parallel part.
         unit: number of the FSDP module that gathers it; 0 where there is none.
         dim: dimension along which the data axis shards that; None: not sharded.
         split: it is a part, and other members of the tensor-parallel axis have the others.
@@ -44,7 +44,7 @@ class ParameterPart:
 
 
 Slice = tuple[int, int]
-"""(start, length) of what a rank has of a flattened parameter."""
+"""(start, length) of a rank's part of a flattened parameter."""
 
 Gathering = tuple[nn.Module, dict[Parameter, str]]
 """A module, and the names in it of the trainable parameters that it gathers."""
@@ -52,11 +52,11 @@ Gathering = tuple[nn.Module, dict[Parameter, str]]
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is spread over ranks; `detect.sharding_of` makes one, and nothing changes it.
+    """How a model is spread over ranks. Immutable; made by `detect.sharding_of`.
 
     The engine takes the groups from it, the capture the modules that gather parameters, and
-    `ShardedSums` the units. Around and after passes the model calls `backward`, `entered` and
-    `recover`, which FSDP1 overrides.
+    `ShardedSums` the units. The model calls `backward`, `entered` and `recover` around its
+    passes; FSDP1 overrides them.
 
     Attributes:
         api: what has sharded it, for messages.
@@ -64,8 +64,8 @@ class Sharding:
             such axis.
         tensor_group: ranks with the same samples and other parts; None: no such axis.
         everyone: all ranks of both.
-        replicas: of the data axis's ranks, those that hold the same shard (hybrid sharding).
-        shards: of the data axis's ranks, those among which parameters are sharded.
+        replicas: those ranks of the data axis that hold the same shard (hybrid sharding).
+        shards: those ranks of the data axis among which parameters are sharded.
         parts: trainable parameter -> its part.
         gathering: modules before whose forward whole parameters take the place of shards.
         managed: the root that FSDP2 manages.
@@ -136,7 +136,7 @@ class Sharding:
         return nullcontext()
 
     def entered(self, module: nn.Module, inputs: Callable[[], list[Tensor]]) -> None:
-        """Notes, in a private forward, that one of `gathering` has gathered its parameters."""
+        """Called in a private forward when one of `gathering` has gathered its parameters."""
 
     def watch(self, note: Callable[[Parameter], None]) -> list[RemovableHandle]:
         """Registers `note` to be called with each parameter that autograd adds a gradient to.
@@ -153,7 +153,7 @@ class Sharding:
         return not is_sharded(now) or now.device_mesh != before.device_mesh
 
     def recover(self) -> bool:
-        """Cleans up after a pass that failed; returns whether the next one can be right.
+        """Cleans up after a pass that failed. Returns whether later passes are right.
 
         FSDP2 takes a root for gathered that a backward has left half-way, and would compute with
         old values; torch 2.13 has a way to tell it.

@@ -27,8 +27,8 @@ def refuse_padding(
     another batch of the same samples each time (that masks tokens at random) is not looked at.
 
     Args:
-        loss: of a batch of one sample, by the model in evaluation.
-        dtype: of the model's parameters.
+        loss: a function that returns the loss of a batch of one sample, by the model in evaluation.
+        dtype: the dtype of the model's parameters.
 
     Raises:
         ValueError: if they differ.

@@ -208,7 +208,7 @@ def _refusals(
          "per_device_train_batch_size=.., and gradient_accumulation_steps=.. for larger batches"),
         (args.label_smoothing_factor != 0, f"label_smoothing_factor={args.label_smoothing_factor}",
          "it is a mean over the tokens of the batch: PrivateTrainer(compute_loss_func=f, ..) with "
-         "an f(outputs, labels, num_items_in_batch=None) that returns one loss a sample"),
+         "an f(outputs, labels, num_items_in_batch=None) that returns one loss per sample"),
         (args.neftune_noise_alpha is not None, f"neftune_noise_alpha={args.neftune_noise_alpha}",
          "its noise on a sample depends on the longest one of the batch: leave it out"),
         (args.use_liger_kernel, "use_liger_kernel=True",

@@ -63,7 +63,7 @@ class PrivateTrainer(Trainer):
     microbatches of at most `per_device_train_batch_size` samples, as many as it needs.
 
     The loss of a sample is the mean over its own tokens; the model computes it from its labels. A
-    `compute_loss_func(outputs, labels, num_items_in_batch=None)` returns one loss a sample, and a
+    `compute_loss_func(outputs, labels, num_items_in_batch=None)` returns one loss per sample, and a
     `compute_loss` of your own `self.criterion(outputs, labels)` or what the model computes.
 
     Logs have `epsilon` so far, and `grad_norm` of the gradient with its noise. The training loss is
@@ -76,7 +76,7 @@ class PrivateTrainer(Trainer):
 
     Attributes:
         engine: the `PrivacyEngine`.
-        criterion: `compute_loss_func`, asked for one loss a sample; known in training.
+        criterion: `compute_loss_func`, called for one loss per sample; set in training.
 
     Raises:
         ValueError: for arguments that private training cannot follow, with what to use instead.
@@ -241,7 +241,7 @@ class PrivateTrainer(Trainer):
         self.model_wrapped.train()
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        """Runs an epoch, or what is left of one: the loader goes on where the checkpoint was."""
+        """Runs an epoch, or the rest of one after a resume."""
         steps = self._steps_of_epoch = kwargs["num_update_steps_per_epoch"]
         done = self.state.global_step - kwargs["epoch"] * steps
         super()._run_epoch(**kwargs | {"num_update_steps_per_epoch": steps - done})
@@ -285,7 +285,7 @@ class PrivateTrainer(Trainer):
             raise ValueError(
                 f"{type(self.model).__name__} computes a loss in which samples cannot be told "
                 "apart: PrivateTrainer(compute_loss_func=f, ..) with an f(outputs, labels, "
-                "num_items_in_batch=None) that returns one loss a sample"
+                "num_items_in_batch=None) that returns one loss per sample"
             )
         return found
 
@@ -315,7 +315,7 @@ class PrivateTrainer(Trainer):
     # ---- logs and checkpoints -------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs ε beside what is logged in training, and without what it does not cover."""
+        """Logs ε beside training's metrics, and removes metrics that ε does not cover."""
         if "loss" in logs or "train_runtime" in logs:
             logs["epsilon"] = self._spent()
         if not self.privacy.log_unprotected:

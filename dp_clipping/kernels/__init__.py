@@ -1,4 +1,4 @@
-"""Triton kernels, one idea a file; each has a reference implementation beside it.
+"""Triton kernels, one idea per file; each has a reference implementation beside it.
 
 Files:
 

@@ -1,4 +1,4 @@
-"""Per-sample gradients of GroupNorm's and InstanceNorm's weight and bias, in one pass over x and y.
+"""Computes per-sample gradients of GroupNorm's and InstanceNorm's weight and bias in one pass.
 
     G_i[c] = Σ_l y_i[c, l] · (x_i[c, l] − mean_i[g(c)]) · rstd_i[g(c)],   Σ_l y_i[c, l] for the bias
 
@@ -42,7 +42,7 @@ def channel_sums(x: Tensor, y: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tens
 
 
 def channel_sums_plain(x: Tensor, y: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Reference implementation, in float32 (float64)."""
+    """Reference implementation of `channel_sums`, in float32 (float64)."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     pictures, channels, groups = *x.shape[:2], mean.shape[1]
     rows = x.to(dtype).reshape(pictures, groups, -1)

@@ -1,4 +1,4 @@
-"""From squared norms to clipping coefficients, in one launch.
+"""Computes clipping coefficients from squared norms, in one launch.
 
 For K clipping groups and the parameters p of each, with `Norm`'s allowances for rounding e and f:
 
@@ -38,8 +38,8 @@ def clip_coefficients(
         errors: [P, 2] float32, e and f.
         starts: [K + 1] int32, where each group's parameters begin.
         clip_norms: [K] float64, thresholds C_k.
-        margin: a factor on norms for what is left to rounding.
-        gamma: of the automatic function; None: Abadi's.
+        margin: a factor on norms that covers rounding.
+        gamma: γ of the automatic function; None: Abadi's.
         bad: [B] bool, samples to be left out, to which those found here are added.
     """
     groups, batch_size = len(clip_norms), squares.shape[1]
@@ -58,7 +58,7 @@ def clip_coefficients_plain(
         float,
     gamma: float | None, bad: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Reference implementation, in float64, rounded once."""
+    """Reference implementation of `clip_coefficients`, in float64, rounded once."""
     bounds = squared_bounds(squares, scales, errors, starts.tolist())
     norms, clip_norms = bounds.sqrt() * margin, clip_norms.double()[:, None]
     if gamma is None:

@@ -1,4 +1,4 @@
-"""Embeddings: a sample's rows of equal tokens are added up, and their norms taken, in one pass.
+"""Adds up a sample's rows of equal tokens in an embedding and takes norms, in one pass.
 
     s_iv = Σ_{t: id_it = v} y_it  [d],   ‖G_i‖² = Σ_v ‖s_iv‖²,   total_v = Σ_i c_i s_iv  [d]
 

@@ -69,7 +69,7 @@ def gradients_and_squares(
 def gradient_and_squares(
     y: Tensor, a: Tensor, tile: Tile | None = None, store: bool = True
 ) -> tuple[Tensor | None, Tensor]:
-    """`gradients_and_squares` of one layer."""
+    """Calls `gradients_and_squares` for one layer."""
     return gradients_and_squares([(y, a)], tile, store)[0]
 
 

@@ -1,4 +1,4 @@
-"""Norms of linear layers from token-by-token Gram matrices, which stay in registers.
+"""Computes norms of linear layers from token-by-token Gram matrices, kept in registers.
 
     ‖G_i‖² = Σ_{t,s} (a_it · a_is)(y_it · y_is)
 
@@ -95,7 +95,7 @@ def gram_squares(uses: Sequence[LinearShape], tile: Tile | None = None) -> tuple
 
 
 def gram_squares_plain(uses: Sequence[LinearShape]) -> tuple[Tensor, Tensor]:
-    """Reference implementation, in float64, rounded once."""
+    """Reference implementation of `gram_squares`, in float64, rounded once."""
     squares, scales = [], []
     for a, ys in uses:
         a, y = a.double(), torch.cat([y.double() for y in ys], dim=2)

@@ -1,4 +1,4 @@
-"""Per-sample gradients of the weights of RMSNorm and LayerNorm, and of the latter's bias.
+"""Computes per-sample gradients of RMSNorm's weight and of LayerNorm's weight and bias.
 
     x̂_it = (x_it − mean_it) · rstd_it,   G_i = Σ_t y_it · x̂_it  [d],   for the bias Σ_t y_it  [d]
 
@@ -41,7 +41,7 @@ LEAST_STEPS = 4  # loads of a piece: shorter ones cost more in sums than they ga
 
 @dataclass(frozen=True)
 class Normalized:
-    """Holds what the weights' gradients of one normalisation follow from.
+    """The operands from which one normalisation's weight gradients are computed.
 
     Attributes:
         y: output gradients [B, T, d], float32, bfloat16 or float16, any strides.
@@ -75,7 +75,7 @@ class Normalized:
 
     @property
     def kind(self) -> tuple:
-        """Returns what those have in common that share a launch."""
+        """Returns the key that uses in one launch share."""
         x, y = self.x, self.y
         dtypes = y.dtype, x.dtype, self.rstd.dtype, None if self.mean is None else self.mean.dtype
         return (y.shape, y.stride(), x.stride(), dtypes, self.with_bias, self.is_aligned)
@@ -134,7 +134,7 @@ def _split(tokens: int, rows: int, programs: int) -> tuple[int, int]:
 
 
 def norm_layer_gradients_plain(use: Normalized) -> tuple[Tensor, Tensor | None]:
-    """Reference implementation for one, in float64, rounded once."""
+    """Reference implementation for one layer, in float64, rounded once."""
     y, normalized = use.y.double(), use.x.double()
     if use.mean is not None:
         normalized = normalized - use.mean.double()[..., None]

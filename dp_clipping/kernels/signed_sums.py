@@ -41,7 +41,7 @@ def signed_sums(rows: Tensor) -> Tensor:
 
 
 def signed_sums_plain(rows: Tensor) -> Tensor:
-    """Reference implementation, in the dtype of the rows.
+    """Reference implementation of `signed_sums`, in the dtype of the rows.
 
     A product of matrices with many short rows is fast on a GPU; one with few long rows is not.
     """
@@ -57,7 +57,7 @@ def signed_sums_plain(rows: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _bits(device: torch.device) -> Tensor:
-    """Returns [PIECE + PIECES] bytes, of which each low bit tells one sign."""
+    """Returns [PIECE + PIECES] bytes, of which each low bit is one sign."""
     draw = torch.Generator().manual_seed(0)
     count = PIECE + PIECES
     return torch.randint(1 << SIGNS, (count,), generator=draw, dtype=torch.uint8).to(device)

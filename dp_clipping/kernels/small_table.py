@@ -1,4 +1,4 @@
-"""Per-sample gradients of an embedding with few rows, as a product with a one-hot matrix.
+"""Computes per-sample gradients of an embedding with few rows by a one-hot matrix product.
 
     G_iv = Σ_t [id_it = v] y_it  [d]
 

@@ -1,4 +1,4 @@
-"""Clipping coefficients in the order in which `weighted_product` takes samples, in one launch.
+"""Sorts clipping coefficients into the order of `weighted_product`, in one launch.
 
 A sample's place is the number of those with a smaller coefficient (or an equal one and a smaller
 number), its predecessor the largest of them: B² comparisons of registers, for B up to MOST. Sorting
@@ -24,7 +24,7 @@ MOST = 128  # samples, of which each program compares all with all
 
 @dataclass(frozen=True)
 class SortedCoefficients:
-    """Coefficients of K clipping groups, in the order that the kernel takes samples in.
+    """Coefficients of K clipping groups, in the order in which the kernel takes samples.
 
     All on the device.
 

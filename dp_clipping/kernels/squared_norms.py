@@ -1,4 +1,4 @@
-"""Squared norms of per-sample gradients that another operator has formed: one pass over them.
+"""Computes squared norms of existing per-sample gradients, in one pass over them.
 
     n_i² = Σ G_i²  in float32, of exactly the values in G
 
@@ -35,7 +35,7 @@ def squared_norms(gradients: Tensor) -> Tensor:
 
 
 def squared_norms_plain(gradients: Tensor) -> Tensor:
-    """Reference implementation, in float64, rounded once."""
+    """Reference implementation of `squared_norms`, in float64, rounded once."""
     shape = gradients.shape
     return gradients.reshape(shape[0], shape[1:].numel()).double().square().sum(1).float()
 

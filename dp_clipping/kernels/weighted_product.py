@@ -1,4 +1,4 @@
-"""Clipped sum of a linear layer from its factors, without any sample's gradient in memory.
+"""Computes the clipped sum of a linear layer from its factors; stores no sample's gradient.
 
     Σ_i c_i Σ_t y_it a_itᵀ  [d, p] in float32, over the samples with c_i > 0
 
@@ -75,7 +75,7 @@ def weighted_products(
 def weighted_product(
     y: Tensor, a: Tensor, weights: SortedCoefficients, tile: Tile | None = None
 ) -> Tensor:
-    """`weighted_products` of one layer."""
+    """Calls `weighted_products` for one layer."""
     return weighted_products([(y, a)], weights, [0], tile)[0]
 
 
@@ -116,7 +116,7 @@ def _launch(
 
 
 def weighted_product_plain(y: Tensor, a: Tensor, coefficients: Tensor) -> Tensor:
-    """Reference implementation, in float64, rounded once."""
+    """Reference implementation of `weighted_product`, in float64, rounded once."""
     good = coefficients > 0
     y, a = y[good].double(), a[good].double()
     return torch.einsum("btd,btp,b->dp", y, a, coefficients[good].double()).float()

@@ -1,9 +1,9 @@
-"""Clipped sum of kept per-sample gradients: every value is read once.
+"""Computes the clipped sum of stored per-sample gradients; reads every value once.
 
     Σ_i c_i G_i  [n] in float32, over the samples with c_i > 0
 
 A sample with c = 0 is left out by not loading it, never by multiplying with zero: what it holds may
-not be finite. So nobody has to ask the device which samples those are.
+not be finite. So the host need not read which samples those are.
 
 Traffic: the selected samples' values read once, n float32 values written; operations are few. Where
 samples are many and small, parts of them are summed side by side, and then the parts.
@@ -48,7 +48,7 @@ def weighted_sums(
     alike: dict[tuple, list[int]] = {}
     for number, (g, total) in enumerate(zip(gradients, totals, strict=True)):
         if g.numel():
-            # The kernel is told that addresses are multiples of 16 bytes, and samples too.
+            # Declares addresses, and samples' sizes, to be multiples of 16 bytes.
             aligned = total.numel() % ALIGNED == 0 and g.data_ptr() % ALIGNED == 0
             alike.setdefault((g.dtype, g.device, aligned), []).append(number)
         else:
@@ -64,7 +64,7 @@ def weighted_sums(
 
 
 def weighted_sum(gradients: Tensor, coefficients: Tensor) -> Tensor:
-    """`weighted_sums` of one G [B, *shape] with c [B]."""
+    """Calls `weighted_sums` for one G [B, *shape] with c [B]."""
     return weighted_sums([gradients], coefficients[None], [0])[0]
 
 
@@ -96,7 +96,7 @@ def _launch(
 
 
 def weighted_sum_plain(gradients: Tensor, coefficients: Tensor) -> Tensor:
-    """Reference implementation, in float64, rounded once."""
+    """Reference implementation of `weighted_sum`, in float64, rounded once."""
     good = coefficients > 0
     shape = gradients.shape[1:]
     rows = gradients[good].reshape(int(good.sum()), shape.numel()).double()
@@ -130,7 +130,7 @@ if triton is not None:
 
     @triton.jit
     def _scaled(p_g, p_c, i, o_n, n):
-        """c_i times values o_n of sample i, zero without a load if c_i is."""
+        """Returns c_i times values o_n of sample i; loads nothing if c_i is zero."""
         c = tl.load(p_c + i)
         stop = tl.where(c > 0, n, 0)
         b_g = tl.load(p_g + tl.cast(i, tl.int64) * n + o_n, mask=o_n < stop, other=0)

@@ -1,9 +1,9 @@
-"""Layers by kind: what a use leaves for its per-sample gradient, its norm and its clipped sum.
+"""Layers by kind: per-sample gradient, norm and clipped sum of each of their uses.
 
 Files:
 
     handle                what a captured layer carries
-    recorder              what a layer may ask of a private step, and must deliver to it
+    recorder              the interface of a private step for layers
     batch_layout          where the samples are in a tensor
     linear, convolution, norm, group_norm    layers with arithmetic of their own
     embedding/            nn.Embedding and nn.EmbeddingBag

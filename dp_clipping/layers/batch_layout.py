@@ -1,7 +1,8 @@
-"""Where the samples are in a tensor: found by looking at two batch sizes, never guessed.
+"""Finds the samples in a tensor by comparing two batch sizes; never guesses.
 
-A size that equals the batch size proves nothing: T, p and B may coincide, a batch of one looks
-like a position id. So the network is run on two and on three samples, and each layer's inputs are
+A size that equals the batch size proves nothing: T, p and B may coincide, and a batch of one sample
+looks like a position id. So the network is run on two and on three samples, and each layer's inputs
+are
 compared: the dimension that grew is the batch.
 
 A unit of privacy of k examples (`examples_per_unit`) is a sample of k times as many positions:
@@ -21,7 +22,7 @@ SIDE_BY_SIDE = ("sample_major", "unit")
 
 @dataclass(frozen=True)
 class Layout:
-    """How B samples lie in a tensor.
+    """Describes how B samples lie in a tensor.
 
     | kind | shape | meaning |
     | --- | --- | --- |
@@ -196,7 +197,7 @@ def all_tokens(packed: PackedSequence) -> Tensor:
 
 
 def bag_tensors(args: tuple, kwargs: dict, has_last: bool, whole: bool) -> list[Tensor]:
-    """Returns what a call of `nn.EmbeddingBag` has of each bag.
+    """Returns the layouts of the bags in a call of `nn.EmbeddingBag`.
 
     Ids [N, T], and weights of them, as they are. Of those with offsets, [N, 1, 1, 1]: where each of
     N bags starts; or, if it is to be `whole`, [N, 1 + T, 1, 1]: how many ids, and these, and zeros.

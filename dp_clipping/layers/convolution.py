@@ -1,4 +1,4 @@
-"""Convolutions of one to three dimensions, and transposed ones: a linear layer on patches.
+"""Convolutions of one to three dimensions, and transposed ones, as linear layers on patches.
 
     G_i[o, c, k] = Σ_l y_i[o, l] · x_i[c, l·stride + k·dilation − padding]
 
@@ -6,10 +6,10 @@ y are output gradients, x inputs, l output positions and k the kernel's taps (Ro
 arXiv:1912.06015). A transposed convolution is the same with x and y exchanged. Forward and the
 input's gradient are PyTorch's own.
 
-On the kernels G is kept where it is smaller than x and y together. Elsewhere those are kept: norms
-come from Gram matrices where positions are few, and G_i is formed for the sum; else G_i is formed
-for the norm and, by the same operations, once more for the sum, so that what is summed is what was
-normed.
+The kernels keep G where it is smaller than x and y together. Elsewhere they keep x and y. Then,
+where positions are few, norms come from Gram matrices, and G_i is computed for the sum. Where they
+are many, G_i is computed for the norm and, by the same operations, again for the sum, so that the
+summed values are those of the norm.
 """
 
 from functools import partial
@@ -103,7 +103,7 @@ def _padded(module: nn.Module, x: Tensor) -> tuple[Tensor, list[int]]:
 
 
 def _output_padding(module: nn.Module, x: Tensor, output_size: list[int] | None) -> list[int]:
-    """Returns what a transposed convolution adds to one side to reach the asked output size."""
+    """Returns the output padding of a transposed convolution for a requested output size."""
     if not module.transposed or output_size is None:
         return list(module.output_padding)
     settings = zip(
@@ -134,7 +134,7 @@ def _hand_over(private_step: Any, parameter: Any, use: "Factors") -> None:
 
 
 class Convolution(torch.autograd.Function):
-    """`F.conv{1,2,3}d` and its transposed form, which in backward deliver per-sample gradients."""
+    """Runs `F.conv{1,2,3}d` or its transpose; its backward delivers per-sample gradients."""
 
     @staticmethod
     def forward(
@@ -224,7 +224,7 @@ class Factors:
 
 
 class KernelFactors:
-    """Operands with the channels last, from which norms and sums are computed on kernels.
+    """Packed operands (channels last), from which kernels compute norms and sums.
 
     Attributes:
         gradients: G [B, O, taps, C / groups], which taking the norm leaves in the operands' place
@@ -245,7 +245,7 @@ class KernelFactors:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds."""
+        """Bytes of the operands, or of the gradients that have replaced them."""
         held = self._operands if self.gradients is None else [self.gradients]
         return sum(z.nbytes for z in held)
 

@@ -1,8 +1,8 @@
 """GroupNorm and InstanceNorm: y = x̂ · w + b, so G_i = Σ_l y_il · x̂_il for w and Σ_l y_il for b.
 
 x̂ is the input normalised over groups of channels (Wu and He 2018) or over each channel (Ulyanov et
-al. 2016), l runs over pixels. The input's gradient comes from PyTorch's own backward, which is
-asked for that alone.
+al. 2016), l runs over pixels. PyTorch's own backward computes the input's gradient, and
+only that.
 """
 
 import torch
@@ -44,7 +44,7 @@ def forward(self: nn.Module, x: Tensor) -> Tensor:
 
 
 class GroupNorm(torch.autograd.Function):
-    """`F.group_norm`, which in backward computes its two G [B, C] and delivers them."""
+    """Runs `F.group_norm`; its backward computes and delivers its two G [B, C]."""
 
     @staticmethod
     def forward(

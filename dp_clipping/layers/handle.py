@@ -1,4 +1,4 @@
-"""State of a captured layer: the private step it works for, and where its samples are."""
+"""State of a captured layer: its private step, and where its samples are."""
 
 from collections.abc import Callable
 from functools import partial
@@ -83,25 +83,25 @@ class LayerState:
     """State of one captured module, at `module._private`.
 
     Attributes:
-        name: of the module in the network.
-        kind: which file of `layers` its forward comes from.
+        name: the name of the module in the network.
+        kind: the file of `layers` that has its forward.
         children_apart: it runs under vmap, and its child layers outside of it (`vmap.children`).
-        is_inside: code of such a module calls it now, in a plain forward.
+        is_inside: a module under vmap calls it now, in a plain forward.
         trial: takes a call of a module under vmap in a plain forward that tries it; or None.
         inner: the layer that its class is derived from, if that is what is captured (`inner_call`);
             `inner_forward` runs it.
-        around: what looks at calls of it now, before and after, where it is such.
-        is_misfit: it is such, and has computed with its parameters otherwise.
+        around: functions called before and after its calls now, where `inner` is set.
+        is_misfit: `inner` is set, and it has computed with its parameters otherwise.
         trainable: names of the parameters it captures, relative to the module.
-        has_last: of a bag: its offsets end with the number of ids.
-        checks, backwards: of a registered layer: how often its function was compared with single
-            samples, and backwards since the first such check.
-        products: of a registered layer: shapes of a sample -> the parameters for which its function
-            returns products then.
-        whole_batch: of a module under vmap that can do without (`vmap.whole_batch`): number of
+        has_last: for a bag: its offsets end with the number of ids.
+        checks, backwards: for a registered layer: the number of comparisons of its function with
+            single samples, and of backwards since the first of them.
+        products: for a registered layer: shapes of a sample -> the parameters for which its
+            function returns products at these shapes.
+        whole_batch: for a module that can run without vmap (`vmap.whole_batch`): number of
             dimensions of each input -> operations with its own parameters; None: it cannot.
-        own_forward: what the module had in the place of its class's forward; None: nothing.
-        private_step: the private step that its calls belong to; None: the layer is an ordinary one.
+        own_forward: a forward that the module had in place of its class's; None: it had none.
+        private_step: the private step that its calls belong to; None: it runs without privacy.
         slots: name -> the dense slot of this private step.
         layouts: number of dimensions of each input -> their layouts.
         always_dense: some parameter has several uses, whose G are added up.
@@ -171,8 +171,10 @@ class LayerState:
         return self.slots[name]
 
     def gradient_target(self, name: str) -> tuple[Tensor | None, GradientTarget | None]:
-        """Where G of a parameter goes in backward: a tensor to be an input of the layer's function,
-        and who is given G; None: it is that input's gradient. (None, None) for a frozen parameter.
+        """Returns where the backward puts G of a parameter: (function input, callback).
+
+        The input is a tensor for the layer's function. The callback receives G; None: G is the
+        input's gradient. A frozen parameter has (None, None).
 
         A slot's gradient is the way that `torch.compile` can trace, and that adds up the uses of a
         parameter; where there is one use and no compiler the private step is called at once.
@@ -186,8 +188,10 @@ class LayerState:
         return self.private_step.trigger_of(parameter), partial(self.private_step.dense, parameter)
 
     def factor_target(self, name: str) -> tuple[Tensor, Callable[[Any], None]]:
-        """Where factors of a weight's G go in backward: a tensor to be an input of the layer's
-        function, which gets no gradient, and who is given the factors.
+        """Returns where the backward puts factors of a weight's G: (function input, callback).
+
+        The input is a tensor for the layer's function and gets no gradient; the callback receives
+        the factors.
         """
         private_step, parameter = self.private_step, self._parameters[name]
         if name in self.joined:
@@ -257,7 +261,7 @@ class LayerState:
 
         Args:
             x, weight: [.., p] and [d, p] of a linear layer.
-            name: of that weight.
+            name: the name of that weight.
         """
         if name in self.joined and not self.private_step.is_compiled:
             return self.private_step.policy.dense_always

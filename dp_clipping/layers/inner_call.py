@@ -1,8 +1,8 @@
 """A subclass of a layer whose own forward calls the layer's: `super().forward(ids) * self.scale`.
 
-Its forward runs as it is. What it asks of `torch.nn.functional` with the layer's own parameters and
-options is the call that is captured, by the arithmetic that the layer has. Code that computes with
-these parameters in another way makes it a module for `torch.vmap`.
+Its forward runs as it is. Its call of `torch.nn.functional` with the layer's own parameters and
+options is captured, and gets the layer's arithmetic. If its code computes with these parameters in
+another way, it runs under `torch.vmap` instead.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class Inner:
     """The layer that a subclass is of.
 
     Attributes:
-        kind: of the layer's arithmetic.
+        kind: the kind of the layer's arithmetic.
         base: its class, as PyTorch has it.
         function: what its forward calls.
         options: names of that function's arguments, in order -> their defaults.
@@ -47,7 +47,7 @@ class Inner:
     def input_of(
         self, module: nn.Module, function: Callable, args: tuple, kwargs: dict
     ) -> Tensor | None:
-        """Returns what a call gives the layer; None: it is another call than the layer's own."""
+        """Returns the layer's input in a call; None: the call is not the layer's own."""
         if function is not self.function:
             return None
         given = self.options | dict(zip(self.options, args, strict=False)) | kwargs
@@ -126,7 +126,7 @@ class _Calls(TorchFunctionMode):
         return result
 
     def _layer(self, x: Tensor) -> Any:
-        """Runs the layer, with what looks at calls of captured layers around it."""
+        """Runs the layer between the functions that observe calls of captured layers."""
         module, handle = self._module, self._handle
         before, after = handle.around or (None, None)
         args: tuple = (x,)

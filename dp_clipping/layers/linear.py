@@ -9,11 +9,11 @@ backward returns as their gradients, depending on the plan,
     gradient, squares, count    G [B, *parameter] with ‖G_i‖² [B] from the kernel that writes it
     y, a, count                 the factors [B, T, d] and [B, T, p] themselves
 
-The kernel is one opaque operator, which the compiler does not look into. Autograd adds the
-gradients of two uses of a slot. This is right for G and for nothing else here; the count, 1 for
-each use, shows it. Autograd also sums a gradient down to the slot's shape where it can be broadcast
-from it (T = 1), and casts it to the slot's dtype, silently. So forward compares shapes and dtypes
-while it is traced, and they are guards of the compiled function.
+The kernel is one operator that is opaque to the compiler. Autograd adds the gradients of two uses
+of a slot, which is right for G only. So each use returns a count of 1, and a sum above 1 reveals
+it. Autograd also sums a gradient down to the slot's shape where it can be broadcast from it (T =
+1), and casts it to the slot's dtype, silently. So forward compares shapes and dtypes while it is
+traced, and they are guards of the compiled function.
 """
 
 import torch
@@ -115,7 +115,7 @@ def _run_compiled(
 
 
 class CompiledLinear(torch.autograd.Function):
-    """`F.linear`, whose backward returns the gradients of the slots."""
+    """Runs `F.linear`; its backward returns the gradients of the slots."""
 
     @staticmethod
     def forward(

@@ -40,7 +40,7 @@ PIECE_ELEMENTS = 1 << 20  # of the G that are formed at a time, unless one sampl
 
 
 class Grams:
-    """Gram matrices of the activations last seen: layers that read the same input share one."""
+    """Caches Gram matrices of the last activations: layers that read the same input share one."""
 
     def __init__(self) -> None:
         self._of: Tensor | None = None

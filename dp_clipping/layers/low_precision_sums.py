@@ -1,4 +1,4 @@
-"""Weighted sums of 16-bit factors by one product, and still never above C.
+"""Weighted sums of 16-bit factors by one product, with every contribution still at most C.
 
 Σ_i c_i G_i of a linear layer is one matrix product once its output gradients are y'_it = c_i y_it.
 In 16 bit y' is rounded, and tokens that cancel can make the rounding larger than what is left: a
@@ -9,9 +9,9 @@ contribution of C would come out as 1.002 C, or 1.03 C. So the rounded values th
 3. a sample that still exceeds its threshold is divided by the power of two that brings it below,
    which rounds nothing but subnormal float16: so it is normed again, until none exceeds.
 
-η is a fifth more than rounding to bfloat16 can add to a norm where tokens do not cancel, all
-entries rounded up. So step 3 finds nothing to do there, and at least (1 - η)(1 - 2⁻⁸) = 0.991 is
-left of what the coefficient allows.
+η is a fifth more than rounding all entries up to bfloat16 can add to a norm where tokens do not
+cancel. So step 3 changes nothing there, and a sample contributes at least (1 - η)(1 - 2⁻⁸) = 0.991
+of what its coefficient allows.
 """
 
 from collections.abc import Callable, Container

@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm: y = x̂ · w + b, so G_i = Σ_t y_it · x̂_it for w and Σ_t y_it for b.
 
-x̂ is the normalised input. The input's gradient comes from PyTorch's own backward, which is asked
-for that alone; the weights' gradients are one elementwise product and one sum over a sample's
+x̂ is the normalised input. PyTorch's own backward computes the input's gradient, and
+only that; the weights' gradients are one elementwise product and one sum over a sample's
 tokens (Zhang and Sennrich 2019 for RMSNorm, Ba et al. 2016 for LayerNorm).
 """
 
@@ -98,7 +98,7 @@ def by_token(x: Tensor, layout: Layout, batch_size: int, dims: int) -> Tensor:
 
 
 class RMSNorm(torch.autograd.Function):
-    """`F.rms_norm`, which in backward computes its weight's G [B, *shape] and delivers it.
+    """Runs `F.rms_norm`; its backward computes and delivers its weight's G [B, *shape].
 
     Or what G follows from, if `when` is LATER.
 
@@ -172,7 +172,7 @@ def _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) -> Tensor:
 
 
 class LayerNorm(torch.autograd.Function):
-    """`F.layer_norm`, which in backward computes its two G [B, *shape] and delivers them.
+    """Runs `F.layer_norm`; its backward computes and delivers its two G [B, *shape].
 
     Or what they follow from, if `when` is LATER.
     """

@@ -1,4 +1,4 @@
-"""y = x Wᵀ + b, in `nn.Linear` or as a part of another layer, with a private backward.
+"""y = x Wᵀ + b with a private backward: `nn.Linear`, or a part of another layer.
 
 Backward delivers G_i = Σ_t y_it a_itᵀ to the private step (`Dense`). Or it delivers the output
 gradients y and the inputs a, from which the step takes norms and sums (`Factors`, see
@@ -103,7 +103,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Dense(torch.autograd.Function):
-    """`F.linear`, which in backward computes G [B, d, p] and delivers it.
+    """Runs `F.linear`; its backward computes and delivers G [B, d, p].
 
     Slots are inputs that forward ignores (see `LayerState.gradient_target`). All arguments are
     tensors, plain constants and, outside of compiled regions, targets. `transposed`: the parameter
@@ -143,7 +143,7 @@ class Dense(torch.autograd.Function):
 
 
 class Factors(torch.autograd.Function):
-    """`F.linear`, which in backward hands its factors to the private step and computes no G."""
+    """Runs `F.linear`; its backward delivers factors to the private step and computes no G."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, bias_slot, trigger, rest):

@@ -1,4 +1,4 @@
-"""`Recorder`: what a captured layer may ask of a private step, and what it must deliver to it."""
+"""`Recorder`: the interface of a private step that a captured layer uses."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LayerPlanner(Protocol):
 class Recorder(Protocol):
     """The private step that a layer's calls belong to; `step.private_step` implements it.
 
-    In forward a layer asks; in backward it delivers, once per parameter, either G (`dense`) or
-    what G is made of (`factors`, `normalized`).
+    In forward a layer gets its slots and plans here. In backward it delivers, once per parameter,
+    either G (`dense`) or the factors of G (`factors`, `normalized`).
 
     Attributes:
         batch_size: samples of the batch: units, if a unit of privacy has several examples.
@@ -79,5 +79,5 @@ class Recorder(Protocol):
         ...
 
     def normalized(self, weight: Parameter | None, bias: Parameter | None, use: Any) -> None:
-        """Takes what the gradients of a norm layer's weight and bias are made of."""
+        """Takes the operands of the gradients of a norm layer's weight and bias."""
         ...

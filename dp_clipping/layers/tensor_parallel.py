@@ -1,4 +1,4 @@
-"""Layers that tensor parallel has split: a call on `DTensor`s becomes one on this rank's part.
+"""Runs layers that tensor parallel has split on this rank's part of their `DTensor`s.
 
 `parallelize_module` puts hooks around a layer, which make its input a `DTensor` and take its output
 back; in between, the captured forwards compute with plain tensors. W is the number of ranks:
@@ -15,8 +15,8 @@ The input's gradient is a term of a sum where the output is split; the hooks' ow
 the terms up, forward and backward. So a rank's squared norms are those of its part, and add up over
 the ranks, what is replicated counted once.
 
-Nothing else is true of a layer that gets only some of a sample's tokens: its G is a sum over ranks,
-and ‖Σ_r G_r‖² is not Σ_r ‖G_r‖². Those are refused.
+A layer that gets only some of a sample's tokens is refused: its G is a sum over ranks, and
+‖Σ_r G_r‖² is not Σ_r ‖G_r‖².
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class ShardedCall:
 
     Attributes:
         x, weight, bias: what this rank computes with.
-        mesh: of the layer's parameters; None: they are plain tensors, and so is the output.
-        placement: of the output.
-        width: of the whole output, its last dimension.
+        mesh: the mesh of the layer's parameters; None: they are plain tensors, and so is the
+            output.
+        placement: the placement of the output.
+        width: the width of the whole output, its last dimension.
         late_bias: what is added after the terms of all ranks.
         outside: [..], ids that are other ranks'.
     """
@@ -194,7 +195,7 @@ def _is_under_way(x: Tensor) -> bool:
 
 
 class Settle(torch.autograd.Function):
-    """Waits for what the wrapper wraps."""
+    """Waits for an asynchronous tensor."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""Losses of private training: one per sample, also where the network computes its own.
+"""Losses of private training: one per sample, also where the network computes them itself.
 
 Files:
 

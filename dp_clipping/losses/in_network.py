@@ -1,10 +1,10 @@
-"""Losses that the network computes itself, as Hugging Face's models do: `model(**batch).loss`.
+"""Per-sample losses that the network computes itself: `model(**batch).loss` of Hugging Face.
 
 Such a loss is a mean over the tokens of a batch, so a sample's part in it depends on how many
 tokens the others have. In a private forward it becomes one loss per sample, each the mean over its
 own tokens, and `num_items_in_batch`, which counts those of the batch, is not used. What else the
-network adds to it must be one value a sample too. The losses are an output of the network like any
-other, so the checks that no sample sees another one cover them.
+network adds to it must be one value per sample, too. The losses are an output of the network like
+any other, so the checks that no sample sees another one cover them.
 
 Two ways to compute a loss are known:
 
@@ -87,7 +87,7 @@ class LossInNetwork:
 
     @contextmanager
     def _exchanged(self, owner: Any) -> Iterator[None]:
-        """A context in which the loss function of a Hugging Face model returns [B]."""
+        """Enters a context in which the loss function of a Hugging Face model returns [B]."""
         own, loss_function = vars(owner).get("_loss_function"), owner.loss_function
 
         def per_sample(*args: Any, **kwargs: Any) -> Any:

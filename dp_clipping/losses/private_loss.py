@@ -124,7 +124,7 @@ class PrivateLoss:
         if other.requires_grad:
             raise ValueError(
                 "a private loss is combined with a tensor that has a gradient of its own, which "
-                "may depend on all samples: put the term into the criterion, one value a sample"
+                "may depend on all samples: put the term into the criterion, one value per sample"
             )
         if other.numel() != 1 and other.shape != self._losses.shape:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Losses that reduce over a batch, reduced over each sample instead."""
+"""Reduces losses over each sample where code reduces over the batch."""
 
 import inspect
 from collections.abc import Callable

@@ -17,7 +17,7 @@ Gaussian mechanism of noise multiplier
 
     z = (z_Δ⁻² + (2σ_b)⁻²)^(-1/2),   so   z_Δ = (z⁻² - (2σ_b)⁻²)^(-1/2)
 
-on the gradient makes a step cost what the accountant is told, z. Both parts are of the same Poisson
+on the gradient makes a step cost what the accountant counts, z. Both parts are of the same Poisson
 batch, so amplification by sampling holds for the pair; C is a function of what earlier steps
 released, so composition is the ordinary adaptive one. K clipping groups, a count each, move the
 second part by √K/(2σ_b): then K(2σ_b)⁻² stands for (2σ_b)⁻².

@@ -41,7 +41,7 @@ def add_noise(
         std: standard deviation of the noise on the sum, σC or σC/√W for one of W shares; 0 adds
             nothing.
         divisor: the expected global batch size, a public constant.
-        dtype: of the result; default that of `out`, or of `total`.
+        dtype: the dtype of the result; default that of `out`, or of `total`.
         offset: where this slice starts in the parameter's noise, in elements.
         place: where the elements of `total` lie in the parameter, instead of `offset`: each gets
             the noise of its place there. None: from `offset` on.
@@ -88,7 +88,7 @@ def add_noise_to_all(
 
     Args:
         totals: float32, any shapes; those whose dtype stays are overwritten.
-        dtypes: of the results.
+        dtypes: the dtypes of the results.
         places: where each total lies in its parameter; None: it is the whole.
         values: how words become z.
         table: where a CUDA graph that is captured reads the streams of whole parameters.

@@ -1,8 +1,8 @@
-"""Defines the Gaussian noise of DP-SGD: streams in which every value has an address.
+"""Defines the Gaussian noise of DP-SGD as streams in which every value has an address.
 
 Value number `offset` of a stream is a function of (secret, step, parameter, share, offset) and of
 nothing else: no state, no global seed, no rank. So a shard generates its own slice of the
-noise of one process, replicas generate the same, and a resumed run goes on as if never stopped.
+noise of one process, replicas generate the same, and a resumed run continues as if never stopped.
 
 The streams are counter-based, not cryptographic: Philox was designed to pass statistical tests,
 and whoever sees exact values may work back to its key. Attacks on the floating-point grid of the
@@ -165,7 +165,7 @@ def philox(counters: Tensor, stream: NoiseStream) -> tuple[Tensor, Tensor, Tenso
 def _chunks(
     numel: int, stream: NoiseStream, offset: int, device: torch.device | str, made: Values
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Pairs (where in [0, numel), its values [at most 4·CHUNK]), in order."""
+    """Yields (slice of [0, numel), its values [at most 4·CHUNK]), in order."""
     each = made.per_counter
     first, last = offset // each, (offset + numel + each - 1) // each
     for begin in range(first, last, CHUNK):
@@ -223,7 +223,7 @@ def _box_muller(words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
 
 
 class Values(NamedTuple):
-    """How random words become noise.
+    """A conversion of random words to noise.
 
     Attributes:
         per_counter: numbers that are made of the four words of a counter.

@@ -35,7 +35,7 @@ LONGEST = 1 << 32  # elements of a row whose counters a program numbers in 32 bi
 
 
 class Stream(Protocol):
-    """Holds what a launch needs of a `gaussian.NoiseStream`: four words below 2³²."""
+    """A `gaussian.NoiseStream` as a launch takes it: four words below 2³²."""
 
     @property
     def key_0(self) -> int: ...
@@ -58,7 +58,7 @@ def serves(total: Tensor) -> bool:
 def add_noise_kernel_launch(
     total: Tensor, out: Tensor, stream: Stream, std: float, divisor: float, offset: int
 ) -> None:
-    """`out ← (total + std·z) / divisor`, cast last; `std` 0 adds nothing.
+    """Launches `out ← (total + std·z) / divisor`, cast last; `std` 0 adds nothing.
 
     Args:
         total: [n], float32, contiguous.
@@ -89,7 +89,7 @@ class StreamTable:
         self._rows: list[tuple[int, list[int]]] = []  # number of the stream, and addresses
 
     def take(self, numbers: list[int], rows: list[list[int]]) -> Tensor:
-        """Returns what a launch reads in place of a table of these rows.
+        """Returns rows that a launch reads in place of a table, and that `write` fills.
 
         Args:
             numbers: which of the streams that `write` is given each row has.
@@ -116,14 +116,14 @@ def add_noise_to_all_kernel_launch(
     totals: list[Tensor], outs: list[Tensor], streams: list[Stream], std: float, divisor: float,
     make_table: Callable[[list[list[int]]], Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """`add_noise_kernel_launch` for many tensors at once, each from the start of its stream.
+    """Launches `add_noise_kernel_launch` for many tensors, each from the start of its stream.
 
     A network has hundreds of parameters, most of them small: one launch each would keep the GPU
     waiting for the host. Programs find their tensor by a table of addresses.
 
     Args:
-        totals: of any sizes, float32, contiguous, on one device.
-        outs: of one dtype, contiguous; each may be its total itself.
+        totals: tensors of any sizes, float32, contiguous, on one device.
+        outs: tensors of one dtype, contiguous; each may be its total itself.
         make_table: takes the rows to the device; default: copies them.
     """
     pieces = _pieces(tuple([total.numel() for total in totals]), totals[0].device)
@@ -145,8 +145,7 @@ def add_noise_to_parts_kernel_launch(
     totals: list[Tensor], outs: list[Tensor], streams: list[Stream], places: list[Place],
     std: float, divisor: float,
 ) -> None:  # fmt: skip
-    """`add_noise_to_all_kernel_launch` for parts of parameters: each element gets the value at its
-    place in the whole.
+    """Adds noise to parts of parameters: each element gets the value of its place in the whole.
 
     Each run of a part is a row of the table. Programs number its counters row by row of the run:
     counter j of row q holds values from 4(⌊(offset + q·stride) / 4⌋ + j) on. Where rows begin and
@@ -214,8 +213,11 @@ def _pieces(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _signed(word: int, bits: int) -> int:
-    """Triton types an argument by its value: without a sign bit its type, and with it the compiled
-    kernel, would depend on the key."""
+    """Reinterprets a word as signed.
+
+    Triton chooses an argument's type by its value. Without a sign bit the type, and with it the
+    compiled kernel, would depend on the key.
+    """
     return word - (1 << bits) if word >> (bits - 1) else word
 
 
@@ -223,18 +225,17 @@ if triton is not None:
 
     @triton.jit
     def _words(first, seed, c2, c3, BLOCK: tl.constexpr):
-        """The four words [BLOCK] uint32 of this program's counters, which start at `first`."""
+        """Returns the four words [BLOCK] uint32 of this program's counters, starting at `first`."""
         return _words_at(first + tl.program_id(0).to(tl.int64) * BLOCK, seed, c2, c3, BLOCK)
 
     @triton.jit
     def _words_at(first, seed, c2, c3, BLOCK: tl.constexpr):
-        """The four words [BLOCK] uint32 of the counters from `first` on."""
+        """Returns the four words [BLOCK] uint32 of the counters from `first` on."""
         return _words_of(first + tl.arange(0, BLOCK), seed, c2, c3)
 
     @triton.jit
     def _words_of(o_counter, seed, c2, c3):
-        """The four words uint32 of int64 counters: Philox4x32-10, with the constants of the
-        reference."""
+        """Returns the four words uint32 of int64 counters, by Philox4x32-10."""
         x0, x1 = o_counter.to(tl.uint32), (o_counter >> 32).to(tl.uint32)
         x2, x3 = c2.to(tl.uint32, bitcast=True), c3.to(tl.uint32, bitcast=True)
         seed = seed.to(tl.int64)  # a launch passes a small one as 32 bits
@@ -251,14 +252,14 @@ if triton is not None:
 
     @triton.jit
     def _normals(w_radius, w_angle):
-        """Box-Muller on two words [BLOCK], without a library's cases for every other argument."""
+        """Computes Box-Muller on two words [BLOCK], without a library's special cases."""
         b_radius = _radius(w_radius)
         b_cos, b_sin = _cos_sin(w_angle)
         return b_radius * b_cos, b_radius * b_sin
 
     @triton.jit
     def _radius(w):
-        """√(−2 ln u) for u = (w + ½)/2³² in (0, 1], rounded to float32 as in the reference.
+        """Computes √(−2 ln u), u = (w + ½)/2³² in (0, 1] rounded to float32 as in the reference.
 
         u = 2ᵉ(1 + f) with |f| ≤ 1/3, so that −2 ln u = −2 ln 2 · e + f·p(f). Over all words the
         root of this sum is off by less than 1.8e-7 (3.2e-7 where products are rounded before they
@@ -280,7 +281,7 @@ if triton is not None:
 
     @triton.jit
     def _cos_sin(w):
-        """Cosine and sine of w·π/2³¹, off by less than 9e-8 each.
+        """Computes cosine and sine of w·π/2³¹, off by less than 9e-8 each.
 
         The angle is q quarter turns and a rest πt of at most an eighth. The low 30 bits of w, read
         as a signed integer, are 2³¹t: exact, so that only their conversion to float32 rounds the
@@ -300,14 +301,14 @@ if triton is not None:
 
     @triton.jit
     def _normals_of(w0, w1, w2, w3, BLOCK: tl.constexpr):
-        """Four values per counter, z0 z1 z2 z3 of one next to each other: [4·BLOCK]."""
+        """Returns four values per counter, z0 z1 z2 z3 side by side: [4·BLOCK]."""
         z0, z1 = _normals(w0, w1)
         z2, z3 = _normals(w2, w3)
         return tl.join(tl.join(z0, z2), tl.join(z1, z3)).reshape(4 * BLOCK)
 
     @triton.jit
     def _quotient(b_sum, divisor, inverse):
-        """b_sum / divisor with `inverse` = 1 / divisor, rounded to nearest by one Newton step.
+        """Computes b_sum / divisor from `inverse` = 1 / divisor, rounded by one Newton step.
 
         A library's division does the same, but looks at each value first, for those whose exponent
         could leave the range. Here an infinite sum gives NaN.

@@ -1,9 +1,9 @@
 """The secret that noise and sampling come from.
 
-Whoever holds it can generate the same noise and subtract it, so it comes from the operating system
-and not from a seed, it is in no `state_dict`, log or result, and it has a file of its own beside a
-checkpoint. All ranks hold the same one: replicas add the same noise to the same sum, and each rank
-knows which samples the others have.
+Whoever holds it can generate the same noise and subtract it. So it comes from the operating system,
+not from a seed; it is in no `state_dict`, log or result; and it has a file of its own beside a
+checkpoint. All ranks hold the same secret: replicas add the same noise to the same sum, and each
+rank can compute which samples the others have.
 """
 
 import hashlib
@@ -46,11 +46,11 @@ class Keys:
 
     @property
     def fingerprint(self) -> str:
-        """Returns what tells whether a key is the right one, and nothing about it."""
+        """Returns a fingerprint that identifies the key and reveals nothing about it."""
         return self._derive(b"fingerprint").hex()
 
     def mac(self, digest: str) -> str:
-        """Authenticates a checkpoint's digest: who lacks the key cannot compute it."""
+        """Authenticates a checkpoint's digest; it cannot be computed without the key."""
         return hmac.digest(self._derive(b"checkpoint key"), digest.encode(), "sha256").hex()
 
     def _derive(self, purpose: bytes) -> bytes:
@@ -67,7 +67,10 @@ def fixed_keys(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
 ) -> Keys:
-    """Keys from a generator's seed, rank 0's on every rank: for tests, where nothing is private."""
+    """Derives keys from a generator's seed, rank 0's on every rank.
+
+    For tests only: such keys protect nothing.
+    """
     seed = generator.initial_seed().to_bytes(16, "little", signed=True)
     master = hashlib.blake2b(seed, digest_size=KEY_BYTES).digest()
     return Keys(_from_rank_0(master, group, device), fixed=True)

@@ -1,4 +1,4 @@
-"""`register_noise_mechanism`: noise of another distribution, with an account of its own.
+"""`register_noise_mechanism`: noise of another distribution, with its own accounting.
 
 Noise on a sum is σC·z. Each number of z is `quantile(u)` of a uniform number u, whose address is
 (key, step, parameter, offset) as that of Gaussian noise is. So shards, replicas and resumed runs
@@ -213,7 +213,7 @@ def refuse_mixed(name: str, before: str, has_runs: bool, history: History) -> No
     """Raises ValueError for a mechanism beside steps of another one in the same account.
 
     Args:
-        before: of the runs so far, if there are any.
+        before: the mechanism of the runs so far, if there are any.
     """
     if (has_runs and name != before) or (not has_runs and name != DEFAULT and history):
         raise ValueError(

@@ -1,10 +1,10 @@
-"""Rates of this machine's GPU, measured once and kept for later runs.
+"""Measures the rates of this machine's GPU once, and stores them for later runs.
 
     python -m dp_clipping.planning.calibration    measure, keep, print the rates before and after
 
-The plan compares algorithms by the rates of `cost_model.Rates`. Those that are known without
-measuring are an H200's, scaled by the number of multiprocessors: on another kind of GPU they may be
-wrong relative to each other, and only that matters. Measured rates are kept in `rates.json` by
+The plan compares algorithms by the rates of `cost_model.Rates`. Without a measurement they
+are an H200's, scaled by the number of multiprocessors. On another kind of GPU they may be wrong
+relative to each other, and only that matters. Measured rates are kept in `rates.json` by
 device, torch and Triton (see `kernels.tuning` for the folder), and `rates_of`
 takes them from there. They are those of the tiles that the kernels take (`kernels.tuning`).
 
@@ -122,7 +122,7 @@ def measure(device: torch.device) -> Rates:
 
 
 def _half_precision(shape: tuple[int, ...], rates: Rates, device: torch.device) -> dict[str, float]:
-    """Operations or bytes per second."""
+    """Measures operations or bytes per second of each 16-bit kernel."""
     use = _use(shape, torch.bfloat16)
     sets = _operands(shape, torch.bfloat16, device)
     coefficients = torch.linspace(0.1, 1.0, use.batch_size, device=device)
@@ -145,7 +145,7 @@ def _half_precision(shape: tuple[int, ...], rates: Rates, device: torch.device) 
 
 
 def _single_precision(shape: tuple[int, ...], rates: Rates, device: torch.device) -> float:
-    """Operations a second of products in float32."""
+    """Measures operations per second of float32 products."""
     use, sets = _use(shape, torch.float32), _operands(shape, torch.float32, device)
     rates = replace(rates, single=1.0)
     call = lambda number: gradient_and_squares(*sets[number % SETS], store=False)  # noqa: E731

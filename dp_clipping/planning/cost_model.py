@@ -1,4 +1,4 @@
-"""Predicted time and memory of a linear layer's norm and clipped sum.
+"""Predicts time and memory of a linear layer's norm and clipped sum.
 
 Times are operations and bytes over measured rates of the device; a product whose tiles do not fill
 it takes as long as one that does. On an H200 predictions are within a tenth for layers of 2048²
@@ -24,9 +24,9 @@ class Rates:
     """Rates of one device.
 
     Attributes:
-        product, gram, weighted: operations a second of the kernels gradient, gram and
+        product, gram, weighted: operations per second of the kernels gradient, gram and
             weighted_product in 16 bit where they fill the device.
-        single: of products in float32, relative to those.
+        single: the rate of products in float32, relative to those.
         bandwidth: bytes per second that `weighted_sum` reads and writes.
         step: seconds that a tile of one sample's product takes beside its operations.
         processors: programs that run at a time.
@@ -89,10 +89,10 @@ class LinearShape(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Choice for one layer.
+    """The algorithm chosen for one layer, with its predicted cost.
 
     Attributes:
-        algorithm: of the norm.
+        algorithm: the algorithm of the norm.
         seconds: predicted, of norm and sum together.
         bytes: kept from backward to the sum.
         recomputed: nothing is kept, the sum is formed in a second backward.
@@ -137,7 +137,7 @@ def steps_of(use: LinearShape, is_sum: bool, rates: Rates) -> float:
 
 
 def _waves(use: LinearShape, is_sum: bool, rates: Rates) -> int:
-    """Tiles of one sample's product that a processor works on, one after the other.
+    """Returns how many tiles of one sample's product each processor works on in turn.
 
     A sum's tile goes through all samples; without a sum they are divided among processors too.
     """

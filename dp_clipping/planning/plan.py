@@ -14,7 +14,8 @@ Of one token (T = 1) the norm is ‖y_i‖‖a_i‖ (Goodfellow 2015) and the su
 samples, under the name of `input_length`, whose factors are kept.
 
 `cost_model.predict` says how long each takes. The plan starts from each layer's fastest algorithm.
-While what is kept exceeds the budget, it changes the layer that loses the least time a byte saved.
+While what is kept exceeds the budget, it changes the layer that loses the least time per byte
+saved.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Plan:
     """Choices by layer, in the order of the forward.
 
     Args:
-        uses: of the linear layers, in the order of the forward.
-        rates: of the device.
+        uses: the uses of the linear layers, in the order of the forward.
+        rates: the rates of the device.
         budget: bytes that may be kept from backward to the sums; None: no limit.
         norm_algorithm: `auto`, or the one that every layer takes.
         may_recompute: what does not fit the budget even so takes part in a second backward.

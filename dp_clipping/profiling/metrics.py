@@ -1,4 +1,4 @@
-"""Metrics of each step for a callback: what ε covers, and apart from it what it does not."""
+"""Metrics of each step for a callback, with those that ε does not cover kept apart."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,9 +25,9 @@ class StepMetrics:
 
     Args:
         call: the user's.
-        epsilon: returns ε so far; None: it is not asked for.
+        epsilon: returns ε so far; None: not requested.
         unprotected: names of `UNPROTECTED`.
-        every: of so many steps the last one has metrics.
+        every: the last of so many steps has metrics.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StepMetrics:
         self.call(metrics)
 
     def _looked_at(self, model: Any) -> dict[str, float]:
-        """Returns what was asked for, of the samples of all ranks."""
+        """Returns the requested metrics, over the samples of all ranks."""
         found: dict[str, float] = {}
         if set(self.unprotected) - {"loss"}:
             statistics = model.norm_statistics()

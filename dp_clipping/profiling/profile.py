@@ -3,7 +3,7 @@
 `DP_CLIPPING_PROFILE=1` in the environment turns it on when `make_private` builds the model. Each
 range of a step (`RANGES`, `norm/{how}/{layers}`, `sum/{layers}`) then lies between two marks: CUDA
 events in the current stream, the host's clock on a CPU. Nothing waits for the device while a step
-runs; events are read when somebody asks, or when KEPT later steps have passed.
+runs; events are read on request, or when KEPT later steps have passed.
 
 A launch that several layers share is one range with `+` between their names: its time belongs to
 all of them together. Ranges nest; `own_ms` is the time of a range without those inside it, so over
@@ -60,7 +60,7 @@ RANGES = {
 NOTE = "ms: median over steps, with what lies inside; own: without it, so that own adds up once."
 SHARED_NOTE = """\
 Synchronisation is never switched off, so there is no time for switching it on again: the first
-backward forms no parameter gradient that could be sent. In its place sums are handed over."""
+backward forms no parameter gradient that could be sent; clipped sums are passed to the wrapper."""
 
 
 def is_on() -> bool:
@@ -138,8 +138,10 @@ class Profile:
         return _Span(self, name, is_labelled)
 
     def note_norms(self, before: Tensor | None, after: Tensor) -> None:
-        """Squared norms [K, B] of one backward; `before`: of this rank's parts alone, None where
-        no all-reduce adds up parts."""
+        """Records squared norms [K, B] of one backward.
+
+        `before`: of this rank's parts alone; None where no all-reduce adds up parts.
+        """
         if self.is_on:
             found = {} if before is None else {"before": before}
             self._norms.append(found | {"after": after})
@@ -157,8 +159,10 @@ class Profile:
     # ---- what a user calls ----------------------------------------------------------------------
 
     def steps(self) -> list[dict[str, Any]]:
-        """Finished steps, plain data for JSON: `ranges` {name: {ms, own_ms, calls}} and `norms`,
-        a list of {"before"|"after": {shape, mean, max}}, one a backward, of the last KEPT steps.
+        """Returns finished steps as plain data for JSON.
+
+        `ranges` is {name: {ms, own_ms, calls}}. `norms` is a list of {"before"|"after": {shape,
+        mean, max}}, one per backward. Only the last KEPT steps have norms.
 
         On a GPU it waits for the last step.
         """
@@ -291,7 +295,7 @@ class _HostClock:
         return 1e3 * (end - start)
 
     def release(self, marks: Sequence[float]) -> None:
-        """Numbers need no care."""
+        """Does nothing: numbers hold no resource."""
 
 
 class _Events:

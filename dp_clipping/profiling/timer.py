@@ -22,7 +22,7 @@ Label = Callable[..., AbstractContextManager]
 
 
 class Timer:
-    """Labels the phases in the trace that a profiler records; the switch is off.
+    """Labels the phases in the trace that a profiler records, and times nothing (switch off).
 
     Args:
         names: parameter -> its full name.
@@ -44,11 +44,11 @@ class Timer:
         return function
 
     def layers(self, what: str, *parameters: Parameter) -> AbstractContextManager:
-        """`{what}/{layer}` (`+` between layers) while a profiler records; else nothing."""
+        """Labels work `{what}/{layer}` (`+` between layers) while a profiler records."""
         return record_function(self._label(what, parameters)) if is_profiling() else NOTHING
 
     def note_norms(self, own: Callable[[], Tensor | None], squared: Tensor) -> None:
-        """Squared norms [K, B] of a backward; `own`: of this rank's parts, None if it has all."""
+        """Records nothing. `squared`: norms [K, B]; `own`: those of this rank's parts."""
 
     def abandon(self) -> None:
         """Drops the step that is under way: it has failed, or its sums are dropped."""
@@ -58,7 +58,7 @@ class Timer:
 
 
 class ProfileTimer(Timer):
-    """Times them all: the switch is on."""
+    """Times every phase and part: the switch is on."""
 
     def __init__(self, names: Mapping[Parameter, str], profile: Profile):
         super().__init__(names)

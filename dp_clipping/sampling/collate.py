@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 class CollateWithEmpty:
-    """A collate function that also knows what no samples look like: `empty`, made once.
+    """A collate function that also makes a batch of no samples: `empty`, made once.
 
     Two collated copies of `sample` beside one tell a list with an entry for every sample, which
     becomes empty, from one that is structure. With `dummy`, no samples become one sample whose

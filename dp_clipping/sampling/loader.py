@@ -1,6 +1,6 @@
-"""The user's DataLoader with Poisson batches: where the user is, and which batches were used.
+"""The user's DataLoader with Poisson batches; tracks the position and the batches that were used.
 
-poisson.py says which samples a batch has, collate.py what one without samples looks like.
+poisson.py chooses the samples of a batch, collate.py makes a batch without samples.
 """
 
 import math
@@ -39,9 +39,9 @@ PREPARED = (
 class PoissonLoader(DataLoader):
     """A DataLoader that yields Poisson batches; `make_private` returns one.
 
-    `from_data_loader` makes it of the user's loader. Each iteration begins where the user is
-    (`start_epoch`), and announces each batch before it yields it (`hand_over`): to `on_batch`,
-    which refuses a second batch before the step of the first, and to `usage`, which the model asks
+    `from_data_loader` makes it of the user's loader. Each iteration begins at the current position
+    (`start_epoch`). `hand_over` reports each batch before it is yielded: to `on_batch`, which
+    refuses a second batch before the step of the first, and to `usage`, which the model checks
     before each backward. A checkpoint saves `state_dict()`. Six of its methods are
     properties that the sampler answers.
 
@@ -252,7 +252,7 @@ class PoissonLoader(DataLoader):
 
 
 def kept_options(loader: DataLoader) -> dict[str, Any]:
-    """Returns what a loader that replaces the user's takes over besides the data.
+    """Returns the arguments that a loader which replaces the user's keeps.
 
     `in_order` is not among them: a batch is told from the order in which it arrives.
     """

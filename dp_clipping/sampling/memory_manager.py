@@ -18,7 +18,7 @@ from dp_clipping.sampling.units import fill_of
 
 
 class BatchMemoryManager:
-    """Context manager, named as in Opacus: `with BatchMemoryManager(...) as loader`.
+    """Splits batches: `with BatchMemoryManager(...) as loader`, as in Opacus.
 
     The loader splits each batch of `data_loader` into consecutive microbatches of at most
     `max_physical_batch_size` samples, and before it yields one calls
@@ -147,10 +147,10 @@ class Position:
 
 
 class MicrobatchLoader(DataLoader):
-    """Loader that `BatchMemoryManager` yields.
+    """The loader that `BatchMemoryManager` yields.
 
     Attributes:
-        real: of the last microbatch, how many rows are samples: the first ones.
+        real: the number of rows of the last microbatch that are samples: the first ones.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class MicrobatchLoader(DataLoader):
         self._optimizer = optimizer
         self._place: Position | None = None  # of the iteration in progress
         self._epoch: range | None = None  # of the iteration in progress
-        self._counted = (range(0), 0)  # batches and their microbatches, when last asked
+        self._counted = (range(0), 0)  # (batches, their microbatches) at the last call of `len`
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.leave()
@@ -263,7 +263,7 @@ class MicrobatchLoader(DataLoader):
 def split(indices: list[int], count: int, each: int = 1) -> list[list[int]]:
     """Returns `count` consecutive parts whose lengths differ by at most `each`, and are multiples.
 
-    The last one has what is left of a batch that is no multiple itself.
+    The last one is smaller if the batch is not a multiple.
     """
     bounds = [len(indices) // each * i // count * each for i in range(count)] + [len(indices)]
     return [indices[start:stop] for start, stop in pairwise(bounds)]

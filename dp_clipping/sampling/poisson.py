@@ -1,4 +1,4 @@
-"""Poisson sampling: in every step each sample takes part with probability q, independently.
+"""Poisson sampling: each sample takes part in each step with probability q, independently.
 
 That is what the accountants assume (Abadi et al. 2016, "Deep Learning with Differential Privacy";
 Mironov, Talwar and Zhang 2019, "Rényi Differential Privacy of the Sampled Gaussian Mechanism"), so
@@ -7,8 +7,8 @@ all data-parallel ranks together, numbered from 0 over all epochs. Which samples
 function of a secret key and its number: ranks need not communicate, workers may prefetch, a resume
 restores one number, and no seed of the user's has any influence.
 
-Whoever has the key knows the batches. Philox (Salmon et al. 2011, "Parallel Random Numbers: As
-Easy as 1, 2, 3") is counter-based and not cryptographic.
+Whoever has the key can compute the batches. Philox (Salmon et al. 2011, "Parallel Random Numbers:
+As Easy as 1, 2, 3") is counter-based and not cryptographic.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def included(key: bytes, step: int, num_samples: int, sample_rate: float) -> Ten
     """Returns which samples are in Poisson batch `step`: bool [num_samples].
 
     Entry i is a function of (key, step, i) and the rate alone. The probability is `sample_rate`
-    rounded down to a multiple of 2⁻⁶⁴, so never above what the accountant was told. Raises
+    rounded down to a multiple of 2⁻⁶⁴, so never above the accountant's. Raises
     ValueError for a key of other than 32 bytes, a negative step, fewer than one sample and a rate
     outside (0, 1].
     """
@@ -47,7 +47,7 @@ def included(key: bytes, step: int, num_samples: int, sample_rate: float) -> Ten
 
 
 class Drawn(NamedTuple):
-    """Rows of a batch, or of a part of it; `fill` says which only fill up a unit, if some do."""
+    """Rows of a batch, or of a part of it; `fill` marks rows that only fill up a unit."""
 
     rows: int
     fill: Tensor | None = None
@@ -157,11 +157,11 @@ class PoissonSampler(Sampler[list[int]]):
         return 1 if self.units is None else self.units.size
 
     def drawn(self, rows: list[int]) -> "Drawn":
-        """Returns what the loader has to know of a batch, or a part, that it yields later."""
+        """Returns the facts about a batch, or a part of one, that the loader needs later."""
         return Drawn(len(rows), fill_of(rows, self.examples_per_unit))
 
     def rekey(self, key: bytes) -> None:
-        """Samples the coming batches from another key, as a resumed run does."""
+        """Samples all later batches with another key, as a resumed run does."""
         _check_sampling(key, 0, self.num_samples, self.sample_rate)
         self._key = key
 

@@ -1,4 +1,4 @@
-"""Units of privacy: which examples of a data set are one user's, or one document's.
+"""Units of privacy: which examples of a data set belong to one user, or one document.
 
 A batch has k rows for each unit, side by side. Where a unit has fewer examples its last one is
 repeated, and that fill is masked: its loss is 0 before backward, so it adds nothing to the unit's

@@ -18,7 +18,7 @@ class SampleUsage:
     batch, and those of several batches would be divided by the size of one.
 
     Attributes:
-        batch_size: of a loader without Poisson sampling; None: not known.
+        batch_size: the batch size of a loader without Poisson sampling; None: not known.
         handed: samples of the (micro)batch that was yielded last; None without a Poisson loader,
             and where another loader takes its batches: then nothing is counted.
         left: those of them that no backward has used.
@@ -28,7 +28,8 @@ class SampleUsage:
         holds_dummy: what was handed out is the made-up sample of `rand_on_empty`. Its gradient must
             be masked: were it added, taking away the only real sample of a batch could move the sum
             by 2C.
-        rows: of the batch that was yielded last, if zeros follow its samples; None: there are none.
+        rows: the rows of the batch that was yielded last, if zeros follow its samples; None: there
+            are none.
         real: the first of these rows, which are samples.
         fill: bool for each sample of the (micro)batch that was yielded last, True where it only
             fills up a unit of privacy; None: there is no such one.
@@ -53,7 +54,7 @@ class SampleUsage:
         self.is_unused = False
 
     def hand_over(self, samples: int, is_dummy: bool = False, fill: Tensor | None = None) -> None:
-        """Notes a batch that the loader is about to yield."""
+        """Records a batch that the loader is about to yield."""
         self.handed = self.left = samples
         self.fill = fill
         self.holds_dummy = is_dummy
@@ -62,7 +63,7 @@ class SampleUsage:
         self.rows = None
 
     def pad(self, rows: int | None, real: int = 0) -> None:
-        """Notes that only the first of so many rows are samples; None: all are, from here on."""
+        """Declares the first `real` of `rows` rows as samples; None: all are, from here on."""
         self.rows, self.real = rows, real
 
     def real_of(self, rows: int) -> int:
@@ -102,7 +103,7 @@ class SampleUsage:
     def use(
         self, samples: int, on_any_rank: Callable[[bool], bool] = bool, *, part: bool = False
     ) -> None:
-        """Notes samples that a backward is about to add.
+        """Counts samples that a backward is about to add.
 
         Args:
             on_any_rank: whether a flag is set on any rank; called from the second backward of a
@@ -149,12 +150,12 @@ class SampleUsage:
         self.left = self.handed or 0
 
     def close(self) -> None:
-        """Notes that a step is about to be released: its batch cannot be used again."""
+        """Records that a step is about to be released: its batch cannot be used again."""
         self.steps += 1
         self.take_back()
 
     def take_back(self) -> None:
-        """Refuses further backwards of what was yielded."""
+        """Refuses further backwards of the yielded batch."""
         self._in_step = 0
         if self.handed is not None:
             self.handed = self.left = 0

@@ -8,7 +8,7 @@ Files:
     plain_backend         its norms and sums in plain PyTorch
     fused/                the same on the kernels, with few launches
     step_norms            norms of one backward, and their sums over ranks
-    state                 phase, settings, norms and counts of a step: who asks, asks it
+    state                 phase, settings, norms and counts of a step, in one place
     steppable             what optimizer and criterion need of a model
     gradient_buffer       `.grad` from `zero_grad` to the next
     gradient_watch        notices what else changes `.grad`

@@ -1,4 +1,4 @@
-"""What all steps of one model have in common, settled when the model is made.
+"""The parts that all steps of one model share, fixed when the model is made.
 
 Nothing in it is replaced later. To run steps of another kind, `verification.check` makes another
 context with `dataclasses.replace`.
@@ -33,8 +33,8 @@ class StepContext:
         reducer: adds norms up over ranks.
         sums: takes clipped sums to the shards of a sharded network; None: it is not sharded.
         examples_per_unit: k, the rows of a batch that are clipped together, one unit of privacy.
-        profile: of the model's steps; None: the switch is off.
-        plans: of linear layers, in steps on fused kernels.
+        profile: the profile of the model's steps; None: the switch is off.
+        plans: the plans of linear layers, in steps on fused kernels.
     """
 
     capture: CapturedNetwork
@@ -75,7 +75,8 @@ def context_of(
     """Returns the context of steps on a captured network.
 
     Args:
-        data_parallel_group: of a data-parallel wrapper around a network that is not sharded.
+        data_parallel_group: the process group of a data-parallel wrapper around a network
+            that is not sharded.
     """
     sharding, tensor_group = capture.sharding, None
     if sharding is not None:

@@ -19,7 +19,7 @@ class FixedSettings:
 
     Args:
         model: whose steps they are.
-        noise: of those steps.
+        noise: the noise of those steps.
         current: returns the settings as they are now.
         agreement: compares settings with other ranks; None: there are none.
     """

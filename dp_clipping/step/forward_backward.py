@@ -1,4 +1,4 @@
-"""Forward and backward of a captured network: each forward opens a private step for one backward.
+"""Runs forward and backward of a captured network; each forward opens one private step.
 
 Before the first forward, `establish` determines which dimension of each layer's tensors counts the
 samples. After a pass that failed half-way, a sharded network is reset, so that the next pass works.
@@ -37,8 +37,8 @@ class ForwardBackward:
     """Runs forward and backward of one private model, and recovers from a pass that failed.
 
     Args:
-        context: of the model's steps.
-        state: of the step; the private step of a forward is pending in it.
+        context: the context of the model's steps.
+        state: the state of the step; the private step of a forward is pending in it.
         gradients: what backwards add their sums to; None: only forwards are run.
 
     Attributes:
@@ -79,7 +79,7 @@ class ForwardBackward:
         self.context.plans.forget()
 
     def skip_checks(self, batches: int) -> None:
-        """See `PrivateModel.skip_checks`."""
+        """Skips checks of samples; see `PrivateModel.skip_checks`."""
         self._establishment.skip_checks(batches)
 
     def forward(
@@ -164,7 +164,7 @@ class ForwardBackward:
                     self.recover()
                     raise ValueError(
                         f"{error} is called in a way that was not seen in the first batch, and "
-                        "other ranks cannot be asked to look again now: call "
+                        "other ranks cannot repeat the search now: call "
                         "model.reset_batch_layouts() on every rank before a forward that differs"
                     ) from error
                 self._establishment.look(seen)
@@ -353,7 +353,7 @@ class ForwardBackward:
 
     @contextmanager
     def _state_is_checked(self, module: nn.Module, batch: Batch) -> Iterator[None]:
-        """A context for one forward, which may not carry data to the next one; see `carried`.
+        """Surrounds a forward; refuses state that carries data to the next one; see `carried`.
 
         The host compares references and version counters, and reads no value.
         """

@@ -28,12 +28,12 @@ from dp_clipping.step.state import StepState
 
 
 class GradientBuffer:
-    """`.grad` of the trainable parameters of one private model.
+    """Owns `.grad` of the trainable parameters of one private model.
 
     Args:
         context: the model's parameters, and what takes clipped sums to their shards.
-        state: of the model's step.
-        wrapper: the `ddp` wrapper, which is told of each sum; None: there is none.
+        state: the state of the model's step.
+        wrapper: the `ddp` wrapper, which receives each sum; None: there is none.
 
     Attributes:
         parameters: raises if one was frozen or replaced.
@@ -117,7 +117,7 @@ class GradientBuffer:
             self.accumulate(parameter, None)
 
     def end_backward(self) -> None:
-        """Notes whether sums stay on this rank; called where `no_sync` still holds."""
+        """Records whether sums stay on this rank; called where `no_sync` still holds."""
         self.state.held_back = self.wrapper is not None and not _sends(self.wrapper)
         self.watch.note()
         if self.context.sums is not None:
@@ -151,8 +151,8 @@ class GradientBuffer:
     def _send(self) -> None:
         if not _sends(self.wrapper):
             raise RuntimeError(
-                "optimizer.step() under no_sync(): ranks would go on with different sums, so call "
-                "it outside"
+                "optimizer.step() under no_sync(): ranks would train on different sums: call it "
+                "outside"
             )
         for parameter in reversed(self.capture.parameters):
             self.wrapper.gradient_ready(parameter)

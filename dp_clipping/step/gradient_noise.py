@@ -20,7 +20,7 @@ class GradientNoise:
 
     Args:
         model: whose `.grad` gets it.
-        key: of the noise; a load replaces it.
+        key: the key of the noise; a load replaces it.
         adaptive: lets C follow a quantile of the norms, whose counts need noise too; or None.
         values: how random words become noise.
 
@@ -44,7 +44,7 @@ class GradientNoise:
 
     @property
     def fingerprint(self) -> str:
-        """Returns a text by which ranks compare keys; it tells nothing about the key."""
+        """Returns a text by which ranks compare keys; it reveals nothing about the key."""
         return hashlib.blake2b(b"shown", key=self.key, digest_size=4).hexdigest()
 
     def std_multiplier(self) -> float:

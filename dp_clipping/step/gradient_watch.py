@@ -18,7 +18,7 @@ class GradientWatch:
     Args:
         capture: the model's parameters.
         sums: takes clipped sums to the shards of a sharded network; None: it is not sharded.
-        state: of the model's step.
+        state: the state of the model's step.
     """
 
     def __init__(self, capture: CapturedNetwork, sums: ShardedSums | None, state: StepState):
@@ -63,7 +63,7 @@ class GradientWatch:
             self._versions = versions_of([g for _, g in self._left])
 
     def refuse_unclipped(self, is_noisy: bool = False) -> None:
-        """Raises RuntimeError if `.grad` is not as private backwards have left it.
+        """Raises RuntimeError if `.grad` was changed since the last private backward.
 
         In private training autograd accumulates nothing into a trainable parameter. Sums may not be
         changed before noise is added, because the noise is scaled to the clipping threshold.

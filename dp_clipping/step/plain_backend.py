@@ -38,7 +38,7 @@ class PlainPlans:
         return False
 
     def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
-        """Notes nothing."""
+        """Does nothing."""
 
     def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
         """Returns whether G [d, p] is kept rather than its factors."""
@@ -170,7 +170,7 @@ class PlainBackend:
             good = finite
             self.sums.leave_out(good)
             nonfinite = int((~good).sum())
-        if self.padding is not None:  # finite zeros where they are not left out: c is what is 0
+        if self.padding is not None:  # values that are not left out are finite, and c is 0
             scale = scale.masked_fill(self.padding, 0.0)
             nonfinite = nonfinite and int((~finite & ~self.padding).sum())
         self.sums.weigh(self._rescaled(scale, good))

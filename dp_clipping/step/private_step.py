@@ -41,7 +41,7 @@ Accumulate = Callable[[Parameter, Tensor | None], None]
 
 
 class Stage(Enum):
-    """What a backward does with per-sample gradients that arrive."""
+    """Says what a backward does with per-sample gradients that arrive."""
 
     IDLE = auto()
     NORMS = auto()
@@ -61,7 +61,7 @@ class Plans(LayerPlanner, Protocol):
 
 
 class Sums(Protocol):
-    """How a step forms clipped sums, once its coefficients are known."""
+    """Forms clipped sums of a step once its coefficients are known."""
 
     def begin(self) -> None:
         """Begins the sums, before the second backward if there is one."""
@@ -90,7 +90,7 @@ class Backend(Protocol):
     Attributes:
         fused: whether it runs on kernels; then `normalized` and `counted` are called.
         plans: how each layer is handled.
-        norms: of the parameters so far.
+        norms: the norms of the parameters so far.
         sums: forms the clipped sums; another object after `forget`.
         runs_twice: whether a second backward follows the clipping; known after `begin`.
     """
@@ -143,12 +143,13 @@ class Backend(Protocol):
 class PrivateStep:
     """A private step: forward, backward, norms and clipped sums of one batch.
 
-    Most of its methods are those of `layers.recorder.Recorder`, which layers call in forward and in
-    backward. The criterion's loss starts `backward`.
+    `ForwardBackward` makes one in each training forward. The layers call its `Recorder` methods in
+    forward and in backward, and the criterion's loss calls `backward`. When that returns, the
+    clipped sums are in the gradient buffer, and the step is not used again.
 
     Args:
         context: what all steps of the model have in common.
-        rows: of the batch that the network gets.
+        rows: number of rows in the batch that the network gets.
         backend: takes norms and forms sums.
         real: how many of the rows are examples or fill, the first ones; None: all are.
         examples_per_unit: k; so many rows, side by side, are one sample of the step.
@@ -188,7 +189,7 @@ class PrivateStep:
         self._parts: dict[Parameter, list[LinearFactors]] = {}  # of uses, until they are joined
         self.slots = self.capture.make_slots(self)
 
-    # ---- what layers ask in forward -------------------------------------------------------------
+    # ---- called by layers in forward ------------------------------------------------------------
 
     @property
     def fused(self) -> bool:
@@ -233,7 +234,7 @@ class PrivateStep:
                 self._joins[parameter] = Join.apply(self.trigger_of(parameter), (self, parameter))
         return self._joins[parameter]
 
-    # ---- what layers hand over in backward ------------------------------------------------------
+    # ---- called by layers in backward -----------------------------------------------------------
 
     def dense(self, parameter: Parameter, gradients: Tensor, own: Tensor | None = None) -> None:
         """Takes G [B, *parameter], summed over the parameter's uses; `own`: its squared norms."""
@@ -258,7 +259,7 @@ class PrivateStep:
         self._parts.setdefault(parameter, []).append(factors)
 
     def joined(self, parameter: Parameter) -> None:
-        """Hands on what all uses of a weight have left: factors, or G where it is smaller."""
+        """Delivers all uses of a weight together: as factors, or as G where that is smaller."""
         factors = LinearFactors.joined(self._parts.pop(parameter))
         left, right = factors.operands
         if self.plans.prefers_dense(left.shape[1], left.shape[2], right.shape[2]):

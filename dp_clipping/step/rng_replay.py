@@ -34,7 +34,7 @@ class Randomness:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """A context that draws from these states again; then generators continue as before."""
+        """Replays the saved generator states; afterwards generators continue as before."""
         with torch.random.fork_rng(self._devices):
             torch.set_rng_state(self._cpu)
             set_device_states(self._devices, self._states)

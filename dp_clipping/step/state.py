@@ -1,4 +1,4 @@
-"""The state of a private step, which model, criterion, optimizer and checkpoint ask.
+"""The state of a private step, shared by model, criterion, optimizer and checkpoint.
 
     phase      `.grad` of the trainable parameters
     IDLE       is empty, or holds what the optimizer has applied
@@ -27,7 +27,7 @@ from dp_clipping.sampling.usage import SampleUsage
 
 
 class Phase(Enum):
-    """What `.grad` holds."""
+    """The phases of a step, by what `.grad` holds."""
 
     IDLE = auto()
     OPEN = auto()
@@ -82,7 +82,7 @@ class Microbatches:
     keeps_sums: bool = False
 
     def signal(self, do_skip: bool) -> None:
-        """Notes that the next part is not the last one, if `do_skip`."""
+        """Records whether the next part is not the last one (`do_skip`)."""
         self.skips_next = self.accumulating = do_skip
 
     def take(self) -> bool:
@@ -91,7 +91,7 @@ class Microbatches:
         return self.keeps_sums
 
     def end(self) -> None:
-        """Notes that no further part comes."""
+        """Records that no further part comes."""
         self.accumulating = self.skips_next = self.keeps_sums = False
 
 
@@ -105,14 +105,14 @@ class StepState:
     Attributes:
         phase: what `.grad` holds.
         clip_norms: C_k of each clipping group in the step that is open, or was last.
-        settings: of that step.
+        settings: the settings of that step.
         on_open: called when a step opens; fixes its settings. If it raises, the step is dropped.
-        norms: of each backward since the sums were dropped last.
+        norms: the norms of each backward since the sums were dropped last.
         losses: sum and number of the losses of each of these, if `keeps_losses`.
         keeps_losses: metrics show the mean loss.
         pending: the private step of the last forward, until its backward.
         steps: steps counted so far, which is the number of the next one.
-        batch_number: of the Poisson batch that was handed out and that no step has used.
+        batch_number: the number of the Poisson batch that was handed out and that no step has used.
         held_back: sums are this rank's alone, because of `no_sync()`.
         microbatches: whether further parts of the Poisson batch follow.
     """
@@ -163,12 +163,12 @@ class StepState:
         self.on_open()
 
     def add_backward(self) -> None:
-        """Notes that another backward of the step begins."""
+        """Records that another backward of the step begins."""
         self.require_sums()
         self.phase = Phase.OPEN
 
     def reduce(self) -> None:
-        """Notes that the sums of all ranks have arrived, if a step is open."""
+        """Records that the sums of all ranks have arrived, if a step is open."""
         self.held_back = False
         if self.is_open:
             self.phase = Phase.REDUCED
@@ -188,18 +188,18 @@ class StepState:
         return number
 
     def add_noise(self) -> None:
-        """Notes that noise has been added to `.grad`."""
+        """Records that noise has been added to `.grad`."""
         self.require_sums()
         self.phase = Phase.NOISY
 
     def apply(self) -> None:
-        """Notes that the optimizer applies `.grad`."""
+        """Records that the optimizer applies `.grad`."""
         if not self.is_noisy:
             raise RuntimeError("sums without noise must not be applied: call optimizer.step()")
         self.phase = Phase.IDLE
 
     def drop(self) -> None:
-        """Notes that `.grad` is emptied. Its samples may be used again unless they were counted."""
+        """Records that `.grad` is emptied. Its samples may be used again if not yet counted."""
         self.phase = Phase.IDLE
         self.held_back = False
         self.losses = []

@@ -25,7 +25,7 @@ class StepNorms:
         order: all parameters, in the order in which backward reaches them.
         reducer: adds norms up over ranks.
         sharding: how the network is spread over ranks; None: it is not.
-        timer: of the step.
+        timer: the timer of the step.
         like: a tensor on the norms' device.
         batch_size: samples of the batch.
         is_rescaled: whether the sum of a parameter will be rescaled (`layers.low_precision_sums`).

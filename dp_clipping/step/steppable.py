@@ -1,4 +1,4 @@
-"""Says what optimizer and criterion need of a private model, which `model.PrivateModel` has."""
+"""The interface of a private model for optimizer and criterion; see `model.PrivateModel`."""
 
 from typing import Any, Protocol
 

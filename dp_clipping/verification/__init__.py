@@ -1,4 +1,4 @@
-"""`PrivacyEngine.check`, and the reference of all tests.
+"""`PrivacyEngine.check`, and the reference that all tests compare with.
 
 Files:
 

@@ -154,7 +154,7 @@ def compare(run: Run, batch: Any, loss: Loss | None = None) -> Check:
 
 
 def _setting(stage: Stage, batch: Any, losses_of: Callable[[Any], Tensor]) -> Setting:
-    """Returns what the other side needs of the private one."""
+    """Returns the results of the private side that the reference side needs."""
     capture, policy = stage.capture, stage.policy
     return Setting(
         losses_of,
@@ -185,7 +185,7 @@ def _bags_in(batch: Any, given: Batch) -> tuple[Bags, ...]:
 
 
 def _shortest(network: nn.Module, reference: Reference) -> int:
-    """Returns the bytes of the shortest number among parameters and what is computed with them."""
+    """Returns the bytes of the shortest dtype among parameters and computed values."""
     dtypes = {p.dtype for p in network.parameters() if p.is_floating_point()}
     return min(reference.shortest, *(dtype.itemsize for dtype in dtypes))
 

@@ -34,9 +34,9 @@ def check_clipping_function(
 
     Args:
         name: `"abadi"`, `"automatic"` or one given to `register_clipping_function`.
-        gamma: of `"automatic"`.
+        gamma: γ of `"automatic"`.
         trials: random norms for each threshold and dtype.
-        seed: of these.
+        seed: the seed of these numbers.
 
     Raises:
         ValueError: for a name that is not registered; and naming dtype, C and norm where a sample

@@ -208,7 +208,7 @@ def random_sample(setting: Setting, tolerance: float) -> int | None:
     """Returns the number of a sample whose loss differs between two runs; None if none does.
 
     Args:
-        tolerance: relative, what is taken for rounding.
+        tolerance: relative difference that counts as rounding.
     """
     for i in range(min(RUNS, setting.size)):
         # Not under no_grad: autocast would cache weights without their gradients.

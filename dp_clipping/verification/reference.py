@@ -27,7 +27,7 @@ Gradients = dict[str, Tensor]
 
 
 class Widened(TorchFunctionMode):
-    """Casts to float32 go to `dtype` here: the norms of Hugging Face's models have some inside."""
+    """Redirects casts to float32 to `dtype`; norms of Hugging Face's models contain such casts."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def clipped_sum(
     gamma: float = 0.01,
     groups: list[list[str]] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns Σ_i c_i g_i for each parameter, of its shape, without what is not finite."""
+    """Returns Σ_i c_i g_i for each parameter, without samples that are not finite."""
     c = coefficients(gradients, max_grad_norm, clipping, clipping_function, gamma, groups)
     finite = norms(gradients).isfinite()
     return {

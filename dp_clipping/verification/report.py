@@ -14,7 +14,7 @@ SHOWN = 8  # samples, in print
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Bounds what rounding may do, relative: to a sample's norm, to a parameter's clipped sum.
+    """Bounds of relative rounding errors, of a sample's norm and of a parameter's clipped sum.
 
     `floor`: of the whole; what is below may be nothing but rounding, and is compared with that.
     """
@@ -33,18 +33,18 @@ TOLERANCES = {
 
 @dataclass(frozen=True, eq=False)
 class Check:
-    """Both sides, of B samples. Not covered by ε.
+    """Compares both sides for B samples. Not covered by ε.
 
     Attributes:
         norms: unclipped, of the private step, [B] float32 (float64).
-        expected_norms: of one backward per sample, [B] float64.
+        expected_norms: the expected norms of one backward per sample, [B] float64.
         norm_errors: relative, the largest over clipping groups, [B] float64. 0 where a norm is
             finite on neither side, infinite where it is on one.
         gradient_error: of the clipped sum of `worst_parameter`, a name; relative to the sum, or,
             where summands cancel, to a tenth of Σ_i c_i‖g_i‖ / √B.
         clipped, expected_clipped: the part of the samples with finite norms that is clipped.
         tolerance: what rounding may do.
-        setting: what was run, in words.
+        setting: a description of what was run.
         random_sample: a sample whose loss differs between two runs, looked for where both sides
             disagree; None if there is none.
     """
@@ -71,7 +71,7 @@ class Check:
 
     @property
     def faults(self) -> list[str]:
-        """Returns what is off by more than rounding explains; nothing if both sides agree."""
+        """Lists differences above the tolerances; empty if both sides agree."""
         if self.random_sample is not None:
             return [
                 f"the loss of sample {self.random_sample} differs between two runs of the same "

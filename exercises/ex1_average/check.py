@@ -19,7 +19,7 @@ WORLD_SIZES = (2, 3)
 
 
 class Network(nn.Module):
-    """Parameters, one of them frozen, and buffers of two dtypes; other numbers on every rank."""
+    """Parameters, one frozen, and buffers of two dtypes, with other values on every rank."""
 
     def __init__(self, seed: int):
         super().__init__()

@@ -40,7 +40,7 @@ class AverageDDP(nn.Module):
 
     @torch.no_grad()
     def make_replicas_equal(self) -> None:
-        """Every rank ends with what rank 0 has."""
+        """Gives every rank the values of rank 0."""
         raise NotImplementedError("broadcast from rank 0 everything that makes up the network")
 
     @torch.no_grad()

@@ -58,7 +58,7 @@ def overlap(rank: Rank) -> None:
 
 
 def nothing_blocks(rank: Rank) -> None:
-    """Nothing waits while backward goes on."""
+    """Nothing blocks during backward."""
     model = wrapped(rank)
     step(rank, model, 1)
     before_the_end = during_backward(rank)
@@ -91,7 +91,7 @@ def handles(rank: Rank) -> None:
     if waits[0] < expected:
         raise Wrong(f"{waits[0]} waits for {expected} reductions: some may still be under way")
     if waits != [expected] * 3:
-        raise Wrong(f"waits a step: {waits}; handles of earlier steps are kept, clear the list")
+        raise Wrong(f"waits per step: {waits}; handles of earlier steps are kept, clear the list")
 
 
 def later_steps(rank: Rank) -> None:

@@ -1,8 +1,8 @@
-"""Exercise 2, hooks: let gradients travel while the backward pass goes on.
+"""Exercise 2, hooks: communicate gradients during the backward pass.
 
 What
     The last layer's gradient is ready when backward has barely begun. Start its all-reduce at that
-    moment and go on. finish_gradient_synchronization() then waits for what is still under way.
+    moment and continue. finish_gradient_synchronization() then waits for those still running.
 
         exercise 1   backward ▓▓▓▓▓▓▓▓▓▓▓▓                        computation
                                           ░░░░ ░░░░ ░░░░          communication, all exposed
@@ -11,7 +11,7 @@ What
                                   ░░░░ ░░░░ ░░░░                  only the last piece is exposed
 
 Why it matters
-    What is hidden behind backward costs (almost) nothing. This is the one idea of the whole course.
+    Communication that backward hides costs (almost) nothing: the one idea of the whole course.
     See it on your own machine, and open the timeline pictures in profiler_output/:
         python benchmark_ddp.py --profile --implementations ddp ddp_individual
 
@@ -27,7 +27,7 @@ Beware
 
 Check it        python -m exercises.check hooks my_hooks.py
 Benchmark it    python benchmark_ddp.py --implementations none torch_ddp my_hooks.py:OverlapDDP
-Then read       ddp/individual.py, then ddp/internals/hooks.py for what a hook meets in real life
+Then read       ddp/individual.py, then ddp/internals/hooks.py for what else hooks handle
 """
 
 import torch
@@ -51,7 +51,7 @@ class OverlapDDP(nn.Module):
 
     @torch.no_grad()
     def start_reduction(self, parameter: nn.Parameter) -> None:
-        """Autograd calls this when parameter.grad has been accumulated."""
+        """Called by autograd when parameter.grad has been accumulated."""
         raise NotImplementedError("start an all-reduce of the gradient and keep the handle")
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ WINDOW = (0, 20)
 
 
 def brute_force(computation, communication, window) -> dict[str, float]:
-    """For whole numbers: look at every cell [t, t + 1] of the window."""
+    """Measures intervals of whole numbers by looking at every cell [t, t + 1] of the window."""
 
     def covered(intervals):
         start, end = window
@@ -80,7 +80,7 @@ def window(rank: Rank) -> None:
 
 
 def no_change(rank: Rank) -> None:
-    """The lists that were handed in are not changed."""
+    """The lists that were passed in are not changed."""
     computation, communication = [(5, 9), (0, 6)], [(8, 12), (3, 4)]
     rank.solution.measure(computation, communication, WINDOW)
     if (computation, communication) != ([(5, 9), (0, 6)], [(8, 12), (3, 4)]):
@@ -97,7 +97,7 @@ def at_random(rank: Rank) -> None:
 
 
 def fractions(rank: Rank) -> None:
-    """So do three hundred with fractions, beside tracing/intervals.py."""
+    """Three hundred cases with fractions agree with tracing/intervals.py."""
     draw = random.Random(1)
     for _ in range(300):
         computation, communication = (random_intervals(draw, whole=False) for _ in range(2))

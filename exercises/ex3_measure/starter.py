@@ -13,10 +13,10 @@ What
         idle                                ▁▁▁    ▁▁▁▁▁   neither
 
 Why it matters
-    Exposed communication is the price of data parallelism, and the number that every later step
+    Exposed communication is the cost of data parallelism, and the number that every later step
     tries to lower. PROFILING.md defines it, under that heading, and says how the benchmark measures
-    it. Two kernels may run at once on two streams. Who adds up the lengths of all intervals
-    counts such a moment twice and finds more computation than there was time.
+    it. Two kernels may run at once on two streams. Adding up the lengths of all
+    intervals counts such a moment twice and gives more computation than there was time.
 
 Rules
     - An instant counts once, however many intervals of a list cover it.
@@ -34,5 +34,5 @@ Interval = tuple[float, float]
 def measure(
     computation: list[Interval], communication: list[Interval], window: Interval
 ) -> dict[str, float]:
-    """Total times under the keys computation, communication, overlapped, exposed and idle."""
+    """Returns total times: computation, communication, overlapped, exposed and idle."""
     raise NotImplementedError("sweep over the sorted edges, or cut the window at every edge")

@@ -57,7 +57,7 @@ def expect_mean(rank: Rank, model: nn.Module, seed: int, which) -> None:
 
 
 def find_mixture(gradient, own: list[Gradients]) -> list[str] | None:
-    """`["a on rank 0", "b on rank 1"]`, if the gradient is the mean of these."""
+    """Returns `["a on rank 0", "b on rank 1"]` if the gradient is the mean of these."""
     if gradient is None:
         return None
     for names in itertools.product(*own):

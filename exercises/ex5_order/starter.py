@@ -7,7 +7,7 @@ What
 
         rank 0   gradients ready   C  A  B        started   C  B  A     the agreed order
         rank 1   gradients ready   C  B  A        started   C  B  A     is the same
-                                                   A waits for B, though it was ready
+                                                   A is held back until B is ready
 
 Why it matters
     Autograd's order follows the graph of this rank's forward. A router that sends two batches
@@ -15,8 +15,8 @@ Why it matters
     then train on mixed gradients.
 
 Rules
-    - Agree before the first step, without talking: the reverse of registration order is known to
-      every rank, and it is nearly the order in which gradients become ready.
+    - Agree before the first step, without communication: every rank can compute the reverse of the
+      registration order, and it is nearly the order in which gradients become ready.
     - A hook marks its gradient as ready. It then starts every all-reduce that is next in the agreed
       order and ready, and no other.
     - Keep what exercise 2 gained: the first all-reduce still starts during backward.
@@ -25,7 +25,7 @@ Rules
 Check it        python -m exercises.check order my_order.py
 Benchmark it    python benchmark_ddp.py --implementations none torch_ddp my_order.py:OrderedDDP
 Then read       ddp/schedule.py, and `_agree_on_order` in ddp/internals/step.py,
-                which replaces the reverse order once by the one that rank 0 has seen
+                which replaces the reverse order once by that of rank 0's gradients
 """
 
 import torch
@@ -48,7 +48,7 @@ class OrderedDDP(nn.Module):
 
     @torch.no_grad()
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Autograd calls this when parameter.grad has been accumulated."""
+        """Called by autograd when parameter.grad has been accumulated."""
         raise NotImplementedError("mark it ready; start what is next in self.order and ready")
 
     @torch.no_grad()

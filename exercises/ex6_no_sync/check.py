@@ -17,7 +17,7 @@ WORLD_SIZES = (2,)
 
 
 class OutOfMemory(Exception):
-    """What a learner's block may meet."""
+    """An error raised inside the learner's `no_sync` block."""
 
 
 def wrapped(rank: Rank) -> nn.Module:

@@ -12,17 +12,17 @@ What
         expert C                  None             None          None
 
 Why it matters
-    A rank that leaves out what it has not got issues fewer collectives than the others. They hang,
-    or, with equal shapes, meet the wrong counterpart in silence. And zeros in the place of None are
-    not the same: AdamW decays a parameter whose gradient is zero and leaves one without gradient
-    alone, so training would differ from a single process.
+    A rank that omits the gradients that it lacks issues fewer collectives than the others. They
+    hang or, with equal shapes, are matched with the wrong ones, without an error. And zeros in
+    place of None are not the same: AdamW decays a parameter whose gradient is zero and leaves one
+    without gradient alone, so training would differ from a single process.
 
 Rules
     - A rank that did not use a parameter contributes zeros. The divisor is the number of ranks.
     - What no rank used keeps `.grad` None on all.
-    - Nobody knows what the others used: that takes a collective of its own. One is enough.
+    - No rank knows which parameters others used: that takes one more collective. One is enough.
 
-Overlap is not asked for. Reduce in finish, as in exercise 1.
+Overlap is not required. Reduce in finish, as in exercise 1.
 
 Check it        python -m exercises.check unused my_unused.py
 Benchmark it    python benchmark_ddp.py --implementations none torch_ddp my_unused.py:UnusedDDP

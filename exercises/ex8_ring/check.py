@@ -10,7 +10,7 @@ WORLD_SIZES = (2, 3, 1)
 
 
 def reduced(rank: Rank, *shape: int) -> torch.Tensor:
-    """What the solution makes of this rank's numbers; raises if it is not the sum."""
+    """Returns the solution's result for this rank's numbers; raises if it is not the sum."""
     tensor = numbers(*shape, seed=1, rank=rank.rank)
     expected = torch.stack([numbers(*shape, seed=1, rank=r) for r in range(rank.world_size)]).sum(0)
     rank.record.clear()
@@ -33,18 +33,18 @@ def divisible(rank: Rank) -> None:
 
 
 def not_divisible(rank: Rank) -> None:
-    """So do numbers that the ranks do not divide, and fewer than there are ranks."""
+    """Numbers that the ranks do not divide, or fewer than ranks, become their sum."""
     for count in (13, 7, 2, 1):
         reduced(rank, count)
 
 
 def shapes(rank: Rank) -> None:
-    """So does a matrix."""
+    """A matrix becomes its sum over the ranks."""
     reduced(rank, 5, 4)
 
 
 def large(rank: Rank) -> None:
-    """So does a million numbers, without a deadlock."""
+    """A million numbers become their sum over the ranks, without a deadlock."""
     reduced(rank, 1 << 20)
 
 

@@ -35,5 +35,5 @@ import torch.distributed as dist  # noqa: F401 - you will need it
 
 
 def ring_all_reduce(tensor: torch.Tensor) -> None:
-    """Replace the contiguous `tensor` by its sum over all ranks, on every rank."""
+    """Replaces the contiguous `tensor` by its sum over all ranks, on every rank."""
     raise NotImplementedError("reduce-scatter, then all-gather, with send and recv")

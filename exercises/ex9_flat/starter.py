@@ -9,7 +9,7 @@ What
                       ↑ layer3.weight.grad is this slice, reshaped
 
 Why it matters
-    One contiguous buffer travels at the full rate of the wire. Flattening anew in every step and
+    One contiguous buffer is sent at the full rate of the wire. Flattening anew in every step and
     copying back afterwards is what most hand-built versions do: two more passes over all gradients,
     and the memory of one more copy.
 
@@ -58,7 +58,7 @@ class FlatDDP(nn.Module):
 
     @torch.no_grad()
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Autograd calls this when parameter.grad has been accumulated."""
+        """Called by autograd when parameter.grad has been accumulated."""
         raise NotImplementedError("mark it ready; start the buckets that are next and complete")
 
     @torch.no_grad()

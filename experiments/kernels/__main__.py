@@ -49,7 +49,7 @@ SHAPES = [
     Shape(2, 8192, 4096, 4096),
 ]
 COPY_BYTES = 1 << 30
-TARGETS = [  # heading of a column, what is meant, figure
+TARGETS = [  # heading of a column, its meaning, target
     (
         "norm % wgrad",
         "rate of the norm accumulated over tokens, of the wgrad's",
@@ -80,7 +80,7 @@ COLUMNS = [
 
 
 def shape_of(text: str) -> Shape:
-    """From B x T x d x p, written 8x1024x8192x2048."""
+    """Parses B x T x d x p, written 8x1024x8192x2048."""
     try:
         values = [int(part) for part in text.split("x")]
     except ValueError:
@@ -106,7 +106,7 @@ class Options:
 
 
 def copy_bandwidth(device: torch.device, rounds: int, size: int = COPY_BYTES) -> float:
-    """Bytes a second that a copy on the device reads and writes."""
+    """Returns the bytes per second that a copy on the device reads and writes."""
     source = torch.ones(size, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     samples = interleaved({"copy": lambda number: target.copy_(source)}, device, rounds)
@@ -114,7 +114,7 @@ def copy_bandwidth(device: torch.device, rounds: int, size: int = COPY_BYTES) ->
 
 
 def measure(shape: Shape, device: torch.device, rounds: int, rates: Rates) -> dict:
-    """One cell of the results: samples of the pieces, and what follows for the plan."""
+    """Measures one cell of the results: times of the pieces, errors, and the plan's choice."""
     layer = OneLayer(shape, device)
     errors = layer.norm_errors()
     samples = layer.time_pieces(rounds)
@@ -127,7 +127,7 @@ def measure(shape: Shape, device: torch.device, rounds: int, rates: Rates) -> di
 
 
 def row_of(cell: dict, bandwidth: float) -> dict:
-    """The table's row of one cell."""
+    """Returns the table's row of one cell."""
     shape, ms = Shape(*cell["shape"]), medians(cell["samples_ms"])
     return {
         "shape": str(shape),
@@ -145,7 +145,7 @@ def row_of(cell: dict, bandwidth: float) -> dict:
 
 
 def report(results: dict) -> str:
-    """The table of all shapes, with the targets below it."""
+    """Formats the table of all shapes, with the targets below it."""
     bandwidth = results["copy_bytes_per_second"]
     rows = [row_of(cell, bandwidth) for cell in results["cells"]]
     lines = [format_table(COLUMNS, rows), "", f"copy: {bandwidth / 1e12:.2f} TB/s"]

@@ -1,4 +1,4 @@
-"""Which algorithm pays at which length: measured beside predicted, and the picture of it.
+"""Measures which norm algorithm is fastest at which length, beside the prediction; draws both.
 
 A square layer, B·T fixed: the ordinary weight gradient does not depend on T, so that times relative
 to it can be compared over all lengths. `width` grows with T, `gradient` falls, because its
@@ -53,7 +53,7 @@ def shapes() -> list[Shape]:
 
 
 def measure(shape: Shape, device: torch.device, rounds: int, rates: Rates) -> dict:
-    """One cell of the results."""
+    """Measures one cell of the results."""
     layer = OneLayer(shape, device)
     samples = layer.time_algorithms(rounds)
     return {
@@ -65,7 +65,7 @@ def measure(shape: Shape, device: torch.device, rounds: int, rates: Rates) -> di
 
 
 def panels(results: dict) -> dict[int, list[dict]]:
-    """Features -> its cells by length, each with ratios to the ordinary gradient of its panel."""
+    """Groups cells by features, then length, and adds ratios to the panel's ordinary gradient."""
     by_features: dict[int, list[dict]] = {}
     for cell in results["cells"]:
         by_features.setdefault(cell["shape"][2], []).append(cell)
@@ -81,7 +81,7 @@ def panels(results: dict) -> dict[int, list[dict]]:
 
 
 def crossing(cells: list[dict], key: str, one: str, other: str) -> tuple[float, float] | None:
-    """Length and ratio at which two curves meet, both logarithmic; None if they do not."""
+    """Returns (length, ratio) at which two curves cross on logarithmic axes, or None."""
     for before, after in pairwise(cells):
         gaps = [log(cell[key][one] / cell[key][other]) for cell in (before, after)]
         if gaps[0] != gaps[1] and gaps[0] * gaps[1] <= 0:
@@ -102,7 +102,7 @@ def pairs() -> list[tuple[str, str]]:
 
 
 def report(results: dict) -> str:
-    """Ratios to the ordinary weight gradient, one line a shape, and where curves cross."""
+    """Formats ratios to the ordinary weight gradient, one line per shape, and the crossings."""
     columns = ["shape", Column("ordinary ms", format=".3f")]
     columns += [Column(name, format=".2f") for name in ALGORITHMS]
     columns += [Column(f"{name} predicted", format=".2f") for name in ALGORITHMS]
@@ -190,7 +190,7 @@ def _draw_panel(axes, features: int, cells: list[dict], limits, first: bool) -> 
 
 
 def _mark_crossings(axes, cells: list[dict], limits: tuple[float, float]) -> None:
-    """A ring and a number where measured curves meet; what the numbers mean is in the corner."""
+    """Marks crossings of measured curves with a ring and a number, explained in the corner."""
     lines = []
     for number, (one, other) in enumerate(pairs(), start=1):
         point = crossing(cells, "measured", one, other)
@@ -212,7 +212,7 @@ def _mark_crossings(axes, cells: list[dict], limits: tuple[float, float]) -> Non
 
 
 def _write_around(figure, results: dict) -> None:
-    """Title, legend and caption."""
+    """Writes title, legend and caption."""
     from matplotlib.lines import Line2D
 
     figure.text(

@@ -1,4 +1,4 @@
-"""One linear layer's private gradients: its operands, and what is done with them, ready to time.
+"""Times the operations of one linear layer's private gradients.
 
 Operands are there several times over and calls take turns with them, so that none finds its own in
 the second-level cache: in a step a whole network lies between two uses of a layer.
@@ -40,7 +40,7 @@ GRAM_LAYERS = 8  # whose Gram norms share a launch, as those of a network's laye
 
 
 class Shape(NamedTuple):
-    """y [B, T, d] and a [B, T, p]."""
+    """Sizes of a linear layer's use: y [B, T, d] and a [B, T, p]."""
 
     batch_size: int
     tokens: int
@@ -52,11 +52,11 @@ class Shape(NamedTuple):
 
     @property
     def operations(self) -> float:
-        """Of the ordinary weight gradient."""
+        """Floating-point operations of the ordinary weight gradient."""
         return 2.0 * prod(self)
 
     def use(self, dtype: torch.dtype = torch.bfloat16) -> LinearShape:
-        """The layer as a plan sees it."""
+        """Describes the layer as a plan takes it."""
         return LinearShape(
             str(self), self.batch_size, self.tokens, self.inputs, self.outputs,
             dtype.itemsize, stored_dtype(dtype).itemsize,
@@ -95,7 +95,7 @@ class OneLayer:
 
     @property
     def sum_bytes(self) -> float:
-        """What `weighted_sum` reads and writes."""
+        """Bytes that `weighted_sum` reads and writes."""
         B, _, d, p = self.shape
         return d * p * (B * stored_dtype(self.dtype).itemsize + 4)
 
@@ -105,7 +105,7 @@ class OneLayer:
     # ---- pieces ---------------------------------------------------------------------------------
 
     def ordinary(self, number: int) -> Tensor:
-        """The weight gradient of a step without privacy, by the library."""
+        """Computes the weight gradient of a step without privacy, with the library's product."""
         y, a = self._take(number)
         return y.flatten(0, 1).t() @ a.flatten(0, 1)
 
@@ -121,7 +121,7 @@ class OneLayer:
         return gradient_and_squares(*self._take(number))
 
     def norm(self, number: int) -> Tensor:
-        """Accumulated over tokens, nothing stored."""
+        """Computes norms that are accumulated over tokens; stores no gradient."""
         return gradient_and_squares(*self._take(number), store=False)[1]
 
     def gram_alone(self, number: int) -> Tensor:
@@ -129,7 +129,7 @@ class OneLayer:
         return gram_squares([(a, [y])])[0][0]
 
     def gram(self, number: int) -> Tensor:
-        """Of GRAM_LAYERS layers."""
+        """Computes norms of GRAM_LAYERS layers from Gram matrices."""
         taken = [self._take(number) for number in range(GRAM_LAYERS)]
         return gram_squares([(a, [y]) for y, a in taken])[0]
 
@@ -147,7 +147,7 @@ class OneLayer:
     # ---- a layer's whole share of a private step ------------------------------------------------
 
     def algorithms(self) -> dict[str, TimedCall]:
-        """Norm and clipped sum by each algorithm of the plan; of GRAM_LAYERS layers by `width`.
+        """Returns norm and clipped sum by each algorithm; for `width`, of GRAM_LAYERS layers.
 
         All norms of a network lie between a layer's norm and its sum: the sum of `gradient` reads
         other gradients than those just written.
@@ -173,7 +173,7 @@ class OneLayer:
     # ---- are they right -------------------------------------------------------------------------
 
     def norm_errors(self) -> dict[str, float]:
-        """Of the first sample's norm by each algorithm, relative to float64."""
+        """Returns the relative error of the first sample's norm, by algorithm, against float64."""
         y, a = self._take(0)
         exact = torch.mm(y[0].double().t(), a[0].double()).square().sum().sqrt().item()
         squares = {
@@ -193,7 +193,7 @@ def medians(samples: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def sums_of_pieces(milliseconds: Mapping[str, float]) -> dict[str, float]:
-    """Norm and clipped sum by each algorithm, from the times of the pieces."""
+    """Returns the time of norm and clipped sum by each algorithm, from the times of the pieces."""
     product = milliseconds["weighted_product"]
     return {
         INSTANTIATE: milliseconds["gradient"] + milliseconds["weighted_sum"],
@@ -208,7 +208,7 @@ def predicted_ms(shape: Shape, rates: Rates) -> dict[str, float]:
 
 
 def judge_plan(shape: Shape, rates: Rates, measured: Mapping[str, float]) -> dict:
-    """The plan's choice for the layer alone, without a budget, beside the fastest one measured.
+    """Compares the plan's choice for this layer alone, without a budget, with the fastest measured.
 
     Returns:
         chosen, best: algorithms; `best` is the fastest of those that the plan may choose from.

@@ -1,1 +1,1 @@
-"""What the modes cost a Llama under FSDP2: `python -m experiments.llama_fsdp`."""
+"""Cost of private training of a Llama under FSDP2: `python -m experiments.llama_fsdp`."""

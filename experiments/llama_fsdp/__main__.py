@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What private training of a Llama under FSDP2 costs: `python -m experiments.llama_fsdp --help`."""
+"""Measures private training of a Llama under FSDP2: `python -m experiments.llama_fsdp --help`."""
 
 import sys
 

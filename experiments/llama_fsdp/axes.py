@@ -1,4 +1,4 @@
-"""What the pictures of `experiments.llama_fsdp` share: colours, sizes, heads, labels."""
+"""Colours, sizes, titles and labels that the pictures of `experiments.llama_fsdp` share."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def new_figure(height: float, title: str, subtitle: str) -> tuple[Any, float]:
 
 
 def draw_key(figure: Any, entries: Sequence[tuple[str, list[str]]]) -> None:
-    """What colours mean, below the subtitle; an entry may have several."""
+    """Draws the key of colours below the subtitle; an entry may have several colours."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
@@ -59,7 +59,7 @@ def plain(axes: Any, spines: Sequence[str]) -> None:
 
 
 def interval_words(results: Sequence[dict]) -> str:
-    """What the intervals of ratios are: those of one round know nothing of another."""
+    """Names the intervals of ratios; those of a single round do not cover differences of rounds."""
     rounds = [len(good_rounds(r)) for r in results if r["status"] == OK]
     return f"95 % interval{' within the one round' if max(rounds, default=0) == 1 else ''}"
 
@@ -69,12 +69,12 @@ def memory_kind(results: Sequence[dict]) -> str:
 
 
 def short(value: float) -> str:
-    """Three digits that count: 755, 62.0, 0.63."""
+    """Formats three significant digits: 755, 62.0, 0.63."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def set_range(setter: Callable[[float, float], Any], values: Sequence[float]) -> None:
-    """Room around the points: a third of their extent, or of a tenth of their size."""
+    """Sets an axis range with a margin of 30 % of the points' extent, and of 3 % at least."""
     low, high = min(values), max(values)
     room = 0.3 * max(high - low, 0.1 * high)
     setter(max(0.0, low - room), high + room)
@@ -86,7 +86,7 @@ def draw_column(
     notes: Sequence[str] = (),
     markers: Sequence[str] = (),
 ) -> None:
-    """Labels (x, y, text, colour) right of the axes, at least a line apart, tied to their points.
+    """Writes labels (x, y, text, colour) right of the axes, at least a line apart, tied to points.
 
     Notes stand below them. With `markers`, one a label, a label has its point's in place of a line
     to it, which would cross other points where they are at any x.

@@ -103,7 +103,7 @@ def _bars(
     unit: str,
     head: float = HEAD,
 ) -> Any:
-    """A group of bars for each length, from the top, each bar named on its left."""
+    """Draws one group of bars per length, from the top, and names each bar on its left."""
     groups = [[r for r in results if r["seq_length"] == length] for length in lengths_of(results)]
     step = GAP / ROW
     inches = ROW * (sum(map(len, groups)) + step * len(groups))

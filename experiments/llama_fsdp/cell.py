@@ -1,6 +1,6 @@
 """One cell of `experiments.llama_fsdp`: one mode at one sequence length, measured by all ranks.
 
-Two times a step, both read from events in the stream on GPUs: forward and backward with every
+Two times per step, both read from events in the stream on GPUs: forward and backward with every
 exchange between ranks finished, and the complete step with noise and AdamW. A step takes as long as
 on its slowest rank; memory is that of the largest.
 """
@@ -56,11 +56,11 @@ class LlamaTraining(ClassifierTraining):
 
     @property
     def profile(self) -> Any:
-        """Of the private model's steps; None: profiling is off."""
+        """Profile of the private model's steps; None if profiling is off."""
         return getattr(self.model, "profile", None)
 
     def sizes(self) -> dict[str, int]:
-        """As results have them."""
+        """Sizes for the results."""
         return {
             "vocab_size": self.config.vocab_size, "parameters": self.parameters,
             "trained_parameters": self.trained,
@@ -78,7 +78,7 @@ def work(
     output: Path,
     measure: Callable[[GridCell, GridSettings, Hardware, Worker, Watch], dict] | None = None,
 ) -> int:
-    """One rank of the cell; the first writes the result, also that of a failure.
+    """Runs one rank of the cell. The first rank writes the result, also that of a failure.
 
     `measure` is what is done there; default: what `experiments.llama_fsdp` measures.
     """
@@ -133,7 +133,7 @@ def _measure(
 def make_batches(
     length: int, vocabulary: int, settings: GridSettings, worker: Worker
 ) -> list[Batch]:
-    """Random tokens [B, T] and labels [B] for each step, others on each rank."""
+    """Makes random tokens [B, T] and labels [B] for each step, different on each rank."""
     generator = torch.Generator().manual_seed(1000 * settings.seed + worker.rank)
     found = []
     for _ in range(settings.warmup_iter + settings.num_iter):

@@ -1,8 +1,8 @@
-"""What private training of a Llama under FSDP2 costs, mode by mode and length by length.
+"""Measures private training of a Llama under FSDP2, by mode and length.
 
 Each cell, a mode at a sequence length, is measured in processes of its own; one that runs out of
-memory or fails is a row like the others. The same command with the same --output-dir goes on where
-it was stopped; `--help` says what the results folder receives.
+memory or fails is a row like the others. The same command with the same --output-dir measures the
+rest; `--help` says what the results folder receives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from experiments.llama_fsdp.options import (
     parse,
     settings_of,
 )
-from experiments.llama_fsdp.plan import Plan, describe_plan, plan, say_twins
+from experiments.llama_fsdp.plan import Plan, describe_plan, plan, say_reference_modes
 from experiments.llama_fsdp.results import (
     GridCell,
     GridSettings,
@@ -65,7 +65,7 @@ def command(arguments: Sequence[str]) -> list[str]:
 
 @ending_quietly(speaks=is_alone)
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 if a cell failed, 2 for bad input, 130 after Ctrl-C."""
+    """Runs the grid. Returns 0, 1 (a cell failed), 2 (bad input) or 130 (Ctrl-C)."""
     options = parse(arguments)
     try:
         if options.redraw:
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check(options: Options, world_size: int) -> None:
-    """What can be known before a worker starts.
+    """Checks the options before a worker starts.
 
     Raises:
         ValueError: the model cannot be had, or the folder cannot take results.
@@ -116,7 +116,7 @@ def check(options: Options, world_size: int) -> None:
 
 
 def redraw(folder: Path) -> int:
-    """Pictures, summary and report, from the results that are there."""
+    """Draws pictures and writes summary and report again, from finished results."""
     from experiments.llama_fsdp.plots import draw
 
     results = read_results(folder)
@@ -132,8 +132,8 @@ def redraw(folder: Path) -> int:
 
 def run_one(options: Options, hardware: Hardware, start: Start) -> int:
     (cell,) = plan(options)
-    if twin := say_twins([cell.mode], hardware.device_type):
-        print(twin, flush=True)
+    if reference := say_reference_modes([cell.mode], hardware.device_type):
+        print(reference, flush=True)
     output = output_of(options, cell)
     result = measure(cell, options, hardware, hardware.num_processes, start, output)
     print(f"{describe(cell, result)}; {output}")
@@ -148,7 +148,7 @@ def measure(
     start: Start,
     output: Path,
 ) -> dict:
-    """Run the cell in processes of its own; its result, that of a failure too, is in `output`."""
+    """Runs the cell in processes of its own and returns its result, also that of a failure."""
     words = command(cell_arguments(cell, options, output))
     return run_cell(words, cell, settings_of(options), hardware, world_size, start, output)
 
@@ -162,7 +162,7 @@ def run_cell(
     start: Start,
     output: Path,
 ) -> dict:
-    """The result that the command `words` leaves in `output`, or that of its failure."""
+    """Runs the command `words` and returns the result in `output`, or that of the failure."""
     from experiments.llama_fsdp.cell import write_result
 
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,7 @@ def run_cell(
 
 
 def run_grid(options: Options, hardware: Hardware, world_size: int, start: Start) -> int:
-    """Every cell that is not finished, then pictures and summary; 1 if a cell has failed."""
+    """Runs every unfinished cell, then writes pictures and summary. Returns 1 if a cell failed."""
     from experiments.llama_fsdp.cell import write_result
 
     planned = Plan(options, hardware, world_size)
@@ -190,8 +190,8 @@ def run_grid(options: Options, hardware: Hardware, world_size: int, start: Start
     results = Results(folder)
     if finished := planned.say_finished():
         print(finished)
-    if twins := say_twins((cell.mode for cell in todo), hardware.device_type):
-        print(twins, flush=True)
+    if references := say_reference_modes((cell.mode for cell in todo), hardware.device_type):
+        print(references, flush=True)
     temporary = folder / ".cell.json"
     earlier = [row for row in results.rows() if row["key"] in keys.values()]
     time_left = TimeLeft(options.warmup_iter + options.num_iter, earlier)
@@ -223,7 +223,7 @@ def run_grid(options: Options, hardware: Hardware, world_size: int, start: Start
 
 
 def _all_rounds(rows: list[dict], cell: GridCell, key_of: Callable[[GridCell], str]) -> dict:
-    """Every round of the cell's mode and length on these devices, as one result."""
+    """Merges every round of the cell's mode and length on these devices into one result."""
     own = []
     for row in rows:
         where = GridCell(row["mode"], row["seq_length"], row["rounds"][0]["round"])
@@ -276,7 +276,7 @@ def from_first(run: Callable[[Start], int], hardware: Hardware) -> int:
 
 
 def follow(store: torch.distributed.Store) -> int:
-    """Another process than the first: start this rank of each cell until there is none left."""
+    """Starts this rank of each cell, on a process that is not the first, until none is left."""
     world_size, started = launched_world_size(), 0
     while True:
         started += 1

@@ -1,4 +1,4 @@
-"""How long the rest of a grid will take, from the cells that are finished.
+"""Estimates how long the rest of a grid will take, from the cells that are finished.
 
 A cell's time is a start, the same for all (processes, imports, weights), and its steps. Of a mode
 and length that has been measured the steps' time is known, in an earlier call too. Of another
@@ -28,17 +28,17 @@ class TimeLeft:
             self._learn(result)
 
     def note(self, seconds: float, result: dict) -> None:
-        """What a cell of this call took, from beginning to end, and what came out."""
+        """Notes the time and the result of a cell that this call has run."""
         self._seconds.append(seconds)
         if self._learn(result):
             taken = self._steps * self._step_s[result["mode"], result["seq_length"]]
             self._starts.append(max(0.0, seconds - taken))
 
     def of(self, cells: Sequence[GridCell]) -> float | None:
-        """Seconds that these will take; None before anything is known."""
+        """Estimates the seconds that these cells will take; None before anything is known."""
         if not self._seconds:
             return None
-        if not self._starts:  # what has failed tells nothing of what will not
+        if not self._starts:  # failed cells say nothing about others
             return mean(self._seconds) * len(cells)
         start = median(self._starts)
         return sum(start + self._steps * self._step(c.mode, c.seq_length) for c in cells)
@@ -50,7 +50,7 @@ class TimeLeft:
         return True
 
     def _step(self, mode: str, length: int) -> float:
-        """Seconds of one."""
+        """Estimates the seconds of one step."""
         own = {n: s for (m, n), s in self._step_s.items() if m == mode}
         if not own:
             nearest = self._nearest((n for _, n in self._step_s), length)

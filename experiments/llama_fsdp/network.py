@@ -64,7 +64,7 @@ SHAPES = {
 
 
 def config_of(name: str) -> PretrainedConfig:
-    """Of a built-in shape, a folder, or a Hugging Face name.
+    """Returns the config of a built-in shape, a folder or a Hugging Face name.
 
     Raises:
         ValueError: it is none of them, or not to be had.
@@ -93,7 +93,7 @@ def config_of(name: str) -> PretrainedConfig:
 
 @contextmanager
 def _quiet_hub() -> Iterator[None]:
-    """Without a line for each of the library's attempts: what came of them is one error."""
+    """Silences the library's line per attempt; the final error says what failed."""
     log = logging.getLogger("huggingface_hub")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -104,7 +104,7 @@ def _quiet_hub() -> Iterator[None]:
 
 
 def on_meta(config: PretrainedConfig, train_embedding: bool) -> nn.Module:
-    """Parameters without memory, in float32, the token embedding frozen unless it is trained."""
+    """Builds the network on the meta device, in float32; freezes the token embedding by default."""
     from transformers import AutoModelForSequenceClassification
 
     attention = register_attention() if config.model_type == "llama" else "sdpa"
@@ -124,7 +124,7 @@ def build(
     train_embedding: bool,
     group: dist.ProcessGroup | None = None,
 ) -> nn.Module:
-    """The network, sharded over the group (None: all ranks), this rank's part on its device.
+    """Builds the network sharded over the group (None: all ranks), on this rank's device.
 
     Weights depend on the seed, or on the files, not on the number of ranks.
 
@@ -143,7 +143,7 @@ def build(
 
 
 def _draw(network: nn.Module, std: float) -> None:
-    """Matrices are normal, scales one, biases zero."""
+    """Initialises parameters: matrices normal, scales 1, biases 0."""
     for name, parameter in network.named_parameters():
         if parameter.dim() > 1:
             parameter.normal_(0.0, std)
@@ -152,7 +152,7 @@ def _draw(network: nn.Module, std: float) -> None:
 
 
 def _rebuild_buffers(network: nn.Module, config: PretrainedConfig, device: torch.device) -> None:
-    """Tables such as those of rotary positions follow from the config and are in no file."""
+    """Computes buffers such as rotary tables from the config, since no file has them."""
     for name, module in network.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
         if not buffers:
@@ -171,7 +171,7 @@ def _rebuild_buffers(network: nn.Module, config: PretrainedConfig, device: torch
 
 
 def files_of(name: str) -> list[Path]:
-    """The weights of a folder or a Hugging Face name, which are downloaded if they are not here.
+    """Returns the weight files of a folder or a Hugging Face name; downloads them if necessary.
 
     Raises:
         ValueError: there are none that could be had.
@@ -195,7 +195,7 @@ def files_of(name: str) -> list[Path]:
 
 @torch.no_grad()
 def _load(network: nn.Module, files: list[Path]) -> None:
-    """Each rank reads one tensor after the other; what files lack (the head) stays random."""
+    """Loads tensor by tensor on each rank; what the files lack (the head) stays random."""
     from safetensors import safe_open
 
     wanted = dict(network.named_parameters())
@@ -224,6 +224,6 @@ def _fill(parameter: Any, value: Tensor, name: str) -> None:
 
 
 def without_token(text: str) -> str:
-    """The text, in which the token, if a library has put it there, is not to be read."""
+    """Replaces the access token in a text by ***."""
     token = os.environ.get(TOKEN)
     return text.replace(token, "***") if token else text

@@ -26,11 +26,11 @@ PROGRAM = "experiments.llama_fsdp"
 LENGTHS = (1024, 2048, 4096)
 OF_A_GRID = ("modes", "seq_lengths", "rounds")
 DESCRIPTION = """\
-What private training of a Llama under FSDP2 costs, mode by mode and length by length.
+Measures private training of a Llama under FSDP2, mode by mode and length by length.
 
 Each cell, a mode at a sequence length, is measured in processes of its own; one that runs out of
-memory or fails is a row like the others. The same command with the same --output-dir goes on where
-it was stopped. The results folder receives
+memory or fails is a row like the others. The same command with the same --output-dir measures the
+rest. The results folder receives
 
     {mode}_seq{T}_result.json        times of every step, phases, memory, environment
     visualizations/*.png             memory, time, both against each other, ratios to no_dp
@@ -58,7 +58,7 @@ examples:
 # fmt: off
 @dataclass(frozen=True)
 class Options:
-    """As given; `typed` is the command."""
+    """Command-line options; `typed` is the command."""
 
     modes: tuple[str, ...] | None = option(None, group="what to measure", choices=tuple(MODES),
         metavar="MODE", help=(
@@ -75,12 +75,12 @@ class Options:
         f"a built-in shape with random weights ({', '.join(SHAPES)}), or a Hugging Face name "
         f"or folder with its weights; gated ones need {TOKEN} in the environment"))
     num_iter: int = option(10, metavar="N", check=positive,
-        help="timed steps a cell and round: more of them, a surer median")
+        help="timed steps per cell and round; more give a steadier median")
     warmup_iter: int = option(3, metavar="N", check=not_negative,
-        help="steps before them, which are not timed: first ones are slower")
+        help="untimed steps before them; first steps are slower")
     rounds: int | None = option(None, metavar="N", check=positive, help=(
-        "times that the whole list of modes is measured, in turn (default: 1): what drifts "
-        "meanwhile then cancels in ratios, and their intervals mean something"))
+        "times that the whole list of modes is measured, in turn (default: 1); drift then cancels "
+        "in ratios, and their intervals cover it"))
 
     batch_size: int = option(1, group="training", metavar="B", check=positive, help=(
         "samples per rank and step: more of them take more memory, and share what a step costs "
@@ -92,9 +92,9 @@ class Options:
         "noise multiplier, without unit: noise has S x --max-grad-norm as its standard "
         "deviation; 0 adds none"))
     max_grad_norm: float = option(1.0, metavar="C", check=positive,
-        help="largest L2 norm that a sample's gradient keeps; what is longer is scaled down")
+        help="L2 norm to which each sample's gradient is clipped")
     learning_rate: float = option(1e-5, metavar="LR", check=positive,
-        help="of AdamW, a step; it changes weights, not times (default: 1e-5)")
+        help="learning rate of AdamW; it affects weights, not times (default: 1e-5)")
     train_embedding: bool = option(False, help=(
         "train the token embedding too, which takes time and memory in proportion to the "
         "vocabulary (default: frozen)"))
@@ -116,7 +116,7 @@ class Options:
     device: str = option("auto", choices=("auto", "cpu", "cuda"),
         help="where: cuda is all GPUs with NCCL, cpu is gloo; auto: GPUs where there are some")
     num_processes: int | None = option(None, metavar="N", check=positive,
-        help="ranks, unless torchrun says it (default: one per GPU, two on a CPU)")
+        help="number of ranks, unless torchrun sets it (default: one per GPU, two on a CPU)")
     timeout: float = option(600.0, metavar="S", check=positive,
         help="seconds without progress after which a cell is given up, as a row")
     enable_profiling: bool = option(False, help=(
@@ -142,7 +142,7 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
-    """Exits with status 2 and one line for what is wrong before anything is started."""
+    """Parses the command line; a mistake ends it with one line and status 2."""
     options = parse_options(
         Options, arguments, prog=PROGRAM, description=DESCRIPTION, epilog=EXAMPLES,
         speaks=is_first_of_host,
@@ -156,7 +156,7 @@ def settings_of(options: Options) -> GridSettings:
 
 
 def cell_arguments(cell: GridCell, options: Options, output: Path) -> list[str]:
-    """The command line of one cell. No secrets: the token stays in the environment."""
+    """Returns the arguments of one cell's command. The access token stays in the environment."""
     none = dict.fromkeys((*OF_A_GRID, "output_dir", "num_processes"))
     one = {"mode": cell.mode, "seq_length": cell.seq_length, "round": cell.round}
     return as_arguments(replace(options, output=output, **one, **none))

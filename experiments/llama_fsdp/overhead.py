@@ -1,4 +1,4 @@
-"""Ratios to `no_dp` over the lengths: of the step, of forward and backward, of memory."""
+"""Draws ratios to `no_dp` over the lengths: step, forward and backward, memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BROKEN = " (the axis does not begin at 0)"
 
 
 def draw_overhead(results: Sequence[dict]) -> Any:
-    """Ratios to `no_dp`: of the step, of forward and backward alone, of memory."""
+    """Draws ratios to `no_dp`: of the step, of forward and backward alone, of memory."""
     lengths = lengths_of(results)
     panels = [
         ("Complete step", "step_ms"),
@@ -100,7 +100,7 @@ def _curves(axes: Any, results: Sequence[dict], lengths: list[int], key: str | N
 
 
 def _against(result: dict, results: Sequence[dict], key: str | None) -> tuple:
-    """Ratio, low, high; None where there is none."""
+    """Returns (ratio, low, high), each None without a measurement."""
     base = baseline_of(results, result["seq_length"])
     if result["status"] != OK:
         return None, None, None

@@ -1,4 +1,4 @@
-"""Which cells `experiments.llama_fsdp` measures, which are finished, and what `--dry-run` says."""
+"""Lists the cells that `experiments.llama_fsdp` measures and those left; describes a dry run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from measure.words import counted
 
 
 def plan(options: Options) -> list[GridCell]:
-    """Lengths from short to long; the modes of one take turns in interleaved rounds."""
+    """Lists cells: lengths from short to long, the modes of a length in interleaved rounds."""
     if options.mode:
         return [GridCell(options.mode, options.seq_length, options.round)]
     modes = list(dict.fromkeys(options.modes or MODES))
@@ -45,7 +45,7 @@ class Plan:
         return cell.key(self._settings, self._world_size, self._device, torch.__version__)
 
     def say_finished(self) -> str:
-        """A sentence; empty if nothing is."""
+        """Says how many cells are finished; empty if none is."""
         if len(self.todo) == len(self.keys):
             return ""
         verb = "is" if len(self.keys) == 1 else "are"
@@ -53,22 +53,26 @@ class Plan:
         return f"{done} of {counted(len(self.keys), 'cell')} {verb} finished in {self.folder}"
 
 
-def say_twins(modes: Iterable[str], device_type: str) -> str:
-    """Which of the grid's modes have no kernels there, in a sentence; empty: none."""
+def say_reference_modes(modes: Iterable[str], device_type: str) -> str:
+    """Says which modes run as their reference modes for want of kernels; empty if none does."""
     pairs = [(mode, ran_as(mode, device_type)) for mode in dict.fromkeys(modes)]
-    twins = ", ".join(f"{mode} runs as {twin}" for mode, twin in pairs if mode != twin)
-    return f"{twins}, in plain PyTorch: fused kernels need a CUDA device and Triton" * bool(twins)
+    references = ", ".join(
+        f"{mode} runs as {reference}" for mode, reference in pairs if mode != reference
+    )
+    return f"{references}, in plain PyTorch: fused kernels need a CUDA device and Triton" * bool(
+        references
+    )
 
 
 def describe_plan(options: Options, hardware: Hardware, world_size: int) -> str:
-    """What would run, for `--dry-run`."""
+    """Describes what would run, for `--dry-run`."""
     network = on_meta(config_of(options.model_name), options.train_embedding)
     count = sum(p.numel() for p in network.parameters())
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
     state = (4 * count + 12 * trained) / world_size / GIB  # weights; gradients and AdamW's two
     planned = Plan(options, hardware, world_size)
     cells, finished = planned.todo, planned.say_finished()
-    remarks = [say_twins((c.mode for c in cells), hardware.device_type), finished]
+    remarks = [say_reference_modes((c.mode for c in cells), hardware.device_type), finished]
     place = f"in {counted(world_size, 'process', 'processes')} of its own:"
     each = "each " if len(cells) > 1 else ""
     left = " left" if finished else ""

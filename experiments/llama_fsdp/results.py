@@ -1,4 +1,4 @@
-"""What a cell of `experiments.llama_fsdp` is, what its result holds, and the summary of all."""
+"""Cells of `experiments.llama_fsdp`, the results of a cell, and the summary of all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 @dataclass(frozen=True)
 class GridSettings:
-    """What all cells of a run have in common; units as in `--help`."""
+    """Settings that all cells of a run share; units as in `--help`."""
 
     model_name: str
     batch_size: int
@@ -63,22 +63,24 @@ class GridCell:
         return f"{self.mode}_seq{self.seq_length}_result.json"
 
     def key(self, settings: GridSettings, world_size: int, device: str, torch_version: str) -> str:
-        """What it is recognised by when a run is resumed."""
+        """Returns the key that identifies it when a run is resumed."""
         common = recorded(settings)
         place = {"world_size": world_size, "device": device, "torch": torch_version}
         return cell_key({**asdict(self), **common, **place})
 
 
 def recorded(settings: GridSettings) -> dict:
-    """What a result says of its settings: RARE ones where they are not as usual, no timeout."""
+    """Returns the settings that a result records: no timeout, RARE ones only if not the default."""
     found = asdict(settings)
     del found["timeout_s"]
     return {n: value for n, value in found.items() if n not in RARE or value != RARE[n]}
 
 
 def ran_as(mode: str, device_type: str) -> str:
-    """The mode whose way of computing it is there: flash modes without kernels are their plain
-    twins (weights are float32)."""
+    """Returns the mode that runs on this device.
+
+    A flash mode without kernels runs as its reference mode; the weights are float32.
+    """
     if not mode.startswith("flash"):
         return mode
     import torch
@@ -113,7 +115,10 @@ def single_result(
     environment: dict | None = None,
     profile: dict | None = None,
 ) -> dict:
-    """Of one round. Times in milliseconds, `_mb` in MiB, `_gb` in GiB; `ran_as`: see there."""
+    """Returns the result of one round.
+
+    Times are in milliseconds, `_mb` in MiB, `_gb` in GiB; `ran_as`: see there.
+    """
     config = recorded(settings)
     del config["batch_size"]
     one = {
@@ -140,7 +145,7 @@ def single_result(
 
 
 def merge(results: Sequence[dict]) -> dict:
-    """One result of several rounds of the same mode and length: what all their steps say.
+    """Merges rounds of the same mode and length into one result over all their steps.
 
     It is `ok` if a round is; `rounds` says how each went.
     """
@@ -171,7 +176,7 @@ def merge(results: Sequence[dict]) -> dict:
 
 
 def differs(settings: GridSettings, world_size: int, result: dict) -> str:
-    """In what a result is of another experiment; empty if in nothing."""
+    """Says in which settings a result is of another experiment; empty if in none."""
     wanted = {**RARE, **recorded(settings), "num_processes": world_size}
     found = {**RARE, **result, **result["config"]}
     others = [
@@ -183,7 +188,7 @@ def differs(settings: GridSettings, world_size: int, result: dict) -> str:
 
 
 def read_results(folder: Path) -> list[dict]:
-    """The result files of a folder, by length and mode.
+    """Reads the result files of a folder, sorted by length and mode.
 
     Raises:
         ValueError: there are none, or one is not of this program.
@@ -214,7 +219,7 @@ def good_rounds(result: dict) -> dict[int, dict]:
 
 
 def time_ratio(result: dict, baseline: dict | None, key: str = "step_ms") -> Ratio | None:
-    """To the baseline's times, of the rounds that both have."""
+    """Returns the ratio to the baseline's times, over the rounds that both have."""
     if baseline is None:
         return None
     own, base = good_rounds(result), good_rounds(baseline)
@@ -229,7 +234,7 @@ def memory_ratio(result: dict, baseline: dict | None) -> float | None:
 
 
 def baseline_of(results: Sequence[dict], seq_length: int) -> dict | None:
-    """The measured `no_dp` of that length."""
+    """Returns the measured `no_dp` of that length."""
     for r in results:
         if (r["mode"], r["seq_length"], r["status"]) == (BASELINE, seq_length, OK):
             return r
@@ -241,7 +246,7 @@ def lengths_of(results: Sequence[dict]) -> list[int]:
 
 
 def describe_run(results: Sequence[dict]) -> str:
-    """One line: model, batch, devices, versions, date."""
+    """Describes a run in one line: model, batch, devices, versions, date."""
     first = next((r for r in results if r["status"] == OK), results[0])
     config, place = first["config"], first["environment"] or {}
     gpus = [gpu["name"] for gpu in place.get("gpus") or []]
@@ -249,26 +254,28 @@ def describe_run(results: Sequence[dict]) -> str:
     processes = counted(count, "process", "processes")
     where = f"{count} x {gpus[0]}" if gpus and first["num_gpus"] else f"{processes} on CPU"
     parts = [
-        config["model_name"], f"batch {first['batch_size']} a rank", where,
+        config["model_name"], f"batch {first['batch_size']} per rank", where,
         f"clipping {config['clipping']}",
         "embedding trained" if config["train_embedding"] else "embedding frozen",
         f"torch {place.get('torch', '?')}", str(place.get("date", "?"))[:10],
     ]  # fmt: skip
-    parts += [f"{mode} ran as {twin}" for mode, twin in plain_twins(results).items()]
+    parts += [
+        f"{mode} ran as {reference}" for mode, reference in modes_run_as_others(results).items()
+    ]
     return ", ".join(parts)
 
 
-def plain_twins(results: Sequence[dict]) -> dict[str, str]:
-    """Mode -> what it ran as, of those that did not run as their names say."""
+def modes_run_as_others(results: Sequence[dict]) -> dict[str, str]:
+    """Returns mode -> reference mode, for the modes that ran as their reference mode."""
     pairs = ((r["mode"], r.get("ran_as", r["mode"])) for r in results)
-    return {mode: twin for mode, twin in pairs if twin != mode}
+    return {mode: reference for mode, reference in pairs if reference != mode}
 
 
 # ---- summary.txt ---------------------------------------------------------------------------------
 
 
 def summarize_run(results: Sequence[dict]) -> str:
-    """One table a sequence length, growths with the length, and what columns mean."""
+    """Formats one table per sequence length, growth with the length, and the columns' meanings."""
     lines = [f"Private training under FSDP2: {describe_run(results)}", ""]
     rows = []
     for length in lengths_of(results):
@@ -326,8 +333,14 @@ def _legend(results: Sequence[dict]) -> list[str]:
         if any(r["num_gpus"] for r in results)
         else "resident, with Python and all libraries"
     )
-    twins = [f"{mode} ran as {twin}" for mode, twin in plain_twins(results).items()]
-    said = [f"{', '.join(twins)}, in plain PyTorch: there were no fused kernels."] if twins else []
+    references = [
+        f"{mode} ran as {reference}" for mode, reference in modes_run_as_others(results).items()
+    ]
+    said = (
+        [f"{', '.join(references)}, in plain PyTorch: there were no fused kernels."]
+        if references
+        else []
+    )
     return [
         *said,
         "step ms: median of a complete step, of the slowest rank; p10 and p90: its spread.",

@@ -1,4 +1,4 @@
-"""Memory against time: what a mode pays in one for the other, a panel for each length."""
+"""Draws memory against time: what each mode costs of both, one panel per length."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from measure import OK
 
 
 def draw_tradeoff(results: Sequence[dict]) -> Any:
-    """One panel a length: left is faster, down is smaller; lines mark `no_dp`."""
+    """Draws one panel per length: left is faster, down is smaller, lines mark `no_dp`."""
     lengths = lengths_of(results)
     panel, between = 2.35, 0.78  # inches
     inches = len(lengths) * (panel + between) - between

@@ -62,7 +62,7 @@ class Options:
     variants: tuple[str, ...] = option(VARIANTS, choices=CHOICES, unique=True, metavar="VARIANT",
         help=f"of {', '.join(CHOICES)}")
     rounds: int = option(3, "times each is built", check=positive)
-    steps: int = option(5, "timed steps a round", check=positive)
+    steps: int = option(5, "timed steps per round", check=positive)
     small: bool = option(False, "small networks on small batches, as on a CPU (default: off)")
     compile: bool = option(False, "compile each network, in all variants (default: off)")
     cuda_graph: bool = option(False, "capture each step as a CUDA graph (default: off)")
@@ -132,7 +132,7 @@ def run_all(options: Options, device: torch.device) -> list[dict]:
 
 @ending_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 1 if a network failed without privacy."""
+    """Measures all networks. Returns 0, or 1 if a network failed without privacy."""
     options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cells = run_all(options, device)

@@ -56,7 +56,7 @@ def _kernels(training: Trainee, batch: Any) -> dict[str, float]:
 
 
 def bound_by(step_ms: float, cell: dict) -> str | None:
-    """Returns what takes nearly all of a step: `kernels`, `host` or, if neither does, `neither`."""
+    """Returns the bound of a step: `kernels`, `host` or, if neither takes nearly all, `neither`."""
     if "host_ms" not in cell:
         return None
     if cell["kernel_ms"] >= BOUND * step_ms:

@@ -66,7 +66,7 @@ class OrdinaryGraph:
 
 
 class GraphedTraining:
-    """Whole steps of a training, each of which is one launch once it is captured.
+    """Captures whole training steps in CUDA graphs, after which a step is one launch.
 
     See `lm.timing.Trainee`: a step has no second part.
 
@@ -100,7 +100,7 @@ class GraphedTraining:
         self.capture_peak_mb = torch.cuda.max_memory_allocated() / MIB
 
     def step(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing: the graph contains the optimizer's step."""
 
     def check(self) -> None:
         """Raises RuntimeError unless steps are replays from here on."""

@@ -1,4 +1,4 @@
-"""Networks for images, videos, audio, text and tables, of torch's own modules.
+"""Networks for images, videos, audio, text and tables, made of torch's own modules.
 
 Shapes: B samples, C channels, H × W pixels, T positions. `width`: channels of the first stage.
 """
@@ -99,7 +99,7 @@ class VideoResNet(nn.Sequential):
 
 
 def _stages(conv: type[nn.Module], width: int, per_stage: int) -> list[nn.Module]:
-    """Four stages of basic blocks, each but the first with half the side and twice the width."""
+    """Returns four stages of basic blocks; stages 2 to 4 halve the side and double the width."""
     layers: list[nn.Module] = []
     inputs = width
     for stage in range(4):

@@ -55,7 +55,7 @@ class NetworkRow:
 
     Attributes:
         batch: the batch at full size, and the dtype.
-        dtype: of parameters and inputs that are no integers.
+        dtype: the dtype of parameters and inputs that are no integers.
     """
 
     name: str
@@ -181,7 +181,7 @@ def diffusion(width: int, samples: int, side: int) -> Task:
 
 
 def table(samples: int, columns: int, categories: int, **sizes: int) -> Task:
-    """Bags of three categories a column."""
+    """Makes a tabular task: numbers, and bags of three categories per column."""
     network = TableNet(columns=columns, categories=categories, **sizes)
     bags = torch.randint(categories, (samples, columns, 3))
     targets = torch.randint(2, (samples,))

@@ -1,1 +1,1 @@
-"""What a private step costs on one GPU: `python -m experiments.price`."""
+"""Cost of a private step on one GPU: `python -m experiments.price`."""

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a private step costs on one GPU, against the same step without privacy.
+"""Measures a private step on one GPU, against the same step without privacy.
 
     python -m experiments.price                        all rows, all variants, three rounds
     python -m experiments.price --rows 8x1024 --variants ordinary bookkeeping
@@ -9,7 +9,7 @@
 The network has the shape of a Llama for sequence classification, the 1B one or some layers of the
 8B one, with random weights in bfloat16, all of it trainable, `nn.RMSNorm` in place of the library's
 own. Variants take turns in interleaved rounds; each is built, warmed up, timed and freed. Two
-figures a step: forward, backward and clipping alone, and the complete step with noise and fused
+times per step: forward, backward and clipping alone, and the complete step with noise and fused
 AdamW. With --compile every variant's decoder layers are compiled, also those without privacy.
 """
 
@@ -58,7 +58,7 @@ class Options:
     variants: tuple[str, ...] = option(VARIANTS, choices=CHOICES, metavar="VARIANT",
         help=f"of {', '.join(CHOICES)}")
     rounds: int = option(3, "times each is built", check=positive)
-    steps: int = option(5, "timed steps a round", check=positive)
+    steps: int = option(5, "timed steps per round", check=positive)
     layers: int | None = option(None, "decoder layers (default: 16 of 1B, 4 of 8B)", check=positive)
     compile: bool = option(False, "compile each decoder layer, in all variants")
     profile: bool = option(False, "print the slowest kernels")
@@ -67,7 +67,7 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
-    """With the model's rows and layers where none are given."""
+    """Parses options; rows and layers default to the model's."""
     options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
     model = MODELS[options.model]
     rows = options.rows or tuple(Row(*row) for row in model.rows)
@@ -75,7 +75,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
 
 
 def training_of(variant: str, samples: int, options: Options, device: torch.device):
-    """The variant, ready to step."""
+    """Builds the variant, ready to step."""
     torch.manual_seed(0)
     network = MODELS[options.model].build(options.layers, device)
     training = ClassifierTraining(network, device)
@@ -95,7 +95,7 @@ def training_of(variant: str, samples: int, options: Options, device: torch.devi
 
 
 def batch_of(row: Row, vocabulary: int, device: torch.device) -> Batch:
-    """Random tokens [B, T] and labels [B]."""
+    """Makes random tokens [B, T] and labels [B]."""
     generator = torch.Generator(device).manual_seed(1)
     tokens = torch.randint(PAD + 1, vocabulary, row, generator=generator, device=device)
     return tokens, torch.randint(0, LABELS, row[:1], generator=generator, device=device)
@@ -116,7 +116,7 @@ def measure(cell: RoundCell, options: Options, device: torch.device) -> dict:
 
 
 def slowest(recorder: torch.profiler.profile, count: int = 30) -> list[str]:
-    """The kernels of one step by their total time: milliseconds, calls, name."""
+    """Lists the kernels of one step by total time: milliseconds, calls, name."""
     events = [
         event
         for event in recorder.key_averages()

@@ -16,7 +16,7 @@ class Model:
     """A Llama for sequence classification, `nn.RMSNorm` in place of the library's own.
 
     Attributes:
-        layers: decoder layers, unless others are asked for.
+        layers: default number of decoder layers.
         rows: (samples, tokens) of the batches that it is measured with.
     """
 
@@ -53,7 +53,7 @@ MODELS = {
 
 
 def compile_layers(network: nn.Module) -> None:
-    """Each decoder layer on its own, in place.
+    """Compiles each decoder layer on its own, in place.
 
     They share one compiled graph unless hooks split it, as Opacus's do; it then needs some for
     each, and beyond its limit the compiler leaves layers as they are with a line in a log.

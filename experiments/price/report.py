@@ -14,14 +14,16 @@ PLACES = "times are of the slowest rank, peaks of the largest"
 
 
 def legend(results: list[dict]) -> str:
-    """Of `report` over several ranks; without ordinary steps there are no ratios to explain."""
+    """Returns the legend of `report` for several ranks; explains ratios only if there are some."""
     measured = {cell["variant"] for cell in results}
     return f"{RATIOS}; {PLACES}" if BASELINE in measured and len(measured) > 1 else PLACES
 
 
 def report(results: list[dict]) -> str:
-    """One line a row and variant, ordinary ones first: ratios to those of the same rounds; growths
-    with their 95 % intervals, where rows with one batch size have several lengths."""
+    """Formats one line per row and variant, with ratios to the ordinary steps of the same rounds.
+
+    Growths have 95 % intervals; they need rows of several lengths with one batch size.
+    """
     lines = []
     for row in dict.fromkeys(cell["row"] for cell in results):
         cells = [c for c in results if c["row"] == row and "step_ms" in c]
@@ -53,8 +55,10 @@ def report(results: list[dict]) -> str:
 
 
 def growths_of(lines: Iterable[dict]) -> dict[tuple[int, str], Growth]:
-    """(batch size, variant) -> how its step time grows, where there are enough lengths for an
-    interval. A line has `row` (BxT), `variant` and `step ms`."""
+    """Returns (batch size, variant) -> growth of step time, where lengths suffice for an interval.
+
+    A line has `row` (BxT), `variant` and `step ms`.
+    """
     points: dict[tuple[int, str], dict[int, float]] = {}
     for line in lines:
         batch, tokens = map(int, line["row"].split("x"))

@@ -1,1 +1,1 @@
-"""What a private step costs under FSDP2: `python -m experiments.price_sharded`."""
+"""Cost of a private step under FSDP2: `python -m experiments.price_sharded`."""

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a private step costs under FSDP2: `python -m experiments.price_sharded --help`."""
+"""Measures a private step under FSDP2: `python -m experiments.price_sharded --help`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a private step costs under FSDP2 on all GPUs, against the same step without privacy."""
+"""Measures a private step under FSDP2 on all GPUs, against the same step without privacy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dp_clipping.modes import MODES
 from experiments.llama_fsdp.network import SHAPES
-from experiments.llama_fsdp.plan import say_twins
+from experiments.llama_fsdp.plan import say_reference_modes
 from experiments.llama_fsdp.results import MODES as GRID
 from experiments.llama_fsdp.results import GridCell, GridSettings
 from experiments.price.report import legend, report
@@ -43,7 +43,7 @@ DESCRIPTION = """\
 What a private step of a Llama costs under FSDP2, against the same step without privacy.
 
 Variants take turns in interleaved rounds in one set of processes, each built, warmed up, timed and
-freed: what drifts on the machine then meets all of them. The shape of the network, its weights and
+freed: drift of the machine then affects all of them. The shape of the network, its weights and
 batches are those of experiments.llama_fsdp, which measures each cell in processes of its own.
 Ratios are of complete steps, with noise and fused AdamW; medians over rounds with their interval.
 """
@@ -68,7 +68,7 @@ class Options:
         help=(
         f"of {', '.join(CHOICES)}"))
     rounds: int = option(3, "times each is built", check=positive)
-    steps: int = option(6, "timed steps a round", check=positive)
+    steps: int = option(6, "timed steps per round", check=positive)
     warm_up: int = option(3, "steps of a round before those", check=not_negative)
     output: Path | None = option(None, "JSON of all samples (default: none)")
     num_processes: int | None = option(None, metavar="N", check=positive,
@@ -93,7 +93,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
 
 @ending_quietly(speaks=is_alone)
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 if a rank failed, 2 for bad input, 130 after Ctrl-C."""
+    """Runs all cells. Returns 0, 1 (a rank failed), 2 (bad input) or 130 (Ctrl-C)."""
     options = parse(arguments)
     try:
         hardware = find_hardware("auto", options.num_processes)
@@ -112,11 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def work(options: Options, hardware: Hardware) -> int:
-    """One rank of all cells."""
+    """Runs one rank of all cells."""
     with watched_rank(hardware, options.timeout) as (worker, watch):
         modes = (OF_GRID[mode_of(variant)] for variant in options.variants)
-        if worker.is_first and (twins := say_twins(modes, worker.device.type)):
-            print(twins.replace("_fsdp", ""), flush=True)
+        if worker.is_first and (references := say_reference_modes(modes, worker.device.type)):
+            print(references.replace("_fsdp", ""), flush=True)
         recorder = Recorder(options.output if worker.is_first else None)
         for cell in interleave(options.rows, options.variants, options.rounds):
             found = measure(cell, options, worker, watch)
@@ -131,7 +131,7 @@ def mode_of(variant: str) -> str:
 
 
 def measure(cell: RoundCell, options: Options, worker: Worker, watch: Watch) -> dict:
-    """One that fails on a rank ends all ranks: others would wait for it."""
+    """Measures one cell. An error on one rank ends all ranks, which could not go on without it."""
     from experiments.llama_fsdp.cell import LlamaTraining, make_batches
 
     watch.at(str(cell))

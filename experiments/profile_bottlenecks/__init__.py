@@ -1,1 +1,1 @@
-"""What bounds a private step: `python -m experiments.profile_bottlenecks`."""
+"""Finds what bounds a private step: `python -m experiments.profile_bottlenecks`."""

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What bounds private training: `python -m experiments.profile_bottlenecks --help`."""
+"""Finds what bounds private training: `python -m experiments.profile_bottlenecks --help`."""
 
 import sys
 

@@ -30,7 +30,7 @@ COLLECTIVES = ("norm_all_reduce", "hand_over", "reduce_scatter", "gradient_sync"
 def measure(
     cell: GridCell, settings: GridSettings, hardware: Hardware, worker: Worker, watch: Any
 ) -> dict:
-    """The result of this length; times in milliseconds, phases those of rank 0."""
+    """Measures this length. Times are in milliseconds, phases are those of rank 0."""
     watch.at("building the model")
     training = LlamaTraining(cell, settings, worker)
     batches = make_batches(cell.seq_length, training.config.vocab_size, settings, worker)
@@ -83,7 +83,7 @@ def step(training: LlamaTraining, batch: Batch, clock: StepClock | None = None) 
 def take_turns(
     training: LlamaTraining, batches: Sequence[Batch], worker: Worker, watch: Any
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """The four parts of each step, with the switch on and off."""
+    """Times the four parts of each step, with the profiling switch on and off."""
     clocks = {True: [], False: []}
     for number, batch in enumerate(batches):
         watch.at(f"step {number + 1}")
@@ -100,7 +100,7 @@ def take_turns(
 
 
 def phases_of(parts: Sequence[Sequence[float]], steps: Sequence[dict]) -> dict[str, float]:
-    """Medians over the steps of rank 0; a phase that there is not is absent."""
+    """Returns medians over the steps of rank 0, for the phases that occur."""
     found: dict[str, list[float]] = {}
     for marks, one in zip(parts, steps, strict=True):
         for name, ms in split(marks, one["ranges"]).items():
@@ -109,7 +109,7 @@ def phases_of(parts: Sequence[Sequence[float]], steps: Sequence[dict]) -> dict[s
 
 
 def split(marks: Sequence[float], ranges: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Of one step: each range's own time to one phase; what no range has to the part it lies in."""
+    """Splits one step into phases: each range's own time, and the rest of each part."""
     own = {name: times["own_ms"] for name, times in ranges.items()}
     layers = {
         what: [ms for n, ms in own.items() if n.startswith(what)] for what in ("norm/", "sum/")
@@ -133,7 +133,7 @@ def split(marks: Sequence[float], ranges: Mapping[str, Mapping[str, float]]) -> 
 
 
 def layer_norms(ranges: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Layer, or layers of one launch -> milliseconds a step."""
+    """Returns layer (or layers of one launch) -> milliseconds per step."""
     found: dict[str, float] = {}
     for name, times in ranges.items():
         if name.startswith("norm/"):
@@ -143,7 +143,7 @@ def layer_norms(ranges: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def traced(training: LlamaTraining, batch: Batch, worker: Worker) -> dict[str, Any]:
-    """Of one step of rank 0, in milliseconds: see `tracing.Overlap`."""
+    """Traces one step of rank 0. Returns milliseconds; see `tracing.Overlap`."""
     if not worker.is_first:
         step(training, batch)
         wait_for_all(worker.device)
@@ -159,8 +159,10 @@ def traced(training: LlamaTraining, batch: Batch, worker: Worker) -> dict[str, A
 
 
 def plan_seconds(training: LlamaTraining) -> dict[str, float] | None:
-    """Predicted seconds of all linear norms and sums, as planned and as `auto` would; None where
-    no fused kernels ran."""
+    """Predicts the seconds of all linear norms and sums, as planned and as `auto` would plan.
+
+    None where no fused kernels ran.
+    """
     from dp_clipping.planning.calibration import rates_of
     from dp_clipping.planning.plan import Plan
 
@@ -175,7 +177,7 @@ def plan_seconds(training: LlamaTraining) -> dict[str, float] | None:
 
 
 def device_memory(device: torch.device) -> float | None:
-    """MiB of the GPU."""
+    """Returns the GPU's memory in MiB; None without one."""
     if device.type != "cuda":
         return None
     return torch.cuda.get_device_properties(device).total_memory / 2**20

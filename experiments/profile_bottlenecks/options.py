@@ -18,7 +18,7 @@ from measure.options import as_arguments, not_negative, option, parse_options, p
 PROGRAM = "experiments.profile_bottlenecks"
 ON_GPU, ON_CPU = (1024, 2048, 4096, 8192, 16_384), (64, 128, 256, 512, 1024)
 DESCRIPTION = """\
-What bounds private training of a Llama under FSDP2: communication, memory, norms or the host.
+Finds what bounds private training of a Llama under FSDP2: communication, memory, norms, the host.
 
 For each sequence length: time of forward, first backward, norms, coefficients, second backward,
 sums, collectives, noise and optimizer, each layer's norm, memory, and the exponent with which they
@@ -29,7 +29,7 @@ bookkeeping, both: flash_bookkeeping. The results folder receives
     bottlenecks.png    the phases over the length, and the verdict
     verdict.json       bounds and exponents as data
     report.html        tables, phases, the picture and where they come from, in one file
-    results.jsonl      a line a length: every time, from which a rerun goes on
+    results.jsonl      one line per length: every time; a rerun continues from it
 """
 EXAMPLES = """\
 examples:
@@ -44,7 +44,7 @@ examples:
 # fmt: off
 @dataclass(frozen=True)
 class Options:
-    """As given; `typed` is the command."""
+    """Command-line options; `typed` is the command."""
 
     seq_lengths: tuple[int, ...] | None = option(None, metavar="T", check=positive, help=(
         "tokens per sample: each is measured, and growths are fitted to three or more (default: "
@@ -63,10 +63,10 @@ class Options:
         f"a built-in shape with random weights ({', '.join(SHAPES)}), or a Hugging Face name "
         "or folder with its weights (default: llama-3.2-1b; without a GPU tiny)"))
     num_iter: int = option(6, metavar="N", check=positive,
-        help="timed steps a length, with profiling and again without")
+        help="timed steps per length, with profiling and again without")
     warmup_iter: int = option(3, metavar="N", check=not_negative, help=(
-        "steps before them, which are not timed: first ones are slower; with 0 it is not "
-        "said what profiling costs"))
+        "untimed steps before them; first steps are slower. With 0 the cost of profiling is "
+        "not reported"))
     norm_algorithm: str = option("auto", choices=NORM_ALGORITHMS, help=(
         "how fused kernels take the norms of linear layers: summing over tokens "
         "(input_length), from Gram matrices (width), or what is cheaper for each"))
@@ -79,7 +79,7 @@ class Options:
         "receives the results; an existing one of the same options resumes "
         "(default: a new results/bottlenecks_YYYYMMDD_HHMMSS)"))
     num_processes: int | None = option(None, metavar="N", check=positive,
-        help="ranks, unless torchrun says it (default: one per GPU, two on a CPU)")
+        help="number of ranks, unless torchrun sets it (default: one per GPU, two on a CPU)")
     timeout: float = option(600.0, metavar="S", check=positive,
         help="seconds without progress after which a length is given up")
     length: int | None = option(None, SUPPRESS)
@@ -98,7 +98,7 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
-    """Exits with status 2 and one line for what is wrong."""
+    """Parses the command line; a mistake ends it with one line and status 2."""
     options = parse_options(
         Options, arguments, prog=PROGRAM, description=DESCRIPTION, epilog=EXAMPLES,
         speaks=is_first_of_host,
@@ -108,7 +108,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
 
 
 def complete(options: Options, hardware: Hardware) -> Options:
-    """With the defaults that depend on the machine."""
+    """Fills in the defaults that depend on the machine."""
     on_gpu = hardware.device_type == "cuda"
     stamp = invocation()[: len("YYYYMMDD_HHMMSS")]
     return replace(
@@ -120,7 +120,7 @@ def complete(options: Options, hardware: Hardware) -> Options:
 
 
 def mode_of(options: Options) -> str:
-    """As `experiments.llama_fsdp` calls it."""
+    """Returns the mode's name in `experiments.llama_fsdp`."""
     if options.use_flash:
         return "flash_bookkeeping_fsdp" if options.bookkeeping else "flash_fsdp"
     return "bookkeeping_fsdp" if options.bookkeeping else "ghost_fsdp"

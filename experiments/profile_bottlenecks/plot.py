@@ -104,7 +104,7 @@ def _draw_times(axes: Any, good: Sequence[Mapping], fits: Mapping[str, Growth]) 
 
 
 def _tick(axes: Any) -> None:
-    """Plain numbers: powers of ten, or 1, 2 and 5 of each where those are few."""
+    """Sets ticks at powers of ten or, where those are few, at 1, 2 and 5 times them."""
     low, high = axes.get_ylim()
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for digits in ((1,), (1, 2, 5)):
@@ -150,7 +150,7 @@ def _memory_title(good: Sequence[Mapping]) -> str:
 
 
 def _column(axes: Any, labels: Sequence[tuple[float, str, str, str]]) -> None:
-    """Labels right of the axes, as near to their points as a line apart allows."""
+    """Writes labels right of the axes, close to their points and at least a line apart."""
     height = LINE * TALL / axes.get_position().height  # the same in inches on either axes
     ordered = sorted(labels, key=lambda label: label[0])
     heights = axes.transData.transform([(1, value) for value, *_ in ordered])
@@ -166,7 +166,7 @@ def _column(axes: Any, labels: Sequence[tuple[float, str, str, str]]) -> None:
 
 
 def apart(points: Sequence[float], distance: float) -> list[float]:
-    """Ascending positions, at least so far apart: groups of too near ones keep their middle."""
+    """Spreads ascending positions to a minimal distance; each crowded group keeps its middle."""
     groups: list[list[float]] = []
     for point in points:
         groups.append([point])

@@ -1,7 +1,7 @@
-"""What `experiments.profile_bottlenecks` does: a sweep over lengths, and one ranked verdict.
+"""Runs `experiments.profile_bottlenecks`: a sweep over lengths, and one ranked verdict.
 
 Each length is measured in processes of its own; one that runs out of memory or fails is a row like
-the others. The same command with the same --output-dir goes on where it was stopped.
+the others. The same command with the same --output-dir measures the rest.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MIB_OF_GIB = 1024
 
 @ending_quietly(speaks=is_alone)
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 if a length failed and not by memory, 2 for bad input."""
+    """Runs the sweep. Returns 0, 1 (a length failed, not for want of memory) or 2 (bad input)."""
     options = parse(arguments)
     try:
         hardware = find_hardware("cpu" if options.cpu else "auto", options.num_processes)
@@ -90,7 +90,7 @@ def check_results(options: Options, world_size: int) -> None:
 
 
 def _another(row: dict, mode: str, settings: GridSettings, world_size: int) -> str:
-    """What else than this experiment the row is of; empty if nothing."""
+    """Says which other experiment a row belongs to; empty if it belongs to this one."""
     if row.get("mode") != mode:
         return f"mode {MODES.get(row.get('mode'), 'none')}, not {MODES[mode]}"
     return differs(settings, world_size, row)
@@ -105,7 +105,7 @@ def one_rank(options: Options, hardware: Hardware) -> int:
 
 
 def sweep(options: Options, hardware: Hardware, world_size: int, start: Start) -> int:
-    """Every length that is not finished, then picture and verdict."""
+    """Runs every unfinished length, then writes picture and verdict. Returns the exit status."""
     folder, settings = options.output_dir, settings_of(options)
     results = Results(folder)
     device = "cpu" if hardware.device_type == "cpu" else torch.cuda.get_device_name(0)
@@ -128,7 +128,7 @@ def sweep(options: Options, hardware: Hardware, world_size: int, start: Start) -
 def run_length(
     options: Options, cell: GridCell, hardware: Hardware, world_size: int, start: Start
 ) -> dict:
-    """One length's result, that of a failure too."""
+    """Runs one length and returns its result, also that of a failure."""
     output = options.output_dir / ".cell.json"
     words = cell_command(options, cell.seq_length, output)
     row = run_cell(words, cell, settings_of(options), hardware, world_size, start, output)
@@ -137,8 +137,10 @@ def run_length(
 
 
 def report(rows: Sequence[dict], options: Options) -> None:
-    """Summary, verdict, picture and report, from what has been measured; written before they are
-    shown, since nobody may read on."""
+    """Writes summary, verdict, picture and report, then prints them.
+
+    Files come first, because output may have no reader.
+    """
     folder = options.output_dir
     limit = options.memory_limit_gb and options.memory_limit_gb * MIB_OF_GIB
     text = summarize(rows, limit)
@@ -154,7 +156,7 @@ def report(rows: Sequence[dict], options: Options) -> None:
 
 
 def summarize(rows: Sequence[dict], limit_mb: float | None) -> str:
-    """Tables, exponents, and the verdict."""
+    """Formats tables, exponents and the verdict."""
     table = [
         {
             "tokens": row["seq_length"], "status": row["status"], "reason": row["reason"],
@@ -169,7 +171,7 @@ def summarize(rows: Sequence[dict], limit_mb: float | None) -> str:
     columns.append(Column("MiB", format=",.0f", right=True))
     lines = [
         f"Bottlenecks of {described(rows)}",
-        "Milliseconds a step, medians: phases and their sum on rank 0 with profiling, total of "
+        "Milliseconds per step, medians: phases and their sum on rank 0 with profiling, total of "
         "the slowest rank without. Shares are of the sum; on a GPU, of the part in which it works "
         "and of what it idles without profiling. Not covered by epsilon.", "",
         format_table(columns, table), "",
@@ -191,21 +193,24 @@ def summarize(rows: Sequence[dict], limit_mb: float | None) -> str:
 
 
 def switch_cost(row: dict) -> str:
-    """In a sentence. The first steps of all are slow, whether it is on or off."""
+    """Says in a sentence what the profiling switch costs.
+
+    Without warm-up it cannot be measured: first steps are slow either way.
+    """
     if not row["config"]["warmup_iter"]:
         return "What the profiling switch costs is not measurable without warm-up: --warmup-iter."
     return f"The profiling switch cost {overhead(row) - 1:+.1%} of a step there."
 
 
 def verdict(rows: Sequence[dict], limit_mb: float | None) -> str:
-    """What bounds the longest length that was measured; the first line is the answer."""
+    """Formats what bounds the longest measured length; the first line is the answer."""
     found = bounds(rows, limit_mb)
     head = f"Verdict: {headline(rows, limit_mb)}"
     return "\n".join([head, *(f"  {number}. {one}" for number, one in enumerate(found, 1))])
 
 
 def describe(row: dict) -> str:
-    """One line of progress."""
+    """Returns one line of progress."""
     if row["status"] != OK:
         return f"{row['seq_length']} tokens: {row['status']}: {row['reason']}"
     name = in_words(bounds([row])[0].name)

@@ -1,4 +1,4 @@
-"""What bounds a private step, from what `experiments.profile_bottlenecks` has measured.
+"""Finds what bounds a private step, from measurements of `experiments.profile_bottlenecks`.
 
 | bound | evidence | its time |
 | --- | --- | --- |
@@ -15,7 +15,7 @@ the time of ranges is multiplied with the share of the step in which the device 
 is the host's. On a CPU host and device are one, and `host` is no bound of its own.
 
 Shares are of the time in which the device works in the phases, which are timed with the profiling
-switch on, and on a GPU of what it idles in a step without: what the switch costs is nobody's bound.
+switch on, and on a GPU of what it idles in a step without: the cost of the switch is no bound.
 The complete time that is reported beside them is of steps without it: phases may exceed it.
 
 Gains are predicted from the measured times, and say from which; None where none can be.
@@ -39,7 +39,7 @@ PHASES = (
 """The parts of a step; together they are all of it."""
 MODELS = ("forward", "first backward", "sums", "optimizer")  # what a step without privacy has too
 NEAR = 0.9  # of the limit
-SMALL = 0.02  # of a step: what is less is not worth a line
+SMALL = 0.02  # of a step; smaller ones are not listed
 MODEL, HOST = "model", "host"  # what an ordinary step does too; what launches the work
 TWO_PASSES = ("ghost_fsdp", "flash_fsdp")
 FLASH = ("flash_fsdp", "flash_bookkeeping_fsdp")
@@ -49,7 +49,7 @@ FLASH = ("flash_fsdp", "flash_bookkeeping_fsdp")
 
 
 def growths(rows: Sequence[Mapping[str, Any]]) -> dict[str, Growth]:
-    """Of each phase that all lengths have, of `total`, and of peak memory as `memory`."""
+    """Returns the growth of each phase that all lengths have, of `total`, and of peak `memory`."""
     good = measured(rows)
     series = {"total": [r["median_time_ms"] for r in good]}
     if all(r["peak_memory_mb"] for r in good):
@@ -63,7 +63,7 @@ def growths(rows: Sequence[Mapping[str, Any]]) -> dict[str, Growth]:
 
 
 def measured(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Rows with times, from short to long."""
+    """Returns the rows that have times, from short to long."""
     return sorted((r for r in rows if r["status"] == OK), key=lambda r: r["seq_length"])
 
 
@@ -76,9 +76,9 @@ class Bound:
 
     Attributes:
         name: see the table above.
-        ms: of a step; None of memory.
-        share: of `whole_ms`; of memory, of its limit.
-        evidence: what was measured.
+        ms: milliseconds of a step; None for memory.
+        share: the share of `whole_ms`, or, of memory, of its limit.
+        evidence: the measurement.
         change: the option to change, and to what.
         gain_ms: of what the samples of a step take now; None: not predicted.
         how: what the gain follows from.
@@ -97,7 +97,7 @@ class Bound:
 
     @property
     def gain(self) -> str:
-        """In words, behind a change; empty if none is predicted."""
+        """The predicted gain in words, behind a change; empty if none is predicted."""
         if self.gain_ms is None:
             return ""
         if self.samples is None:
@@ -112,9 +112,11 @@ class Bound:
 
 
 def bounds(rows: Sequence[Mapping[str, Any]], limit_mb: float | None = None) -> list[Bound]:
-    """Of the longest measured length, the largest first; memory first where it is near.
+    """Ranks the bounds of the longest measured length, largest first.
 
-    `limit_mb`: MiB a rank may use; default: what the GPU has.
+    Memory comes first where it is near its limit.
+
+    `limit_mb`: MiB that a rank may use; default: what the GPU has.
 
     Raises:
         ValueError: no length has been measured.
@@ -137,12 +139,12 @@ def bounds(rows: Sequence[Mapping[str, Any]], limit_mb: float | None = None) -> 
 
 
 def described(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The mode, and what `describe_run` says."""
+    """Describes the mode and the run."""
     return f"{MODES[rows[0]['mode']]}, {describe_run(rows)}"
 
 
 def headline(rows: Sequence[Mapping[str, Any]], limit_mb: float | None = None) -> str:
-    """The answer in one or two sentences: what bounds the longest length, and what to change."""
+    """Returns the answer in a sentence or two: what bounds the longest length, what to change."""
     first, *others = bounds(rows, limit_mb)
     length = measured(rows)[-1]["seq_length"]
     text = f"{length:,} tokens are bound by {in_words(first.name)} ({first.share:.0%}"
@@ -157,19 +159,20 @@ def headline(rows: Sequence[Mapping[str, Any]], limit_mb: float | None = None) -
 
 
 def in_words(name: str) -> str:
-    """Of a bound, behind "bound by"."""
+    """Returns a bound's name for use behind "bound by"."""
     return f"the {name}" if name in (MODEL, HOST) else name
 
 
 def profiled_ms(row: Mapping[str, Any]) -> float:
-    """The profiled step: the sum of its phases."""
+    """Returns the time of the profiled step: the sum of its phases."""
     return sum(row["phases_ms"].values())
 
 
 def times_of(row: Mapping[str, Any]) -> tuple[float, float]:
-    """(time of a step in which the device has nothing to do for want of launches, share of the
-    phases in which it works). Launches that wait for the profiling switch are no want of them: what
-    idles is a step without it."""
+    """Returns (idle time for want of launches, busy share of the phases) of a step.
+
+    The idle time is that of a step without the profiling switch, which delays launches itself.
+    """
     if row["device_type"] != "cuda":
         return 0.0, 1.0
     busy = row["trace"]["computation"] + row["trace"]["exposed"]
@@ -177,13 +180,13 @@ def times_of(row: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def whole_ms(row: Mapping[str, Any]) -> float:
-    """What shares are of: where the device works in the phases, and where it idles."""
+    """Returns the time that shares refer to: busy time of the phases, and idle time."""
     idle, works = times_of(row)
     return idle + works * profiled_ms(row)
 
 
 def communication_ms(row: Mapping[str, Any]) -> float:
-    """Time that the step waits for other ranks.
+    """Returns the time for which the step is blocked on other ranks.
 
     Without a GPU waiting is no event of a trace: there the ranges say more. What the trace says is
     of another step: it cannot be more than the phases take in which something is sent.
@@ -255,7 +258,7 @@ def _recomputation(row: Mapping[str, Any], idle: float, works: float) -> Bound |
 def _noise(row: Mapping[str, Any], works: float) -> Bound:
     ms = works * row["phases_ms"]["noise"]
     return Bound(
-        "noise", ms, _share(row, ms), f"{ms:.1f} ms, once a step whatever the batch",
+        "noise", ms, _share(row, ms), f"{ms:.1f} ms, once per step, whatever the batch",
         f"--batch-size {2 * row['batch_size']}", ms / 2, "shared by twice the samples",
         row["batch_size"],
     )  # fmt: skip
@@ -313,7 +316,7 @@ def _memory(
 
 
 def fixed_memory(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """MiB at no tokens, of the line through the peaks; None where they make no line upwards."""
+    """Returns the MiB at zero tokens of a line through the peaks; None if it does not rise."""
     good = [r for r in measured(rows) if r["peak_memory_mb"]]
     if len(good) < 2:
         return None
@@ -326,12 +329,12 @@ def fixed_memory(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def overhead(row: Mapping[str, Any]) -> float:
-    """What the switch costs: a step with it over one without."""
+    """Returns the cost of the profiling switch: a step with it over one without."""
     return median(row["step_with_profiling_ms"]) / row["median_time_ms"]
 
 
 def as_json(rows: Sequence[Mapping[str, Any]], limit_mb: float | None) -> dict[str, Any]:
-    """For `verdict.json`; shares are of `whole_ms`."""
+    """Returns the content of `verdict.json`; shares are of `whole_ms`."""
     longest = measured(rows)[-1]
     found = bounds(rows, limit_mb)
     return {

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Is private training right on this machine?
+"""Checks whether private training is right on this machine.
 
 Every mode takes private steps without noise on small networks with random weights. A reference
 takes one sample after the other through an ordinary backward in float64. Norms and clipped
@@ -42,7 +42,7 @@ examples:
 
 @ending_quietly(speaks=is_alone)
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 if a case is wrong, 2 for bad input, 130 after Ctrl-C."""
+    """Runs the checks. Returns 0, 1 (a case is wrong), 2 (bad input) or 130 (Ctrl-C)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse_options(
         Options, arguments, prog=PROGRAM, description=__doc__, epilog=EXAMPLES,

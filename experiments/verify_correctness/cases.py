@@ -1,4 +1,4 @@
-"""What `experiments.verify_correctness` compares: networks, data, ranks, cases and what is right.
+"""Networks, data, ranks, cases and references of `experiments.verify_correctness`.
 
 The reference (`reference.py`) takes one sample after the other through an ordinary backward
 in float64, on an unsharded copy of the same weights: norms n_i, coefficients min(1, C / n_i), sum.
@@ -37,7 +37,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of networks and samples. No number of ranks divides the vocabulary."""
+    """Sizes of networks and samples. No number of ranks divides the vocabulary."""
 
     tokens: int
     width: int
@@ -50,7 +50,7 @@ LARGE = Sizes(tokens=200, width=192, hidden=320, vocabulary=509)  # several tile
 
 
 def transformer(sizes: Sizes) -> nn.Module:
-    """The shared one."""
+    """Builds the transformer of `lm`."""
     return Transformer(
         ModelConfig(
             vocab_size=sizes.vocabulary, d_model=sizes.width, num_layers=2, num_heads=8,
@@ -60,7 +60,7 @@ def transformer(sizes: Sizes) -> nn.Module:
 
 
 def llama(sizes: Sizes) -> nn.Module:
-    """Hugging Face's, from its config; two query heads share a key and value head."""
+    """Builds Hugging Face's Llama from a config; two query heads share a key and value head."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
@@ -76,7 +76,10 @@ NETWORKS: dict[str, Callable[[Sizes], nn.Module]] = {"transformer": transformer,
 
 
 def build(name: str, sizes: Sizes, dtype: torch.dtype) -> nn.Module:
-    """With the same weights on every rank, none of them 0 or 1, behind which errors could hide."""
+    """Builds a network with the same weights on every rank.
+
+    None of them is 0 or 1, which could hide errors.
+    """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         network = NETWORKS[name](sizes).train()
@@ -86,7 +89,7 @@ def build(name: str, sizes: Sizes, dtype: torch.dtype) -> nn.Module:
 
 
 def make_batch(name: str, sizes: Sizes, samples: int) -> oracle.Batch:
-    """Token ids [B, T] and the next ones; in two of three samples the last ones do not count."""
+    """Makes token ids [B, T] and targets; in two of three samples the last targets are ignored."""
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(sizes.vocabulary, (samples, sizes.tokens + 1), generator=draw)
     lengths = sizes.tokens - 3 * (torch.arange(samples) % 3)
@@ -96,7 +99,7 @@ def make_batch(name: str, sizes: Sizes, samples: int) -> oracle.Batch:
 
 
 def sample_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """[B, T, V] and [B, T] -> [B]: the mean over a sample's targets that count."""
+    """Returns losses [B] for logits [B, T, V], targets [B, T]: the mean over counted targets."""
     losses = F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none", ignore_index=IGNORED)
     return losses.sum(1) / (targets != IGNORED).sum(1)
 
@@ -109,7 +112,7 @@ class Ranks:
     """The ranks that check together, and this one among them.
 
     Attributes:
-        device: of this rank.
+        device: the device of this rank.
         group: all of them; None: one process alone.
         mesh: with an axis `data` (FSDP2), `tensor` (tensor parallel) or both; None: nothing is
             sharded, several ranks are replicas on `ddp_bucketed`.
@@ -133,7 +136,7 @@ class Ranks:
 
     @property
     def data_place(self) -> tuple[int, int]:
-        """Which of how many batches this rank has."""
+        """(Which batch this rank reads, number of batches.)"""
         if self.mesh is None:
             return (0, 1) if self.group is None else (dist.get_rank(self.group), self.size)
         if DATA not in self.axes:
@@ -142,7 +145,7 @@ class Ranks:
 
     @property
     def where(self) -> str:
-        """As a table has it."""
+        """The ranks' description in a table."""
         if self.group is None:
             return self.device.type
         if self.mesh is None:
@@ -152,7 +155,7 @@ class Ranks:
         return " x ".join(f"{size} {short[axis]}" for size, axis in sizes)
 
     def share(self, network: nn.Module) -> nn.Module:
-        """The network spread over the ranks."""
+        """Spreads the network over the ranks."""
         if self.mesh is not None:
             return parallelize(network, self.mesh)
         if self.group is None:
@@ -160,7 +163,7 @@ class Ranks:
         return wrap("ddp_bucketed", network, process_group=self.group)
 
     def gather(self, own: object) -> list:
-        """Every rank's, on every rank."""
+        """Returns the objects of all ranks, on every rank."""
         if self.group is None:
             return [own]
         found: list = [None] * self.size
@@ -173,10 +176,11 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Case:
-    """What is checked together.
+    """One combination of network, mode, clipping and norm options that is checked.
 
     Attributes:
-        norm_algorithm: of linear layers on fused kernels; None: these modes run in plain PyTorch.
+        norm_algorithm: the norm algorithm of linear layers on fused kernels; None: these modes run
+            in plain PyTorch.
         norm_reduction: how norms travel over a tensor axis; None: there is none, so they do not.
     """
 
@@ -188,7 +192,7 @@ class Case:
 
     @property
     def how(self) -> str:
-        """Mode and algorithm, as the benchmark writes them."""
+        """Mode and norm algorithm, as the benchmark writes them."""
         plain = self.norm_algorithm in (None, "auto")
         return self.mode if plain else f"{self.mode}:{self.norm_algorithm}"
 
@@ -201,7 +205,7 @@ class Case:
 def plan(
     networks: Sequence[str], modes: Sequence[str], ranks: Ranks, dtype: torch.dtype
 ) -> list[Case]:
-    """Every combination that is computed in a way of its own."""
+    """Lists every combination with a computation of its own."""
     fused = available(ranks.device, dtype)
     reductions = NORM_REDUCTIONS if TENSOR in ranks.axes else (None,)
     return [
@@ -216,10 +220,10 @@ def plan(
 
 @dataclass(frozen=True)
 class Reference:
-    """What is right, and what it is right for, in float64.
+    """Right results in float64, and what they are for.
 
     Attributes:
-        batch: of all data ranks, G samples.
+        batch: the batch of all data ranks, G samples.
         norms: [G].
         limit: C, between the norms: some samples are clipped and some are not.
         groups: clipping -> parameters by clipping group, K of them.

@@ -1,4 +1,4 @@
-"""What a case of `experiments.verify_correctness` has shown, and what rounding may do to it."""
+"""Findings of `experiments.verify_correctness`, and the tolerances for rounding."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MOST = 1 + 1e-6  # of C: what one sample may add
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What rounding may do; relative.
+    """Relative errors that rounding may cause.
 
     Attributes:
-        norm: of a sample's norm.
-        gradient: of a parameter's clipped sum.
+        norm: the error of a sample's norm.
+        gradient: the error of a parameter's clipped sum.
         least: what one sample adds to a clipping group, over min(C_k, n_k).
     """
 
@@ -35,7 +35,9 @@ TOLERANCES = {
 
 
 def tolerance(case: Case, sizes: Sizes, dtype: torch.dtype) -> Tolerance:
-    """Norms from Gram matrices have an allowance for their rounding on them before they clip.
+    """Returns the tolerances of a case.
+
+    Norms from Gram matrices are increased by an allowance for rounding before they clip.
 
     It is GRAM_ROUNDING in proportion to (Σ_t ‖a_t‖‖y_t‖)², or T ‖G‖² where tokens neither cancel
     nor agree; what a sample adds is smaller by half of that.
@@ -49,7 +51,7 @@ def tolerance(case: Case, sizes: Sizes, dtype: torch.dtype) -> Tolerance:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a case has shown, on one rank or on all of them.
+    """Errors that a case has shown, on one rank or on all of them.
 
     Attributes:
         tolerance: what it is judged by.
@@ -62,7 +64,7 @@ class Finding:
             where it has no part).
         norms: of each rank, the same afterwards.
         reference: what these should be.
-        phases: of the first rank, see `phases.phase_times`; empty without profiling.
+        phases: the phases of the first rank, see `phases.phase_times`; empty without profiling.
         failure: why there are no numbers.
     """
 
@@ -83,7 +85,7 @@ class Finding:
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong, with what would be right; nothing if the case agrees."""
+        """Lists what is wrong, with what would be right; empty if the case agrees."""
         if self.failure:
             return [self.failure]
         found, tolerance = [], self.tolerance
@@ -106,7 +108,7 @@ class Finding:
 
 
 def merge(findings: Sequence[Finding]) -> Finding:
-    """Of all ranks: the worst of each figure."""
+    """Merges the findings of all ranks into the worst of each figure."""
     first = findings[0]
     worst = max(findings, key=lambda f: f.gradient_error)
     return replace(

@@ -11,7 +11,7 @@ from measure.options import option, positive
 # fmt: off
 @dataclass(frozen=True)
 class Options:
-    """As given; `remarks` are what else the result says."""
+    """Command-line options; `remarks` are further lines for the result."""
 
     use_fsdp: bool = option(False, group="what to check", help=(
         "FSDP2: ranks have shards of the parameters and different samples, one rank none "
@@ -28,12 +28,12 @@ class Options:
         "on what: transformer (lm/model.py), llama (Hugging Face's, where transformers is "
         "installed) (default: both)"))
     dtype: str = option("float32", choices=tuple(DTYPES),
-        help="of the parameters; tolerances follow from it")
+        help="dtype of the parameters; tolerances follow from it")
 
     backend: str = option("auto", group="run and output", choices=("auto", "gloo", "nccl"),
         help="nccl: GPUs; gloo: the CPU; auto: GPUs where there are some")
     num_processes: int | None = option(None, metavar="N", check=positive, help=(
-        "ranks, unless torchrun says it (default: one; with --use-fsdp or --use-tp one per GPU "
+        "ranks, unless torchrun sets them (default: one; with --use-fsdp or --use-tp one per GPU "
         "or two on a CPU, with both at least four)"))
     timeout: float = option(600.0, metavar="S", check=positive,
         help="seconds without progress after which several ranks give up")

@@ -1,4 +1,4 @@
-"""With --enable-profiling: where the time of the checked steps went, one row per case."""
+"""Table of `--enable-profiling`: where the time of the checked steps went, one row per case."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEGEND = (
 
 
 def phase_times(profile: Profile | None) -> dict[str, float]:
-    """Phase, as `RANGES` calls it -> milliseconds a step; empty without a profile.
+    """Returns phase (as `RANGES` names it) -> milliseconds per step; empty without a profile.
 
     What ends with / are layers: theirs are added up.
     """
@@ -33,7 +33,7 @@ def phase_times(profile: Profile | None) -> dict[str, float]:
 
 
 def phase_table(findings: Sequence[Finding]) -> str:
-    """Of the cases that have phases; a phase that no case has has no column."""
+    """Formats the phases of the cases that have some; omits phases that no case has."""
     rows = [
         {"network": f.case.network, "mode": f.case.how, "clipping": f.case.clipping,
          "norms travel": f.case.norm_reduction, **f.phases}

@@ -1,4 +1,4 @@
-"""How `experiments.verify_correctness` runs: which ranks, where they come from, what they print."""
+"""Runs `experiments.verify_correctness`: chooses and starts the ranks, prints the results."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ TENSOR_RANKS = 2  # of a mesh of two axes
 
 
 def prepare(options: Options) -> tuple[Options, Hardware]:
-    """Backend, device and number of ranks; what is not installed is left out of the options.
+    """Returns options and hardware; removes networks whose library is missing, with a remark.
 
     Raises:
-        ValueError: what is asked for cannot be had here.
+        ValueError: the requested setting is not available here.
     """
     if "llama" in options.networks and not find_spec("transformers"):
         networks = tuple(name for name in options.networks if name != "llama")
@@ -65,7 +65,7 @@ def prepare(options: Options) -> tuple[Options, Hardware]:
 
 
 def run(options: Options, hardware: Hardware, command: Sequence[str]) -> int:
-    """The exit status; `command` starts one of several ranks."""
+    """Runs all cases. Returns the exit status. `command` starts one of several ranks."""
     if options.enable_profiling:
         switch_on()
     if launched():
@@ -99,7 +99,7 @@ def hardware_for(options: Options) -> Hardware:
 
 
 def _mesh_size(hardware: Hardware) -> int:
-    """As many ranks as a mesh of two axes can have."""
+    """Returns the largest number of ranks that a mesh of two axes can have."""
     if hardware.device_type == "cpu":
         return 2 * TENSOR_RANKS
     gpus = hardware.num_processes
@@ -133,7 +133,7 @@ def check_ranks(options: Options, world_size: int) -> None:
 
 
 def axes_of(options: Options, world_size: int) -> tuple[int, int]:
-    """Ranks on the data axis and on the tensor axis."""
+    """Returns the numbers of ranks on the data axis and on the tensor axis."""
     tensor = 1
     if options.use_tp:
         tensor = TENSOR_RANKS if options.use_fsdp else world_size
@@ -170,7 +170,7 @@ def alone(options: Options, hardware: Hardware) -> int:
 
 
 def work(options: Options, hardware: Hardware) -> int:
-    """One rank; the first one prints, and its exit status is that of all."""
+    """Runs one rank. The first rank prints, and its exit status is that of all."""
     report: Report | None = None
 
     def print_what_is_done(*_: Cause) -> None:
@@ -197,11 +197,11 @@ def work(options: Options, hardware: Hardware) -> int:
         return report.finish() if worker.is_first else 0
 
 
-# ---- what is printed -----------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 class Report:
-    """The cases, what they have shown so far, and what is said about it."""
+    """The cases, their findings so far, and the printed report."""
 
     def __init__(self, options: Options, ranks: Ranks):
         self.options, self.ranks = options, ranks
@@ -215,12 +215,12 @@ class Report:
         return len(self._cases)
 
     def check(self, note: Callable[[str], None]) -> None:
-        """`note` is told which case begins."""
+        """Checks all cases; calls `note` with the label of each case that begins."""
         for finding in verify(self._cases, self.ranks, self.dtype, note, self.options.verbose):
             self.findings.append(finding)
 
     def say_progress(self, label: str) -> None:
-        """A line if none was printed for SILENCE seconds: where no terminal shows `Progress`."""
+        """Prints a line after SILENCE seconds without one, where `Progress` has no terminal."""
         if time.monotonic() - self._spoke >= SILENCE:
             self._spoke = time.monotonic()
             print(f"{self.say_done()}; now {label}", flush=True)
@@ -232,7 +232,7 @@ class Report:
         return f"{len(self.findings)} of {counted(self.total, 'case')} {verb} checked{but}"
 
     def print_unfinished(self) -> None:
-        """The table of what was checked before the run ended too early; nothing if nothing was."""
+        """Prints the table of the cases checked before the run ended early; nothing if none was."""
         if self.findings:
             print(f"{self.table()}\n{self.say_done()} until then", flush=True)
 
@@ -247,21 +247,21 @@ class Report:
         tolerance, agree = TOLERANCES[self.dtype], "agrees" if self.total == 1 else "agree"
         lines.append(
             f"{self.total - len(wrong)} of {counted(self.total, 'case')} {agree} with one float64 "
-            f"backward a sample ({self.options.dtype}: norms to {tolerance.norm:g}, gradients to "
+            f"backward per sample ({self.options.dtype}: norms to {tolerance.norm:g}, gradients to "
             f"{tolerance.gradient:g}, a sample adds at most {MOST:.6f} C)"
         )
         print("\n".join(lines), flush=True)
         return int(bool(wrong))
 
     def remarks(self) -> list[str]:
-        """What has not run as its name says, or on ranks that have nothing to share."""
+        """Lists modes that ran as another, and ranks that have nothing to share."""
         plain = {f.case.mode for f in self.findings if f.case.norm_algorithm is None}
-        twins = [
+        references = [
             f"{mode} ran as {REFERENCE_MODE[mode]}" for mode in REFERENCE_MODE if mode in plain
         ]
         found = list(self.options.remarks)
-        if twins:
-            found.append(f"{', '.join(twins)}: no fused kernels for {self.options.dtype} here")
+        if references:
+            found.append(f"{', '.join(references)}: no fused kernels for {self.options.dtype} here")
         if any(f.case.norm_algorithm == "width" for f in self.findings):
             found.append(
                 "norms by width have an allowance for rounding, so gradients may be up to "
@@ -319,7 +319,7 @@ class Report:
         return format_table(columns, rows, title="the worst parameter of each mode")
 
     def norms(self) -> list[str]:
-        """Of each case's first step, rank by rank, before and after ranks exchange them."""
+        """Formats each case's first-step norms by rank, before and after ranks exchange them."""
         lines = []
         for finding in (f for f in self.findings if not f.failure):
             lines.append(f"\n{finding.case.label}: norms of the batch's samples")

@@ -46,12 +46,12 @@ def verify(
     note: Callable[[str], None] = lambda label: None,
     listening: bool = False,
 ) -> Iterator[Finding]:
-    """Each case's finding, the same on all ranks.
+    """Yields each case's finding, the same on all ranks.
 
     Alone, an error is a finding; one of several ranks raises it, because others may wait for it.
 
     Args:
-        note: is told the label of the case that begins.
+        note: called with the label of the case that begins.
         listening: `Finding.parts` are what ranks send, also where each has parts of all norms.
     """
     samples = max(5, ranks.data_place[1] + 2)
@@ -74,7 +74,7 @@ def verify(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what is said below the table anyway, or matters to real training only."""
+    """Suppresses warnings that the table repeats, or that concern real training only."""
     loggers = [logging.getLogger(n) for n in ("dp_clipping", "torch.distributed.tensor")]
     before = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -91,7 +91,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """These networks are small: more threads would only wait for each other."""
+    """Uses one thread: on networks this small, several threads would cost more than they gain."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -103,7 +103,7 @@ def one_thread() -> Iterator[None]:
 def check(
     case: Case, reference: Reference, ranks: Ranks, dtype: torch.dtype, listening: bool
 ) -> Finding:
-    """This rank's part of a case."""
+    """Computes this rank's part of a case."""
     began = time.perf_counter()
     training = Training(case, reference, ranks, dtype, listening)
     norms, group_norms = reference.norms, reference.group_norms[case.clipping]
@@ -134,7 +134,7 @@ def check(
 
 
 def deals(size: int, count: int) -> list[list[list[int]]]:
-    """Two ways to deal samples 0 .. size - 1 out to so many data ranks, in order.
+    """Returns two ways to distribute samples 0 .. size - 1 over `count` data ranks, in order.
 
     The first rank has all but one for each other rank; then none, and the last one has the rest.
     """
@@ -149,7 +149,7 @@ def deals(size: int, count: int) -> list[list[list[int]]]:
 
 @dataclass(frozen=True)
 class Step:
-    """What a private step has left, in float64 on the CPU; G samples on all ranks, B on this one.
+    """Results of a private step in float64 on the CPU; G samples on all ranks, B on this one.
 
     Attributes:
         own: norms [B].
@@ -167,7 +167,7 @@ class Step:
 
     @property
     def norms(self) -> Tensor:
-        """[G]"""
+        """Norms of all samples, [G]."""
         return self.group_norms.norm(dim=0)
 
 
@@ -205,7 +205,7 @@ class Training:
             self._sent = listen(self.model.step_context.reducer)
 
     def step(self, samples: list[list[int]]) -> Step:
-        """On these samples of the batch, by data rank."""
+        """Runs one step on these samples of the batch, by data rank."""
         number, _ = self._ranks.data_place
         batch = oracle.pick(self._batch, samples[number])
         inputs, targets = oracle.move(batch, device=self._ranks.device)
@@ -233,12 +233,12 @@ class Training:
 
 
 def whole(x: Tensor) -> Tensor:
-    """All of a `DTensor`, for which all ranks call it."""
+    """Returns all of a `DTensor`; all ranks call it."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def listen(reducer: NormReducer) -> Callable[[], Tensor]:
-    """What this rank hands to the sum over the tensor axis: its norms of a step's samples [B].
+    """Returns a function that returns the norms [B] this rank gave to the sum over the tensor axis.
 
     Tables of a step begin with squared norms by group [K, B]. Where several leave layer by layer,
     each has those of some layers; otherwise the last one has all.
@@ -273,17 +273,17 @@ def listen(reducer: NormReducer) -> Callable[[], Tensor]:
 
 
 def largest(values: Sequence[float]) -> float:
-    """NaN counts as infinite."""
+    """Returns the largest value; NaN counts as infinite."""
     return max((float("inf") if x != x else x for x in values), default=0.0)
 
 
 def smallest(values: Sequence[float]) -> float:
-    """NaN counts as 0, as nothing does."""
+    """Returns the smallest value; NaN counts as 0."""
     return min((0.0 if x != x else x for x in values), default=0.0)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """The largest of some numbers'."""
+    """Returns the largest relative error."""
     if found.shape != expected.shape:
         return float("inf")
     return largest(((found - expected).abs() / expected).flatten().tolist())
@@ -294,7 +294,7 @@ def norm_of(gradients: oracle.Gradients, names: Sequence[str]) -> float:
 
 
 def gradient_error(found: oracle.Gradients, expected: oracle.Gradients) -> tuple[float, str]:
-    """max over parameters of ‖g − r‖ / (‖r‖ + 1e-3 · ‖all r‖), and whose it is.
+    """Returns max over parameters of ‖g − r‖ / (‖r‖ + 1e-3 · ‖all r‖), and the parameter.
 
     The second term keeps a parameter whose gradient is nearly zero from being judged by rounding.
     """

@@ -60,7 +60,7 @@ def test_a_run_says_what_it_spends_and_resumes_bit_for_bit(table, tmp_path, caps
     assert weights(again) == weights(whole)
 
     assert finetune.main(options(table, whole)) == 2
-    assert "add --resume to go on with it" in capsys.readouterr().err
+    assert "add --resume to continue it" in capsys.readouterr().err
     assert finetune.main(options(table, whole, "--resume", "--epsilon", "2")) == 2
     assert "--resume: --epsilon was 8.0 and is 2.0: give the same" in capsys.readouterr().err
 

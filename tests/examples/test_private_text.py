@@ -69,17 +69,17 @@ class TestARun:
     def test_spends_its_budget_and_says_what_it_does_not_cover(self, finished):
         _, folder, out = finished
         settings = json.loads((folder / "settings.json").read_text())
-        assert settings["delta"] == pytest.approx(settings["windows"] ** -1.1)
+        assert settings["delta"] == pytest.approx(settings["sequences"] ** -1.1)
         spent = log_of(folder)[-1]["epsilon"]
         assert 7.5 < spent <= 8
-        assert f"epsilon {spent:.3f} at delta {settings['delta']:.1e} for one window of 17" in out
+        assert f"epsilon {spent:.3f} at delta {settings['delta']:.1e} for one sequence of 17" in out
         assert "not covered by epsilon" in out
 
-    def test_windows_are_disjoint_and_some_are_held_out(self, finished):
+    def test_sequences_are_disjoint_and_some_are_held_out(self, finished):
         letters, folder, _ = finished
-        text = private_text.cut_windows(str(letters), 16)
-        windows = json.loads((folder / "settings.json").read_text())["windows"]
-        assert windows == len(text.training) == len(LINES) // 17 - len(LINES) // 17 // 20
+        text = private_text.cut_sequences(str(letters), 16)
+        sequences = json.loads((folder / "settings.json").read_text())["sequences"]
+        assert sequences == len(text.training) == len(LINES) // 17 - len(LINES) // 17 // 20
         joined = torch.cat([text.training, text.held_out]).flatten()
         assert bytes(joined.tolist()) == LINES.encode()[: len(joined)]
 
@@ -174,7 +174,7 @@ class TestStops:
         last = log_of(tmp_path / "run")[-1]
         assert 7.5 < last["epsilon"] <= 8
         assert last["held_out_bits"] < 8
-        assert out.count("for one window of 17") == 1
+        assert out.count("for one sequence of 17") == 1
 
     @pytest.mark.slow
     def test_other_ranks_go_on_with_a_new_key(self, letters, tmp_path):
@@ -197,7 +197,7 @@ class TestWrongInput:
             (["--epsilon", "0"], "--epsilon is 0.0: give a finite number above 0"),
             (["--epsilon", "nan"], "--epsilon is nan"),
             (["--delta", "1"], "--delta is 1.0: give a number between 0 and 1"),
-            (["--delta", "0.01"], "--delta is 0.01, not below 1/windows"),
+            (["--delta", "0.01"], "--delta is 0.01, not below 1/sequences"),
             (["--batch-size", "0"], "--batch-size is 0: give 1 or more"),
             (["--batch-size", "100000"], "--batch-size is 100000, and there are"),
             (["--num-heads", "3"], "num_heads is 3, which does not divide d_model 8"),

@@ -118,7 +118,7 @@ class HooksLeakedHandles(OverlapDDP):
             parameter.grad /= dist.get_world_size()
 
 
-@mistake("hooks", "Nothing waits while backward goes on", "without async_op=True")
+@mistake("hooks", "Nothing blocks during backward", "without async_op=True")
 class HooksBlocking(OverlapDDP):
     """The hook waits: it is called early and nothing overlaps."""
 
@@ -380,7 +380,7 @@ def ring_all_send_first(tensor):
         theirs.copy_(solutions.pass_on(mine, theirs))
 
 
-@mistake("ring", "So do numbers that the ranks do not divide", "is number 12")
+@mistake("ring", "Numbers that the ranks do not divide", "is number 12")
 def ring_drops_remainder(tensor):
     """The remainder of the division into chunks is dropped."""
     whole = tensor.numel() // dist.get_world_size() * dist.get_world_size()

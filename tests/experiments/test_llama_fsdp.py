@@ -448,7 +448,7 @@ def test_redraw_needs_only_the_results(tmp_path, capsys):
     assert len(page.pictures) == len(set(page.captions)) == len(PICTURES)
     assert "does not say" not in page.text
     assert "2,048 tokens per sample" in page.text
-    assert ["ghost_fsdp", "2048", "1", "oom", "no more"] in page.tables["What was not measured"][0]
+    assert ["ghost_fsdp", "2048", "1", "oom", "no more"] in page.tables["Not measured"][0]
 
 
 def test_dry_run_writes_nothing(tmp_path, capsys):

@@ -80,7 +80,7 @@ class TestBatches:
         assert len(seen) == len(keys)
 
 
-def test_text_windows_are_consecutive_bytes_and_reach_both_ends():
+def test_text_sequences_are_consecutive_bytes_and_reach_both_ends():
     corpus = Corpus("counting", 256, np.arange(10, dtype=np.uint8))
     inputs, targets = batches(corpus, batch_size=200, context_length=7)(0)
     assert set(inputs[:, 0].tolist()) == {0, 1, 2}
@@ -88,7 +88,7 @@ def test_text_windows_are_consecutive_bytes_and_reach_both_ends():
     assert torch.equal(targets, inputs + 1)
 
 
-def test_a_text_of_one_window_is_enough():
+def test_a_text_of_one_sequence_is_enough():
     corpus = Corpus("tiny", 256, np.arange(8, dtype=np.uint8))
     inputs, targets = batches(corpus, context_length=7)(0)
     assert inputs.tolist() == [list(range(7))] * 2
@@ -201,7 +201,7 @@ def test_synthetic_takes_any_positive_vocabulary():
         ({"rank": 2, "world_size": 2}, "rank is 2: give 0 to 1"),
         ({"rank": -1}, "rank is -1"),
         ({"seed": -1}, "seed is -1"),
-        ({"context_length": 200}, "'counting' holds 200 bytes, and one window needs"),
+        ({"context_length": 200}, "'counting' holds 200 bytes, and one sequence needs"),
     ],
 )
 def test_bad_arguments_are_named(keywords, named):

@@ -91,12 +91,12 @@ def test_numbers_of_the_benchmark_are_those_of_its_rows(benchmark):
     assert times["none"]["× none [95 %]"] == "–"
     assert "clipping" not in times["none"]
     memory = page.rows("Memory and exchange")["ddp"]
-    assert (memory["peak MiB"], memory["× none"], memory["MiB sent a step"]) == (
+    assert (memory["peak MiB"], memory["× none"], memory["MiB sent per step"]) == (
         "100",
         "1.000",
         "3.0",
     )
-    assert (memory["collectives a step"], memory["gradient error"]) == ("3", "1.0e-07")
+    assert (memory["collectives per step"], memory["gradient error"]) == ("3", "1.0e-07")
     assert "Parts of a step" not in page.tables
 
 
@@ -127,7 +127,7 @@ def test_failed_cells_say_why(benchmark, llama):
     page = Page(render(benchmark))
     assert page.tables["Step time"][0][4] == ["ddp_copy_engine", "unavailable: no more"]
     page = Page(render(llama))
-    head, *rows = page.tables["What was not measured"][0]
+    head, *rows = page.tables["Not measured"][0]
     assert rows[0] == ["ghost_fsdp", "64", "1", "oom", "no more"]
     assert (head[-2:], len(rows)) == (["failed", "reason"], 5)
     assert "6 cells: 5 ok, 1 oom." in page.text
@@ -140,7 +140,7 @@ def test_a_round_that_failed_is_listed_beside_the_others(benchmark):
     Results(benchmark).record({**row, "status": "timeout", "reason": "rank 1 hung"})
     page = Page(render(benchmark))
     assert page.rows("Step time")["none"]["rounds"] == "4 of 5"
-    assert page.tables["What was not measured"][0][1] == ["none", "3", "timeout", "rank 1 hung"]
+    assert page.tables["Not measured"][0][1] == ["none", "3", "timeout", "rank 1 hung"]
 
 
 def test_pictures_are_embedded_with_their_sentences(llama, benchmark):

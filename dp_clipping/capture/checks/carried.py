@@ -1,12 +1,12 @@
-"""State that a network carries from one batch to the next is refused by name, and put back.
+"""Refuses by name state that a network carries from batch to batch, and restores it.
 
     model     parameters, persistent buffers and the set of both: a forward may change none of them
-    working   other buffers, attributes, what hooks keep: may change, unless what the next batch
-              gives or leaves depends on it
+    working   other buffers, attributes, values that hooks keep: may change, unless results or state
+              of the next batch depend on it
 
-A cache of positions, a counter and a tensor kept for a look at it are working state. So is a moving
-average in an attribute, which is refused: one batch is run after each of two others, and what is
-there afterwards must be the same.
+A cache of positions, a counter and a tensor kept for inspection are working state. So is a moving
+average in an attribute, but that is refused: one batch is run after each of two others, and results
+and state must be the same afterwards.
 """
 
 from collections import deque
@@ -123,15 +123,15 @@ def restored(
 
 
 class Carried:
-    """Refuses what calls of a network, or of a criterion, carry from one batch to the next.
+    """Refuses state that a network or a criterion carries from one batch to the next.
 
     Args:
         root: the network or criterion.
         run: called with args and kwargs; gives its outputs.
         batch_first: the first dimension of tensors counts the samples, else the second.
         is_sharded: see `State`; `check` then looks at parameters and buffers only, since other
-            ranks cannot be asked to run another forward then.
-        known_bags: of the network's arguments.
+            ranks could not run another forward then.
+        known_bags: the known bags of the network's arguments.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Carried:
         return Batch(args, kwargs, self._batch_first, bags)
 
     def check(self, mark: Mark, batch: Batch, when: str, samples: int = FEW) -> None:
-        """Raises ValueError naming what a step has changed since the mark, and must not.
+        """Raises ValueError naming the state that a step must not change and has changed.
 
         Where working state has changed, calls are repeated with `samples` samples of the batch.
         """
@@ -171,14 +171,17 @@ class Carried:
                 around[number] = hook
 
     def refuse(self, few: tuple[tuple, dict]) -> None:
-        """`refuse_carried`, from a call's arguments: its first sample alone, and its second."""
+        """Calls `refuse_carried` with a call's first sample alone, and with its second."""
         batch = self.batch_of(*few)
         first, second = (batch.with_rows([n] * batch.size) for n in range(2))
         refuse_carried(self.state, lambda x: self._run(*x[0], **x[1]), first, second)
 
     @contextmanager
     def checked(self, args: tuple, kwargs: dict, when: str) -> Iterator[None]:
-        """Inside is one call; it is repeated with all samples, as other sizes may not fit."""
+        """Surrounds one call and, if state has changed, checks it by a second call.
+
+        The second call has all samples, since other sizes may not fit.
+        """
         mark = self.state.mark()
         yield
         if mark.changes() and tensors_in((args, kwargs)):

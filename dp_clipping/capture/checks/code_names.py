@@ -1,4 +1,4 @@
-"""Which variables of modules a function names, and whose code it is."""
+"""Finds the module-level variables that a function's code names, and which module it is of."""
 
 import dis
 import sys
@@ -14,12 +14,12 @@ STANDARD = sysconfig.get_path("stdlib")
 
 
 class Named(NamedTuple):
-    """Lists the names that a function's code uses, and that of functions inside it.
+    """Names that a function's code uses, with those of functions inside it.
 
     Attributes:
         read: global variables that it reads.
         written: those that it binds or deletes.
-        attributes: of whatever; among them are variables of modules that it has imported.
+        attributes: attribute names; among them are variables of imported modules.
     """
 
     read: frozenset[str]
@@ -29,7 +29,7 @@ class Named(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> Named:
-    """Returns what the code of a function names."""
+    """Returns the names that a function's code uses."""
     read: set[str] = set()
     written: set[str] = set()
     attributes: set[str] = set()

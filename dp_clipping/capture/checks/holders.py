@@ -20,10 +20,10 @@ MISSING = object()
 
 
 class Change(NamedTuple):
-    """Something that is held otherwise now.
+    """A value that has been replaced where it was held.
 
     Attributes:
-        name: of it.
+        name: the name of the value.
         is_model: it is a parameter, a persistent buffer, or a module with one of them.
     """
 
@@ -41,7 +41,7 @@ class Holder:
         name: prefix of the names of what it holds.
         values: the container.
         kind: "parameters", "buffers", "modules" or "temporary" (names of buffers) of a module; "".
-        temporary: of buffers, the names of those that are not in the state dict.
+        temporary: names of those buffers that are not in the state dict.
         is_log: its lists may be there for the user to read: only functions or a criterion know it.
     """
 
@@ -108,7 +108,7 @@ class Holder:
         return Change(name.lstrip("."), self.is_model(key), self, key)
 
     def is_model(self, key: Any) -> bool:
-        """Returns what `Change` says."""
+        """Returns whether a change of this key is one of the model; see `Change`."""
         if self.kind == "buffers":
             return key not in self.temporary
         if self.kind == "modules":
@@ -122,7 +122,7 @@ class Names(Holder):
     """Holds attributes of a class, or variables of a module.
 
     Attributes:
-        names: of those of a module; None: all of a class.
+        names: the names of a module's buffers; None: all of a class.
     """
 
     names: set[str] | None = None

@@ -1,9 +1,9 @@
-"""Losses that depend on other samples than their own, found by exchanging those.
+"""Finds losses that depend on other samples, by exchanging those samples.
 
-Two looks at one batch. In the graph of the step, from the losses to the network's outputs: the
-derivative of other samples' losses for a sample's outputs is zero, whatever the code in between.
-And the criterion is called again with other samples in some places of all its arguments: the losses
-of those that stayed, and their gradients, must be the same.
+There are two checks of a batch. The first follows the graph of the step from the losses to the
+network's outputs: the derivative of a sample's loss by other samples' outputs must be zero,
+whatever the code in between. The second calls the criterion again with other samples in some places
+of all its arguments: the losses of the samples that stay, and their gradients, must be the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,12 +35,12 @@ REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueErr
 
 
 class Watched:
-    """Outputs of one forward, through which its losses are looked at.
+    """Outputs of one forward that are watched on their way to the losses.
 
     Args:
         outputs: what the network has returned.
-        layouts: of the tensors in it; None: the whole batch has one value.
-        number: of the check.
+        layouts: the layouts of the tensors in it; None: the whole batch has one value.
+        number: the number of the check.
 
     Attributes:
         number: as given.
@@ -72,7 +72,7 @@ class Watched:
                 raise ValueError(
                     f"the loss uses an output of the network of shape {tuple(y.shape)} in which no "
                     f"dimension counts the samples (a term of the whole batch): {REMEDY}; return "
-                    "one value a sample"
+                    "one value per sample"
                 )
         patterns = halves(size, self.number)
         for stays in patterns if self.number == 0 else patterns[:1]:
@@ -128,7 +128,7 @@ def halves(size: int, number: int) -> list[list[bool]]:
 def company(stays: list[bool], number: int) -> list[int]:
     """Returns which sample stands in each place: those that stay, and copies of one of them.
 
-    What was extreme in the batch is gone in one of two halves.
+    An extreme sample of the batch is absent from one of two halves.
     """
     candidates = [i for i, stay in enumerate(stays) if stay]
     source = candidates[-1 - number % len(candidates)]
@@ -166,7 +166,7 @@ class Shapes:
 
 
 def _keyed(arguments: tuple[tuple, dict]) -> list[tuple[tuple, Tensor]]:
-    """Returns the tensors of a call, each with what tells it from other arguments."""
+    """Returns the tensors of a call, each with a key that identifies the argument."""
     tensors = tensors_of(arguments)
     kinds = tuple(x.dim() for x in tensors), tuple(arguments[1])
     return [((n, *kinds), x) for n, x in enumerate(tensors)]
@@ -177,12 +177,12 @@ class Exchange:
 
     Args:
         per_sample: the call: arguments, and `shape`, to losses [B].
-        state: of the user's criterion, which is put back.
+        state: the state of the user's criterion, which is put back.
         args, kwargs: of the user's call.
         size: B.
-        shape: of outputs before they were flattened, if the user says so.
+        shape: the shape of outputs before they were flattened, if the user gives it.
         batch_first: whether the first dimension counts samples.
-        shapes: of earlier calls.
+        shapes: the shapes of earlier calls.
     """
 
     def __init__(
@@ -347,7 +347,7 @@ class Exchange:
         """Returns summaries of losses, and of gradients by each layout that they may have.
 
         Args:
-            places: of the tensors that are given other samples.
+            places: the places of the tensors that are given other samples.
             rows: which sample of the batch stands in each place of those; none: as they are.
         """
         size = len(rows) or self._size

@@ -29,7 +29,7 @@ class Observer:
     Each run starts from the same state of the network and of all generators, which are put back.
 
     Args:
-        state: of the network.
+        state: the state of the network.
     """
 
     def __init__(self, capture: CapturedNetwork, state: State):
@@ -46,7 +46,7 @@ class Observer:
         seed: int | None = None,
         drawn: int = 0,
     ) -> Seen:
-        """Returns what is seen in a forward and in a backward from random output gradients.
+        """Returns what a forward shows, and a backward from random output gradients.
 
         Args:
             layouts_of: the network's output tensors -> their layouts; None: it has no samples, and
@@ -104,7 +104,7 @@ class Observer:
     def _watched(
         self, seen: Seen, batch_size: int, rounding: torch.Generator | None
     ) -> Iterator[list[Tensor]]:
-        """Inside, every call of a captured layer is noted; what is yielded, all of them lead to.
+        """Enters a context that records calls of captured layers; yields the layers' triggers.
 
         A zero that requires a gradient is added to each output, so that autograd comes to all
         layers, and computes no gradient of a parameter.

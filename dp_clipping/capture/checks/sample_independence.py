@@ -1,12 +1,12 @@
-"""Samples that see each other, found by exchanging the company of some.
+"""Finds samples that depend on each other, by exchanging some of the others.
 
-The privacy of a sample rests on the others' gradients not depending on it. A network that centres
-its inputs by the batch's mean breaks that, and no module's type tells. So a batch is run twice with
-the same random numbers, the second time with other samples in some of its places. What the layers
-see of the samples that stayed must not change, forward and backward. Shapes, places and noise are
-the same in both runs, so nothing else changes it.
+Clipping bounds a sample's influence only if the other samples' gradients do not depend on it. A
+network that centres its inputs by the batch's mean violates this, and no module's type shows it. So
+a batch is run twice with the same random numbers, the second time with other samples in some
+places. For the samples that stay, the inputs of each layer, the outputs and the gradients must not
+change. Shapes, places and noise are the same in both runs, so nothing else can change them.
 
-For a criterion see `losses`.
+`losses` checks the criterion.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ Key = tuple[str, str, int]
 
 
 class Schedule:
-    """Batches 1, 2, 4, 8, ... are checked, and the first one that tells enough.
+    """Selects the batches to check: 1, 2, 4, 8, ..., and the first with enough different samples.
 
     Attributes:
         settled: a batch with `PLACES` different samples has been checked.
@@ -87,7 +87,7 @@ class Company:
     """Runs batches of a captured network beside batches with exchanged samples.
 
     Args:
-        observe: runs the network, forward and backward, and returns what was seen (`Observer.run`).
+        observe: runs the network forward and backward and returns a `Seen` (`Observer.run`).
         layouts_of: output tensors of the network -> where the samples are in each.
     """
 
@@ -209,7 +209,7 @@ class Company:
         beside: Seen,
         drawn: int = 0,
     ) -> None:
-        """`base` is of these rows of the batch, `beside` of a run with others where none stays.
+        """Compares a run of these rows with one in which the other samples were exchanged.
 
         Where the two differ, the first run is repeated with errors of the size of rounding. What
         changes as much by them, or by numbers that the network draws of its own, tells nothing.

@@ -1,10 +1,9 @@
-"""Where a network holds values from one batch to the next, and what of it has changed.
+"""Finds where a network holds values from one batch to the next, and which have changed.
 
-`State` knows the places: parameters, buffers, attributes of modules and their classes, what their
-lists, dicts and objects hold, and variables that methods and hooks name: of the functions around
-them, and of modules. A `Mark` is what they held at one moment: references and version counters,
-which the host reads without waiting for a GPU. `writes` keeps values too. `carried` says what may
-change.
+`State` lists the places: parameters, buffers, attributes of modules and their classes, the contents
+of their lists, dicts and objects, and variables that methods and hooks name, of enclosing functions
+and of modules. A `Mark` records them at one moment: references and version counters, which the host
+reads without waiting for a GPU. `writes` keeps values too. `carried` decides what may change.
 """
 
 from collections import deque
@@ -53,7 +52,7 @@ DEPTH, LENGTH = 5, 4096  # of nested containers; longer ones are data of other k
 
 
 class State:
-    """Where a network, or another callable object, holds values.
+    """All places where a network, or another callable object, holds values.
 
     It visits each kind of place by a method of its own.
 
@@ -287,7 +286,7 @@ class Mark:
         return list(map(id, chain(self._values, *copies)))
 
     def forget_buffers(self) -> None:
-        """Takes no notice of what is written to buffers."""
+        """Ignores writes to buffers."""
         self.tensors = [named for named in self.tensors if named.holder.kind != "buffers"]
         self._versions = _versions(self.tensors)
 
@@ -304,11 +303,11 @@ class Mark:
         yield from ((holder, copy) for holder, copy in self._others if not holder.is_as(copy))
 
     def replaced(self) -> list[Change]:
-        """Returns what is another object now, or gone, or new."""
+        """Returns the objects that were replaced, removed or added."""
         return [h.change(key) for h, copy in self._differing() for key in h.changed(copy)]
 
     def changes(self) -> list[Change]:
-        """Returns what was replaced or written to, without what is known to be harmless."""
+        """Returns values that were replaced or written to, without those known to be harmless."""
         found = self.replaced() + [x.holder.change(x.key) for x in self.written()]
         return [change for change in dict.fromkeys(found) if not self.state.is_harmless(change)]
 

@@ -1,4 +1,4 @@
-"""Sums up what a tensor has of each sample in a few numbers, by which two runs compare.
+"""Summarises each sample's values in a tensor by a few numbers, to compare two runs.
 
 A summary of a tensor with B samples is [B, SIGNS + 1]: each sample's sum under several fixed random
 signs, and its norm. Two samples of different values have different sums but for chance.
@@ -28,8 +28,8 @@ class Summary:
 
     Attributes:
         values: [B, SIGNS + 1], as they were computed.
-        tolerance: of a difference that says nothing, relative to the norm of a sample.
-        shape: of what each sample has.
+        tolerance: the largest difference that is no finding, relative to the norm of a sample.
+        shape: the shape of each sample's values.
     """
 
     values: Tensor
@@ -44,7 +44,7 @@ class Summary:
 def compared(pairs: Sequence[tuple[Summary, Summary]], stays: Tensor) -> tuple[Tensor, Tensor]:
     """Returns how much the samples that stay differ [P, S, SIGNS + 1], and may differ [P, S, 1].
 
-    What is not finite is zero: a bad sample is not a mixing network.
+    Values that are not finite count as zero: a bad sample is no sign of mixing.
     """
     one, other = (
         torch.stack([found.values for found in side]).double()[:, stays].nan_to_num(0, 0, 0)
@@ -64,7 +64,7 @@ def differ(pairs: Sequence[tuple[Summary, Summary]], stays: Tensor) -> list[bool
 
 @dataclass
 class Seen:
-    """Collects what was seen in one run.
+    """Collects what was observed in one run.
 
     Attributes:
         summaries: (layer, what, number of its call) -> what it had of each sample, in the order of
@@ -84,7 +84,7 @@ class Seen:
 
 @torch.no_grad()
 def summary(x: Tensor, layout: Layout, batch_size: int) -> Summary:
-    """Returns what x has of each sample."""
+    """Returns each sample's values in x."""
     is_float = x.is_floating_point() or x.is_complex()
     tolerance = TOLERANCES.get(x.dtype, TOLERANCE) if is_float else WHOLE
     x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()

@@ -54,7 +54,7 @@ class Writes(TorchDispatchMode):
 
 
 class Values:
-    """Values of tensors: the sum of their bits, and copies unless they are parameters.
+    """Values of tensors: checksums of their bits, and copies unless they are parameters.
 
     It finds writes that raise no version counter, as those through `.data`, with one wait of the
     host, and without a look at every operator.

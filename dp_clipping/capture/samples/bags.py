@@ -1,4 +1,4 @@
-"""Samples whose ids lie one after another, as `nn.EmbeddingBag(ids, offsets)` takes them.
+"""Samples whose ids are concatenated, as `nn.EmbeddingBag(ids, offsets)` takes them.
 
 Of ids [N] no dimension counts the samples: sample b has ids[offsets[b] : offsets[b + 1]].
 """
@@ -15,12 +15,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Bags:
-    """Numbers of those leaves of a forward's arguments that hold bags, one for each sample.
+    """Positions of the argument leaves that hold bags, one bag for each sample.
 
     Attributes:
-        ids: of the leaf [N].
-        offsets: of the leaf [B], or [B + 1].
-        weights: of the leaf [N] with a weight for each id; None: there is none.
+        ids: the number of the leaf [N] of ids.
+        offsets: the number of the leaf [B], or [B + 1], of offsets.
+        weights: the number of the leaf [N] of weights, one per id; None: there is none.
         has_last: offsets end with the number of ids.
     """
 

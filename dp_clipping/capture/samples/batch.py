@@ -53,7 +53,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 class Batch:
-    """Arguments of one forward.
+    """The arguments of one forward, with the number of its samples.
 
     Args:
         args, kwargs: as the network gets them; tensors anywhere in them.
@@ -62,7 +62,7 @@ class Batch:
 
     Attributes:
         size: number of samples.
-        leaves: of the arguments.
+        leaves: the leaves of the arguments.
     """
 
     def __init__(self, args: tuple, kwargs: dict, batch_first: bool, bags: Sequence[Bags] = ()):

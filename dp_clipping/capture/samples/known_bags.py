@@ -1,7 +1,7 @@
-"""Which of a network's arguments are ids with offsets.
+"""Finds which of a network's arguments are ids with offsets.
 
-It is seen in a plain forward, by what the layers are called with, and is known from then on for
-arguments of the same structure.
+A plain forward shows it by the arguments of the layers. The result is stored, and used for all
+later arguments of the same structure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOT_ADDED = (
 
 
 class KnownBags:
-    """What is known of a network's bags, by the structure of its arguments."""
+    """The known bags of a network, by the structure of its arguments."""
 
     def __init__(self, network: nn.Module):
         modules = network.named_modules()
@@ -54,7 +54,7 @@ class KnownBags:
             is_empty: one row stands for no sample, and ids that stand for none are put in as well.
 
         Raises:
-            ValueError: a layer's bags are not told by the arguments, or have no arithmetic.
+            ValueError: the arguments do not determine a layer's bags, or they have no arithmetic.
         """
         leaves = tree_flatten((args, kwargs))[0]
         found: list[Bags] = []
@@ -91,7 +91,7 @@ def _note(
     args: tuple,
     kwargs: dict,
 ) -> tuple[tuple, dict] | None:
-    """Notes the bags that a layer is called with; a hook before its forward."""
+    """Records the bags that a layer is called with; a hook before its forward."""
     names = ("input", "offsets", "per_sample_weights")
     given = dict(zip(names, args, strict=False)) | kwargs
     ids, offsets, weights = (given.get(name) for name in names)

@@ -1,4 +1,4 @@
-"""How a convolution's taps lie, and the reference implementation of its per-sample gradients."""
+"""Geometry of a convolution, and the reference implementation of its per-sample gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNSPECIALIZED = [
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a convolution's taps lie, in three dimensions; those that a layer lacks have size 1.
+    """Sizes and strides of a convolution in three dimensions; missing dimensions are 1.
 
     Attributes:
         taps: size of the kernel.
@@ -50,7 +50,7 @@ class Geometry:
 
 
 def patches(x: Tensor, geometry: Geometry, positions: tuple[int, ...]) -> Tensor:
-    """Returns the pixels that each tap meets: a view [N, C, *positions, *taps] of padded x.
+    """Returns the pixels under each tap: a view [N, C, *positions, *taps] of padded x.
 
     Args:
         x: [N, C, D, H, W].
@@ -96,7 +96,7 @@ if triton is not None:
 
     @triton.jit
     def _row_pixels(o_rows, D, H, W, Z, Y, X, stride_d, stride_h, stride_w):
-        """Pixels of padded x that the first tap meets at positions, counted over pictures."""
+        """Returns the pixels of padded x under the first tap at positions of all pictures."""
         n_l = Z * Y * X
         i_picture, i_l = o_rows // n_l, o_rows % n_l
         i_d = i_l // (Y * X) * stride_d
@@ -109,7 +109,7 @@ if triton is not None:
         o_n, n_columns, i_g, n_inputs, n_groups, H, W, dil_d, dil_h, dil_w, taps_h, taps_w,
         VECTOR: tl.constexpr,
     ):  # fmt: skip
-        """How far the elements of columns (tap, channel) are from the first tap's pixel."""
+        """Returns the offsets of columns (tap, channel) from the first tap's pixel."""
         o_n = tl.where(o_n < n_columns, o_n, 0)  # in place of columns that do not exist
         i_tap, i_c = o_n // n_inputs, o_n % n_inputs
         o_d, o_h = i_tap // (taps_h * taps_w) * dil_d, i_tap // taps_w % taps_h * dil_h

@@ -1,4 +1,4 @@
-"""Per-sample gradients of convolutions, their norms and their clipped sum, on matrix units.
+"""Computes per-sample gradients of convolutions, norms and clipped sums on matrix units.
 
     G_i[o, c, k] = Σ_l y_i[l, o] · x_i[l·stride + k·dilation, c]
 
@@ -107,7 +107,7 @@ class _Work:
 
 
 def _work_of(x: Operand, y: Operand, geometry: Geometry, batch_size: int) -> tuple[_Work, tuple]:
-    """Returns what follows from the shapes, and the operands as the kernels take them."""
+    """Returns the launch's parameters and the operands in the kernels' layout."""
     work = _work_of_shapes(
         x.values.shape, y.values.shape, x.values.element_size(), x.largest is not None, geometry,
         batch_size,
@@ -146,7 +146,7 @@ if triton is not None:
 
     @triton.jit
     def _place(i_tile, n_columns, n_outputs, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr):
-        """Group, outputs and columns of a tile; neighbours share rows of y."""
+        """Returns group, outputs and columns of a tile; neighbouring tiles share rows of y."""
         n_n, n_o = tl.cdiv(n_columns, BLOCK_N), tl.cdiv(n_outputs, BLOCK_O)
         o_n = i_tile % n_n * BLOCK_N + tl.arange(0, BLOCK_N)
         o_o = i_tile // n_n % n_o * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -164,7 +164,7 @@ if triton is not None:
         p_x, p_y, o_columns, o_o, o_rows, n_rows, n_outputs, n_x, n_y, D, H, W, Z, Y, X,
         stride_d, stride_h, stride_w, b_g,
     ):  # fmt: skip
-        """b_g plus what some rows add. A row that does not exist reads the last one, times zero."""
+        """Adds the products of some rows to b_g. A missing row reads the last one, times zero."""
         o_pixels = _row_pixels(
             tl.minimum(o_rows, n_rows - 1), D, H, W, Z, Y, X, stride_d, stride_h, stride_w
         )
@@ -216,7 +216,7 @@ if triton is not None:
         SMALLEST: tl.constexpr, EXPONENT: tl.constexpr, BLOCK_O: tl.constexpr,
         BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
     ):  # fmt: skip
-        """One loop over the blocks of rows of several samples, so that loads never pause."""
+        """Sums over several samples in one loop over blocks of rows, so that loads never pause."""
         n_tiles = tl.num_programs(0) // tl.cdiv(batch_size, share)
         i_split, i_tile = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
         n_columns, n_rows = taps_d * taps_h * taps_w * n_inputs, pictures * Z * Y * X

@@ -1,4 +1,4 @@
-"""Norms of convolutions with few positions, from Gram matrices of those.
+"""Computes norms of convolutions with few positions from Gram matrices.
 
     ‖G_i‖² = Σ_{l,m} (p_il · p_im)(y_il · y_im)
 

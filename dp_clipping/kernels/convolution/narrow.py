@@ -1,4 +1,4 @@
-"""Per-sample gradients of convolutions with few channels in a group, depthwise ones above all.
+"""Computes per-sample gradients of convolutions with few channels per group, as depthwise ones.
 
 Each pair of an input and an output channel has its own taps: sums over positions, for which matrix
 units have nothing to do. With the channels last, threads lie side by side in the pairs, and each
@@ -71,7 +71,7 @@ if triton is not None:
         taps_h, taps_w, n_inputs, n_outputs, n_groups, DEPTHWISE: tl.constexpr,
         BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr,
     ):  # fmt: skip
-        """[taps of a row, pairs] of one picture."""
+        """Computes [taps of a row, pairs] of one picture."""
         i_n, i_row = tl.program_id(0).to(tl.int64), tl.program_id(2)
         o_p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
         m_p = o_p < n_pairs

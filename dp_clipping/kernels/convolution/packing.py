@@ -1,4 +1,4 @@
-"""Operands of the kernels: channels last, which makes a row of them contiguous, and padded.
+"""Packs operands for the kernels: channels last, so that a row is contiguous, and padded.
 
 With the padding written out, a tap is the same shift for every position, and no kernel asks whether
 a pixel exists.
@@ -48,7 +48,7 @@ class Operand:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds."""
+        """Bytes of the packed values."""
         return self.values.nbytes
 
 
@@ -97,13 +97,13 @@ if triton is not None:
 
     @triton.jit
     def _exponent_of(largest, SMALLEST: tl.constexpr, EXPONENT: tl.constexpr):
-        """log₂ of `scale_of`, from the bits of a float32 number."""
+        """Returns log₂ of `scale_of`, from the bits of a float32 number."""
         exponent = (largest.to(tl.int32, bitcast=True) >> 23 & 255) - 126
         return tl.maximum(exponent, SMALLEST) - EXPONENT
 
     @triton.jit
     def _power_of_two(exponent):
-        """2 to the power of -126 to 127, from its bits."""
+        """Returns 2 to the power of -126 to 127, from its bits."""
         return (exponent + 127 << 23).to(tl.float32, bitcast=True)
 
     @triton.jit
@@ -122,7 +122,7 @@ if triton is not None:
         SCALED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, SMALLEST: tl.constexpr,
         EXPONENT: tl.constexpr,
     ):  # fmt: skip
-        """[C, D, H, W] of one picture -> inside of padded [D, H, W, C]."""
+        """Copies [C, D, H, W] of one picture into padded [D, H, W, C]."""
         i_n = tl.program_id(2).to(tl.int64)
         o_l = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
         o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -1,4 +1,4 @@
-"""How kernels are launched.
+"""Launching of kernels: tiles, tables of operands, and their tuning.
 
 Files:
 

@@ -32,7 +32,7 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one launch, on the device.
+    """Rows of one grouped launch, on the device.
 
     Attributes:
         words: [rows · WORDS] int64.
@@ -122,7 +122,7 @@ if triton is not None:
         p_word, s_b, s_t, B, T, X, DTYPE: tl.constexpr, DESCRIBED: tl.constexpr,
         BLOCK_T: tl.constexpr, BLOCK_X: tl.constexpr,
     ):  # fmt: skip
-        """Returns what `_load_tile` reads [B, T, X] from, at the address in the table's word."""
+        """Returns a pointer or descriptor from which `_load_tile` reads [B, T, X]."""
         p_x = tl.load(p_word).to(tl.pointer_type(DTYPE))
         if DESCRIBED:
             x = tl.make_tensor_descriptor(

@@ -31,7 +31,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @dataclass(frozen=True)
 class Tile:
-    """How one program works.
+    """Tile sizes, warps and stages of one program.
 
     Attributes:
         rows, columns: of the result that it accumulates.
@@ -73,7 +73,7 @@ _holders: list[list[Any]] = []
 
 @contextmanager
 def holding(holder: list[Any]) -> Iterator[None]:
-    """Inside, what `held` is given is kept in the list: a graph that is captured will read it."""
+    """Enters a context that keeps what `held` is given, since a captured graph will read it."""
     _holders.append(holder)
     try:
         yield
@@ -121,7 +121,9 @@ def table_on(device: torch.device, numbers: Sequence) -> Tensor:
 
 
 def kept_table_on(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
-    """`table_on`, kept: where batches have one size, a step's addresses are those of the last.
+    """Returns `table_on`, cached.
+
+    Where batches have one size, a step's addresses equal those of the last step.
 
     On another stream than the one that asked first, it is there when the operands are that it
     describes: both were written before that stream could be told to go on. In a CUDA graph that is
@@ -142,8 +144,10 @@ def stream_on(device: torch.device) -> int:
 
 
 def tile_of(size: int | None, *dtypes: torch.dtype) -> Tile | None:
-    """A square one for operands of these dtypes, of which the widest needs most memory; None: what
-    the kernels choose."""
+    """Returns a square tile for operands of these dtypes; None: the kernels' own choice.
+
+    The widest dtype needs most memory, and limits the tile.
+    """
     if size is None:
         return None
     return Tile(size, size, min(size, 128 // max(dtype.itemsize for dtype in dtypes)), 4, 3)
@@ -191,8 +195,10 @@ if triton is not None:
 
     @triton.jit
     def _tile_of(i_tile, n_rows, n_columns, GROUP: tl.constexpr):
-        """Row and column of tile number i_tile: GROUP rows at a time, so that what neighbouring
-        programs read is still in the second-level cache."""
+        """Returns row and column of tile number i_tile, in groups of GROUP rows.
+
+        So neighbouring programs read from the second-level cache.
+        """
         n_group = GROUP * n_columns
         i_first = i_tile // n_group * GROUP
         n_own = min(n_rows - i_first, GROUP)

@@ -1,4 +1,4 @@
-"""Which tile a matrix kernel takes: the fastest of its candidates, measured once and kept.
+"""Chooses a matrix kernel's tile: the fastest candidate, measured once and stored.
 
 A kernel's first candidate needs no tuning, but another may suit a shape or a GPU better. With
 `DP_CLIPPING_TUNE=1` in the environment a kernel's first launch on a class of operands times all
@@ -108,7 +108,7 @@ def best_for_pairs(
     tiles: Mapping[int, Sequence[Tile]],
     run: Launch,
 ) -> Tile:
-    """`best` for one launch over pairs [B, T, d] and [B, T, p] of one B, T and dtype.
+    """Calls `best` for one launch over pairs [B, T, d] and [B, T, p] of one B, T and dtype.
 
     Args:
         described: the bulk copy engine takes all operands.
@@ -127,7 +127,7 @@ def name_of(kernel: str, described: bool) -> str:
 
 
 def forget() -> None:
-    """Forgets what this process remembers; the file stays."""
+    """Clears the choices of this process; the file stays."""
     _chosen.clear()
     _saved.cache_clear()
 
@@ -177,7 +177,7 @@ def _runs(run: Launch, tile: Tile) -> bool:
 
 # ---- times --------------------------------------------------------------------------------------
 #
-# Calls take turns, round by round, so that a change of the clock meets all of them. A sample is a
+# Calls are interleaved in rounds, so that a change of the clock affects all of them. A sample is a
 # number of calls behind a kernel that only spins: the host runs ahead, and what is timed is the
 # device, not Python. One that a busy host has fallen behind is taken again. Each call is given its
 # number, by which it can choose its operands: those of the call before would still be in the
@@ -257,7 +257,7 @@ def path_of(name: str) -> Path:
 
 
 def key_of(device: torch.device) -> str:
-    """Returns what the values of a device depend on."""
+    """Returns the key of a device's values: its name, and the versions of torch and triton."""
     version = None if triton is None else triton.__version__
     return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {version}"
 
@@ -275,7 +275,7 @@ def keep(name: str, device: torch.device, values: dict) -> None:
         path_of(name).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path_of(name), json.dumps(devices, indent=1) + "\n")
     except OSError as error:
-        warnings.warn(f"what was measured is not kept: {error}", stacklevel=2)
+        warnings.warn(f"measured choices are not stored: {error}", stacklevel=2)
 
 
 def _devices(name: str) -> dict:

@@ -1,6 +1,6 @@
 """Attention between its projections, as `F.multi_head_attention_forward` computes it.
 
-That function projects too, with parameters of its own that nobody can stand in for.
+That function also projects, with its own parameters, which cannot be replaced.
 """
 
 import math
@@ -27,7 +27,7 @@ def fits(batch_first: bool, known: dict[tuple[int, ...], tuple[Layout, ...]]) ->
 
 @dataclass(frozen=True)
 class Options:
-    """How attention is computed; see `nn.MultiheadAttention`.
+    """Options of attention; see `nn.MultiheadAttention`.
 
     Attributes:
         dropout: 0 outside of training.
@@ -47,7 +47,7 @@ def attend(
 
     Args:
         q, k, v: [L, N, E] and [S, N, E], projected.
-        mask: of `merged_mask`, [1, L, S] or [N · heads, L, S].
+        mask: the mask of `merged_mask`, [1, L, S] or [N · heads, L, S].
     """
     length, count, width = q.shape
     q, k, v = (_by_head(x, options.heads) for x in (q, k, v))
@@ -76,7 +76,7 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
 def merged_mask(
     mask: Tensor | None, padding: Tensor | None, heads: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Returns what is added to scores, [1, L, S] or [N · heads, L or 1, S].
+    """Returns the mask that is added to scores, [1, L, S] or [N · heads, L or 1, S].
 
     Args:
         mask: [L, S] or [N · heads, L, S], numbers that are added, or True where none may look.

@@ -1,4 +1,4 @@
-"""Projections of queries, keys and values whose weights, or biases, are parts of one parameter.
+"""Projects queries, keys and values, whose weights or biases may be parts of one parameter.
 
 Rows of a weight W [3E, E] project other inputs. Its G_i has the rows of each part, so all inputs
 are tokens of one linear layer, whose output gradients are zero in the rows of the other parts.
@@ -15,14 +15,14 @@ from dp_clipping.layers.handle import deliver
 
 
 class InProjections(torch.autograd.Function):
-    """y_j = x_j W_jᵀ + b_j for the parts W_j, b_j of W and b.
+    """Computes y_j = x_j W_jᵀ + b_j for the parts W_j, b_j of W and b.
 
     Args:
         weight, bias: detached.
         uses: slots of W and b, and who takes its factors, and b's output gradients (see
             `projection.weight_use`).
         sizes: rows of each part.
-        layouts: of each x_j.
+        layouts: the layouts of each x_j.
         xs: the inputs.
     """
 
@@ -59,7 +59,7 @@ class InProjections(torch.autograd.Function):
 
 
 class AddBiases(torch.autograd.Function):
-    """y_j = x_j + b_j for the parts b_j, as long as each other, of a bias b [d]."""
+    """Computes y_j = x_j + b_j for the equally long parts b_j of a bias b [d]."""
 
     @staticmethod
     def forward(ctx, bias, slot, target, layouts, batch_size, *xs):

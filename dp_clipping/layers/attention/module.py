@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention`: its projections are uses of linear layers, the rest is autograd's."""
+"""`nn.MultiheadAttention`: projections are uses of linear layers; autograd does the rest."""
 
 from operator import attrgetter
 from typing import Any

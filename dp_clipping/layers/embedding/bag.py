@@ -1,4 +1,4 @@
-"""`nn.EmbeddingBag`: sums and means over ids, [batch, tokens] or one after another with offsets.
+"""`nn.EmbeddingBag`: sums and means over ids, [batch, tokens] or concatenated with offsets.
 
 An id's output gradient is that of its bag, times its weight; of a mean, over the number of ids.
 """
@@ -91,7 +91,7 @@ def _with_offsets(
 
 
 class Bag(torch.autograd.Function):
-    """`F.embedding_bag` of ids [N, T], which in backward delivers G, or ids and output gradients.
+    """Runs `F.embedding_bag` on ids [N, T]; its backward delivers G, or ids and output gradients.
 
     An id's output gradient is that of its bag, times its weight; of a mean, over their number.
     """
@@ -130,7 +130,7 @@ class Bag(torch.autograd.Function):
 
 
 class RaggedBag(torch.autograd.Function):
-    """`F.embedding_bag` of ids [N] with offsets, of which `each` bags are a sample's; see `Bag`."""
+    """Runs `F.embedding_bag` on ids [N] with offsets, `each` bags per sample; see `Bag`."""
 
     @staticmethod
     def forward(

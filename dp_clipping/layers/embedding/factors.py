@@ -1,4 +1,4 @@
-"""Factors of an embedding's use, [B, T] ids: norms and weighted sums of G, a row for each token.
+"""Factors of an embedding's use with ids [B, T]: norms and weighted sums of G.
 
 Tokens that repeat within a sample add up before the norm is taken: the squared norm is the sum,
 over the distinct tokens of the sample, of the squared norm of that sum.
@@ -46,7 +46,7 @@ def look_up(ids: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TableGradients:
-    """G [B, V, d] float32 of one use, which is summed as any kept per-sample gradient is."""
+    """G [B, V, d] float32 of one use, summed like any stored per-sample gradient."""
 
     gradients: Tensor
 

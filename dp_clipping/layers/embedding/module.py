@@ -29,7 +29,7 @@ def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
 
 
 class Dense(torch.autograd.Function):
-    """`F.embedding`, which in backward returns G [B, V, d] as the gradient of `slot`."""
+    """Runs `F.embedding`; its backward returns G [B, V, d] as the gradient of `slot`."""
 
     @staticmethod
     def forward(ctx, ids, weight, slot, padding_idx, kind, dim, batch_size):
@@ -48,7 +48,7 @@ class Dense(torch.autograd.Function):
 
 
 class Factors(torch.autograd.Function):
-    """`F.embedding`, which in backward hands ids and output gradients to the private step."""
+    """Runs `F.embedding`; its backward delivers ids and output gradients to the private step."""
 
     @staticmethod
     def forward(ctx, ids, weight, trigger, handle, padding_idx, layout):

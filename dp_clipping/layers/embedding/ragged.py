@@ -1,4 +1,4 @@
-"""Factors of a layer's use in which samples have different numbers of tokens, one after another.
+"""Factors of a use in which samples have different numbers of tokens, concatenated.
 
 The tokens of all samples are the rows of one tensor, [N, d], and another one, [N], says whose each
 row is. No row is added to make samples as long as the longest one.

@@ -1,7 +1,7 @@
-"""`nn.LSTMCell`, `nn.GRUCell` and `nn.RNNCell`: one time step, called in a loop of the user's.
+"""`nn.LSTMCell`, `nn.GRUCell` and `nn.RNNCell`: one time step, called in the user's loop.
 
-The shares of input and state in the gates are linear layers, of which each call is a use, and
-autograd has the rest. Factors of all uses of a weight are joined (`handle.factor_target`).
+The products of input and state with the gates' weights are linear layers, and each call is a use.
+Autograd does the rest. Factors of all uses of a weight are joined (`handle.factor_target`).
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
-"""All time steps of a recurrent layer, on the kernel that PyTorch runs them on.
+"""Runs all time steps of a recurrent layer on PyTorch's own kernel.
 
-The kernel is given the inputs' share of the gates, X = x W_ihᵀ + b_ih, and the identity in the
-place of W_ih. It computes what it would of x, and the gradient of X is G, the one at the gates, of
-which per-sample gradients are made. The identity is exact, also in 16 bit; TensorFloat-32, in
-which cuDNN multiplies by default, rounds X and G as it would round x and W_ih. It costs two
+The kernel gets the inputs' share of the gates, X = x W_ihᵀ + b_ih, as its input, and the identity
+in place of W_ih. Its results are the same, and the gradient of X is G, the gradient at the gates,
+from which per-sample gradients are computed. The identity is exact, also in 16 bit; TensorFloat-32,
+in which cuDNN multiplies by default, rounds X and G as it would round x and W_ih. It costs two
 products with [D·gates·H, D·gates·H] for a layer with D directions.
 """
 
@@ -33,7 +33,7 @@ def run(
     """Returns the states of all time steps, [.., D·H], and the last h, and c of an LSTM, [D, N, H].
 
     Args:
-        mode: of `nn.RNNBase`, one of `RUN`.
+        mode: the mode of `nn.RNNBase`, one of `RUN`.
         gates: X [T, N, D·gates·H], or [tokens, ..] with `batch_sizes`.
         states: first h, and c of an LSTM, [D, N, H], of the gates' dtype.
         weights: W_hh, b_hh and W_hr of each direction, detached.

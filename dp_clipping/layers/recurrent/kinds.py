@@ -1,4 +1,4 @@
-"""Which modules are recurrent layers, or cells of them, as PyTorch or Opacus has them.
+"""Recognises recurrent layers of PyTorch or Opacus, and their cells.
 
 Opacus's `DPLSTM`, `DPGRU` and `DPRNN` compute what `nn.LSTM`, `nn.GRU` and `nn.RNN` do, in a loop
 over modules of their own. Their weights are parameters of the layer too, under PyTorch's names.

@@ -1,9 +1,9 @@
 """`nn.LSTM`, `nn.GRU` and `nn.RNN`, and Opacus's: their layers, one after the other.
 
 For each of them the inputs' share of the gates is a linear layer on all tokens (see `projection`),
-all time steps of all directions are one call of PyTorch's kernel (`kernel`), and `recurrence` has
-the weights that it reads. What a packed sequence leaves out is zero in between, and sequences are
-in the order of the batch.
+all time steps of all directions are one call of PyTorch's kernel (`kernel`), and `recurrence`
+computes the gradients of the weights that the kernel reads. Between layers the padding of packed
+sequences is zero, and sequences are in the order of the batch.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -156,7 +156,7 @@ def _all_steps(
     weights: list[kernel.Weights],
     packing: Packing | None,
 ) -> tuple[Tensor, ...]:
-    """Returns what `kernel.run` does of [T, N, ..] in the order of the batch."""
+    """Returns the results of `kernel.run` on [T, N, ..], in the order of the batch."""
     if packing is None:
         return kernel.run(mode, gates, states, weights)
     states = [packing.by_length(s) for s in states]
@@ -165,7 +165,7 @@ def _all_steps(
 
 
 def _autocast_of(self: nn.RNNBase, x: Tensor) -> AbstractContextManager:
-    """Returns what turns autocast off where PyTorch's own does not heed it."""
+    """Returns a context without autocast where PyTorch's own layer ignores it."""
     if isinstance(self, nn.GRU) and x.device.type == "cpu":
         return torch.autocast("cpu", enabled=False)
     return nullcontext()

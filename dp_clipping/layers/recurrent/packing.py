@@ -1,4 +1,4 @@
-"""Where tokens of packed sequences are among those of padded ones, [T, N, ..]."""
+"""Maps tokens of packed sequences to those of padded ones, [T, N, ..]."""
 
 from dataclasses import dataclass
 from typing import Any

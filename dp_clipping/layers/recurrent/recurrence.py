@@ -1,8 +1,8 @@
-"""What the backward of a recurrent layer leaves of its weights' per-sample gradients.
+"""Computes per-sample gradients of a recurrent layer's weights from its backward.
 
-Two functions that compute nothing stand around the kernel: `Enter` before it, on the inputs' share
-X of the gates, and `Leave` behind it. In backward `Leave` comes by first and has the states of all
-time steps, then the kernel runs, and `Enter` gets G, the gradient at the gates. Per-sample
+Two functions that compute nothing surround the kernel: `Enter` before it, on the inputs' share X of
+the gates, and `Leave` after it. In backward `Leave` runs first and saves the states of all time
+steps, then the kernel's backward runs, and `Enter` gets G, the gradient at the gates. Per-sample
 gradients of the weights that the kernel has read are products over the time steps t:
 
     W_hh    Σ_t k_t h_{t-1}ᵀ        k: gradient of W_hh h + b_hh, which is G. In a GRU the new gate
@@ -36,7 +36,7 @@ Takes = tuple[
 
 @dataclass
 class States:
-    """What `Leave` has of a backward: [T, N, D·H] and [D, N, H].
+    """Outputs, first states and output gradients of a run: [T, N, D·H] and [D, N, H].
 
     Attributes:
         outputs: h of all time steps.
@@ -55,11 +55,11 @@ class Run:
     """One run of the kernel, on N sequences.
 
     Args:
-        mode: of `nn.RNNBase`.
+        mode: the mode of `nn.RNNBase`.
         takes: of each direction, of W_hh, b_hh and W_hr: who takes factors a [B, T, p] and y
             [B, T, d], or y, and returns the gradient of the slot; None: frozen.
-        layout: of the samples in dimension 1.
-        packing: of the sequences; None: they are of one length.
+        layout: the layout of the samples in dimension 1.
+        packing: the packing of the sequences; None: they are of one length.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Run:
         return self.mode == "GRU" or any(projection for *_, projection in self.takes)
 
     def deliver(self, g: Tensor, gates: Tensor | None, weights: list[Weights]) -> list[Any]:
-        """Hands over what G [T, N, D·gates·H] and the states are factors of.
+        """Delivers the factors that G [T, N, D·gates·H] and the states give.
 
         Returns:
             Gradients of the slots.
@@ -184,7 +184,7 @@ class Direction:
 
 
 class Enter(torch.autograd.Function):
-    """X, before the kernel.
+    """Marks the input before the recurrent kernel; its backward runs after the kernel's.
 
     Args:
         gates: X [T, N, D·gates·H].

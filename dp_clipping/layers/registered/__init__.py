@@ -1,4 +1,4 @@
-"""Layers of the user's own classes, whose gradients functions of theirs compute.
+"""Layers of the user's own classes, with gradients computed by the user's functions.
 
 Files:
 

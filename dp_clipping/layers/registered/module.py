@@ -56,7 +56,7 @@ def _called(handle: LayerState, module: nn.Module) -> str:
 
 
 class Target(NamedTuple):
-    """Where per-sample gradients of a parameter go.
+    """Where the backward puts per-sample gradients of a parameter.
 
     Attributes:
         slot: the input of `Tap` that makes backward visit it.
@@ -95,7 +95,7 @@ class Use:
         self.leaves = [None if isinstance(x, Tensor) else x for x in self.leaves]
 
     def run(self, parameters: dict[str, Tensor], leaves: list[Any]) -> Tensor:
-        """Returns what the layer's own forward does with these parameters and arguments."""
+        """Runs the layer's own forward with these parameters and arguments."""
         args, kwargs = tree_unflatten(leaves, self.structure)
         own = {f"module.{name}": value for name, value in parameters.items()}
         return functional_call(Body(self.module), own, args, kwargs)
@@ -109,7 +109,7 @@ class Use:
         return found[i]
 
     def call(self, gradient: Tensor, tensors: list[Tensor]) -> Mapping[str, Any]:
-        """Returns what the user's function does, for tensors with the samples in front.
+        """Calls the user's function on tensors with the samples in front.
 
         Where there are two functions, the factors with which they are called.
         """

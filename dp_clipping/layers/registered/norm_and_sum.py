@@ -1,8 +1,8 @@
 """Factors of a registered layer: its functions compute norms and clipped sums from them.
 
-`register_layer(cls, norm=, weighted_sum=)` need not form per-sample gradients. What is normed and
-what is summed come from two functions then, so they are compared (`one_alone`): a sample's norm
-must be that of the very sum that has this sample alone.
+With `register_layer(cls, norm=, weighted_sum=)` no per-sample gradients are formed. Norms and sums
+then come from two functions, so they are compared (`one_alone`): a sample's norm must be that of
+the sum over this sample alone.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -29,7 +29,7 @@ class LayerSums:
         weighted_sum: (coefficients [B], whether a sample counts [B]) -> name -> Σ_i c_i G_i
             [*parameter.shape].
         rows: B.
-        gradient: of the output; only its device and dtype count.
+        gradient: the gradient of the output; only its device and dtype count.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class LayerSums:
 
 
 class NormAndSum:
-    """Factors of one parameter, as the private step takes them.
+    """Factors of one parameter of a registered layer, with the interface of other factors.
 
     Attributes:
         good: samples that are summed [B], None: all.
@@ -137,7 +137,7 @@ def without(x: Tensor, good: Tensor) -> Tensor:
 
 
 def checked(found: Any, shapes: Mapping[str, tuple[int, ...]], who: str) -> dict[str, Tensor]:
-    """Returns what a user's function has returned, for trainable parameters.
+    """Returns the entries of a user function's result that belong to trainable parameters.
 
     Args:
         shapes: name of a trainable parameter -> the shape of its entry.

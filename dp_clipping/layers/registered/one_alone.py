@@ -1,7 +1,7 @@
 """Compares what a registered function returns with autograd on single samples, run alone.
 
-It looks at the very gradients that the step will clip, before they are clipped: in backwards 1, 2,
-4, 8, ... of a layer, and in each one until a gradient was not zero.
+It compares the gradients that the step is about to clip: in backwards 1, 2, 4, 8, ... of a layer,
+and in each backward until a gradient was not zero.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ LOW_PRECISION = 5e-2  # relative error of a sample's gradient in 16 bit
 
 
 def refuse_wrong(use: Any, gradient: Tensor, tensors: list[Tensor], found: Any) -> None:
-    """Raises ValueError if G of a sample is not what autograd gives for that sample alone.
+    """Raises ValueError if G of a sample differs from autograd's for that sample alone.
 
     Args:
         use: the layer's call (`module.Use`).
@@ -49,7 +49,7 @@ def refuse_wrong(use: Any, gradient: Tensor, tensors: list[Tensor], found: Any) 
 
 
 def _compare_norms(use: Any, name: str, found: NormAndSum, samples: range) -> None:
-    """Raises ValueError if a norm is not that of what is summed, or a sum is not linear in c."""
+    """Raises ValueError if a norm is not that of the summed values, or a sum is not linear in c."""
     norms, slack = found.sums.norms[name], found.sums.slack
     c = norms.new_zeros(use.rows, dtype=torch.float32)
     c[list(samples)] = torch.linspace(0.2, 0.9, len(samples), device=c.device)

@@ -1,4 +1,4 @@
-"""`register_layer`: a user's own layer class, and the function that computes its gradients."""
+"""`register_layer`: gives a user's own layer class a function for its gradients."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ SumFunction = Callable[..., Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a class was registered with: `gradients`, or `norm` and `weighted_sum`."""
+    """The functions a class was registered with: `gradients`, or `norm` and `weighted_sum`."""
 
     gradients: GradientFunction | None
     norm: NormFunction | None
@@ -126,7 +126,7 @@ def is_registered(module: nn.Module) -> bool:
 
 
 def arithmetic_of(module: nn.Module) -> Arithmetic:
-    """Returns what its class was registered with."""
+    """Returns the functions with which its class was registered."""
     kind: Any = plain_type(module)
     return _REGISTERED[kind]
 

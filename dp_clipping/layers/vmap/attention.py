@@ -1,7 +1,7 @@
-"""Attention of a module under vmap: it runs outside of it, on the whole batch.
+"""Runs attention of a module under vmap outside of vmap, on the whole batch.
 
-Under `torch.vmap` PyTorch does not see that a mask (a relative position bias) needs a gradient, and
-takes a kernel that has none.
+Under `torch.vmap` PyTorch does not notice that a mask (a relative position bias) needs a gradient,
+and chooses a kernel without one.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
-"""Child layers of a module under vmap: they run outside of it, on the whole batch.
+"""Runs child layers of a module under vmap outside of vmap, on the whole batch.
 
-A module that owns a bare parameter runs under `torch.vmap` (see `module`), where its own code sees
-one sample. A layer that it calls would see one sample too, and need a batching rule for all that it
-does. Instead the call leaves vmap: inputs get their batch dimension back, where an ordinary forward
-has it, the layer computes what it does in any step, and outputs are one sample's again. That is
+A module that owns a bare parameter runs under `torch.vmap` (see `module`), where its own code gets
+one sample. A layer that it calls would get one sample too, and would need a batching rule for each
+of its operators. Instead the call runs outside of vmap: inputs get back the batch dimension of an
+ordinary forward, the layer computes as in any step, and outputs are one sample's again. That is
 exact for every layer that treats samples apart.
 """
 

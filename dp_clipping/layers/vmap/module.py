@@ -1,10 +1,9 @@
-"""Any other module: run under `torch.vmap`, every sample with a copy of the parameters.
+"""Runs any other module under `torch.vmap`, each sample with a copy of the parameters.
 
 The copies are one tensor expanded to [B, *parameter], which takes no memory; its gradient under
 ordinary autograd is G. Nothing is derived by hand, so this is right for every module that treats
-samples apart, and costs what G costs. Modules that own a bare parameter come
-here; where it can, such a one runs without its child layers (`children`), or without vmap at all
-(`whole_batch`).
+samples apart, and costs what G costs. Modules that own a bare parameter come here. Where possible
+they run without their child layers (`children`), or without vmap (`whole_batch`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -168,7 +167,7 @@ def _join(y: Tensor, layout: Layout, examples_per_unit: int) -> Tensor:
 
 
 def _uncovered(module: nn.Module, handle: LayerState) -> AbstractContextManager:
-    """A context in which `functional_call` can replace parameters that ranks share."""
+    """Enters a context in which `functional_call` can replace parameters that ranks share."""
     step = handle.private_step
     shares = step is not None and step.shards_parameters
     return _without_covers(module) if shares else nullcontext()

@@ -1,6 +1,6 @@
-"""Names what code under `torch.vmap` cannot do, in place of the error that it ends in.
+"""Explains errors of code under `torch.vmap`: what the code cannot do there, and a remedy.
 
-A plain forward of the same code has run before, so an error of these kinds is vmap's doing.
+A plain forward of the same code has run before, so vmap is the cause of an error of these kinds.
 """
 
 import linecache
@@ -27,7 +27,7 @@ ESCAPED = "escaped from inside"
 
 
 def refusal_of(error: RuntimeError, name: str, module: nn.Module) -> ValueError | None:
-    """Returns what to raise for an error in a module under vmap; None: it is none of vmap's."""
+    """Returns the error to raise for one in a module under vmap; None: vmap is not its cause."""
     if not re.search(OF_VMAP, str(error)):
         return None
     first_line = str(error).partition("\n")[0]
@@ -55,7 +55,7 @@ def _place_of(error: BaseException) -> str:
 
 @contextmanager
 def escapes_named(network: nn.Module) -> Iterator[None]:
-    """Inside is a forward; where it uses a tensor that vmap has left behind, that is named.
+    """Surrounds a forward, and names a tensor of a finished vmap that it uses.
 
     Raises:
         ValueError: naming the attribute that holds the tensor.

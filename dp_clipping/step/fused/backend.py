@@ -101,7 +101,7 @@ class FusedBackend:
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """A context for a backward, which sends sums at sync points only, and at its end."""
+        """Surrounds a backward, which sends sums only at sync points and at its end."""
         sums = self.context.sums
         self.sums.is_in_backward = True
         if sums is not None:

@@ -36,8 +36,8 @@ def clipped_sums(
             `weighted_sum` or `gradients`. It is emptied, so that memory is freed as sums are
             formed.
         groups: parameter -> its clipping group.
-        shapes: of the parameters as layers use them.
-        tile_size: of the kernels, None: chosen by them.
+        shapes: the shapes of the parameters as layers use them.
+        tile_size: the tile size of the kernels, None: chosen by them.
         label: the range of a profiler's trace for "sum" and the parameters it is of.
     """
     parameters, values = list(saved), list(saved.values())
@@ -79,8 +79,8 @@ class FusedSums:
     Args:
         capture: the parameters.
         shards: takes sums to their shards; None: the network is not sharded.
-        timer: of the step.
-        tile_size: of the kernels, None: chosen by them.
+        timer: the timer of the step.
+        tile_size: the tile size of the kernels, None: chosen by them.
         schedule: when queued work is launched.
 
     Attributes:

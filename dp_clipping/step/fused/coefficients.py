@@ -1,4 +1,4 @@
-"""Clip coefficients that stay on the device, for some or for all clipping groups."""
+"""Clip coefficients that stay on the device, for some or all clipping groups."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -20,7 +20,7 @@ from dp_clipping.modes import Policy
 
 
 class FusedCoefficients:
-    """Coefficients of one backward.
+    """Coefficients of one backward, on the device.
 
     Args:
         clip_norms: [K], the threshold of each clipping group.

@@ -1,6 +1,6 @@
 """Decides when queued work of layers is launched: at sync points, or when memory is short.
 
-A launch serves many layers, so their operands are queued. Two things end the waiting.
+A launch serves many layers, so their operands are queued. Two events launch the queue.
 
 *Sync points.* Collectives of norms and sums are issued between those of the layers. Every rank of a
 sharded model must issue all of them in the same order, whatever its batch, its memory and its plan.
@@ -46,7 +46,7 @@ class LaunchSchedule:
         self._pending = 0  # bytes that nothing else would hold
         self._may_wait = PENDING_BYTES  # of these, before the next look at the memory
         self._arrivals: Counter[int] = Counter()  # of parameters, by the unit that they are of
-        self._complete = 0  # bytes of the units that have all, since the last meeting
+        self._complete = 0  # bytes of the units that have all, since the last sync point
 
     def begin_backward(self) -> None:
         """Begins a backward, which frees memory from here on."""
@@ -55,7 +55,7 @@ class LaunchSchedule:
         self.begin()
 
     def check_stream(self, x: Tensor) -> None:
-        """Raises RuntimeError if layers ran on several streams: what a launch reads is on one."""
+        """Raises RuntimeError if layers ran on several streams: a launch reads from one."""
         if not x.is_cuda:
             return
         stream = stream_on(x.device)
@@ -78,7 +78,7 @@ class LaunchSchedule:
         return self._sharding is not None or self._pending > self._may_wait
 
     def launched(self) -> None:
-        """Notes that the queue is empty."""
+        """Records that the queue is empty."""
         self._pending, self._may_wait = 0, PENDING_BYTES
 
     def is_sync_point(self, parameter: Parameter) -> bool:
@@ -93,7 +93,7 @@ class LaunchSchedule:
         return self._complete > 0 and self._complete >= enough
 
     def reset_sync_point(self) -> None:
-        """Notes that the complete units have been sent."""
+        """Records that the complete units have been sent."""
         self._complete = 0
 
     def is_crowded(self) -> bool:

@@ -29,7 +29,7 @@ class LayerPlans:
         plans: those of earlier steps.
         batch_size: samples of the batch.
         forecast: expected shapes of compiled linear layers (`CompiledShapes`); None: not needed.
-        rates: of the device; asked for when a plan is made.
+        rates: the rates of the device, read when a plan is made.
         saved: bytes that the forward has saved for its backward.
     """
 
@@ -55,7 +55,7 @@ class LayerPlans:
         self._choices: dict[Parameter, LayerPlan] = {}  # of the plan
 
     def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
-        """Notes that a linear layer is about to be run on x [.., p], once for each of its uses."""
+        """Records that a linear layer is about to run on x [.., p], once for each of its uses."""
         if parameter in self._foreseen or self.plan is not None:  # a checkpoint runs forward again
             return
         self._note(parameter, x, outputs)

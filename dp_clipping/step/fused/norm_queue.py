@@ -49,7 +49,7 @@ class NormQueue:
     Args:
         norm_group_key: parameter -> a key. Layers with the same key and the same input may share a
             norm.
-        tile_size: of the kernels, None: chosen by them.
+        tile_size: the tile size of the kernels, None: chosen by them.
     """
 
     def __init__(self, norm_group_key: Mapping[Parameter, Hashable], tile_size: int | None):

@@ -1,4 +1,4 @@
-"""The sum of pulled chunks: the Triton kernel against its plain twin.
+"""The sum of pulled chunks: the Triton kernel against its reference implementation.
 
 Without a GPU the kernel runs in Triton's interpreter. bfloat16 is not tried there.
 """
@@ -54,7 +54,7 @@ def test_compiled_kernel():
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_plain_twin_sums_in_float32_or_wider(dtype):
+def test_the_reference_sums_in_float32_or_wider(dtype):
     """Sixteen-bit values are rounded once: 2048 + 1 + 1 is 2050, not 2048."""
     mine, pulled = torch.tensor([2048.0], dtype=dtype), torch.ones(2, 1, dtype=dtype)
     combine.combine(mine, pulled, 1.0)

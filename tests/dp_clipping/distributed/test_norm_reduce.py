@@ -289,7 +289,7 @@ def missing_keys(context: Context, every: int) -> None:
     expected = 2.0 * (2**10 - 1 - 2**4) - 2**7
     assert sums.wait().tolist() == [[[expected, 2 * expected]]]
     assert sums.launched == -(-10 // every)
-    with pytest.raises(AssertionError, match="after its chunk has left"):
+    with pytest.raises(AssertionError, match="after its chunk was launched"):
         sums.add("p4")
     with pytest.raises(AssertionError, match="twice"):
         sums.add("p1")

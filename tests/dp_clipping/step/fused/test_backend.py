@@ -508,7 +508,7 @@ def test_all_of_it_in_the_interpreter(interpreter, body):
     interpreter.run(body, True)
 
 
-def test_without_a_gpu_plain_twins_serve_and_say_so_once(caplog, monkeypatch):
+def test_without_a_gpu_reference_modes_run_and_say_so_once(caplog, monkeypatch):
     monkeypatch.setattr(modes, "_said", set())
     case, network, batch = network_and_batch()
     expected = clipped_sums(private(network, "bookkeeping"), batch, case.per_sample_loss)
