@@ -449,20 +449,19 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 def any_compiled(network: nn.Module) -> bool:
     """Returns whether any module of a network was, by `module.compile()` or `torch.compile`.
 
-    It is asked in each step, and calls nothing for each module.
+    It is asked in each step, and calls little for each module.
     """
-    seen: set[int] = set()
-    found: list[nn.Module | None] = [network]
-    while found:
-        module = found.pop()
-        if module is None or id(module) in seen:
-            continue
-        seen.add(id(module))
+    seen, found = {network}, [network]
+    for module in found:  # which grows
         own = module.__dict__
-        if _compiled_call(own) is not None or "_torchdynamo_orig_callable" in own:
+        if "_torchdynamo_orig_callable" in own:
+            return True
+        if "_compiled_call_impl" in own and _compiled_call(own) is not None:
             return True
         if children := own["_modules"]:
-            found += children.values()
+            new = [m for m in children.values() if m is not None and m not in seen]
+            seen.update(new)
+            found += dict.fromkeys(new)
     return False
 
 

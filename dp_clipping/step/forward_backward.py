@@ -144,16 +144,19 @@ class ForwardBackward:
         if padding is None and real < given.size:
             padding = torch.arange(batch.size, device=self.capture.trigger.device) >= real
         fill = None if each == 1 else self.state.usage.fill_of(batch.size, padding)
+        is_compiled = self.capture.is_compiled  # asked once: it looks at every module
 
         def begin() -> PrivateStep:
-            backend = self._backend(batch, padding, each)
-            private_step = PrivateStep(self.context, batch.size, backend, real, each, fill)
+            backend = self._backend(batch, padding, each, is_compiled)
+            private_step = PrivateStep(
+                self.context, batch.size, backend, real, each, fill, is_compiled
+            )
             private_step.padding = self.padding
             private_step.is_empty = not given.size
             return private_step
 
         private_step = begin()
-        randomness = Randomness(self.capture.trigger) if private_step.is_compiled else None
+        randomness = Randomness(self.capture.trigger) if is_compiled else None
         self._drop_pending()
         with self.capture.attached(private_step), sync, self._state_is_checked(module, seen):
             try:
@@ -370,12 +373,13 @@ class ForwardBackward:
                 hook.remove()
         self._carried.check(mark, batch, "a forward in training")
 
-    def _backend(self, batch: Batch, padding: Tensor | None, each: int) -> Backend:
+    def _backend(self, batch: Batch, padding: Tensor | None, each: int, compiled: bool) -> Backend:
         """Returns the fused backend if the mode asks for it and parameters are on its device.
 
         Args:
             padding: True for rows that are padding.
             each: rows of one sample.
+            compiled: a part of the network is.
         """
         context, samples = self.context, batch.size // each
         padding = None if padding is None else padding[::each]
@@ -386,7 +390,7 @@ class ForwardBackward:
             say_plain(context.mode)
             return PlainBackend(context, samples, padding)
         forecast = None  # of linear layers' operands: compiled code must know them beforehand
-        if context.sharding is None and self.capture.is_compiled:
+        if context.sharding is None and compiled:
             forecast = self._establishment.forecast(batch).of_units(each)
         return FusedBackend(context, samples, padding, forecast)
 

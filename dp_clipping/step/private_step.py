@@ -155,13 +155,13 @@ class PrivateStep:
         examples_per_unit: k; so many rows, side by side, are one sample of the step.
         fill: [B] bool, True for rows that fill up a sample, or are padding; None: no sample has
             fewer than k examples.
+        is_compiled: a part of the network is compiled.
 
     Attributes:
         batch_size: samples of the batch.
         is_empty: the batch has no sample; its one row is padding.
         leaves: parameter -> the gathered tensor that FSDP uses in its place in this forward.
         watched: the outputs, if the losses are to be checked.
-        is_compiled: a part of the network is compiled.
         slots: name of a layer -> parameter's name -> slot, for slots made before the forward.
         padding: bool for each row, True for padding, if a CUDA graph captures the step: the
             same graph serves batches with other real rows. None: `real` says it.
@@ -169,7 +169,7 @@ class PrivateStep:
 
     def __init__(
         self, context: StepContext, rows: int, backend: Backend, real: int | None = None,
-        examples_per_unit: int = 1, fill: Tensor | None = None,
+        examples_per_unit: int = 1, fill: Tensor | None = None, is_compiled: bool = False,
     ):  # fmt: skip
         self.context, self.rows, self.backend = context, rows, backend
         self.examples_per_unit, self.fill = examples_per_unit, fill
@@ -181,7 +181,7 @@ class PrivateStep:
         self.leaves: dict[Parameter, Tensor] = {}
         self.watched: Watched | None = None
         self.padding: Tensor | None = None
-        self.is_compiled: bool = self.capture.is_compiled  # asked once: it looks at every module
+        self.is_compiled = is_compiled
         self._stage = Stage.IDLE
         self._seen: set[Parameter] = set()  # in the backward under way
         self._slots: dict[Parameter, Tensor] = {}
