@@ -24,11 +24,11 @@ from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.kernels.launch.grouped_launch import (
     MOST_ROWS,
     WORDS,
+    Operands,
     Pair,
-    are_described,
     describe,
     launches,
-    readable_pair,
+    operands_of,
     table,
 )
 from dp_clipping.kernels.launch.tiles import TRITON_DTYPES, Tile, ceil_div, is_described, triton
@@ -60,7 +60,7 @@ def gradients_and_squares(
     """
     found: list = [None] * len(pairs)
     for numbers in launches(pairs):
-        launched = _launch([readable_pair(*pairs[n]) for n in numbers], tile, store)
+        launched = _launch(operands_of([pairs[n] for n in numbers]), tile, store)
         for number, result in zip(numbers, launched, strict=True):
             found[number] = result
     return found
@@ -74,19 +74,19 @@ def gradient_and_squares(
 
 
 def _launch(
-    pairs: list[Pair], tile: Tile | None, store: bool
+    operands: Operands, tile: Tile | None, store: bool
 ) -> list[tuple[Tensor | None, Tensor]]:
+    pairs, shapes, described = operands.pairs, operands.shapes, operands.described
     y, _ = pairs[0]
     batch_size, tokens, _ = y.shape
-    described, dtype = are_described(pairs), stored_dtype(y.dtype)
-    shapes = [(left.shape[2], right.shape[2]) for left, right in pairs]
+    dtype = stored_dtype(y.dtype)
     if not (batch_size and tokens and any(d and p for d, p in shapes)):
         squares = y.new_zeros(len(pairs), batch_size, dtype=torch.float32)
         results = [y.new_zeros(batch_size, *shape, dtype=dtype) for shape in shapes if store]
         return list(zip(results or [None] * len(pairs), squares.unbind(0), strict=True))
     tile = tile or best_for_pairs(
         "instantiate" if store else "accumulate", pairs, described, TILES,
-        lambda tile: _launch(pairs, tile, store),
+        lambda tile: _launch(operands, tile, store),
     )  # fmt: skip
     results = [y.new_empty(batch_size, *shape, dtype=dtype) if store else None for shape in shapes]
     counts = [-(-d // tile.rows) * -(-p // tile.columns) for d, p in shapes]
@@ -111,9 +111,9 @@ def _launch(
         share = ceil_div(batch_size, min(batch_size, ceil_div(PROGRAMS, sum(counts))))
         splits = ceil_div(batch_size, share)
         programs = [count * splits for count in counts]
-        operands = table(pairs, results, programs, [0] * len(pairs), described)
-        _gradients_kernel[(operands.programs,)](
-            operands.words, operands.starts, squares, len(pairs), batch_size, tokens, max(counts),
+        rows = table(operands, results, programs, [0] * len(pairs))
+        _gradients_kernel[(rows.programs,)](
+            rows.words, rows.starts, squares, len(pairs), batch_size, tokens, max(counts),
             share, DTYPE=TRITON_DTYPES[y.dtype], STORED=TRITON_DTYPES[dtype], DESCRIBED=described,
             WRITTEN=written_in_loop, MOST=MOST_ROWS, WORDS=WORDS, **shared,
         )  # fmt: skip

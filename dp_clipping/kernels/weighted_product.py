@@ -25,11 +25,11 @@ from torch import Tensor
 from dp_clipping.kernels.launch.grouped_launch import (
     MOST_ROWS,
     WORDS,
+    Operands,
     Pair,
-    are_described,
     describe,
     launches,
-    readable_pair,
+    operands_of,
     table,
 )
 from dp_clipping.kernels.launch.tiles import TRITON_DTYPES, Tile, triton
@@ -65,8 +65,8 @@ def weighted_products(
     """
     found: list = [None] * len(pairs)
     for numbers in launches(pairs):
-        chunk = [readable_pair(*pairs[n]) for n in numbers]
-        launched = _launch(chunk, weights, [groups[n] for n in numbers], tile)
+        operands = operands_of([pairs[n] for n in numbers])
+        launched = _launch(operands, weights, [groups[n] for n in numbers], tile)
         for number, result in zip(numbers, launched, strict=True):
             found[number] = result
     return found
@@ -80,17 +80,16 @@ def weighted_product(
 
 
 def _launch(
-    pairs: list[Pair], weights: SortedCoefficients, groups: list[int], tile: Tile | None
+    operands: Operands, weights: SortedCoefficients, groups: list[int], tile: Tile | None
 ) -> list[Tensor]:
+    pairs, shapes, described = operands.pairs, operands.shapes, operands.described
     y, _ = pairs[0]
     batch_size, tokens, _ = y.shape
-    described = are_described(pairs)
-    shapes = [(left.shape[2], right.shape[2]) for left, right in pairs]
     if not (batch_size and tokens and any(d and p for d, p in shapes)):
         return [y.new_zeros(shape, dtype=torch.float32) for shape in shapes]
     tile = tile or best_for_pairs(
         "weighted_product", pairs, described, TILES,
-        lambda tile: _launch(pairs, weights, groups, tile),
+        lambda tile: _launch(operands, weights, groups, tile),
     )  # fmt: skip
     totals = [y.new_empty(shape, dtype=torch.float32) for shape in shapes]
     counts = [-(-d // tile.rows) * -(-p // tile.columns) for d, p in shapes]
@@ -106,9 +105,9 @@ def _launch(
             batch_size, tokens, y.shape[2], a.shape[2], **shared,
         )  # fmt: skip
     else:
-        operands = table(pairs, totals, counts, groups, described)
-        _weighted_products_kernel[(operands.programs,)](
-            operands.words, operands.starts, weights.order, weights.ratio, weights.first,
+        rows = table(operands, totals, counts, groups)
+        _weighted_products_kernel[(rows.programs,)](
+            rows.words, rows.starts, weights.order, weights.ratio, weights.first,
             weights.last, len(pairs), batch_size, tokens, DTYPE=TRITON_DTYPES[y.dtype],
             DESCRIBED=described, MOST=MOST_ROWS, WORDS=WORDS, **shared,
         )  # fmt: skip

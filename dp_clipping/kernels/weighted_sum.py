@@ -31,6 +31,9 @@ UNROLLED = 16  # samples whose loads are in flight together
 PROGRAMS = 1056  # eight for each processor of an H200: fewer divide the samples
 ALIGNED = 16  # values: samples that start at multiples of it are read in 16 bytes
 
+Row = tuple[int, Tensor, int, int]
+"""Of a launch: the address of G, its sum and how many values that has, and the clipping group."""
+
 
 def weighted_sums(
     gradients: Sequence[Tensor], coefficients: Tensor, groups: Sequence[int]
@@ -45,21 +48,20 @@ def weighted_sums(
     totals = [g.new_empty(g.shape[1:], dtype=torch.float32) for g in gradients]
     gradients = [g.contiguous() for g in gradients]
     coefficients = coefficients.contiguous()
-    alike: dict[tuple, list[int]] = {}
-    for number, (g, total) in enumerate(zip(gradients, totals, strict=True)):
-        if g.numel():
-            # Declares addresses, and samples' sizes, to be multiples of 16 bytes.
-            aligned = total.numel() % ALIGNED == 0 and g.data_ptr() % ALIGNED == 0
-            alike.setdefault((g.dtype, g.device, aligned), []).append(number)
-        else:
+    alike: dict[tuple, list[Row]] = {}
+    for g, total, group in zip(gradients, totals, groups, strict=True):
+        if 0 in g.shape:
             total.zero_()
-    for (dtype, _, aligned), numbers in alike.items():
-        for first in range(0, len(numbers), MOST):
-            chunk = numbers[first : first + MOST]
-            _launch(
-                [gradients[n] for n in chunk], [totals[n] for n in chunk], coefficients,
-                [groups[n] for n in chunk], dtype, aligned,
-            )  # fmt: skip
+            continue
+        # Declares addresses, and samples' sizes, to be multiples of 16 bytes.
+        address, size = g.data_ptr(), total.numel()
+        key = (g.dtype, g.device, size % ALIGNED == address % ALIGNED == 0)
+        if key not in alike:
+            alike[key] = []
+        alike[key].append((address, total, size, group))
+    for (dtype, _, aligned), rows in alike.items():
+        for first in range(0, len(rows), MOST):
+            _launch(rows[first : first + MOST], coefficients, dtype, aligned)
     return totals
 
 
@@ -68,31 +70,30 @@ def weighted_sum(gradients: Tensor, coefficients: Tensor) -> Tensor:
     return weighted_sums([gradients], coefficients[None], [0])[0]
 
 
-def _launch(
-    gradients: list[Tensor], totals: list[Tensor], coefficients: Tensor, groups: list[int],
-    dtype: torch.dtype, aligned: bool,
-) -> None:  # fmt: skip
-    starts = [0, *accumulate([-(-total.numel() // BLOCK) for total in totals])]
+def _launch(rows: list[Row], coefficients: Tensor, dtype: torch.dtype, aligned: bool) -> None:
+    starts = [0, *accumulate([-(-size // BLOCK) for _, _, size, _ in rows])]
     batch_size = coefficients.shape[1]
     splits = min(max(1, PROGRAMS // starts[-1]), ceil_div(batch_size, UNROLLED), UNROLLED)
     share = ceil_div(batch_size, splits)
     splits = ceil_div(batch_size, share)
-    parts = totals
+    parts = [total for _, total, _, _ in rows]
     if splits > 1:
-        parts = [total.new_empty(splits, *total.shape) for total in totals]
+        parts = [total.new_empty(splits, *total.shape) for total in parts]
+    results = [part.data_ptr() for part in parts]
     words = [
-        (g.data_ptr(), part.data_ptr(), total.numel(), group)
-        for g, part, total, group in zip(gradients, parts, totals, groups, strict=True)
+        (address, result, size, group)
+        for (address, _, size, group), result in zip(rows, results, strict=True)
     ]
     numbers = kept_table_on(coefficients.device, (*starts, *chain.from_iterable(words)))
     _weighted_sum_kernel[(starts[-1], splits)](
-        numbers[len(starts) :], numbers, coefficients, len(totals), batch_size, share,
+        numbers[len(starts) :], numbers, coefficients, len(rows), batch_size, share,
         batch_size if batch_size <= UNROLLED else 0, DTYPE=TRITON_DTYPES[dtype],
         ALIGNED=ALIGNED if aligned else 1, MOST=MOST, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     if splits > 1:
         ones = coefficients.new_ones(1, splits)
-        _launch(parts, totals, ones, [0] * len(parts), torch.float32, aligned)
+        rows = [(r, total, n, 0) for r, (_, total, n, _) in zip(results, rows, strict=True)]
+        _launch(rows, ones, torch.float32, aligned)
 
 
 def weighted_sum_plain(gradients: Tensor, coefficients: Tensor) -> Tensor:

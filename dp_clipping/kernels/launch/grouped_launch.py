@@ -17,7 +17,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import is_described, kept_table_on, readable, triton
+from dp_clipping.kernels.launch.tiles import is_aligned, kept_table_on, readable, triton
 
 if triton is not None:
     import triton.language as tl
@@ -28,6 +28,25 @@ LARGE = 1e11  # operations that are worth a launch: 0.15 ms of an H200, which ta
 WORDS = 10  # left, right, result; their rows and columns; strides of left and right; group
 
 Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The operands of one launch, of one B, T and dtype.
+
+    Attributes:
+        pairs: left [B, T, d] and right [B, T, p] of each product, as the kernels can read them.
+        shapes: (d, p) of each.
+        addresses: of left and right of each in turn.
+        strides: of sample and token of left, then of right, of each in turn.
+        described: the bulk copy engine takes all of them.
+    """
+
+    pairs: list[Pair]
+    shapes: list[tuple[int, int]]
+    addresses: list[int]
+    strides: list[int]
+    described: bool
 
 
 @dataclass(frozen=True)
@@ -45,29 +64,52 @@ class Table:
     programs: int
 
 
-def table(
-    pairs: Sequence[Pair], results: Sequence[Tensor | None], counts: Sequence[int],
-    groups: Sequence[int], described: bool,
-) -> Table:  # fmt: skip
-    """Returns the table of left [B, T, d] and right [B, T, p] operands and their results.
+def operands_of(pairs: Sequence[Pair]) -> Operands:
+    """Returns the operands of a launch, any of which may have any strides.
 
-    Args:
-        described: the bulk copy engine takes all operands (`are_described`).
+    It asks PyTorch once for what the kernels need of each: a step has hundreds of operands.
     """
+    size = pairs[0][0].element_size()
+    ready, shapes = [], []
+    addresses: list[int] = []
+    strides: list[int] = []  # of samples and tokens
+    described = True
+    for left, right in pairs:
+        (left_b, left_t, left_x), (right_b, right_t, right_x) = left.stride(), right.stride()
+        if not left_x == right_x == 1:
+            left, right = readable(left), readable(right)
+            (left_b, left_t, left_x), (right_b, right_t, right_x) = left.stride(), right.stride()
+        is_full = 0 not in left.shape and 0 not in right.shape
+        described = described and is_full and left_x == right_x == 1
+        ready.append((left, right))
+        shapes.append((left.shape[2], right.shape[2]))
+        addresses += left.data_ptr(), right.data_ptr()
+        strides += left_b, left_t, right_b, right_t
+    described = described and is_aligned(addresses, strides, size)
+    return Operands(ready, shapes, addresses, strides, described)
+
+
+def table(
+    operands: Operands, results: Sequence[Tensor | None], counts: Sequence[int],
+    groups: Sequence[int],
+) -> Table:  # fmt: skip
+    """Returns the table of a launch's operands and their results."""
+    at, strides = operands.addresses, operands.strides
     rows = [
         (
-            left.data_ptr(), right.data_ptr(), 0 if result is None else result.data_ptr(),
-            left.shape[2], right.shape[2], left.stride(0), left.stride(1), right.stride(0),
-            right.stride(1), group,
+            *at[2 * n : 2 * n + 2], 0 if result is None else result.data_ptr(), *shape,
+            *strides[4 * n : 4 * n + 4], group,
         )
-        for (left, right), result, group in zip(pairs, results, groups, strict=True)
+        for n, (result, shape, group) in enumerate(
+            zip(results, operands.shapes, groups, strict=True)
+        )
     ]  # fmt: skip
     starts = [0]
     for count in counts:
         starts.append(starts[-1] + count)
-    if described:
+    if operands.described:
         triton.set_allocator(allocate)
-    numbers = kept_table_on(pairs[0][0].device, (*starts, *chain.from_iterable(rows)))
+    numbers = kept_table_on(operands.pairs[0][0].device, (*starts, *chain.from_iterable(rows)))
     return Table(numbers[len(starts) :], numbers[: len(starts)], starts[-1])
 
 
@@ -75,30 +117,22 @@ def launches(pairs: Sequence[Pair]) -> Iterator[list[int]]:
     """Yields the pairs of each launch: a large one, or small ones of one B, T and dtype."""
     small: dict[tuple, list[int]] = {}
     for number, (left, right) in enumerate(pairs):
-        if 2.0 * left.numel() * right.shape[2] >= LARGE:
+        batch_size, tokens, width = left.shape
+        if 2.0 * batch_size * tokens * width * right.shape[2] >= LARGE:
             yield [number]
-        else:
-            key = (left.shape[0], left.shape[1], left.dtype)
-            small.setdefault(key, []).append(number)
+            continue
+        key = (batch_size, tokens, left.dtype)
+        if key not in small:
+            small[key] = []
+        small[key].append(number)
     for numbers in small.values():
         for first in range(0, len(numbers), MOST_ROWS):
             yield numbers[first : first + MOST_ROWS]
 
 
-def are_described(pairs: Sequence[Pair]) -> bool:
-    """Returns whether the bulk copy engine takes all operands."""
-    return all([is_described(x) for pair in pairs for x in pair])
-
-
 def describe(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     """Returns a descriptor of x [B, T, n] for the bulk copy engine, made on the host."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, *block])
-
-
-def readable_pair(left: Tensor, right: Tensor) -> Pair:
-    if left.stride(2) == 1 == right.stride(2):
-        return left, right
-    return readable(left), readable(right)
 
 
 def allocate(size: int, alignment: int, stream: int | None) -> Tensor:

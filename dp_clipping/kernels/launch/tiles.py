@@ -155,14 +155,22 @@ def tile_of(size: int | None, *dtypes: torch.dtype) -> Tile | None:
 
 def is_described(x: Tensor) -> bool:
     """Returns whether the bulk copy engine takes x [B, T, n]."""
-    size, (sample, token, feature) = x.element_size(), x.stride()
-    sample, token = sample * size, token * size
+    sample, token, feature = x.stride()
+    is_dense = feature == 1 and x.numel() > 0
+    return is_dense and is_aligned([x.data_ptr()], [sample, token], x.element_size())
+
+
+def is_aligned(addresses: list[int], strides: list[int], size: int) -> bool:
+    """Returns whether the bulk copy engine takes operands whose elements have `size` bytes.
+
+    Args:
+        strides: of all but the last dimension, in elements.
+    """
     return (
-        feature == 1
-        and x.data_ptr() % ALIGNMENT == sample % ALIGNMENT == token % ALIGNMENT == 0
-        and 0 < sample < LARGEST_STRIDE
-        and 0 < token < LARGEST_STRIDE
-        and x.numel() > 0
+        all([address % ALIGNMENT == 0 for address in addresses])
+        and all([stride * size % ALIGNMENT == 0 for stride in strides])
+        and min(strides) > 0
+        and max(strides) * size < LARGEST_STRIDE
     )
 
 
