@@ -102,7 +102,7 @@ class LinearFactors:
         return (self.a, self.y) if self.transposed else (self.y, self.a)
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         return self.a.nbytes + self.y.nbytes
 
     @property

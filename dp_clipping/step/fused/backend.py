@@ -142,7 +142,7 @@ class FusedBackend:
             self.sums.kept[parameter] = factors  # in order of arrival; G may take its place
         stays = not choice.recomputed and choice.algorithm != INSTANTIATE and not self._streams
         total = self.sums.bytes_of(parameter) if self._streams else 0
-        self._wait_for(parameter, 0 if stays else max(factors.bytes, choice.bytes) + total)
+        self._wait_for(parameter, 0 if stays else max(factors.nbytes, choice.bytes) + total)
 
     def _take_norm(self, parameter: Parameter, use: Any) -> None:
         """Takes the norm of an embedding or a convolution, which is one launch."""
@@ -227,4 +227,4 @@ class FusedBackend:
         groups = [k for k, count in counts.items() if count == len(members[k])]
         if groups:
             scale = self._coefficients_of(groups)
-            self.sums.form({p: kept.pop(p) for p in here if group_of[p] in scale.rows}, scale)
+            self.sums.form([(p, kept.pop(p)) for p in here if group_of[p] in scale.rows], scale)

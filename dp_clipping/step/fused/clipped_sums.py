@@ -22,7 +22,7 @@ from dp_clipping.step.rng_replay import Randomness
 
 
 def clipped_sums(
-    saved: dict[Parameter, Any],
+    saved: list[tuple[Parameter, Any]],
     scale: Coefficients,
     groups: Mapping[Parameter, int],
     shapes: Mapping[Parameter, torch.Size],
@@ -32,7 +32,7 @@ def clipped_sums(
     """Returns Σ_i c_i G_i of each parameter, [*parameter] in float32, in the order of `saved`.
 
     Args:
-        saved: parameter -> G [B, *parameter], a linear layer's factors, or an object with
+        saved: each parameter, with G [B, *parameter], a linear layer's factors, or an object with
             `weighted_sum` or `gradients`. It is emptied, so that memory is freed as sums are
             formed.
         groups: parameter -> its clipping group.
@@ -40,14 +40,23 @@ def clipped_sums(
         tile_size: the tile size of the kernels, None: chosen by them.
         label: the range of a profiler's trace for "sum" and the parameters it is of.
     """
-    parameters, values = list(saved), list(saved.values())
+    parameters, values = zip(*saved, strict=True)
     saved.clear()
-    rows = [scale.rows[groups[p]] for p in parameters]
+    if len(scale.rows) == 1:  # they are all of that group
+        rows = [*scale.rows.values()] * len(parameters)
+    else:
+        rows = [scale.rows[groups[p]] for p in parameters]
     totals: list[Any] = [None] * len(values)
-    factors = [n for n, one in enumerate(values) if isinstance(one, LinearFactors)]
-    linear = [n for n in factors if not values[n].is_one_token]
-    kept = [one if isinstance(one, Tensor) else getattr(one, "gradients", None) for one in values]
-    gradients = {n: g for n, g in enumerate(kept) if g is not None}
+    linear: list[int] = []
+    gradients: dict[int, Tensor] = {}
+    for n, one in enumerate(values):
+        if isinstance(one, Tensor):
+            gradients[n] = one
+        elif isinstance(one, LinearFactors):
+            if not one.is_one_token:
+                linear.append(n)
+        elif (kept := getattr(one, "gradients", None)) is not None:
+            gradients[n] = kept
     if gradients:
         with label("sum", *[parameters[n] for n in gradients]):
             own = [rows[n] for n in gradients]
@@ -107,8 +116,8 @@ class FusedSums:
         self.kept: dict[Parameter, Any] = {}
         self.recomputed: list[Parameter] = []
         self.is_in_backward = False
-        self._formed: set[Parameter] = set()  # before and while a second backward runs
-        self._queued: dict[Parameter, Any] = {}
+        self._taken: set[Parameter] = set()  # before and while a second backward runs
+        self._queued: list[tuple[Parameter, Any]] = []
 
     def __len__(self) -> int:
         """Returns how many parameters wait for a launch."""
@@ -116,6 +125,7 @@ class FusedSums:
 
     def begin(self) -> None:
         self.schedule.begin()
+        self._taken = set(self.kept)
         if self.capture.sharding is not None:
             self.end()  # beside what the second backward brings of the same modules
             self.schedule.reset_sync_point()
@@ -131,16 +141,17 @@ class FusedSums:
         return [triggers[parameter] for parameter in self.recomputed]
 
     def has_taken(self, parameter: Parameter) -> bool:
-        return parameter in self.kept or parameter in self._queued or parameter in self._formed
+        return parameter in self._taken
 
     def emit(self, parameter: Parameter, saved: Any) -> None:
         self.schedule.check_stream(saved if isinstance(saved, Tensor) else saved.y)
         if not isinstance(saved, Tensor | LinearFactors):
             saved = saved.on_kernels()
+        self._taken.add(parameter)
         self._queue(parameter, saved)
 
     def end(self) -> None:
-        left = list(reversed(self.kept.items()))
+        left = [*reversed(self.kept.items())]
         self.kept.clear()
         while left:  # what a sum is formed of is freed with it
             self._queue(*left.pop())
@@ -160,13 +171,13 @@ class FusedSums:
         """
         if self.shards is not None and self.shards.deferred:
             return 0
-        return SUM_BYTES * self.capture.shapes[parameter].numel()
+        sharded = self.capture.sharding is not None
+        return SUM_BYTES * (self.capture.shapes[parameter] if sharded else parameter).numel()
 
     def _queue(self, parameter: Parameter, saved: Any) -> None:
         """Queues a parameter's sum for a common launch."""
-        self._queued[parameter] = saved
-        held = getattr(saved, "nbytes", 0) or getattr(saved, "bytes", 0)
-        if not self.schedule.add(self.bytes_of(parameter) + held):
+        self._queued.append((parameter, saved))
+        if not self.schedule.add(self.bytes_of(parameter) + saved.nbytes):
             return
         if self.schedule.is_sync_point(parameter) and self.is_in_backward:
             self._flush()
@@ -177,15 +188,13 @@ class FusedSums:
     def _flush(self) -> None:
         """Forms the sums that are queued."""
         self.schedule.launched()
-        queued, self._queued = self._queued, {}
+        queued, self._queued = self._queued, []
         if queued:
             self.form(queued, self.scale)
 
     @torch.no_grad()
-    def form(self, saved: dict[Parameter, Any], scale: Coefficients) -> None:
+    def form(self, saved: list[tuple[Parameter, Any]], scale: Coefficients) -> None:
         """Forms sums of several parameters; `saved` is emptied."""
-        if self.recomputed:
-            self._formed.update(saved)
         totals = clipped_sums(saved, scale, *self._how)
         totals.reverse()
         while totals:

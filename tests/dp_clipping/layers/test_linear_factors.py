@@ -109,4 +109,4 @@ def test_some_samples():
     part = exact(factors.only(torch.tensor([False, True, True])))
     assert torch.equal(part[1:], exact(factors)[1:])
     assert not part[0].any()
-    assert factors.bytes == factors.a.nbytes + factors.y.nbytes
+    assert factors.nbytes == factors.a.nbytes + factors.y.nbytes

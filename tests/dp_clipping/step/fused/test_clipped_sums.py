@@ -39,14 +39,14 @@ def test_clipped_sums(place: Place) -> None:
         "one token, transposed": (LinearFactors(*single, True), 9, single),
     }
     names = {torch.nn.Parameter(torch.empty(0)): name for name in parts}
-    saved = {p: parts[name][0] for p, name in names.items()}
+    saved = [(p, parts[name][0]) for p, name in names.items()]
     groups = {p: parts[name][1] for p, name in names.items()}
     shapes = {p: torch.Size([4, 8]) for p in names}  # only an embedding's is asked for
     size = None if tile is None else tile.rows
     label = lambda *_: nullcontext()  # noqa: E731
     totals = clipped_sums(saved, Coefficients(c, {9: 0, 4: 1}), groups, shapes, size, label)
     assert [names[p] for p, _ in totals] == list(parts)
-    assert saved == {}
+    assert saved == []
     for parameter, total in totals:
         one, group, product = parts[names[parameter]]
         own = c[{9: 0, 4: 1}[group]]
