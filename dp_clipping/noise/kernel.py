@@ -100,16 +100,19 @@ class StreamTable:
 
     def write(self, streams: Sequence[Stream]) -> None:
         """Sets what later launches read; copied in the order of the device's work."""
-        rows = [[*addresses, *_words_in_row(streams[n])] for n, addresses in self._rows]
+        words = _words_in_rows(streams)
+        rows = [[*addresses, *words[n]] for n, addresses in self._rows]
         if rows:
-            words = torch.tensor(rows, dtype=torch.int64, pin_memory=self._words.is_cuda)
-            self._words[: len(rows)].copy_(words, non_blocking=True)
+            table = torch.tensor(rows, dtype=torch.int64, pin_memory=self._words.is_cuda)
+            self._words[: len(rows)].copy_(table, non_blocking=True)
 
 
-def _words_in_row(stream: Stream) -> list[int]:
+def _words_in_rows(streams: Sequence[Stream]) -> list[tuple[int, int, int]]:
+    """Returns the last three words of each stream's row; `_signed` without a call for each."""
     return [
-        _signed(stream.key_0 | stream.key_1 << 32, 64), stream.counter_2, stream.counter_3
-    ]  # fmt: skip
+        ((s.key_0 | s.key_1 << 32) - (s.key_1 >> 31 << 64), s.counter_2, s.counter_3)
+        for s in streams
+    ]
 
 
 def add_noise_to_all_kernel_launch(
@@ -126,12 +129,17 @@ def add_noise_to_all_kernel_launch(
         outs: tensors of one dtype, contiguous; each may be its total itself.
         make_table: takes the rows to the device; default: copies them.
     """
-    pieces = _pieces(tuple([total.numel() for total in totals]), totals[0].device)
+    sizes = tuple([total.numel() for total in totals])
+    pieces = _pieces(sizes, totals[0].device)
     if not len(pieces):
         return
+    sums = [total.data_ptr() for total in totals]
+    results = [out.data_ptr() for out in outs]
     rows = [
-        [total.data_ptr(), out.data_ptr(), total.numel(), *_words_in_row(stream)]
-        for total, out, stream in zip(totals, outs, streams, strict=True)
+        [address, result, size, *words]
+        for address, result, size, words in zip(
+            sums, results, sizes, _words_in_rows(streams), strict=True
+        )
     ]
     table = table_on(totals[0].device, rows) if make_table is None else make_table(rows)
     _add_noise_to_all_kernel[(len(pieces),)](

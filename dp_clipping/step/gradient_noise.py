@@ -85,7 +85,7 @@ class GradientNoise:
         parameters = model.capture.parameters
         gradients: list[Any] = [p.grad for p in parameters]
         noisy = add_noise_to_all(
-            list(map(local, gradients)),
+            gradients if self._places is None else list(map(local, gradients)),
             self.streams(step),
             std=self.std_multiplier() * model.step_state.sensitivity,
             divisor=settings.expected_batch_size if settings.loss_reduction == "mean" else 1.0,
