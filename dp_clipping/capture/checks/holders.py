@@ -73,7 +73,7 @@ class Holder:
         values = self.values
         if type(values) is CellType:
             return values.cell_contents is copy
-        if isinstance(values, set):
+        if isinstance(values, set):  # of a class of its own
             return values == copy
         if is_array(values):
             return bool((values == copy).all())

@@ -73,6 +73,7 @@ class State:
     def walk(self) -> None:
         """Look for the places again."""
         self.dicts: list[Holder] = []  # those of dicts
+        self.sets: list[Holder] = []  # those of sets
         self.others: list[Holder] = []
         self.tensors: list[Named] = []
         self._seen: dict[int, Any] = {}
@@ -89,6 +90,7 @@ class State:
             self._visit(function, name, None, None, 1)
         self._seen.clear()
         self.held = [holder.values for holder in self.dicts]
+        self.held_sets = [holder.values for holder in self.sets]
         self._ids = Mark(self).ids()
 
     def _visit(self, value: Any, name: str, holder: Holder | None, key: Any, depth: int) -> None:
@@ -202,7 +204,8 @@ class State:
                 return
         if len(values) > LENGTH:
             return
-        (self.dicts if isinstance(values, dict) else self.others).append(holder)
+        own = self.dicts if isinstance(values, dict) else self.others
+        (self.sets if type(values) is set else own).append(holder)
         self._visit_held(holder, depth)
 
     def _visit_held(self, holder: Holder, depth: int = 0) -> None:
@@ -262,12 +265,13 @@ class State:
 class Mark:
     """Records what a `State` held at one moment.
 
-    The values of all dicts are one list, made and compared without a loop in Python: a step
-    makes several marks of thousands of dicts.
+    The values of all dicts are one list, made and compared without a loop in Python, and so are
+    all sets: a step makes several marks of thousands of dicts.
     """
 
     def __init__(self, state: State):
         self.state, self._dicts, self._held = state, state.dicts, state.held
+        self._sets, self._held_sets = state.sets, state.held_sets
         self.renew()
 
     def renew(self) -> None:
@@ -275,6 +279,7 @@ class Mark:
         self._sizes = list(map(len, self._held))
         self._keys = list(chain.from_iterable(self._held))
         self._values = list(chain.from_iterable(map(dict.values, self._held)))
+        self._copies = list(map(set.copy, self._held_sets))
         self._others = [(holder, holder.copy()) for holder in self.state.others]
         self._hooks = hooks_so_far()
         self.tensors = self.state.tensors
@@ -300,6 +305,9 @@ class Mark:
                 if len(holder.values) != size or not all(map(is_, values, holder.values.values())):
                     yield holder, dict(zip(self._keys[start : start + size], values, strict=True))
                 start += size
+        if self._held_sets != self._copies:
+            pairs = zip(self._sets, self._copies, strict=True)
+            yield from ((holder, copy) for holder, copy in pairs if holder.values != copy)
         yield from ((holder, copy) for holder, copy in self._others if not holder.is_as(copy))
 
     def replaced(self) -> list[Change]:
