@@ -52,9 +52,9 @@ class Layout:
         """Returns x [.., features] as [B, T, features]."""
         if self.kind != "dimension" or self.dim:
             x = self.batch_first(x, batch_size)
-        if x.dim() == 3:
+        if x.ndim == 3:
             return x
-        return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
+        return x.unsqueeze(1) if x.ndim == 2 else x.flatten(1, -2)
 
     def restore(self, x: Tensor) -> Tensor:
         """Returns the inverse of `batch_first`."""

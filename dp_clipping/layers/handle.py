@@ -187,6 +187,14 @@ class LayerState:
         parameter = self._parameters[name]
         return self.private_step.trigger_of(parameter), partial(self.private_step.dense, parameter)
 
+    def trigger(self, name: str) -> Tensor | None:
+        """Returns the input that makes backward visit a use of a parameter; None if it is frozen.
+
+        Who calls it gives what arrives to the private step itself.
+        """
+        own = self._parameters.get(name)
+        return None if own is None else self.private_step.trigger_of(own)
+
     def factor_target(self, name: str) -> tuple[Tensor, Callable[[Any], None]]:
         """Returns where the backward puts factors of a weight's G: (function input, callback).
 
@@ -199,8 +207,7 @@ class LayerState:
         return private_step.trigger_of(parameter), partial(private_step.factors, parameter)
 
     def layouts_of(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
-        dims = tuple(x.dim() for x in inputs)
-        found = self.layouts.get(dims)
+        found = self.layouts.get(tuple([x.ndim for x in inputs]))
         if found is None:
             raise LayoutUnknown(self.name)
         return self._of_units(found)
@@ -246,7 +253,10 @@ class LayerState:
         output gradient for all of them, in which the samples are added up already. With the input
         expanded to the batch, broadcasting does downstream what it did before.
         """
-        (layout,) = self.layouts_of([x])
+        found = self.layouts.get((x.ndim,))
+        if found is None:
+            raise LayoutUnknown(self.name)
+        (layout,) = found if self.private_step.examples_per_unit == 1 else self._of_units(found)
         if layout.kind == "dimension" and x.shape[layout.dim] == self.private_step.batch_size:
             return layout, x
         check_size(x, layout, self, self.private_step.batch_size)

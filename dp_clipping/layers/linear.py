@@ -87,7 +87,7 @@ def _(left: Tensor, right: Tensor, tile_size: int | None) -> tuple[Tensor, Tenso
 
 def _serves_compiled(handle: LayerState) -> bool:
     """Returns whether the private step has made the slots for a layer whose weight is used once."""
-    return torch.compiler.is_compiling() and "count" in handle.slots and not handle.always_dense
+    return "count" in handle.slots and not handle.always_dense and torch.compiler.is_compiling()
 
 
 def _run_compiled(

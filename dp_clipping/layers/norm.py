@@ -61,18 +61,24 @@ def _run(
                 f"{shape} for inputs of {x.shape[-1]} features, and a weight that is broadcast has "
                 f"no per-sample gradients here: build it with {x.shape[-1]} features"
             )
-        slot, target = handle.gradient_target("weight")
         if when == LATER:
+            slot = handle.trigger("weight")
             target = partial(handle.private_step.normalized, handle.parameter("weight"), None)
-        return RMSNorm.apply(x, weight, slot, target, shape, eps, *place, copy)
+        else:
+            slot, target = handle.gradient_target("weight")
+        return RMSNorm.apply(x, weight, slot, (target, shape, eps, *place, copy))
     bias = None if bias is None else bias.detach()
-    targets = [*handle.gradient_target("weight"), *handle.gradient_target("bias")]
     if when == LATER:
-        of_name = handle.parameters()
-        targets[1] = partial(
-            handle.private_step.normalized, of_name.get("weight"), of_name.get("bias")
-        )
-    return LayerNorm.apply(x, weight, bias, *targets, shape, self.eps, *place)
+        weight_slot, bias_slot = handle.trigger("weight"), handle.trigger("bias")
+        own = handle.parameters()
+        take = partial(handle.private_step.normalized, own.get("weight"), own.get("bias"))
+        targets = (take, None)
+    else:
+        weight_slot, weight_target = handle.gradient_target("weight")
+        bias_slot, bias_target = handle.gradient_target("bias")
+        targets = (weight_target, bias_target)
+    rest = (targets, shape, self.eps, *place)
+    return LayerNorm.apply(x, weight, bias, weight_slot, bias_slot, rest)
 
 
 def _when(handle: LayerState, x: Tensor, shape: list[int]) -> str | None:
@@ -91,10 +97,11 @@ def per_sample(x: Tensor, layout: Layout, batch_size: int, shape: list[int]) -> 
 
 def by_token(x: Tensor, layout: Layout, batch_size: int, dims: int) -> Tensor:
     """Returns x [.., *shape], `dims` dimensions, in any layout as [B, T, features]."""
-    x = layout.batch_first(x, batch_size)
-    if x.dim() == 3 and dims == 1:
+    if layout.kind != "dimension" or layout.dim:
+        x = layout.batch_first(x, batch_size)
+    if x.ndim == 3 and dims == 1:
         return x
-    return x.reshape(batch_size, -1, x.shape[x.dim() - dims :].numel())
+    return x.reshape(batch_size, -1, x.shape[x.ndim - dims :].numel())
 
 
 class RMSNorm(torch.autograd.Function):
@@ -102,11 +109,13 @@ class RMSNorm(torch.autograd.Function):
 
     Or what G follows from, if `when` is LATER.
 
-    `copy`: one of `COPIES`, None for `nn.RMSNorm`.
+    `rest` has what is no tensor: PyTorch looks at each argument in Python. `copy`: one of `COPIES`,
+    None for `nn.RMSNorm`.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, slot, target, shape, eps, kind, dim, batch_size, when, copy):
+    def forward(ctx, x, weight, slot, rest):
+        target, shape, eps, kind, dim, batch_size, when, copy = rest
         dims = list(range(-len(shape), 0))
         fused = fused_rms_norm() if x.is_cuda else None
         if copy:
@@ -158,7 +167,7 @@ class RMSNorm(torch.autograd.Function):
             scale = scale.to(product.dtype)
             gradients = torch.bmm(scale.mT, product).view(batch_size, *shape)
             gradients = deliver(ctx.target, gradients.to(accumulation_dtype(x.dtype)))
-        return gx, None, gradients, *[None] * 8
+        return gx, None, gradients, None
 
 
 def _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) -> Tensor:
@@ -178,11 +187,8 @@ class LayerNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, x, weight, bias, weight_slot, weight_target, bias_slot, bias_target, shape, eps, kind,
-        dim, batch_size, when,
-    ):  # fmt: skip
-        ctx.targets, ctx.when = (weight_target, bias_target), when
+    def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
+        ctx.targets, shape, eps, kind, dim, batch_size, ctx.when = rest
         wants = x.requires_grad, weight_slot is not None, bias_slot is not None
         if x.dtype != weight.dtype:  # under autocast
             x = x.to(torch.promote_types(x.dtype, weight.dtype))
@@ -208,14 +214,14 @@ class LayerNorm(torch.autograd.Function):
             operands = Normalized(by_token(gy, *place), by_token(x, *place), *rows, wants_bias)
             if ctx.when == LATER:
                 ctx.targets[0](operands)
-                return gx, *[None] * 12
+                return gx, *[None] * 5
             weights, biases = norm_layer_gradients([operands])[0]
             weights = (
                 deliver(ctx.targets[0], weights.view(batch_size, *shape)) if wants_weight else None
             )
             if wants_bias:
                 biases = deliver(ctx.targets[1], biases.view(batch_size, *shape))
-            return gx, None, None, weights, None, biases, *[None] * 7
+            return gx, None, None, weights, biases, None
         if wants_weight:
             normalized = (x.to(dtype) - mean.to(dtype)) * rstd.to(dtype)
             weights = per_sample(gy.to(dtype) * normalized, layout, batch_size, shape).sum(1)
@@ -223,4 +229,4 @@ class LayerNorm(torch.autograd.Function):
         if wants_bias:
             biases = per_sample(gy, layout, batch_size, shape).sum(1, dtype=dtype)
             biases = deliver(ctx.targets[1], biases)
-        return gx, None, None, weights, None, biases, *[None] * 7
+        return gx, None, None, weights, biases, None

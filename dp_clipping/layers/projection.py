@@ -32,16 +32,16 @@ def project(
     private_step = handle.private_step
     weight_name, bias_name = names
     bias_slot, bias_target = handle.gradient_target(bias_name)
-    arguments = (x, weight, bias, bias_slot, bias_target)
     if weight_name not in handle.trainable or handle.keeps_dense(x, weight, weight_name):
         weight_slot, weight_target = handle.gradient_target(weight_name)
         place = (layout.kind, layout.dim, private_step.batch_size)
-        return Dense.apply(*arguments, weight_slot, weight_target, *place, transposed)
+        rest = (weight_target, bias_target, *place, transposed)
+        return Dense.apply(x, weight, bias, weight_slot, bias_slot, rest)
     parameter = handle.parameter(weight_name)
     private_step.plans.will_use(parameter, x, weight.shape[0])
     trigger, take = handle.factor_target(weight_name)
-    rest = (private_step.batch_size, take, layout, transposed, bias_target)
-    return Factors.apply(x, weight, bias, bias_slot, trigger, rest)
+    rest = (weight, bias, private_step.batch_size, take, layout, transposed, bias_target)
+    return Factors.apply(x, bias_slot, trigger, rest)
 
 
 def operands(
@@ -105,50 +105,44 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class Dense(torch.autograd.Function):
     """Runs `F.linear`; its backward computes and delivers G [B, d, p].
 
-    Slots are inputs that forward ignores (see `LayerState.gradient_target`). All arguments are
-    tensors, plain constants and, outside of compiled regions, targets. `transposed`: the parameter
-    is [p, d].
+    Slots are inputs that forward ignores (see `LayerState.gradient_target`). `rest` has plain
+    constants and, outside of compiled regions, targets: PyTorch looks at each argument in Python,
+    so there are few. `transposed`: the parameter is [p, d].
     """
 
     @staticmethod
-    def forward(
-        ctx, x, weight, bias, bias_slot, bias_target, weight_slot, weight_target, kind, dim,
-        batch_size, transposed,
-    ):  # fmt: skip
+    def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
         ctx.save_for_backward(x, weight)
-        ctx.layout = (kind, dim, batch_size)
         ctx.wants = (x.requires_grad, weight_slot is not None, bias_slot is not None)
-        ctx.targets = (weight_target, bias_target)
-        ctx.transposed = transposed
+        ctx.rest = rest
         return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx, gy):
         x, weight = ctx.saved_tensors
         gy = tensor_parallel.settled(gy)
-        kind, dim, batch_size = ctx.layout
         wants_x, wants_weight, wants_bias = ctx.wants
-        weight_target, bias_target = ctx.targets
+        weight_target, bias_target, kind, dim, batch_size, transposed = ctx.rest
         layout = Layout(kind, dim)
         y = layout.batch_tokens(gy, batch_size)
         gx = gy @ weight if wants_x else None
         gradients = biases = None
         if wants_weight:
             a = layout.batch_tokens(x, batch_size)
-            left, right = (a, y) if ctx.transposed else (y, a)
+            left, right = (a, y) if transposed else (y, a)
             gradients = deliver(weight_target, gradients_of(left, right))
         if wants_bias:
             biases = deliver(bias_target, y.sum(1, dtype=accumulation_dtype(y.dtype)))
-        return gx, None, None, biases, None, gradients, None, None, None, None, None
+        return gx, None, None, gradients, biases, None
 
 
 class Factors(torch.autograd.Function):
     """Runs `F.linear`; its backward delivers factors to the private step and computes no G."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, bias_slot, trigger, rest):
+    def forward(ctx, x, bias_slot, trigger, rest):
+        weight, bias, *ctx.rest = rest
         ctx.save_for_backward(x, weight)
-        ctx.rest = rest
         ctx.wants = (x.requires_grad, bias_slot is not None)
         return product(x, weight, bias)
 
@@ -165,4 +159,4 @@ class Factors(torch.autograd.Function):
         biases = None
         if wants_bias:
             biases = deliver(bias_target, y.sum(1, dtype=accumulation_dtype(y.dtype)))
-        return gx, None, None, biases, None, None
+        return gx, biases, None, None

@@ -260,6 +260,8 @@ def _local(
 
 def plain(layer: Layer, x: Tensor) -> Tensor:
     """Returns the input of a layer whose parameters are plain tensors."""
+    if type(x) is Tensor:
+        return x
     if is_sharded(x):
         raise ValueError(
             f"{layer.name}: its input is a DTensor and its parameters are plain tensors: give it "

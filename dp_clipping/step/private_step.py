@@ -183,7 +183,7 @@ class PrivateStep:
         self.padding: Tensor | None = None
         self.is_compiled = is_compiled
         self._stage = Stage.IDLE
-        self._seen: set[Parameter] = set()  # in the backward under way
+        self._seen: set[int] = set()  # ids of parameters, in the backward under way
         self._slots: dict[Parameter, Tensor] = {}
         self._joins: dict[Parameter, Tensor] = {}
         self._parts: dict[Parameter, list[LinearFactors]] = {}  # of uses, until they are joined
@@ -293,14 +293,14 @@ class PrivateStep:
                 "concatenated); in place of loss = model(**batch).loss, "
                 "loss = criterion(model(**batch).logits, labels)"
             )
-        count = len(self._seen)
-        self._seen.add(parameter)
-        if len(self._seen) == count:
+        number = id(parameter)
+        if number in self._seen:
             raise RuntimeError(
                 f"{self.capture.names[parameter]} was used more often in this step than in the "
                 "first one, so its norm would miss the cross terms: call "
                 "model.reset_batch_layouts() before a forward that differs"
             )
+        self._seen.add(number)
         return True
 
     # ---- the step -------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ class PrivateStep:
                     self._sum(losses, randomness)
             if len(self._seen) < len(capture.parameters):
                 for parameter in capture.parameters:
-                    if parameter not in self._seen:
+                    if id(parameter) not in self._seen:
                         hand_over(parameter, None)
             timer.note_norms(backend.norms.own_squares, found.squared)
             return found

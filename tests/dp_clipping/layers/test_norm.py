@@ -27,7 +27,7 @@ def test_rms_norm(place, copy):
     if copy:  # which are computed in float32
         x = x.detach().float().requires_grad_()
         slot, weight, gy = slot.detach().float().requires_grad_(), weight.float(), gy.float()
-    y = RMSNorm.apply(x, weight, slot, None, [N], EPS, kind, dim, B, None, copy)
+    y = RMSNorm.apply(x, weight, slot, (None, [N], EPS, kind, dim, B, None, copy))
     weight = 1 + weight if copy == "gemma_rms_norm" else weight
     torch.testing.assert_close(y, F.rms_norm(x, [N], weight, EPS))
     gx, g = torch.autograd.grad(y, (x, slot), gy)
@@ -43,9 +43,8 @@ def test_layer_norm(place):
     x, gy = numbers(*shape).requires_grad_(), numbers(*shape, seed=2)
     weight, bias = numbers(N, seed=1), numbers(N, seed=3)
     slots = [torch.zeros(B, N, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    y = LayerNorm.apply(
-        x, weight, bias, slots[0], None, slots[1], None, [N], EPS, kind, dim, B, None
-    )
+    rest = ((None, None), [N], EPS, kind, dim, B, None)
+    y = LayerNorm.apply(x, weight, bias, *slots, rest)
     torch.testing.assert_close(y, F.layer_norm(x, [N], weight, bias, EPS))
     gx, g, g_bias = torch.autograd.grad(y, (x, *slots), gy)
     expected = torch.autograd.grad(F.layer_norm(x, [N], weight, bias, EPS), x, gy)[0]
@@ -58,7 +57,8 @@ def test_layer_norm(place):
 def test_a_sink_is_given_the_gradients_in_place_of_the_slot():
     x, weight = numbers(B, T, N).requires_grad_(), numbers(N, seed=1)
     trigger, given = torch.zeros((), dtype=torch.float64, requires_grad=True), []
-    y = RMSNorm.apply(x, weight, trigger, given.append, [N], EPS, "dimension", 0, B, None, None)
+    rest = (given.append, [N], EPS, "dimension", 0, B, None, None)
+    y = RMSNorm.apply(x, weight, trigger, rest)
     (found,) = torch.autograd.grad(y.sum(), trigger, allow_unused=True)
     assert found is None
     torch.testing.assert_close(given[0], F.rms_norm(x, [N], None, EPS).sum(1).detach())

@@ -29,7 +29,8 @@ def test_dense(operands, transposed):
     x, weight, bias, gy = operands
     shape = (B, P, D) if transposed else (B, D, P)
     slots = [numbers(*s).requires_grad_() for s in ((B, D), shape)]
-    y = Dense.apply(x, weight, bias, slots[0], None, slots[1], None, "dimension", 1, B, transposed)
+    rest = (None, None, "dimension", 1, B, transposed)
+    y = Dense.apply(x, weight, bias, slots[1], slots[0], rest)
     torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, bias))
     gx, g_bias, g = torch.autograd.grad(y, (x, *slots), gy)
     weights, biases, inputs = expected(x, weight, gy)
@@ -42,8 +43,8 @@ def test_factors_are_handed_over(operands):
     x, weight, bias, gy = operands
     given, biases = [], []
     trigger = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    rest = (B, given.append, Layout("dimension", 1), False, biases.append)
-    y = Factors.apply(x, weight, bias, trigger, trigger, rest)
+    rest = (weight, bias, B, given.append, Layout("dimension", 1), False, biases.append)
+    y = Factors.apply(x, trigger, trigger, rest)
     gx, nothing = torch.autograd.grad(y, (x, trigger), gy, allow_unused=True)
     assert nothing is None
     (factors,) = given
@@ -56,6 +57,6 @@ def test_factors_are_handed_over(operands):
 def test_float16_gradients_beyond_the_largest_number():
     x = torch.full((1, 2, 1), 300.0).half().requires_grad_()
     slot, weight = torch.zeros(1, 1, 1, requires_grad=True), torch.ones(1, 1).half()
-    y = Dense.apply(x, weight, None, None, None, slot, None, "dimension", 0, 1, False)
+    y = Dense.apply(x, weight, None, slot, None, (None, None, "dimension", 0, 1, False))
     (g,) = torch.autograd.grad(y, slot, torch.full_like(y, 300.0))
     assert g.item() == 2 * 300.0**2
