@@ -60,29 +60,30 @@ def forward(self: nn.Module, x: Tensor, output_size: list[int] | None = None) ->
     if handle.private_step is None:
         given = () if output_size is None else (output_size,)
         return type(self).forward(self, x, *given)
-    tensor_parallel.refuse_distributed(handle, x, self.weight, self.bias)
+    weight, bias = self.weight, self.bias
+    tensor_parallel.refuse_distributed(handle, x, weight, bias)
     layout, x = handle.batched(tensor_parallel.settled(x))
     batch_size = handle.private_step.batch_size
     rows = layout.batch_first(x, batch_size)
-    pictures = rows.shape[1] if rows.dim() > self.weight.dim() else None
+    pictures = rows.shape[1] if rows.ndim > weight.ndim else None
     rows = rows if pictures is None else rows.flatten(0, 1)
-    if rows.dim() != self.weight.dim():
+    if rows.ndim != weight.ndim:
         raise ValueError(
             f"{handle.name or 'the network'} got an input of shape {tuple(x.shape)}: give it "
-            f"[batch, channels, ...] of {self.weight.dim()} dimensions"
+            f"[batch, channels, ...] of {weight.ndim} dimensions"
         )
     rows, padding = _padded(self, rows)
     output_padding = _output_padding(self, rows, output_size)
-    bias = None if self.bias is None else self.bias.detach()
-    rows, weight, bias = autocast_operands(rows, self.weight.detach(), bias)
+    bias = None if bias is None else bias.detach()
+    rows, weight, bias = autocast_operands(rows, weight.detach(), bias)
     options = (
         list(self.stride), padding, list(self.dilation), self.transposed, output_padding,
         self.groups,
     )  # fmt: skip
-    y = Convolution.apply(
-        rows, weight, bias, *_weight_target(handle, rows, weight), *handle.gradient_target("bias"),
-        batch_size, options,
-    )  # fmt: skip
+    weight_slot, weight_target = _weight_target(handle)
+    bias_slot, bias_target = handle.gradient_target("bias")
+    rest = (weight_target, bias_target, batch_size, options)
+    y = Convolution.apply(rows, weight, bias, weight_slot, bias_slot, rest)
     return layout.restore(y if pictures is None else y.unflatten(0, (batch_size, pictures)))
 
 
@@ -116,7 +117,7 @@ def _output_padding(module: nn.Module, x: Tensor, output_size: list[int] | None)
     ]
 
 
-def _weight_target(handle: LayerState, x: Tensor, weight: Tensor) -> tuple[Any, Any]:
+def _weight_target(handle: LayerState) -> tuple[Any, Any]:
     """Returns where the weight's factors go, or its G: see `LayerState.gradient_target`."""
     if "weight" not in handle.trainable or handle.always_dense or torch.compiler.is_compiling():
         return handle.gradient_target("weight")
@@ -137,20 +138,18 @@ class Convolution(torch.autograd.Function):
     """Runs `F.conv{1,2,3}d` or its transpose; its backward delivers per-sample gradients."""
 
     @staticmethod
-    def forward(
-        ctx, x, weight, bias, weight_slot, weight_sink, bias_slot, bias_sink, batch_size, options
-    ):
+    def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
         ctx.save_for_backward(x, weight)
-        ctx.sinks, ctx.rest = (weight_sink, bias_sink), (batch_size, options)
+        ctx.rest = rest
         ctx.wants = x.requires_grad, weight_slot is not None, bias_slot is not None
         ctx.slot_dtype = None if weight_slot is None else weight_slot.dtype
-        return torch.ops.aten.convolution(x, weight, bias, *options)
+        return torch.ops.aten.convolution(x, weight, bias, *rest[-1])
 
     @staticmethod
     def backward(ctx, gy):
         x, weight = ctx.saved_tensors
         gy = tensor_parallel.settled(gy)
-        batch_size, options = ctx.rest
+        weight_target, bias_target, batch_size, options = ctx.rest
         wants_x, wants_weight, wants_bias = ctx.wants
         gx = gradients = biases = None
         if wants_x:
@@ -158,14 +157,14 @@ class Convolution(torch.autograd.Function):
             gx = backward(gy, x, weight, None, *options, [True, False, False])[0]
         if wants_weight:
             use = Factors(x, gy, weight.shape, batch_size, options)
-            if ctx.sinks[0] is None:
+            if weight_target is None:
                 gradients = use.dense().to(ctx.slot_dtype)
             else:
-                ctx.sinks[0](use)
+                weight_target(use)
         if wants_bias:
             sums = gy.flatten(2).sum(2, dtype=accumulation_dtype(gy.dtype))
-            biases = deliver(ctx.sinks[1], sum_of_pictures(sums, batch_size))
-        return gx, None, None, gradients, None, biases, None, None, None
+            biases = deliver(bias_target, sum_of_pictures(sums, batch_size))
+        return gx, None, None, gradients, biases, None
 
 
 class Factors:

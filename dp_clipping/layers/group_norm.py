@@ -26,20 +26,22 @@ def forward(self: nn.Module, x: Tensor) -> Tensor:
     handle: LayerState = self._private
     if handle.private_step is None:
         return type(self).forward(self, x)
-    tensor_parallel.refuse_distributed(handle, x, self.weight, self.bias)
+    weight, bias = self.weight, self.bias
+    tensor_parallel.refuse_distributed(handle, x, weight, bias)
     layout, x = handle.batched(tensor_parallel.settled(x))
     batch_size, is_group_norm = handle.private_step.batch_size, isinstance(self, nn.GroupNorm)
     rows = layout.batch_first(x, batch_size)
     channels = self.num_channels if is_group_norm else self.num_features
     pictures = None
-    if rows.dim() > x.dim():
+    if rows.ndim > x.ndim:
         pictures, rows = rows.shape[1], rows.flatten(0, 1)
     groups = self.num_groups if is_group_norm else channels
-    y = GroupNorm.apply(
-        rows, self.weight.detach(), None if self.bias is None else self.bias.detach(),
-        *handle.gradient_target("weight"), *handle.gradient_target("bias"), batch_size, groups,
-        self.eps, handle.private_step.fused and not torch.compiler.is_compiling(),
-    )  # fmt: skip
+    weight_slot, weight_target = handle.gradient_target("weight")
+    bias_slot, bias_target = handle.gradient_target("bias")
+    fused = handle.private_step.fused and not torch.compiler.is_compiling()
+    rest = ((weight_target, bias_target), batch_size, groups, self.eps, fused)
+    bias = None if bias is None else bias.detach()
+    y = GroupNorm.apply(rows, weight.detach(), bias, weight_slot, bias_slot, rest)
     return layout.restore(y if pictures is None else y.unflatten(0, (batch_size, pictures)))
 
 
@@ -47,11 +49,8 @@ class GroupNorm(torch.autograd.Function):
     """Runs `F.group_norm`; its backward computes and delivers its two G [B, C]."""
 
     @staticmethod
-    def forward(
-        ctx, x, weight, bias, weight_slot, weight_sink, bias_slot, bias_sink, batch_size, groups,
-        eps, fused,
-    ):  # fmt: skip
-        ctx.sinks = weight_sink, bias_sink
+    def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
+        ctx.targets, batch_size, groups, eps, fused = rest
         ctx.wants = x.requires_grad, weight_slot is not None, bias_slot is not None
         if x.is_cuda and torch.is_autocast_enabled("cuda"):  # which computes it in float32
             dtype = torch.promote_types(x.dtype, torch.float32)
@@ -78,6 +77,6 @@ class GroupNorm(torch.autograd.Function):
             serves = fused and available(x.device, x.dtype)
             sums = (channel_sums if serves else channel_sums_plain)(x, gy, mean, rstd)
             weights, biases = (sum_of_pictures(z, batch_size) for z in sums)
-        weights = deliver(ctx.sinks[0], weights) if wants_weight else None
-        biases = deliver(ctx.sinks[1], biases) if wants_bias else None
-        return gx, None, None, weights, None, biases, *[None] * 5
+        weights = deliver(ctx.targets[0], weights) if wants_weight else None
+        biases = deliver(ctx.targets[1], biases) if wants_bias else None
+        return gx, None, None, weights, biases, None
