@@ -284,9 +284,11 @@ def take_hooks_since(module: nn.Module, number: int) -> list[tuple[dict, int, An
     return found
 
 
-def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Returns whether `Tensor.register_hook` has been called on it; no, if torch does not tell."""
-    return bool(getattr(parameter, "_backward_hooks", None))
+def with_gradient_hooks(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Returns those on which `Tensor.register_hook` was called; [] if torch does not tell."""
+    if not hasattr(Tensor, "_backward_hooks"):
+        return []
+    return [p for p in parameters if p._backward_hooks]
 
 
 def pruned_name(hook: Any) -> str:

@@ -9,9 +9,9 @@ from torch.nn import Parameter
 
 from dp_clipping.capture.network import CapturedNetwork, every_module
 from dp_clipping.torch_compat import (
-    has_gradient_hooks,
     own_parameters,
     parameters_and_children,
+    with_gradient_hooks,
 )
 
 Own = dict[str, Parameter]
@@ -40,8 +40,8 @@ class FixedParameters:
 
         Also if a user has put a hook on one, which autograd would run with its gradient.
         """
-        hooked = [name for p, name in self.capture.names.items() if has_gradient_hooks(p)]
-        if hooked:
+        if found := with_gradient_hooks(self.capture.names):
+            hooked = [self.capture.names[p] for p in found]
             raise RuntimeError(
                 f"{', '.join(hooked[:5])} has a hook of Tensor.register_hook, which is not called "
                 "in private training, where autograd computes no gradient of a parameter: remove "

@@ -93,7 +93,8 @@ class NormQueue:
         for parameter, factors, _ in alone:
             with label(f"norm/{kind}", parameter):
                 found.norms[parameter] = factors.norm()
-        mine = [one for one in mine if one[0] not in found.norms]
+        if alone:
+            mine = [one for one in mine if one[0] not in found.norms]
         if not mine:
             return
         pairs = [factors.operands for _, factors, _ in mine]
