@@ -118,8 +118,7 @@ class Own(Tensor):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function in FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **kwargs)
+            return function(*map(_value, args), **kwargs)
         leaves = tree_leaves((args, kwargs))
         owns = [x for x in leaves if isinstance(x, Own)]
         others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, Own)]
