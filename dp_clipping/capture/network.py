@@ -1,7 +1,7 @@
 """A captured network as steps and searches know it; its modules, and calls of its layers."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -107,6 +107,18 @@ def expanded_output(
         return expand_shared(y, batch_size) if is_shared else y
 
     return tree_map(expanded, output)
+
+
+@contextmanager
+def trials(handles: list[LayerState], trial: Callable[..., Any]) -> Iterator[None]:
+    """A context in which a plain forward gives calls of these modules to `trial`."""
+    for handle in handles:
+        handle.trial = trial
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.trial = None
 
 
 def every_module(network: nn.Module) -> Iterator[nn.Module]:

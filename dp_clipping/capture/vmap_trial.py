@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from dp_clipping.capture.network import CapturedNetwork, expanded_output
+from dp_clipping.capture.network import CapturedNetwork, expanded_output, trials
 from dp_clipping.capture.randomness import generator_states, same_generators, without_dropout
 from dp_clipping.capture.samples.batch import map_tensors, tensors_in
 from dp_clipping.layers.attention.core import fits
@@ -159,7 +159,7 @@ def learn_whole_batches(capture: CapturedNetwork, few: tuple, more: tuple) -> No
     runs: list[dict[tuple, list[list[Operation]]]] = []
     for (args, kwargs), size in ((few, FEW), (more, MORE)):
         runs.append({})
-        with _trials(candidates, partial(_note_operations, runs[-1], size)), _plain(capture):
+        with trials(candidates, partial(_note_operations, runs[-1], size)), _plain(capture):
             capture.network(*args, **kwargs)
     for handle, dims in runs[0]:
         calls = [run.get((handle, dims), []) for run in runs]
@@ -172,7 +172,7 @@ def learn_whole_batches(capture: CapturedNetwork, few: tuple, more: tuple) -> No
     learnt = [handle for handle in candidates if handle.whole_batch]
     if learnt:
         args, kwargs = few
-        with _trials(learnt, partial(_compare, [])), _plain(capture):
+        with trials(learnt, partial(_compare, [])), _plain(capture):
             capture.network(*args, **kwargs)
 
 
@@ -184,17 +184,6 @@ def _may_do_without_vmap(handle: LayerState) -> bool:
     layouts = [layout for found in handle.output_layouts.values() for layout in found]
     is_shared = any(layout.kind == "shared" for layout in layouts)
     return not is_shared and not any("." in name for name in handle.trainable)
-
-
-@contextmanager
-def _trials(handles: list[LayerState], trial: Callable[..., Any]) -> Iterator[None]:
-    for handle in handles:
-        handle.trial = trial
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.trial = None
 
 
 @contextmanager

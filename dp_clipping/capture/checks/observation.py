@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,14 +11,21 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dp_clipping.capture.checks.state import State
 from dp_clipping.capture.checks.summaries import Seen, Summary, summary
-from dp_clipping.capture.network import CapturedNetwork, expanded_input, expanded_output
+from dp_clipping.capture.network import (
+    CapturedNetwork,
+    expanded_input,
+    expanded_output,
+    trials,
+)
 from dp_clipping.capture.randomness import generator_states, same_generators
-from dp_clipping.capture.samples.batch import tensors_of
+from dp_clipping.capture.samples.batch import map_tensors, tensors_of
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.layers.batch_layout import Layout, all_tokens
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.tensor_parallel import local
+from dp_clipping.layers.vmap.module import on_whole_batch, plain_forward
+from dp_clipping.layers.vmap.whole_batch import Call
 from dp_clipping.torch_compat import flush_ready_nodes, tree_map, version_of
 
 Arguments = tuple[tuple, dict]
@@ -173,9 +181,51 @@ class Observer:
 
             return tree_map(note, output, is_leaf=lambda y: isinstance(y, PackedSequence))
 
-        with self._capture.looked_at(before, after):
+        handles = [handle for handle in self._capture.handles if handle.whole_batch]
+        with (
+            self._capture.looked_at(before, after),
+            trials(handles, partial(self._with_own_parameters, seen, triggers, batch_size)),
+        ):
             yield triggers
         self._last_input = None
+
+    def _with_own_parameters(
+        self, seen: Seen, triggers: list[Tensor], batch_size: int,
+        every_sample: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict,
+    ) -> Any:  # fmt: skip
+        """Runs a module in a plain forward, and records the operators of its own parameters.
+
+        Without vmap each of them takes a sample's copy of the parameter for a row of the batch.
+        """
+        handle: LayerState = vars(module)["_private"]
+        dims = tuple(x.dim() for x in handle.tensors((args, kwargs)))
+        known = (handle.whole_batch or {}).get(dims)
+        if known is None or self._is_backward:
+            return plain_forward(module, *args, **kwargs)
+
+        def watch(what: str, x: Tensor, dim: int) -> Tensor:
+            layout = Layout("dimension", dim)
+            if what == "operand":
+                seen.add(handle.name, "operand", summary(x, layout, batch_size))
+                return x
+            trigger = self._anchor(x.dtype, x.device)
+            x = x.add_(trigger) if what == "written" else x + trigger
+            triggers.append(trigger)
+            if x.requires_grad:
+
+                def arrived(gradient: Tensor) -> None:
+                    seen.add(handle.name, "result", summary(gradient, layout, batch_size))
+
+                x.register_hook(arrived)
+            return x
+
+        again = map_tensors(Tensor.clone, (args, kwargs))
+        call = Call(batch_size, known, watch)
+        try:
+            return on_whole_batch(module, call, dict.fromkeys(handle.trainable), args, kwargs)
+        except Exception:  # it computes otherwise: from now on it runs under vmap
+            handle.whole_batch = None
+            return plain_forward(module, *again[0], **again[1])
 
     def _of_input(self, x: Tensor, layout: Layout, batch_size: int) -> Summary:
         """Returns the summary of a layer's input; layers that read one tensor in turn share it."""

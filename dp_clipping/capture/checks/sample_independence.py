@@ -40,6 +40,8 @@ CAUSES = {
     "statistics of the sample, or fixed ones",
 }
 
+OWN = ("operand", "result")  # of a module's own parameters, without vmap
+
 Layouts = Sequence[Layout | None]
 Key = tuple[str, str, int]
 
@@ -227,7 +229,18 @@ class Company:
                 room = _by_rounding(key, base, again, stays)
                 rooms[key] = torch.maximum(room, rooms.get(key, room))
             changed = [key for key in changed if _is_larger(key, base, beside, rooms[key], stays)]
+        self._use_vmap({layer for layer, what, _ in changed if what in OWN})
+        changed = [key for key in changed if key[1] not in OWN]
         self._refuse(_cause(changed[0], base, beside) if changed else None)
+
+    def _use_vmap(self, layers: set[str]) -> None:
+        """Lets modules run under vmap in whose code a sample has not a row of its own.
+
+        As in that of one that sorts the samples, and puts them back. Under vmap it has one sample.
+        """
+        for handle in self._capture.handles:
+            if handle.name in layers:
+                handle.whole_batch = None
 
     def _on_any_rank(self, flag: bool) -> bool:
         sharding = self._capture.sharding

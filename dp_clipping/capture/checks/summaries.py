@@ -68,7 +68,8 @@ class Seen:
 
     Attributes:
         summaries: (layer, what, number of its call) -> what it had of each sample, in the order of
-            the run; `what` is `"input"`, `"output"` (of the network) or `"gradient"`.
+            the run; `what` is `"input"`, `"output"` (of the network) or `"gradient"`, and of an
+            operator with a module's own parameter `"operand"`, or `"result"`: its gradient.
         is_random: the network has drawn random numbers.
     """
 

@@ -67,13 +67,17 @@ def on_whole_batch(
     """Returns a module's output on the whole batch, without vmap; see `whole_batch`.
 
     Args:
-        copies: [B, *parameter] of each that the module captures; None: the call is a trial.
+        copies: [B, *parameter] of each that the module captures; None: only values are wanted.
 
     Raises:
         UnknownOperation: it computes otherwise with its parameters than `call` knows.
     """
-    with replaced(self, call, copies):
-        outputs = plain_forward(self, *args, **kwargs)
+    call.name = f"{self._private.name or 'the network'} ({type(self).__name__})"
+    try:
+        with replaced(self, call, copies):
+            outputs = plain_forward(self, *args, **kwargs)
+    finally:
+        call.is_over = True
     call.check_end(outputs)
     return outputs
 

@@ -11,9 +11,10 @@ is for layers (`batch_layout`), for every such operator in the order of the call
     w.expand(B, ..), w.repeat       the copies are what is returned
     w.view(..), w[:n], w.to(..)     of parameters alone: the same for each copy
 
-`capture.vmap_trial` compares results and G with those under vmap, before a step relies on it. A
-module that computes anything else with a parameter, in the trial or in a later step, runs under
-vmap.
+`capture.vmap_trial` compares results and G with those under vmap, before a step relies on it, and
+`capture.checks` looks at the rows of each such operator when it looks at those of layers: a row
+that is another sample's there would get that sample's copy. A module that computes anything else
+with a parameter, in the trial or in a later step, runs under vmap.
 """
 
 from __future__ import annotations
@@ -56,38 +57,60 @@ class Operation(NamedTuple):
     shape: tuple[int, ...]
 
 
+Watch = Callable[[str, Tensor, int], Tensor]
+"""`watch(what, x, dim)` -> x, or x + 0: an operator's `"operand"`, before the operator, and its
+`"result"`; `"written"` is a result that is the operand itself, and returned as such."""
+
+
 class Call:
     """One forward of a module whose own parameters are `Own`.
 
     Args:
         batch_size: rows of the batch.
         known: the operations of the parameters with the batch, in order; None: the call is a trial.
+        watch: sees the tensors of the batch in these operations.
 
     Attributes:
         operations: those so far.
+        name: of the module, and its class.
+        is_over: the forward has returned.
     """
 
-    def __init__(self, batch_size: int, known: tuple[Operation, ...] | None):
+    def __init__(
+        self, batch_size: int, known: tuple[Operation, ...] | None, watch: Watch | None = None
+    ):
         self.batch_size, self.operations = batch_size, list[Operation]()
-        self._known = known
+        self.name, self.is_over = "", False
+        self._known, self._watch = known, watch
 
-    @property
-    def is_trial(self) -> bool:
-        return self._known is None
+    def refusal(self) -> RuntimeError:
+        return RuntimeError(
+            f"{self.name} computes with a parameter of its own in a torch.autograd.Function, "
+            "through code that is not PyTorch's operators, or after its forward has returned, so "
+            "its per-sample gradients would miss that: return what is computed of the parameter "
+            "from forward, as return y, self.scale * y, and call model.reset_batch_layouts() "
+            "before a forward that computes otherwise than the first one"
+        )
+
+    def refuse_if_over(self) -> None:
+        if self.is_over:
+            raise self.refusal()
+
+    def watched(self, what: str, x: Tensor, dim: int) -> Tensor:
+        return x if self._watch is None else self._watch(what, x, dim)
 
     def dim_of(self, function: Callable[..., Any], shape: torch.Size) -> int:
-        """Returns which dimension of this shape counts the samples."""
+        """Returns which dimension of this shape counts the samples; in a trial it is looked for."""
         number = len(self.operations)
         self.operations.append(Operation(function, tuple(shape)))
-        if self._known is None or number == len(self._known):
+        if self._known is None:
+            return 0
+        if number == len(self._known):
             raise UnknownOperation
         expected, (dims, dim) = self._known[number]
         if expected is not function or len(shape) != dims or shape[dim] != self.batch_size:
             raise UnknownOperation
         return dim
-
-    def note(self, function: Callable[..., Any], shape: torch.Size) -> None:
-        self.operations.append(Operation(function, tuple(shape)))
 
     def check_end(self, outputs: Any) -> None:
         """Raises UnknownOperation if operations are missing, or if a parameter is returned."""
@@ -99,9 +122,12 @@ class Call:
 class Own(Tensor):
     """A parameter, or what was computed of parameters alone, in one call of its module.
 
+    Operators get to `__torch_function__`. A gradient of the value itself would come of something
+    that does not, and be missing in G: it is refused.
+
     Attributes:
         call: the call.
-        copies: [B, *shape], its value for each sample; None: the call is a trial.
+        copies: [B, *shape], its value for each sample; None: the values alone are computed with.
     """
 
     call: Call
@@ -110,7 +136,11 @@ class Own(Tensor):
     @staticmethod
     def of(value: Tensor, call: Call, copies: Tensor | None) -> Own:
         value = value.detach()  # `requires_grad` is asked for, and it has none of its own
-        own = value.requires_grad_(value.is_floating_point()).as_subclass(Own)
+        if copies is not None and copies.requires_grad:
+            value = _Unseen.apply(copies, value, call)
+        elif value.is_floating_point():
+            value.requires_grad_()
+        own = value.as_subclass(Own)
         own.call, own.copies = call, copies
         return own
 
@@ -121,7 +151,11 @@ class Own(Tensor):
             return function(*map(_value, args), **kwargs)
         leaves = tree_leaves((args, kwargs))
         owns = [x for x in leaves if isinstance(x, Own)]
+        for own in owns:
+            own.call.refuse_if_over()
         others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, Own)]
+        if not owns or not args:
+            raise UnknownOperation
         if function in EXPANDING and args[0] is owns[0]:
             return _expanded(owns[0], function, args, kwargs)
         if not others:
@@ -133,33 +167,47 @@ class Own(Tensor):
         raise UnknownOperation
 
 
+class _Unseen(torch.autograd.Function):
+    """A parameter's value, whose gradient is refused: it should have come to the copies."""
+
+    @staticmethod
+    def forward(ctx: Any, copies: Tensor, value: Tensor, call: Call) -> Tensor:
+        ctx.call = call
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ctx.call.refusal()
+
+
 def _expanded(own: Own, function: Callable, args: tuple, kwargs: dict) -> Tensor:
     """Returns a parameter that is expanded to the batch: copies, one for each sample."""
     given = [_value(x) for x in args]
     with torch.no_grad():
         shape = function(*given, **kwargs).shape
-    if own.copies is None:
-        own.call.note(function, shape)
-        return function(*given, **kwargs)
     dim = own.call.dim_of(function, shape)
+    if own.copies is None:
+        return own.call.watched("result", function(*given, **kwargs), dim)
     copies = laid_beside(own.copies, len(shape), dim)
     if any(a not in (1, b) for a, b in zip(reversed(copies.shape), reversed(shape), strict=False)):
         raise UnknownOperation  # `repeat` of several values
-    return copies.expand(shape)
+    copies = copies.expand(shape)
+    return copies.clone() if function is Tensor.repeat else copies  # which may be written to
 
 
 def _of_parameters(owns: list[Own], function: Callable, args: tuple, kwargs: dict) -> Any:
     """Returns what is computed of parameters alone: the same function of each sample's copies."""
     call, name = owns[0].call, getattr(function, "__name__", "_")
-    if name.endswith("_") and not name.endswith("__"):  # it writes to the parameter
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    if is_in_place or name == "__setitem__" or "out" in kwargs:  # it writes to the parameter
         raise UnknownOperation
     with torch.no_grad():
         value = function(*tree_map(_value, args), **tree_map(_value, kwargs))
     if not isinstance(value, Tensor):
         raise UnknownOperation
-    if call.is_trial:
-        return Own.of(value, call, None)
     copies = [own.copies for own in owns if own.copies is not None]
+    if not copies:
+        return Own.of(value, call, None)
     if function in SAME_ORDER and len(copies) == 1:
         return Own.of(value, call, copies[0].reshape(len(copies[0]), *value.shape))
 
@@ -168,17 +216,19 @@ def _of_parameters(owns: list[Own], function: Callable, args: tuple, kwargs: dic
         put = lambda x: next(left) if isinstance(x, Own) else x  # noqa: E731
         return function(*tree_map(put, args), **tree_map(put, kwargs))
 
-    return Own.of(value, call, torch.vmap(of_sample)(*copies))
+    return Own.of(value, call, torch.vmap(of_sample, randomness="different")(*copies))
 
 
 def _beside_samples(own: Own, x: Tensor, function: Callable, args: tuple) -> Tensor:
     """Returns an elementwise operator of a parameter and a tensor of the batch."""
-    if own.copies is None:
-        own.call.note(function, x.shape)
-        return function(*map(_value, args))
     dim = own.call.dim_of(function, x.shape)
+    if own.copies is None:
+        own.call.watched("operand", x, dim)
+        y = function(*map(_value, args))
+        return own.call.watched("written" if y is x else "result", y, dim)
     copies = laid_beside(own.copies, x.dim(), dim)
-    return function(*[copies if arg is own else arg for arg in args])
+    y = function(*[copies if arg is own else arg for arg in args])
+    return y if own.dim() else y.to(torch.result_type(x, _value(own)))  # a number widens nothing
 
 
 def laid_beside(copies: Tensor, dims: int, dim: int) -> Tensor:

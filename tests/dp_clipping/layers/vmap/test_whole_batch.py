@@ -236,3 +236,165 @@ def test_parameters_are_there_again_after_an_error():
     with pytest.raises(RuntimeError, match="size"):
         run()
     assert net.scale is scale
+
+
+def sorted_by(run: Callable[[Net, Tensor], Tensor]) -> Callable[[Net, Tensor], Tensor]:
+    """Runs on the samples in the order of their first numbers, and puts them back."""
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        order = x[:, 0, 0].argsort()
+        return net.linear(run(net, x[order])[order.argsort()])
+
+    return forward
+
+
+def written(net: Net, x: Tensor) -> Tensor:
+    x = x.clone()
+    x *= net.scale
+    return x
+
+
+SORTED = {
+    "an operand": lambda n, x: x * n.scale,
+    "written to": written,
+    "expanded": lambda n, x: n.scale.expand(len(x), 4, -1) * x,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", SORTED)
+def test_a_module_that_sorts_its_samples_runs_under_vmap(name, mode):
+    """In the first batch they are sorted: there a sample has its own copy all the same."""
+    build = lambda: Net(sorted_by(SORTED[name]), linear=nn.Linear(5, 2), scale=bare(5))  # noqa: E731
+    network, plain = twins(build)
+    model = private(network, mode, 0.5)
+    for step in range(2):
+        torch.manual_seed(step)
+        x = torch.randn(SAMPLES, 4, 5, dtype=torch.float64)
+        x = x if step else x[x[:, 0, 0].argsort()]
+        batch = x, torch.randn(SAMPLES, 4, 2, dtype=torch.float64)
+        gradients = oracle.per_sample_gradients(plain, batch, zoo.product)
+        assert_close(clipped_sums(model, batch), oracle.clipped_sum(gradients, 0.5), 1e-9)
+        found = model.per_sample_gradient_norms
+        torch.testing.assert_close(found, oracle.norms(gradients), rtol=1e-9, atol=0)
+        model.clear_gradients()
+    (handle,) = [h for h in model.capture.handles if h.kind == "vectorized"]
+    assert handle.whole_batch is None
+
+
+def test_tokens_in_the_place_of_samples_are_noticed_when_a_batch_is_checked():
+    """There are as many of them, so that no shape tells."""
+    network, plain = twins(Transposing)
+    model = private(network, "bookkeeping", 0.5)
+    for transposes in (False, True):
+        network.transposes = plain.transposes = transposes
+        x = torch.randn(SAMPLES, SAMPLES, 5, dtype=torch.float64)
+        batch = x, torch.randn(SAMPLES, SAMPLES, 5, dtype=torch.float64)
+        gradients = oracle.per_sample_gradients(plain, batch, zoo.product)
+        assert_close(clipped_sums(model, batch), oracle.clipped_sum(gradients, 0.5), 1e-9)
+        model.clear_gradients()
+
+
+class Transposing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.transposes = bare(5), False
+
+    def forward(self, x):
+        if self.transposes:
+            return (x.transpose(0, 1) * self.scale).transpose(0, 1)
+        return x * self.scale
+
+
+class Product(torch.autograd.Function):
+    """x · w, with a gradient of w for which no operator with w is called."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x)
+        ctx.size = len(w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, gradients):
+        (x,) = ctx.saved_tensors
+        return gradients, (gradients * x).reshape(-1, ctx.size).sum(0)
+
+
+class Saving(Product):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, gradients):
+        x, w = ctx.saved_tensors
+        return gradients * w, (gradients * x).sum(0)
+
+
+UNSEEN = {
+    "a function": lambda x, w: Product.apply(x, w),
+    "a function that saves it": lambda x, w: Saving.apply(x, w),
+    "a copy": lambda x, w: x * w * torch.as_tensor(w, dtype=torch.float32).sum(),
+}
+
+
+class Hiding(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.linear, self.scale, self.run, self.hides = nn.Linear(5, 5), bare(5), run, False
+
+    def forward(self, x):
+        x = self.linear(x)
+        return self.run(x, self.scale) if self.hides else x * self.scale
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_gradient_that_does_not_come_to_the_copies_is_refused(name):
+    network = zoo.seeded(lambda: Hiding(UNSEEN[name])).double()
+    model = private(network, "bookkeeping", 0.5)
+    batch = torch.randn(2, SAMPLES, 5, dtype=torch.float64).unbind()
+    clipped_sums(model, batch)
+    model.clear_gradients()
+    model.skip_checks()
+    network.hides = True
+    with pytest.raises(RuntimeError, match=r"the network \(Hiding\) computes .*reset_batch_layou"):
+        clipped_sums(model, batch)
+
+
+def test_dropout_of_a_parameter_differs_between_samples():
+    network = Net(lambda n, x: x * F.dropout(n.scale, 0.5, n.training), scale=bare(64)).double()
+    model = private(network, "per_sample", 1e6)
+    clipped_sums(model, (torch.ones(9, 64).double(), torch.ones(9, 64).double()))
+    (handle,) = model.capture.handles
+    assert handle.whole_batch
+    found = network.scale.grad  # the number of samples in which it was kept, times two
+    assert set(found.tolist()) <= {2.0 * n for n in range(10)}
+    assert len(found.unique()) > 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_number_changes_no_dtype(dtype):
+    dtypes = []
+
+    def run(net: Net, x: Tensor) -> Tensor:
+        dtypes.append((x * net.scale).dtype)
+        return (x * net.scale).float()
+
+    network = Net(run, scale=nn.Parameter(torch.tensor(1.5, dtype=torch.float64)))
+    model = private(network, "bookkeeping", 0.5)
+    clipped_sums(model, (torch.randn(SAMPLES, 5, dtype=dtype), torch.randn(SAMPLES, 5)))
+    assert model.capture.handles[0].whole_batch
+    assert set(dtypes) == {dtype}
+
+
+def test_repeated_copies_may_be_written_to():
+    def run(net: Net, x: Tensor) -> Tensor:
+        y = net.token.repeat(len(x), 1, 1)
+        y[:, 0] = 0
+        return net.linear(x + y)
+
+    build = scaled(run, token=bare(4, 5))
+    (handle,) = check(*twins(build), (4, 5), "bookkeeping")
+    assert handle.whole_batch
