@@ -215,6 +215,7 @@ def check_structure(path: Path, saved: Mapping[str, Any]) -> None:
         ("sampler", details["sampler"] is None or _is_sampler(details["sampler"])),
         ("start", isinstance(details["start"], list | tuple) and len(details["start"]) == 2
          and all(map(_is_count, details["start"]))),
+        ("other_batches", _is_count(details.get("other_batches", 0))),
         ("noise_multiplier", _is_number(details["noise_multiplier"])),
         ("max_grad_norm", all(map(_is_number, limits)) if isinstance(limits, list | tuple)
          else _is_number(limits)),

@@ -203,6 +203,8 @@ def _apply(snapshot: Snapshot, resume: Resume, keys: Keys) -> None:
     if optimizer.adaptive_threshold is not None:
         optimizer.adaptive_threshold.load_state_dict(details["adaptive_threshold"])
         optimizer.max_grad_norm = optimizer.adaptive_threshold.max_grad_norm
+    # Of steps that are made or loaded: the account keeps those of this process too.
+    run.other_batches = max(run.other_batches, details.get("other_batches", 0))
     run.keys = keys
     optimizer.resume(details["steps"], run.keys.noise)
     _seek(run, details, same_keys=resume.keys is not None)

@@ -188,6 +188,7 @@ def _details(run: PrivateRun, random: list[dict[str, Tensor]]) -> dict[str, Any]
         "steps": run.optimizer.steps,
         "sampler": run.sampler_state(),
         "start": list(run.start),
+        "other_batches": run.other_batches,
         # As schedulers have left them; in "run" are the ones that make_private was given.
         "noise_multiplier": plain(run.optimizer.noise_multiplier),
         "max_grad_norm": plain(run.optimizer.max_grad_norm),

@@ -51,6 +51,18 @@ def test_batches_of_the_users_own_loader_are_no_poisson_batches():
     assert 0 < engine.get_epsilon(delta=1e-3) < math.inf
 
 
+@pytest.mark.filterwarnings(f"ignore:.*{OTHER}")
+def test_a_resumed_run_has_had_other_batches_too(path):
+    engine, own, (model, optimizer, criterion, _) = made()
+    train(own, model, optimizer, criterion)
+    engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
+    again, _, (model, optimizer, *_) = made()
+    again.load_checkpoint(path=path, module=model, optimizer=optimizer)
+    statement = again.privacy_statement(delta=1e-3)
+    assert statement.epsilon == math.inf
+    assert statement.sampler.startswith("not known for 4 batches")
+
+
 @pytest.mark.parametrize("manager", [None, BatchMemoryManager, OpacusBatchMemoryManager])
 def test_batches_of_the_returned_loader_are(manager):
     engine, _, (model, optimizer, criterion, loader) = made()
