@@ -24,6 +24,7 @@ from dp_clipping.capture.network import (
 )
 from dp_clipping.capture.randomness import same_generators, without_dropout
 from dp_clipping.capture.samples.batch import tensors_of
+from dp_clipping.capture.samples.packed import Sequences
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import FEW, MORE, Layout, find_layout
 from dp_clipping.layers.handle import (
@@ -66,6 +67,8 @@ class Search:
         for handle in self.capture.handles:
             handle.layouts.clear()
             handle.output_layouts.clear()
+            if handle.whole_batch:
+                handle.whole_batch.clear()
 
     def establish(
         self, few: tuple[tuple, dict], more: tuple[tuple, dict], other: tuple[tuple, dict]
@@ -193,6 +196,7 @@ class Search:
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             handle: LayerState = module._private
+            _refuse_packed(handle, module, (*args, *kwargs.values()))
             inputs = [tensor_parallel.local(x) for x in handle.tensors((args, kwargs))]
             self.packs |= any(isinstance(x, PackedSequence) for x in args)
             dtype = product_dtype(inputs[0]) if inputs else None
@@ -231,6 +235,19 @@ class Search:
             LayerCall([], [_if_flattened(local(y), batch_size) for y in outputs], None)
         ]
         return calls | {h.name: [] for h in self.capture.handles if h.name not in calls}
+
+
+def _refuse_packed(handle: LayerState, module: nn.Module, inputs: tuple) -> None:
+    """Refuses packed sequences for a module under vmap, which is given one sample's rows."""
+    is_packed = any(isinstance(x, PackedSequence | Sequences) for x in inputs)
+    if is_packed and handle.kind == "vectorized":
+        raise ValueError(
+            f"{handle.name or 'the network'} ({type(module).__name__}) computes with parameters of "
+            "its own and is given packed sequences, in which a sample has no rows of its own: give "
+            "it padded ones, as x, lengths = pad_packed_sequence(packed, batch_first=True), or let "
+            "these parameters be in a module that is called with such x, as def forward(self, x): "
+            "return x * self.scale"
+        )
 
 
 class Routing(TorchDispatchMode):

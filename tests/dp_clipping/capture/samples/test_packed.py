@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from dp_clipping import PrivacyEngine
 from dp_clipping.capture.samples.packed import Sequences, opened, packed, packed_in, repacking
 from dp_clipping.torch_compat import hooks_of
+from tests.dp_clipping.conftest import private
 
 LENGTHS = [2, 4, 2, 1]
 
@@ -156,3 +157,21 @@ def test_losses_that_mix_samples_are_refused(returns_packed):
     x, labels = collate([(x, n % 2) for n, x in enumerate(rows())])
     with warnings.catch_warnings(), pytest.raises(ValueError, match="depends on"):
         criterion(model(x), labels)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.lstm = nn.Parameter(torch.ones(3)), nn.LSTM(3, 2, batch_first=True)
+
+    def forward(self, given: PackedSequence) -> Tensor:
+        given = given._replace(data=given.data * self.scale)
+        return rnn.pad_packed_sequence(self.lstm(given)[0], batch_first=True, total_length=4)[0]
+
+
+@pytest.mark.parametrize("is_inner", [True, False])
+def test_a_module_under_vmap_refuses_packed_sequences(is_inner):
+    network: nn.Module = nn.Sequential(Scaled()) if is_inner else Scaled()
+    model = private(network)
+    with pytest.raises(ValueError, match=r"\(Scaled\) computes with parameters .* give it padded"):
+        model(rnn.pack_sequence(rows(), enforce_sorted=False))
