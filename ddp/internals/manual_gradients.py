@@ -60,7 +60,7 @@ class ManualGradients:
 
     @property
     def gradient_dtype(self) -> torch.dtype | None:
-        """The smallest dtype of `.grad` and its collective; None: the parameter's `grad_dtype`.
+        """Returns the smallest dtype of `.grad` and its collective; None: the parameter's own.
 
         With `torch.float32`, gradients of 16-bit parameters are float32, others stay as they are.
         Set it between steps, on all ranks; gradients that exist are converted. Whoever replaces a

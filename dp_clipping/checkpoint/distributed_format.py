@@ -115,7 +115,7 @@ def write_tensors(run: PrivateRun, folder: Path, tensors: dict[str, Tensor]) -> 
 
 
 def _digests_of_rank(run: PrivateRun, folder: Path) -> dict[str, str]:
-    """Returns those of the files of this rank; torch names them by its number in the group."""
+    """Returns the digests of this rank's files, which torch names by its number in the group."""
     files = sorted(folder.glob(f"__{run.rank}_*"))
     if run.rank == 0:
         files.append(folder / DESCRIPTION)

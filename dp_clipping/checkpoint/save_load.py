@@ -197,7 +197,7 @@ def _details(run: PrivateRun, random: list[dict[str, Tensor]]) -> dict[str, Any]
 
 
 def load(snapshot: Snapshot, new_keys: bool) -> dict[str, Any]:
-    """Reads and checks on every rank, agrees, and only then changes anything.
+    """Loads a checkpoint: every rank reads and checks it, and only then changes the run.
 
     A file or a folder, on any number of ranks, sharded or not: each rank takes its parts of the
     tensors.

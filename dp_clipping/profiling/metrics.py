@@ -41,7 +41,7 @@ class StepMetrics:
         self.unprotected, self.every = check_unprotected(unprotected), every
 
     def attach(self, model: Any, optimizer: Any) -> None:
-        """Lets the steps of an optimizer have metrics."""
+        """Starts to call `call` after each step of the optimizer."""
         if self.unprotected:
             model.refuse_in_release(f"unprotected={list(self.unprotected)}")
             if model.policy is None:

@@ -54,7 +54,7 @@ class Setting:
     examples_per_unit: int = 1
 
     def sample(self, number: int) -> Any:
-        """Returns one sample; what has no dimension of so many samples belongs to all of them."""
+        """Returns one sample. A tensor without a dimension of B samples belongs to all of them."""
 
         def pick(x: Tensor) -> Tensor:
             candidates = (0,) if self.batch_first else (1, 0)

@@ -46,7 +46,7 @@ class Observer:
         seed: int | None = None,
         drawn: int = 0,
     ) -> Seen:
-        """Returns what a forward shows, and a backward from random output gradients.
+        """Observes one forward, and one backward from random output gradients.
 
         Args:
             layouts_of: the network's output tensors -> their layouts; None: it has no samples, and
