@@ -141,8 +141,8 @@ class LayerState:
     def tensors(self, tree: Any, whole: bool = False) -> list[Tensor]:
         """Returns the tensors of a call, or of what it returns, in which samples are looked for.
 
-        Those of a packed sequence, and bags with offsets, have no dimension for the samples: for
-        them there are tensors that have one, with all that belongs to a sample if it is `whole`.
+        Packed sequences, and bags with offsets, have no dimension for the samples. Tensors that
+        have one take their place, with all that belongs to a sample if `whole`.
 
         Args:
             tree: positional and keyword arguments, or an output.

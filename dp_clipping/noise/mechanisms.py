@@ -61,9 +61,9 @@ def register_noise_mechanism(
         name: a new one.
         quantile: the inverse of the distribution function of noise with mean 0 and standard
             deviation 1: float64 [n] -> [n], element by element, of PyTorch's operators.
-        epsilon: `epsilon(history, delta)` returns ε at this δ for steps with Poisson sampling: for
-            each `(σ, q, number)` in `history` so many steps with that noise multiplier and sample
-            rate, on sums that a unit changes by a vector of norm at most C.
+        epsilon: `epsilon(history, delta)` returns ε at this δ for steps with Poisson sampling. Each
+            `(σ, q, number)` in `history` stands for `number` steps with noise multiplier σ and
+            sample rate q. A unit changes their sums by a vector of norm at most C.
 
     Raises:
         ValueError: for a name that is taken, no `epsilon`, a quantile that is not increasing, or

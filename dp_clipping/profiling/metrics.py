@@ -24,10 +24,10 @@ class StepMetrics:
     """Calls `call(metrics)` after a step of the optimizer, on every rank.
 
     Args:
-        call: the user's.
+        call: the user's function.
         epsilon: returns ε so far; None: not requested.
         unprotected: names of `UNPROTECTED`.
-        every: the last of so many steps has metrics.
+        every: every how many steps there are metrics.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from dp_clipping.capture.samples.bags import Bags
 from dp_clipping.clipping.coefficients import registered
 from dp_clipping.torch_compat import tree_leaves, tree_map
 
-RUNS = 4  # of a sample, and so many samples, that are compared to find randomness
+RUNS = 4  # number of samples, and of runs of each, that are compared to find randomness
 
 
 @dataclass(frozen=True)

@@ -145,8 +145,8 @@ def _any_differs(
 class Shapes:
     """Remembers shapes of a criterion's arguments, to find dimensions that do not count samples.
 
-    A dimension had n numbers in an earlier call and has n now. If the batch had another size then,
-    of which n is no multiple (as of tokens in one dimension), it does not count samples.
+    A dimension that had size n in an earlier call and has size n now does not count samples, if the
+    earlier batch had another size and n is no multiple of it (as for tokens in one dimension).
     """
 
     def __init__(self) -> None:
@@ -271,10 +271,7 @@ class Exchange:
         return [device] if device.type == "cuda" else []
 
     def _find(self, base: dict, first: dict[int, Layout], rows: list[int]) -> dict[int, Layout]:
-        """Finds the argument that it is; its samples may also lie otherwise than was tried first.
-
-        Where they lie; nothing: it cannot be told.
-        """
+        """Returns the layout of each argument, not only those in `first`; {} if one is unclear."""
         if not self._agrees(base, {}, rows):
             return {}  # it draws numbers of its own
         chosen = {}

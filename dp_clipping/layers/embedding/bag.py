@@ -56,7 +56,7 @@ def forward(
 def _slot_of(handle: LayerState) -> tuple[Tensor | None, LayerState | None]:
     """Returns an input that makes autograd call the backward, and the receiver of factors.
 
-    None in place of the latter: G is the gradient of that input. Both are None if it is frozen.
+    If the receiver is None, G is the gradient of the input. Both are None if the weight is frozen.
     """
     if "weight" not in handle.trainable:
         return None, None

@@ -45,8 +45,8 @@ def _is_of_opacus(module: nn.Module) -> bool:
 def _is_plain_of_opacus(layer: Any) -> bool:
     """Returns whether one of Opacus's layers is plain.
 
-    It is not with dropout, which is on the way to the next time step too, nor if something is
-    hooked to a cell or to what is in it, which would not be called.
+    A layer with dropout is not, because dropout also acts between time steps. Neither is one with a
+    hook on a cell or on a module in it, because the hook would not be called.
     """
     opacus = sys.modules["opacus.layers.dp_rnn"]
     kind, kinds = plain_type(layer), (opacus.DPLSTMCell, opacus.DPGRUCell, opacus.DPRNNCell)

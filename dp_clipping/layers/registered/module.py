@@ -60,7 +60,7 @@ class Target(NamedTuple):
 
     Attributes:
         slot: the input of `Tap` that makes backward visit it.
-        take: who takes G, or its factors; None: G is the gradient of the slot.
+        take: the function that receives G, or its factors; None: G is the gradient of the slot.
     """
 
     slot: Any
