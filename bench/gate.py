@@ -58,7 +58,7 @@ class Reference:
 
 
 class Worst(NamedTuple):
-    """The gradient that is furthest from right: ranks compare them, so the error comes first.
+    """The gradient with the largest error. Ranks compare these, so the error comes first.
 
     ratio  its norm over that of the right one
     """

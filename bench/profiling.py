@@ -26,7 +26,7 @@ ENDED = "BENCH_PROFILE_ENDED"  # of the environment: what earlier ranks of this 
 
 
 def leave_out_failed(outcome: Outcome) -> None:
-    """Lets the ranks that are started next continue after the implementation that has failed."""
+    """Makes the ranks that are started next continue after the implementation that failed."""
     ended = json.loads(outcome.handed_over or os.environ.get(ENDED, "{}"))
     who = f"rank {outcome.cause.rank}: " if outcome.cause.rank >= 0 else ""
     ended[outcome.doing] = f"{outcome.cause.status}: {who}{outcome.cause.message}"

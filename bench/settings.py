@@ -60,7 +60,7 @@ class Subject(_Pair):
 
     @property
     def is_fused(self) -> bool:
-        """Whether the mode uses fused kernels; where they do not run there is no plan."""
+        """Returns whether the mode uses fused kernels. Where they do not run there is no plan."""
         return mode_and_algorithm(self.clipping)[0] in FUSED_MODES
 
     @property
@@ -69,7 +69,7 @@ class Subject(_Pair):
 
     @property
     def label(self) -> str:
-        """Its name in one word: `ddp`, or `ddp:bookkeeping`."""
+        """Returns the subject's name in one word: `ddp`, or `ddp:bookkeeping`."""
         return self.name + (f":{self.clipping}" if self.is_private else "")
 
     @property
@@ -79,7 +79,7 @@ class Subject(_Pair):
 
     @property
     def file_stem(self) -> str:
-        """Its name in files: `ddp`, `ddp_bookkeeping`, or a plug-in's class name without path."""
+        """Returns the name in files: `ddp`, `ddp_bookkeeping`, or a plug-in's class name."""
         return file_stem(self.label)
 
 
@@ -115,7 +115,7 @@ class Settings:
 
     @property
     def subjects(self) -> list[Subject]:
-        """All subjects, in table order."""
+        """Returns all subjects, in table order."""
         title = titles(self.implementations)
         return [
             Subject(name, mode).called(title[name])

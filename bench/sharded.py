@@ -71,7 +71,7 @@ def layout_of(name: str) -> Layout:
 
 
 def check_ranks(name: str, config: ModelConfig, world_size: int) -> None:
-    """Raises ValueError if the implementation cannot spread the network over so many ranks."""
+    """Raises ValueError if the implementation cannot spread the network over `world_size` ranks."""
     layout = layout_of(name)
     data, tensor = layout.sizes(world_size)
     if layout.splits_tensors and layout.wrap and (data < 2 or data * tensor != world_size):
@@ -91,7 +91,7 @@ def check_ranks(name: str, config: ModelConfig, world_size: int) -> None:
 
 
 def shard(network: nn.Module, layout: Layout, world_size: int, device_type: str) -> None:
-    """Make parameters `DTensor`s, in place; the network is on the meta device."""
+    """Makes the parameters `DTensor`s, in place. The network is on the meta device."""
     from lm.parallel import parallelize
 
     mesh = _mesh(layout, world_size, device_type)

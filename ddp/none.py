@@ -1,8 +1,8 @@
 """The floor: the same step without any communication.
 
-Every rank trains on its own shard as if it were alone, so the replicas drift apart: useless for
-training, but a measure of what synchronisation costs. The time by which a variant's step is
-longer than this is its exposed communication, and the slowdown of the model's kernels beside the
+Every rank trains on its own shard as if it were alone, so the replicas drift apart. This variant
+trains nothing useful: it measures what synchronisation costs. A step of another variant takes
+longer for two reasons: exposed communication, and kernels of the model that run slower during a
 transfer.
 """
 
@@ -17,7 +17,7 @@ class NoCommunication(DataParallel):
 
     def __init__(self, module: nn.Module, **options):
         super().__init__(module, **options)
-        self.reduction.contributors = 1  # no other rank has added anything
+        self.reduction.contributors = 1  # no other rank contributes
 
     def launch(self, bucket: Bucket) -> None:
         pass

@@ -167,7 +167,7 @@ class TorchDDP(Copyable, DistributedDataParallel):
 
     @property
     def gradient_dtype(self) -> torch.dtype | None:
-        """The dtype for `gradient_ready`, as in other variants; PyTorch's reducer refuses it."""
+        """Returns the dtype for `gradient_ready`. PyTorch's own reducer refuses one."""
         return self._by_hand[0].gradient_dtype
 
     @gradient_dtype.setter

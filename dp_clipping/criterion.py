@@ -142,7 +142,7 @@ class PrivateCriterion(nn.Module):
             self.criterion.reduction = before
 
     def _counted(self, losses: Tensor, args: tuple, kwargs: dict) -> Tensor | int:
-        """Returns how many entries of each sample a mean is over: [B] or one number."""
+        """Returns the number of entries of each sample in a mean: [B] or one number."""
         entries = losses[0].numel() if len(losses) else 1
         ignore_index = getattr(self.criterion, "ignore_index", None)
         target = kwargs.get("target", args[1] if len(args) > 1 else None)

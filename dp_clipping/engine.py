@@ -98,7 +98,7 @@ class PrivacyEngine(Checkpoints):
 
     @property
     def release(self) -> bool:
-        """The old name of `hide_unprotected`."""
+        """Returns `hide_unprotected`, of which this is the old name."""
         warnings.warn("release is now hide_unprotected", DeprecationWarning, stacklevel=2)
         return self.hide_unprotected
 

@@ -16,12 +16,12 @@ class WrongType(TypeError, ValueError):
 
 
 def is_number(x: Any) -> bool:
-    """Returns whether it is a real number; True and False are not."""
+    """Returns whether x is a real number; True and False are not."""
     return isinstance(x, Real) and not isinstance(x, bool)
 
 
 def is_count(x: Any) -> bool:
-    """Returns whether it is an integer; True and False are not."""
+    """Returns whether x is an integer; True and False are not."""
     return isinstance(x, Integral) and not isinstance(x, bool)
 
 
@@ -44,7 +44,7 @@ def check_count(name: str, value: Any, wanted: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Returns a number, numpy's or a fraction too, as Python's own, which checkpoints hold."""
+    """Converts a number, such as NumPy's or a fraction, to Python's own type, for checkpoints."""
     if isinstance(value, list | tuple):
         return [plain(x) for x in value]
     return value if type(value) in (int, float) else float(value)

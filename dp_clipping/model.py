@@ -291,7 +291,7 @@ class PrivateModel(nn.Module):
             self.clear_gradients()
 
     def reset_batch_layouts(self) -> None:
-        """Looks for the batch dimension again. Call it when the way layers are called changes.
+        """Searches for the batch dimension again. Call this when layers are called differently.
 
         With a sharded model every rank calls it.
         """
@@ -303,7 +303,7 @@ class PrivateModel(nn.Module):
         self.reset_batch_layouts()
 
     def skip_checks(self, batches: int = 1024) -> None:
-        """Counts so many batches as checked for samples that see each other.
+        """Counts this number of batches as checked for dependent samples.
 
         Batches 1, 2, 4, 8, ... are checked: ten of the first thousand, but half of the first four.
         Call this before you time a few steps, and not in training. Every rank calls it.

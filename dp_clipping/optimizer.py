@@ -192,7 +192,7 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def adaptive_threshold(self) -> AdaptiveThreshold | None:
-        """The adaptive threshold, by which C follows a quantile of the norms; None: C is fixed."""
+        """Returns the adaptive threshold, which moves C to a quantile; None if C is fixed."""
         return self.noise.adaptive
 
     @property

@@ -69,13 +69,13 @@ def warn_of_other_ranks(stacklevel: int) -> None:
 
 
 def normalizations(network: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns name and module of every one that may mix samples once `train()` reaches it."""
+    """Returns name and module of all normalisations that may mix samples in training mode."""
     kinds = BATCH_NORMS + INSTANCE_NORMS
     return [(name, m) for name, m in network.named_modules() if isinstance(m, kinds)]
 
 
 def check_still_fixed(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raises ValueError for one that was accepted, frozen, and that `model.train()` has thawed."""
+    """Raises ValueError for a frozen normalisation that `model.train()` put in training mode."""
     for name, module in modules:
         if problem := problem_of(module):
             kind = type(module).__name__

@@ -13,7 +13,7 @@ RESUMABLE = ("output_dir", "resume", "device", "report_every", "save_every", "pr
 EXAMPLES = """\
 examples:
   python -m examples.finetune
-      a small GPT-2 on made-up sentences, epsilon 8: some minutes on two cores
+      a small GPT-2 on made-up sentences, epsilon 8: about a minute on two cores
   python -m examples.finetune --model path/to/model --train lora --data notes.csv --column note
       LoRA adapters of a model that you have saved, on a column of your table
   python -m examples.finetune --config run.toml --epsilon 4

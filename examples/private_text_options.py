@@ -15,7 +15,7 @@ RESUMABLE = ("output_dir", "device", "max_physical_batch_size", "report_every", 
 EXAMPLES = """\
 examples:
   python -m examples.private_text
-      Python's own sources, epsilon 8, some minutes on two cores
+      Python's own sources, epsilon 8, about 90 seconds on two cores
   python -m examples.private_text --data letters/ --epsilon 2 --epochs 4
       your own text, four passes in expectation, more noise
   torchrun --nproc_per_node=4 -m examples.private_text --batch-size 4096

@@ -75,7 +75,7 @@ def launched_world_size() -> int:
 
 
 def invocation() -> str:
-    """Tells this call of a program from a later one: its start, `YYYYMMDD_HHMMSS_process`.
+    """Returns a name for this call of a program: its start, `YYYYMMDD_HHMMSS_process`.
 
     The workers that a call starts share it.
     """

@@ -185,7 +185,7 @@ class Watch:
                 self._end(suspicion)
 
     def _tell_where_it_stands(self) -> None:
-        """Publishes this rank's stack when it has not moved for half of the timeout."""
+        """Publishes this rank's stack when its place has not changed for half of the timeout."""
         count, seen, _ = self._moved[self._rank]
         is_stuck = time.monotonic() - seen > self._timeout_s / 2
         if self._own is not None and is_stuck and self._located != count + 1:

@@ -65,7 +65,7 @@ class Comparison:
 
     @property
     def judged(self) -> bool:
-        """Whether there is a verdict on at least one cell; a cell that fails now counts."""
+        """Returns whether at least one cell has a verdict; a cell that fails now counts."""
         return any(row["status"] != NOT_COMPARABLE for row in self.rows)
 
 

@@ -88,7 +88,7 @@ class Cell:
 
     @property
     def failures(self) -> list[Round]:
-        """The failed rounds, also where another went well; the gate has number -1."""
+        """Returns the failed rounds, also where another succeeded; the gate has number -1."""
         gate = [] if self.gate is None else [self.gate]
         return [r for r in (*gate, *self.rounds.values()) if r.status != OK]
 
@@ -109,7 +109,7 @@ class Cell:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether its gradient differs from what one process computes."""
+        """Returns whether its gradient differs from what one process computes."""
         if self.gradient_error is None:
             return False
         return not self.gradient_error <= self.facts.get("tolerance", math.inf) or math.isinf(
@@ -118,25 +118,25 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """Its name: `ddp`, `ddp, ghost` or `no_dp, 1024 tokens`."""
+        """Returns its name: `ddp`, `ddp, ghost` or `no_dp, 1024 tokens`."""
         named = {k: v for k, v in self.names.items() if (k, v) != ("clipping", "none")}
         return ", ".join(f"{v} tokens" if k == "seq_length" else str(v) for k, v in named.items())
 
     @property
     def subject(self) -> str:
-        """The label without the length of the samples."""
+        """Returns the label without the length of the samples."""
         names = {k: v for k, v in self.names.items() if k != SECTION}
         return Cell(names, {}, {}).label
 
     @property
     def peak_memory_mb(self) -> float | None:
-        """The largest peak of its rounds."""
+        """Returns the largest peak of its rounds."""
         peaks = (r.peak_memory_mb for r in self.good_rounds if r.peak_memory_mb is not None)
         return max(peaks, default=None)
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Tokens that all ranks process in a step."""
+        """Returns the number of tokens that all ranks process in a step."""
         length = self.names.get("seq_length", self.settings.get("model.context_length"))
         whole = self.facts.get("total_batch_size")
         if whole is None and "batch_size" in self.settings and "world_size" in self.settings:

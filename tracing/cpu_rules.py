@@ -1,4 +1,4 @@
-"""Tells computation from communication in a trace without a GPU (gloo).
+"""Separates computation from communication in a trace without a GPU (gloo).
 
 Read off real traces of two gloo processes, all-reducing from hooks in backward and after it:
 

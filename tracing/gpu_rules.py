@@ -1,4 +1,4 @@
-"""Tells computation from communication in a trace with GPU kernels, and places the phases.
+"""Separates computation from communication in a trace with GPU kernels; places the phases.
 
 communication
     A kernel, copy or memset

@@ -7,11 +7,11 @@ from ddp.copy_engine.peer_memory import PeerMemory
 
 
 class Exchange:
-    """The all-reduce of one stretch of every rank's memory: what is copied where, decided once.
+    """Plans and runs the all-reduce of one range of every rank's memory, by copies.
 
     Args:
         memory: the memory of all ranks.
-        start, numel, dtype: the stretch begins at byte `start` and holds `numel` elements.
+        start, numel, dtype: the range begins at byte `start` and holds `numel` elements.
         scratch: bytes for what is pulled; it may be shared by exchanges on one stream.
     """
 

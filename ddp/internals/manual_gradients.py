@@ -60,13 +60,12 @@ class ManualGradients:
 
     @property
     def gradient_dtype(self) -> torch.dtype | None:
-        """The smallest dtype of `.grad` and its collective; None: the parameter's `grad_dtype`.
+        """Returns the smallest dtype of `.grad` and its collective; None: the parameter's own.
 
         With `torch.float32`, gradients of 16-bit parameters are float32, others stay as they are.
-        Set it between steps, on all ranks; gradients that exist are converted. Whoever replaces a
-        `.grad` by one of the parameter's own dtype, for an optimizer that needs that, sets the
-        parameter's `grad_dtype` for it and need not set it back: the next training forward does,
-        or the next `before_gradient`.
+        Set it between steps, on all ranks; gradients that exist are converted. Some optimizers
+        need a `.grad` of the parameter's own dtype. To replace it, set the parameter's
+        `grad_dtype`. The next training forward, or the next `before_gradient`, restores it.
 
         Raises:
             ValueError: for a dtype that is not a floating one.

@@ -62,7 +62,7 @@ def _trainable(module: nn.Module) -> dict[Parameter, str]:
 
 
 def enter(wrapper: Owner, hooks: AutogradHooks, gradients: Gradients) -> None:
-    """Makes `wrapper` known; when it goes, its hooks are removed and dtypes are given back."""
+    """Registers `wrapper`. When it is freed, its hooks are removed and its dtypes restored."""
     _wrappers.add(wrapper)
     weakref.finalize(wrapper, _leave, hooks, gradients.dtypes.given).atexit = False
 

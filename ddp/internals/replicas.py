@@ -1,4 +1,4 @@
-"""Every rank has the same model, and the values of rank 0.
+"""Makes all ranks have the same model, with the values of rank 0.
 
 A data-parallel step averages tensors by position, so two ranks whose models differ would hang,
 crash inside the collective library or, worst, mix gradients of different parameters. Each rank

@@ -45,7 +45,7 @@ def _tell_all(optimizer: Optimizer, *_arguments: Any) -> None:
 
 
 class Watch:
-    """Looks after the parameters of one wrapper, which are those of `gradients`."""
+    """Checks the parameters of one wrapper, which are those of `gradients`."""
 
     def __init__(self, gradients: Gradients):
         self._names = gradients.names

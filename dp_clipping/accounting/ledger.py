@@ -61,12 +61,12 @@ class Step:
 
     @property
     def digest(self) -> int:
-        """Returns a digest of what a history does not say."""
+        """Returns a digest of the settings that are not in an accountant's history."""
         return hash((self.clip_norms, self.batch_number))
 
 
 def count(history: History) -> int:
-    """Steps, not entries."""
+    """Returns the number of steps in a history, over all entries."""
     return sum(steps for _, _, steps in history)
 
 
@@ -82,13 +82,13 @@ def after(history: History, steps: int) -> History:
 
 
 def shared(first: History, second: History) -> int:
-    """Returns how many steps they begin with in common."""
+    """Returns the number of steps with which both histories begin alike."""
     both = zip(_single(first), _single(second), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
 
 
 def joined(first: History, second: History) -> History:
-    """Joins them one after the other, equal neighbours as one entry."""
+    """Concatenates two histories, and merges equal neighbouring entries."""
     whole: History = []
     for sigma, rate, steps in [*first, *second]:
         if whole and whole[-1][:2] == (sigma, rate):

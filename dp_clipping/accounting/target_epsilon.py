@@ -25,7 +25,7 @@ def noise_multiplier_for(
     epsilon_tolerance: float = 0.01,
     alphas: Sequence[float] | None = None,
 ) -> float:
-    """Returns σ with which so many steps end at (ε, δ), as `opacus` computes it.
+    """Returns σ with which `steps` steps end at (ε, δ), as Opacus computes it.
 
     Args:
         sample_rate: probability of a sample to be in a step's batch.
@@ -80,7 +80,7 @@ def noise_multiplier_for(
 def epsilon_at_end(
     accountant: "IAccountant", sigma: float, sample_rate: float, steps: int, delta: float
 ) -> float:
-    """Returns what an accountant will say after so many steps more; it is left as it is."""
+    """Returns ε after `steps` more steps. The accountant is not changed."""
     end = type(accountant)()
     more = [(sigma, sample_rate, steps)] if steps > 0 else []
     end.history = joined(accountant.history, more)

@@ -1,4 +1,4 @@
-"""The arguments of `make_private`.
+"""Checks and gathers the arguments of `make_private`.
 
 Files:
 

@@ -70,7 +70,7 @@ def check_target(target_epsilon: float, target_delta: float, epochs: int) -> Non
 
 
 def warn_of_delta(delta: float, units: int, stacklevel: int) -> None:
-    """Warns of a δ at which publishing one of so many units as it is would count as private."""
+    """Warns of a δ so large that publishing one of the units outright would count as private."""
     if units and delta >= 1 / units:
         example = min(0.1 / units, units**-1.1)
         warnings.warn(

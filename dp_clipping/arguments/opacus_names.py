@@ -1,4 +1,4 @@
-"""Names of Opacus that mean something else here, each with the call that takes its place.
+"""Refuses names of Opacus that differ here, each with the call that takes its place.
 
 docs/from_opacus.md has all of them in tables.
 """
@@ -23,13 +23,13 @@ ARGUMENTS = {
         "unclipped_num_std",
     )
 }  # fmt: skip
-"""Of `make_private`, where Opacus hands them on to its optimizer."""
+"""Arguments of `make_private` that Opacus passes to its optimizer."""
 TARGETS = {
     name: f"make_private has no {name}: call engine.make_private_with_epsilon(target_epsilon=8.0, "
     "target_delta=1e-5, epochs=3, ..), or give make_private noise_multiplier=1.0"
     for name in ("target_epsilon", "target_delta", "epochs")
 }
-"""Of `make_private_with_epsilon`, there as here."""
+"""Arguments of `make_private_with_epsilon`, in Opacus and here."""
 
 _PER_SAMPLE = (
     'leave it out, or give "per_sample", which materialises per-sample gradients too; '
@@ -95,13 +95,13 @@ def described(name: str, instead: str) -> str:
 
 
 def refuse(argument: str, value: Any, known: dict[str, str]) -> None:
-    """Raises ValueError if the value is one that only Opacus has."""
+    """Raises ValueError if only Opacus has this value of the argument."""
     if isinstance(value, str) and value in known:
         raise ValueError(f"{argument} {value!r} is one of Opacus's: {known[value]}")
 
 
 def refuse_opacus(module: Any, optimizer: Any, criterion: Any, loader: Any) -> None:
-    """Raises ValueError for objects of Opacus's `make_private`, or parts of its engine."""
+    """Raises ValueError for objects that Opacus's `make_private` has returned or wrapped."""
     inner = module.modules() if isinstance(module, nn.Module) else ()
     if any(_is(m, "AbstractGradSampleModule") for m in inner):
         raise ValueError(
@@ -130,7 +130,7 @@ def refuse_opacus(module: Any, optimizer: Any, criterion: Any, loader: Any) -> N
 
 
 def _is(value: Any, kind: str) -> bool:
-    """Returns whether it is an instance of Opacus's class of this name; imports nothing."""
+    """Returns whether a value is an instance of Opacus's class `kind`, without importing Opacus."""
     return any(
         c.__name__ == kind and c.__module__.startswith("opacus.") for c in type(value).__mro__
     )

@@ -36,7 +36,7 @@ from dp_clipping.sampling.units import Units
 class Settings:
     """The settings of one private run; `PrivacyEngine.make_private` explains each field.
 
-    Numbers are Python's own, whatever was given. There is a field for each argument.
+    There is a field for each argument. Numbers are converted to Python's own types.
 
     Raises:
         ValueError: for an argument of the wrong type or out of range, by name.
@@ -101,7 +101,7 @@ class Settings:
 
     @cached_property
     def policy(self) -> Policy | None:
-        """Returns how the mode works, None for `no_dp`. Raises ValueError for an unknown one."""
+        """Returns how the mode works; None for `no_dp`. Raises ValueError for an unknown mode."""
         refuse("grad_sample_mode", self.grad_sample_mode, MODES)
         return policy_of(
             self.grad_sample_mode, clipping_function=self.clipping_function, gamma=self.gamma,
@@ -111,14 +111,14 @@ class Settings:
 
     @cached_property
     def units(self) -> Units | None:
-        """Returns the units that are sampled; None: these are examples."""
+        """Returns the units that are sampled; None if single examples are sampled."""
         return given_units(
             self.data_loader, self.examples_per_unit, self.unit_ids, self.poisson_sampling
         )
 
     @cached_property
     def rates(self) -> tuple[float, int]:
-        """Returns q and the batches of an epoch, as given or from the loader's length."""
+        """Returns q and the batches per epoch, as given or from the loader's length."""
         return rates_of(self.data_loader, self.sample_rate, self.steps, self.units)
 
     def with_batch_size(self, world_size: int) -> "Settings":

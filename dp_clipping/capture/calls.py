@@ -24,7 +24,7 @@ ADDED = frozenset({"_private", "forward", "zero_grad", "__reduce_ex__", "_compil
 
 
 def let_copies_be_plain(module: nn.Module) -> None:
-    """Lets copies of a module have none of the attributes `ADDED`."""
+    """Makes copies and pickles of a module omit the attributes `ADDED`."""
 
     def reduced(protocol: Any) -> Any:
         return _without_what_was_added(module, protocol)
@@ -92,7 +92,7 @@ class Calls:
         let_copies_be_plain(module)
 
     def remove(self) -> None:
-        """Lets calls reach the module again."""
+        """Stops redirecting: calls reach the module again."""
         stop_intercepting(self.module)
         vars(self.module).pop("zero_grad", None)
         let_copies_be(self.module)

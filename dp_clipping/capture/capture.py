@@ -235,7 +235,7 @@ class Capture:
             handle.private_step = self._session
 
     def widen(self, modules: Collection[nn.Module]) -> bool:
-        """Runs these modules under vmap, for the sake of a layer that they call.
+        """Runs these modules under vmap, because a layer that they call needs it.
 
         Those that are run so already take their children with them. Returns False, and does
         nothing, if they have done so too, or if ranks share the network's parameters.
@@ -327,12 +327,12 @@ class Capture:
 
     @property
     def apart(self) -> list[LayerState]:
-        """Returns those whose children run outside of vmap."""
+        """Returns the modules under vmap whose children run outside of vmap."""
         return [handle for handle in self.handles if handle.children_apart]
 
     @property
     def inner(self) -> list[LayerState]:
-        """Returns subclasses of layers, of which the layer's call alone is captured."""
+        """Returns the subclasses of layers in which only the layer's own call is captured."""
         return [handle for handle in self.handles if handle.inner is not None]
 
     @property

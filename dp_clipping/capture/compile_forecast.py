@@ -53,7 +53,7 @@ class CompiledShapes:
         return 1 << max(0, batch_size - 1).bit_length()
 
     def of_units(self, examples: int) -> "CompiledShapes":
-        """Returns the shapes of samples that consist of so many examples each."""
+        """Returns the shapes of samples that consist of `examples` examples each."""
         uses = {p: use._replace(tokens=use.tokens * examples) for p, use in self.uses.items()}
         return replace(self, uses=uses, held=self.held * examples)
 
@@ -105,7 +105,7 @@ class LinearTap(torch.autograd.Function):
 def refuse_repeated(
     norms: dict[Parameter, Norm], counts: dict[Parameter, Tensor], parameters: list[Parameter]
 ) -> None:
-    """Make a norm infinite, and so leave all samples out, if a weight was used more than once.
+    """Makes a norm infinite if a weight was used more than once, which leaves all samples out.
 
     Its norm would miss the cross terms; looking at a count would make the host wait.
     """

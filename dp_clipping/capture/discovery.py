@@ -145,7 +145,7 @@ class LayoutDiscovery:
         return None
 
     def is_due(self, size: int) -> bool:
-        """Returns whether `ensure` will look at a batch of so many samples, if it is the next."""
+        """Returns whether `ensure` will check the next batch if it has `size` samples."""
         schedule = self._schedule
         due = schedule.is_due(size, alone=True) or (not schedule.settled and size >= PLACES)
         return due or not self._is_known or self._is_provisional
@@ -155,7 +155,7 @@ class LayoutDiscovery:
         self._schedule.next_is_due(size, alone=True)
 
     def look(self, batch: Batch) -> None:
-        """Look where the samples are, on this rank."""
+        """Finds where the samples are, on this rank."""
         for first in range(PLACES):
             try:
                 self._look(self._arguments(batch, first), batch.size)
@@ -173,7 +173,7 @@ class LayoutDiscovery:
         self._bags.forget()
 
     def skip_checks(self, batches: int) -> None:
-        """Counts so many batches as checked."""
+        """Counts this number of batches as checked."""
         self._schedule.skip(batches)
 
     def forecast(self, batch: Batch) -> CompiledShapes:
@@ -205,7 +205,7 @@ class LayoutDiscovery:
         self._is_known, self._is_provisional = True, size < FEW
 
     def _establish(self, arguments: list[tuple]) -> None:
-        """Finds the layouts, and which modules run under vmap for the sake of layers in them.
+        """Finds the layouts, and which modules run under vmap because layers in them need it.
 
         Modules whose children cannot run outside of vmap run with them.
         """
@@ -285,7 +285,7 @@ class LayoutDiscovery:
         return number if batch.size >= FEW else None
 
     def _refuse_carried(self, batch: Batch) -> None:
-        """Refuses carried data, unless ranks run forwards together: another may have nothing."""
+        """Refuses carried data. Not on sharded ranks, of which one may have no samples."""
         if self._sharding is None:
             self.carried.refuse(batch.with_samples(FEW))
 
@@ -333,7 +333,7 @@ class LayoutDiscovery:
             return ()
 
     def _ensure_together(self, batch: Batch) -> None:
-        """Looks on all ranks, with the samples of the one that has most.
+        """Finds the samples on all ranks, with a batch of the rank that has the most.
 
         Once all have done so with a batch of some samples no rank asks the others again.
         """

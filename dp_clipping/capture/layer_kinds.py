@@ -121,7 +121,7 @@ def _methods(kind: Any) -> frozenset[str]:
 
 @lru_cache(maxsize=1024)
 def _reads_otherwise(kind: Any) -> bool:
-    """Returns whether a class says how its weight is read: by a property, for example."""
+    """Returns whether a class changes how its weight is read: by a property, for example."""
     before = kind.__mro__[: kind.__mro__.index(nn.Module)]
     return any(READ & vars(c).keys() for c in before)
 

@@ -1,4 +1,4 @@
-"""A captured network as steps and searches know it; its modules, and calls of its layers."""
+"""The interface of a captured network for steps and searches, and calls of its layers."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,7 +16,7 @@ from dp_clipping.torch_compat import own_modules, tree_map
 
 
 class CapturedNetwork(Protocol):
-    """A `capture.Capture` as steps and searches see it, which do not know its layers."""
+    """The interface of `capture.Capture` for steps and searches, which import no layers."""
 
     network: nn.Module
     sharding: Any  # a `distributed.sharding.Sharding`, or None
@@ -65,9 +65,9 @@ class CapturedNetwork(Protocol):
 
 @dataclass(frozen=True)
 class LayerCall:
-    """Inputs and outputs of one call of a layer: shapes (on the meta device) where they tell.
+    """Inputs and outputs of one call of a layer; meta tensors where their shapes suffice.
 
-    `product_dtype` is what a matrix product of its first input would be taken in.
+    `product_dtype` is the dtype in which a matrix product of the first input would be computed.
     """
 
     inputs: list[Tensor]
@@ -78,9 +78,10 @@ class LayerCall:
 def expanded_input(
     handle: LayerState, layouts: Sequence[Layout], inputs: list[Tensor], batch_size: int
 ) -> tuple[tuple, dict] | None:
-    """Returns, for a hook before a layer, its shared input expanded to the batch; else None.
+    """Returns a layer's arguments with a shared input expanded to the batch; None if it has none.
 
-    The code around a layer inside of vmap sees no batch, and its output is not expanded there.
+    A forward pre-hook returns this. Inside of vmap nothing is expanded: the code around the layer
+    sees single samples there.
     """
     if handle.is_inside:
         return None
@@ -92,7 +93,7 @@ def expanded_input(
 def expanded_output(
     handle: LayerState, layouts: Sequence[Layout], output: Any, batch_size: int
 ) -> Any:
-    """Returns shared outputs with the batch's dimension, as a module under vmap has them."""
+    """Returns an output whose shared tensors are expanded to the batch, as under vmap."""
     if handle.kind != "vectorized" or handle.is_inside:
         return output
     if not any(x.kind == "shared" for x in layouts):
@@ -124,7 +125,7 @@ def trials(handles: list[LayerState], trial: Callable[..., Any]) -> Iterator[Non
 def every_module(network: nn.Module) -> Iterator[nn.Module]:
     """Yields `network.modules()` in no particular order, in half of the time.
 
-    PyTorch's own makes all names on the way, through a generator for each level.
+    PyTorch's own also makes every module's name, with one generator per level.
     """
     seen, found = set(), [network]
     while found:

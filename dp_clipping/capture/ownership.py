@@ -1,4 +1,4 @@
-"""Tells a module's own parameters from those of layers that it calls."""
+"""Separates a module's own parameters from those of layers that it calls."""
 
 from collections.abc import Iterable, Iterator
 
@@ -67,7 +67,7 @@ def trainable_names(
 
 
 def can_be_apart(module: nn.Module) -> bool:
-    """Returns whether it shares none of its own parameters, and a child has trainable ones."""
+    """Returns whether a module shares none of its own parameters and a child is trainable."""
     own = {p for p in _bare(module) if p.requires_grad}
     if {p for p in owned(module) if p.requires_grad} != own or len(own_names(module)) != len(own):
         return False

@@ -1,4 +1,4 @@
-"""Random numbers of two runs that are compared: the same ones, or none."""
+"""Gives two runs that are compared the same random numbers, or turns randomness off."""
 
 import random
 import sys
@@ -22,7 +22,7 @@ DROPOUTS = {
 
 @contextmanager
 def fork_randomness(device: torch.device) -> Iterator[None]:
-    """Puts back PyTorch's generators, of the CPU and of the device."""
+    """Restores the states of PyTorch's generators, of the CPU and the device, at the end."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield
@@ -30,7 +30,7 @@ def fork_randomness(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def same_generators(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Puts back the generators of Python and NumPy, and those that are attributes of modules."""
+    """Restores the generators of Python, NumPy and modules' attributes at the end."""
     generators = [
         (value, value.get_state())
         for module in modules
@@ -53,7 +53,7 @@ def same_generators(modules: Iterable[nn.Module]) -> Iterator[None]:
 def generator_states(modules: Iterable[nn.Module], device: torch.device) -> list[Any]:
     """Returns the states of all generators, in a form that can be compared.
 
-    Of PyTorch's, Python's and NumPy's, and of those that are attributes of modules.
+    These are PyTorch's, Python's and NumPy's generators, and those in attributes of modules.
     """
     values = [value for module in modules for value in vars(module).values()]
     states = [torch.get_rng_state()]
@@ -69,7 +69,7 @@ def generator_states(modules: Iterable[nn.Module], device: torch.device) -> list
 
 
 class _NoDropout(TorchFunctionMode):
-    """Disables functional dropout, and that of attention."""
+    """Disables functional dropout, and the dropout of attention."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in DROPOUTS:
@@ -85,7 +85,7 @@ def _causal(args: tuple) -> dict[str, bool]:
 
 @contextmanager
 def without_dropout(network: nn.Module) -> Iterator[None]:
-    """Turns dropout off, which would make one sample look different in two runs."""
+    """Turns dropout off, because it would make one sample differ between two runs."""
     layers = [m for m in network.modules() if isinstance(m, dropouts())]
     before = [m.training for m in layers]
     between = [(m, m.dropout) for m in network.modules() if isinstance(m, nn.RNNBase) and m.dropout]

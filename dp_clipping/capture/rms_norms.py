@@ -81,7 +81,7 @@ REFERENCES: dict[str, type] = {
 
 
 def rms_norm_kind(module: nn.Module, plain: type) -> str | None:
-    """Returns which kind of RMS norm a module is; None: none that is known.
+    """Returns the kind of RMS norm that a module is; None if it is none of the known kinds.
 
     Args:
         plain: its class (`plain_type`), of which the module has replaced no method.

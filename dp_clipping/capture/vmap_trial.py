@@ -1,8 +1,8 @@
-"""Tries modules whose child layers run outside of vmap, before a step relies on it.
+"""Tests which modules can run with their child layers outside of vmap, before a step does so.
 
-One forward shows what could go wrong: the module's own code computes with a weight of a child,
-calls the child with a tensor that belongs to no sample, or cannot run. Such a module runs under
-vmap with its children, which is right for any module.
+A module cannot if its own code computes with a child's weight, calls a child with a tensor that
+belongs to no sample, or raises an error. One forward shows this. Such a module runs under vmap
+together with its children, which is right for any module but slower.
 """
 
 from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ def _try(
     unfit: list[LayerState], capture: CapturedNetwork, batch_size: int,
     every_sample: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict,
 ) -> Any:  # fmt: skip
-    """Runs a module in a plain forward; notes the module if it cannot run under vmap.
+    """Runs a module in a plain forward, and adds it to `unfit` if it cannot run under vmap.
 
     Args:
         every_sample: runs the module under vmap: see `layers.vmap.module`.
@@ -85,7 +85,7 @@ def _try(
         expected = expanded_output(handle, layouts, plain, batch_size)
         if not _agrees(module, run, batch_size, expected, is_random):
             unfit.append(handle)
-    except Exception:  # under vmap with its children it may be fine, and if not will say why
+    except Exception:  # with its children under vmap it may run; otherwise that raises the error
         unfit.append(handle)
     return plain
 
@@ -116,7 +116,7 @@ def _copies(handle: LayerState, batch_size: int) -> dict[str, Tensor]:
 def _agrees(
     module: nn.Module, run: Callable[..., Any], batch_size: int, expected: Any, is_random: bool
 ) -> bool:
-    """Returns whether it computes what a plain forward does, with its own parameters alone."""
+    """Returns whether a run from the module's own parameters computes what a plain forward does."""
     handle: LayerState = vars(module)["_private"]
     own = handle.parameters()
     copies = _copies(handle, batch_size)
@@ -130,7 +130,7 @@ def _agrees(
 
 
 class _Uses(TorchFunctionMode):
-    """Notes whether code under vmap computes with one of some parameters."""
+    """Records whether code under vmap computes with one of the given parameters."""
 
     def __init__(self, parameters: set[int]):
         super().__init__()
@@ -138,7 +138,7 @@ class _Uses(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        # Outside of vmap it is the layer that owns the parameter; a dtype or shape is no use.
+        # Outside of vmap the layer itself uses its parameter. Reading a dtype or shape is no use.
         if not self.found and tensors_in(result):
             given = tensors_in((args, kwargs or {}))
             self.found = current_vmap() is not None and any(
@@ -177,7 +177,7 @@ def learn_whole_batches(capture: CapturedNetwork, few: tuple, more: tuple) -> No
 
 
 def _may_do_without_vmap(handle: LayerState) -> bool:
-    """Returns whether its parameters are its own and its outputs have samples where it is known."""
+    """Returns whether a module owns all that it trains, and no known output is without samples."""
     if handle.kind != "vectorized" or handle.whole_batch is None or handle.inner is not None:
         return False
     handle.whole_batch.clear()
@@ -188,7 +188,7 @@ def _may_do_without_vmap(handle: LayerState) -> bool:
 
 @contextmanager
 def _plain(capture: CapturedNetwork) -> Iterator[None]:
-    """A context for a plain forward of the network."""
+    """Enters a context for a plain forward of the network."""
     modules = capture.network.modules()
     with (
         capture.looked_at(lambda *_: None), without_dropout(capture.network),
@@ -201,7 +201,7 @@ def _note_operations(
     found: dict[tuple, list[list[Operation]]], batch_size: int,
     every_sample: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict,
 ) -> Any:  # fmt: skip
-    """Runs a module in a plain forward; notes operations with its parameters."""
+    """Runs a module in a plain forward, and records the operations with its parameters."""
     handle: LayerState = vars(module)["_private"]
     again = map_tensors(Tensor.clone, (args, kwargs))
     call = Call(batch_size, None)
@@ -221,7 +221,7 @@ def _compare(
 ) -> Any:  # fmt: skip
     """Runs a module in a plain forward of `FEW` samples.
 
-    Forgets what was learned of it if outputs or G are others than under vmap.
+    Discards what was learned about the module if outputs or G differ from those under vmap.
 
     Args:
         running: the modules that are compared now, outermost first.
@@ -250,7 +250,7 @@ def _compare(
 def _outputs_and_gradients(
     run: Callable[..., Any], handle: LayerState, args: tuple, kwargs: dict
 ) -> list[Tensor]:
-    """Returns outputs of a run and G of each parameter, for some gradients of the outputs."""
+    """Returns the outputs of a run, and G of each parameter for fixed output gradients."""
     args, kwargs = map_tensors(lambda x: x.detach().clone(), (args, kwargs))
     copies = {n: c.clone().requires_grad_() for n, c in _copies(handle, FEW).items()}
     outputs = tensors_in(run(copies=copies, args=args, kwargs=kwargs))
@@ -280,9 +280,9 @@ def callers_of(capture: CapturedNetwork, arguments: tuple, layer: str) -> list[n
 def weights_read_elsewhere(
     capture: CapturedNetwork, arguments: tuple
 ) -> dict[nn.Module, list[Parameter]]:
-    """Returns the weights that code of other modules computes with than those that own them.
+    """Returns the weights that code outside of their owners computes with, by that code's module.
 
-    Those of layers that are called as well are left out.
+    Weights of layers that are also called are left out.
     """
     called: set[Parameter] = set()
 
@@ -304,7 +304,7 @@ def _calls(
     """Enters a context with plain forwards; yields the running modules, outermost first.
 
     Args:
-        note: called with a module that is called, and those that run then.
+        note: called with each module that is called, and the modules that are running.
     """
     running: list[nn.Module] = []
 
@@ -325,7 +325,7 @@ def _calls(
 
 
 class _Reads(TorchFunctionMode):
-    """Notes what running code computes with of parameters that no running layer has."""
+    """Records parameters that running code computes with and no running layer owns."""
 
     def __init__(self, capture: CapturedNetwork, running: list[nn.Module]):
         super().__init__()

@@ -1,6 +1,6 @@
 """Checkpoints of sharded models: every rank writes its part; any number of ranks reads them.
 
-`PATH` is a folder, `PATH.key` a file beside it, as secret as ever (see save_load.py).
+`PATH` is a folder. `PATH.key` beside it is a file, and as secret as for one process (save_load.py).
 
     PATH/run.pt           what rank 0 writes: everything but the tensors of model and optimizer
     PATH/tensors-HEX/     those, in the format of torch.distributed.checkpoint, one file per rank
@@ -115,7 +115,7 @@ def write_tensors(run: PrivateRun, folder: Path, tensors: dict[str, Tensor]) -> 
 
 
 def _digests_of_rank(run: PrivateRun, folder: Path) -> dict[str, str]:
-    """Returns those of the files of this rank; torch names them by its number in the group."""
+    """Returns the digests of this rank's files, which torch names by its number in the group."""
     files = sorted(folder.glob(f"__{run.rank}_*"))
     if run.rank == 0:
         files.append(folder / DESCRIPTION)

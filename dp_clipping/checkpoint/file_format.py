@@ -88,7 +88,7 @@ def write_sealed(path: Path, contents: dict, keys: Keys, torch_kwargs: Mapping[s
 
 
 class _Hashing:
-    """The file that `torch.save` writes to; it hashes what passes."""
+    """A file for `torch.save` to write to, which hashes what is written."""
 
     def __init__(self, file: BinaryIO):
         self._file, self.digest = file, hashlib.sha256()

@@ -71,7 +71,7 @@ def check_save(run: PrivateRun) -> None:
 
 
 def check_load(snapshot: Snapshot) -> None:
-    """Raises an error for a run that nothing can be loaded into, or not now."""
+    """Raises an error if no checkpoint can be loaded into the run, or not at this moment."""
     refuse_fsdp1(snapshot.run)
     if not snapshot.run.model.step_state.is_idle:
         raise RuntimeError("load_checkpoint in the middle of a step: call zero_grad() before")

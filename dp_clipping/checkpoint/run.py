@@ -105,7 +105,7 @@ class PrivateRun:
 
     @property
     def units(self) -> int:
-        """Returns how many units of privacy the data have."""
+        """Returns the number of units of privacy in the data."""
         units = self.settings["num_units"]
         if units is None:
             units = -(-self.settings["num_samples"] // self.settings["examples_per_unit"])
@@ -141,7 +141,7 @@ class PrivateRun:
         }
 
     def sampler_state(self) -> dict[str, int | float] | None:
-        """Returns where the loader continues after a resume.
+        """Returns the position at which the loader continues after a resume.
 
         A Poisson batch that was handed out and not used comes again. One that was used is not,
         also if the loader was not told of it.
@@ -199,7 +199,7 @@ def random_states(run: PrivateRun) -> list[dict[str, Tensor]]:
 
 
 def set_random_state(run: PrivateRun, states: list[dict[str, Tensor]]) -> None:
-    """Sets this rank's, if as many ranks as now were saved: otherwise each is another one."""
+    """Restores this rank's random state, if it was saved from as many ranks as there are now."""
     if len(states) != run.world_size:
         return
     state = states[run.rank]
@@ -213,7 +213,7 @@ def set_random_state(run: PrivateRun, states: list[dict[str, Tensor]]) -> None:
 
 
 def agree(run: PrivateRun, what: str, problem: BaseException | None) -> None:
-    """Returns on all ranks, or raises on all: a rank's own problem, or the number of one that has
+    """Returns on all ranks, or raises on all: a rank's own problem, or the number of a rank with
     a problem."""
     if run.group is None:
         if problem is not None:

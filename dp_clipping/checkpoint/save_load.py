@@ -2,7 +2,7 @@
 
 Two files. `PATH` holds the model, the optimizer, the accountant's history, the number of
 Poisson batches, of steps, and the public settings of the run. `PATH.key` (mode 0600) holds the key
-that noise and sampling come from: who has both files can subtract the noise.
+that noise and sampling come from. Anyone who has both files can subtract the noise.
 
 A save replaces files in an order in which a kill at any moment leaves a checkpoint with its key:
 
@@ -198,7 +198,7 @@ def _details(run: PrivateRun, random: list[dict[str, Tensor]]) -> dict[str, Any]
 
 
 def load(snapshot: Snapshot, new_keys: bool) -> dict[str, Any]:
-    """Reads and checks on every rank, agrees, and only then changes anything.
+    """Loads a checkpoint: every rank reads and checks it, and only then changes the run.
 
     A file or a folder, on any number of ranks, sharded or not: each rank takes its parts of the
     tensors.

@@ -30,7 +30,7 @@ def is_sharded(run: PrivateRun) -> bool:
 
 
 def names_of(run: PrivateRun) -> dict[nn.Parameter, str]:
-    """Returns names of parameters where they lie in parts, which is how an optimizer holds them."""
+    """Returns the names of the parameters in shards, as the optimizer holds them."""
     network = run.model.network
     network.state_dict()  # FSDP2 puts back into parts what a forward has left gathered
     return {parameter: name for name, parameter in network.named_parameters()}

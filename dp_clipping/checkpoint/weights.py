@@ -38,7 +38,7 @@ def split(network: nn.Module, state: dict[str, Any], kind: str) -> tuple[dict[st
 
 
 def complete(network: nn.Module, saved: dict[str, Any], path: Path) -> None:
-    """Adds to what was read the weights that are not in the file, from the network.
+    """Completes a loaded state with the network's weights, which are not in the file.
 
     Raises:
         ValueError: the network has other ones.

@@ -139,7 +139,7 @@ class Weights:
         self._blocks: dict[tuple[torch.dtype, int], tuple[Tensor, float]] = {}
 
     def only(self, samples: slice) -> "Weights":
-        """Returns those of some samples."""
+        """Returns the coefficients of some samples."""
         return Weights(self.values[samples], self.by_host[samples])
 
     def block(self, dtype: torch.dtype, pieces: int) -> tuple[Tensor, float]:

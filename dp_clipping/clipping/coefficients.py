@@ -41,7 +41,7 @@ MARGIN = {torch.float64: 2.0**-40, torch.float32: 2e-5}
 
 
 def register_clipping_function(name: str, fn: ClippingFunction, bound: float = 1.0) -> None:
-    """Makes `clipping_function=name` known to `make_private`, on every mode.
+    """Registers a function as `clipping_function=name` of `make_private`, for every mode.
 
     `fn(norms, C)` returns coefficients c [B] for unclipped norms n [B] and a threshold C, a tensor
     of one number, which is C_k of a clipping group. Noise is calibrated to C, so a contribution
@@ -101,7 +101,7 @@ def registered(name: str) -> tuple[ClippingFunction, float]:
 
 
 def described(name: str) -> str:
-    """Returns a name for ranks and checkpoints to compare, of a function by what it computes.
+    """Returns a name that ranks and checkpoints compare: it identifies what a function computes.
 
     That of one that was registered has a hash of its bound and its coefficients at some norms.
     """

@@ -88,7 +88,7 @@ class Norms:
         self._of.update(norms)
 
     def only(self, parameters: set[Parameter]) -> "Norms":
-        """Returns those of some parameters."""
+        """Returns the norms of some parameters."""
         part = copy(self)
         part._of = {p: norm for p, norm in self._of.items() if p in parameters}
         return part

@@ -1,4 +1,4 @@
-"""Finds out what has sharded a module: FSDP1, FSDP2, tensor parallelism, or nothing."""
+"""Detects how a module is sharded: by FSDP1, FSDP2, tensor parallelism, or not at all."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dp_clipping.distributed.sharding import Gathering, ParameterPart, Sharding
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-DEFAULT_UNIT_SIZE = 8  # parameters that are handled together where no FSDP module says so
+DEFAULT_UNIT_SIZE = 8  # parameters that are handled together, where no FSDP module groups them
 
 
 def sharding_of(
     module: nn.Module, data_parallel_group: dist.ProcessGroup | None = None
 ) -> Sharding | None:
-    """Returns how the module is sharded; None: it is not.
+    """Returns how the module is sharded; None if it is not.
 
     Args:
         data_parallel_group: ranks that train the same tensor-parallel parts on other samples.
@@ -62,7 +62,7 @@ def sharding_of(
 
 def _of_fsdp(root: nn.Module) -> Sharding:
     parts: dict[Parameter, ParameterPart] = {}
-    data: dict[DeviceMesh, int] = {}  # how many of its dimensions are data axes
+    data: dict[DeviceMesh, int] = {}  # mesh -> how many of its dimensions are data axes
     tensor: set[DeviceMesh] = set()
     units = _units(root)
     gathering = []

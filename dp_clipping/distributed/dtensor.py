@@ -1,6 +1,6 @@
 """Helpers for DTensors, and for modules and names that FSDP has wrapped.
 
-Their packages take seconds to import, and are imported here only where one of them can be.
+Their packages take seconds to import. They are imported here only if an object may be theirs.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch.nn import Parameter
 
 
 def local(x: Tensor) -> Tensor:
-    """Returns this rank's part of a DTensor; any other tensor itself."""
+    """Returns this rank's part of a DTensor. Returns any other tensor as it is."""
     if type(x) is Tensor or not is_sharded(x):
         return x
     return x.to_local()  # type: ignore[attr-defined]
 
 
 def is_sharded(x: Any) -> bool:
-    """Returns whether it is a DTensor."""
+    """Returns whether x is a DTensor."""
     kind = type(x)
     if kind is Tensor or kind is Parameter or not isinstance(x, Tensor) or not dist.is_available():
         return False
@@ -31,17 +31,17 @@ def is_sharded(x: Any) -> bool:
 
 
 def fsdp_classes() -> tuple[type, ...]:
-    """Returns the classes of modules in FSDP1 and FSDP2; () if nothing has imported them."""
+    """Returns the classes of FSDP1 and FSDP2 modules; () if FSDP has not been imported."""
     return _loaded("FullyShardedDataParallel") + _loaded("FSDPModule")
 
 
 def is_fsdp1(module: nn.Module) -> bool:
-    """Returns whether it is a `FullyShardedDataParallel`."""
+    """Returns whether the module is a `FullyShardedDataParallel`."""
     return isinstance(module, _loaded("FullyShardedDataParallel"))
 
 
 def is_fsdp2(module: nn.Module) -> bool:
-    """Returns whether `fully_shard` has been applied to it."""
+    """Returns whether `fully_shard` has been applied to the module."""
     return isinstance(module, _loaded("FSDPModule"))
 
 
@@ -51,7 +51,7 @@ def _loaded(name: str) -> tuple[type, ...]:
 
 
 def plain_type(module: nn.Module) -> type:
-    """Returns the class that a module had before `fully_shard` gave it one of its own."""
+    """Returns the class that a module had before `fully_shard` replaced it."""
     kind, fsdp = type(module), _loaded("FSDPModule")
     if isinstance(module, fsdp):
         return next(c for c in kind.__mro__[1:] if not issubclass(c, fsdp))
@@ -63,16 +63,16 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 
 
 def shard_again(module: nn.Module) -> None:
-    """Reshards FSDP2 modules that are still gathered, so that parameters are the optimizer's."""
+    """Reshards gathered FSDP2 modules, so that they have the parameters that the optimizer has."""
     for one in module.modules():
         if is_fsdp2(one):
             one.reshard()
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Returns which module has a parameter of this one, and what it calls it.
+    """Returns the submodule that owns parameter `name`, and the parameter's name in it.
 
-    An attribute, whatever stands there: FSDP puts a gathered tensor in a parameter's place.
+    The attribute may be another tensor: FSDP puts a gathered tensor in the parameter's place.
     """
     path, _, last = name.rpartition(".")
     return module.get_submodule(path), last

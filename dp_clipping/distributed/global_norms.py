@@ -37,7 +37,7 @@ class GlobalNorms:
         self._pending = reducer.data.sum(table, what, "async")
 
     def wait(self) -> Tensor:
-        """Returns them: [K, G]."""
+        """Returns the squared norms [K, G]."""
         return self._pending.wait()
 
 

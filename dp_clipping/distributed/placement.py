@@ -71,7 +71,7 @@ def place_of(parameter: Tensor) -> Place | None:
 
 
 def places_of(sharding: Sharding, parameters: Iterable[Parameter]) -> list[Place | None]:
-    """Returns where this rank's part of each parameter lies; None: it has all of it."""
+    """Returns the place of this rank's part in each parameter; None if the rank has all of it."""
     return [_flat_place(sharding, p) if p in sharding.slices else place_of(p) for p in parameters]
 
 
@@ -87,7 +87,7 @@ def slices_of(parameter: Tensor) -> tuple[slice, ...]:
 
 
 def box_of(parameter: Tensor) -> Box:
-    """Returns where this rank's part lies along each dimension.
+    """Returns the range of this rank's part along each dimension.
 
     Raises:
         ValueError: for a placement that is not one of a parameter, such as a partial sum.

@@ -23,7 +23,7 @@ NONE = 1e-32  # squared norms that are nothing beside any C: float32 rounds the 
 
 
 class SplitNorms:
-    """The norms of one batch, of which each rank has parts; a private step makes one.
+    """Norms of one batch whose parameters are split: each rank has a part of every norm.
 
     Attributes:
         differ: on the device, whether ranks differed in what all have whole; None before `unpack`.

@@ -30,7 +30,7 @@ def adapters_of(model: Any) -> dict[str, nn.Parameter]:
 
 
 def refuse_unreached(model: Any, loss: Callable[[], Tensor]) -> None:
-    """Looks whether the loss of a sample reaches each adapter; nothing is accumulated.
+    """Checks that the loss of a sample reaches each adapter; accumulates no gradient.
 
     Warns of modules whose active adapter is frozen as a whole.
 
@@ -53,7 +53,7 @@ def refuse_unreached(model: Any, loss: Callable[[], Tensor]) -> None:
 
 
 def warn_of_still(before: dict[str, Tensor], model: Any, steps: int) -> None:
-    """Warns of adapters that are as before, after so many steps."""
+    """Warns of adapters that `steps` steps have not changed."""
     now = adapters_of(model)
     still = [name for name, x in before.items() if name in now and torch.equal(x, now[name])]
     if still and steps:
@@ -61,7 +61,7 @@ def warn_of_still(before: dict[str, Tensor], model: Any, steps: int) -> None:
 
 
 def _frozen(model: Any) -> list[str]:
-    """Returns the modules of which all parameters of the active adapters are frozen."""
+    """Returns the modules whose active adapters are frozen as a whole."""
     active = set(getattr(model, "active_adapters", ()))
     trained: dict[str, bool] = {}
     for name, p in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Poisson batches, each as the iterator of its microbatches: a training loop steps once a batch."""
+"""Poisson batches, each as the iterator of its microbatches: one optimizer step each."""
 
 from collections.abc import Generator, Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""`PrivacyArguments`, and what of a Trainer's arguments private training cannot do."""
+"""`PrivacyArguments`, and the arguments of a Trainer that private training refuses."""
 
 import copy
 import logging
@@ -100,7 +100,7 @@ class PrivacyArguments:
         return rates_of(loader, self.sample_rate, self.steps, units)
 
     def noise_for(self, sample_rate: float, steps: int) -> float:
-        """Returns σ for a training of so many steps."""
+        """Returns σ for a training of `steps` steps."""
         if self.noise_multiplier is not None:
             return self.noise_multiplier
         assert self.target_epsilon is not None

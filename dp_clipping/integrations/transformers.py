@@ -297,7 +297,7 @@ class PrivateTrainer(Trainer):
         return torch.autocast(self.args.device.type, torch.bfloat16, cache_enabled=cache_enabled)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Returns those of an accelerator that leaves the model's forward alone."""
+        """Returns the arguments of an accelerator that does not change the model's forward."""
         return super()._build_accelerator_args(**kwargs) | {"mixed_precision": "no"}
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor:

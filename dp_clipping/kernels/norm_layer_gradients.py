@@ -62,7 +62,7 @@ class Normalized:
         return self.y.nbytes + self.x.nbytes
 
     def readable(self) -> Normalized:
-        """Returns it as the kernel can read it."""
+        """Returns the operands in a layout that the kernel can read."""
         mean = None if self.mean is None else self.mean.contiguous()
         return Normalized(
             readable(self.y), readable(self.x), self.rstd.contiguous(), mean, self.with_bias

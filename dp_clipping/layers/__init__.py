@@ -2,9 +2,9 @@
 
 Files:
 
-    handle                what a captured layer carries
+    handle                the state of a captured layer
     recorder              the interface of a private step for layers
-    batch_layout          where the samples are in a tensor
+    batch_layout          finds the dimension of a tensor that counts samples
     linear, convolution, norm, group_norm    layers with arithmetic of their own
     embedding/            nn.Embedding and nn.EmbeddingBag
     recurrent/            LSTM, GRU and RNN, and their cells

@@ -17,7 +17,7 @@ KINDS = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def is_plain(module: nn.Module, kind: type) -> bool:
-    """Returns whether it is PyTorch's, with a weight, and uses each picture's own statistics."""
+    """Returns whether a module is PyTorch's, with a weight and each picture's own statistics."""
     uses_own = not getattr(module, "track_running_stats", False)
     return kind in KINDS and module.weight is not None and uses_own
 

@@ -28,7 +28,7 @@ GradientTarget = Callable[[Tensor], None]
 
 
 def deliver(target: GradientTarget | None, gradients: Tensor | None) -> Tensor | None:
-    """Give G to the target, or return it as the gradient of its slot."""
+    """Passes G to the target, or returns it as the gradient of its slot."""
     if target is None:
         return gradients
     target(gradients)
@@ -135,14 +135,14 @@ class LayerState:
 
     @property
     def learns_outputs(self) -> bool:
-        """Returns whether `output_layouts` are looked for: else samples stay where they were."""
+        """Returns whether `output_layouts` are searched for. Otherwise samples stay in place."""
         return self.kind in OUTPUTS_LEARNED
 
     def tensors(self, tree: Any, whole: bool = False) -> list[Tensor]:
         """Returns the tensors of a call, or of what it returns, in which samples are looked for.
 
-        Those of a packed sequence, and bags with offsets, have no dimension for the samples: for
-        them there are tensors that have one, with all that belongs to a sample if it is `whole`.
+        Packed sequences, and bags with offsets, have no dimension for the samples. Tensors that
+        have one take their place, with all that belongs to a sample if `whole`.
 
         Args:
             tree: positional and keyword arguments, or an output.
@@ -163,7 +163,7 @@ class LayerState:
         return self._parameters
 
     def slot(self, name: str) -> Tensor | None:
-        """Returns where G of this parameter arrives; None for one that is frozen."""
+        """Returns the slot at which G of this parameter arrives; None for a frozen parameter."""
         if name not in self._parameters:
             return None
         if name not in self.slots:
@@ -213,7 +213,7 @@ class LayerState:
         return self._of_units(found)
 
     def output_layouts_of(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
-        """Returns the layouts of what a call with these inputs returns."""
+        """Returns the layouts of the outputs of a call with these inputs."""
         return self._of_units(self.output_layouts[tuple(x.dim() for x in inputs)])
 
     def layouts_of_examples(
@@ -226,14 +226,14 @@ class LayerState:
         return self.layouts[dims], self.output_layouts[dims]
 
     def _of_units(self, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
-        """Returns where a private step's samples are, given where examples are."""
+        """Returns the layouts of a private step's samples, from the layouts of examples."""
         if self.examples_per_unit == 1:
             return layouts
         return tuple(layout.of_units(self.name) for layout in layouts)
 
     @property
     def rows(self) -> int:
-        """Returns how many rows an input with a row for each example has."""
+        """Returns the number of rows of an input with a row for each example."""
         return self.private_step.batch_size * self.examples_per_unit
 
     @property
@@ -243,7 +243,7 @@ class LayerState:
 
     @property
     def examples_per_unit(self) -> int:
-        """Returns how many rows of the network's inputs are one sample of the private step."""
+        """Returns the number of rows of the network's inputs per sample of the private step."""
         return 1 if self.private_step is None else self.private_step.examples_per_unit
 
     def batched(self, x: Tensor) -> tuple[Layout, Tensor]:

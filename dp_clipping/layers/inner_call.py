@@ -73,7 +73,7 @@ LAYERS = (
 
 
 def inner_of(kind: type) -> Inner | None:
-    """Returns the layer that a class is derived from; None: of none that is known."""
+    """Returns the layer that a class is derived from; None if it is none of the known layers."""
     return next((inner for inner in LAYERS if issubclass(kind, inner.base)), None)
 
 

@@ -91,7 +91,7 @@ def _scale_rows(y: Tensor, coefficients: list[float]) -> None:
 
 
 def is_rescaled(saved: Any) -> bool:
-    """Returns whether these are summed after scaling: 16-bit factors of a linear layer."""
+    """Returns whether `saved` is summed after scaling, as a linear layer's 16-bit factors are."""
     return isinstance(saved, LinearFactors) and saved.is_16_bit and not saved.accumulates
 
 

@@ -175,7 +175,7 @@ def refuse_split_rows(layer: Layer, inputs: list[Tensor], outputs: list[Tensor])
 
 
 def local(x: Tensor) -> Tensor:
-    """Returns this rank's part, detached; of a plain tensor, all."""
+    """Returns this rank's part of a tensor, detached; all of a plain tensor."""
     return settled(dtensor.local(x.detach()))
 
 
@@ -190,7 +190,7 @@ def settled(x: Tensor) -> Tensor:
 
 
 def _is_under_way(x: Tensor) -> bool:
-    """Returns whether it is the wrapper, whose class has no public name in torch 2.11 to 2.13."""
+    """Returns whether x is an asynchronous tensor; the class has no public name in torch."""
     return type(x).__name__ == "AsyncCollectiveTensor"
 
 

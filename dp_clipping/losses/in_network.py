@@ -47,7 +47,7 @@ class LossInNetwork:
 
     @contextmanager
     def per_sample(self, kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """A context in which a forward with these arguments returns losses [B], if any."""
+        """Enters a context in which a forward with these arguments returns losses [B], if any."""
         self._count = 0
         if not (self._batch_first and _has_labels(kwargs)):
             yield

@@ -23,7 +23,7 @@ REENTRANT = (
 
 @contextmanager
 def naming_reentrant() -> Iterator[None]:
-    """A context that says of which checkpointing PyTorch's error is, and what to use."""
+    """Enters a context that explains PyTorch's error about reentrant checkpointing."""
     try:
         yield
     except RuntimeError as error:
@@ -50,7 +50,7 @@ class PrivateLoss:
 
     @property
     def loss_per_sample(self) -> Tensor:
-        """The losses [B]. Not covered by ε."""
+        """Returns the losses [B]. Not covered by ε."""
         if self._session is None:
             return self._losses
         self.model.refuse_in_release("the loss in training")

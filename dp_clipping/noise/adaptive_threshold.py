@@ -49,7 +49,7 @@ SETTINGS = ("quantile", "learning_rate", "count_std", "expected_batch_size", "lo
 
 
 def gradient_noise_multiplier(noise_multiplier: float, count_std: float, groups: int = 1) -> float:
-    """Returns z_Δ, with which gradient and counts together cost what `noise_multiplier` says.
+    """Returns z_Δ, with which gradient and counts together cost as much as `noise_multiplier`.
 
     Without noise (z = 0) there is none on the gradient either.
 
@@ -144,7 +144,7 @@ class AdaptiveThreshold:
         """
         if step < self.next_step:
             raise RuntimeError(
-                f"the threshold's count of step {step} was released already: update once a step"
+                f"the threshold's count of step {step} was released already: update once per step"
             )
         if len(squares) != len(self.clip_norms):
             raise ValueError(
@@ -175,7 +175,7 @@ class AdaptiveThreshold:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where a saved run was.
+        """Restores the state of a saved run.
 
         Raises:
             ValueError: if its settings were others; nothing is changed then.

@@ -42,7 +42,7 @@ class NoiseMechanism:
 
     @property
     def values(self) -> Values:
-        """Returns how random words become noise."""
+        """Returns the conversion of random words to noise."""
         return Values(2, lambda words: self.quantile(uniform(words)).to(torch.float32, copy=True))
 
 
@@ -52,7 +52,7 @@ _REGISTERED: dict[str, NoiseMechanism] = {}
 def register_noise_mechanism(
     name: str, quantile: Quantile, *, epsilon: Epsilon | None = None
 ) -> None:
-    """Makes `noise_mechanism=name` known to `make_private`.
+    """Registers a distribution of noise as `noise_mechanism=name` of `make_private`.
 
     The noise on a clipped sum is `noise_multiplier`·C·z, where each number of z is `quantile` of a
     uniform number in (0, 1). Key, step, parameter and offset select that number.
@@ -61,9 +61,9 @@ def register_noise_mechanism(
         name: a new one.
         quantile: the inverse of the distribution function of noise with mean 0 and standard
             deviation 1: float64 [n] -> [n], element by element, of PyTorch's operators.
-        epsilon: `epsilon(history, delta)` returns ε at this δ for steps with Poisson sampling: for
-            each `(σ, q, number)` in `history` so many steps with that noise multiplier and sample
-            rate, on sums that a unit changes by a vector of norm at most C.
+        epsilon: `epsilon(history, delta)` returns ε at this δ for steps with Poisson sampling. Each
+            `(σ, q, number)` in `history` stands for `number` steps with noise multiplier σ and
+            sample rate q. A unit changes their sums by a vector of norm at most C.
 
     Raises:
         ValueError: for a name that is taken, no `epsilon`, a quantile that is not increasing, or
@@ -110,7 +110,7 @@ def mechanism_of(name: str) -> NoiseMechanism | None:
 
 
 def values_of(name: str) -> Values:
-    """Returns how random words become the noise of a mechanism."""
+    """Returns the conversion of random words to a mechanism's noise."""
     mechanism = mechanism_of(name)
     return GAUSSIAN if mechanism is None else mechanism.values
 
@@ -144,7 +144,7 @@ def lower_bound(quantile: Quantile, sigma: float, delta: float) -> float:
 
 
 def _grid(points: int) -> Tensor:
-    """Returns the middles of so many equal parts of (0, 1)."""
+    """Returns the middles of `points` equal parts of (0, 1)."""
     return (torch.arange(points, dtype=torch.float64) + 0.5) / points
 
 

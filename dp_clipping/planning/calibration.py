@@ -69,7 +69,7 @@ def stored(device: torch.device) -> Rates | None:
 
 
 def store(device: torch.device, rates: Rates) -> None:
-    """Keeps rates, beside those of other devices."""
+    """Stores a device's rates beside those of other devices."""
     tuning.keep(FILE, device, {name: getattr(rates, name) for name in MEASURED})
 
 

@@ -148,7 +148,7 @@ def _waves(use: LinearShape, is_sum: bool, rates: Rates) -> int:
 
 
 def _product(use: LinearShape, waves: int, rate: float, rates: Rates) -> float:
-    """Returns the seconds of so many tiles, one after the other."""
+    """Returns the time in seconds of `waves` tiles, one after the other."""
     rows, columns = min(rates.tile[0], use.outputs), min(rates.tile[1], use.inputs)
     operations = 2.0 * use.tokens * rows * columns * rates.processors
     return waves * (operations / _speed(rate, use, rates) + rates.step)

@@ -24,10 +24,10 @@ class StepMetrics:
     """Calls `call(metrics)` after a step of the optimizer, on every rank.
 
     Args:
-        call: the user's.
+        call: the user's function.
         epsilon: returns ε so far; None: not requested.
         unprotected: names of `UNPROTECTED`.
-        every: the last of so many steps has metrics.
+        every: every how many steps there are metrics.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class StepMetrics:
         self.unprotected, self.every = check_unprotected(unprotected), every
 
     def attach(self, model: Any, optimizer: Any) -> None:
-        """Lets the steps of an optimizer have metrics."""
+        """Starts to call `call` after each step of the optimizer."""
         if self.unprotected:
             model.refuse_in_release(f"unprotected={list(self.unprotected)}")
             if model.policy is None:

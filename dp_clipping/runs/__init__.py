@@ -1,4 +1,4 @@
-"""What an engine does with the runs that its `make_private` has made.
+"""Accounts for, saves and restores the runs that an engine's `make_private` has made.
 
     accounts     counts their steps, and says what they have spent
     checkpoints  saves and continues them

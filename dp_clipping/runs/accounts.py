@@ -45,7 +45,7 @@ class Accounts:
 
     @property
     def accountant(self) -> "IAccountant":
-        """Opacus's accountant. It can be replaced by one that has counted all steps of this one.
+        """Returns Opacus's accountant. One that has counted the same steps can replace it.
 
         Setting one that lacks steps of this engine raises ValueError.
         """
@@ -171,7 +171,7 @@ class Accounts:
         self._account.count(step, key_is_fixed=run.keys.fixed)
 
     def _warn_of_delta(self, delta: float, units: int, stacklevel: int) -> None:
-        """Warns, once, of a δ that is too large for so many units."""
+        """Warns, once per δ, of a δ that is too large for this number of units."""
         if delta not in self._deltas:
             self._deltas.add(delta)
             warn_of_delta(delta, units, stacklevel + 1)
@@ -187,7 +187,7 @@ class Accounts:
         self._noise_mechanism = mechanism
 
     def _refuse_other_units(self, each: int) -> None:
-        """Raises ValueError if the account says ε of other units than those of these settings."""
+        """Raises ValueError if the account counts other units than those of these settings."""
         before = {run.settings["examples_per_unit"] for run in self._runs}
         if before - {each}:
             raise ValueError(

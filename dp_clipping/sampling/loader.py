@@ -223,7 +223,7 @@ class PoissonLoader(DataLoader):
             self.position = number + 1
 
     def state_dict(self) -> dict[str, int | float]:
-        """Returns where the user is: without the key, and the same on every rank."""
+        """Returns the position in the data: without the key, and the same on every rank."""
         return {
             "position": self.position,
             "epoch_end": self._epoch_end,
@@ -300,7 +300,7 @@ def expected_batch_size_of(
 
 
 def batches_of(loader: DataLoader, units: int, examples_per_unit: int) -> int:
-    """Returns the batches of an epoch of so many units, as `len(loader)` is of so many examples."""
+    """Returns the number of batches per epoch of `units` units."""
     batch_size = batch_size_of(loader)
     if batch_size is None:
         raise ValueError(

@@ -123,7 +123,7 @@ class MicrobatchSampler(Sampler[list[int]]):
             yield from pieces
 
     def count(self, largest: int) -> int:
-        """Returns the pieces of a batch of which the rank with most has `largest` samples."""
+        """Returns the number of pieces of a batch whose largest rank has `largest` samples."""
         return max(1, -(-largest // self.max_size))
 
     def _batches(self) -> Iterator[tuple[list[int], int]]:

@@ -43,7 +43,7 @@ class Units:
 
 
 def units_of(examples: int, size: int, unit_ids: Iterable[Hashable] | None = None) -> Units:
-    """Returns the units of a data set of so many examples.
+    """Returns the units of a data set of `examples` examples.
 
     Args:
         size: k, the most examples of a unit.

@@ -67,7 +67,7 @@ class SampleUsage:
         self.rows, self.real = rows, real
 
     def real_of(self, rows: int) -> int:
-        """Returns how many of a batch's rows are samples: the first ones.
+        """Returns the number of a batch's rows that are samples, which come first.
 
         Raises ValueError for a part of a batch in which zeros follow them.
         """

@@ -89,7 +89,7 @@ def _shown(value: object, coming: object) -> object:
 
 
 def _in_floats(settings: StepSettings) -> StepSettings:
-    """Returns the same numbers as Python's own."""
+    """Returns the settings with all numbers as Python floats."""
     return StepSettings(
         float(settings.noise_multiplier), float(settings.expected_batch_size),
         settings.loss_reduction,

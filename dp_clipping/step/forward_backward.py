@@ -74,7 +74,7 @@ class ForwardBackward:
             return self._establishment.batch_of(args, kwargs)
 
     def reset_batch_layouts(self) -> None:
-        """Looks for the batch dimension again."""
+        """Searches for the batch dimension again."""
         self._establishment.forget()
         self.context.plans.forget()
 
@@ -112,7 +112,7 @@ class ForwardBackward:
     def _forward(
         self, module: nn.Module, args: tuple, kwargs: dict, sync: AbstractContextManager
     ) -> Any:
-        """Returns the same of a batch without packed sequences."""
+        """Runs the forward of a batch without packed sequences."""
         if self._is_broken:
             raise RuntimeError(
                 "an earlier step of this sharded model failed half-way, and this version of torch "
@@ -189,7 +189,7 @@ class ForwardBackward:
         return given.without_rows(output) if private_step.is_empty else output
 
     def _examples_per_unit(self, rows: int) -> int:
-        """Returns k of a forward of so many rows; 1 for a row that stands in for an empty batch.
+        """Returns k of a forward of `rows` rows; 1 for a row that replaces an empty batch.
 
         Raises:
             ValueError: they are not whole units, or a part of what the loader has yielded.

@@ -64,7 +64,7 @@ class GradientNoise:
             )
 
     def streams(self, step: int) -> list[NoiseStream]:
-        """Returns where the noise of each parameter comes from."""
+        """Returns the noise stream of each parameter."""
         return NoiseStream.derive_all(self.key, step=step, parameters=self._names, share=0)
 
     def add(self, step: int) -> None:

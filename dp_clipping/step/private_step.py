@@ -41,7 +41,7 @@ Accumulate = Callable[[Parameter, Tensor | None], None]
 
 
 class Stage(Enum):
-    """Says what a backward does with per-sample gradients that arrive."""
+    """Selects what a backward does with per-sample gradients that arrive."""
 
     IDLE = auto()
     NORMS = auto()
@@ -197,7 +197,7 @@ class PrivateStep:
 
     @property
     def without_loss(self) -> Tensor | None:
-        """Returns which rows have no loss, bool; None: `real` says it."""
+        """Returns which rows have no loss, bool; None if `real` determines it."""
         if self.fill is None or self.padding is None:
             return self.padding if self.fill is None else self.fill
         return self.padding | self.fill

@@ -135,17 +135,17 @@ class StepState:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no step is open."""
+        """Returns whether no step is open."""
         return self.phase is Phase.IDLE
 
     @property
     def is_open(self) -> bool:
-        """Whether `.grad` holds sums without noise."""
+        """Returns whether `.grad` holds sums without noise."""
         return self.phase in WITH_SUMS
 
     @property
     def is_noisy(self) -> bool:
-        """Whether `.grad` holds what the optimizer may apply."""
+        """Returns whether `.grad` holds what the optimizer may apply."""
         return self.phase is Phase.NOISY
 
     @property

@@ -103,7 +103,7 @@ class StepNorms:
     def exchange(
         self, parameters: list[Parameter], groups: slice | list[int] = slice(None)
     ) -> tuple[Tensor, Tensor]:
-        """Returns the same for some parameters and groups, exchanged now."""
+        """Returns the norms of some parameters and groups, exchanged now."""
         with self._timer.phase("norm_all_reduce"):
             table = self._own_table(parameters)[:, groups]
             return self.split.unpack(self._reducer.reduce(table).wait())

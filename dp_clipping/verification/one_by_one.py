@@ -24,7 +24,7 @@ from dp_clipping.capture.samples.bags import Bags
 from dp_clipping.clipping.coefficients import registered
 from dp_clipping.torch_compat import tree_leaves, tree_map
 
-RUNS = 4  # of a sample, and so many samples, that are compared to find randomness
+RUNS = 4  # number of samples, and of runs of each, that are compared to find randomness
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Setting:
     examples_per_unit: int = 1
 
     def sample(self, number: int) -> Any:
-        """Returns one sample; what has no dimension of so many samples belongs to all of them."""
+        """Returns one sample. A tensor without a dimension of B samples belongs to all of them."""
 
         def pick(x: Tensor) -> Tensor:
             candidates = (0,) if self.batch_first else (1, 0)

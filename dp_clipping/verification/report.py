@@ -1,4 +1,4 @@
-"""The result of a check: both sides, what rounding may do to them, a verdict, a table."""
+"""The report of `PrivacyEngine.check`: norms and sums of both sides, tolerances and a verdict."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,11 @@ SHOWN = 8  # samples, in print
 class Tolerance:
     """Bounds of relative rounding errors, of a sample's norm and of a parameter's clipped sum.
 
-    `floor`: of the whole; what is below may be nothing but rounding, and is compared with that.
+    Attributes:
+        norm: of a sample's norm.
+        gradient: of a parameter's clipped sum.
+        floor: a value below this part of the largest one may consist of rounding alone. Its error
+            is taken relative to the floor.
     """
 
     norm: float
@@ -28,25 +32,26 @@ TOLERANCES = {
     2: Tolerance(norm=6e-2, gradient=1e-1, floor=1e-2),
     4: Tolerance(norm=1e-4, gradient=2e-4, floor=1e-3),
 }
-"""By the bytes of the shortest number that the network computes with."""
+"""Tolerances by the size in bytes of the shortest numbers that the network computes with."""
 
 
 @dataclass(frozen=True, eq=False)
 class Check:
-    """Compares both sides for B samples. Not covered by ε.
+    """A private step beside one ordinary backward per sample, for B samples. Not covered by ε.
 
     Attributes:
-        norms: unclipped, of the private step, [B] float32 (float64).
-        expected_norms: the expected norms of one backward per sample, [B] float64.
-        norm_errors: relative, the largest over clipping groups, [B] float64. 0 where a norm is
-            finite on neither side, infinite where it is on one.
-        gradient_error: of the clipped sum of `worst_parameter`, a name; relative to the sum, or,
-            where summands cancel, to a tenth of Σ_i c_i‖g_i‖ / √B.
-        clipped, expected_clipped: the part of the samples with finite norms that is clipped.
-        tolerance: what rounding may do.
+        norms: the unclipped norms of the private step, [B] float32 (float64).
+        expected_norms: the norms from one backward per sample, [B] float64.
+        norm_errors: the relative errors of the norms, each the largest over clipping groups, [B]
+            float64. 0 where a norm is finite on neither side, infinite where it is finite on one.
+        gradient_error: the error of the clipped sum of `worst_parameter`. It is relative to the
+            sum or, where summands cancel, to a tenth of Σ_i c_i‖g_i‖ / √B.
+        worst_parameter: the name of the parameter whose clipped sum has the largest error.
+        clipped, expected_clipped: the clipped fraction of the samples with finite norms.
+        tolerance: the largest errors that rounding may cause.
         setting: a description of what was run.
-        random_sample: a sample whose loss differs between two runs, looked for where both sides
-            disagree; None if there is none.
+        random_sample: a sample whose loss differs between two runs; None if there is none. It is
+            searched for only if both sides disagree.
     """
 
     norms: Tensor
@@ -119,7 +124,10 @@ class Check:
 
 
 def norm_errors(found: Tensor, expected: Tensor, clip_norms: Tensor, floor: float) -> Tensor:
-    """Computes [B] from norms [K, B]; the whole is the largest norm, or C_k if that is less."""
+    """Returns relative errors [B] of norms [K, B].
+
+    The floor is a part of the largest norm, or of C_k if that is smaller.
+    """
     finite = expected.isfinite().all(0)
     largest = expected[:, finite].amax() if finite.any() else clip_norms.new_zeros(())
     smallest = floor * clip_norms.clamp(max=largest)[:, None]
@@ -135,10 +143,13 @@ def gradient_errors(
     floor: float,
     scales: Mapping[Parameter, float] | None = None,
 ) -> dict[Parameter, float]:
-    """Returns ‖Σ - Σ'‖ / max(‖Σ'‖, s) for each parameter; the whole is ‖Σ'‖ of all together.
+    """Returns ‖Σ - Σ'‖ / max(‖Σ'‖, s) for each parameter.
+
+    The floor is a part of the norm of all parameters' expected sums together.
 
     Args:
-        scales: s, below which summands have cancelled and left what rounding adds; default 0.
+        scales: s of each parameter, 0 by default. A sum below s consists of summands that have
+            cancelled, and of rounding.
     """
     smallest = floor * float(torch.stack([total.norm() for total in expected.values()]).norm())
     errors, scales = {}, scales or {}

@@ -120,7 +120,7 @@ def different_orders(rank: Rank) -> None:
 
 
 def views_dropped(rank: Rank) -> None:
-    """Right after zero_grad(), which takes the views away."""
+    """Gradients are right after zero_grad(), which removes the views."""
     model = wrapped(rank)
     for seed in range(3):
         model.zero_grad(set_to_none=True)
@@ -129,7 +129,7 @@ def views_dropped(rank: Rank) -> None:
 
 
 def views_kept(rank: Rank) -> None:
-    """Right after zero_grad(set_to_none=False), which leaves them."""
+    """Gradients are right after zero_grad(set_to_none=False), which keeps the views."""
     model = wrapped(rank)
     for seed in range(4):
         model.zero_grad(set_to_none=seed == 2)

@@ -54,7 +54,7 @@ class Plan:
 
 
 def say_reference_modes(modes: Iterable[str], device_type: str) -> str:
-    """Says which modes run as their reference modes for want of kernels; empty if none does."""
+    """Names the modes that run as their reference modes, without kernels; empty if none does."""
     pairs = [(mode, ran_as(mode, device_type)) for mode in dict.fromkeys(modes)]
     references = ", ".join(
         f"{mode} runs as {reference}" for mode, reference in pairs if mode != reference

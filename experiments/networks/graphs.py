@@ -114,7 +114,7 @@ def in_pinned_memory(batch: tuple[Any, Tensor]) -> tuple[Any, Tensor]:
 
 
 def _batches(training: NetworkTraining, samples: int) -> Iterator[Any]:
-    """Announces batches of so many samples to the private optimizer, one at a time."""
+    """Announces batches of `samples` samples to the private optimizer, one at a time."""
     while True:
         with BatchMemoryManager(
             data_loader=training.loader, max_physical_batch_size=samples,

@@ -56,7 +56,7 @@ MIB_OF_GIB = 1024
 
 @ending_quietly(speaks=is_alone)
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the sweep. Returns 0, 1 (a length failed, not for want of memory) or 2 (bad input)."""
+    """Runs the sweep. Returns 0, 1 (a length failed, not by lack of memory) or 2 (bad input)."""
     options = parse(arguments)
     try:
         hardware = find_hardware("cpu" if options.cpu else "auto", options.num_processes)

@@ -97,7 +97,7 @@ class Bound:
 
     @property
     def gain(self) -> str:
-        """The predicted gain in words, behind a change; empty if none is predicted."""
+        """Returns the predicted gain in words, after a change; empty if none is predicted."""
         if self.gain_ms is None:
             return ""
         if self.samples is None:
@@ -169,7 +169,7 @@ def profiled_ms(row: Mapping[str, Any]) -> float:
 
 
 def times_of(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns (idle time for want of launches, busy share of the phases) of a step.
+    """Returns (time that the GPU idles, busy share of the phases) of a step.
 
     The idle time is that of a step without the profiling switch, which delays launches itself.
     """

@@ -145,7 +145,7 @@ class Ranks:
 
     @property
     def where(self) -> str:
-        """The ranks' description in a table."""
+        """Returns the ranks' description in a table."""
         if self.group is None:
             return self.device.type
         if self.mesh is None:

@@ -112,7 +112,7 @@ def _mesh_size(hardware: Hardware) -> int:
 
 
 def check_ranks(options: Options, world_size: int) -> None:
-    """Raises ValueError if the networks cannot be spread over so many ranks."""
+    """Raises ValueError if the networks cannot be spread over `world_size` ranks."""
     if not options.use_tp:
         return
     data, tensor = axes_of(options, world_size)

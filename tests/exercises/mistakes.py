@@ -420,7 +420,9 @@ class FlatCopiedBack(FlatDDP):
         self.begin_step()
 
 
-@mistake("flat", "Right after zero_grad(), which", "must be brought into the flat tensor")
+@mistake(
+    "flat", "Gradients are right after zero_grad(), which", "must be brought into the flat tensor"
+)
 class FlatBoundOnce(FlatDDP):
     """The views are bound in the first step only: zero_grad() takes them away for good."""
 

@@ -81,7 +81,7 @@ class Restored:
         self.changes += [named.holder.change(named.key) for named in found.values()]
 
     def _is_news(self, named: Named) -> bool:
-        """Returns whether a new version says more than the tensor's values do."""
+        """Returns whether a new version counter means a change that the values do not show."""
         if self._is_watched:
             return id(named) not in self.writes.copies
         return isinstance(named.tensor, nn.Parameter)
@@ -94,7 +94,7 @@ def restored(
     is_of_runs: bool = False,
     is_watched: bool = True,
 ) -> Iterator[Restored]:
-    """Puts back what the body changes, also if it raises.
+    """Restores what the body changes, also if the body raises.
 
     With `is_of_runs` the body computes in `State.rewound` only, again and again from one state: in
     the first of these runs each operator that writes is noticed, unless `is_watched` is False, and

@@ -50,7 +50,7 @@ def names_in(code: CodeType) -> Named:
 
 
 def is_data(value: Any) -> bool:
-    """Returns whether it is no code."""
+    """Returns whether the value is neither a function nor a class nor a module."""
     return not isinstance(
         value, FunctionType | BuiltinFunctionType | MethodType | ModuleType | type
     )

@@ -69,7 +69,7 @@ class Holder:
             (values.update if isinstance(values, set) else values.extend)(copy)
 
     def is_as(self, copy: Any) -> bool:
-        """Returns whether it holds the same objects; of what is no dict."""
+        """Returns whether the holder still holds the objects of `copy`. Not for a dict."""
         values = self.values
         if type(values) is CellType:
             return values.cell_contents is copy
@@ -80,7 +80,7 @@ class Holder:
         return len(values) == len(copy) and all(map(is_, values, copy))
 
     def changed(self, copy: Any) -> list[Any]:
-        """Returns keys of what is another object, and no equal plain value; None: all of it."""
+        """Returns the keys whose value was replaced by an unequal one; [None]: the whole."""
         if self.kind == "temporary":
             return []
         if is_array(self.values):
@@ -170,7 +170,7 @@ class Names(Holder):
 
 
 def is_dunder(name: str) -> bool:
-    """Returns whether it is a name like `__doc__`, of which Python makes some when asked."""
+    """Returns whether a name is like `__doc__`; Python creates some of these on access."""
     return name.startswith("__") and name.endswith("__")
 
 
@@ -189,12 +189,12 @@ def has_memory(x: Tensor) -> bool:
 
 
 def is_freed(x: Tensor) -> bool:
-    """Returns whether its memory was given back, so that reading it would end the process."""
+    """Returns whether a tensor's memory was freed, so that reading it would end the process."""
     return has_memory(x) and bool(x.numel()) and not x.untyped_storage().nbytes()
 
 
 def is_array(value: Any) -> bool:
-    """Returns whether it is one of NumPy's arrays."""
+    """Returns whether the value is a NumPy array."""
     return type(value).__name__ == "ndarray"
 
 

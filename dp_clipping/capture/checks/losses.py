@@ -55,7 +55,7 @@ class Watched:
         self._pairs = [(y, layout) for y, layout in found if y.requires_grad]
 
     def check_graph(self, losses: Tensor) -> None:
-        """Looks from the losses [B] back to the outputs.
+        """Follows the autograd graph from the losses [B] back to the outputs.
 
         Raises:
             ValueError: if a sample's loss depends on another one's outputs, or on one that has no
@@ -119,7 +119,7 @@ def _is_of_all(layout: Layout | None) -> bool:
 
 
 def halves(size: int, number: int) -> list[list[bool]]:
-    """Returns which samples stay: first in ways that part each two, later in one way."""
+    """Returns which samples stay: at first in ways that separate every two, later in one way."""
     bits = range(max(1, (size - 1).bit_length()))
     pairs = [[[(i >> bit) % 2 == side for i in range(size)] for side in (0, 1)] for bit in bits]
     return [half for pair in pairs for half in pair] if number == 0 else pairs[number % len(pairs)]
@@ -143,24 +143,24 @@ def _any_differs(
 
 
 class Shapes:
-    """Remembers shapes of a criterion's arguments, which tell what does not count samples.
+    """Remembers shapes of a criterion's arguments, to find dimensions that do not count samples.
 
-    A dimension had n numbers in an earlier call and has n now. If the batch had another size then,
-    of which n is no multiple (as of tokens in one dimension), it does not count samples.
+    A dimension that had size n in an earlier call and has size n now does not count samples, if the
+    earlier batch had another size and n is no multiple of it (as for tokens in one dimension).
     """
 
     def __init__(self) -> None:
         self._seen: dict[tuple, set[tuple[int, torch.Size]]] = {}
 
     def note(self, arguments: tuple[tuple, dict], size: int) -> None:
-        """Remembers those of a call with so many samples."""
+        """Remembers the shapes of a call with `size` samples."""
         for key, x in _keyed(arguments):
             seen = self._seen.setdefault(key, set())
             if len(seen) < CALLS:
                 seen.add((size, x.shape))
 
     def counts_samples(self, key: tuple, dim: int, size: int) -> bool:
-        """Returns whether a dimension that has `size` numbers, as the batch, may count samples."""
+        """Returns whether a dimension of the batch's `size` may count samples."""
         seen = self._seen.get(key, ())
         return not any(shape[dim] == size and size % batch for batch, shape in seen)
 
@@ -271,10 +271,7 @@ class Exchange:
         return [device] if device.type == "cuda" else []
 
     def _find(self, base: dict, first: dict[int, Layout], rows: list[int]) -> dict[int, Layout]:
-        """Finds the argument that it is; its samples may also lie otherwise than was tried first.
-
-        Where they lie; nothing: it cannot be told.
-        """
+        """Returns the layout of each argument, not only those in `first`; {} if one is unclear."""
         if not self._agrees(base, {}, rows):
             return {}  # it draws numbers of its own
         chosen = {}
@@ -330,7 +327,7 @@ class Exchange:
         return _agree(base, found, places, torch.tensor(stays, device=device))
 
     def _candidates(self, n: int) -> list[Layout]:
-        """Returns how its samples may lie, the likeliest first; none: it has no samples."""
+        """Returns the possible layouts of its samples, the likeliest first; [] if it has none."""
         x, key = self._tensors[n], self._keys[n]
         if not x.dim():
             return []

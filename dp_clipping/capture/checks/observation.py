@@ -54,15 +54,15 @@ class Observer:
         seed: int | None = None,
         drawn: int = 0,
     ) -> Seen:
-        """Returns what a forward shows, and a backward from random output gradients.
+        """Observes one forward, and one backward from random output gradients.
 
         Args:
             layouts_of: the network's output tensors -> their layouts; None: it has no samples, and
                 is given no gradient.
             scale: [B], what each sample's gradients are multiplied by.
-            seed: of errors that are put on the layers' outputs and their gradients, of the size of
-                rounding; None: none are.
-            drawn: gradients are drawn for so many samples, and the last `batch_size` of them given.
+            seed: seed of the errors, of the size of rounding, that are added to the layers' outputs
+                and their gradients; None: no errors are added.
+            drawn: the number of samples to draw gradients for; the last `batch_size` are used.
         """
         seen, device = Seen(), self._capture.trigger.device
         alone = self._capture.sharding is None

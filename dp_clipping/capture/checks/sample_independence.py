@@ -58,7 +58,7 @@ class Schedule:
         self.settled = False
 
     def skip(self, batches: int) -> None:
-        """Counts so many batches as seen."""
+        """Counts this number of batches as seen."""
         self.batches += batches
 
     def next_is_due(self, size: int, alone: bool) -> bool:
@@ -68,7 +68,7 @@ class Schedule:
         return due
 
     def is_due(self, size: int, alone: bool) -> bool:
-        """Returns the same, and counts nothing."""
+        """Returns whether the next batch is due for a check, without counting it."""
         is_power = self.batches & (self.batches + 1) == 0
         return is_power or (alone and size >= 2 * self._largest > 0)
 

@@ -71,7 +71,7 @@ class State:
         self.walk()
 
     def walk(self) -> None:
-        """Look for the places again."""
+        """Searches for the places again."""
         self.dicts: list[Holder] = []  # those of dicts
         self.sets: list[Holder] = []  # those of sets
         self.others: list[Holder] = []
@@ -220,7 +220,7 @@ class State:
                 self._visit(value, holder.name.rstrip("."), holder, None, depth + 1)
 
     def mark(self) -> "Mark":
-        """Returns a mark of what is held now, also in what is held since the last one."""
+        """Returns a mark of all values that are held now, including those in new objects."""
         mark = Mark(self)
         before, self._ids = self._ids, mark.ids()
         if before != self._ids and self._has_new(set(before)):
@@ -245,7 +245,7 @@ class State:
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
-        """Puts back what the body replaces; `changes` of it are told to the `restored` around.
+        """Restores what the body replaces, and adds it to `changes` for the enclosing `restored`.
 
         The first body in a `restored` of runs is watched for writes: the others start where it did.
         """
@@ -348,6 +348,6 @@ def _versions(named: list[Named]) -> list[tuple[int, int]]:
 
 
 def has_attributes(value: Any) -> bool:
-    """Returns whether it is an object of a class that may keep values for a network."""
+    """Returns whether the value's class may keep values for a network in attributes."""
     package = type(value).__module__.partition(".")[0]
     return package not in OTHERS and not isinstance(value, type) and hasattr(value, "__dict__")

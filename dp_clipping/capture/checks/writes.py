@@ -37,7 +37,7 @@ class Writes(TorchDispatchMode):
             self.copies[id(named)] = (named, alias, alias.clone())
 
     def put_back(self) -> list[Named]:
-        """Give tensors their memory and values again; those that had others."""
+        """Restores the memory and values of tensors; returns those that had changed."""
         changed = []
         with torch.no_grad():
             for named, alias, value in self.copies.values():
@@ -70,7 +70,7 @@ class Values:
         self._sums = self._sums_of_bits()
 
     def _sums_of_bits(self) -> list[Tensor]:
-        """Returns those of all tensors, one tensor per device."""
+        """Returns the checksums of all tensors, as one tensor per device."""
         groups = groupby((alias for _, alias in self._held), lambda alias: alias.device)
         return [torch.stack([_sum_of_bits(x) for x in group]) for _, group in groups]
 

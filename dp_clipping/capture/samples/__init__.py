@@ -1,4 +1,4 @@
-"""The samples in what a network is called with.
+"""Finds the samples in a network's arguments.
 
 Files:
 

@@ -1,6 +1,6 @@
-"""Samples whose ids are concatenated, as `nn.EmbeddingBag(ids, offsets)` takes them.
+"""Bags: samples whose ids are concatenated, as `nn.EmbeddingBag(ids, offsets)` takes them.
 
-Of ids [N] no dimension counts the samples: sample b has ids[offsets[b] : offsets[b + 1]].
+No dimension of ids [N] counts samples: sample b has ids[offsets[b] : offsets[b + 1]].
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Bags:
-    """Positions of the argument leaves that hold bags, one bag for each sample.
+    """Positions, among the flattened arguments (leaves), of tensors that hold bags.
+
+    There is one bag per sample.
 
     Attributes:
-        ids: the number of the leaf [N] of ids.
-        offsets: the number of the leaf [B], or [B + 1], of offsets.
-        weights: the number of the leaf [N] of weights, one per id; None: there is none.
-        has_last: offsets end with the number of ids.
+        ids: the position of the ids [N].
+        offsets: the position of the offsets [B] or [B + 1].
+        weights: the position of the weights [N], one per id; None if there are none.
+        has_last: whether the offsets end with the number of ids.
     """
 
     ids: int
@@ -35,27 +37,27 @@ class Bags:
 
     @property
     def of_ids(self) -> list[int]:
-        """Returns the leaves with a row for each id."""
+        """Returns the positions of the leaves with a row for each id."""
         return [self.ids] if self.weights is None else [self.ids, self.weights]
 
     def at(self, places: Mapping[int, int]) -> Bags:
-        """Returns the same bags where these leaves have other numbers."""
+        """Returns the same bags with other positions: old position -> new one."""
         weights = None if self.weights is None else places[self.weights]
         return Bags(places[self.ids], places[self.offsets], weights, self.has_last)
 
     def size(self, leaves: Sequence[Any]) -> int:
-        """Returns how many bags there are."""
+        """Returns the number of bags."""
         return max(0, len(leaves[self.offsets]) - self.has_last)
 
     def lengths(self, leaves: Sequence[Any]) -> Tensor:
-        """Returns how many ids each bag has [B]."""
+        """Returns the number of ids of each bag [B]."""
         offsets = leaves[self.offsets]
         if not self.has_last:
             offsets = torch.cat((offsets, offsets.new_tensor([len(leaves[self.ids])])))
         return offsets.diff().clamp(min=0)
 
     def take(self, leaves: Sequence[Any], rows: Tensor) -> dict[int, Tensor]:
-        """Returns leaf -> what it is for the samples `rows`, in their order."""
+        """Returns position -> leaf with the samples `rows` alone, in this order."""
         offsets = leaves[self.offsets]
         rows = rows.to(offsets.device)
         lengths = self.lengths(leaves)[rows]
@@ -68,7 +70,7 @@ class Bags:
         return found | {self.offsets: new[: len(rows) + self.has_last].to(offsets.dtype)}
 
     def scale(self, leaves: Sequence[Any], factors: Tensor) -> dict[int, Tensor]:
-        """Returns the weights' leaf, with each sample's times its factor [B]."""
+        """Returns position -> weights, each sample's times its factor [B]; {} without weights."""
         if self.weights is None or not leaves[self.weights].is_floating_point():
             return {}
         weights = leaves[self.weights]
@@ -76,19 +78,19 @@ class Bags:
         return {self.weights: weights * factors}
 
     def rows(self, leaves: Sequence[Any], count: int) -> list[list[Tensor]]:
-        """Returns, of each leaf with rows, those of each of the first `count` samples."""
+        """Returns the rows of each of the first `count` samples, for each leaf with rows."""
         lengths = self.lengths(leaves)[:count].tolist()
         return [list(leaves[n][: sum(lengths)].split(lengths)) for n in self.of_ids]
 
     def one_of_zeros(self, leaves: Sequence[Any]) -> dict[int, Tensor]:
-        """Returns leaf -> what it is for one sample, whose only id is 0."""
+        """Returns position -> leaf for a single sample whose only id is 0."""
         offsets = leaves[self.offsets]
         found = {n: leaves[n].new_zeros(1) for n in self.of_ids}
         return found | {self.offsets: offsets.new_tensor([0, 1][: 1 + self.has_last])}
 
 
 def place_of(x: Tensor, leaves: list[Any]) -> int | None:
-    """Returns the number of the leaf that x is, or is a view or copy of; None: it is none."""
+    """Returns the position of the leaf that x is, or is a view or copy of; None if not unique."""
     same = [n for n, y in enumerate(leaves) if y is x]
     if not same:
         alike = [(n, y) for n, y in enumerate(leaves) if isinstance(y, Tensor)]

@@ -130,7 +130,7 @@ class Batch:
         return tree_unflatten(leaves, self._structure)
 
     def with_samples(self, count: int) -> tuple[tuple, dict]:
-        """Returns arguments of the first samples, so many, repeated where there are fewer."""
+        """Returns arguments of the first `count` samples, repeated if there are fewer."""
         return self.with_rows([i % self.size for i in range(count)])
 
     def with_rows(self, rows: Sequence[int]) -> tuple[tuple, dict]:
@@ -167,7 +167,7 @@ class Batch:
         return any(found) or any(one.weights is not None for one in self.bags)
 
     def distinct(self, count: int) -> list[int]:
-        """Returns the first so many samples that differ from each other, or as many as there are.
+        """Returns the first `count` samples that differ from each other, or all that there are.
 
         Looks at the first `LOOKED_AT` samples only; on a GPU the host waits.
         """

@@ -41,13 +41,13 @@ class KnownBags:
         self._known.clear()
 
     def of(self, args: tuple, kwargs: dict) -> tuple[Bags, ...] | None:
-        """Returns the bags in these arguments; None: it has not been seen with such ones."""
+        """Returns the bags in these arguments; None if no such arguments have been seen."""
         return self._known.get(_key(args, kwargs)) if self._modules else ()
 
     def learn(
         self, args: tuple, kwargs: dict, run: Callable[..., Any], is_empty: bool = False
     ) -> None:
-        """Looks what the layers are given in a plain forward.
+        """Finds, in a plain forward, which arguments the layers receive.
 
         Args:
             run: runs it, with these arguments.

@@ -1,4 +1,4 @@
-"""Packed sequences among what a network is called with and returns.
+"""Handles packed sequences among a network's arguments and outputs.
 
 In them a sample has no rows of its own. `opened` puts `Sequences` in their places, which have some,
 and all that looks for samples works with these. The network is called with packed ones again: its
@@ -36,7 +36,7 @@ def packed_in(tree: Any) -> list[PackedSequence]:
 
 
 def opened(tree: Any, batch_first: bool, total_length: int | None = None) -> Any:
-    """Returns the tree with `Sequences` for packed ones, of at least so many time steps."""
+    """Returns the tree with `Sequences` for packed ones, of at least `total_length` steps."""
 
     def leaf(x: Any) -> Any:
         if not isinstance(x, PackedSequence):

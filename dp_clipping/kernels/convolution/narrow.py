@@ -1,8 +1,9 @@
 """Computes per-sample gradients of convolutions with few channels per group, as depthwise ones.
 
-Each pair of an input and an output channel has its own taps: sums over positions, for which matrix
-units have nothing to do. With the channels last, threads lie side by side in the pairs, and each
-adds up its own: a program takes some pairs of one picture and a row of the kernel's taps.
+A pair of an input and an output channel has one gradient per tap (position in the kernel): a sum
+over the picture's positions. It is no matrix product, so matrix units do not help. A program
+computes one row of taps for some pairs of one picture. Channels are the last dimension, so that
+neighbouring threads read neighbouring pairs.
 
 Traffic: y is read once for each row of taps, x once for each tap, from the caches.
 """
@@ -27,7 +28,7 @@ if triton is not None:
 
     from dp_clipping.kernels.convolution.geometry import _row_pixels
 
-PAIRS = 64  # of a program
+PAIRS = 64  # of channels, per program
 ELEMENTS = 4096  # of x that a program loads at a time
 
 

@@ -1,8 +1,8 @@
-"""Launching of kernels: tiles, tables of operands, and their tuning.
+"""Launches matrix kernels: their tiles, their tables of operands, and the choice of tiles.
 
 Files:
 
-    tiles                 what the matrix kernels share
+    tiles                 reading of tiles, shared by all matrix kernels
     grouped_launch        one launch for many layers
-    tuning                which tile is fastest on this machine's GPU, kept in files
+    tuning                measures which tile is fastest on a GPU, and stores it in files
 """

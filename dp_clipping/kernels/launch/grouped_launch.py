@@ -1,11 +1,12 @@
-"""One launch for the linear layers of many: a table says what each row's operands are.
+"""One kernel launch for many linear layers: a table holds the operands of each layer in a row.
 
-A network has hundreds of layers. A launch for each costs the host more than some of them cost the
-GPU, and leaves processors idle at its end. So the programs of one launch are divided among the rows
-of a table: each finds its row by the numbers of the rows' first programs, and opens its operands.
+A network has hundreds of layers. For a small layer, a launch of its own takes the host longer than
+the GPU, and leaves processors idle at its end. So one launch serves several rows of the table. Each
+program finds its row from the numbers of the rows' first programs, and reads the row's operands.
 
-Products that take longer than a launch have one of their own: tensor descriptors that the host has
-made are faster than those that a program makes (by a sixth of a product's time on an H200).
+A product that takes the GPU longer than a launch takes the host has a launch of its own. The host
+then makes the tensor descriptors, which are faster than those that a program makes (by a sixth of a
+product's time on an H200).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if triton is not None:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST_ROWS = 16
-LARGE = 1e11  # operations that are worth a launch: 0.15 ms of an H200, which takes the host 0.1
+LARGE = 1e11  # operations: 0.15 ms on an H200; a launch takes its host 0.1 ms
 WORDS = 10  # left, right, result; their rows and columns; strides of left and right; group
 
 Pair = tuple[Tensor, Tensor]
@@ -55,8 +56,8 @@ class Table:
 
     Attributes:
         words: [rows · WORDS] int64.
-        starts: [rows + 1] int64, each row's first program, and their number.
-        programs: how many there are.
+        starts: [rows + 1] int64, the number of each row's first program, then `programs`.
+        programs: the number of programs of the launch.
     """
 
     words: Tensor
@@ -67,7 +68,7 @@ class Table:
 def operands_of(pairs: Sequence[Pair]) -> Operands:
     """Returns the operands of a launch, any of which may have any strides.
 
-    It asks PyTorch once for what the kernels need of each: a step has hundreds of operands.
+    Reads size, address and strides of each operand once, because a step has hundreds of them.
     """
     size = pairs[0][0].element_size()
     ready, shapes = [], []

@@ -139,7 +139,7 @@ _kept_table_on = lru_cache(maxsize=4096)(table_on)
 
 
 def stream_on(device: torch.device) -> int:
-    """Returns where launches go now: an address, in a tenth of the time of PyTorch's object."""
+    """Returns the address of the current stream, in a tenth of the time of PyTorch's object."""
     return triton.runtime.driver.active.get_current_stream(device.index)
 
 

@@ -268,7 +268,7 @@ def read(name: str, device: torch.device) -> dict:
 
 
 def keep(name: str, device: torch.device, values: dict) -> None:
-    """Writes values beside those of other devices, or warns why it cannot."""
+    """Stores this device's values beside those of other devices, or warns why it cannot."""
     devices, key = _devices(name), key_of(device)
     devices[key] = _object(devices.get(key)) | values
     try:

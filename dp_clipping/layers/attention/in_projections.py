@@ -19,8 +19,8 @@ class InProjections(torch.autograd.Function):
 
     Args:
         weight, bias: detached.
-        uses: slots of W and b, and who takes its factors, and b's output gradients (see
-            `projection.weight_use`).
+        uses: slots of W and b, and the functions that receive W's factors and b's output
+            gradients (see `projection.weight_use`).
         sizes: rows of each part.
         layouts: the layouts of each x_j.
         xs: the inputs.

@@ -21,7 +21,7 @@ WEIGHTS = (
 
 
 def is_plain(module: nn.Module, kind: type) -> bool:
-    """Returns whether it computes what PyTorch's does, with parameters of its own."""
+    """Returns whether a module computes what PyTorch's does, with parameters of its own."""
     if not isinstance(module, nn.MultiheadAttention):
         return False
     own = {*own_parameters(module), *(f"out_proj.{n}" for n in own_parameters(module.out_proj))}

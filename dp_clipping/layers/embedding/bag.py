@@ -14,7 +14,7 @@ from dp_clipping.layers.handle import LayerState, check_size, expand_shared
 
 
 def is_plain(module: nn.Module, kind: type) -> bool:
-    """Returns whether it is PyTorch's, and adds up rows (`max` picks numbers of several)."""
+    """Returns whether a module is PyTorch's and adds up rows (`max` picks numbers of several)."""
     if not isinstance(module, nn.EmbeddingBag) or module.mode == "max":
         return False
     return getattr(kind, "forward", None) is nn.EmbeddingBag.forward
@@ -54,9 +54,9 @@ def forward(
 
 
 def _slot_of(handle: LayerState) -> tuple[Tensor | None, LayerState | None]:
-    """Returns an input that makes backward come by, and who takes factors then.
+    """Returns an input that makes autograd call the backward, and the receiver of factors.
 
-    None in place of the latter: G is the gradient of that input. Both are None if it is frozen.
+    If the receiver is None, G is the gradient of the input. Both are None if the weight is frozen.
     """
     if "weight" not in handle.trainable:
         return None, None
@@ -68,7 +68,7 @@ def _slot_of(handle: LayerState) -> tuple[Tensor | None, LayerState | None]:
 def _with_offsets(
     self: nn.EmbeddingBag, handle: LayerState, ids: Tensor, offsets: Tensor, scales: Tensor | None
 ) -> Tensor:
-    """Computes bags that lie one after another; `capture.samples` knows whose they are."""
+    """Computes concatenated bags; `capture.samples` assigns them to samples."""
     private_step = handle.private_step
     if self.include_last_offset and int(offsets[-1]) != len(ids):
         raise ValueError(  # PyTorch takes some of the others for ids of the last bag

@@ -45,8 +45,8 @@ def _is_of_opacus(module: nn.Module) -> bool:
 def _is_plain_of_opacus(layer: Any) -> bool:
     """Returns whether one of Opacus's layers is plain.
 
-    It is not with dropout, which is on the way to the next time step too, nor if something is
-    hooked to a cell or to what is in it, which would not be called.
+    A layer with dropout is not, because dropout also acts between time steps. Neither is one with a
+    hook on a cell or on a module in it, because the hook would not be called.
     """
     opacus = sys.modules["opacus.layers.dp_rnn"]
     kind, kinds = plain_type(layer), (opacus.DPLSTMCell, opacus.DPGRUCell, opacus.DPRNNCell)
@@ -64,7 +64,7 @@ def _is_plain_of_opacus(layer: Any) -> bool:
 
 
 def _weights_of_cells(layer: Any) -> Iterator[tuple[str, Any]]:
-    """Yields what a parameter of the layer is called, and what its cell computes with."""
+    """Yields the name of each parameter of the layer, and the tensor that its cell uses."""
     count = 2 if layer.bidirectional else 1
     for n, cell in enumerate(layer.cells):
         place = f"l{n // count}{'_reverse' if n % count else ''}"
@@ -75,7 +75,7 @@ def _weights_of_cells(layer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def is_plain_cell(module: nn.Module) -> bool:
-    """Returns the same of a cell."""
+    """Returns whether a cell is PyTorch's own, with parameters of its own."""
     return _is_plain(module, CELLS, ("forward",)) and _reads_parameters(
         module, [getattr(module, name) for name in WEIGHTS]
     )
@@ -90,6 +90,6 @@ def _is_plain(module: nn.Module, bases: tuple[type, ...], methods: tuple[str, ..
 
 
 def _reads_parameters(module: nn.Module, weights: list[Any]) -> bool:
-    """Returns whether these are parameters, and none is computed of others by a hook."""
+    """Returns whether all weights are parameters, so that no hook computes one from others."""
     own = set(map(id, own_parameters(module).values()))
     return all(weight is None or id(weight) in own for weight in weights)

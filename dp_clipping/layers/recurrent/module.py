@@ -42,7 +42,7 @@ def _all_layers(
     hx: Any = None,
     state_init: Any = None,
 ) -> Any:
-    """Returns what the module does. First states are `state_init` in Opacus's layers."""
+    """Returns the module's outputs. Opacus's layers call first states `state_init`."""
     hx = state_init if hx is None else hx
     sequences = _sequences(self, handle, input, hx)
     mode = mode_of(self)

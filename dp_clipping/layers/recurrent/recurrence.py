@@ -56,8 +56,9 @@ class Run:
 
     Args:
         mode: the mode of `nn.RNNBase`.
-        takes: of each direction, of W_hh, b_hh and W_hr: who takes factors a [B, T, p] and y
-            [B, T, d], or y, and returns the gradient of the slot; None: frozen.
+        takes: for each direction, and in it for W_hh, b_hh and W_hr, a function that receives
+            factors a [B, T, p] and y [B, T, d], or y alone, and returns the gradient of the slot;
+            None for a frozen parameter.
         layout: the layout of the samples in dimension 1.
         packing: the packing of the sequences; None: they are of one length.
     """

@@ -56,11 +56,11 @@ def _called(handle: LayerState, module: nn.Module) -> str:
 
 
 class Target(NamedTuple):
-    """Where the backward puts per-sample gradients of a parameter.
+    """The destination of a parameter's per-sample gradients in backward.
 
     Attributes:
         slot: the input of `Tap` that makes backward visit it.
-        take: who takes G, or its factors; None: G is the gradient of the slot.
+        take: the function that receives G, or its factors; None: G is the gradient of the slot.
     """
 
     slot: Any
@@ -233,7 +233,7 @@ class Use:
         return known[key]
 
     def target(self, name: str, product: tuple[int, torch.dtype] | None) -> Target:
-        """Returns an input for `Tap`, and who takes what the function returns for a parameter."""
+        """Returns the destination of what the function returns for a parameter."""
         handle = self.handle
         if product is not None:
             tokens, dtype = product

@@ -111,7 +111,7 @@ class NormAndSum:
         return Norm(squared, norms, 0.0, self.sums.slack)
 
     def take_norm(self, keep: bool) -> Norm:
-        """Returns the same for the fused step, which keeps these factors if it keeps anything."""
+        """Returns the norm. If the fused step keeps anything, it keeps these factors."""
         return self.norm()
 
     def on_kernels(self) -> "NormAndSum":

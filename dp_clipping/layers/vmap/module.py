@@ -163,7 +163,7 @@ def _one_row(y: Tensor, layout: Layout, handle: LayerState) -> Tensor:
 
 
 def _join(y: Tensor, layout: Layout, examples_per_unit: int) -> Tensor:
-    """Returns an output of vmap, as `split` put it in, with its samples where they were."""
+    """Undoes `split` for an output of vmap: moves the samples back to their dimension."""
     if layout.kind == "shared":  # it has a batch now: every sample has its own parameters
         y = y.squeeze(1) if layout.dim else y
         return y if examples_per_unit == 1 else y.repeat_interleave(examples_per_unit, 0)

@@ -232,7 +232,7 @@ def _beside_samples(own: Own, x: Tensor, function: Callable, args: tuple) -> Ten
 
 
 def laid_beside(copies: Tensor, dims: int, dim: int) -> Tensor:
-    """Returns copies [B, *shape] with the samples where a tensor of so many dimensions has them.
+    """Returns copies [B, *shape] that broadcast with a tensor of `dims` dimensions.
 
     Raises:
         UnknownOperation: where the parameter has a dimension of its own there.
@@ -252,7 +252,7 @@ def _value(x: Any) -> Any:
 
 @contextmanager
 def replaced(module: nn.Module, call: Call, copies: Mapping[str, Tensor | None]) -> Iterator[None]:
-    """A context in which the module's own parameters are `Own`, with these copies."""
+    """Enters a context in which the module's own parameters are `Own`, with these copies."""
     before = []
     for name in copies:
         path, _, own_name = name.rpartition(".")
@@ -268,7 +268,7 @@ def replaced(module: nn.Module, call: Call, copies: Mapping[str, Tensor | None])
 
 
 def learned(few: list[Operation], more: list[Operation]) -> tuple[Operation, ...]:
-    """Returns what a call with `FEW` and one with `MORE` samples have in common.
+    """Returns the operations that calls with `FEW` and with `MORE` samples have in common.
 
     Raises:
         UnknownOperation: it is not one dimension that counts the samples, or the calls differ.

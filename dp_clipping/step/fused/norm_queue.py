@@ -153,6 +153,6 @@ class NormQueue:
 
 
 def _kind(choice: LayerPlan) -> str:
-    """Returns how the norm is taken: a G that is not kept is accumulated and not stored."""
+    """Returns the norm's algorithm: a G that is not kept is accumulated and not stored."""
     recomputed = choice.algorithm == INSTANTIATE and choice.recomputed
     return ACCUMULATE if recomputed else choice.algorithm

@@ -1,4 +1,4 @@
-"""One ordinary backward a sample: norms, sums, and samples that are random."""
+"""One ordinary backward per sample: norms, sums, and samples that are random."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Any other module under vmap: gradients are those of one backward a sample."""
+"""Any other module under vmap: gradients are those of one backward per sample."""
 
 import pytest
 import torch
