@@ -82,7 +82,13 @@ def write_sealed(path: Path, contents: dict, keys: Keys, torch_kwargs: Mapping[s
     """Writes `contents` and the line with their digest, whole or not at all."""
     with replacing(path) as file:
         hashed = _Hashing(file)
-        torch.save(contents, hashed, **torch_kwargs)
+        try:
+            torch.save(contents, hashed, **torch_kwargs)
+        except RuntimeError as error:
+            interrupt = error.__context__  # PyTorch then fails to close what it was writing
+            if isinstance(interrupt, KeyboardInterrupt):
+                raise interrupt from None
+            raise
         digest = hashed.digest.hexdigest()
         file.write(f"\ndp_clipping sha256 {digest} hmac {keys.mac(digest)}\n".encode())
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dp_clipping import PrivacyEngine
-from dp_clipping.checkpoint.file_format import key_path
+from dp_clipping.checkpoint.file_format import _Hashing, key_path
 from dp_clipping.noise.keys import read_keys
 from tests.support.saved_runs import (
     BATCH,
@@ -262,3 +262,22 @@ def save_for_ever(path, started):
             train(run, 1)
             save(run, path)
             started.set()
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_an_interrupt_while_writing_is_an_interrupt(tmp_path, monkeypatch, at):
+    """PyTorch's own error, which it raises on the way out, does not hide it."""
+    write, calls = _Hashing.write, []
+
+    def interrupted(file, data):
+        calls.append(data)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return write(file, data)
+
+    run, path = build(), tmp_path / "run.pt"
+    train(run, 1)
+    monkeypatch.setattr(_Hashing, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(run, path)
+    assert not path.exists()

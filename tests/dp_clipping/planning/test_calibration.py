@@ -115,7 +115,7 @@ def test_what_is_no_rate_counts_as_none(name, value):
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, measured):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="not kept"):
+    with pytest.warns(UserWarning, match="are not stored"):
         assert calibration.calibrate(DEVICE) == FOUND
 
 

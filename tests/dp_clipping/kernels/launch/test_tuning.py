@@ -238,7 +238,7 @@ def test_candidates_that_a_new_version_has_dropped(timed):
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, timed):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="not kept"):
+    with pytest.warns(UserWarning, match="are not stored"):
         assert choose() == TILES[1]
     assert choose() == TILES[1]
     assert len(timed) == 1
