@@ -47,10 +47,10 @@ class TorchDDP(Copyable, DistributedDataParallel):
     """The last forward was in eval mode: gradients of its backward are reduced as by hand."""
 
     gradients_come_by_hand: bool = False
-    """As for the other variants; PyTorch's own forward is then left out too.
+    """See `ManualGradients`. PyTorch's own forward is then not called.
 
-    It would prepare a reducer that never hears of a gradient, and one with a static graph would
-    start collectives in the first backward, on those ranks only that have a sample to run it for.
+    It would prepare a reducer that no gradient reaches. With a static graph it would also start
+    collectives in the first backward, on those ranks only that have a sample.
     """
 
     def __init__(

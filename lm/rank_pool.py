@@ -29,7 +29,7 @@ GRACE_SECONDS = 2
 
 @dataclass(frozen=True)
 class Context:
-    """What a function on a rank may use: rank, device and process group."""
+    """Rank, device and process group of a function that runs on a rank."""
 
     rank: int
     world_size: int

@@ -32,7 +32,7 @@ PROGRAMS = 1056  # eight for each processor of an H200: fewer divide the samples
 ALIGNED = 16  # values: samples that start at multiples of it are read in 16 bytes
 
 Row = tuple[int, Tensor, int, int]
-"""Of a launch: the address of G, its sum and how many values that has, and the clipping group."""
+"""A row of a launch: the address of G, its sum, the number of values, and the clipping group."""
 
 
 def weighted_sums(

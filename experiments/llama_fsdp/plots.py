@@ -32,7 +32,7 @@ SENTENCES = {
     "overhead_analysis": "A line that falls towards 1 is an overhead that longer samples pay off, "
     "a level one is paid at every length; intervals that overlap show no difference between modes.",
 }
-"""What to read off each, for those who show it."""
+"""For each picture, what it shows and how to read it."""
 
 
 def draw(results: Sequence[dict], folder: Path) -> list[Path]:
