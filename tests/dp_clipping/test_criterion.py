@@ -192,7 +192,7 @@ def test_a_captured_loss_is_of_the_samples_that_its_mask_leaves(reduction):
 
 
 def test_it_takes_the_place_of_a_module():
-    """As in a LightningModule: it is no second way to the network's parameters, and moves."""
+    """A LightningModule may hold it: it is no second way to the network's parameters, and moves."""
     weighted = nn.CrossEntropyLoss(weight=torch.ones(2))
     model = private(nn.Linear(2, 2))
     holder = nn.Module()

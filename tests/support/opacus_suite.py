@@ -99,7 +99,7 @@ def norm_tests() -> dict[str, Callable[[], None]]:
 
 @dataclass(frozen=True)
 class Case:
-    """What one call of `run_test` compares."""
+    """One case: the module and the batch of one call of `run_test`."""
 
     x: Any
     module: nn.Module
@@ -218,7 +218,7 @@ class Private:
 
 @dataclass(frozen=True)
 class Expected:
-    """What all modes must give, in float64: of each sample, and its norm [B]."""
+    """The gradients of each sample and their norms [B] that all modes must give, in float64."""
 
     case: Case
     gradients: dict[str, Tensor]

@@ -43,7 +43,7 @@ def test_orders_and_tolerance_are_those_of_opacus():
 
 
 def test_epsilon_at_the_end_of_a_training():
-    """As the accountant says it then; equal steps are one entry, and nothing is counted."""
+    """It is what the accountant says then; equal steps are one entry, and nothing is counted."""
     accountant = RDPAccountant()
     for _ in range(3):
         accountant.step(noise_multiplier=1.0, sample_rate=0.1)

@@ -50,7 +50,7 @@ def reducer_of(context: Context, mesh: str, mode: str = "sync", dtype=torch.floa
 
 @cache
 def gradients() -> oracle.Gradients:
-    """Of the whole batch, from one backward per sample: weights and biases of an MLP."""
+    """Returns the gradients of an MLP, one backward per sample, of the whole batch."""
     network = zoo.seeded(lambda: zoo.mlp(5, 8, 4))
     return oracle.per_sample_gradients(network, zoo.numbers(BATCH, 5, out=(4,)), zoo.squared_error)
 

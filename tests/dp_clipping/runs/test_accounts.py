@@ -1,4 +1,4 @@
-"""What an engine says of its account: of which batches and which δ it warns."""
+"""An engine and its account: the batches and the δ of which it warns."""
 
 import math
 import warnings

@@ -99,7 +99,7 @@ class LastState(nn.Module):
 
 
 class Packs(LastState):
-    """As the message of the refusal shows it."""
+    """Packs and pads within the model, as the message of the refusal shows."""
 
     def forward(self, x, lengths):
         packed = rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
