@@ -111,6 +111,26 @@ def coalesced_all_reduce(tensors: list[Tensor], op: Any, group: dist.ProcessGrou
     return run(tensors, options)
 
 
+def start_all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to gather every rank's `own` [n] into `whole` [W * n]; `.wait()` on the result.
+
+    torch 2.13 has renamed `all_gather_into_tensor` to `all_gather_single`.
+    """
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(whole, own, group=group, async_op=True)
+
+
+def start_reduce_scatter(
+    own: Tensor, whole: Tensor, op: Any, group: dist.ProcessGroup
+) -> dist.Work:
+    """Starts to reduce `whole` [W * n], of which this rank gets its slice `own` [n].
+
+    torch 2.13 has renamed `reduce_scatter_tensor` to `reduce_scatter_single`.
+    """
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(own, whole, op=op, group=group, async_op=True)
+
+
 def symmetric_memory() -> ModuleType:
     """Returns `torch.distributed._symmetric_memory`: private in name, documented all the same.
 
@@ -122,3 +142,17 @@ def symmetric_memory() -> ModuleType:
     except ImportError as error:
         raise _missing("torch.distributed._symmetric_memory") from error
     return _symmetric_memory
+
+
+def in_backward() -> bool:
+    """Returns whether autograd is running a backward in this thread.
+
+    `torch._C._current_graph_task_id()`, which PyTorch's activation checkpointing asks too.
+
+    Raises:
+        RuntimeError: if autograd does not number its backwards.
+    """
+    try:
+        return torch._C._current_graph_task_id() != -1
+    except AttributeError as error:
+        raise _missing("torch._C._current_graph_task_id") from error

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp.buckets import ALIGNMENT_BYTES
+from ddp.torch_compat import start_all_gather
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,13 @@ class FlatUnit:
             whose `.grad` is None has no meaning.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], group: dist.ProcessGroup):
+    def __init__(
+        self, parameters: Sequence[Parameter], group: dist.ProcessGroup, itemsize: int | None = None
+    ):
         self.parameters, self.group = list(parameters), group
         self.rank = dist.get_rank(group)
         shapes = [p.shape for p in self.parameters]
-        itemsize = self.parameters[0].element_size()
+        itemsize = itemsize or self.parameters[0].element_size()
         self.layout = lay_out(shapes, itemsize, dist.get_world_size(group))
         self.pieces = self.layout.pieces(self.rank)
         self.shard: Tensor
@@ -125,7 +128,7 @@ class FlatUnit:
     def gather(self, own: Tensor) -> list[Tensor]:
         """Returns whole tensors in the parameters' shapes from every rank's slice; a collective."""
         flat = own.new_empty(self.layout.numel)
-        dist.all_gather_into_tensor(flat, own.contiguous(), group=self.group)
+        start_all_gather(flat, own.contiguous(), self.group).wait()
         return self.layout.views(flat)
 
     def stand_ins(self, dtype: torch.dtype) -> list[Tensor]:
