@@ -85,6 +85,18 @@ def scale_(tensors: Sequence[Tensor], factor: float) -> None:
         x.mul_(factor)
 
 
+def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies tensors, of another dtype perhaps, in few launches: `torch._foreach_copy_`.
+
+    Without it, one launch per tensor.
+    """
+    if (copy := getattr(torch, "_foreach_copy_", None)) is not None:
+        copy(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
 def ddp_record(wrapper: nn.parallel.DistributedDataParallel) -> dict[str, Any]:
     """Returns DDP's record of its buckets, `_get_ddp_logging_data()`; else {}."""
     record = getattr(wrapper, "_get_ddp_logging_data", None)
@@ -111,24 +123,22 @@ def coalesced_all_reduce(tensors: list[Tensor], op: Any, group: dist.ProcessGrou
     return run(tensors, options)
 
 
-def start_all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts to gather every rank's `own` [n] into `whole` [W * n]; `.wait()` on the result.
+def reduce_scatter(own: Tensor, flat: Tensor, op: Any, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to reduce `flat` [W n] over ranks, of which rank r gets the r-th slice in `own` [n].
 
-    torch 2.13 has renamed `all_gather_into_tensor` to `all_gather_single`.
+    `own` may be that slice of `flat`. torch 2.13 has renamed `dist.reduce_scatter_tensor`.
     """
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(whole, own, group=group, async_op=True)
+    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return run(own, flat, op=op, group=group, async_op=True)
 
 
-def start_reduce_scatter(
-    own: Tensor, whole: Tensor, op: Any, group: dist.ProcessGroup
-) -> dist.Work:
-    """Starts to reduce `whole` [W * n], of which this rank gets its slice `own` [n].
+def all_gather(flat: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to write every rank's `own` [n] to `flat` [W n], where `own` may be this rank's slice.
 
-    torch 2.13 has renamed `reduce_scatter_tensor` to `reduce_scatter_single`.
+    torch 2.13 has renamed `dist.all_gather_into_tensor`.
     """
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(own, whole, op=op, group=group, async_op=True)
+    run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return run(flat, own, group=group, async_op=True)
 
 
 def symmetric_memory() -> ModuleType:
