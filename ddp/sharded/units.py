@@ -169,12 +169,17 @@ class BlockHooks:
         weakref.finalize(wrapper, _remove, handles).atexit = False
 
     def _hooks_of(self, block: Block) -> tuple[Callable, Callable]:
-        def enter(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if (wrapper := self._wrapper()) is not None and not wrapper.is_whole:
+        def caller(module: nn.Module) -> BlockCaller | None:
+            wrapper = self._wrapper()
+            is_copy = module is not block.module  # a deep copy of the network has its hooks
+            return None if wrapper is None or wrapper.is_whole or is_copy else wrapper
+
+        def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if (wrapper := caller(module)) is not None:
                 wrapper.enter(block, (args, kwargs))
 
-        def leave(_module: nn.Module, _args: tuple, output: Any) -> None:
-            if (wrapper := self._wrapper()) is not None and not wrapper.is_whole:
+        def leave(module: nn.Module, _args: tuple, output: Any) -> None:
+            if (wrapper := caller(module)) is not None:
                 wrapper.leave(block, output)
 
         return enter, leave
