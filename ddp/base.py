@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.buckets import Bucket, Gradient, one_bucket_each
-from ddp.internals.gradients import Gradients
 from ddp.internals.manual_gradients import ManualGradients
 from ddp.internals.ownership import activate, shared_with_another
 from ddp.internals.replicas import Replicas, group_or_default
@@ -70,8 +69,7 @@ class DataParallel(ManualGradients, Wrapper, nn.Module):
         if not self.is_copy:
             self.replicas.make_equal(obstacle=shared_with_another(module))
         activate(self, abandon=True)
-        self.prepare()
-        self.gradients = Gradients(module, self.reduction)
+        self.gradients = self.describe_gradients()
         if not self.gradients.parameters and not self.is_copy:
             raise RuntimeError("no parameter requires a gradient: there is nothing to synchronise")
         self.watch = Watch(self.gradients)
@@ -79,9 +77,6 @@ class DataParallel(ManualGradients, Wrapper, nn.Module):
         self.adopt_order(list(reversed(range(len(self.gradients.parameters)))))
         self.step = Step(self.gradients, self.schedule, self.watch)
         self.register_hooks()  # autograd calls before_accumulation and after_accumulation
-
-    def prepare(self) -> None:
-        """Called once all ranks hold the same values, before anything reads the parameters."""
 
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
         """Returns which gradients are reduced together; the default reduces each alone."""

@@ -33,6 +33,7 @@ from torch.nn import Parameter
 
 from ddp.base import DataParallel
 from ddp.buckets import Bucket, Gradient
+from ddp.internals.gradients import Gradients
 from ddp.internals.unused import tensors_in
 from ddp.sharded.call_order import CallOrder
 from ddp.sharded.interface import Sharded
@@ -77,7 +78,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         self.reduction.contributors = 1  # `.grad` never holds a reduced gradient, see GatheredUnit
         BlockHooks(self)
 
-    def prepare(self) -> None:
+    def describe_gradients(self) -> Gradients:
         """Divides the parameters among the ranks, block by block."""
         self.blocks: list[Block] = []
         self.place_of: dict[Parameter, tuple[GatheredUnit, int]] = {}
@@ -94,6 +95,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         self.units = [u for block in self.blocks for u in block.units if u.is_trainable]
         self.order = CallOrder(self.process_group)
         self._is_ahead = False
+        return super().describe_gradients()
 
     def _unit(self, parameters: list[Parameter]) -> GatheredUnit:
         dtype = parameters[0].dtype

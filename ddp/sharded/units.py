@@ -85,15 +85,20 @@ class GatheredUnit(FlatUnit):
             known = self._stand_ins[member] = one.expand(parameter.shape)
         return known
 
-    def take_away(self, held: Tensor | None, member: int) -> bool:
-        """Returns whether a `.grad` is a stand-in, and notes whether what it stands for is kept."""
-        storages = (s.untyped_storage().data_ptr() for s in self._stand_ins.values())
-        is_stand_in = held is not None and held.untyped_storage().data_ptr() in storages
-        if is_stand_in and version_of(held) == 0:  # else zero_grad(set_to_none=False) has been here
-            self.kept.add(member)
-        elif is_stand_in or held is None:
+    def is_stand_in(self, gradient: Tensor) -> bool:
+        storages = (known.untyped_storage().data_ptr() for known in self._stand_ins.values())
+        return gradient.untyped_storage().data_ptr() in storages
+
+    def take_away(self, gradient: Tensor | None, member: int) -> bool:
+        """Returns whether a `.grad` is a stand-in; notes whether what it stands for is kept."""
+        if gradient is None:
             self.kept.discard(member)
-        return is_stand_in
+            return False
+        if not self.is_stand_in(gradient):
+            return False
+        was_zeroed = version_of(gradient) > 0  # by zero_grad(set_to_none=False)
+        (self.kept.discard if was_zeroed else self.kept.add)(member)
+        return True
 
     def add_reduced(self, own: Tensor) -> None:
         """Makes `own` the reduced gradient, added to what was reduced before and is kept."""

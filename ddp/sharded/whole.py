@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -75,7 +75,10 @@ class WholeOnDemand:
         with self.whole_parameters():
             return super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]
 
-    def _state(self, options: dict[str, Any]) -> dict[str, Any]:
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        self.__getstate__()
+
+    def __getstate__(self) -> NoReturn:
         raise RuntimeError(
             "a network that fsdp has divided cannot be copied or pickled, because this rank has "
             "slices of it only: save model.state_dict() on one rank, after calling it on all"
