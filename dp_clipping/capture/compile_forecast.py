@@ -156,7 +156,7 @@ class Forecaster:
         def pack(x: Tensor) -> Tensor:
             storage = x.untyped_storage()
             held[storage.data_ptr()] = storage.nbytes()
-            return x
+            return x.detach()  # a node that saves its own output would hold itself by `x`
 
         with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
             calls = self._observe_calls(*batch, size)

@@ -246,7 +246,7 @@ if triton is not None:
         """Returns the four words uint32 of int64 counters, by Philox4x32-10."""
         x0, x1 = o_counter.to(tl.uint32), (o_counter >> 32).to(tl.uint32)
         x2, x3 = c2.to(tl.uint32, bitcast=True), c3.to(tl.uint32, bitcast=True)
-        seed = seed.to(tl.int64)  # a launch passes a small one as 32 bits
+        seed = seed.to(tl.int64)  # the interpreter passes a small one as 32 bits
         k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
         for _ in tl.static_range(10):
             # One multiplication gives both halves; `tl.philox` multiplies once for each.
@@ -324,10 +324,11 @@ if triton is not None:
         b_q = b_sum * inverse
         return tl.fma(tl.fma(-b_q, divisor, b_sum), inverse, b_q)
 
-    # The key and the counter change with every step: no compiled variant may depend on them.
+    # The key and the counter change with every step: no compiled variant may depend on them, nor
+    # on whether a key happens to fit in 32 bits.
     @triton.jit(do_not_specialize=["first", "seed", "c2", "c3"])
     def _add_noise_kernel(
-        p_total, p_out, n, first, shift, seed, c2, c3, std, divisor, inverse,
+        p_total, p_out, n, first, shift, seed: tl.int64, c2, c3, std, divisor, inverse,
         ADD_NOISE: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         o_n = tl.program_id(0).to(tl.int64) * (4 * BLOCK) + tl.arange(0, 4 * BLOCK) - shift

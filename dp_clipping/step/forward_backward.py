@@ -59,7 +59,8 @@ class ForwardBackward:
         self._carried = self._establishment.carried
         self._normalizations = normalizations(self.network)
         self._samples_are_checked = False
-        self._batch: Batch | None = None  # of that private step
+        self._batch: Batch | None = None  # of the pending step
+        self._begun: PrivateStep | None = None  # the last one: the pending, or one that failed
         self._has_packed = False  # sequences among what it was given
         self._is_broken = False  # a sharded step failed, and nothing can be computed any more
 
@@ -147,17 +148,18 @@ class ForwardBackward:
         is_compiled = self.capture.is_compiled  # asked once: it looks at every module
 
         def begin() -> PrivateStep:
+            self._drop_pending()
             backend = self._backend(batch, padding, each, is_compiled)
             private_step = PrivateStep(
                 self.context, batch.size, backend, real, each, fill, is_compiled
             )
             private_step.padding = self.padding
             private_step.is_empty = not given.size
+            self._begun = private_step
             return private_step
 
         private_step = begin()
         randomness = Randomness(self.capture.trigger) if is_compiled else None
-        self._drop_pending()
         with self.capture.attached(private_step), sync, self._state_is_checked(module, seen):
             try:
                 with escapes_named(self.network):
@@ -274,14 +276,10 @@ class ForwardBackward:
         self._gradients.clear()
 
     def _drop_pending(self) -> None:
-        """Drops the last forward.
-
-        Outputs that its step watches belong to a graph whose nodes hold the step: the garbage
-        collector does not see such a cycle.
-        """
-        if self.state.pending is not None:
-            self.state.pending.watched = None
-        self.state.pending = self._batch = None
+        """Drops the last forward."""
+        if self._begun is not None:
+            self._begun.release()
+        self.state.pending = self._batch = self._begun = None
 
     def _open_step(self, clip_norms: Callable[[], list[float]]) -> None:
         if self.state.is_open:

@@ -189,6 +189,17 @@ class PrivateStep:
         self._parts: dict[Parameter, list[LinearFactors]] = {}  # of uses, until they are joined
         self.slots = self.capture.make_slots(self)
 
+    def release(self) -> None:
+        """Drops what refers to the step's autograd graph; the step is not used again.
+
+        Nodes of the graph hold the step. Where several tensors share such a node, the garbage
+        collector does not see the cycle, and neither would be freed.
+        """
+        self.watched = None
+        self.slots = {}
+        self._slots.clear()
+        self._joins.clear()
+
     # ---- called by layers in forward ------------------------------------------------------------
 
     @property

@@ -60,7 +60,7 @@ class FusedBackend:
     ):  # fmt: skip
         self.context, self.batch_size, self.padding = context, batch_size, padding
         capture, device = context.capture, context.capture.trigger.device
-        self.norms = norms_of(context, batch_size)
+        self.norms, self._compiled = norms_of(context, batch_size), forecast is not None
         self.schedule = schedule = LaunchSchedule(context.sharding, device)
         self.plans = LayerPlans(
             capture.names, capture.parameters, context.policy, context.plans,
@@ -73,8 +73,9 @@ class FusedBackend:
         self.norms.forget()
         self.queue = NormQueue(context.capture.norm_group_key, tile_size)
         self.sums = FusedSums(
-            context.capture, context.sums, context.timer, tile_size, self.schedule
-        )
+            context.capture, context.sums, context.timer, tile_size, self.schedule,
+            compiled=self._compiled,
+        )  # fmt: skip
         self._counts: dict[Parameter, Tensor] = {}  # of uses in compiled code
         self._streams = False  # whether groups are summed as soon as their norms are there
 

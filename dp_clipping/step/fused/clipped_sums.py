@@ -91,6 +91,8 @@ class FusedSums:
         timer: the timer of the step.
         tile_size: the tile size of the kernels, None: chosen by them.
         schedule: when queued work is launched.
+        compiled: operands arrive in another order than activations are freed, those of linear
+            layers last.
 
     Attributes:
         kept: parameter -> its operands, until coefficients are known, in order of arrival.
@@ -110,8 +112,10 @@ class FusedSums:
         timer: Timer,
         tile_size: int | None,
         schedule: LaunchSchedule,
+        compiled: bool = False,
     ):
         self.capture, self.shards, self.schedule = capture, shards, schedule
+        self.compiled = compiled
         self._how = capture.groups, capture.shapes, tile_size, timer.layers
         self.kept: dict[Parameter, Any] = {}
         self.recomputed: list[Parameter] = []
@@ -151,8 +155,11 @@ class FusedSums:
         self._queue(parameter, saved)
 
     def end(self) -> None:
-        left = [*reversed(self.kept.items())]
+        left = [*self.kept.items()]
         self.kept.clear()
+        if self.compiled and self.shards is None:  # a sum that takes more than it frees is late
+            left.sort(key=lambda item: self.bytes_of(item[0]) > item[1].nbytes)
+        left.reverse()
         while left:  # what a sum is formed of is freed with it
             self._queue(*left.pop())
         self._flush()

@@ -1,5 +1,8 @@
 """What linear layers will be given, where compiled code must know it beforehand."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -38,6 +41,16 @@ def test_uses_of_one_sample():
     ]
     assert set(found.dtypes.values()) == {torch.float32}
     assert found.held >= 7 * (4 + 6) * 4
+
+
+def test_what_the_forward_keeps_is_freed():
+    """Also where a node keeps its own output, as that of tanh does."""
+    network, kept = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), []
+    network[1].register_forward_hook(lambda module, inputs, y: kept.append(weakref.ref(y)))
+    forecast(network, torch.randn(5, 7, 4))
+    gc.collect()
+    assert kept
+    assert not any(y() is not None for y in kept)
 
 
 def test_weights_that_are_used_twice_are_left_out():

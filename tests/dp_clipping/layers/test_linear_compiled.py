@@ -3,6 +3,7 @@
 Without a GPU the kernels run in Triton's interpreter.
 """
 
+import gc
 import importlib.util
 import shutil
 from collections.abc import Callable
@@ -20,6 +21,7 @@ pytest.importorskip("triton")
 from dp_clipping.planning import plan
 from dp_clipping.planning.cost_model import predict
 from dp_clipping.step.fused.launch_schedule import LaunchSchedule
+from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.verification import reference as oracle
 from tests.dp_clipping.conftest import (
     assert_close,
@@ -297,6 +299,21 @@ def transposed_weights_and_autocast() -> None:
         assert_close(sums, oracle.clipped_sum(gradients, LIMIT), 2e-2)
 
 
+def steps_are_freed() -> None:
+    """Also that of a forward without a backward: at most the last one is left."""
+    model = compiled(small())
+    context = model.step_context
+
+    def steps() -> int:
+        gc.collect()
+        return sum(type(x) is PrivateStep and x.context is context for x in gc.get_objects())
+
+    for _ in range(3):
+        model(*zoo.tokens(3, 6)[:-1])
+        check_tokens(model, small(), 3, 6)
+        assert steps() == 0
+
+
 BODIES = [
     norms_and_sums_are_right_and_compiled_once,
     gradients_and_factors_are_both_delivered,
@@ -308,6 +325,7 @@ BODIES = [
     gradients_do_not_depend_on_the_number_of_tokens,
     a_second_use_leaves_all_samples_out,
     transposed_weights_and_autocast,
+    steps_are_freed,
 ]
 
 

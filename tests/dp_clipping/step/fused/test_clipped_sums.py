@@ -6,13 +6,15 @@ import torch
 pytest.importorskip("triton")
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.sorted_coefficients import Coefficients
 from dp_clipping.kernels.weighted_product import weighted_product_plain
 from dp_clipping.kernels.weighted_sum import weighted_sum_plain
 from dp_clipping.layers.linear_factors import LinearFactors
-from dp_clipping.step.fused.clipped_sums import clipped_sums
+from dp_clipping.step.fused.clipped_sums import FusedSums, clipped_sums
+from dp_clipping.step.fused.launch_schedule import LaunchSchedule
 from tests.support.kernel_cases import Place, on_kernels
 
 
@@ -55,3 +57,18 @@ def test_clipped_sums(place: Place) -> None:
             else weighted_product_plain(*product, own)
         )  # fmt: skip
         torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sum_that_takes_more_than_it_frees_is_formed_last(monkeypatch):
+    """An embedding's, of which compiled code delivers the operands first."""
+    capture = SimpleNamespace(sharding=None, groups={}, shapes={})
+    timer = SimpleNamespace(layers=None)
+    schedule = LaunchSchedule(None, torch.device("cpu"))
+    sums = FusedSums(capture, None, timer, None, schedule, compiled=True)
+    sums.begin()
+    table, *weights = (torch.nn.Parameter(torch.empty(n)) for n in (1000, 10, 20))
+    sums.kept = {p: torch.empty(8, 30) for p in (table, *weights)}
+    formed, sums.scale = [], None
+    monkeypatch.setattr(sums, "form", lambda saved, scale: formed.extend(p for p, _ in saved))
+    sums.end()
+    assert [id(p) for p in formed] == [id(p) for p in (*weights, table)]
