@@ -1,0 +1,150 @@
+"""How a group of parameters lies in a flat buffer of which every rank owns one slice.
+
+    flat buffer   | parameter 0 | parameter 1    | parameter 2 |pad|
+    slices        | rank 0             | rank 1                    |
+
+The parameters lie one behind the other, each at an aligned offset. The buffer's length is a
+multiple of the number of ranks, so that reduce-scatter and all-gather work on it as it is. Slices
+are cut without regard to parameters: a parameter may lie on several ranks, and a rank owns at most
+one run of elements of each parameter, a `Piece`. Everything that a rank does with its part (step,
+noise, checkpoints) goes through its pieces; the padding between them is never read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from ddp.buckets import ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The elements of one parameter that one rank owns.
+
+    Attributes:
+        member: the parameter's position in the layout.
+        offset: the first element, counted in the flattened parameter.
+        numel: number of elements.
+        start: where they begin in the rank's slice.
+    """
+
+    member: int
+    offset: int
+    numel: int
+    start: int
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Where each parameter lies in the flat buffer.
+
+    Attributes:
+        shapes, offsets: of each parameter, its shape and its first element in the buffer.
+        numel: elements of the buffer, padding included; a multiple of `world_size`.
+    """
+
+    shapes: tuple[torch.Size, ...]
+    offsets: tuple[int, ...]
+    numel: int
+    world_size: int
+
+    @property
+    def slice_numel(self) -> int:
+        return self.numel // self.world_size
+
+    def slice_of(self, flat: Tensor, rank: int) -> Tensor:
+        """Returns the slice of `flat` [numel] that `rank` owns, a view [numel / world_size]."""
+        return flat.narrow(0, rank * self.slice_numel, self.slice_numel)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Returns a view of `flat` for each parameter, in its shape."""
+        return [
+            flat.narrow(0, offset, shape.numel()).view(shape)
+            for offset, shape in zip(self.offsets, self.shapes, strict=True)
+        ]
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """Returns what `rank` owns, in the order of the buffer."""
+        low, high = rank * self.slice_numel, (rank + 1) * self.slice_numel
+        found = []
+        for member, (offset, shape) in enumerate(zip(self.offsets, self.shapes, strict=True)):
+            begin, end = max(low, offset), min(high, offset + shape.numel())
+            if begin < end:
+                found.append(Piece(member, begin - offset, end - begin, begin - low))
+        return found
+
+
+def lay_out(shapes: Sequence[torch.Size], itemsize: int, world_size: int) -> FlatLayout:
+    """Lays parameters of these shapes, `itemsize` bytes an element, one behind the other."""
+    unit = max(1, ALIGNMENT_BYTES // itemsize)
+    *offsets, end = accumulate((_round_up(shape.numel(), unit) for shape in shapes), initial=0)
+    numel = _round_up(max(end, 1), unit * world_size)
+    return FlatLayout(tuple(shapes), tuple(offsets), numel, world_size)
+
+
+class FlatUnit:
+    """Parameters of one dtype that are reduced and gathered together, and this rank's part.
+
+    Attributes:
+        parameters, layout, pieces: the parameters, where they lie, and what this rank owns.
+        shard: this rank's slice of the values, [layout.slice_numel].
+        gradient: this rank's slice of the reduced gradients, or None. What belongs to a parameter
+            whose `.grad` is None has no meaning.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], group: dist.ProcessGroup):
+        self.parameters, self.group = list(parameters), group
+        self.rank = dist.get_rank(group)
+        shapes = [p.shape for p in self.parameters]
+        itemsize = self.parameters[0].element_size()
+        self.layout = lay_out(shapes, itemsize, dist.get_world_size(group))
+        self.pieces = self.layout.pieces(self.rank)
+        self.shard: Tensor
+        self.gradient: Tensor | None = None
+        self._marks: Tensor | None = None
+
+    def flatten(self) -> Tensor:
+        """Returns a new flat buffer with the values of all parameters; the padding is zero."""
+        first = self.parameters[0]
+        flat = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
+        for view, parameter in zip(self.layout.views(flat), self.parameters, strict=True):
+            view.copy_(parameter.detach())
+        return flat
+
+    def gradient_of(self, piece: Piece) -> Tensor | None:
+        """Returns the reduced gradient of what this rank owns of a parameter, a view [numel]."""
+        if self.gradient is None or self.parameters[piece.member].grad is None:
+            return None
+        return self.gradient.narrow(0, piece.start, piece.numel)
+
+    def gather(self, own: Tensor) -> list[Tensor]:
+        """Returns whole tensors in the parameters' shapes from every rank's slice; a collective."""
+        flat = own.new_empty(self.layout.numel)
+        dist.all_gather_into_tensor(flat, own.contiguous(), group=self.group)
+        return self.layout.views(flat)
+
+    def stand_ins(self, dtype: torch.dtype) -> list[Tensor]:
+        """Returns a `.grad` for each parameter that says: reduced, and not whole on this rank.
+
+        It has the parameter's shape, takes the memory of one element, and is NaN. So code that
+        takes it for the whole gradient gets NaN, never values of which only some are reduced, and
+        in-place arithmetic on it raises. Setting it to None or zero clears the gradient as usual.
+        """
+        size = (len(self.parameters),)
+        self._marks = torch.full(size, torch.nan, dtype=dtype, device=self.shard.device)
+        shapes = self.layout.shapes
+        return [mark.expand(shape) for mark, shape in zip(self._marks, shapes, strict=True)]
+
+    def is_stand_in(self, gradient: Tensor) -> bool:
+        """Returns whether a `.grad` is one of the last `stand_ins`."""
+        marks = self._marks
+        return marks is not None and marks.data_ptr() == gradient.untyped_storage().data_ptr()
+
+
+def _round_up(numel: int, unit: int) -> int:
+    return -(-numel // unit) * unit

@@ -1,0 +1,262 @@
+"""An optimizer of which every rank runs the part that belongs to its own slices.
+
+Adam keeps two float32 numbers per parameter, on every rank the same. If each rank steps its slice
+only, it keeps its slice's state only: 1/W of the memory and of the work.
+
+For each unit there is an ordinary optimizer over this rank's pieces of it. Unit by unit it steps
+and the model publishes the new values, so that the transfer of one unit runs beside the step of
+the next one. To the outside it is one optimizer over the network's parameters: learning-rate
+schedulers change its `param_groups`, and `state_dict` is that of the optimizer on one process.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ddp.sharded.layout import FlatUnit, Piece
+
+NOT_ELEMENTWISE = (
+    "{name} looks at whole tensors, and here each rank steps a slice of every tensor: use SGD, "
+    "Adam, AdamW or another optimizer that treats every element alone, or a variant with whole "
+    'gradients, as wrap("ddp_bucketed", module)'
+)
+
+
+class ShardedModel(Protocol):
+    """The interface that the optimizer calls."""
+
+    process_group: dist.ProcessGroup
+    units: list[FlatUnit]
+
+    def begin_step(self) -> None:
+        """Called before the first unit is stepped."""
+
+    def publish(self, unit: FlatUnit) -> None:
+        """Called when `unit.shard` holds new values; starts whatever makes them visible."""
+
+    def end_step(self) -> None:
+        """Returns when every reader of a parameter sees its new value."""
+
+
+class ShardedOptimizer(Optimizer):
+    """Steps this rank's slices of a sharded model; other ranks step the rest.
+
+    Args:
+        model: the wrapper that owns the slices.
+        cls: an optimizer that treats every element alone, such as SGD, Adam, AdamW or RMSprop.
+        params: the network's parameters, or groups of them.
+        options: further arguments of `cls`.
+
+    Raises:
+        TypeError: for an optimizer that looks at a whole tensor's shape or norm.
+        ValueError: for a parameter that the model does not train.
+    """
+
+    def __init__(
+        self, model: ShardedModel, cls: Callable[..., Optimizer], params: Any, **options: Any
+    ):
+        template = cls([Parameter(torch.zeros_like(model.units[0].shard[:1]))], **options)
+        if not treats_elements_alone(cls, options):
+            raise TypeError(NOT_ELEMENTWISE.format(name=type(template).__name__))
+        self._is_built = False
+        super().__init__(params, template.defaults)
+        self._model, self._is_built = model, True
+        group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        trained = {p for unit in model.units for p in unit.parameters}
+        if unknown := [list(p.shape) for p in group_of if p not in trained]:
+            raise ValueError(f"the wrapped network does not train parameters of shapes {unknown}")
+        self._parts: list[tuple[FlatUnit, list[tuple[Piece, Parameter]], Optimizer]] = []
+        for unit in model.units:
+            own = [(piece, _own(unit, piece)) for piece in unit.pieces]
+            groups = [{**settings, "params": []} for settings in self._settings()]
+            for piece, parameter in own:
+                if (number := group_of.get(unit.parameters[piece.member])) is not None:
+                    groups[number]["params"].append(parameter)
+            self._parts.append((unit, own, cls(groups, **options)))
+            self._share_state(self._parts[-1])
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Steps this rank's slices, and returns when all parameters have their new values."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._model.begin_step()
+            for part in self._parts:
+                unit, own, inner = part
+                for piece, parameter in own:
+                    parameter.grad = unit.gradient_of(piece)
+                for group, settings in zip(inner.param_groups, self._settings(), strict=True):
+                    group.update(settings)
+                inner.step()
+                self._share_state(part)
+                for _, parameter in own:
+                    parameter.grad = None
+                self._model.publish(unit)
+            self._model.end_step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of all ranks, in the format of `cls` on one process, on the CPU.
+
+        A collective call: every rank must take part, and every rank gets the whole.
+        """
+        own, self.state = self.state, defaultdict(dict, self._whole_state())
+        try:
+            return super().state_dict()
+        finally:
+            self.state = own
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes this rank's part of a whole state, of any number of ranks or a plain optimizer.
+
+        Raises:
+            ValueError: if it is that of another network; nothing is changed then.
+        """
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        mine = chain.from_iterable(group["params"] for group in self.param_groups)
+        parameter_of = dict(zip(saved, mine, strict=False))  # numbers are compared below
+        piece_of = {
+            unit.parameters[piece.member]: piece for unit, own, _ in self._parts for piece, _ in own
+        }
+        state = {}
+        for number, values in state_dict["state"].items():
+            if (parameter := parameter_of.get(number)) is None:
+                continue
+            cut = {k: _cut(k, v, parameter, piece_of.get(parameter)) for k, v in values.items()}
+            if parameter in piece_of:
+                state[number] = cut
+        super().load_state_dict({**state_dict, "state": state})
+        for unit, own, inner in self._parts:
+            inner.state.clear()
+            for piece, parameter in own:
+                if (loaded := self.state.get(unit.parameters[piece.member])) is not None:
+                    inner.state[parameter] = loaded
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._is_built:
+            raise RuntimeError(
+                "a sharded optimizer cannot get another parameter group: give all of them at once, "
+                "model.make_optimizer(cls, params=[...])"
+            )
+        super().add_param_group(param_group)
+
+    def _settings(self) -> list[dict[str, Any]]:
+        return [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.param_groups
+        ]
+
+    def _share_state(self, part: tuple[FlatUnit, list[tuple[Piece, Parameter]], Optimizer]) -> None:
+        """Shows the state of this rank's pieces under the network's parameters."""
+        unit, own, inner = part
+        for piece, parameter in own:
+            if parameter in inner.state:
+                self.state[unit.parameters[piece.member]] = inner.state[parameter]
+
+    def _whole_state(self) -> dict[Parameter, dict[str, Any]]:
+        whole: dict[Parameter, dict[str, Any]] = {}
+        for unit, own, inner in self._parts:
+            mine = {
+                piece.member: {
+                    key: value.dtype if _is_elementwise(key, value, parameter) else _on_cpu(value)
+                    for key, value in inner.state[parameter].items()
+                }
+                for piece, parameter in own
+                if parameter in inner.state
+            }
+            everyone: list[dict[int, dict[str, Any]]] = [{}] * unit.layout.world_size
+            dist.all_gather_object(everyone, mine, group=unit.group)
+            found = {member: values for theirs in everyone for member, values in theirs.items()}
+            for member in sorted(found):
+                whole[unit.parameters[member]] = dict(found[member])
+            kinds = {
+                (key, value)
+                for values in found.values()
+                for key, value in values.items()
+                if isinstance(value, torch.dtype)
+            }
+            for key, dtype in sorted(kinds, key=str):
+                flat = torch.zeros_like(unit.shard, dtype=dtype)
+                for piece, parameter in own:
+                    value = inner.state.get(parameter, {}).get(key)
+                    if value is not None and value.dtype == dtype:
+                        flat.narrow(0, piece.start, piece.numel).copy_(value)
+                for member, values in enumerate(unit.gather(flat)):
+                    if found.get(member, {}).get(key) == dtype:
+                        whole[unit.parameters[member]][key] = values.to("cpu", copy=True)
+        return whole
+
+
+def treats_elements_alone(cls: Callable[..., Optimizer], options: dict[str, Any]) -> bool:
+    """Returns whether stepping a matrix and stepping parts of it give the same, by trying it."""
+    implementations = ("capturable", "foreach", "fused")
+    options = {key: value for key, value in options.items() if key not in implementations}
+    start = torch.linspace(-1.0, 1.0, 16)
+
+    def stepped(parts: list[Tensor]) -> Tensor:
+        parameters = [Parameter(part.clone()) for part in parts]
+        optimizer = cls(parameters, **options)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1  # none, as a schedule may begin with, would show nothing
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = torch.sin(3 * parameter.detach())
+            optimizer.step()
+        return torch.cat([p.detach().reshape(-1) for p in parameters])
+
+    try:
+        return torch.allclose(stepped([start.view(4, 4)]), stepped([*start.split([6, 10])]))
+    except Exception:  # wants matrices, sparse gradients, a closure
+        return False
+
+
+def _own(unit: FlatUnit, piece: Piece) -> Parameter:
+    """Returns the parameter that is stepped: a view of this rank's slice, with any `.grad`."""
+    own = Parameter(unit.shard.narrow(0, piece.start, piece.numel))
+    own.grad_dtype = None
+    return own
+
+
+def _is_elementwise(key: str, value: Any, piece: Tensor) -> bool:
+    """Returns whether a value of the state has one element for each of the parameter's.
+
+    Raises:
+        TypeError: if it has neither that nor a single one.
+    """
+    if not isinstance(value, Tensor) or key == "step" or value.dim() == 0:
+        return False
+    if value.shape != piece.shape:
+        raise TypeError(
+            f"the optimizer's {key} is {list(value.shape)} for {piece.numel()} elements"
+        )
+    return True
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _cut(key: str, value: Any, parameter: Parameter, piece: Piece | None) -> Any:
+    """Returns a piece's part of a whole value of a parameter's state."""
+    if not isinstance(value, Tensor) or key == "step":
+        return value
+    if value.dim() == 0 and parameter.dim() > 0:
+        return value
+    if value.shape != parameter.shape:
+        raise ValueError(
+            f"the optimizer's state is of another network: {key} is {list(value.shape)} for a "
+            f"parameter {list(parameter.shape)}"
+        )
+    if piece is None:
+        return None
+    return value.reshape(-1).narrow(0, piece.offset, piece.numel).clone()
