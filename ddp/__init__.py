@@ -8,6 +8,8 @@ The steps, in the order of reading:
 4. bucketed.py: flat buckets whose slices are the gradients
 5. copy_engine/, which begins with variant.py: buckets that the copy engines exchange
 
+The second part, sharded/: what every rank holds in common is divided among the ranks.
+
 none.py is the floor of every comparison, torch_ddp.py is PyTorch's own.
 
 Skip at the first reading: internals/ (robustness, one object per concern), torch_compat.py (PyTorch
@@ -28,6 +30,8 @@ from ddp.copy_engine import CopyEngineDDP, Unavailable
 from ddp.individual import IndividualDDP
 from ddp.individual_v2 import IndividualV2DDP
 from ddp.none import NoCommunication
+from ddp.sharded.zero1 import Zero1DDP
+from ddp.sharded.zero2 import Zero2DDP
 from ddp.synchronous import SynchronousDDP
 from ddp.torch_ddp import TorchDDP, TunedTorchDDP
 
@@ -40,6 +44,8 @@ IMPLEMENTATIONS: dict[str, type[nn.Module]] = {
     "ddp_individual_v2": IndividualV2DDP,
     "ddp_bucketed": BucketedDDP,
     "ddp_copy_engine": CopyEngineDDP,
+    "zero1": Zero1DDP,
+    "zero2": Zero2DDP,
     "torch_ddp": TorchDDP,
     "torch_ddp_tuned": TunedTorchDDP,
 }

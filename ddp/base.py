@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.buckets import Bucket, Gradient, one_bucket_each
-from ddp.internals.gradients import Gradients, Reduction
+from ddp.internals.gradients import Gradients
 from ddp.internals.manual_gradients import ManualGradients
 from ddp.internals.ownership import activate, shared_with_another
 from ddp.internals.replicas import Replicas, group_or_default
@@ -65,7 +65,7 @@ class DataParallel(ManualGradients, Wrapper, nn.Module):
         self.world_size = dist.get_world_size(self.process_group)
         self.find_unused_parameters = find_unused_parameters
         self.require_backward_grad_sync = True  # False under no_sync(); PyTorch's name
-        self.reduction = Reduction(reduce, self.world_size)
+        self.reduction = self.reduction_type(reduce, self.world_size)
         self.replicas = Replicas(module, self.process_group)
         if not self.is_copy:
             self.replicas.make_equal(obstacle=shared_with_another(module))

@@ -111,6 +111,24 @@ def coalesced_all_reduce(tensors: list[Tensor], op: Any, group: dist.ProcessGrou
     return run(tensors, options)
 
 
+def reduce_scatter(own: Tensor, flat: Tensor, op: Any, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to reduce `flat` [W n] over ranks, of which rank r gets the r-th slice in `own` [n].
+
+    `own` may be that slice of `flat`. torch 2.13 has renamed `dist.reduce_scatter_tensor`.
+    """
+    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return run(own, flat, op=op, group=group, async_op=True)
+
+
+def all_gather(flat: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to write every rank's `own` [n] to `flat` [W n], where `own` may be this rank's slice.
+
+    torch 2.13 has renamed `dist.all_gather_into_tensor`.
+    """
+    run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return run(flat, own, group=group, async_op=True)
+
+
 def symmetric_memory() -> ModuleType:
     """Returns `torch.distributed._symmetric_memory`: private in name, documented all the same.
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp.base import DataParallel
 from ddp.buckets import mebibytes
 from ddp.internals.hooks import AutogradHooks, Backward
+from ddp.internals.optimizer import Replicated
 from ddp.internals.ownership import activate, enter
 from ddp.internals.step import Record
 from ddp.internals.wrapper import Copyable
@@ -28,7 +29,7 @@ from ddp.synchronous import SynchronousDDP
 from ddp.torch_compat import ddp_record, scale_
 
 
-class TorchDDP(Copyable, DistributedDataParallel):
+class TorchDDP(Replicated, Copyable, DistributedDataParallel):
     """Wraps PyTorch's DDP and has the methods of `ddp.base.DataParallel`.
 
     It cannot inherit those, as it is a DistributedDataParallel: its methods repeat the interface.

@@ -8,4 +8,5 @@
 - ownership.py: several wrappers of one network
 - wrapper.py: copies, pickles, statistics
 - manual_gradients.py: the seam for private training
+- optimizer.py: the optimizer of a replicated network, and the norm of its gradient
 """

@@ -45,10 +45,11 @@ class Reduction:
         """Returns the collective's operation; averaging inside it saves a pass over memory."""
         return dist.ReduceOp.AVG if self.name == "mean" else dist.ReduceOp.SUM
 
-    def take_share(self, reduced: Tensor) -> None:
-        """Turns a reduced gradient into this rank's part of it, in place."""
+    def share_of(self, i: int, reduced: Tensor) -> Tensor:
+        """Returns this rank's part of reduced gradient `i`, in place where that is possible."""
         if self.name == "sum" and self.contributors > 1:
             reduced.div_(self.contributors)
+        return reduced
 
 
 class Gradients:
@@ -122,9 +123,10 @@ class Gradients:
     def _take_back_share(self, i: int) -> None:
         if i in self.reduced:
             self.reduced.discard(i)
-            gradient = self.stand_ins.get(i, self.parameters[i].grad)
-            if gradient is not None:
-                self._reduction.take_share(gradient)
+            if i in self.stand_ins:
+                self.stand_ins[i] = self._reduction.share_of(i, self.stand_ins[i])
+            elif (gradient := self.parameters[i].grad) is not None:
+                self.parameters[i].grad = self._reduction.share_of(i, gradient)
 
     def refuse(self, i: int) -> None:
         """Raises RuntimeError for a gradient that is sparse or of another dtype than is reduced."""

@@ -6,14 +6,15 @@ communicates nothing: one rank alone may copy.
 """
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import nn
 
 from ddp.internals.dtypes import give_back
-from ddp.internals.gradients import Gradients
+from ddp.internals.gradients import Gradients, Reduction
 from ddp.internals.hooks import AutogradHooks
+from ddp.internals.optimizer import Replicated
 from ddp.internals.ownership import enter
 from ddp.internals.step import Launch, Step
 from ddp.internals.watch import Watch
@@ -67,13 +68,15 @@ class Copyable:
         self.reduce, self.gradient_dtype = state["reduce"], state["gradient_dtype"]
 
 
-class Wrapper(Copyable):
+class Wrapper(Replicated, Copyable):
     """The methods of `ddp.base.DataParallel` that take no part in a step."""
 
     gradients: Gradients
     schedule: Schedule
     step: Step
     watch: Watch
+
+    reduction_type: ClassVar[type[Reduction]] = Reduction
 
     is_active: bool = True
     """False while another wrapper of the same network is in use: see ownership.py."""

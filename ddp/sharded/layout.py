@@ -10,7 +10,8 @@ one run of elements of each parameter, a `Piece`. Everything that a rank does wi
 noise, checkpoints) goes through its pieces; the padding between them is never read.
 """
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp.buckets import ALIGNMENT_BYTES
+from ddp.torch_compat import all_gather
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,15 @@ def lay_out(shapes: Sequence[torch.Size], itemsize: int, world_size: int) -> Fla
     return FlatLayout(tuple(shapes), tuple(offsets), numel, world_size)
 
 
+_units: weakref.WeakSet["FlatUnit"] = weakref.WeakSet()  # all that are alive
+
+
 class FlatUnit:
     """Parameters of one dtype that are reduced and gathered together, and this rank's part.
 
     Attributes:
         parameters, layout, pieces: the parameters, where they lie, and what this rank owns.
+        values: the flat buffer of all values, [layout.numel], where it is kept.
         shard: this rank's slice of the values, [layout.slice_numel].
         gradient: this rank's slice of the reduced gradients, or None. What belongs to a parameter
             whose `.grad` is None has no meaning.
@@ -104,9 +110,11 @@ class FlatUnit:
         itemsize = self.parameters[0].element_size()
         self.layout = lay_out(shapes, itemsize, dist.get_world_size(group))
         self.pieces = self.layout.pieces(self.rank)
+        self.values: Tensor
         self.shard: Tensor
         self.gradient: Tensor | None = None
-        self._marks: Tensor | None = None
+        self._marks = torch.empty(0)
+        _units.add(self)
 
     def flatten(self) -> Tensor:
         """Returns a new flat buffer with the values of all parameters; the padding is zero."""
@@ -125,25 +133,53 @@ class FlatUnit:
     def gather(self, own: Tensor) -> list[Tensor]:
         """Returns whole tensors in the parameters' shapes from every rank's slice; a collective."""
         flat = own.new_empty(self.layout.numel)
-        dist.all_gather_into_tensor(flat, own.contiguous(), group=self.group)
+        all_gather(flat, own.contiguous(), self.group).wait()
         return self.layout.views(flat)
 
-    def stand_ins(self, dtype: torch.dtype) -> list[Tensor]:
+    def stand_ins(self) -> list[Tensor]:
         """Returns a `.grad` for each parameter that says: reduced, and not whole on this rank.
 
         It has the parameter's shape, takes the memory of one element, and is NaN. So code that
         takes it for the whole gradient gets NaN, never values of which only some are reduced, and
         in-place arithmetic on it raises. Setting it to None or zero clears the gradient as usual.
         """
-        size = (len(self.parameters),)
-        self._marks = torch.full(size, torch.nan, dtype=dtype, device=self.shard.device)
-        shapes = self.layout.shapes
-        return [mark.expand(shape) for mark, shape in zip(self._marks, shapes, strict=True)]
+        assert self.gradient is not None
+        self._marks = self.gradient.new_full((len(self.parameters),), torch.nan)
+        return self._expanded_marks()
+
+    def cast_gradient(self, dtype: torch.dtype) -> list[Tensor]:
+        """Converts this rank's slice of the gradients; returns stand-ins that say the same."""
+        assert self.gradient is not None
+        self.gradient, self._marks = self.gradient.to(dtype), self._marks.to(dtype)
+        return self._expanded_marks()
 
     def is_stand_in(self, gradient: Tensor) -> bool:
         """Returns whether a `.grad` is one of the last `stand_ins`."""
-        marks = self._marks
-        return marks is not None and marks.data_ptr() == gradient.untyped_storage().data_ptr()
+        return gradient.untyped_storage().data_ptr() == self._marks.data_ptr() != 0
+
+    def own_gradient_behind(self, stand_in: Tensor, member: int) -> Tensor:
+        """Returns the gradient of one parameter, zero outside of what this rank owns of it."""
+        assert self.gradient is not None
+        whole = stand_in.new_zeros(stand_in.shape)
+        for piece in self.pieces:
+            if piece.member == member:
+                own = self.gradient.narrow(0, piece.start, piece.numel)
+                cleared = self._marks[member] == 0  # by zero_grad(set_to_none=False)
+                part = whole.view(-1).narrow(0, piece.offset, piece.numel)
+                part.copy_(torch.where(cleared, torch.zeros_like(own), own))
+        return whole
+
+    def _expanded_marks(self) -> list[Tensor]:
+        shapes = self.layout.shapes
+        return [mark.expand(shape) for mark, shape in zip(self._marks, shapes, strict=True)]
+
+
+def has_stand_in(parameters: Iterable[Tensor]) -> bool:
+    """Returns whether some parameter's `.grad` is a stand-in of any unit."""
+    known = {unit._marks.data_ptr() for unit in _units} - {0}
+    return bool(known) and any(
+        p.grad is not None and p.grad.untyped_storage().data_ptr() in known for p in parameters
+    )
 
 
 def _round_up(numel: int, unit: int) -> int:

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ddp.sharded.layout import FlatUnit, Piece
+from ddp.sharded.layout import FlatUnit, Piece, has_stand_in
 
 NOT_ELEMENTWISE = (
     "{name} looks at whole tensors, and here each rank steps a slice of every tensor: use SGD, "
@@ -29,20 +30,29 @@ NOT_ELEMENTWISE = (
 )
 
 
+PLAIN = (
+    "{name} steps whole parameters, and each rank has the gradient of its own slices only: build "
+    "it by model.make_optimizer({name}, lr=...), with the wrapper that reduced the gradients"
+)
+
+
+@register_optimizer_step_pre_hook
+def refuse_plain(optimizer: Optimizer, *_arguments: Any) -> None:
+    """Raises RuntimeError before a plain optimizer steps a parameter with a stand-in gradient."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    if not isinstance(optimizer, ShardedOptimizer) and has_stand_in(parameters):
+        raise RuntimeError(PLAIN.format(name=type(optimizer).__name__))
+
+
 class ShardedModel(Protocol):
-    """The interface that the optimizer calls."""
+    """The interface that the optimizer calls; `ddp.sharded.interface.Sharded` describes it."""
 
     process_group: dist.ProcessGroup
     units: list[FlatUnit]
 
-    def begin_step(self) -> None:
-        """Called before the first unit is stepped."""
-
-    def publish(self, unit: FlatUnit) -> None:
-        """Called when `unit.shard` holds new values; starts whatever makes them visible."""
-
-    def end_step(self) -> None:
-        """Returns when every reader of a parameter sees its new value."""
+    def begin_step(self) -> None: ...
+    def publish(self, unit: FlatUnit) -> None: ...
+    def end_step(self) -> None: ...
 
 
 class ShardedOptimizer(Optimizer):
@@ -109,7 +119,7 @@ class ShardedOptimizer(Optimizer):
 
         A collective call: every rank must take part, and every rank gets the whole.
         """
-        own, self.state = self.state, defaultdict(dict, self._whole_state())
+        own, self.state = self.state, self._whole_state()
         try:
             return super().state_dict()
         finally:
@@ -163,8 +173,8 @@ class ShardedOptimizer(Optimizer):
             if parameter in inner.state:
                 self.state[unit.parameters[piece.member]] = inner.state[parameter]
 
-    def _whole_state(self) -> dict[Parameter, dict[str, Any]]:
-        whole: dict[Parameter, dict[str, Any]] = {}
+    def _whole_state(self) -> defaultdict[Tensor, Any]:
+        whole: defaultdict[Tensor, Any] = defaultdict(dict)
         for unit, own, inner in self._parts:
             mine = {
                 piece.member: {

@@ -8,7 +8,8 @@ from ddp import IMPLEMENTATIONS
 HAND_BUILT = ["ddp", "ddp_individual", "ddp_individual_v2", "ddp_bucketed"]
 COPY_ENGINE = "ddp_copy_engine"
 CPU_COPY_ENGINE = "tests/support/cpu_copy_engine.py:CpuCopyEngineDDP"
-BUILT_IN = [*HAND_BUILT, CPU_COPY_ENGINE, "torch_ddp"]
+SHARDED = ["zero1", "zero2"]
+BUILT_IN = [*HAND_BUILT, CPU_COPY_ENGINE, *SHARDED, "torch_ddp"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

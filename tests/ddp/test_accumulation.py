@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lm.rank_pool import Context
-from tests.support.beside import Beside, Chain, chain_loss, small_buckets
+from tests.support.beside import Beside, Chain, chain_loss, make_optimizer, small_buckets
 
 CASES = list(itertools.product(["mean", "sum"], [True, False]))  # reduce, set_to_none
 
@@ -101,7 +101,9 @@ def second_finish(context: Context, name: str) -> None:
 def views_are_rebound(context: Context, name: str) -> None:
     """Both ways of zeroing in turn; the optimizer always sees this step's values."""
     pair = Beside(context, name, Chain(), **small_buckets(name))
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (pair.model, pair.reference)]
+    optimizers = [
+        make_optimizer(m, torch.optim.AdamW, lr=0.01) for m in (pair.model, pair.reference)
+    ]
     for step in range(6):
         pair.backward(chain_loss(step))
         pair.finish()

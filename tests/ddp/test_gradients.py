@@ -6,6 +6,7 @@ from torch import nn
 
 from ddp import wrap
 from lm.rank_pool import Context
+from tests.support.beside import assert_same_gradients, make_optimizer
 
 
 class OddModel(nn.Module):
@@ -43,11 +44,11 @@ def train_beside_reference(context: Context, name: str, optimizer_name: str, red
     model = wrap(name, OddModel().to(context.device), reduce=reduce, process_group=context.group)
     torch.manual_seed(0)
     reference = OddModel().to(context.device)
-    make = {
-        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    cls, options = {
+        "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        "adamw": (torch.optim.AdamW, {"lr": 0.01}),
     }[optimizer_name]
-    optimizer, reference_optimizer = make(model.parameters()), make(reference.parameters())
+    optimizer, reference_optimizer = (make_optimizer(m, cls, **options) for m in (model, reference))
     scale = context.world_size if reduce == "sum" else 1
     for step in range(4):
         batch = global_batch(step, rows * context.world_size).to(context.device)
@@ -55,7 +56,7 @@ def train_beside_reference(context: Context, name: str, optimizer_name: str, red
         loss_of(model, mine).backward()
         model.finish_gradient_synchronization()
         (loss_of(reference, batch) * scale).backward()
-        compare(model.module, reference)
+        compare(model, reference)
         for o in (optimizer, reference_optimizer):
             o.step()
             o.zero_grad(set_to_none=step % 2 == 0)
@@ -64,12 +65,7 @@ def train_beside_reference(context: Context, name: str, optimizer_name: str, red
 def compare(model: nn.Module, reference: nn.Module) -> None:
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p, q, msg=lambda m, name=name: f"{name}: {m}")
-        if q.grad is None:
-            assert p.grad is None, name
-        else:
-            torch.testing.assert_close(
-                p.grad, q.grad, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}.grad: {m}"
-            )
+    assert_same_gradients(model, reference)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from ddp import wrap
 from lm.rank_pool import Context
 from tests.ddp.test_step import FailingChain
-from tests.support.beside import Chain, chain_loss, small_buckets
+from tests.support.beside import Chain, chain_loss, make_optimizer, small_buckets, whole_gradients
 
 
 def clipped_sum(rank: int, step: int, index: int, like: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ def check_driven_by_hand(context: Context, model: torch.nn.Module) -> None:
     model.reduce = "sum"
     assert model.reduce == "sum"
     parameters = list(model.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer = make_optimizer(model, torch.optim.SGD, lr=0.1)
     for step in range(5):
         if step < 3:  # with a forward before it, and without
             x = chain_loss(step)(model, context.rank)
@@ -43,11 +43,11 @@ def check_driven_by_hand(context: Context, model: torch.nn.Module) -> None:
             parameters[i].grad = clipped_sum(context.rank, step, i, parameters[i])
             model.gradient_ready(parameters[i])
         model.finish_gradient_synchronization()
-        for i, p in enumerate(parameters):
-            expected = sum(clipped_sum(r, step, i, p) for r in range(context.world_size))
-            torch.testing.assert_close(p.grad, expected)
-        model.finish_gradient_synchronization()  # does nothing
-        torch.testing.assert_close(p.grad, expected)
+        for _ in range(2):
+            for i, (p, got) in enumerate(zip(parameters, whole_gradients(model), strict=True)):
+                expected = sum(clipped_sum(r, step, i, p) for r in range(context.world_size))
+                torch.testing.assert_close(got, expected)
+            model.finish_gradient_synchronization()  # does nothing
         optimizer.step()
         if step % 2:
             optimizer.zero_grad(set_to_none=step == 3)
@@ -68,13 +68,13 @@ def accumulated_by_hand(context: Context, name: str) -> None:
                     with model.no_sync():
                         model.gradient_ready(p)
         model.finish_gradient_synchronization()
-        for i, p in enumerate(parameters):
+        for i, (p, got) in enumerate(zip(parameters, whole_gradients(model), strict=True)):
             expected = sum(
                 clipped_sum(r, 3 * step + m, i, p)
                 for r in range(context.world_size)
                 for m in range(3)
             )
-            torch.testing.assert_close(p.grad, expected)
+            torch.testing.assert_close(got, expected)
 
 
 def by_hand_and_by_autograd(context: Context, name: str) -> None:
@@ -88,12 +88,12 @@ def by_hand_and_by_autograd(context: Context, name: str) -> None:
                 model.gradient_ready(p)
             model.finish_gradient_synchronization()
             mean = sum(range(context.world_size)) / context.world_size
-            for i, p in enumerate(parameters):
-                torch.testing.assert_close(p.grad, torch.full_like(p, mean + i))
+            for i, got in enumerate(whole_gradients(model)):
+                torch.testing.assert_close(got, torch.full_like(got, mean + i))
         else:
             chain_loss(step)(model, context.rank).backward()
             model.finish_gradient_synchronization()
-            got = [p.grad.clone() for p in parameters]
+            got = [gradient.clone() for gradient in whole_gradients(model)]
             model.zero_grad()
             for rank in range(context.world_size):
                 loss = chain_loss(step)(model.module, rank) / context.world_size
@@ -173,8 +173,8 @@ class Engine:
 
     def finish(self) -> None:
         self.model.finish_gradient_synchronization()
-        for p, e in zip(self.parameters, self.expected, strict=True):
-            torch.testing.assert_close(p.grad, e, rtol=1e-5, atol=1e-5)
+        for gradient, e in zip(whole_gradients(self.model), self.expected, strict=True):
+            torch.testing.assert_close(gradient, e, rtol=1e-5, atol=1e-5)
 
     def check_that_nothing_travelled(self) -> None:
         for p, o in zip(self.parameters, self.own, strict=True):

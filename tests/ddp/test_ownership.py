@@ -6,7 +6,7 @@ from torch import nn
 
 from ddp import wrap
 from lm.rank_pool import Context
-from tests.support.beside import Beside, Chain, chain_loss, small_buckets
+from tests.support.beside import Beside, Chain, chain_loss, small_buckets, whole_gradients
 
 
 def in_turn(context: Context, name: str) -> None:
@@ -66,7 +66,7 @@ def in_a_loop(context: Context, name: str) -> None:
         model = wrap(name, network, process_group=context.group, **small_buckets(name))
         chain_loss(step)(model, context.rank).backward()
         model.finish_gradient_synchronization()
-        ours = [p.grad.clone() for p in network.parameters()]
+        ours = [gradient.clone() for gradient in whole_gradients(model)]
         losses = [chain_loss(step)(network, rank) for rank in range(context.world_size)]
         expected = torch.autograd.grad(sum(losses) / len(losses), list(network.parameters()))
         for g, e in zip(ours, expected, strict=True):

@@ -16,8 +16,10 @@ from tests.support.beside import (
     Chain,
     branches_loss,
     chain_loss,
+    make_optimizer,
     numbers,
     small_buckets,
+    whole_gradients,
 )
 
 
@@ -108,7 +110,7 @@ def fifty_steps(context: Context, name: str) -> None:
     torch.manual_seed(0)
     module = Chain().to(context.device)
     model = wrap(name, module, process_group=context.group, **small_buckets(name))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = make_optimizer(model, torch.optim.SGD, lr=0.01, momentum=0.9)
     counts = []
     for step in range(50):
         chain_loss(step)(model, context.rank).backward()
@@ -153,7 +155,7 @@ def goes_without_a_trace(context: Context, name: str) -> None:
         for _ in range(2):
             loss(model, context.rank).backward()
             model.finish_gradient_synchronization()
-            gradients = [p.grad.clone() for p in module.parameters()]
+            gradients = [gradient.clone() for gradient in whole_gradients(model)]
             module.zero_grad()
         gone = weakref.ref(model)
         del model

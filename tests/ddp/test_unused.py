@@ -5,7 +5,14 @@ import torch
 from torch import nn
 
 from lm.rank_pool import Context
-from tests.support.beside import Beside, Branches, branches_loss, is_torch, small_buckets
+from tests.support.beside import (
+    Beside,
+    Branches,
+    branches_loss,
+    is_torch,
+    make_optimizer,
+    small_buckets,
+)
 
 
 def pair_of(context: Context, name: str, reduce: str = "mean", **options) -> Beside:
@@ -33,7 +40,8 @@ def untouched_where_nobody_used_it(context: Context, name: str) -> None:
     """Neither None nor an old gradient changes, so momentum alone moves nobody's parameter."""
     pair = pair_of(context, name)
     optimizers = [
-        torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (pair.model, pair.reference)
+        make_optimizer(m, torch.optim.SGD, lr=0.1, momentum=0.9)
+        for m in (pair.model, pair.reference)
     ]
     for step in range(5):
         pair.backward(branches_loss(step, lambda r, s=step: [s % 2] if r == 0 else []))

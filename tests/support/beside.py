@@ -44,7 +44,7 @@ class Beside:
         self.compare()
 
     def compare(self) -> None:
-        assert_same_gradients(self.model.module, self.reference)
+        assert_same_gradients(self.model, self.reference)
 
     def zero_grad(self, set_to_none: bool) -> None:
         for module in (self.model, self.reference):
@@ -56,13 +56,31 @@ class Beside:
         self.zero_grad(set_to_none)
 
 
+def whole_gradients(model: nn.Module) -> list[Tensor | None]:
+    """Returns the gradient of each parameter; of a sharded wrapper, by a collective call."""
+    if hasattr(model, "whole_gradients"):
+        return model.whole_gradients()
+    return [p.grad for p in model.parameters()]
+
+
+def make_optimizer(
+    model: nn.Module, cls: type[torch.optim.Optimizer], **options
+) -> torch.optim.Optimizer:
+    """Returns the optimizer of a wrapper, or of a network without one."""
+    if hasattr(model, "make_optimizer"):
+        return model.make_optimizer(cls, **options)
+    return cls(model.parameters(), **options)
+
+
 def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), f"{name}: {p.grad} instead of {q.grad}"
+    for (name, p), gradient, q in zip(
+        model.named_parameters(), whole_gradients(model), reference.parameters(), strict=True
+    ):
+        assert (gradient is None) == (q.grad is None), f"{name}: {gradient} instead of {q.grad}"
         if q.grad is not None:
             coarse = p.dtype in (torch.bfloat16, torch.float16)
             torch.testing.assert_close(
-                p.grad,
+                gradient,
                 q.grad,
                 rtol=2e-2 if coarse else 1e-5,
                 atol=2e-2 if coarse else 1e-6,
@@ -124,6 +142,10 @@ def branches_loss(seed: int, which: Callable[[int], list[int]]) -> Loss:
         return model(x, which(rank)).square().sum()
 
     return loss
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return hasattr(model, "gradient_pieces")
 
 
 def is_torch(name: str) -> bool:

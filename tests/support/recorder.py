@@ -64,7 +64,7 @@ class RecordingGroup(dist.ProcessGroup):
         self.events.append(Event(what, detail=detail))
 
     def gradient_collectives(self) -> list[Event]:
-        return [e for e in self.events if e.what.startswith("allreduce")]
+        return [e for e in self.events if e.what.startswith(("allreduce", "reduce_scatter"))]
 
     def _record(self, what: str, tensors: list[Tensor], options: Any, work: dist.Work) -> dist.Work:
         op = getattr(options, "reduceOp", None)
@@ -95,6 +95,22 @@ class RecordingGroup(dist.ProcessGroup):
         options = options or dist.AllgatherOptions()
         work = self._inner.allgather(outputs, tensors, options)
         return self._record("allgather", tensors, options, work)
+
+    def reduce_scatter_single(self, output, tensor, options):
+        work = self._inner.reduce_scatter_single(output, tensor, options)
+        return self._record("reduce_scatter", [tensor], options, work)
+
+    def all_gather_single(self, output, tensor, options):
+        work = self._inner.all_gather_single(output, tensor, options)
+        return self._record("all_gather", [tensor], options, work)
+
+    def _reduce_scatter_base(self, output, tensor, options):  # before torch 2.13
+        work = self._inner._reduce_scatter_base(output, tensor, options)
+        return self._record("reduce_scatter", [tensor], options, work)
+
+    def _allgather_base(self, output, tensor, options):  # before torch 2.13
+        work = self._inner._allgather_base(output, tensor, options)
+        return self._record("all_gather", [tensor], options, work)
 
     def barrier(self, opts=None):
         opts = opts or dist.BarrierOptions()

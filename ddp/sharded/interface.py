@@ -1,0 +1,96 @@
+"""What every sharded variant offers to a training loop, in terms of its units.
+
+The same three methods as `ddp.internals.optimizer.Replicated`, and `gradient_pieces` for code that
+works on gradients element by element.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ddp.internals.optimizer import trainable
+from ddp.sharded.layout import FlatUnit
+from ddp.sharded.optimizer import ShardedOptimizer
+
+
+class Sharded:
+    """Methods of a wrapper whose ranks each own one slice of every unit."""
+
+    module: nn.Module
+    process_group: dist.ProcessGroup
+    units: list[FlatUnit]
+
+    def begin_step(self) -> None:
+        """Called by the optimizer before it steps the first unit."""
+
+    def publish(self, unit: FlatUnit) -> None:
+        """Called by the optimizer when `unit.shard` holds its new values."""
+
+    def end_step(self) -> None:
+        """Called by the optimizer at the end: every reader of a parameter sees its new value."""
+
+    def make_optimizer(
+        self, cls: Callable[..., Optimizer], params: Any = None, **options: Any
+    ) -> Optimizer:
+        """Returns an optimizer that steps this rank's slices: see `ShardedOptimizer`.
+
+        Args:
+            cls: the class of an optimizer that treats every element alone.
+            params: parameters or parameter groups; default all trainable parameters.
+            options: further arguments of `cls`.
+        """
+        params = trainable(self.module) if params is None else params
+        return ShardedOptimizer(self, cls, params, **options)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradient of all ranks to a norm of at most `max_norm`; returns the norm.
+
+        A collective call, between `finish_gradient_synchronization()` and `optimizer.step()`.
+        """
+        own = [gradient for *_, gradient in self.gradient_pieces()]
+        norm = torch.nn.utils.get_total_norm(own).to(self.units[0].shard.device)
+        square = norm.to(torch.promote_types(norm.dtype, torch.float32)).square()
+        dist.all_reduce(square, group=self.process_group)
+        norm = square.sqrt()
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for unit in self.units:
+            if unit.gradient is not None:
+                unit.gradient.mul_(coefficient)
+        return norm
+
+    def gradient_pieces(self) -> list[tuple[Parameter, int, int, Tensor]]:
+        """Returns what this rank owns of the reduced gradients.
+
+        For each piece: the parameter, the first element in it (flattened), the number of elements,
+        and a view of their gradient [numel], which `optimizer.step()` uses. Valid after
+        `finish_gradient_synchronization()`; pieces without a gradient are left out.
+        """
+        return [
+            (unit.parameters[piece.member], piece.offset, piece.numel, gradient)
+            for unit in self.units
+            for piece in unit.pieces
+            if (gradient := unit.gradient_of(piece)) is not None
+        ]
+
+    @torch.no_grad()
+    def whole_gradients(self) -> list[Tensor | None]:
+        """Returns the reduced gradient of each parameter, in the order of `parameters()`.
+
+        A collective call that takes the memory of all gradients: for tests and for debugging.
+        """
+        whole: dict[Parameter, Tensor] = {}
+        for unit in self.units:
+            if unit.gradient is None:
+                continue
+            for parameter, gradient in zip(
+                unit.parameters, unit.gather(unit.gradient), strict=True
+            ):
+                if parameter.grad is not None:
+                    whole[parameter] = gradient
+        return [whole.get(parameter) for parameter in self.module.parameters()]

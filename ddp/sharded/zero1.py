@@ -1,0 +1,163 @@
+"""`zero1`: each rank keeps the optimizer's state of its own slice, and steps that alone.
+
+The problem with `ddp_bucketed`: every rank holds the same optimizer state, for Adam twice the
+parameters, and computes the same step from it. An all-reduce has two halves, a reduce-scatter (each
+rank gets the sums of one slice) and an all-gather (each rank gets all slices). Nothing requires
+that the optimizer wait for the second one.
+
+The idea (ZeRO stage 1, https://arxiv.org/abs/1910.02054): reduce-scatter each bucket when it is
+full, step the own slice, then gather the *parameters*. The bytes on the wire are those of an
+all-reduce; state and step are 1/W. Parameters are views of flat buffers that lie as the buckets do,
+so the gather writes them in place, and it runs beside the step of the next bucket.
+
+After the reduction, `.grad` is no whole gradient: it is a stand-in of NaN (layout.py).
+
+What remains: a bucket's gradients stay allocated, though only 1/W of them is used any more.
+"""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from ddp.bucketed import BucketedDDP
+from ddp.buckets import Bucket, Gradient, plan_buckets
+from ddp.internals.gradients import Reduction
+from ddp.sharded.interface import Sharded
+from ddp.sharded.layout import FlatUnit
+from ddp.torch_compat import all_gather, reduce_scatter
+
+
+class ShardReduction(Reduction):
+    """Knows where reduced gradients are. Each rank's part of one is what it owns of it."""
+
+    place_of: dict[int, tuple[FlatUnit, int]]
+
+    def share_of(self, i: int, reduced: Tensor) -> Tensor:
+        unit, member = self.place_of[i]
+        if not unit.is_stand_in(reduced):  # assigned by a user, the same on every rank
+            return super().share_of(i, reduced)
+        whole = unit.own_gradient_behind(reduced, member)
+        return whole.mul_(self.contributors) if self.name == "mean" else whole
+
+
+class Zero1DDP(Sharded, BucketedDDP):
+    """Reduce-scatters flat buckets of gradients, steps a slice of each, gathers the parameters.
+
+    Parameters become contiguous views of flat buffers.
+
+    Args:
+        bucket_size_mb: a bucket's capacity in MiB, a larger gradient has its own; None for one
+            bucket per dtype.
+    """
+
+    reduction_type: ClassVar[type[Reduction]] = ShardReduction
+    reduction: ShardReduction
+
+    def __init__(self, module: nn.Module, *, bucket_size_mb: float | None = 200, **options):
+        self.units: list[FlatUnit] = []
+        self._unit_of: dict[tuple[int, ...], FlatUnit] = {}
+        self._gathers: list[dist.Work] = []
+        super().__init__(module, bucket_size_mb=bucket_size_mb, **options)
+
+    def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
+        """Divides the network once, because state belongs to slices; then only orders buckets."""
+        self._flats.clear()
+        if not self.units:
+            self._divide(gradients, order)
+        position = {i: place for place, i in enumerate(order)}
+        buckets = []
+        for members, unit in self._unit_of.items():
+            self._convert(unit, members)
+            nbytes = sum(gradients[i].nbytes for i in members)
+            buckets.append(Bucket(members, unit.layout.offsets, unit.layout.numel, nbytes))
+        return sorted(buckets, key=lambda bucket: max(position[i] for i in bucket.members))
+
+    def launch(self, bucket: Bucket) -> dist.Work:
+        buffer, unit = self.fill(bucket), self._unit_of[bucket.members]
+        own = self.receiver(unit.layout.slice_of(buffer, unit.rank))
+        op = self.reduction.op if self._averages else dist.ReduceOp.SUM
+        self.count(collectives=1, nbytes=bucket.nbytes)
+        unit.gradient = own  # once the collective has finished
+        return reduce_scatter(own, buffer, op, self.process_group)
+
+    def wait(self, bucket: Bucket, handle: dist.Work) -> None:
+        handle.wait()
+        unit = self._unit_of[bucket.members]
+        if self.reduce == "mean" and not self._averages:
+            unit.gradient.div_(self.world_size)
+        for i, stand_in in zip(bucket.members, unit.stand_ins(), strict=True):
+            if i in self.gradients.stand_ins:
+                self.gradients.stand_ins[i] = stand_in
+            elif self.gradients.parameters[i].grad is not None:
+                self.gradients.parameters[i].grad = stand_in
+
+    def receiver(self, own: Tensor) -> Tensor:
+        """Returns where the reduced slice goes: in place, into this rank's slice of the bucket."""
+        return own
+
+    def deactivate(self) -> None:
+        """Leaves gradients as this rank's part, which another wrapper of the network can reduce."""
+        self.wait_for(*self.schedule.in_flight)
+        for i in list(self.gradients.reduced):
+            self.gradients.make_local(i)
+        super().deactivate()
+
+    # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
+
+    def begin_step(self) -> None:
+        for unit in self.units:
+            self._bind(unit)  # another wrapper of the same network may have moved them
+
+    def publish(self, unit: FlatUnit) -> None:
+        self._gathers.append(all_gather(unit.values, unit.shard, self.process_group))
+
+    def end_step(self) -> None:
+        while self._gathers:
+            self._gathers.pop(0).wait()
+        for unit in self.units:
+            increment_version(unit.parameters)  # a graph that has saved old values is refused
+
+    # ---- how the network is divided ------------------------------------------------------------
+
+    @property
+    def _averages(self) -> bool:
+        """Returns whether the backend's reduce-scatter can average. That of gloo only sums."""
+        return dist.get_backend(self.process_group) == dist.Backend.NCCL
+
+    def _divide(self, gradients: list[Gradient], order: list[int]) -> None:
+        parameters = self.gradients.parameters
+        by_both_dtypes = [
+            replace(gradient, dtype=f"{gradient.dtype} of {p.dtype}")
+            for gradient, p in zip(gradients, parameters, strict=True)
+        ]
+        place_of: dict[int, tuple[FlatUnit, int]] = {}
+        for bucket in plan_buckets(by_both_dtypes, order, self._bucket_bytes):
+            unit = FlatUnit([parameters[i] for i in bucket.members], self.process_group)
+            unit.values = unit.flatten()
+            unit.shard = unit.layout.slice_of(unit.values, unit.rank)
+            self._bind(unit)
+            self.units.append(unit)
+            self._unit_of[bucket.members] = unit
+            place_of |= {i: (unit, member) for member, i in enumerate(bucket.members)}
+        self.reduction.place_of = place_of
+
+    @torch.no_grad()
+    def _bind(self, unit: FlatUnit) -> None:
+        """Makes every parameter a view of the flat buffer, with the value that it has now."""
+        for view, parameter in zip(unit.layout.views(unit.values), unit.parameters, strict=True):
+            if parameter.data_ptr() != view.data_ptr() or not parameter.is_contiguous():
+                view.copy_(parameter)
+                parameter.data = view
+
+    def _convert(self, unit: FlatUnit, members: tuple[int, ...]) -> None:
+        """Converts reduced gradients after a change of `gradient_dtype`."""
+        dtype = self.gradients.dtypes.of(members[0])
+        if unit.gradient is None or unit.gradient.dtype == dtype:
+            return
+        for i, stand_in in zip(members, unit.cast_gradient(dtype), strict=True):
+            if i in self.gradients.reduced and self.gradients.parameters[i].grad is not None:
+                self.gradients.parameters[i].grad = stand_in

@@ -1,0 +1,36 @@
+"""`zero2`: each rank keeps the gradients of its own slice only.
+
+The problem with `zero1`: after a bucket's reduce-scatter a rank uses 1/W of it, yet all of
+it stays allocated until the gradients are cleared.
+
+The idea (ZeRO stage 2, https://arxiv.org/abs/1910.02054): reduce-scatter into a buffer of a slice's
+size, and free the bucket. A collective reads the bucket until it has finished, so a launch first
+waits for the last but one: three buckets are allocated at most, one being filled and two on the
+wire, whatever the size of the network.
+
+What remains: parameters are whole on every rank, though a layer's are used only while that layer
+computes. Gradients that accumulate over several backwards, under `no_sync` too, are whole
+until they are reduced.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp.buckets import Bucket
+from ddp.sharded.zero1 import Zero1DDP
+
+
+class Zero2DDP(Zero1DDP):
+    """Does as `Zero1DDP`, and frees each bucket of gradients once it is reduced."""
+
+    def launch(self, bucket: Bucket) -> dist.Work:
+        self.wait_for(*list(self.schedule.in_flight)[:-1])
+        return super().launch(bucket)
+
+    def wait(self, bucket: Bucket, handle: dist.Work) -> None:
+        super().wait(bucket, handle)
+        self._flats.pop(bucket, None)
+
+    def receiver(self, own: Tensor) -> Tensor:
+        return torch.empty_like(own)
