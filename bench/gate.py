@@ -106,7 +106,9 @@ class Gate:
             parts.finish()
             for work in parts.more_phases.values():
                 work()
-            error, number, ratio = relative_error(gradients_of(network), expected[step])
+            error, number, ratio = relative_error(
+                gradients_of(network, parts.model), expected[step]
+            )
             found.append(Worst(error, self._worker.rank, step, names[number], ratio))
             parts.optimizer.zero_grad(set_to_none=True)
         del parts, network
@@ -185,14 +187,16 @@ class Gate:
         return inputs.to(self._worker.device), targets.to(self._worker.device)
 
 
-def gradients_of(network: nn.Module) -> list[Tensor]:
+def gradients_of(network: nn.Module, wrapper: nn.Module | None = None) -> list[Tensor]:
     """Returns whole copies of all gradients, zeros where a parameter has none.
 
-    So a missing gradient is an error.
+    So a missing gradient is an error. A wrapper that shards gradients gathers them.
     """
+    gather = getattr(wrapper, "whole_gradients", None)
+    gradients = gather() if gather is not None else [p.grad for p in network.parameters()]
     return [
-        whole((torch.zeros_like(p) if p.grad is None else p.grad).detach()).clone()
-        for p in network.parameters()
+        whole((torch.zeros_like(p) if gradient is None else gradient).detach()).clone()
+        for p, gradient in zip(network.parameters(), gradients, strict=True)
     ]
 
 

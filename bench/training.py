@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from bench.names import plain
 from bench.settings import Settings, Subject, batches_for
@@ -34,6 +36,7 @@ class StepParts:
     forward_loss: Callable[[Batch], Tensor]
     finish: Callable[[], None]
     more_phases: Mapping[str, Callable[[], None]]
+    clip_gradients: Callable[[list[Parameter], float], Any] = clip_gradients
 
 
 @dataclass
@@ -59,7 +62,7 @@ class TrainingRun:
             learning_rate=learning_rate(number, warmup),
             more_phases=self.parts.more_phases,
             max_gradient_norm=MAX_WARMUP_GRADIENT_NORM if in_warmup(number, warmup) else None,
-            clip_gradients=clip_gradients,
+            clip_gradients=self.parts.clip_gradients,
             phase=phase,
         )
 
@@ -108,8 +111,7 @@ def assemble(
     model = network
     if not is_sharded:
         model = wrap_network(subject.implementation, network, settings.bucket_size_mb)
-    groups = [{"params": own} for own in by_mesh(list(network.parameters()))]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, fused=True)
+    optimizer = make_optimizer(model, lr=0.0, fused=True)
     if subject.is_private:
         from bench.private import private_parts  # Opacus underneath takes two seconds to import
 
@@ -124,7 +126,23 @@ def assemble(
         # A sharded network's backward has sent, and waited for, what belongs to it.
         finish=(lambda: None) if is_sharded else model.finish_gradient_synchronization,
         more_phases={},
+        clip_gradients=clipping_of(model),
     )
+
+
+def make_optimizer(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """Returns AdamW: the wrapper's own, or over the parameters of a network or a plug-in."""
+    if hasattr(model, "make_optimizer"):
+        return model.make_optimizer(torch.optim.AdamW, **options)
+    groups = [{"params": own} for own in by_mesh(list(model.parameters()))]
+    return torch.optim.AdamW(groups, **options)
+
+
+def clipping_of(model: nn.Module) -> Callable[[list[Parameter], float], Any]:
+    """Returns how gradients are clipped: as the wrapper does, which may have a part of them."""
+    if hasattr(model, "clip_grad_norm_"):
+        return lambda _parameters, limit: model.clip_grad_norm_(limit)
+    return clip_gradients
 
 
 def wrap_network(name: str, network: nn.Module, bucket_size_mb: float | None) -> nn.Module:

@@ -10,7 +10,8 @@ The steps, in the order of reading:
 
 The second part, sharded/: what every rank holds in common is divided among the ranks.
 
-none.py is the floor of every comparison, torch_ddp.py is PyTorch's own.
+none.py is the floor of every comparison, torch_ddp.py is PyTorch's own, and torch_zero1.py its
+sharded optimizer.
 
 Skip at the first reading: internals/ (robustness, one object per concern), torch_compat.py (PyTorch
 interfaces without a public name), and buckets.py before step 3.
@@ -34,6 +35,7 @@ from ddp.sharded.zero1 import Zero1DDP
 from ddp.sharded.zero2 import Zero2DDP
 from ddp.synchronous import SynchronousDDP
 from ddp.torch_ddp import TorchDDP, TunedTorchDDP
+from ddp.torch_zero1 import TorchZero1
 
 __all__ = ["IMPLEMENTATIONS", "DataParallel", "Unavailable", "implementation", "wrap"]
 
@@ -48,6 +50,7 @@ IMPLEMENTATIONS: dict[str, type[nn.Module]] = {
     "zero2": Zero2DDP,
     "torch_ddp": TorchDDP,
     "torch_ddp_tuned": TunedTorchDDP,
+    "torch_zero1": TorchZero1,
 }
 
 

@@ -36,6 +36,13 @@ PLAIN = (
 )
 
 
+NOT_REDUCED = (
+    "a parameter of shape {shape} has a gradient that is this rank's alone: call "
+    "finish_gradient_synchronization() between backward() and optimizer.step(); to change reduced "
+    "gradients, write to those that model.gradient_pieces() returns"
+)
+
+
 @register_optimizer_step_pre_hook
 def refuse_plain(optimizer: Optimizer, *_arguments: Any) -> None:
     """Raises RuntimeError before a plain optimizer steps a parameter with a stand-in gradient."""
@@ -72,7 +79,7 @@ class ShardedOptimizer(Optimizer):
     def __init__(
         self, model: ShardedModel, cls: Callable[..., Optimizer], params: Any, **options: Any
     ):
-        template = cls([Parameter(torch.zeros_like(model.units[0].shard[:1]))], **options)
+        template = cls([Parameter(torch.zeros_like(model.units[0].shard[:1, None]))], **options)
         if not treats_elements_alone(cls, options):
             raise TypeError(NOT_ELEMENTWISE.format(name=type(template).__name__))
         self._is_built = False
@@ -93,12 +100,17 @@ class ShardedOptimizer(Optimizer):
             self._share_state(self._parts[-1])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Steps this rank's slices, and returns when all parameters have their new values."""
+        """Steps this rank's slices, and returns when all parameters have their new values.
+
+        Raises:
+            RuntimeError: if gradients were not reduced; nothing is changed.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
+            self._raise_if_not_reduced()
             self._model.begin_step()
             for part in self._parts:
                 unit, own, inner = part
@@ -113,6 +125,12 @@ class ShardedOptimizer(Optimizer):
                 self._model.publish(unit)
             self._model.end_step()
         return loss
+
+    def _raise_if_not_reduced(self) -> None:
+        for unit in self._model.units:
+            for parameter in unit.parameters:
+                if parameter.grad is not None and not unit.is_stand_in(parameter.grad):
+                    raise RuntimeError(NOT_REDUCED.format(shape=list(parameter.shape)))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all ranks, in the format of `cls` on one process, on the CPU.
@@ -257,11 +275,11 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _cut(key: str, value: Any, parameter: Parameter, piece: Piece | None) -> Any:
-    """Returns a piece's part of a whole value of a parameter's state."""
-    if not isinstance(value, Tensor) or key == "step":
+    """Returns a piece's part of a whole value of a parameter's state, a copy."""
+    if not isinstance(value, Tensor):
         return value
-    if value.dim() == 0 and parameter.dim() > 0:
-        return value
+    if key == "step" or (value.dim() == 0 and parameter.dim() > 0):
+        return value.clone()
     if value.shape != parameter.shape:
         raise ValueError(
             f"the optimizer's state is of another network: {key} is {list(value.shape)} for a "

@@ -113,6 +113,7 @@ class Zero1DDP(Sharded, BucketedDDP):
             self._bind(unit)  # another wrapper of the same network may have moved them
 
     def publish(self, unit: FlatUnit) -> None:
+        self.step.finished.collectives += 1
         self._gathers.append(all_gather(unit.values, unit.shard, self.process_group))
 
     def end_step(self) -> None:

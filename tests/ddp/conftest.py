@@ -9,6 +9,7 @@ HAND_BUILT = ["ddp", "ddp_individual", "ddp_individual_v2", "ddp_bucketed"]
 COPY_ENGINE = "ddp_copy_engine"
 CPU_COPY_ENGINE = "tests/support/cpu_copy_engine.py:CpuCopyEngineDDP"
 SHARDED = ["zero1", "zero2"]
+SLOW = ["zero2"]  # differs from zero1 in what sharded/test_zero2.py tests
 BUILT_IN = [*HAND_BUILT, CPU_COPY_ENGINE, *SHARDED, "torch_ddp"]
 
 
@@ -24,7 +25,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _cases(names: list[str]) -> list:
-    cases = [pytest.param(name, "cpu", id=f"{_short(name)}-cpu") for name in names]
+    cases = [
+        pytest.param(
+            name, "cpu", id=f"{_short(name)}-cpu", marks=[pytest.mark.slow] * (name in SLOW)
+        )
+        for name in names
+    ]
     if torch.cuda.device_count() >= 2:
         gpu_names = [COPY_ENGINE if name == CPU_COPY_ENGINE else name for name in names]
         cases += [

@@ -1,0 +1,172 @@
+"""The sharded optimizer is the plain one: same steps, same checkpoint, on any number of ranks."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ddp import wrap
+from ddp.sharded.optimizer import treats_elements_alone
+from lm.rank_pool import Context
+from tests.support.beside import Beside, Branches, Chain, branches_loss, chain_loss, small_buckets
+
+NAME = "zero1"
+
+
+def in_groups(model: nn.Module) -> list[dict]:
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": weights, "weight_decay": 0.3}, {"params": others, "lr": 0.02}]
+
+
+def pair_with_optimizers(context: Context, cls=torch.optim.AdamW, **options):
+    torch.manual_seed(0)
+    pair = Beside(context, NAME, Chain(), **small_buckets(NAME))
+    ours = pair.model.make_optimizer(cls, params=in_groups(pair.model), **options)
+    return pair, ours, cls(in_groups(pair.reference), **options)
+
+
+def train(pair: Beside, optimizers, steps: range) -> None:
+    for step in steps:
+        pair.backward(chain_loss(step))
+        pair.finish()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for p, q in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+
+
+def saved(context: Context) -> tuple[dict, dict]:
+    """A whole state equals the plain optimizer's; both with groups and a schedule."""
+    pair, ours, plain = pair_with_optimizers(context, lr=0.01)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (ours, plain)]
+    for step in range(3):
+        train(pair, (ours, plain), range(step, step + 1))
+        for scheduler in schedulers:
+            scheduler.step()
+    state, expected = ours.state_dict(), plain.state_dict()
+    assert state["param_groups"] == expected["param_groups"]
+    assert state["state"].keys() == expected["state"].keys()
+    for number, values in expected["state"].items():
+        assert state["state"][number].keys() == values.keys()
+        for key, value in values.items():
+            torch.testing.assert_close(state["state"][number][key], value)
+    held = sum(v.numel() for values in ours.state.values() for v in values.values() if v.dim())
+    numel = sum(p.numel() for p in pair.model.parameters())
+    assert held < 2 * numel / context.world_size + 8 * len(pair.model.units)
+    copy.deepcopy(plain).load_state_dict(state)
+    return pair.model.state_dict(), state
+
+
+def resumed(context: Context, model_state: dict, state: dict) -> None:
+    """On another number of ranks, and what is loaded is not written to later."""
+    pair, ours, plain = pair_with_optimizers(context, lr=0.5)
+    pair.model.load_state_dict(model_state)
+    pair.reference.load_state_dict(pair.model.module.state_dict())
+    before = copy.deepcopy(state)
+    plain.load_state_dict(copy.deepcopy(state))
+    ours.load_state_dict(state)
+    train(pair, (ours, plain), range(10, 13))
+    for number, values in before["state"].items():
+        for key, value in values.items():
+            assert torch.equal(value, state["state"][number][key])
+
+
+def test_a_checkpoint_moves_between_numbers_of_ranks(cpu_ranks):
+    model_state, state = cpu_ranks.run(3, saved)[0]
+    for world_size in (1, 2, 4):
+        cpu_ranks.run(world_size, resumed, model_state, state)
+
+
+def other_optimizers(context: Context) -> None:
+    for cls, options in (
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        (torch.optim.NAdam, {"lr": 0.01}),
+        (torch.optim.Adagrad, {"lr": torch.tensor(0.01)}),
+    ):
+        pair, ours, plain = pair_with_optimizers(context, cls, **options)
+        train(pair, (ours, plain), range(2))
+        ours.load_state_dict(ours.state_dict())
+        train(pair, (ours, plain), range(2, 4))
+
+
+def test_other_elementwise_optimizers(cpu_ranks):
+    cpu_ranks.run(2, other_optimizers)
+
+
+class NormSGD(torch.optim.SGD):
+    """Divides each parameter's gradient by its norm, as some public optimizers do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = p.grad / p.grad.norm()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("cls", "alone"),
+    [
+        (torch.optim.AdamW, True),
+        (torch.optim.RMSprop, True),
+        (torch.optim.Muon, False),
+        (torch.optim.LBFGS, False),
+        (torch.optim.Adafactor, False),
+        (torch.optim.SparseAdam, False),
+        (NormSGD, False),
+    ],
+)
+def test_optimizers_that_look_at_whole_tensors(cls, alone):
+    assert treats_elements_alone(cls, {"lr": 0.0} if cls is NormSGD else {}) is alone
+
+
+def refusals(context: Context) -> None:
+    model = wrap(NAME, Chain(), process_group=context.group)
+    with pytest.raises(TypeError, match=r"Muon looks at whole tensors.*ddp_bucketed"):
+        model.make_optimizer(torch.optim.Muon)
+    with pytest.raises(ValueError, match=r"does not train parameters of shapes \[\[3\]\]"):
+        model.make_optimizer(torch.optim.SGD, params=[nn.Parameter(torch.ones(3))])
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        model.make_optimizer(torch.optim.Adam, lr=-1.0)
+    optimizer = model.make_optimizer(torch.optim.Adam)
+    with pytest.raises(RuntimeError, match=r"params=\[\.\.\.\]"):
+        optimizer.add_param_group({"params": []})
+    before = [p.detach().clone() for p in model.parameters()]
+    chain_loss(0)(model, context.rank).backward()
+    with pytest.raises(RuntimeError, match=r"this rank's alone: call finish_gradient_sync"):
+        optimizer.step()
+    model.finish_gradient_synchronization()
+    with pytest.raises(RuntimeError, match=r"Adam steps whole .* model\.make_optimizer\(Adam"):
+        torch.optim.Adam(model.parameters()).step()
+    for p, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, value)
+    other = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
+    plain = torch.optim.Adam(other.parameters())
+    other(torch.ones(5)).sum().backward()
+    plain.step()
+    with pytest.raises(ValueError, match=r"exp_avg is \[5, 5\] for a parameter \[6, 6\]"):
+        optimizer.load_state_dict(plain.state_dict())
+    with pytest.raises(ValueError, match="parameter group"):
+        optimizer.load_state_dict(torch.optim.Adam(other[0].parameters()).state_dict())
+    assert not optimizer.state
+
+
+def test_refusals(cpu_ranks):
+    cpu_ranks.run(2, refusals)
+
+
+def unused_have_no_state(context: Context) -> None:
+    pair = Beside(context, NAME, Branches(3), find_unused_parameters=True, bucket_size_mb=None)
+    optimizer = pair.model.make_optimizer(torch.optim.Adam)
+    pair.backward(branches_loss(0, lambda _: [0, 2]))
+    pair.finish()
+    optimizer.step()
+    names = [name for name, _ in pair.model.module.named_parameters()]
+    stated = {names[number] for number in optimizer.state_dict()["state"]}
+    assert stated == {name for name in names if "branches.1" not in name}
+
+
+def test_a_parameter_nobody_used_is_not_stepped(cpu_ranks):
+    cpu_ranks.run(2, unused_have_no_state)

@@ -1,0 +1,114 @@
+"""`zero1`: what is sent and when, where parameters lie, several wrappers, copies."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+from ddp import wrap
+from lm.rank_pool import Context
+from tests.support.beside import Beside, Chain, chain_loss, small_buckets
+from tests.support.recorder import recording
+
+NAME = "zero1"
+
+
+def what_is_sent(context: Context) -> None:
+    with recording(context.group) as recorder:
+        model = wrap(NAME, Chain(), process_group=recorder, **small_buckets(NAME))
+        optimizer = model.make_optimizer(torch.optim.SGD, lr=0.1)
+        for step in range(2):
+            loss = chain_loss(step)(model, context.rank)
+            recorder.events.clear()
+            loss.backward()
+            started = [e.what for e in recorder.events if e.what == "reduce_scatter"]
+            assert len(started) == len(model.units) > 2, "not while backward runs"
+            model.finish_gradient_synchronization()
+            recorder.events.clear()
+            optimizer.step()
+            events = [e.what for e in recorder.events]
+            assert events == ["all_gather"] * len(model.units) + ["wait"] * len(model.units)
+            assert model.stats()["collectives"] == 2 * len(model.units)
+            optimizer.zero_grad()
+
+
+def test_what_is_sent(cpu_ranks):
+    cpu_ranks.run(2, what_is_sent)
+
+
+def parameters_are_views(context: Context) -> None:
+    """Before and after steps, a checkpoint and another wrapper's steps."""
+    pair = Beside(context, NAME, Chain(), **small_buckets(NAME))
+    first, state = pair.model, copy.deepcopy(pair.model.state_dict())
+    plain = torch.optim.AdamW(pair.reference.parameters())
+    optimizers = [first.make_optimizer(torch.optim.AdamW)]
+    for turn in range(5):
+        if turn == 2:
+            second = wrap(NAME, first.module, process_group=context.group, bucket_size_mb=None)
+            optimizers.append(second.make_optimizer(torch.optim.AdamW))
+            optimizers[1].load_state_dict(optimizers[0].state_dict())
+        if turn == 4:
+            optimizers[0].load_state_dict(optimizers[1].state_dict())
+        which = 1 if turn in (2, 3) else 0
+        pair.model = [first, first if turn < 2 else second][which]
+        pair.backward(chain_loss(turn))
+        pair.finish()
+        optimizers[which].step()
+        plain.step()
+        for p, q in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+        pair.zero_grad(set_to_none=True)
+        for unit in pair.model.units:
+            for view, p in zip(unit.layout.views(unit.values), unit.parameters, strict=True):
+                assert view.data_ptr() == p.data_ptr()
+    assert any(not torch.equal(v, first.state_dict()[k]) for k, v in state.items())
+    first.load_state_dict(state)
+    assert all(torch.equal(v, first.state_dict()[k]) for k, v in state.items())
+
+
+def test_parameters_stay_views(cpu_ranks):
+    cpu_ranks.run(2, parameters_are_views)
+
+
+def copies(context: Context) -> None:
+    model = wrap(NAME, Chain(), process_group=context.group, **small_buckets(NAME))
+    for other in (copy.deepcopy(model), _through_a_file(model, context)):
+        if other is None:
+            continue
+        addresses = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        assert addresses.isdisjoint(p.untyped_storage().data_ptr() for p in other.parameters())
+        chain_loss(0)(other, context.rank).backward()
+        other.finish_gradient_synchronization()
+        other.make_optimizer(torch.optim.SGD, lr=0.1).step()
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert not torch.equal(p, q)
+
+
+def _through_a_file(model, context: Context):
+    if context.group is not torch.distributed.group.WORLD:
+        return None
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def test_copies_are_independent(cpu_ranks):
+    cpu_ranks.run(2, copies)
+
+
+def stale_graph(context: Context) -> None:
+    """A graph from before the step has saved parameters that have changed since."""
+    model = wrap(NAME, Chain(), process_group=context.group)
+    optimizer = model.make_optimizer(torch.optim.SGD, lr=0.1)
+    early = chain_loss(1)(model.module, context.rank)
+    chain_loss(0)(model, context.rank).backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(early, list(model.parameters()))
+
+
+def test_a_graph_with_old_parameters_is_refused(cpu_ranks):
+    cpu_ranks.run(2, stale_graph)

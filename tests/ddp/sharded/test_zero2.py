@@ -1,0 +1,66 @@
+"""`zero2`: no more than three buckets are allocated, and after the reduction none."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from ddp.sharded.zero2 import Zero2DDP
+from lm.rank_pool import Context
+from tests.ddp import test_accumulation, test_gradients, test_unused
+from tests.support.beside import numbers
+
+LAYERS, WIDTH = 8, 64
+BUCKET_MB = 4 * WIDTH * WIDTH / (1 << 20)
+
+
+class Counted(Zero2DDP):
+    """Counts the buckets that are alive when one is allocated."""
+
+    def allocate(self, bucket):
+        buffer = super().allocate(bucket)
+        alive = self.__dict__.setdefault("alive", weakref.WeakSet())
+        alive.add(buffer)
+        self.most = max(getattr(self, "most", 0), len(alive))
+        return buffer.fill_(torch.nan)  # padding must not matter
+
+
+def buckets_alive(context: Context) -> None:
+    network = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    model = Counted(network, process_group=context.group, bucket_size_mb=BUCKET_MB)
+    assert len(model.units) == LAYERS
+    for _ in range(2):
+        model.most = 0
+        model(numbers(2, WIDTH, seed=0, rank=context.rank, like=model)).sum().backward()
+        assert model.most == 3
+        model.finish_gradient_synchronization()
+        assert not model.alive
+        held = sum(unit.gradient.untyped_storage().nbytes() for unit in model.units)
+        assert held == sum(p.nbytes for p in model.parameters()) / context.world_size
+        assert not any(gradient.isnan().any() for gradient in model.whole_gradients())
+        norm = model.clip_grad_norm_(1.0)
+        assert norm.isfinite()
+        model.zero_grad()
+
+
+def test_buckets_are_freed_while_backward_runs(cpu_ranks):
+    cpu_ranks.run(2, buckets_alive)
+
+
+def bodies(context: Context) -> None:
+    """What is most likely to differ from `zero1`; all behaviour tests run in the slow set."""
+    test_gradients.train_beside_reference(context, "zero2", "adamw", "mean")
+    for body in (
+        test_accumulation.two_synchronising_backwards,
+        test_accumulation.never_zeroed,
+        test_accumulation.no_sync_behind_a_synchronising_backward,
+        test_unused.untouched_where_nobody_used_it,
+        test_unused.in_the_second_backward_only,
+    ):
+        body(context, "zero2")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_behaviour(cpu_ranks, world_size):
+    cpu_ranks.run(world_size, bodies)
