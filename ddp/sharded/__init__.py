@@ -1,9 +1,15 @@
 """The course's second part: what every rank holds in common is divided among the ranks.
 
-In the order of reading, with the memory of W ranks that each holds of a network in float32 with
-Adam, in bytes per parameter (4 parameters, 4 gradients, 8 optimizer state):
+In the order of reading, with the bytes that each of W ranks holds per parameter of a network in
+float32 under Adam, as parameters + gradients + optimizer state:
 
-    ddp_bucketed           4 + 4 + 8
-    1. zero1.py            4 + 4 + 8/W    layout.py and optimizer.py belong to it
-    2. zero2.py            4 + 4/W + 8/W
+    ddp_bucketed    4 + 4 + 8
+    1. zero1.py     4 + 4 + 8/W      each rank steps its slice only
+    2. zero2.py     4 + 4/W + 8/W    and keeps its slice of the gradients only
+
+What the variants have in common:
+
+- layout.py: how parameters lie in a flat buffer, and which part of it a rank owns
+- optimizer.py: an optimizer whose ranks step their own slices, and its whole checkpoint
+- interface.py: the methods that a training loop calls
 """

@@ -76,6 +76,13 @@ class Zero1DDP(Sharded, BucketedDDP):
             buckets.append(Bucket(members, unit.layout.offsets, unit.layout.numel, nbytes))
         return sorted(buckets, key=lambda bucket: max(position[i] for i in bucket.members))
 
+    def before_forward(self) -> None:
+        """Frees the gradients of buckets that `zero_grad(set_to_none=True)` has cleared."""
+        super().before_forward()
+        for unit in self.units:
+            if all(parameter.grad is None for parameter in unit.parameters):
+                unit.gradient = None
+
     def launch(self, bucket: Bucket) -> dist.Work:
         buffer, unit = self.fill(bucket), self._unit_of[bucket.members]
         own = self.receiver(unit.layout.slice_of(buffer, unit.rank))

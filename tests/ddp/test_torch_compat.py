@@ -1,6 +1,7 @@
 """Private interfaces of PyTorch are there, in one file; without one its function falls back."""
 
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from ddp import torch_compat
+from lm.rank_pool import Context
 from tests.support.private_torch import imported_by, private_uses
 
 
@@ -77,6 +79,27 @@ def test_the_coalesced_all_reduce_is_there():
     assert hasattr(dist.ProcessGroup, "allreduce_coalesced")
     with pytest.raises(RuntimeError, match=r"has no ProcessGroup\.allreduce_coalesced"):
         torch_compat.coalesced_all_reduce([], dist.ReduceOp.SUM, SimpleNamespace())
+
+
+def scatter_and_gather(context: Context) -> None:
+    """In place and not, by the names of torch 2.13 and of before."""
+    for missing in ((), ("reduce_scatter_single", "all_gather_single")):
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            for name in missing:
+                patch.delattr(dist, name, raising=False)
+            for in_place in (True, False):
+                flat = torch.arange(4.0) + 10 * context.rank
+                own = flat[2 * context.rank :][:2]
+                target = own if in_place else torch.empty(2)
+                torch_compat.reduce_scatter(target, flat, dist.ReduceOp.SUM, context.group).wait()
+                assert target.tolist() == [[10, 12], [14, 16]][context.rank]
+                torch_compat.all_gather(flat, target, context.group).wait()
+                assert flat.tolist() == [10, 12, 14, 16]
+
+
+def test_reduce_scatter_and_all_gather(cpu_ranks):
+    cpu_ranks.run(2, scatter_and_gather)
 
 
 def test_symmetric_memory(monkeypatch):

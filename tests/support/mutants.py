@@ -285,6 +285,64 @@ MUTANTS = [
         (("internals/step.py", "self._gradients.restore_strides()", "pass"),),
         ("tests/ddp/test_disagreement.py", "strides"),
     ),
+    Mutant(
+        "gloo's reduce-scatter does not average",
+        (("sharded/zero1.py", "unit.gradient.div_(self.world_size)", "pass"),),
+        ("tests/ddp/sharded/test_interface.py",),
+    ),
+    Mutant(
+        "a rank gathers and does not wait",
+        (("sharded/zero1.py", "self._gathers.pop(0).wait()", "self._gathers.pop(0)"),),
+        ("tests/ddp/sharded/test_zero1.py", "what_is_sent"),
+    ),
+    Mutant(
+        "a reduced slice is added again by every rank",
+        (("sharded/zero1.py", "whole = unit.own_gradient_behind(reduced, member)",
+          "whole = unit.gather(unit.gradient)[member]"),),
+        ("tests/ddp/test_accumulation.py", "zero1"),
+    ),
+    Mutant(
+        "cleared gradients come back in the next backward",
+        (("sharded/layout.py", "cleared = self._marks[member] == 0",
+          "cleared = self._marks[member] == 1"),),
+        ("tests/ddp/sharded/test_layout.py",),
+    ),
+    Mutant(
+        "the norm is that of this rank's slices",
+        (("sharded/interface.py", "dist.all_reduce(square, group=self.process_group)", "pass"),),
+        ("tests/ddp/sharded/test_interface.py", "clipping"),
+    ),
+    Mutant(
+        "the schedule's learning rate does not reach the slices",
+        (("sharded/optimizer.py", "group.update(settings)", "pass"),),
+        ("tests/ddp/sharded/test_optimizer.py", "checkpoint"),
+    ),
+    Mutant(
+        "a checkpoint holds one rank's state",
+        (("sharded/optimizer.py", "unit.gather(flat)", "unit.layout.views(flat.repeat(9))"),),
+        ("tests/ddp/sharded/test_optimizer.py", "checkpoint"),
+    ),
+    Mutant(
+        "a loaded state is shared with the checkpoint",
+        (("sharded/optimizer.py", ".narrow(0, piece.offset, piece.numel).clone()",
+          ".narrow(0, piece.offset, piece.numel)"),),
+        ("tests/ddp/sharded/test_optimizer.py", "checkpoint"),
+    ),
+    Mutant(
+        "parameters that another wrapper has moved are not taken back",
+        (("sharded/zero1.py", "self._bind(unit)  # another", "pass  # another"),),
+        ("tests/ddp/sharded/test_zero1.py", "stay_views"),
+    ),
+    Mutant(
+        "reduced buckets stay allocated",
+        (("sharded/zero2.py", "self._flats.pop(bucket, None)", "pass"),),
+        ("tests/ddp/sharded/test_zero2.py", "freed"),
+    ),
+    Mutant(
+        "all buckets wait for the end of backward",
+        (("sharded/zero2.py", "self.wait_for(*list(self.schedule.in_flight)[:-1])", "pass"),),
+        ("tests/ddp/sharded/test_zero2.py", "freed"),
+    ),
 ]  # fmt: skip
 
 

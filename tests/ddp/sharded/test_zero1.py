@@ -20,6 +20,7 @@ def what_is_sent(context: Context) -> None:
         optimizer = model.make_optimizer(torch.optim.SGD, lr=0.1)
         for step in range(2):
             loss = chain_loss(step)(model, context.rank)
+            assert all(unit.gradient is None for unit in model.units), "memory is not freed"
             recorder.events.clear()
             loss.backward()
             started = [e.what for e in recorder.events if e.what == "reduce_scatter"]

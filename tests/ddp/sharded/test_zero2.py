@@ -61,6 +61,6 @@ def bodies(context: Context) -> None:
         body(context, "zero2")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_behaviour(cpu_ranks, world_size):
     cpu_ranks.run(world_size, bodies)
