@@ -79,8 +79,11 @@ class Zero1DDP(Sharded, BucketedDDP):
     def before_forward(self) -> None:
         """Frees the gradients of buckets that `zero_grad(set_to_none=True)` has cleared."""
         super().before_forward()
-        for unit in self.units:
-            if all(parameter.grad is None for parameter in unit.parameters):
+        stand_ins = self.gradients.stand_ins  # reduced already, and absent on this rank
+        for members, unit in self._unit_of.items():
+            if stand_ins.keys().isdisjoint(members) and all(
+                p.grad is None for p in unit.parameters
+            ):
                 unit.gradient = None
 
     def launch(self, bucket: Bucket) -> dist.Work:
