@@ -103,7 +103,8 @@ class ShardedOptimizer(Optimizer):
             for part in self._parts:
                 unit, own, inner = part
                 for piece, parameter in own:
-                    parameter.grad = unit.gradient_of(piece)
+                    gradient = unit.gradient_of(piece)
+                    parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
                 for group, settings in zip(inner.param_groups, self._settings(), strict=True):
                     group.update(settings)
                 inner.step()

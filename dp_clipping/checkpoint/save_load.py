@@ -112,11 +112,12 @@ def save(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
 def _save_file(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
     run, path = snapshot.run, snapshot.path
     random = random_states(run)
+    # Every rank asks for it: where each steps a part of the parameters, it is a collective call.
+    state = run.optimizer.original_optimizer.state_dict() if snapshot.with_optimizer else {}
 
     def write_all() -> None:
         if run.rank == 0:
-            state = run.optimizer.original_optimizer.state_dict
-            contents = _contents(snapshot, extra, random, state)
+            contents = _contents(snapshot, extra, random, lambda: state)
             check_contents(contents, extra)
             write(path, contents, run.keys, snapshot.torch_kwargs, snapshot.key_file)
 
