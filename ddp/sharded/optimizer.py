@@ -64,6 +64,9 @@ class ShardedOptimizer(Optimizer):
         params: the network's parameters, or groups of them.
         options: further arguments of `cls`.
 
+    Attributes:
+        model, cls: that wrapper and that class.
+
     Raises:
         TypeError: for an optimizer that looks at a whole tensor's shape or norm.
         ValueError: for a parameter that the model does not train.
@@ -77,7 +80,7 @@ class ShardedOptimizer(Optimizer):
             raise TypeError(NOT_ELEMENTWISE.format(name=type(template).__name__))
         self._is_built = False
         super().__init__(params, template.defaults)
-        self._model, self._is_built = model, True
+        self.model, self.cls, self._is_built = model, type(template), True
         group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         trained = {p for unit in model.units for p in unit.parameters}
         if unknown := [list(p.shape) for p in group_of if p not in trained]:
@@ -99,7 +102,7 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._model.begin_step()
+            self.model.begin_step()
             for part in self._parts:
                 unit, own, inner = part
                 for piece, parameter in own:
@@ -111,8 +114,8 @@ class ShardedOptimizer(Optimizer):
                 self._share_state(part)
                 for _, parameter in own:
                     parameter.grad = None
-                self._model.publish(unit)
-            self._model.end_step()
+                self.model.publish(unit)
+            self.model.end_step()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
