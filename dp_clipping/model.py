@@ -332,9 +332,17 @@ class PrivateModel(nn.Module):
     def training(self, mode: bool) -> None:
         self.__dict__["_training"] = mode
 
+    def whole_parameters(self) -> AbstractContextManager:
+        """Returns a context in which parameters are whole that a `ddp` wrapper has divided.
+
+        A collective call for such a wrapper; for others it does nothing.
+        """
+        return getattr(self.module, "whole_parameters", nullcontext)()
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the network's, under the network's own names."""
-        return self.network.state_dict(*args, **kwargs)
+        with self.whole_parameters():
+            return self.network.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -343,9 +351,10 @@ class PrivateModel(nn.Module):
 
         Names may begin with `module.` or `_module.`, as older versions and Opacus save them.
         """
-        return self.network.load_state_dict(
-            plain_names(state_dict, self.network), strict=strict, assign=assign
-        )
+        with self.whole_parameters():
+            return self.network.load_state_dict(
+                plain_names(state_dict, self.network), strict=strict, assign=assign
+            )
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -71,6 +71,9 @@ class ShardedOptimizer(Optimizer):
         params: the network's parameters, or groups of them.
         options: further arguments of `cls`.
 
+    Attributes:
+        model, cls: that wrapper and that class.
+
     Raises:
         TypeError: for an optimizer that looks at a whole tensor's shape or norm.
         ValueError: for a parameter that the model does not train.
@@ -84,7 +87,7 @@ class ShardedOptimizer(Optimizer):
             raise TypeError(NOT_ELEMENTWISE.format(name=type(template).__name__))
         self._is_built = False
         super().__init__(params, template.defaults)
-        self._model, self._is_built = model, True
+        self.model, self.cls, self._is_built = model, type(template), True
         group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         trained = {p for unit in model.units for p in unit.parameters}
         if unknown := [list(p.shape) for p in group_of if p not in trained]:
@@ -111,23 +114,24 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         with torch.no_grad():
             self._raise_if_not_reduced()
-            self._model.begin_step()
+            self.model.begin_step()
             for part in self._parts:
                 unit, own, inner = part
                 for piece, parameter in own:
-                    parameter.grad = unit.gradient_of(piece)
+                    gradient = unit.gradient_of(piece)
+                    parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
                 for group, settings in zip(inner.param_groups, self._settings(), strict=True):
                     group.update(settings)
                 inner.step()
                 self._share_state(part)
                 for _, parameter in own:
                     parameter.grad = None
-                self._model.publish(unit)
-            self._model.end_step()
+                self.model.publish(unit)
+            self.model.end_step()
         return loss
 
     def _raise_if_not_reduced(self) -> None:
-        for unit in self._model.units:
+        for unit in self.model.units:
             for parameter in unit.parameters:
                 if parameter.grad is not None and not unit.is_stand_in(parameter.grad):
                     raise RuntimeError(NOT_REDUCED.format(shape=list(parameter.shape)))

@@ -251,6 +251,12 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
             f"trainable but not in the optimizer: {', '.join(missing[:5])}; freeze them with "
             "requires_grad_(False) or give them to the optimizer"
         )
+    if hasattr(module, "gradient_pieces") and getattr(optimizer, "model", None) is not module:
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"optimizer steps whole parameters, and with {type(module).__name__} each rank has the "
+            f"sums of its own slices only: build it as module.make_optimizer({name}, lr=..)"
+        )
 
 
 def check_adaptive(

@@ -38,6 +38,8 @@ class Model(Protocol):
 
     def reached(self) -> AbstractContextManager: ...
 
+    def whole_parameters(self) -> AbstractContextManager: ...
+
 
 class Optimizer(Protocol):
     """A `PrivateOptimizer` as a checkpoint needs it."""
@@ -128,6 +130,7 @@ class PrivateRun:
         network, sharding = self.model.network, self.model.sharding
         data_parallel_group = self.group if sharding is None else sharding.data_parallel_group
         parameters = {n: list(p.shape) for n, p in network.named_parameters() if p.requires_grad}
+        optimizer = self.optimizer.original_optimizer  # of `ddp`'s sharded ones, what they run
         return {
             **self.settings,
             "world_size": self.world_size,
@@ -135,7 +138,7 @@ class PrivateRun:
             if data_parallel_group is None
             else dist.get_world_size(data_parallel_group),
             "device": self.device.type,
-            "optimizer": type(self.optimizer.original_optimizer).__name__,
+            "optimizer": getattr(optimizer, "cls", type(optimizer)).__name__,
             "private": self.model.policy is not None,
             "parameters": parameters,
         }

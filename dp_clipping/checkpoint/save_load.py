@@ -112,15 +112,17 @@ def save(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
 def _save_file(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
     run, path = snapshot.run, snapshot.path
     random = random_states(run)
+    # Every rank asks for it: where each steps a part of the parameters, it is a collective call.
+    state = run.optimizer.original_optimizer.state_dict() if snapshot.with_optimizer else {}
 
     def write_all() -> None:
         if run.rank == 0:
-            state = run.optimizer.original_optimizer.state_dict
-            contents = _contents(snapshot, extra, random, state)
+            contents = _contents(snapshot, extra, random, lambda: state)
             check_contents(contents, extra)
             write(path, contents, run.keys, snapshot.torch_kwargs, snapshot.key_file)
 
-    together(run, f"write {path}", write_all)
+    with run.model.whole_parameters():
+        together(run, f"write {path}", write_all)
 
 
 def _save_folder(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
@@ -213,6 +215,11 @@ def load(snapshot: Snapshot, new_keys: bool) -> dict[str, Any]:
         FileNotFoundError: no such checkpoint.
         ValueError: it is cut short, of another run, or its key is missing; or another rank failed.
     """
+    with snapshot.run.model.whole_parameters():
+        return _load(snapshot, new_keys)
+
+
+def _load(snapshot: Snapshot, new_keys: bool) -> dict[str, Any]:
     run, path = snapshot.run, snapshot.path
     resume, fill, problem = None, None, None
     try:

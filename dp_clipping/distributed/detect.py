@@ -32,6 +32,8 @@ def sharding_of(
     """
     if not dist.is_available():
         return None
+    if hasattr(module, "whole_parameters"):
+        return _of_wrapper(module)
     if any(is_fsdp1(m) for m in module.modules()):
         from dp_clipping.distributed import fsdp1
 
@@ -58,6 +60,20 @@ def sharding_of(
             "data_parallel_group is for tensor-parallel modules: wrap an ordinary one with ddp.wrap"
         )
     return None
+
+
+def _of_wrapper(module: Any) -> Sharding:
+    """Returns the sharding of `ddp.wrap("fsdp", ..)`, whose parameters are whole in their layers."""
+    parts = {
+        parameter: ParameterPart(parameter.shape, number)
+        for number, unit in enumerate(module.units)
+        for parameter in unit.parameters
+    }
+    group = module.process_group
+    return Sharding(
+        api='wrap("fsdp", ..)', data_parallel_group=group, tensor_group=None, everyone=group,
+        replicas=None, shards=group, parts=parts, by_wrapper=True,
+    )  # fmt: skip
 
 
 def _of_fsdp(root: nn.Module) -> Sharding:

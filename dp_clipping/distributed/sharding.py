@@ -71,6 +71,8 @@ class Sharding:
         managed: the root that FSDP2 manages.
         slices: of FSDP1, parameter -> what each rank of the data axis has of it, flattened; without
             those that every rank has (on one rank, and where FSDP1 was told to ignore them).
+        by_wrapper: a `ddp` wrapper gathers the parameters and takes the sums to their owners.
+        by_wrapper: a `ddp` wrapper gathers the parameters and takes the sums to their owners.
     """
 
     api: str
@@ -83,6 +85,7 @@ class Sharding:
     gathering: tuple[Gathering, ...] = field(repr=False, default=())
     managed: nn.Module | None = field(repr=False, default=None)
     slices: dict[Parameter, list[Slice]] = field(repr=False, default_factory=dict)
+    by_wrapper: bool = False
     _layouts: dict[tuple[Tensor, torch.dtype], Any] = field(repr=False, default_factory=dict)
 
     @property

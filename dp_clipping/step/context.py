@@ -89,7 +89,9 @@ def context_of(
         device=capture.trigger.device, dtype=widest,
     )  # fmt: skip
     profile = profile_of(capture.trigger.device, hide_unprotected, reducer.data.size == 1)
-    sums = None if sharding is None else ShardedSums(sharding, profile)
+    sums = None
+    if sharding is not None and not sharding.by_wrapper:
+        sums = ShardedSums(sharding, profile)
     return StepContext(
         capture, policy, mode, batch_first, reducer, sums, examples_per_unit, profile
     )

@@ -27,6 +27,10 @@ from dp_clipping.step.gradient_watch import GradientWatch
 from dp_clipping.step.state import StepState
 
 
+Piece = tuple[Parameter, int, int, Tensor]
+"""A parameter, the first element of a part of it (flattened), the length, and its gradient."""
+
+
 class GradientBuffer:
     """Owns `.grad` of the trainable parameters of one private model.
 
@@ -139,14 +143,22 @@ class GradientBuffer:
             self.context.sums.finish()
         elif self.wrapper is not None:
             self._finish_wrapper()
-        self.watch.note()
+        self.watch.note(self.pieces())
         self.state.reduce()
+
+    def pieces(self) -> list[Piece] | None:
+        """Returns this rank's parts of the sums where the wrapper divides them among the ranks.
+
+        None: `.grad` holds whole sums, or those of a shard.
+        """
+        pieces_of = getattr(self.wrapper, "gradient_pieces", None)
+        return None if pieces_of is None else pieces_of()
 
     def _finish_by_wrapper(self) -> None:
         """Runs the wrapper's own finish, which a user has called."""
         self.watch.refuse_unclipped(is_noisy=not self.state.is_open)
         self._finish_wrapper()
-        self.watch.note()
+        self.watch.note(self.pieces())
 
     def _send(self) -> None:
         if not _sends(self.wrapper):

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from dp_clipping.distributed.dtensor import local
-from dp_clipping.distributed.placement import Place, places_of
+from dp_clipping.distributed.placement import Place, Span, places_of
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.add_noise import add_noise_to_all
 from dp_clipping.noise.gaussian import GAUSSIAN, NoiseStream, Values
 from dp_clipping.noise.kernel import StreamTable
+from dp_clipping.step.gradient_buffer import Piece
 from dp_clipping.step.steppable import Steppable
 
 
@@ -82,23 +83,51 @@ class GradientNoise:
     def _add(self, step: int) -> None:
         model, settings = self.model, self.model.step_state.settings
         norms = None if self.adaptive is None else model.gather_norms()
-        parameters = model.capture.parameters
-        gradients: list[Any] = [p.grad for p in parameters]
-        noisy = add_noise_to_all(
-            gradients if self._places is None else list(map(local, gradients)),
-            self.streams(step),
-            std=self.std_multiplier() * model.step_state.sensitivity,
-            divisor=settings.expected_batch_size if settings.loss_reduction == "mean" else 1.0,
-            dtypes=[p.dtype for p in parameters],
-            places=self._places,
-            table=self.table,
-            values=self.values,
-        )
-        for parameter, before, gradient in zip(parameters, gradients, noisy, strict=True):
-            if gradient is not before:  # else it was changed in place
-                model.gradient_buffer.apply(parameter, gradient)
+        pieces = model.gradient_buffer.pieces()
+        if pieces is None:
+            self._add_to_gradients(step)
+        else:
+            self._add_to_pieces(pieces, step)
         if self.adaptive is not None:
             is_noisy = settings.noise_multiplier > 0
             self.adaptive.update(norms.wait(), step=step, noise_key=self.key, noisy=is_noisy)
             model.thresholds.set(self.adaptive.max_grad_norm)
         model.gradient_buffer.watch.settle()
+
+    def _add_to_gradients(self, step: int) -> None:
+        parameters, buffer = self.model.capture.parameters, self.model.gradient_buffer
+        gradients: list[Any] = [p.grad for p in parameters]
+        noisy = add_noise_to_all(
+            gradients if self._places is None else list(map(local, gradients)),
+            self.streams(step),
+            dtypes=[p.dtype for p in parameters],
+            places=self._places,
+            table=self.table,
+            **self._how(),
+        )
+        for parameter, before, gradient in zip(parameters, gradients, noisy, strict=True):
+            if gradient is not before:  # else it was changed in place
+                buffer.apply(parameter, gradient)
+
+    def _add_to_pieces(self, pieces: list[Piece], step: int) -> None:
+        """Adds noise to the runs of elements that this rank's optimizer steps, in place."""
+        stream_of = dict(zip(self.model.capture.parameters, self.streams(step), strict=True))
+        sums = [total for *_, total in pieces]
+        noisy = add_noise_to_all(
+            sums,
+            [stream_of[parameter] for parameter, *_ in pieces],
+            dtypes=[total.dtype for total in sums],
+            places=[(Span(0, offset, n, n, 1),) for _, offset, n, _ in pieces],
+            **self._how(),
+        )
+        for total, result in zip(sums, noisy, strict=True):
+            if result is not total:
+                total.copy_(result)
+
+    def _how(self) -> dict[str, Any]:
+        settings = self.model.step_state.settings
+        return {
+            "std": self.std_multiplier() * self.model.step_state.sensitivity,
+            "divisor": settings.expected_batch_size if settings.loss_reduction == "mean" else 1.0,
+            "values": self.values,
+        }

@@ -25,6 +25,8 @@ class GradientWatch:
         self.capture, self.sums, self.state = capture, sums, state
         self._left: list[tuple[Parameter, Tensor]] = []  # what has a `.grad`, and that
         self._versions: list[int] = []  # of those
+        self._pieces: list[tuple[Parameter, Tensor]] = []  # what this rank has of a sum
+        self._piece_versions: list[int] = []  # of those
         self._unclipped: set[Parameter] = set()  # what autograd has added an ordinary one to
         add, sharding = self._unclipped.add, self.capture.sharding
         self._hooks = [p.register_post_accumulate_grad_hook(add) for p in self.capture.parameters]
@@ -43,24 +45,29 @@ class GradientWatch:
 
     def settle(self) -> None:
         """Allows changes of each gradient: noise has been added."""
-        self._left = []
+        self._left, self._pieces = [], []
         if self.sums is not None:
             self.sums.settle()
 
     def clear(self) -> None:
         """Expects `.grad` to be empty."""
         self._unclipped.clear()
-        self._left = []
+        self._left, self._pieces = [], []
 
-    def note(self) -> None:
+    def note(self, pieces: list[tuple[Parameter, int, int, Tensor]] | None = None) -> None:
         """Expects `.grad` to stay as it is until the next backward or the step.
 
         For a sharded network this is noted when its sums arrive.
+
+        Args:
+            pieces: this rank's parts of the sums, where `.grad` only stands for them.
         """
         if self.sums is None and self.state.is_open:
             held = [(p, p.grad) for p in self.capture.parameters]
             self._left = [(p, g) for p, g in held if g is not None]
             self._versions = versions_of([g for _, g in self._left])
+            self._pieces = [(p, g) for p, _, _, g in pieces or ()]
+            self._piece_versions = versions_of([g for _, g in self._pieces])
 
     def refuse_unclipped(self, is_noisy: bool = False) -> None:
         """Raises RuntimeError if `.grad` was changed since the last private backward.
@@ -86,7 +93,10 @@ class GradientWatch:
             return [p for p in changed if self.state.is_open or p.grad is not None]
         now = versions_of([g for _, g in self._left])
         pairs = zip(self._left, self._versions, now, strict=False)
-        return [p for (p, g), then, version in pairs if p.grad is not g or then != version]
+        changed = [p for (p, g), then, version in pairs if p.grad is not g or then != version]
+        now = versions_of([g for _, g in self._pieces])
+        of_pieces = zip(self._pieces, self._piece_versions, now, strict=False)
+        return changed + [p for (p, _), then, version in of_pieces if then != version]
 
     def _show(self, parameters: Iterable[Parameter]) -> str:
         return ", ".join(sorted(self.capture.names[p] for p in parameters)[:5])

@@ -121,7 +121,16 @@ def clipped_sums(
 
 
 def gradients_of(model: PrivateModel) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.network.named_parameters() if p.requires_grad}
+    """By name; whole ones, where ranks have parts of them: then all ranks call it."""
+    named = [(name, p) for name, p in model.network.named_parameters()]
+    whole_gradients = getattr(model.module, "whole_gradients", None)
+    if whole_gradients is None:
+        return {name: p.grad.clone() for name, p in named if p.requires_grad}
+    return {
+        name: gradient.clone()
+        for (name, p), gradient in zip(named, whole_gradients(), strict=True)
+        if p.requires_grad
+    }
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:

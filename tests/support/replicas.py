@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -142,10 +143,13 @@ def build(
     module = (case.build() if module is None else module).to(device, dtype)
     if shard is not None:
         module = shard(module)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    plain, sgd = module, {"lr": 0.1, "momentum": 0.9}
     if context is not None and shard is None:
         options = small_buckets(variant, BUCKET_MB)
         module = wrap(variant, module, process_group=context.group, **options)
+        optimizer = module.make_optimizer(torch.optim.SGD, plain.parameters(), **sgd)
+    else:
+        optimizer = torch.optim.SGD(plain.parameters(), **sgd)
     dataset = TensorDataset(*oracle.move(case.batch(count), dtype=dtype), torch.arange(count))
     sampler = None
     if distributed_sampler:
@@ -230,12 +234,14 @@ def flat(tensors: Sequence[Tensor]) -> np.ndarray:
 
 
 def parameters(run: SimpleNamespace) -> np.ndarray:
-    return flat(list(run.model.network.parameters()))
+    whole = getattr(run.optimizer.model.module, "whole_parameters", nullcontext)
+    with whole():
+        return flat(list(run.model.network.parameters()))
 
 
 def applied(run: SimpleNamespace) -> np.ndarray:
-    """What `step()` has left in `.grad`."""
-    return flat([p.grad for p in run.model.network.parameters()])
+    """What `step()` has left in `.grad`, or in the ranks' parts of it."""
+    return flat(list(gradients_of(run.optimizer.model).values()))
 
 
 def on_gpus(variant: str) -> str:

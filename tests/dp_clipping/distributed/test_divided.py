@@ -1,0 +1,100 @@
+"""Private training where each rank steps a part of the parameters: zero1, zero2, fsdp by hand."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ddp import wrap
+from dp_clipping.arguments.checks import check_optimizer
+from lm.rank_pool import Context
+from tests.support.replicas import SPLITS, Beside, alone, applied, build, parameters, train
+
+VARIANTS = ["zero1", "zero2", "fsdp"]
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def beside_oracle(context: Context, variant: str, mode: str, name: str, clipping: str) -> None:
+    pair = Beside(context, variant, mode, name, clipping)
+    for sizes in SPLITS[context.world_size]:
+        pair.check_step(sizes)
+
+
+@every_variant
+@pytest.mark.parametrize(("mode", "name", "clipping"), [
+    ("bookkeeping", "transformer_tied", "flat"),
+    ("ghost", "transformer", "per_layer"),
+    ("flash_bookkeeping", "transformer", "flat"),
+])  # fmt: skip
+def test_sums_are_those_of_one_process(cpu_ranks, variant, mode, name, clipping):
+    cpu_ranks.run(2, beside_oracle, variant, mode, name, clipping)
+
+
+def steps(context: Context, variant: str, options: dict) -> tuple[np.ndarray, np.ndarray]:
+    run = build(context, variant, **options)
+    train(run, 3)
+    return applied(run), parameters(run)
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_noise_and_steps_are_those_of_one_process(cpu_ranks, variant, dtype):
+    """Each element gets the noise of its place in the parameter, whoever steps it."""
+    options = {"name": "transformer", "dtype": dtype}
+    answers = cpu_ranks.run(2, steps, variant, options)
+    expected = alone(3, **options)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    for found in answers:
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance)
+
+
+def saved(context: Context, variant: str, path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """A run that was saved after two steps, and its parameters two steps later."""
+    run = build(context, variant, name="transformer")
+    train(run, 2)
+    run.optimizer.zero_grad()
+    run.engine.save_checkpoint(path=path, module=run.model, optimizer=run.optimizer)
+    before = parameters(run)
+    train(run, 2)
+    return before, parameters(run)
+
+
+def resumed(context: Context, variant: str, path: Path) -> tuple[np.ndarray, np.ndarray]:
+    run = build(context, variant, name="transformer")
+    run.engine.load_checkpoint(path=path, module=run.model, optimizer=run.optimizer)
+    before = parameters(run)
+    train(run, 2)
+    return before, parameters(run)
+
+
+@pytest.mark.parametrize(("variant", "other"), [
+    ("zero1", "fsdp"), ("fsdp", "zero2"), ("zero2", "ddp_bucketed"),
+])  # fmt: skip
+def test_a_checkpoint_goes_on_with_another_variant(cpu_ranks, tmp_path, variant, other):
+    path = tmp_path / "run.pt"
+    expected = cpu_ranks.run(2, saved, variant, path)
+    for rank, found in enumerate(cpu_ranks.run(2, resumed, other, path)):
+        np.testing.assert_array_equal(found[0], expected[rank][0])
+        np.testing.assert_allclose(found[1], expected[rank][1], rtol=0, atol=1e-5)
+
+
+def refused(context: Context, variant: str) -> None:
+    run = build(context, variant)
+    inputs, targets, _ = next(iter(run.loader))
+    run.criterion(run.model(inputs), targets).backward()
+    wrapper = run.optimizer.model.module
+    wrapper.finish_gradient_synchronization()
+    wrapper.clip_grad_norm_(0.1)  # of sums that have no noise yet
+    with pytest.raises(RuntimeError, match="gradient of .* was changed"):
+        run.optimizer.step()
+    module = wrap(variant, torch.nn.Linear(3, 2), process_group=context.group)
+    plain = torch.optim.AdamW(module.parameters())
+    with pytest.raises(ValueError, match=r"module\.make_optimizer\(AdamW"):
+        check_optimizer(plain, module)
+
+
+@every_variant
+def test_what_is_refused(cpu_ranks, variant):
+    cpu_ranks.run(2, refused, variant)
