@@ -63,7 +63,7 @@ def sharding_of(
 
 
 def _of_wrapper(module: Any) -> Sharding:
-    """Returns the sharding of `ddp.wrap("fsdp", ..)`, whose parameters are whole in their layers."""
+    """Returns that of `ddp.wrap("fsdp", ..)`, whose parameters are whole where a layer computes."""
     parts = {
         parameter: ParameterPart(parameter.shape, number)
         for number, unit in enumerate(module.units)

@@ -61,6 +61,9 @@ class Span:
 Place = tuple[Span, ...]
 """Spans of one part, in its own order and without gaps; () if the part is empty."""
 
+Piece = tuple[Parameter, int, int, Tensor]
+"""A parameter, the first element of a run of it (flattened), its length, and its gradient."""
+
 
 def place_of(parameter: Tensor) -> Place | None:
     """Returns the spans of this rank's part; None if it has all of the parameter."""

@@ -22,13 +22,10 @@ from torch.nn import Parameter
 from dp_clipping.capture.fixed_parameters import FixedParameters
 from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.distributed.dtensor import local
+from dp_clipping.distributed.placement import Piece
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.gradient_watch import GradientWatch
 from dp_clipping.step.state import StepState
-
-
-Piece = tuple[Parameter, int, int, Tensor]
-"""A parameter, the first element of a part of it (flattened), the length, and its gradient."""
 
 
 class GradientBuffer:

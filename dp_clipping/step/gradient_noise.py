@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from dp_clipping.distributed.dtensor import local
-from dp_clipping.distributed.placement import Place, Span, places_of
+from dp_clipping.distributed.placement import Piece, Place, Span, places_of
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.add_noise import add_noise_to_all
 from dp_clipping.noise.gaussian import GAUSSIAN, NoiseStream, Values
 from dp_clipping.noise.kernel import StreamTable
-from dp_clipping.step.gradient_buffer import Piece
 from dp_clipping.step.steppable import Steppable
 
 

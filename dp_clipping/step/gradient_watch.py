@@ -8,6 +8,7 @@ from torch.nn import Parameter
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.distributed.awaited import REMEDY
 from dp_clipping.distributed.gradient_reduce import ShardedSums
+from dp_clipping.distributed.placement import Piece
 from dp_clipping.step.state import StepState
 from dp_clipping.torch_compat import versions_of
 
@@ -54,7 +55,7 @@ class GradientWatch:
         self._unclipped.clear()
         self._left, self._pieces = [], []
 
-    def note(self, pieces: list[tuple[Parameter, int, int, Tensor]] | None = None) -> None:
+    def note(self, pieces: list[Piece] | None = None) -> None:
         """Expects `.grad` to stay as it is until the next backward or the step.
 
         For a sharded network this is noted when its sums arrive.

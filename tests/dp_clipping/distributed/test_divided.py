@@ -87,7 +87,7 @@ def refused(context: Context, variant: str) -> None:
     wrapper = run.optimizer.model.module
     wrapper.finish_gradient_synchronization()
     wrapper.clip_grad_norm_(0.1)  # of sums that have no noise yet
-    with pytest.raises(RuntimeError, match="gradient of .* was changed"):
+    with pytest.raises(RuntimeError, match=r"gradient of .* was changed"):
         run.optimizer.step()
     module = wrap(variant, torch.nn.Linear(3, 2), process_group=context.group)
     plain = torch.optim.AdamW(module.parameters())
