@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from bench.settings import Settings, mode_and_algorithm
-from bench.training import Batch, StepParts
+from bench.training import Batch, StepParts, clipping_of
 from dp_clipping import PrivacyEngine
 
 MIB = 1 << 20
@@ -80,4 +80,5 @@ def private_parts(
         forward_loss=forward_loss,
         finish=private.finish_synchronization,
         more_phases={"noise": private_optimizer.pre_step},
+        clip_gradients=clipping_of(model),
     )
