@@ -58,7 +58,8 @@ def draw_efficiency(
         end = (curves[name][-1] - bottom) / (TOP - bottom)
         axes.plot([1.005, 1.03], [end, height], lw=0.8, color=style["color"], clip_on=False,
                   transform=axes.transAxes)  # fmt: skip
-        axes.text(1.035, height, f"{curves[name][-1]:.0%} {together[name]}: {stops[name]}", va="center",
+        label = f"{curves[name][-1]:.0%} {together[name]}: {stops[name]}"
+        axes.text(1.035, height, label, va="center",
                   fontsize=8.8, color=style["color"], transform=axes.transAxes)  # fmt: skip
     figure.text(0.07, 0.945, title, fontsize=13, weight="bold")
     figure.text(0.07, 0.895, subtitle, fontsize=9, color="#555555")

@@ -183,8 +183,10 @@ def _median(works: list[Work]) -> Work:
 
 
 def _rate(work: Work, counts: tuple) -> Work:
-    """Returns seconds per operation; 0 where there is none, whatever little was measured."""
-    return tuple(w / c if c else 0.0 for w, c in zip(work, counts, strict=True))
+    """Returns seconds per operation. Time of a kind that should have none counts as other work."""
+    unexpected = sum(w for w, c in zip(work, counts, strict=True) if not c)
+    whole = (*work[:2], work[2] + unexpected, work[3])
+    return tuple(w / c if c else 0.0 for w, c in zip(whole, counts, strict=True))
 
 
 def _product(rates: Work, counts: tuple) -> float:
