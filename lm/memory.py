@@ -33,7 +33,7 @@ SHARDED = ("zero1", "zero2", "fsdp")
 VARIANTS = REPLICATED + SHARDED
 BUCKET_MB = {"torch_ddp": 25.0, "torch_ddp_tuned": 100.0, "ddp_copy_engine": 100.0}
 DEFAULT_BUCKET_MB = 200.0  # of the other variants that batch
-PULLED_BYTES = 64 * MIB  # what the copy engine's variant pulls at a time
+PULLED_BYTES = 64 * MIB  # what the copy engine's variant pulls at a time, at most
 
 
 def bucket_mb(variant: str, given: float | None = None) -> float:
@@ -136,7 +136,10 @@ def _buffers(variant: str, gradients: int, bucket: float, unit: int) -> tuple[fl
     return {
         "torch_ddp": (2 * gradients, 0),
         "torch_ddp_tuned": (2 * gradients, 0),
-        "ddp_copy_engine": (gradients + PULLED_BYTES, -gradients),  # where the gradients then lie
+        "ddp_copy_engine": (
+            gradients + min(PULLED_BYTES, gradients),
+            -gradients,
+        ),  # where the gradients then lie
         "ddp_bucketed": (0, bucket),
         "zero1": (0, bucket),
         "zero2": (0, 2 * bucket),  # one is filled while the one before is reduced

@@ -464,7 +464,11 @@ class FlatNoTail(FlatDDP):
     tail_share = 1
 
 
-@mistake("predict", "Without latency, an all-reduce sends", "each rank sends 2 chunks of 1/2 of the bytes")
+@mistake(
+    "predict",
+    "Without latency, an all-reduce sends",
+    "each rank sends 2 chunks of 1/2 of the bytes",
+)
 def predict_bytes_per_rank_count(nbytes, ranks, latency, bandwidth):
     """The share 1/W is forgotten."""
     return 2 * (ranks - 1) * (latency + nbytes / bandwidth)
