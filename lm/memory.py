@@ -105,7 +105,9 @@ def predict_memory(
     loss = activation_scale * loss_activations(model, tokens, dtype, fused_norm)
     parts = {kind: (ranks if variant in shards else 1) for kind, shards in _SHARDED_KINDS.items()}
     bucket = min(bucket_mb(variant, bucket_size_mb) * MIB, whole)
-    kept_always, in_backward = _buffers(variant, whole, bucket, max(table, block))
+    kept_always, in_backward = _buffers(
+        variant, whole, bucket, block, outside=whole - model.num_layers * block
+    )
     moments = [(model.num_layers * per_block + loss, 0, kept_always)]
     for done in range(model.num_layers + 1):  # blocks whose gradients are there, the head's too
         reduced = (table + done * block) / parts["gradients"]
@@ -125,13 +127,15 @@ _SHARDED_KINDS = {
 }
 
 
-def _buffers(variant: str, gradients: int, bucket: float, unit: int) -> tuple[float, float]:
+def _buffers(
+    variant: str, gradients: int, bucket: float, block: int, outside: int
+) -> tuple[float, float]:
     """Returns what a variant allocates beside the gradients: always, and in backward, in bytes.
 
     PyTorch's DDP keeps its buckets, and has twice as many while it rebuilds them after its first
     backward. Shared memory of the copy engine stays through forward. A flat bucket exists whole as
     soon as its first gradient is ready; a sharded one until its slice has been reduced. FSDP holds
-    two gathered units, the one in use and the next, and a unit's gradients until they are reduced.
+    what is in no block whole until its gradients are there, two blocks, and the gradients of two.
     """
     return {
         "torch_ddp": (2 * gradients, 0),
@@ -143,7 +147,7 @@ def _buffers(variant: str, gradients: int, bucket: float, unit: int) -> tuple[fl
         "ddp_bucketed": (0, bucket),
         "zero1": (0, bucket),
         "zero2": (0, 2 * bucket),  # one is filled while the one before is reduced
-        "fsdp": (2 * unit, unit),
+        "fsdp": (outside + 2 * block, outside + 2 * block),
     }.get(variant, (0, 0))
 
 

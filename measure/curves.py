@@ -27,7 +27,7 @@ def draw_efficiency(
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 5.8), dpi=160, facecolor="white")
-    axes = figure.add_axes((0.07, 0.115, 0.6, 0.735))
+    axes = figure.add_axes((0.085, 0.115, 0.585, 0.735))
     low = min(limit, *(min(curve) for curve in curves.values()))
     bottom = max(0.0, low - 0.06)
     axes.set_xscale("log", base=2)
@@ -37,6 +37,7 @@ def draw_efficiency(
     axes.grid(axis="y", color="#E6E6E6", lw=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("GPUs (the batch per GPU stays the same)")
+    axes.set_ylabel("a step of one GPU / a step of all")
     axes.axhline(limit, color="#222222", lw=0.9, ls=":")
     note = {"fontsize": 8.5, "color": "#555555"}
     axes.text(

@@ -1,11 +1,10 @@
 """What a variant sends when, and what it copies.
 
 The hand-built variants are planned by their own `ddp.buckets.plan_buckets`. PyTorch's DDP closes a
-bucket once it is full, the first at 1 MiB. A bucket of `fsdp` is a unit: a block, embedding, head.
+bucket once it is full, the first at 1 MiB. A bucket of `fsdp` is a block, or all in no block.
 """
 
 from dataclasses import dataclass
-from itertools import groupby
 
 from ddp.buckets import Gradient, plan_buckets
 from lm.memory import MIB, SHARDED, bucket_mb
@@ -31,8 +30,11 @@ def plan(variant: str, shape: Shape) -> Plan:
     if variant == "none":
         buckets = []
     elif variant == "fsdp":
-        places = range(len(names))
-        buckets = [tuple(own) for _, own in groupby(places, lambda i: _unit(names[i]))]
+        units: dict[str, tuple[int, ...]] = {}
+        for i, name in enumerate(names):
+            unit = name.split(".")[1] if name.startswith("blocks.") else "root"
+            units[unit] = (*units.get(unit, ()), i)
+        buckets = sorted(units.values(), key=max)
     elif variant.startswith("torch_ddp"):
         buckets = _closed_when_full([size * shape.width for size in sizes], capacity)
     else:
@@ -48,10 +50,6 @@ def plan(variant: str, shape: Shape) -> Plan:
 
 def kind_of(variant: str) -> str:
     return "reduce_scatter" if variant in SHARDED else "all_reduce"
-
-
-def _unit(name: str) -> str:
-    return name.split(".")[1] if name.startswith("blocks.") else str("embedding" in name)
 
 
 def _closed_when_full(nbytes: list[int], capacity: int) -> list[tuple[int, ...]]:

@@ -83,7 +83,7 @@ def program_of(
     send = partial(_send, found, ranks, contention.launch)
     copy = [layout.copies * times.copy * nbytes for nbytes in layout.nbytes]
     if variant == "fsdp":
-        return [*_gathered(times, layout, copy, send), update]
+        return _gathered(times, layout, copy, send, update)
     program: Program = [("compute", sum(times.forward))]
     if variant == "ddp":
         program.append(("compute", sum(times.backward)))
@@ -101,33 +101,46 @@ def program_of(
             ("compute", seconds + (0 if late else copying)),
             *send(kind_of(variant), nbytes),
         ]
-    program += [("wait", len(copy)), ("compute", sum(copy) if late else 0.0), update]
-    if shards:
-        program += [one for nbytes in layout.nbytes for one in send("all_gather", nbytes)]
-        program.append(("wait", 2 * len(copy)))
-    return program
+    program += [("wait", len(copy)), ("compute", sum(copy) if late else 0.0)]
+    if not shards:
+        return [*program, update]
+    for nbytes in layout.nbytes:  # the parameters of a bucket travel while the next one is stepped
+        share = times.optimizer / ranks * nbytes / sum(layout.nbytes)
+        program += [("compute", share), *send("all_gather", nbytes)]
+    return [*program, ("compute", times.rest), ("wait", 2 * len(copy))]
 
 
 def _send(found: Calibration, ranks: int, launch: float, kind: str, nbytes: float) -> Program:
     return [("compute", launch), ("send", found.network.seconds(kind, nbytes, ranks))]
 
 
-def _gathered(times: Times, layout: Plan, copy: list[float], send) -> Program:
-    """Gathers each unit before its use, the next one meanwhile; the last stays for backward."""
-    uses = [(i, True) for i in range(len(layout.nbytes))][::-1]  # units stand as in backward
-    uses += [(i, False) for i in range(len(layout.nbytes))]
-    program, sent = send("all_gather", layout.nbytes[uses[0][0]]), 1
-    gathered = sent  # how many are finished when this unit is there
-    for (unit, forward), (following, _) in zip(uses, [*uses[1:], uses[-1]], strict=True):
-        needed = gathered
-        if following != unit:
-            program += send("all_gather", layout.nbytes[following])
+def _gathered(times: Times, layout: Plan, copy: list[float], send, update) -> Program:
+    """Gathers each block before its use, the next one meanwhile; what is in no block comes first.
+
+    That stays whole until its gradients are there, which are the first ones and the last one. The
+    first gathers of a step run beside the optimizer.
+    """
+    *blocks, root = range(len(layout.nbytes))  # in the order of backward
+    program = [*send("all_gather", layout.nbytes[root]),
+               *send("all_gather", layout.nbytes[blocks[-1]]), update, ("wait", 1),
+               ("compute", times.forward[0])]  # fmt: skip
+    sent = gathered = 2  # how many must be finished for the next block to be whole
+    uses = [*blocks[::-1], *blocks]
+    for place, block in enumerate(uses):
+        needed, forward = gathered, place < len(blocks)
+        following = uses[place + 1 : place + 2]
+        if following and following != [block]:  # the last one is whole at once in backward
+            program += send("all_gather", layout.nbytes[following[0]])
             gathered = sent = sent + 1
         program.append(("wait", needed))
         if forward:
-            program.append(("compute", times.forward[len(layout.nbytes) - 1 - unit]))
-        else:
-            seconds = sum(times.backward[i] for i in layout.buckets[unit]) + copy[unit]
-            program += [("compute", seconds), *send("reduce_scatter", layout.nbytes[unit])]
-            sent += 1
-    return [*program, ("wait", sent)]
+            program.append(("compute", times.forward[len(blocks) - block]))
+            continue
+        if place == len(blocks):
+            first = sum(times.backward[i] for i in layout.buckets[root][:-1])
+            program.append(("compute", times.forward[-1] + first))
+        seconds = sum(times.backward[i] for i in layout.buckets[block]) + copy[block]
+        program += [("compute", seconds), *send("reduce_scatter", layout.nbytes[block])]
+        sent += 1
+    program.append(("compute", times.backward[layout.buckets[root][-1]] + copy[root]))
+    return [*program, *send("reduce_scatter", layout.nbytes[root]), ("wait", sent + 1)]

@@ -64,7 +64,11 @@ def test_every_gradient_is_in_one_bucket():
         found = plan(variant, SHAPE)
         assert sorted(i for bucket in found.buckets for i in bucket) == everything
         assert sum(found.nbytes) == SHAPE.gradient_bytes
-    assert len(plan("fsdp", SHAPE).buckets) == SHAPE.model.num_layers + 2
+    *blocks, root = plan("fsdp", SHAPE).buckets
+    assert len(blocks) == SHAPE.model.num_layers
+    assert [list(SHAPE.gradients)[i].split(".")[0] for i in root] == [
+        "head", "final_norm", "token_embedding",
+    ]  # fmt: skip
     assert len(plan("ddp_individual", SHAPE).buckets) == len(everything)
     assert plan("none", SHAPE).buckets == []
 
@@ -181,13 +185,21 @@ def test_fsdp_gathers_and_scatters_each_unit(traces):
     from experiments.simulate.step import program_of
 
     program = program_of(calibrate(traces, LINKS), "fsdp", SHAPE, 4, Contention(1, 1, 0))
-    units = SHAPE.model.num_layers + 2
-    assert sum(what == "send" for what, _ in program) == units + (units - 1) + units
+    blocks = SHAPE.model.num_layers
+    sends = (blocks + 1) + (blocks - 1) + (blocks + 1)  # forward, backward, gradients
+    assert sum(what == "send" for what, _ in program) == sends
     sent = 0
     for what, amount in program:
         sent += what == "send"
         assert what != "wait" or amount <= sent
-    assert program[-2] == ("wait", 3 * units - 1)
+    assert program[-1] == ("wait", sends)
+    found = calibrate(traces, LINKS)
+    times = found.times(SHAPE)
+    computed = sum(amount for what, amount in program if what == "compute")
+    copied = times.copy * SHAPE.gradient_bytes
+    assert computed == pytest.approx(
+        sum(times.forward) + sum(times.backward) + times.optimizer / 4 + times.rest + copied
+    )
 
 
 def test_last_that_pays():
