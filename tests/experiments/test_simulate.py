@@ -188,10 +188,8 @@ def test_fsdp_gathers_and_scatters_each_unit(traces):
     blocks = SHAPE.model.num_layers
     sends = (blocks + 1) + (blocks - 1) + (blocks + 1)  # forward, backward, gradients
     assert sum(what == "send" for what, _ in program) == sends
-    sent = 0
-    for what, amount in program:
-        sent += what == "send"
-        assert what != "wait" or amount <= sent
+    # Two blocks: the next one's gather is not waited for, nor the gradients sent before it.
+    assert [amount for what, amount in program if what == "wait"] == [1, 2, 3, 3, 4, 7]
     assert program[-1] == ("wait", sends)
     found = calibrate(traces, LINKS)
     times = found.times(SHAPE)
