@@ -17,6 +17,7 @@ from statistics import fmean, median
 
 from experiments.simulate.cost import Network
 from experiments.simulate.plan import kind_of, plan
+from lm.memory import VARIANTS
 from lm.shape import Shape
 from tracing import StepPieces, Trace, Work, load_traces, pieces
 
@@ -93,7 +94,9 @@ def calibrate(folder: Path, network: Network) -> Calibration:
     runs: dict[str, list[Trace]] = {}
     for path in sorted(folder.glob("*_rank_0_trace.json*")):
         traces = load_traces(sorted(folder.glob(path.name.replace("_rank_0_", "_rank_*_"))))
-        runs[traces[0].configuration.get("implementation", "unknown")] = traces
+        name = traces[0].configuration.get("implementation")
+        if name in VARIANTS and "clipping" not in traces[0].configuration:  # not a private step
+            runs[name] = traces
     if not {"none", "ddp"} <= runs.keys() or len(runs["ddp"]) < 2:
         raise ValueError(
             f"{folder}: needs traces of none and ddp on two ranks or more, has "

@@ -6,6 +6,7 @@ from statistics import median
 
 from experiments.simulate.calibrate import Calibration
 from experiments.simulate.step import simulate
+from lm.memory import VARIANTS
 from lm.shape import Shape
 from measure import OK, Column, Results, format_table
 
@@ -38,6 +39,8 @@ def validation(found: Calibration, folder: Path) -> str:
     steps = measured_steps([folder])
     table_rows = []
     for name, step in steps.items():
+        if name not in VARIANTS:
+            continue
         predicted = simulate(found, name, shape, ranks).step
         ratio = predicted / simulate(found, "none", shape, ranks).step
         table_rows.append({

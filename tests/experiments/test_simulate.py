@@ -208,7 +208,7 @@ def test_last_that_pays():
 
 def test_the_command_predicts_draws_and_says_how_far_off_it_was(traces, tmp_path, capsys):
     results = Results(tmp_path / "measured")
-    for variant, step in (("none", 12.0), ("ddp_bucketed", 15.0)):
+    for variant, step in (("none", 12.0), ("ddp_bucketed", 15.0), ("torch_zero1", 14.0)):
         for number in (0, 1):
             row = {"key": f"{variant}{number}", "implementation": variant, "kind": "timing",
                    "round": number, "status": OK, "step_ms": [step + number] * 3,
@@ -231,6 +231,7 @@ def test_the_command_predicts_draws_and_says_how_far_off_it_was(traces, tmp_path
     assert none.split()[1:3] == ["12.00", "12.00"]  # the fastest round, matched
     bucketed = next(line for line in validated.splitlines() if line.startswith("ddp_bucketed "))
     assert bucketed.split()[1] == "15.00"
+    assert "torch_zero1" not in text  # of which there is no model
     assert {line.split()[0] for line in predicted.splitlines()[4:15]} == set(VARIANTS)
     assert read_picture(picture).description.startswith("Efficiency of each variant")
 
