@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from bench.memory import describe_memory
 from bench.options import Options, parse
 from bench.profiling import ENDED, Profiling, leave_out_failed
 from bench.report import describe_privacy, report
@@ -200,4 +201,6 @@ def describe_plan(settings: Settings, hardware: Hardware, options: Options) -> s
         f"benchmark: {len(cells)} cells, {settings.rounds} rounds of {settings.num_steps} steps "
         f"({settings.warmup_steps} of them warmup, not timed), results in {settings.output_dir}"
     )
+    if not settings.has_private:  # whose steps keep more
+        lines += describe_memory(settings, world_size, hardware.device_type)
     return "\n".join(lines)

@@ -144,7 +144,9 @@ class Options:
         "receives results.jsonl, comparison.png and report.html; an existing one is resumed "
         "(default: results_ddp/ and the time)"))
     dry_run: bool = option(False,
-        help="check the options, print the plan, start and write nothing (default: off)")
+        help=(
+        "check the options, print the plan and the predicted memory, start and write nothing "
+        "(default: off)"))
 
     profile: bool = option(False, group="profile mode (instead of the benchmark)",
         help="record traces with the PyTorch profiler (default: benchmark)")

@@ -89,7 +89,9 @@ class Profiling:
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             dist.barrier()
-            with profile(trace_path, device_type=device.type) as profiler:
+            with profile(
+                trace_path, device_type=device.type, configuration=self._configuration(subject)
+            ) as profiler:
                 train(run, StepClock(device), noted_phases(self.watch, subject.label))
             self._operators = slowest_operators(profiler)
             self._memory = self._record_memory(subject, run)
@@ -99,6 +101,15 @@ class Profiling:
             is_on = getattr(run.model, "profile", None) is not None
             self._phases = run.model.profile_report() if is_on else ""
             del run
+
+    def _configuration(self, subject: Subject) -> dict:
+        """Returns the settings, named as in a row of the benchmark's results."""
+        return {
+            **self.settings.identity(subject),
+            "implementation": subject.implementation,
+            "world_size": self.worker.world_size,
+            "device": self.worker.device.type,
+        }
 
     def _record_memory(self, subject: Subject, run: TrainingRun) -> dict[str, str]:
         """Records this rank's peak memory and, in one more step, a snapshot of its allocations.

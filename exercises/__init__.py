@@ -1,4 +1,4 @@
-"""Nine exercises in data-parallel training; README.md says how to work through them.
+"""Exercises in data-parallel training; README.md says how to work through them.
 
 Each folder has a `starter.py`, the specification with blanks to fill in, and a `check.py`, the
 properties that a solution has.
@@ -18,5 +18,6 @@ EXERCISES: dict[str, str] = {
     "unused": "ex7_unused",
     "ring": "ex8_ring",
     "flat": "ex9_flat",
+    "predict": "ex13_predict",
 }
 """Name on the command line -> folder, in order of difficulty."""

@@ -2,13 +2,14 @@
 
 Read in this order: `intervals` (time as sets), `trace` with `cpu_rules` and `gpu_rules` (what is
 computation, what is communication), `waiting` (for a slower rank), `overlap` (the numbers),
-`timeline` (the picture). `phases` and `profiler` are for the code that is being measured. Of the
-other packages it imports the writers of files and of aligned tables only, which are in
-`dp_clipping`.
+`timeline` (the picture), `pieces` (a step, cut at each gradient). `phases` and `profiler` are for
+the code that is being measured. Of the other packages it imports the writers of files and of
+aligned tables only, which are in `dp_clipping`.
 """
 
 from .overlap import Overlap, overlap, steps
 from .phases import PHASES, phase
+from .pieces import StepPieces, Work, pieces
 from .profiler import profile
 from .summary import OperatorRow, slowest_operators, write_summary
 from .timeline import draw_timeline
@@ -19,12 +20,15 @@ __all__ = [
     "PHASES",
     "OperatorRow",
     "Overlap",
+    "StepPieces",
     "Trace",
+    "Work",
     "draw_timeline",
     "load_trace",
     "load_traces",
     "overlap",
     "phase",
+    "pieces",
     "profile",
     "slowest_operators",
     "steps",

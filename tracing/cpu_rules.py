@@ -25,11 +25,16 @@ behind. The interpreter's own time between operators counts as idle.
 import re
 
 from .intervals import Interval, difference, total
+from .phases import ACCUMULATION
 
 BASIS = "CPU operators (a proxy)"
 COLLECTIVES = ("gloo:", "nccl:")
 CALLER_SIDE = ("c10d::", "_c10d_functional::")
 WRAPPERS = ("autograd::", "torch::autograd::")
+KINDS = {
+    "products": re.compile(r"aten::(mm|addmm|bmm|baddbmm|linear)"),
+    "attention": re.compile(r"aten::_?(scaled_dot_product|flash_attention|efficient_attention).*"),
+}
 
 
 def collectives(events: list[dict]) -> dict[str, list[Interval]]:
@@ -51,6 +56,19 @@ def classify(events: list[dict]) -> tuple[list[Interval], list[Interval]]:
         if e.get("cat") == "cpu_op" and e["tid"] not in busy_threads and not is_wrapper(e["name"])
     ]
     return _without_launches(operators), _intervals(collectives)
+
+
+def gradients(events: list[dict]) -> list[float]:
+    """Returns when autograd began to accumulate each gradient, in order."""
+    return sorted(e["start"] for e in events if e["name"] == ACCUMULATION)
+
+
+def kinds(events: list[dict]) -> dict[str, list[Interval]]:
+    """Returns the operators of each kind of arithmetic."""
+    return {
+        kind: _intervals([e for e in events if pattern.fullmatch(e["name"])])
+        for kind, pattern in KINDS.items()
+    }
 
 
 def is_wrapper(name: str) -> bool:

@@ -21,15 +21,21 @@ wait has no kernel. It lasts from the end of the computation launched before it 
 the computation launched after it.
 """
 
+import re
 from bisect import bisect_left
 from collections import Counter
+from itertools import accumulate
 
 from .intervals import Interval
-from .phases import COMMUNICATION_PREFIX
+from .phases import ACCUMULATION, COMMUNICATION_PREFIX
 
 BASIS = "GPU kernels"
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
+KINDS = {  # attention first: its kernels may be made of a library for matrix products
+    "attention": re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE),
+    "products": re.compile(r"gemm|nvjet|xmma|cutlass|splitk", re.IGNORECASE),
+}
 
 
 def collectives(events: list[dict]) -> dict[str, list[Interval]]:
@@ -75,6 +81,25 @@ def time_in(events: list[dict], on_cpu: dict[str, list[Interval]]) -> dict[str, 
         name: sum(end - start for r in ranges for _, start, end in _launched_in(launched, r))
         for name, ranges in on_cpu.items()
     }
+
+
+def gradients(events: list[dict]) -> list[float]:
+    """Returns when each gradient was final: when all was done that was launched before its node."""
+    launched = _by_launch_time(events, _split(events, _side_ranges(events))[0])
+    ends = list(accumulate((end for _, _, end in launched), max))
+    nodes = sorted(e["start"] for e in events if e["name"] == ACCUMULATION)
+    places = [bisect_left(launched, (node,)) for node in nodes]
+    return [ends[place - 1] for place in places if place]
+
+
+def kinds(events: list[dict]) -> dict[str, list[Interval]]:
+    """Returns the kernels of each kind of arithmetic; a kernel has the first kind that fits."""
+    found: dict[str, list[dict]] = {kind: [] for kind in KINDS}
+    for event in _split(events, _side_ranges(events))[0]:
+        kind = next((k for k, pattern in KINDS.items() if pattern.search(event["name"])), None)
+        if kind and event.get("cat") == "kernel":
+            found[kind].append(event)
+    return {kind: _intervals(own) for kind, own in found.items()}
 
 
 def _split(events: list[dict], side_ranges: list[dict]) -> tuple[list[dict], list[dict]]:

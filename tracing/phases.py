@@ -18,6 +18,8 @@ PHASES = (
 EPOCH_PREFIX = "epoch_"
 LAYER_PREFIXES = ("norm/", "sum/")  # of one layer's part of a private backward
 COMMUNICATION_PREFIX = "communication:"
+CONFIGURATION = "configuration"  # a trace's entry with what `profile` was told about the run
+ACCUMULATION = "torch::autograd::AccumulateGrad"  # autograd's node of one gradient
 BOOT = "boot_id"  # a trace's entry that says on which host's clock it was recorded
 
 

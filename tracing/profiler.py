@@ -1,17 +1,19 @@
 """Records a trace: torch.profiler with the options that the rest of this package reads."""
 
 import errno
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch.profiler import ProfilerActivity
 
 from dp_clipping.files import written_whole
 
-from .phases import BOOT
+from .phases import BOOT, CONFIGURATION
 
 # The profiler's own log goes to stderr, from 2.13 on with a line at each start and stop.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -19,12 +21,17 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 @contextmanager
 def profile(
-    trace_path: str | Path, *, device_type: str, memory: bool = True
+    trace_path: str | Path,
+    *,
+    device_type: str,
+    memory: bool = True,
+    configuration: dict = MappingProxyType({}),
 ) -> Iterator[torch.profiler.profile]:
     """Profiles the body and, if it succeeds, writes its Chrome trace to `trace_path`.
 
     Keep the body to a few steps, after warming up outside: a trace grows by about 100 kB a step
-    even for a tiny model, and the first steps allocate, compile and connect.
+    even for a tiny model, and the first steps allocate, compile and connect. `configuration`, plain
+    values, is kept in the trace for whoever reads it later.
     """
     activities = [ProfilerActivity.CPU]
     if device_type == "cuda":
@@ -34,6 +41,7 @@ def profile(
     ) as profiler:
         if boot := _boot():
             profiler.add_metadata(BOOT, boot)
+        profiler.add_metadata_json(CONFIGURATION, json.dumps(dict(configuration)))
         yield profiler
         if device_type == "cuda":
             torch.cuda.synchronize()  # kernels still in flight belong to the trace

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from . import cpu_rules, gpu_rules
 from .intervals import Interval
-from .phases import BOOT, EPOCH_PREFIX, LAYER_PREFIXES, PHASES
+from .phases import BOOT, CONFIGURATION, EPOCH_PREFIX, LAYER_PREFIXES, PHASES
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,9 @@ class Trace:
     clock          equal for traces whose times can be compared; None if it is not known
     group_sizes    numbers of ranks of the process groups that there were
     waiting        parts of collectives before the last rank began them: see `waiting`
+    gradients      when each gradient of each backward was final, in order
+    kinds          "products" (of matrices) and "attention" → their part of the computation
+    configuration  what `profile` was told about the run
     """
 
     rank: int
@@ -43,6 +46,9 @@ class Trace:
     clock: tuple | None = None
     group_sizes: frozenset[int] = frozenset()
     waiting: list[Interval] = field(default_factory=list)
+    gradients: list[float] = field(default_factory=list)
+    kinds: dict[str, list[Interval]] = field(default_factory=dict)
+    configuration: dict = field(default_factory=dict)
 
 
 def load_trace(path: str | Path) -> Trace:
@@ -76,6 +82,9 @@ def load_trace(path: str | Path) -> Trace:
         layers=rules.time_in(events, _ranges(events, lambda name: name.startswith(LAYER_PREFIXES))),
         collectives=rules.collectives(events),
         clock=_clock(document),
+        gradients=rules.gradients(events),
+        kinds=rules.kinds(events),
+        configuration=document.get(CONFIGURATION, {}),
         group_sizes=frozenset(len(g.get("ranks") or ()) for g in ranks.get("pg_config") or ()),
     )
 

@@ -462,3 +462,32 @@ class FlatNoTail(FlatDDP):
     """The last bucket is as large as the others."""
 
     tail_share = 1
+
+
+@mistake(
+    "predict",
+    "Without latency, an all-reduce sends",
+    "each rank sends 2 chunks of 1/2 of the bytes",
+)
+def predict_bytes_per_rank_count(nbytes, ranks, latency, bandwidth):
+    """The share 1/W is forgotten."""
+    return 2 * (ranks - 1) * (latency + nbytes / bandwidth)
+
+
+@mistake("predict", "Collectives are worked off one after another", "has ended")
+def predict_no_queue(pieces, sends, slowdown):
+    """All collectives run at once."""
+    ends = [sum(pieces[: i + 1]) + send for i, send in enumerate(sends)]
+    return max(sum(pieces), *ends)
+
+
+@mistake("predict", "Computation advances at 1 / slowdown", "exactly while something is sent")
+def predict_all_slower(pieces, sends, slowdown):
+    """All of backward is slowed down."""
+    return solutions.step_seconds([slowdown * piece for piece in pieces], sends, 1.0)
+
+
+@mistake("predict", "A variant pays until", "step_on(1) / step_on(W)")
+def predict_best_of_all(step_on, counts, limit):
+    """The largest number that pays, also behind one that does not."""
+    return max([n for n in counts if step_on(1) / step_on(n) >= limit], default=0)

@@ -96,6 +96,28 @@ def plan_buckets(nbytes, dtypes, order, capacity, tail):
     return sorted([*buckets, last], key=lambda bucket: place[bucket[-1]])
 
 
+def all_reduce_seconds(nbytes, ranks, latency, bandwidth):
+    return 2 * (ranks - 1) * (latency + nbytes / ranks / bandwidth)
+
+
+def step_seconds(pieces, sends, slowdown):
+    now = free = 0.0  # when computation, and when the wire, has done what was queued so far
+    for piece, send in zip(pieces, sends, strict=True):
+        beside = min(piece, max(0.0, free - now) / slowdown)
+        now += beside * slowdown + piece - beside
+        free = max(free, now) + send
+    return max(now, free)
+
+
+def last_that_pays(step_on, counts, limit):
+    last = 0
+    for ranks in counts:
+        if step_on(1) / step_on(ranks) < limit:
+            break
+        last = ranks
+    return last
+
+
 class OrderedDDP(nn.Module):
     def __init__(self, module):
         super().__init__()

@@ -1,0 +1,79 @@
+"""Draws the efficiency of each variant from 1 to 1,024 GPUs, and where each stops paying."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from measure.picture import save_picture
+
+# Okabe and Ito's colour-blind safe palette, and two greys; dashes tell apart what lies together
+COLOURS = ("#999999", "#D55E00", "#E69F00", "#CC79A7", "#0072B2", "#009E73", "#56B4E9", "#444444",
+           "#B0A000", "#7A5195", "#8B4513")  # fmt: skip
+DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+TOP = 1.02  # of the axis
+GAP = 0.042  # of the axis' height, between two labels
+
+
+def draw_efficiency(
+    curves: dict[str, Sequence[float]],
+    counts: Sequence[int],
+    stops: dict[str, str],
+    limit: float,
+    title: str,
+    subtitle: str,
+    hosts_from: int,
+    path: Path,
+) -> None:
+    """Writes the picture: variant -> efficiency at each of `counts` GPUs; `stops` are labels."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 5.8), dpi=160, facecolor="white")
+    axes = figure.add_axes((0.085, 0.115, 0.585, 0.735))
+    low = min(limit, *(min(curve) for curve in curves.values()))
+    bottom = max(0.0, low - 0.06)
+    axes.set_xscale("log", base=2)
+    axes.set(xlim=(counts[0], counts[-1]), ylim=(bottom, TOP), xticks=counts)
+    axes.set_xticklabels([f"{n:,}" for n in counts], fontsize=9)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.grid(axis="y", color="#E6E6E6", lw=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("GPUs (the batch per GPU stays the same)")
+    axes.set_ylabel("a step of one GPU / a step of all")
+    axes.axhline(limit, color="#222222", lw=0.9, ls=":")
+    note = {"fontsize": 8.5, "color": "#555555"}
+    axes.text(
+        counts[-1], limit, f"below {limit:.0%} it no longer pays ", va="top", ha="right", **note
+    )
+    if counts[0] < hosts_from < counts[-1]:
+        axes.axvspan(hosts_from, counts[-1], color="#F4F6FA", zorder=0)
+        axes.text(hosts_from * 1.06, 1.006, "more than one host →", **note)
+    same: dict[tuple, list[str]] = {}  # variants with one curve have one label
+    for name, curve in curves.items():
+        same.setdefault(tuple(round(value, 3) for value in curve), []).append(name)
+    order = sorted((own[0] for own in same.values()), key=lambda name: -curves[name][-1])
+    together = {own[0]: ", ".join(own) for own in same.values()}
+    heights = _spread([(curves[name][-1] - bottom) / (TOP - bottom) for name in order])
+    for name, height in zip(order, heights, strict=True):
+        place = list(curves).index(name)
+        style = {"color": COLOURS[place % len(COLOURS)], "ls": DASHES[place % len(DASHES)]}
+        axes.plot(counts, curves[name], lw=2, marker="o", ms=3, **style)
+        end = (curves[name][-1] - bottom) / (TOP - bottom)
+        axes.plot([1.005, 1.03], [end, height], lw=0.8, color=style["color"], clip_on=False,
+                  transform=axes.transAxes)  # fmt: skip
+        label = f"{curves[name][-1]:.0%} {together[name]}: {stops[name]}"
+        axes.text(1.035, height, label, va="center",
+                  fontsize=8.8, color=style["color"], transform=axes.transAxes)  # fmt: skip
+    figure.text(0.07, 0.945, title, fontsize=13, weight="bold")
+    figure.text(0.07, 0.895, subtitle, fontsize=9, color="#555555")
+    save_picture(figure, path, f"{title}. {subtitle}")
+
+
+def _spread(heights: list[float]) -> list[float]:
+    """Moves labels, highest first, apart by `GAP` and into the axis."""
+    placed: list[float] = []
+    for height in heights:
+        placed.append(min([height, *(last - GAP for last in placed[-1:])]))
+    lift = max(0.0, -(placed[-1] if placed else 0.0))
+    for i in range(len(placed) - 1, -1, -1):
+        below = placed[i + 1] + GAP if i + 1 < len(placed) else 0.0
+        placed[i] = max(placed[i], below) if lift else placed[i]
+    return placed

@@ -1,0 +1,243 @@
+"""The simulation: steps worked out by hand, and traces from which known figures are recovered."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from experiments.simulate.__main__ import COUNTS, last_that_pays, main
+from experiments.simulate.calibrate import Contention, calibrate
+from experiments.simulate.cost import Network
+from experiments.simulate.plan import plan
+from experiments.simulate.step import run, simulate
+from lm.memory import VARIANTS
+from lm.model import ModelConfig
+from lm.shape import Shape
+from measure import OK, Results
+from measure.picture import read_picture
+
+SHAPE = Shape(ModelConfig(num_layers=2, d_model=32, d_ff=64, num_heads=2), 4, "float32", 0.02)
+LINKS = Network(latency=0, bandwidth=1, gpus_per_host=8, host_latency=15e-6, host_bandwidth=50e9)
+ALPHA, BETA = 20e-6, 2e9  # of the collectives in the traces written here
+FORWARD, OPTIMIZER, REST, PIECE, COPY = 3000.0, 700.0, 50.0, 400.0, 200.0  # microseconds
+
+
+def test_a_step_worked_out_by_hand():
+    """Both streams are slower while both work, and have their full speed alone."""
+    program = [("compute", 1.0), ("send", 3.0), ("compute", 4.0), ("wait", 1)]
+    alone = run(program, Contention(1.0, 1.0, 0.0))
+    assert (alone.step, alone.exposed, alone.contention) == (5.0, 0.0, 0.0)
+    found = run(program, Contention(computation=2.0, communication=1.5, launch=0.0))
+    assert found.step == pytest.approx(1 + 4.5 + (4 - 4.5 / 2))
+    assert found.contention == pytest.approx(found.step - 5)
+    late = run([("compute", 1.0), ("send", 3.0), ("compute", 1.0), ("wait", 1)],
+               Contention(2.0, 2.0, 0.0))  # fmt: skip
+    assert late.step == pytest.approx(1 + 2 + 2)  # 1 s of sending is left, alone: 2 s at full speed
+    assert late.exposed == pytest.approx(2.0)
+
+
+def test_collectives_in_a_host_and_over_hosts():
+    network = Network(1.0, 100.0, gpus_per_host=4, host_latency=10.0, host_bandwidth=10.0)
+    assert network.seconds("all_reduce", 1000.0, 1) == 0
+    assert network.seconds("all_reduce", 1000.0, 4) == 2 * (3 * 1.0 + 0.75 * 1000 / 100)
+    gather = network.seconds("all_gather", 1000.0, 8)
+    assert gather == (6 * 1.0 + 2 * 10.0) + 7 / 8 * 1000 / 40  # four cards of 10
+    assert network.seconds("all_reduce", 1000.0, 8) == pytest.approx(
+        2 * (3 * 1.0 + 1 * 10.0 + 7 / 8 * 1000 / 40)  # a tree has the lower latency
+    )
+    fast = replace(network, host_bandwidth=1000.0)
+    assert fast.seconds("reduce_scatter", 1000.0, 8) == 26 + 7 / 8 * 1000 / 100
+
+
+def test_fit_recovers_the_links():
+    truth = replace(LINKS, latency=5e-6, bandwidth=3e9)
+    samples = [(n, truth.seconds("all_reduce", n, 4)) for n in (1e3, 1e5, 1e6, 5e7)]
+    assert LINKS.fitted(samples, 4).latency == pytest.approx(5e-6)
+    assert LINKS.fitted(samples, 4).bandwidth == pytest.approx(3e9)
+    shrinking = [(1e6, 1e-3), (2e6, 3e-3)]  # a straight line through these starts below zero
+    assert LINKS.fitted(shrinking, 2).latency == 0
+
+
+def test_every_gradient_is_in_one_bucket():
+    everything = list(range(len(SHAPE.gradients)))
+    for variant in VARIANTS[1:]:
+        found = plan(variant, SHAPE)
+        assert sorted(i for bucket in found.buckets for i in bucket) == everything
+        assert sum(found.nbytes) == SHAPE.gradient_bytes
+    *blocks, root = plan("fsdp", SHAPE).buckets
+    assert len(blocks) == SHAPE.model.num_layers
+    assert [list(SHAPE.gradients)[i].split(".")[0] for i in root] == [
+        "head", "final_norm", "token_embedding",
+    ]  # fmt: skip
+    assert len(plan("ddp_individual", SHAPE).buckets) == len(everything)
+    assert plan("none", SHAPE).buckets == []
+
+
+def events_of(variant: str, late: float = 0.0, slow: float = 1.0) -> list[dict]:
+    """Two steps of a rank whose every duration is known; `late`: it joins collectives later.
+
+    Of `ddp_bucketed`, computation beside communication takes `slow` times as long.
+    """
+    events, now = [], 0.0
+    sizes = [4 * numel for numel in SHAPE.gradients.values()]
+    truth = replace(LINKS, latency=ALPHA, bandwidth=BETA)
+
+    def add(name: str, start: float, duration: float, category: str, thread: int = 1) -> None:
+        events.append({"ph": "X", "name": name, "ts": start, "dur": duration, "cat": category,
+                       "pid": 1, "tid": thread})  # fmt: skip
+
+    def phase(name: str, start: float, end: float) -> None:
+        add(name, start, end - start, "user_annotation")
+
+    for _ in range(2):
+        add("aten::mm", now, FORWARD, "cpu_op")
+        phase("forward_pass", now, now + FORWARD)
+        start = now = now + FORWARD
+        for _ in sizes:
+            length = PIECE * (slow if variant == "ddp_bucketed" else 1.0)
+            add("aten::mm", now, length, "cpu_op")
+            now += length
+            add("torch::autograd::AccumulateGrad", now - 1e-3, 1.0, "cpu_op")
+        phase("backward_pass", start, now)
+        if variant == "ddp_bucketed":
+            add("gloo:all_reduce", start, now - start, "cpu_op", 2)
+        start = now
+        for nbytes in sizes if variant == "ddp" else []:
+            length = truth.seconds("all_reduce", nbytes, 2) * 1e6
+            add(
+                "gloo:all_reduce", now + late, length + 7 - late, "cpu_op", 2
+            )  # 7 us until both join
+            now += length + 7
+        phase("gradient_sync", start, now)
+        add("aten::_fused_adamw_", now, OPTIMIZER, "cpu_op")
+        phase("optimizer_step", now, now + OPTIMIZER)
+        now += OPTIMIZER + REST
+    return events
+
+
+@pytest.fixture
+def traces(tmp_path):
+    """A folder as the benchmark writes it, of `none`, `ddp` and `ddp_bucketed` on two ranks."""
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    for variant in ("none", "ddp", "ddp_bucketed"):
+        for rank in (0, 1):
+            document = {
+                "traceEvents": events_of(variant, late=7.0 * rank, slow=1.5),
+                "configuration": config(variant),
+                "distributedInfo": {"rank": rank, "world_size": 2},
+                "boot_id": "one",
+            }
+            (folder / f"{variant}_rank_{rank}_trace.json").write_text(json.dumps(document))
+    return folder
+
+
+def config(variant: str, shape: Shape = SHAPE) -> dict:
+    return {**asdict(shape), "implementation": variant, "world_size": 2, "device": "cpu"}
+
+
+def test_traces_give_back_what_they_were_made_of(traces):
+    found = calibrate(traces, LINKS)
+    assert found.network.latency == pytest.approx(ALPHA, rel=1e-3)
+    assert found.network.bandwidth == pytest.approx(BETA, rel=1e-3)
+    times = found.times(SHAPE)
+    assert sum(times.forward) == pytest.approx(FORWARD * 1e-6)
+    assert times.backward == pytest.approx([PIECE * 1e-6] * len(SHAPE.gradients), rel=0.01)
+    assert times.optimizer == pytest.approx(OPTIMIZER * 1e-6)
+    # All of backward is beside communication and takes 1.5 times as long, copies included.
+    backward = PIECE * len(SHAPE.gradients)
+    extra = 0.5 * backward - 2 / 7 * OPTIMIZER
+    assert found.contention["ddp_bucketed"].computation == pytest.approx(
+        1.5 * backward / (1.5 * backward - extra), rel=0.01
+    )
+    assert found.contention["ddp"].computation == 1.0
+
+
+def test_computation_scales_by_operations(traces):
+    found = calibrate(traces, LINKS)
+    wide = replace(SHAPE, batch_size=8)
+    assert sum(found.times(wide).forward) == pytest.approx(2 * FORWARD * 1e-6)
+    deep = replace(SHAPE, model=replace(SHAPE.model, num_layers=4))
+    assert len(found.times(deep).backward) == len(deep.gradients)
+    assert found.times(deep).backward[1:10] == pytest.approx([PIECE * 1e-6] * 9, rel=0.01)
+    matched = found.matched(2 * simulate(found, "none", SHAPE, 1).step)
+    assert simulate(matched, "none", SHAPE, 1).step == pytest.approx(
+        2 * simulate(found, "none", SHAPE, 1).step
+    )
+
+
+def test_variants_have_the_order_that_their_ideas_imply(traces):
+    found = calibrate(traces, LINKS)
+    alone = simulate(found, "none", SHAPE, 1).step
+    for variant in VARIANTS:
+        assert simulate(found, variant, SHAPE, 1).step == pytest.approx(alone)
+        steps = [simulate(found, variant, SHAPE, n).step for n in (2, 8, 64, 1024)]
+        assert steps == sorted(steps)
+        if variant != "none":
+            assert steps[0] > alone
+    overlapped, blocking = (simulate(found, v, SHAPE, 8) for v in ("ddp_individual", "ddp"))
+    assert overlapped.exposed < blocking.exposed
+    # zero2 sends what zero1 sends; ZeRO's update is the part of one rank.
+    assert simulate(found, "zero1", SHAPE, 8) == simulate(found, "zero2", SHAPE, 8)
+
+
+def test_fsdp_gathers_and_scatters_each_unit(traces):
+    from experiments.simulate.step import program_of
+
+    program = program_of(calibrate(traces, LINKS), "fsdp", SHAPE, 4, Contention(1, 1, 0))
+    blocks = SHAPE.model.num_layers
+    sends = (blocks + 1) + (blocks - 1) + (blocks + 1)  # forward, backward, gradients
+    assert sum(what == "send" for what, _ in program) == sends
+    # Two blocks: the next one's gather is not waited for, nor the gradients sent before it.
+    assert [amount for what, amount in program if what == "wait"] == [1, 2, 3, 3, 4, 7]
+    assert program[-1] == ("wait", sends)
+    found = calibrate(traces, LINKS)
+    times = found.times(SHAPE)
+    computed = sum(amount for what, amount in program if what == "compute")
+    copied = times.copy * SHAPE.gradient_bytes
+    assert computed == pytest.approx(
+        sum(times.forward) + sum(times.backward) + times.optimizer / 4 + times.rest + copied
+    )
+
+
+def test_last_that_pays():
+    curve = [1.0, 0.9, 0.85, 0.7] + [0.6] * (len(COUNTS) - 4)
+    assert last_that_pays(curve, 0.8) == "up to 4"
+    assert last_that_pays(curve, 0.5) == "pays throughout"
+
+
+def test_the_command_predicts_draws_and_says_how_far_off_it_was(traces, tmp_path, capsys):
+    results = Results(tmp_path / "measured")
+    for variant, step in (("none", 12.0), ("ddp_bucketed", 15.0), ("torch_zero1", 14.0)):
+        for number in (0, 1):
+            row = {"key": f"{variant}{number}", "implementation": variant, "kind": "timing",
+                   "round": number, "status": OK, "step_ms": [step + number] * 3,
+                   "config": config(variant)}  # fmt: skip
+            results.record(row)
+    picture = tmp_path / "simulation.png"
+    command = [
+        str(traces),
+        "--gpus",
+        "16",
+        "--results",
+        str(results.folder),
+        "--output",
+        str(picture),
+    ]
+    assert main([*command, "--validate", str(results.folder)]) == 0
+    text = capsys.readouterr().out
+    validated, predicted = text.split("Predicted for 16 ranks")
+    none = next(line for line in validated.splitlines() if line.startswith("none "))
+    assert none.split()[1:3] == ["12.00", "12.00"]  # the fastest round, matched
+    bucketed = next(line for line in validated.splitlines() if line.startswith("ddp_bucketed "))
+    assert bucketed.split()[1] == "15.00"
+    assert "torch_zero1" not in text  # of which there is no model
+    assert {line.split()[0] for line in predicted.splitlines()[4:15]} == set(VARIANTS)
+    assert read_picture(picture).description.startswith("Efficiency of each variant")
+
+
+def test_a_folder_without_traces_is_refused_in_one_line(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "needs traces of none and ddp on two ranks or more, has no trace" in error
