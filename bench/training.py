@@ -105,12 +105,19 @@ def assemble(
     settings: Settings,
     world_size: int,
     noise_multiplier: float | None = None,
+    param_dtype: torch.dtype | None = None,
 ) -> StepParts:
-    """Assembles a subject's step; `noise_multiplier` overrides that of the settings."""
+    """Assembles a subject's step.
+
+    Args:
+        noise_multiplier: overrides that of the settings.
+        param_dtype: of a variant that has this option.
+    """
     is_sharded = subject.layout is not REPLICATED
     model = network
     if not is_sharded:
-        model = wrap_network(subject.implementation, network, settings.bucket_size_mb)
+        sizes = {"bucket_size_mb": settings.bucket_size_mb, "param_dtype": param_dtype}
+        model = wrap_network(subject.implementation, network, sizes)
     optimizer = make_optimizer(model, lr=0.0, fused=True)
     if subject.is_private:
         from bench.private import private_parts  # Opacus underneath takes two seconds to import
@@ -145,20 +152,33 @@ def clipping_of(model: nn.Module) -> Callable[[list[Parameter], float], Any]:
     return clip_gradients
 
 
-def wrap_network(name: str, network: nn.Module, bucket_size_mb: float | None) -> nn.Module:
-    name = plain(name)
-    takes_size = "bucket_size_mb" in options_of(implementation(name))
-    given = bucket_size_mb is not None and takes_size
-    return wrap(name, network, **({"bucket_size_mb": bucket_size_mb} if given else {}))
+def wrap_network(name: str, network: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+    """Wraps the network, with those options that are set and that the variant has."""
+    known = options_of(implementation(plain(name)))
+    given = {key: value for key, value in options.items() if value is not None and key in known}
+    return wrap(plain(name), network, **given)
+
+
+def gathered_dtype(subject: Subject, dtype: str) -> torch.dtype | None:
+    """Returns bfloat16 if that is the run's dtype and the variant keeps float32 slices beside it.
+
+    The network is then built in float32.
+    """
+    if dtype != "bfloat16" or subject.is_private or subject.layout is not REPLICATED:
+        return None
+    takes_it = "param_dtype" in options_of(implementation(plain(subject.implementation)))
+    return torch.bfloat16 if takes_it else None
 
 
 @contextmanager
 def building(settings: Settings, subject: Subject, worker: Worker) -> Iterator[TrainingRun]:
     """Yields a training run of `subject`, and frees its memory afterwards."""
-    network = build_network(settings, worker.device, settings.dtype, subject.layout)
+    param_dtype = gathered_dtype(subject, settings.dtype)
+    dtype = settings.dtype if param_dtype is None else "float32"
+    network = build_network(settings, worker.device, dtype, subject.layout)
     batches = batches_for(settings, *subject.layout.data_place(worker.rank, worker.world_size))
     run = TrainingRun(
-        parts=assemble(subject, network, settings, worker.world_size),
+        parts=assemble(subject, network, settings, worker.world_size, param_dtype=param_dtype),
         batches=[
             tuple(tokens.to(worker.device) for tokens in batches(step))
             for step in range(settings.num_steps)

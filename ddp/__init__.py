@@ -10,8 +10,8 @@ The steps, in the order of reading:
 
 The second part, sharded/: what every rank holds in common is divided among the ranks.
 
-none.py is the floor of every comparison, torch_ddp.py is PyTorch's own, and torch_zero1.py its
-sharded optimizer.
+none.py is the floor of every comparison, torch_ddp.py is PyTorch's own, and torch_zero1.py and
+torch_fsdp.py its sharding.
 
 Skip at the first reading: internals/ (robustness, one object per concern), torch_compat.py (PyTorch
 interfaces without a public name), and buckets.py before step 3.
@@ -31,10 +31,12 @@ from ddp.copy_engine import CopyEngineDDP, Unavailable
 from ddp.individual import IndividualDDP
 from ddp.individual_v2 import IndividualV2DDP
 from ddp.none import NoCommunication
+from ddp.sharded.fsdp import HandBuiltFSDP
 from ddp.sharded.zero1 import Zero1DDP
 from ddp.sharded.zero2 import Zero2DDP
 from ddp.synchronous import SynchronousDDP
 from ddp.torch_ddp import TorchDDP, TunedTorchDDP
+from ddp.torch_fsdp import TorchFSDP
 from ddp.torch_zero1 import TorchZero1
 
 __all__ = ["IMPLEMENTATIONS", "DataParallel", "Unavailable", "implementation", "wrap"]
@@ -48,9 +50,11 @@ IMPLEMENTATIONS: dict[str, type[nn.Module]] = {
     "ddp_copy_engine": CopyEngineDDP,
     "zero1": Zero1DDP,
     "zero2": Zero2DDP,
+    "fsdp": HandBuiltFSDP,
     "torch_ddp": TorchDDP,
     "torch_ddp_tuned": TunedTorchDDP,
     "torch_zero1": TorchZero1,
+    "torch_fsdp": TorchFSDP,
 }
 
 

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.buckets import Bucket, Gradient, one_bucket_each
-from ddp.internals.gradients import Gradients
 from ddp.internals.manual_gradients import ManualGradients
 from ddp.internals.ownership import activate, shared_with_another
 from ddp.internals.replicas import Replicas, group_or_default
@@ -70,7 +69,7 @@ class DataParallel(ManualGradients, Wrapper, nn.Module):
         if not self.is_copy:
             self.replicas.make_equal(obstacle=shared_with_another(module))
         activate(self, abandon=True)
-        self.gradients = Gradients(module, self.reduction)
+        self.gradients = self.describe_gradients()
         if not self.gradients.parameters and not self.is_copy:
             raise RuntimeError("no parameter requires a gradient: there is nothing to synchronise")
         self.watch = Watch(self.gradients)

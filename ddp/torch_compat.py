@@ -85,6 +85,18 @@ def scale_(tensors: Sequence[Tensor], factor: float) -> None:
         x.mul_(factor)
 
 
+def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies tensors, of another dtype perhaps, in few launches: `torch._foreach_copy_`.
+
+    Without it, one launch per tensor.
+    """
+    if (copy := getattr(torch, "_foreach_copy_", None)) is not None:
+        copy(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
 def ddp_record(wrapper: nn.parallel.DistributedDataParallel) -> dict[str, Any]:
     """Returns DDP's record of its buckets, `_get_ddp_logging_data()`; else {}."""
     record = getattr(wrapper, "_get_ddp_logging_data", None)
@@ -140,3 +152,17 @@ def symmetric_memory() -> ModuleType:
     except ImportError as error:
         raise _missing("torch.distributed._symmetric_memory") from error
     return _symmetric_memory
+
+
+def in_backward() -> bool:
+    """Returns whether autograd is running a backward in this thread.
+
+    `torch._C._current_graph_task_id()`, which PyTorch's activation checkpointing asks too.
+
+    Raises:
+        RuntimeError: if autograd does not number its backwards.
+    """
+    try:
+        return torch._C._current_graph_task_id() != -1
+    except AttributeError as error:
+        raise _missing("torch._C._current_graph_task_id") from error

@@ -157,8 +157,10 @@ class Gradients:
         Collectives need contiguous gradients.
         """
         for parameter in self.parameters:
-            if parameter.grad is not None and not parameter.is_contiguous():
-                gradient = parameter.grad
+            gradient = parameter.grad
+            if gradient is None or parameter.is_contiguous():
+                continue
+            if gradient.stride() != parameter.stride():  # neither has memory where it is sharded
                 parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
     def drop(self) -> None:

@@ -131,6 +131,12 @@ def lazy_parameters(module: nn.Module) -> str | None:
                 f"{name} has no shape yet, as in a lazy module before its first forward: run one "
                 "batch through the network before it is wrapped"
             )
+        if tensor.numel() > 1 and not any(tensor.stride()):
+            return (
+                f"{name} has the memory of one element only, as the parameters of a network that "
+                "fsdp has divided among ranks: build a new network and load the wrapper's "
+                "state_dict() into it"
+            )
     return None
 
 

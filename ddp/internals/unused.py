@@ -16,7 +16,7 @@ def parameters_reached_by(output: Any) -> set[Parameter]:
     Looks into tuples, lists, dictionaries and dataclasses. A leaf hidden inside a custom
     `autograd.Function` is not seen; the wrapper then learns of it when its gradient arrives.
     """
-    stack = [t.grad_fn for t in _tensors(output) if t.grad_fn is not None]
+    stack = [t.grad_fn for t in tensors_in(output) if t.grad_fn is not None]
     seen, reached = set(stack), set()
     while stack:
         node = stack.pop()
@@ -30,18 +30,19 @@ def parameters_reached_by(output: Any) -> set[Parameter]:
     return reached
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in tuples, lists, sets, dictionaries and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, list | tuple | set):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            yield from _tensors(getattr(value, field.name))
+            yield from tensors_in(getattr(value, field.name))
 
 
 def agree_on_use(

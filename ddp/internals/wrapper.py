@@ -81,6 +81,10 @@ class Wrapper(Replicated, Copyable):
     is_active: bool = True
     """False while another wrapper of the same network is in use: see ownership.py."""
 
+    def describe_gradients(self) -> Gradients:
+        """Called at construction, once all ranks hold the same values."""
+        return Gradients(self.module, self.reduction)
+
     def register_hooks(self) -> None:
         enter(self, AutogradHooks(self, self.step.backward), self.gradients)
 

@@ -6,10 +6,17 @@ float32 under Adam, as parameters + gradients + optimizer state:
     ddp_bucketed    4 + 4 + 8
     1. zero1.py     4 + 4 + 8/W      each rank steps its slice only
     2. zero2.py     4 + 4/W + 8/W    and keeps its slice of the gradients only
+    3. fsdp.py      4/W + 4/W + 8/W  and its slice of the parameters only, but for two blocks
 
 What the variants have in common:
 
 - layout.py: how parameters lie in a flat buffer, and which part of it a rank owns
 - optimizer.py: an optimizer whose ranks step their own slices, and its whole checkpoint
 - interface.py: the methods that a training loop calls
+
+What `fsdp` has beside, with units.py to be read first:
+
+- units.py: the memory of a block's parameters, which comes and goes
+- call_order.py: blocks are called in one order, in every forward and on every rank
+- whole.py: whole parameters on demand, for evaluation and checkpoints
 """

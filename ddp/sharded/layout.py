@@ -103,11 +103,13 @@ class FlatUnit:
             whose `.grad` is None has no meaning.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], group: dist.ProcessGroup):
+    def __init__(
+        self, parameters: Sequence[Parameter], group: dist.ProcessGroup, itemsize: int | None = None
+    ):
         self.parameters, self.group = list(parameters), group
         self.rank = dist.get_rank(group)
         shapes = [p.shape for p in self.parameters]
-        itemsize = self.parameters[0].element_size()
+        itemsize = itemsize or self.parameters[0].element_size()
         self.layout = lay_out(shapes, itemsize, dist.get_world_size(group))
         self.pieces = self.layout.pieces(self.rank)
         self.values: Tensor

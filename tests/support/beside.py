@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ class Beside:
     def __init__(self, context: Context, name: str, module: nn.Module, **options):
         self.rank, self.world_size = context.rank, context.world_size
         self.model = wrap(name, module.to(context.device), process_group=context.group, **options)
-        self.reference = copy.deepcopy(self.model.module)
+        with whole_parameters(self.model):
+            self.reference = copy.deepcopy(self.model.module)
         self.scale = 1 if options.get("reduce") == "sum" else 1 / self.world_size
 
     def backward(self, loss: Loss, synchronise: bool = True) -> None:
@@ -70,6 +71,11 @@ def make_optimizer(
     if hasattr(model, "make_optimizer"):
         return model.make_optimizer(cls, **options)
     return cls(model.parameters(), **options)
+
+
+def whole_parameters(model: nn.Module) -> AbstractContextManager:
+    """A context in which the parameters of any variant are whole."""
+    return getattr(model, "whole_parameters", nullcontext)()
 
 
 def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:

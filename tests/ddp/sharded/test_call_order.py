@@ -1,0 +1,44 @@
+"""Blocks are called in one order."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from ddp.sharded.call_order import CallOrder
+from lm.rank_pool import Context
+
+BLOCKS = [SimpleNamespace(name=f"blocks.{i}") for i in range(3)]
+
+
+def forward(order: CallOrder, *numbers: int) -> None:
+    order.begin()
+    for i in numbers:
+        order.call(BLOCKS[i])
+    order.end()
+
+
+def one_order(context: Context) -> None:
+    order = CallOrder(context.group)
+    forward(order, 0, 2, 0)
+    forward(order, 0, 2, 0)
+    order.begin()
+    order.call(BLOCKS[0])
+    assert order.next_block() is BLOCKS[2]
+    with pytest.raises(RuntimeError, match=r"blocks\.1 is called where .* blocks\.2 was"):
+        order.call(BLOCKS[1])
+    with pytest.raises(RuntimeError, match=r"blocks\.1 is called where .* the forward ended"):
+        forward(order, 0, 2, 0, 1)
+    with pytest.raises(RuntimeError, match=r"has not called blocks\.2, blocks\.0"):
+        forward(order, 0)
+    forward(order, 0, 2, 0)
+
+
+def another_order_on_each_rank(context: Context) -> None:
+    order = CallOrder(context.group)
+    with pytest.raises(RuntimeError, match=r"blocks\.0, blocks\.1 on rank 0, .* on rank 1"):
+        forward(order, context.rank, 1 - context.rank)
+
+
+@pytest.mark.parametrize("body", [one_order, another_order_on_each_rank])
+def test_order(cpu_ranks, body):
+    cpu_ranks.run(2, body)

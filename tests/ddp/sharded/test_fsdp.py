@@ -1,0 +1,304 @@
+"""`fsdp`: values, memory, and what is on the wire when."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ddp.sharded.fsdp import HandBuiltFSDP
+from lm.rank_pool import Context
+
+
+class Network(nn.Module):
+    """An embedding, blocks of odd sizes with a norm, and a head, tied or not."""
+
+    def __init__(self, width: int = 6, depth: int = 3, tied: bool = False, checkpointed=False):
+        super().__init__()
+        self.embedding = nn.Embedding(11, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 7), nn.Tanh(), nn.Linear(7, width), nn.LayerNorm(width))
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 11, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.checkpointed = checkpointed
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x))
+        return self.head(x)
+
+
+def tokens(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(0, 11, (4, 5), generator=generator)
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    logits = model(tokens(step, rank)).float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens(step + 50, rank).flatten())
+
+
+class Pair:
+    """The wrapped network, and its reference on the data of all ranks."""
+
+    def __init__(self, context: Context, network: nn.Module, **options):
+        self.rank, self.world_size = context.rank, context.world_size
+        self.reference = copy.deepcopy(network)
+        self.model = HandBuiltFSDP(network, process_group=context.group, **options)
+        self.scale = 1 if self.model.reduce == "sum" else 1 / self.world_size
+        self.optimizer = self.model.make_optimizer(torch.optim.AdamW, lr=0.1)
+        trained = [p for p in self.reference.parameters() if p.requires_grad]
+        self.other = torch.optim.AdamW(trained, lr=0.1)
+
+    def backward(self, step: int) -> None:
+        loss_of(self.model, step, self.rank).backward()
+        self.reference_backward(step)
+
+    def reference_backward(self, step: int) -> None:
+        for rank in range(self.world_size):
+            (self.scale * loss_of(self.reference, step, rank)).backward()
+
+    def finish(self, **tolerance: float) -> None:
+        self.model.finish_gradient_synchronization()
+        whole = self.model.whole_gradients()
+        for (name, p), gradient in zip(self.reference.named_parameters(), whole, strict=True):
+            assert (p.grad is None) == (gradient is None), name
+            if p.grad is not None:
+                torch.testing.assert_close(
+                    gradient, p.grad, msg=lambda m, n=name: f"{n}: {m}", **tolerance
+                )
+
+    def step(self, **tolerance: float) -> None:
+        self.optimizer.step()
+        self.other.step()
+        self.optimizer.zero_grad()
+        self.other.zero_grad()
+        state = self.model.state_dict()
+        for name, value in self.reference.state_dict().items():
+            torch.testing.assert_close(state[f"module.{name}"], value, **tolerance)
+
+
+def trains(context: Context, make: Callable[[], nn.Module], **options) -> None:
+    torch.manual_seed(context.rank)  # rank 0's values go to all
+    network = make()
+    torch.manual_seed(0)
+    pair = Pair(context, network, **options)
+    pair.reference.load_state_dict(make().state_dict())
+    for step in range(3):
+        pair.backward(step)
+        pair.finish()
+        pair.step()
+
+
+def tied() -> nn.Module:
+    return Network(tied=True)
+
+
+def checkpointed() -> nn.Module:
+    return Network(checkpointed=True)
+
+
+@pytest.mark.parametrize("make", [Network, tied, checkpointed])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_it_trains_as_one_process_on_all_data(cpu_ranks, make, world_size):
+    cpu_ranks.run(world_size, trains, make)
+
+
+def frozen() -> nn.Module:
+    network = Network()
+    network.embedding.weight.requires_grad_(False)
+    network.blocks[1].requires_grad_(False)
+    network.blocks[2][0].weight.requires_grad_(False)
+    return network
+
+
+def test_frozen_parameters(cpu_ranks):
+    cpu_ranks.run(2, trains, frozen)
+
+
+def accumulates(context: Context, reduce: str, param_dtype: torch.dtype | None) -> None:
+    """Several backwards in a step, zeroed in both ways or not at all, and a failed one."""
+    options = {"reduce": reduce, "param_dtype": param_dtype}
+    pair = Pair(context, Network(), **options)
+    tolerance = {} if param_dtype is None else {"rtol": 5e-2, "atol": 5e-2}
+    plans = [[True], [False, True], [True, True], [False, False, True], [True, False, True]]
+    for step, plan in enumerate(plans):
+        for part, synchronise in enumerate(plan):
+            pair.model.require_backward_grad_sync = synchronise
+            pair.backward(10 * step + part)
+        pair.finish(**tolerance)
+        pair.finish(**tolerance)  # does nothing
+        if step == 1:
+            pair.model.zero_grad(set_to_none=False)
+            pair.reference.zero_grad()
+        elif step != 2:
+            pair.optimizer.zero_grad()
+            pair.other.zero_grad()
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_accumulation(cpu_ranks, reduce, param_dtype):
+    cpu_ranks.run(2, accumulates, reduce, param_dtype)
+
+
+def mixed_precision(context: Context) -> None:
+    """Computes in bfloat16; slices, their gradients and what is saved are float32."""
+    pair, seen = Pair(context, Network(), param_dtype=torch.bfloat16), set()
+    block = pair.model.module.blocks[0]
+    block.register_forward_hook(lambda _m, _x, y: seen.add(y.dtype))
+    for step in range(3):
+        pair.backward(step)
+        pair.finish(rtol=5e-2, atol=5e-2)
+        assert all(unit.gradient.dtype == torch.float32 for unit in pair.model.units)
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        pair.reference.zero_grad()
+        state = pair.model.state_dict()
+        pair.reference.load_state_dict({k.removeprefix("module."): v for k, v in state.items()})
+    assert seen == {torch.bfloat16}
+    assert all(v.dtype == torch.float32 for v in state.values())
+    assert any((v != v.bfloat16()).any() for v in state.values())
+    with pytest.raises(ValueError, match="param_dtype"):
+        HandBuiltFSDP(Network(), process_group=context.group, param_dtype=torch.int32)
+
+
+def test_mixed_precision(cpu_ranks):
+    cpu_ranks.run(2, mixed_precision)
+
+
+class Watched(HandBuiltFSDP):
+    """Notes what starts, and which blocks are whole while another computes."""
+
+    def __init__(self, *args, **options):
+        self.events: list[tuple[str, str]] = []
+        self.most = 0
+        super().__init__(*args, **options)
+
+    def note(self, what: str, block) -> None:
+        self.events.append((what, block.name))
+        whole = [
+            b for b in self.blocks[1:] if any(u.values.untyped_storage().size() for u in b.units)
+        ]
+        self.most = max(self.most, len(whole))
+
+    def enter(self, block, inputs):
+        super().enter(block, inputs)
+        self.note("forward", block)
+
+    def leave(self, block, output):
+        self.note("forward ends", block)
+        super().leave(block, output)
+
+    def enter_backward(self, block, before):
+        super().enter_backward(block, before)
+        self.note("backward", block)
+
+    def start(self, block):
+        if any(not u.values.untyped_storage().size() for u in block.units):
+            self.note("gather", block)
+        super().start(block)
+
+    def launch(self, bucket):
+        unit, _ = self.place_of[self.gradients.parameters[bucket.members[0]]]
+        self.note("reduce", next(b for b in self.blocks if unit in b.units))
+        assert len(self.schedule.in_flight) <= 1
+        return super().launch(bucket)
+
+
+def overlaps(context: Context, checkpointing: bool) -> None:
+    network = Network(depth=5, checkpointed=checkpointing)
+    model = Watched(network, process_group=context.group)
+    optimizer = model.make_optimizer(torch.optim.SGD, lr=0.1)
+    for step in range(3):
+        model.events.clear()
+        loss_of(model, step, context.rank).backward()
+        model.finish_gradient_synchronization()
+        assert not any(u.values.untyped_storage().size() for b in model.blocks for u in b.units)
+        assert all(p.isnan().all() and p.untyped_storage().size() == 4 for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    places = {event: i for i, event in reversed(list(enumerate(model.events)))}
+    last = {event: i for i, event in enumerate(model.events)}
+    for k in range(1, 5):
+        before, block = f"blocks.{k - 1}", f"blocks.{k}"
+        assert places["gather", block] < places["forward ends", before]
+        assert (
+            places["gather", block] > places["forward ends", f"blocks.{k - 2}"] if k > 1 else True
+        )
+        assert last["gather", before] < places["reduce", block], "backward is not prefetched"
+        assert places["reduce", block] < places["reduce", before]
+        assert places["reduce", block] <= places["backward", before]
+    assert ("gather", "") not in places, "the optimizer's step has not started the root's gather"
+    gathers = [name for what, name in model.events if what == "gather"]
+    assert sorted(gathers) == sorted([f"blocks.{k}" for k in range(5)] * 2)[1:]
+    assert model.most == 2
+    assert (
+        model.stats()["collectives"] == len(gathers) + 3 + 7
+    )  # published; 5 blocks, 2 of no block
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gathers_and_reductions_overlap(cpu_ranks, checkpointing):
+    cpu_ranks.run(2, overlaps, checkpointing)
+
+
+def fails(context: Context) -> None:
+    """A failed backward, one that never comes, and evaluation before a backward."""
+    pair = Pair(context, Network())
+    for step, fail in enumerate((0, 1, 2)):
+        loss = loss_of(pair.model, 90 + step, context.rank)
+        handle = pair.model.module.blocks[fail][0].weight.register_hook(lambda _g: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(pair.model, 80 + step, context.rank).backward()
+        handle.remove()
+        pair.model.zero_grad()
+        loss = loss_of(pair.model, step, context.rank)
+        with torch.no_grad():
+            loss_of(pair.model.eval(), 70, context.rank)
+        pair.model.train()
+        loss.backward()
+        pair.reference_backward(step)
+        pair.finish()
+        pair.step()
+    pair.model(tokens(0, 0))
+    with pytest.raises(RuntimeError, match="got no gradient"):
+        pair.model.finish_gradient_synchronization()
+
+
+def test_failures(cpu_ranks):
+    cpu_ranks.run(2, fails)
+
+
+def by_hand(context: Context) -> None:
+    """A private engine: `autograd.grad`, then whole sums by hand, each reduced and freed."""
+    pair = Pair(context, Network(), reduce="sum")
+    parameters = list(pair.model.parameters())
+    for step in range(2):
+        sums = torch.autograd.grad(loss_of(pair.model, step, context.rank), parameters)
+        assert not any(
+            u.values.untyped_storage().size() for b in pair.model.blocks for u in b.units
+        )
+        for p, total in reversed(list(zip(parameters, sums, strict=True))):
+            pair.model.before_gradient(p)
+            p.grad = total
+            pair.model.gradient_ready(p)
+        pair.reference_backward(step)
+        pair.finish()
+        pieces = pair.model.gradient_pieces()
+        whole = dict(zip(parameters, pair.model.whole_gradients(), strict=True))
+        for p, offset, numel, gradient in pieces:
+            assert torch.equal(gradient, whole[p].flatten()[offset : offset + numel])
+        norm = pair.model.clip_grad_norm_(0.1)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(pair.reference.parameters(), 0.1))
+        pair.step()
+
+
+def test_gradients_by_hand(cpu_ranks):
+    cpu_ranks.run(2, by_hand)

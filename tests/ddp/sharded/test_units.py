@@ -1,0 +1,69 @@
+"""Which parameters lie together, and when they have memory."""
+
+import torch
+from torch import nn
+
+from ddp.sharded.units import GatheredUnit, parameters_by_block
+from lm.rank_pool import Context
+from tests.ddp.sharded.test_fsdp import Network, tied
+
+
+def names_by_block(network: nn.Module, classes=None) -> dict[str, list[str]]:
+    found = parameters_by_block(network, classes)
+    return {block: list(parameters.values()) for block, parameters in found.items()}
+
+
+def test_blocks_are_members_of_module_lists():
+    found = names_by_block(Network(depth=2))
+    assert list(found) == ["", "blocks.0", "blocks.1"]
+    assert found[""] == ["embedding.weight", "head.weight"]
+    assert found["blocks.1"][:2] == ["blocks.1.0.weight", "blocks.1.0.bias"]
+
+
+def test_shared_parameters_belong_to_the_network():
+    network = Network(depth=2)
+    network.blocks[1][0].weight = network.blocks[0][0].weight
+    network.blocks[1][3].weight = network.embedding.weight = nn.Parameter(torch.ones(6))
+    found = names_by_block(network)
+    assert found[""] == ["embedding.weight", "blocks.0.0.weight", "head.weight"]
+    assert names_by_block(tied())[""] == ["embedding.weight"]
+
+
+def test_chosen_classes_and_blocks_in_blocks():
+    assert list(names_by_block(Network(depth=1), (nn.Linear,))) == [
+        "", "blocks.0.0", "blocks.0.2", "head"
+    ]  # fmt: skip
+    inner = nn.Module()
+    inner.experts = nn.ModuleList([nn.Linear(2, 2)])
+    inner.gate = nn.Linear(2, 1)
+    outer = nn.Module()
+    outer.blocks = nn.ModuleList([inner])
+    found = names_by_block(outer)
+    assert list(found) == ["", "blocks.0.experts.0", "blocks.0"]
+    assert found["blocks.0"] == ["blocks.0.gate.weight", "blocks.0.gate.bias"]
+
+
+def memory(context: Context) -> None:
+    values = torch.arange(15.0).view(3, 5) + 1
+    parameters = [nn.Parameter(values.clone()), nn.Parameter(values[0].clone())]
+    unit = GatheredUnit(parameters, context.group, torch.bfloat16)
+    for _ in range(2):
+        assert unit.values.untyped_storage().size() == 0
+        assert parameters[0].isnan().all()
+        assert parameters[0].untyped_storage().size() == 2
+        assert unit.start() == unit.values.nbytes
+        assert unit.start() == 0
+        unit.wait()
+        transposed = parameters[0].detach().t()
+        assert torch.equal(transposed.float(), values.t())
+        unit.free()
+    unit.shard.mul_(2)
+    unit.start()
+    unit.wait()
+    assert torch.equal(transposed.float(), 2 * values.t()), "a view that autograd saved"
+    assert parameters[0]._version == 0
+    assert unit.shard.dtype == torch.float32
+
+
+def test_memory_comes_and_goes(cpu_ranks):
+    cpu_ranks.run(2, memory)

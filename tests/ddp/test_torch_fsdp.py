@@ -1,0 +1,51 @@
+"""PyTorch's `fully_shard` with the interface of the other variants."""
+
+import copy
+
+import torch
+
+from ddp import wrap
+from lm.rank_pool import Context
+from tests.ddp.sharded.test_fsdp import Network, loss_of
+
+
+def trains_and_is_saved_whole(context: Context) -> None:
+    for reduce, scale in (("mean", 1 / context.world_size), ("sum", 1.0)):
+        torch.manual_seed(0)
+        reference = Network()
+        model = wrap(
+            "torch_fsdp", copy.deepcopy(reference), reduce=reduce, process_group=context.group
+        )
+        optimizers = [
+            model.make_optimizer(torch.optim.AdamW, lr=0.1),
+            torch.optim.AdamW(reference.parameters(), lr=0.1),
+        ]
+        for step in range(2):
+            with model.no_sync():
+                loss_of(model, 10 + step, context.rank).backward()
+            loss_of(model, step, context.rank).backward()
+            model.finish_gradient_synchronization()
+            for rank in range(context.world_size):
+                (scale * loss_of(reference, 10 + step, rank)).backward()
+                (scale * loss_of(reference, step, rank)).backward()
+            for gradient, p in zip(model.whole_gradients(), reference.parameters(), strict=True):
+                torch.testing.assert_close(gradient, p.grad)
+            expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+            torch.testing.assert_close(model.clip_grad_norm_(0.5), expected)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            saved, plain = (optimizer.state_dict() for optimizer in optimizers)
+            for number, values in plain["state"].items():
+                torch.testing.assert_close(saved["state"][number], values)
+            optimizers[0].load_state_dict(plain)
+            model.load_state_dict(
+                {f"module.{key}": value for key, value in reference.state_dict().items()}
+            )
+        state = model.state_dict()
+        for key, value in reference.state_dict().items():
+            torch.testing.assert_close(state[f"module.{key}"], value)
+
+
+def test_it_trains_and_its_checkpoints_are_whole(cpu_ranks):
+    cpu_ranks.run(2, trains_and_is_saved_whole)
