@@ -42,13 +42,13 @@ class TorchFSDP(nn.Module):
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         super().__init__()
-        self.module = module
+        self.module: Any = module  # which fully_shard makes an FSDPModule
         self.process_group = group_or_default(process_group)
         self.reduce = Reduction(reduce, dist.get_world_size(self.process_group)).name
         Replicas(module, self.process_group).make_equal(obstacle=None)
         device = next(module.parameters()).device.type
         reduce_dtype = None if param_dtype is None else torch.float32
-        settings = {
+        settings: dict[str, Any] = {
             "mesh": DeviceMesh.from_group(self.process_group, device),
             "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
         }
@@ -97,7 +97,7 @@ class TorchFSDP(nn.Module):
         """Returns zeros: PyTorch does not count its collectives."""
         return {"collectives": 0, "bytes": 0, "buckets": 0}
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the whole state, on every rank; a collective call."""
         return {key: _whole(x) for key, x in super().state_dict(*args, **kwargs).items()}
 
@@ -113,7 +113,7 @@ def _whole(x: Any) -> Any:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def _shard(x: Any, like: Tensor) -> Any:
+def _shard(x: Any, like: Any) -> Any:
     """Returns this rank's part of a whole tensor, if `like` is a DTensor of its shape."""
     from torch.distributed.tensor import distribute_tensor
 

@@ -21,8 +21,8 @@ What remains: three transfers of the parameters' size in a step, in place of the
 all-reduce, and the last reduce-scatter, which nothing hides.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -95,6 +95,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         self.units = [u for block in self.blocks for u in block.units if u.is_trainable]
         self.order = CallOrder(self.process_group)
         self._is_ahead = False
+        self._before: Block | None = None  # whose forward was the last with gradients
         return super().describe_gradients()
 
     def _unit(self, parameters: list[Parameter]) -> GatheredUnit:
@@ -227,7 +228,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
             self.gradients.stand_ins.pop(i, None)
             parameter.grad = None
 
-    def _dtype_of(self, unit: GatheredUnit) -> torch.dtype:
+    def _dtype_of(self, unit: FlatUnit) -> torch.dtype:
         """Returns the dtype in which a unit's gradients are reduced."""
         wide = self.gradients.dtypes.least or unit.shard.dtype
         return torch.promote_types(wide, unit.shard.dtype)
@@ -237,10 +238,12 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         """Returns whether the backend's reduce-scatter can average. That of gloo only sums."""
         return dist.get_backend(self.process_group) == dist.Backend.NCCL
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         if self._param_dtype is not None and self.gradient_dtype is None:
             self.gradient_dtype = torch.float32  # of what adds up, in place of `param_dtype`
-        return super().no_sync()
+        with super().no_sync():
+            yield
 
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 

@@ -12,7 +12,7 @@ from ddp.sharded.units import Block
 from ddp.torch_compat import own_parameters
 
 
-class WholeOnDemand:
+class WholeOnDemand(nn.Module):
     """Methods that gather all parameters of a wrapper at once."""
 
     module: nn.Module
@@ -58,10 +58,10 @@ class WholeOnDemand:
                 setattr(module, name, p)
             self.is_whole = False
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the whole state, on every rank. A collective call."""
         with self.whole_parameters():
-            return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+            return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Takes this rank's slices of a whole state, which must be the same on every rank.
@@ -73,7 +73,7 @@ class WholeOnDemand:
         if assign:
             raise ValueError("load_state_dict: a rank keeps slices of its own, give assign=False")
         with self.whole_parameters():
-            return super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]
+            return super().load_state_dict(state_dict, strict=strict)
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
         self.__getstate__()

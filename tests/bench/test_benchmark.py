@@ -26,7 +26,7 @@ from tests.support.benchmark_command import (
 )
 from tests.support.page import Page
 
-BUILT_IN = [name for name in IMPLEMENTATIONS if name not in ("zero2", "torch_zero1")]
+BUILT_IN = [name for name in IMPLEMENTATIONS if name not in ("zero2", "torch_zero1", "torch_fsdp")]
 NAMES = [*BUILT_IN, "Minimal"]
 MEASURED = [name for name in NAMES if name != "ddp_copy_engine"]
 

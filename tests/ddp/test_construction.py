@@ -44,12 +44,16 @@ def test_bad_plug_ins_are_named(tmp_path: Path):
             implementation(name)
 
 
+WITHOUT_BUCKETS = ("none", "ddp", "ddp_individual", "fsdp", "torch_fsdp")
+
+
 def test_options_only_where_they_mean_something():
     common = {"reduce", "process_group", "find_unused_parameters"}
     for name, cls in IMPLEMENTATIONS.items():
         options = set(options_of(cls))
-        assert common <= options, name
-        assert ("bucket_size_mb" in options) == (name not in ("none", "ddp", "ddp_individual"))
+        missing = common - options
+        assert missing == ({"find_unused_parameters"} if name == "torch_fsdp" else set()), name
+        assert ("bucket_size_mb" in options) == (name not in WITHOUT_BUCKETS)
 
 
 def test_without_a_process_group():

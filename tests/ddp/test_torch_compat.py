@@ -58,6 +58,27 @@ def test_a_callback_runs_at_the_end_of_backward(monkeypatch):
         torch_compat.at_end_of_backward(order.clear)
 
 
+def test_in_backward(monkeypatch):
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: seen.append(torch_compat.in_backward()))
+    (x * 2).backward()
+    assert seen == [True]
+    assert not torch_compat.in_backward()
+    monkeypatch.delattr(torch._C, "_current_graph_task_id")
+    with pytest.raises(RuntimeError, match=r"_current_graph_task_id"):
+        torch_compat.in_backward()
+
+
+def test_copying_with_and_without_foreach(monkeypatch):
+    assert hasattr(torch, "_foreach_copy_")
+    for _ in range(2):
+        targets = [torch.zeros(2), torch.zeros(3)]
+        torch_compat.copy_(targets, [torch.ones(2).bfloat16(), torch.full((3,), 2.0)])
+        assert [x.tolist() for x in targets] == [[1, 1], [2, 2, 2]]
+        monkeypatch.delattr(torch, "_foreach_copy_", raising=False)
+
+
 def test_scaling_with_and_without_foreach(monkeypatch):
     assert hasattr(torch, "_foreach_mul_")
     for _ in range(2):

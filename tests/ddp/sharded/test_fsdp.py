@@ -199,6 +199,7 @@ class Watched(HandBuiltFSDP):
     def enter_backward(self, block, before):
         super().enter_backward(block, before)
         self.note("backward", block)
+        self.head_is_freed = not self.root.units[-1].values.untyped_storage().size()
 
     def start(self, block):
         if any(not u.values.untyped_storage().size() for u in block.units):
@@ -239,6 +240,7 @@ def overlaps(context: Context, checkpointing: bool) -> None:
     gathers = [name for what, name in model.events if what == "gather"]
     assert sorted(gathers) == sorted([f"blocks.{k}" for k in range(5)] * 2)[1:]
     assert model.most == 2
+    assert model.head_is_freed, "its gradient came first, so backward needs it no more"
     assert (
         model.stats()["collectives"] == len(gathers) + 3 + 7
     )  # published; 5 blocks, 2 of no block
