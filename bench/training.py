@@ -160,11 +160,11 @@ def wrap_network(name: str, network: nn.Module, options: Mapping[str, Any]) -> n
 
 
 def gathered_dtype(subject: Subject, dtype: str) -> torch.dtype | None:
-    """Returns bfloat16 if that is the run's dtype and the variant keeps float32 slices beside it.
+    """Returns bfloat16 if the run computes in it and the variant keeps float32 slices beside it.
 
     The network is then built in float32.
     """
-    if dtype != "bfloat16" or subject.is_private or subject.layout is not REPLICATED:
+    if dtype == "float32" or subject.is_private or subject.layout is not REPLICATED:
         return None
     takes_it = "param_dtype" in options_of(implementation(plain(subject.implementation)))
     return torch.bfloat16 if takes_it else None

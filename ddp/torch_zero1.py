@@ -6,10 +6,10 @@ step, and broadcasts them
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from ddp.internals.optimizer import trainable
@@ -25,15 +25,20 @@ class TorchZero1(TorchDDP):
         params = trainable(self.module) if params is None else params
         group = self._by_hand[0].process_group
         options |= {"optimizer_class": cls, "process_group": group}
-        return WholeState(params, **options)
+        return optimizer_class()(params, **options)
 
 
-class WholeState(ZeroRedundancyOptimizer):
-    """Returns a whole `state_dict` on every rank; PyTorch's own has it on one rank."""
+@cache
+def optimizer_class() -> type[Optimizer]:
+    """Returns PyTorch's class, whose whole state every rank gets. Imported late: it takes long."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state of all ranks, in the format of one process; a collective call."""
-        self.consolidate_state_dict(to=0)
-        box: list[Any] = [super().state_dict() if self.rank == 0 else None]
-        dist.broadcast_object_list(box, group=self.process_group, group_src=0)
-        return box[0]
+    class WholeState(ZeroRedundancyOptimizer):
+        def state_dict(self) -> dict[str, Any]:
+            """Returns the state of all ranks, in the format of one process; a collective call."""
+            self.consolidate_state_dict(to=0)
+            box: list[Any] = [super().state_dict() if self.rank == 0 else None]
+            dist.broadcast_object_list(box, group=self.process_group, group_src=0)
+            return box[0]
+
+    return WholeState
