@@ -140,3 +140,13 @@ def symmetric_memory() -> ModuleType:
     except ImportError as error:
         raise _missing("torch.distributed._symmetric_memory") from error
     return _symmetric_memory
+
+
+def keeps_graph() -> bool:
+    """Returns whether the backward that is running now was called with `retain_graph=True`.
+
+    `torch._C._autograd._get_current_graph_task_keep_graph`. Without it, True: the graph may be
+    kept.
+    """
+    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if keeps is None else keeps()

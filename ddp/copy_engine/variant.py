@@ -49,6 +49,7 @@ class CopyEngineDDP(BucketedDDP):
     Args:
         bucket_size_mb: a bucket's capacity in MiB, a larger gradient has its own; None for one
             bucket per dtype.
+        sparse_embeddings: exchange the used rows of an embedding's gradient alone.
 
     Raises:
         Unavailable: on every rank, without GPUs of one host that can read each other's memory.
@@ -81,10 +82,10 @@ class CopyEngineDDP(BucketedDDP):
         """Frees nothing: peers hold the addresses of this memory."""
 
     def launch(self, bucket: Bucket) -> torch.cuda.Event | None:
-        self.fill(bucket)
-        self.count(collectives=1, nbytes=bucket.nbytes)
+        buffer, nbytes = self.pack_or_fill(bucket)
+        self.count(collectives=1, nbytes=nbytes)
         scale = 1 / self.world_size if self.reduce == "mean" else 1.0
-        exchange = self._exchange_of.get(bucket) or self._prepare(bucket)
+        exchange = self._exchange(bucket, buffer.numel())
         with self.side_stream(), record_function("communication: copy engines"):
             exchange.run(scale)
             return self.record_event()
@@ -92,18 +93,27 @@ class CopyEngineDDP(BucketedDDP):
     def wait(self, bucket: Bucket, handle: torch.cuda.Event | None) -> None:
         if handle is not None:
             torch.cuda.current_stream().wait_event(handle)
+        self.unpack(bucket)
 
     def allocate(self, bucket: Bucket) -> Tensor:
+        return self.allocate_rows(bucket, bucket.numel)
+
+    def allocate_rows(self, bucket: Bucket, numel: int) -> Tensor:
+        """Returns the beginning of the bucket's range: used rows need no memory of their own."""
         dtype = self.gradients.dtypes.of(bucket.members[0])
         if self._memory is None:
             self._open()
         memory = self._memory
-        return memory.view(memory.rank, self._start_of[bucket], bucket.numel, dtype)
+        return memory.view(memory.rank, self._start_of[bucket], numel, dtype)
 
-    def _prepare(self, bucket: Bucket) -> Exchange:
+    def _exchange(self, bucket: Bucket, numel: int) -> Exchange:
+        """Returns the exchange of a bucket, which is kept, or of some of its rows."""
+        if numel == bucket.numel and bucket in self._exchange_of:
+            return self._exchange_of[bucket]
         dtype = self.gradients.dtypes.of(bucket.members[0])
-        exchange = Exchange(self._memory, self._start_of[bucket], bucket.numel, dtype, self._pulled)
-        self._exchange_of[bucket] = exchange
+        exchange = Exchange(self._memory, self._start_of[bucket], numel, dtype, self._pulled)
+        if numel == bucket.numel:
+            self._exchange_of[bucket] = exchange
         return exchange
 
     # ---- memory and streams --------------------------------------------------------------------
