@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from bench.names import plain
+from bench.names import options_in, plain
 from bench.settings import Settings, Subject, batches_for
 from bench.sharded import REPLICATED, Layout, by_mesh, clip_gradients, fill, shard
 from ddp import implementation, options_of, wrap
@@ -146,10 +146,11 @@ def clipping_of(model: nn.Module) -> Callable[[list[Parameter], float], Any]:
 
 
 def wrap_network(name: str, network: nn.Module, bucket_size_mb: float | None) -> nn.Module:
+    options: dict[str, Any] = dict.fromkeys(options_in(name), True)
     name = plain(name)
-    takes_size = "bucket_size_mb" in options_of(implementation(name))
-    given = bucket_size_mb is not None and takes_size
-    return wrap(name, network, **({"bucket_size_mb": bucket_size_mb} if given else {}))
+    if bucket_size_mb is not None and "bucket_size_mb" in options_of(implementation(name)):
+        options["bucket_size_mb"] = bucket_size_mb
+    return wrap(name, network, **options)
 
 
 @contextmanager
