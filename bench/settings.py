@@ -265,8 +265,8 @@ def _names(options: Options) -> list[str]:
             raise ValueError(f"{option}: {error}{_import_place(name, error)}") from error
         if unknown := [one for one in options_in(name) if one not in known or one in NO_SWITCHES]:
             raise ValueError(
-                f"{option}: {name}: {plain(name)} has no option {unknown[0]} that can be turned on, "
-                "leave it out"
+                f"{option}: {name}: {plain(name)} has no option {unknown[0]} that can be turned "
+                "on, leave it out"
             )
     twice = next((one for one in names if names.count(one) > 1 and not is_plugin(one)), None)
     if twice:

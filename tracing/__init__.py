@@ -2,11 +2,13 @@
 
 Read in this order: `intervals` (time as sets), `trace` with `cpu_rules` and `gpu_rules` (what is
 computation, what is communication), `waiting` (for a slower rank), `overlap` (the numbers),
-`timeline` (the picture). `phases` and `profiler` are for the code that is being measured. Of the
-other packages it imports the writers of files and of aligned tables only, which are in
-`dp_clipping`.
+`timeline` (the picture), `budget` and `budget_chart` (numbers and picture beside a step that does
+not communicate). `phases` and `profiler` are for the code that is being measured. Of the other
+packages it imports the writers of files and of aligned tables only, which are in `dp_clipping`.
 """
 
+from .budget import Budget, basis_of, budget, budgets, describe_budgets
+from .budget_chart import draw_budgets
 from .overlap import Overlap, overlap, steps
 from .phases import PHASES, phase
 from .profiler import profile
@@ -17,9 +19,15 @@ from .waiting import load_traces
 
 __all__ = [
     "PHASES",
+    "Budget",
     "OperatorRow",
     "Overlap",
     "Trace",
+    "basis_of",
+    "budget",
+    "budgets",
+    "describe_budgets",
+    "draw_budgets",
     "draw_timeline",
     "load_trace",
     "load_traces",

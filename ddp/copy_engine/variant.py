@@ -42,9 +42,8 @@ ALIGNMENT_BYTES = 256
 class CopyEngineDDP(BucketedDDP):
     """Exchanges flat buckets in peer-to-peer memory with the GPUs' copy engines.
 
-    Half of its methods fill in what `BucketedDDP` leaves open, the others own the memory that ranks
-    share. It keeps the bytes of all gradients allocated, and at most `PIECE_BYTES` more for what it
-    pulls.
+    Half of its methods fill in what `BucketedDDP` leaves open, the others own the shared memory: the
+    bytes of all gradients stay allocated, and at most `PIECE_BYTES` more for what it pulls.
 
     Args:
         bucket_size_mb: a bucket's capacity in MiB, a larger gradient has its own; None for one
@@ -103,16 +102,13 @@ class CopyEngineDDP(BucketedDDP):
         dtype = self.gradients.dtypes.of(bucket.members[0])
         if self._memory is None:
             self._open()
-        memory = self._memory
-        return memory.view(memory.rank, self._start_of[bucket], numel, dtype)
+        return self._memory.view(self._memory.rank, self._start_of[bucket], numel, dtype)
 
     def _exchange(self, bucket: Bucket, numel: int) -> Exchange:
-        """Returns the exchange of a bucket, which is kept, or of some of its rows."""
-        if numel == bucket.numel and bucket in self._exchange_of:
-            return self._exchange_of[bucket]
-        dtype = self.gradients.dtypes.of(bucket.members[0])
-        exchange = Exchange(self._memory, self._start_of[bucket], numel, dtype, self._pulled)
-        if numel == bucket.numel:
+        exchange = self._exchange_of.get(bucket)
+        if exchange is None or exchange.numel != numel:  # the first, or of other rows
+            dtype = self.gradients.dtypes.of(bucket.members[0])
+            exchange = Exchange(self._memory, self._start_of[bucket], numel, dtype, self._pulled)
             self._exchange_of[bucket] = exchange
         return exchange
 
