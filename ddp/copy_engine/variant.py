@@ -42,8 +42,8 @@ ALIGNMENT_BYTES = 256
 class CopyEngineDDP(BucketedDDP):
     """Exchanges flat buckets in peer-to-peer memory with the GPUs' copy engines.
 
-    Half of its methods fill in what `BucketedDDP` leaves open, the others own the shared memory: the
-    bytes of all gradients stay allocated, and at most `PIECE_BYTES` more for what it pulls.
+    Half of its methods fill in what `BucketedDDP` leaves open, the others own the memory: that
+    of all gradients, and at most `PIECE_BYTES` more for what it pulls, stay allocated.
 
     Args:
         bucket_size_mb: a bucket's capacity in MiB, a larger gradient has its own; None for one
@@ -84,9 +84,8 @@ class CopyEngineDDP(BucketedDDP):
         buffer, nbytes = self.pack_or_fill(bucket)
         self.count(collectives=1, nbytes=nbytes)
         scale = 1 / self.world_size if self.reduce == "mean" else 1.0
-        exchange = self._exchange(bucket, buffer.numel())
         with self.side_stream(), record_function("communication: copy engines"):
-            exchange.run(scale)
+            self._exchange(bucket, buffer).run(scale)
             return self.record_event()
 
     def wait(self, bucket: Bucket, handle: torch.cuda.Event | None) -> None:
@@ -99,16 +98,16 @@ class CopyEngineDDP(BucketedDDP):
 
     def allocate_rows(self, bucket: Bucket, numel: int) -> Tensor:
         """Returns the beginning of the bucket's range: used rows need no memory of their own."""
-        dtype = self.gradients.dtypes.of(bucket.members[0])
         if self._memory is None:
             self._open()
-        return self._memory.view(self._memory.rank, self._start_of[bucket], numel, dtype)
+        memory, start = self._memory, self._start_of[bucket]
+        return memory.view(memory.rank, start, numel, self.gradients.dtypes.of(bucket.members[0]))
 
-    def _exchange(self, bucket: Bucket, numel: int) -> Exchange:
-        exchange = self._exchange_of.get(bucket)
+    def _exchange(self, bucket: Bucket, buffer: Tensor) -> Exchange:
+        exchange, numel = self._exchange_of.get(bucket), buffer.numel()
         if exchange is None or exchange.numel != numel:  # the first, or of other rows
-            dtype = self.gradients.dtypes.of(bucket.members[0])
-            exchange = Exchange(self._memory, self._start_of[bucket], numel, dtype, self._pulled)
+            start, memory = self._start_of[bucket], self._memory
+            exchange = Exchange(memory, start, numel, buffer.dtype, self._pulled)
             self._exchange_of[bucket] = exchange
         return exchange
 
