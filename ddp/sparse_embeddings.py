@@ -77,6 +77,8 @@ class SparseEmbeddings(DataParallel):
         self._mask: UsedRows | None = None
         self._packed: dict[Bucket, Packed] = {}
         super().__init__(module, **options)
+        if self._wanted:  # a subclass with a plan of its own, which knows nothing of embeddings
+            raise TypeError(f"{type(self).__name__} has no option sparse_embeddings: leave it out")
 
     def plan_with_embeddings(
         self, gradients: list[Gradient], order: list[int], bucket_bytes: int | None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ddp import wrap
+from ddp import IMPLEMENTATIONS, wrap
 from lm.rank_pool import Context
 from tests.ddp.conftest import COPY_ENGINE, CPU_COPY_ENGINE
 from tests.support.beside import Beside
@@ -358,8 +358,11 @@ def without_it(context: Context) -> None:
         model.finish_gradient_synchronization()
         assert model.stats()["collectives"] == 1
         model.zero_grad()
-    with pytest.raises(TypeError, match="sparse_embeddings"):
-        wrap("ddp", Tokens(), process_group=context.group, sparse_embeddings=True)
+    for name in ("ddp", "zero1"):
+        with pytest.raises(TypeError, match=f"{name} has no option sparse_embeddings"):
+            wrap(name, Tokens(), process_group=context.group, sparse_embeddings=True)
+    with pytest.raises(TypeError, match="Zero1DDP has no option sparse_embeddings"):
+        IMPLEMENTATIONS["zero1"](Tokens(), process_group=context.group, sparse_embeddings=True)
 
 
 def test_the_default_is_one_bucket_with_everything(cpu_ranks):
