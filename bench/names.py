@@ -2,7 +2,7 @@
 
 A plug-in, `path/to/file.py:ClassName`, has the name of its class where that is unique; else of file
 and class, then with as many folders as make it unique. A plug-in that is given twice gets a number
-from the second time on.
+from the second time on. `NAME+OPTION` is an implementation with an option on.
 """
 
 import functools
@@ -14,7 +14,7 @@ from pathlib import Path
 from bench.sharded import SHARDED
 from ddp import IMPLEMENTATIONS
 
-_NUMBER = "#"
+_NUMBER, _OPTION = "#", "+"
 _RESERVED = frozenset({*IMPLEMENTATIONS, *SHARDED})
 
 
@@ -23,9 +23,14 @@ def is_plugin(name: str) -> bool:
 
 
 def plain(name: str) -> str:
-    """Returns the implementation's name for `ddp.wrap`: without a number."""
+    """Returns the implementation's name for `ddp.wrap`: without a number and options."""
     path, separator, class_name = name.rpartition(":")
-    return path + separator + class_name.partition(_NUMBER)[0]
+    return path + separator + class_name.partition(_NUMBER)[0].partition(_OPTION)[0]
+
+
+def options_in(name: str) -> list[str]:
+    """Returns the options of `ddp.wrap` that a name turns on: `ddp_bucketed+sparse_embeddings`."""
+    return class_of(name).partition(_NUMBER)[0].split(_OPTION)[1:]
 
 
 def plugin_file(name: str) -> Path | None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bench.gate import FLOOR
 from bench.settings import Settings, Subject
 from bench.training import TrainingRun, building, noted_phases, train
 from ddp import Unavailable
@@ -18,7 +19,19 @@ from lm.timing import StepClock
 from lm.watch import Cause, Watch
 from measure import Progress, write_atomically
 from measure.files import say_unwritten
-from tracing import Trace, draw_timeline, load_traces, overlap, phase, profile, slowest_operators
+from tracing import (
+    Trace,
+    basis_of,
+    budgets,
+    describe_budgets,
+    draw_budgets,
+    draw_timeline,
+    load_traces,
+    overlap,
+    phase,
+    profile,
+    slowest_operators,
+)
 from tracing import write_summary as write_summary_file
 
 MIB = 1 << 20
@@ -161,6 +174,7 @@ class Profiling:
                 self._memory,
                 self._launches,
                 self._describe_plan(traces[0]),
+                self._describe_budget(subject, traces),
             ),
         )
         if self._phases:
@@ -192,6 +206,15 @@ class Profiling:
             "",
             f"Measured: {trace.basis} of each layer's norm and sum, mean of {steps} steps.",
         ]
+
+    def _describe_budget(self, subject: Subject, traces: list[Trace]) -> list[str]:
+        """Describes where a step's time went; empty if the floor has not been profiled before."""
+        floor = floor_of(subject)
+        if subject.label == floor.label or self.ended.get(floor.label) != "":
+            return []
+        both = {floor.label: load_traces(self._trace_files(floor)), subject.label: traces}
+        found = budgets(both, dict.fromkeys(both, floor.label))
+        return describe_budgets(found, basis_of(both))
 
     def _mesh_of(self, subject: Subject) -> dict:
         """Returns the summary's line about the mesh; empty where ranks share no samples."""
@@ -237,12 +260,25 @@ class Profiling:
             self._draw(traces, picture)
             if picture.exists():
                 print(f"picture of all: {picture}")
+            self._report_budgets(subjects, traces)
         print(f"traces, summaries and timelines: {self.folder}", flush=True)
 
-    def _title(self) -> str:
+    def _report_budgets(self, subjects: list[Subject], traces: dict[str, list[Trace]]) -> None:
+        """Prints and draws what each step's time went into, where the floor was profiled too."""
+        found = budgets(traces, {subject.label: floor_of(subject).label for subject in subjects})
+        if len(found) < 2:
+            return
+        print("\nBudget of a step, ms", *describe_budgets(found, basis_of(traces)), "", sep="\n")
+        picture = self.folder / "budget.png"
+        title = self._title("Where the time of a step goes:")
+        self._write(picture, lambda path: draw_budgets(found, path, title, basis_of(traces)))
+        if picture.exists():
+            print(f"picture of the budgets: {picture}")
+
+    def _title(self, what: str = "One training step on") -> str:
         settings = self.settings
         return (
-            f"One training step on {self.worker.world_size} ranks "
+            f"{what} {self.worker.world_size} ranks "
             f"({self.worker.device.type}, {settings.dtype}, {settings.batch_size} × "
             f"{settings.model.context_length} tokens per rank)"
         )
@@ -266,6 +302,11 @@ def describe_launches(model: nn.Module) -> list[str]:
             f"{first}{more}"
         )
     return lines
+
+
+def floor_of(subject: Subject) -> Subject:
+    """Returns the step without communication that a subject is compared with."""
+    return Subject(FLOOR, subject.clipping)
 
 
 def trace_file(folder: Path, subject: Subject, rank: int) -> Path:

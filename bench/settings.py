@@ -7,7 +7,16 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.names import class_of, file_stem, is_plugin, numbered, plain, plugin_file, titles
+from bench.names import (
+    class_of,
+    file_stem,
+    is_plugin,
+    numbered,
+    options_in,
+    plain,
+    plugin_file,
+    titles,
+)
 from bench.options import CLIPPING_NAMES, FUSED_MODES, NOT_PRIVATE, PRIVATE_MODES, Options
 from bench.sharded import SHARDED, SPLIT, Layout, check_ranks, layout_of
 from ddp import IMPLEMENTATIONS, implementation, options_of
@@ -17,6 +26,7 @@ from lm.model import PRESETS, ModelConfig
 from measure.options import flag, shared_values
 
 KERNEL_OPTIONS = ("tile_size", "memory_budget_mb")  # of `Privacy`, for fused modes only
+NO_SWITCHES = ("reduce", "process_group", "bucket_size_mb")  # options of `ddp.wrap` with a value
 SEAM = ("before_gradient", "gradient_ready")  # by which a wrapper receives private gradients
 
 
@@ -243,16 +253,21 @@ def _names(options: Options) -> list[str]:
     for name in names:
         if name in SHARDED:
             continue
-        if ":" not in name and name not in IMPLEMENTATIONS:
+        if ":" not in name and plain(name) not in IMPLEMENTATIONS:
             raise ValueError(
                 f"{option}: {name!r} is unknown, choose from "
                 f"{', '.join((*IMPLEMENTATIONS, *SHARDED))}, or give path/to/file.py:ClassName; "
                 "separate several with spaces"
             )
         try:
-            implementation(name)
+            known = options_of(implementation(plain(name)))
         except ValueError as error:
             raise ValueError(f"{option}: {error}{_import_place(name, error)}") from error
+        if unknown := [one for one in options_in(name) if one not in known or one in NO_SWITCHES]:
+            raise ValueError(
+                f"{option}: {name}: {plain(name)} has no option {unknown[0]} that can be turned "
+                "on, leave it out"
+            )
     twice = next((one for one in names if names.count(one) > 1 and not is_plugin(one)), None)
     if twice:
         raise ValueError(f"{option}: {twice} appears twice, give each name once")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from bench.names import plain
+from bench.names import options_in, plain
 from bench.settings import Settings, Subject, batches_for
 from bench.sharded import REPLICATED, Layout, by_mesh, clip_gradients, fill, shard
 from ddp import implementation, options_of, wrap
@@ -156,7 +156,7 @@ def wrap_network(name: str, network: nn.Module, options: Mapping[str, Any]) -> n
     """Wraps the network, with those options that are set and that the variant has."""
     known = options_of(implementation(plain(name)))
     given = {key: value for key, value in options.items() if value is not None and key in known}
-    return wrap(plain(name), network, **given)
+    return wrap(plain(name), network, **given, **dict.fromkeys(options_in(name), True))
 
 
 def gathered_dtype(subject: Subject, dtype: str) -> torch.dtype | None:

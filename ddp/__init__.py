@@ -10,6 +10,7 @@ The steps, in the order of reading:
 
 The second part, sharded/: what every rank holds in common is divided among the ranks.
 
+sparse_embeddings.py is an option of steps 3 to 5: the last gradient, in fewer bytes.
 none.py is the floor of every comparison, torch_ddp.py is PyTorch's own, and torch_zero1.py and
 torch_fsdp.py its sharding.
 
@@ -65,7 +66,8 @@ def wrap(name: str, module: nn.Module, **options: Any) -> nn.Module:
         name: a key of `IMPLEMENTATIONS`, or `path/to/file.py:ClassName`.
         module: the network, on its device already.
         options: `reduce`, `process_group`, `find_unused_parameters`; `bucket_size_mb` where
-            gradients are batched, None for one bucket per dtype.
+            gradients are batched, None for one bucket per dtype; there also `sparse_embeddings`, to
+            exchange those rows of an embedding's gradient alone that some rank used.
 
     Raises:
         ValueError: for an unknown name, or ranks with different models.

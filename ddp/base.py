@@ -128,7 +128,7 @@ class DataParallel(ManualGradients, Wrapper, nn.Module):
             for i in bucket.members:
                 self.gradients.make_local(i)
             self.schedule.in_flight[bucket] = self.launch(bucket)
-            self.step.record.launches.append((len(self.schedule.arrivals), bucket))
+            self.step.record.note_launch(len(self.schedule.arrivals), bucket)
 
     def wait_for(self, *buckets: Bucket) -> None:
         """Blocks until the reductions of these buckets that are in flight have finished."""

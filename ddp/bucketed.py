@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.base import DataParallel
-from ddp.buckets import Bucket, Gradient, mebibytes, plan_buckets
+from ddp.buckets import Bucket, Gradient, mebibytes
+from ddp.sparse_embeddings import SparseEmbeddings
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,14 @@ class Flat:
     slices: list[Tensor]
 
 
-class BucketedDDP(DataParallel):
+class BucketedDDP(SparseEmbeddings):
     """Reduces flat buckets, whose slices are the gradients, with one all-reduce each.
 
     Args:
         bucket_size_mb: a bucket's capacity in MiB, a larger gradient has its own; None for one
             bucket per dtype.
+        sparse_embeddings: exchange the used rows of an embedding's gradient alone.
     """
-
-    options = (*DataParallel.options, "bucket_size_mb")
 
     def __init__(self, module: nn.Module, *, bucket_size_mb: float | None = 200, **options):
         self._bucket_bytes = mebibytes(bucket_size_mb)
@@ -52,7 +51,7 @@ class BucketedDDP(DataParallel):
 
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
         self._flats.clear()  # the views of an earlier plan keep their buffers while they need them
-        return plan_buckets(gradients, order, self._bucket_bytes)
+        return self.plan_with_embeddings(gradients, order, self._bucket_bytes)
 
     def before_forward(self) -> None:
         """Frees buffers whose views `zero_grad(set_to_none=True)` has dropped."""
@@ -61,18 +60,26 @@ class BucketedDDP(DataParallel):
                 del self._flats[bucket]
 
     def collect(self, i: int) -> None:
+        if self.may_be_sparse(i):
+            return
         bucket = self.schedule.bucket_of[i]
         self._move(i, self._flat(bucket).slices[bucket.members.index(i)])
 
     def launch(self, bucket: Bucket) -> dist.Work:
-        buffer = self.fill(bucket)
-        self.count(collectives=1, nbytes=bucket.nbytes)
+        buffer, nbytes = self.pack_or_fill(bucket)
+        self.count(collectives=1, nbytes=nbytes)
         return dist.all_reduce(
             buffer, op=self.reduction.op, group=self.process_group, async_op=True
         )
 
     def wait(self, bucket: Bucket, handle: dist.Work) -> None:
         handle.wait()
+        self.unpack(bucket)
+
+    def pack_or_fill(self, bucket: Bucket) -> tuple[Tensor, int]:
+        """Returns what is reduced, and the bytes of gradients in it."""
+        rows = self.pack(bucket)
+        return (self.fill(bucket), bucket.nbytes) if rows is None else (rows, rows.nbytes)
 
     def fill(self, bucket: Bucket) -> Tensor:
         """Fills slices that `collect` has not filled: zeros for members that are unused here."""

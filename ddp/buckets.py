@@ -13,7 +13,7 @@ Three rules, each of which public hand-built versions often miss:
   often the last to be ready, would otherwise let the bucket before it be as large as itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
@@ -76,7 +76,10 @@ def one_bucket_each(gradients: Sequence[Gradient], order: Sequence[int]) -> list
 
 
 def plan_buckets(
-    gradients: Sequence[Gradient], order: Sequence[int], bucket_bytes: float | None = inf
+    gradients: Sequence[Gradient],
+    order: Sequence[int],
+    bucket_bytes: float | None = inf,
+    alone: Collection[int] = (),
 ) -> list[Bucket]:
     """Cuts `order` into buckets of at most `bucket_bytes`, small ones last.
 
@@ -89,6 +92,7 @@ def plan_buckets(
         order: a permutation of their indices, first ready first.
         bucket_bytes: the capacity; 0 puts every gradient in a bucket of its own, None all of a
             dtype in one.
+        alone: gradients that have a bucket of their own, whatever their size.
 
     Raises:
         ValueError: if `order` is not a permutation of the indices.
@@ -96,13 +100,15 @@ def plan_buckets(
     if sorted(order) != list(range(len(gradients))):
         raise ValueError(f"the order is no permutation of {len(gradients)} gradients: {order}")
     position = {index: place for place, index in enumerate(order)}
+    batched = [i for i in order if i not in alone]
     groups = [
         group
         for dtype in dict.fromkeys(gradients[i].dtype for i in order)
         for group in _cut(
-            [i for i in order if gradients[i].dtype == dtype], gradients, bucket_bytes
+            [i for i in batched if gradients[i].dtype == dtype], gradients, bucket_bytes
         )
     ]
+    groups += [(i,) for i in order if i in alone]
     groups.sort(key=lambda group: position[group[-1]])
     return [_lay_out(group, gradients) for group in groups]
 
@@ -111,7 +117,7 @@ def _cut(
     indices: list[int], gradients: Sequence[Gradient], bucket_bytes: float | None
 ) -> list[tuple[int, ...]]:
     if bucket_bytes is None:
-        return [tuple(indices)]
+        return [tuple(indices)] if indices else []
     remaining = sum(gradients[i].nbytes for i in indices if gradients[i].nbytes <= bucket_bytes)
     groups: list[tuple[int, ...]] = []
     group: list[int] = []

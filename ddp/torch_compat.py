@@ -166,3 +166,13 @@ def in_backward() -> bool:
         return torch._C._current_graph_task_id() != -1
     except AttributeError as error:
         raise _missing("torch._C._current_graph_task_id") from error
+
+
+def keeps_graph() -> bool:
+    """Returns whether the backward that is running now was called with `retain_graph=True`.
+
+    `torch._C._autograd._get_current_graph_task_keep_graph`. Without it, True: the graph may be
+    kept.
+    """
+    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if keeps is None else keeps()

@@ -6,6 +6,7 @@ are the raw steps, the line across them is the spread. Behind the bar stand the 
 right, where it is known, peak memory. A row that has no time says why, in words.
 """
 
+import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -283,10 +284,12 @@ def _name(label: str) -> str:
 
 
 def _label(label: str) -> str:
-    """Breaks `path/to/file.py:Name` after a colon, each line shortened in its middle."""
-    *pieces, last = label.split(":")
+    """Breaks `file.py:Name` after a colon and `NAME+OPTION` before a plus.
+
+    Each line is shortened in its middle.
+    """
     lines = [""]
-    for piece in [*(piece + ":" for piece in pieces), last]:
+    for piece in re.split(r"(?<=:)|(?=\+)", label):
         if lines[-1] and len(lines[-1] + piece) > _LABEL_LENGTH:
             lines.append("")
         lines[-1] += piece

@@ -2,11 +2,14 @@
 
 Read in this order: `intervals` (time as sets), `trace` with `cpu_rules` and `gpu_rules` (what is
 computation, what is communication), `waiting` (for a slower rank), `overlap` (the numbers),
-`timeline` (the picture), `pieces` (a step, cut at each gradient). `phases` and `profiler` are for
-the code that is being measured. Of the other packages it imports the writers of files and of
-aligned tables only, which are in `dp_clipping`.
+`timeline` (the picture), `budget` and `budget_chart` (numbers and picture beside a step that does
+not communicate), `pieces` (a step, cut at each gradient). `phases` and `profiler` are for the code
+that is being measured. Of the other packages it imports the writers of files and of aligned tables
+only, which are in `dp_clipping`.
 """
 
+from .budget import Budget, basis_of, budget, budgets, describe_budgets
+from .budget_chart import draw_budgets
 from .overlap import Overlap, overlap, steps
 from .phases import PHASES, phase
 from .pieces import StepPieces, Work, pieces
@@ -18,11 +21,17 @@ from .waiting import load_traces
 
 __all__ = [
     "PHASES",
+    "Budget",
     "OperatorRow",
     "Overlap",
     "StepPieces",
     "Trace",
     "Work",
+    "basis_of",
+    "budget",
+    "budgets",
+    "describe_budgets",
+    "draw_budgets",
     "draw_timeline",
     "load_trace",
     "load_traces",

@@ -24,6 +24,7 @@ the computation launched after it.
 import re
 from bisect import bisect_left
 from collections import Counter
+from dataclasses import dataclass
 from itertools import accumulate
 
 from .intervals import Interval
@@ -36,6 +37,20 @@ KINDS = {  # attention first: its kernels may be made of a library for matrix pr
     "attention": re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE),
     "products": re.compile(r"gemm|nvjet|xmma|cutlass|splitk", re.IGNORECASE),
 }
+
+
+@dataclass(frozen=True)
+class Work:
+    """All kernels, or all copies, of one name: their number, microseconds and bytes.
+
+    `is_copy`: a memcpy, which a copy engine carries out. A kernel holds multiprocessors.
+    """
+
+    name: str
+    is_copy: bool
+    calls: int
+    time: float
+    nbytes: int
 
 
 def collectives(events: list[dict]) -> dict[str, list[Interval]]:
@@ -53,6 +68,31 @@ def classify(events: list[dict]) -> tuple[list[Interval], list[Interval]]:
     side_ranges = _side_ranges(events)
     computing, communicating = _split(events, side_ranges)
     return _intervals(computing), _intervals(communicating + side_ranges)
+
+
+def work_by_name(events: list[dict], span: Interval) -> tuple[list[Work], list[Work]]:
+    """Returns what ran on the device in `span`, by name, as (computing, communicating)."""
+    computing, communicating = _split(events, _side_ranges(events))
+    return _by_name(computing, span), _by_name(communicating, span)
+
+
+def _by_name(events: list[dict], span: Interval) -> list[Work]:
+    """Adds up events of one name; a copy's bytes are those that the profiler recorded."""
+    found: dict[tuple[bool, str], list[dict]] = {}
+    for event in events:
+        if span[0] <= event["start"] < span[1]:
+            is_copy = event["cat"] == "gpu_memcpy"
+            found.setdefault((is_copy, event["name"]), []).append(event)
+    return [
+        Work(
+            name=name,
+            is_copy=is_copy,
+            calls=len(own),
+            time=sum(e["end"] - e["start"] for e in own),
+            nbytes=sum(e.get("args", {}).get("bytes", 0) for e in own) if is_copy else 0,
+        )
+        for (is_copy, name), own in found.items()
+    ]
 
 
 def place_phases(

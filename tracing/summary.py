@@ -63,11 +63,12 @@ def write_summary(
     memory: dict | None = None,
     launches: Sequence[str] = (),
     plan: Sequence[str] = (),
+    budget: Sequence[str] = (),
 ) -> None:
     """Writes the summary of one implementation; `traces` and `trace_files` are one per rank.
 
     `launches` says, a line each, what was sent when in a step; `plan`, what a private step did
-    with each layer.
+    with each layer; `budget`, what the step's time went into (`describe_budgets`).
     """
     title = f"Profile of {configuration.get('implementation', Path(path).stem)}"
     measured = {trace.rank: overlap(trace) for trace in traces}
@@ -75,6 +76,8 @@ def write_summary(
         [title, "=" * len(title)],
         _section("Configuration", _values(configuration)),
         _section("Computation and communication, ms per step", _overlap_table(measured, traces)),
+        *([_section("Budget of a step, ms", list(budget))] if budget else []),
+        *_transfers_section(traces[0]),
         _section("Time per phase, ms per step", _phase_table(measured, traces)),
         *([_section("Launches of one step, rank 0", list(launches))] if launches else []),
         *([_section("Plan of a private step, rank 0", list(plan))] if plan else []),
@@ -120,6 +123,29 @@ def _overlap_table(measured: dict[int, Overlap], traces: list[Trace]) -> list[st
         *LEGEND,
         WAITING if share_clock(traces) else UNKNOWN,
     ]
+
+
+def _transfers_section(trace: Trace) -> list[list[str]]:
+    """Says which engines communicated: the proof that copies ran on copy engines."""
+    if not trace.transfers:
+        return []
+    count = overlap(trace).steps or 1
+    rows = [["engine", "operation", "calls", "ms", "MiB"]]
+    for work in sorted(trace.transfers, key=lambda w: (not w.is_copy, -w.time)):
+        engine = "copy engines" if work.is_copy else "multiprocessors"
+        moved = f"{work.nbytes / count / (1 << 20):.1f}" if work.is_copy else "-"
+        calls = f"{work.calls / count:.1f}"
+        rows.append([engine, _short(work.name, 51), calls, _milliseconds(work.time / count), moved])
+    copied = [work for work in trace.transfers if work.is_copy]
+    others = [work for work in trace.transfers if not work.is_copy]
+    totals = (
+        f"Copy engines moved {sum(w.nbytes for w in copied) / count / (1 << 20):.1f} MiB in "
+        f"{_milliseconds(sum(w.time for w in copied) / count)} ms per step; kernels held "
+        f"multiprocessors for {_milliseconds(sum(w.time for w in others) / count)} ms."
+    )
+    numeric = [False, False, True, True, True]
+    title = "Communication by engine, rank 0, per step"
+    return [_section(title, [*aligned(rows, numeric), "", totals])]
 
 
 def _phase_table(measured: dict[int, Overlap], traces: list[Trace]) -> list[str]:

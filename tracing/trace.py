@@ -27,6 +27,8 @@ class Trace:
     collectives    name of a collective → its intervals, in order
     clock          equal for traces whose times can be compared; None if it is not known
     group_sizes    numbers of ranks of the process groups that there were
+    kernels        computing work by name within the span; empty without GPU kernels
+    transfers      communicating work by name: what copy engines and what kernels moved
     waiting        parts of collectives before the last rank began them: see `waiting`
     gradients      when each gradient of each backward was final, in order
     kinds          "products" (of matrices) and "attention" → their part of the computation
@@ -49,6 +51,8 @@ class Trace:
     gradients: list[float] = field(default_factory=list)
     kinds: dict[str, list[Interval]] = field(default_factory=dict)
     configuration: dict = field(default_factory=dict)
+    kernels: list[gpu_rules.Work] = field(default_factory=list)
+    transfers: list[gpu_rules.Work] = field(default_factory=list)
 
 
 def load_trace(path: str | Path) -> Trace:
@@ -70,6 +74,8 @@ def load_trace(path: str | Path) -> Trace:
     epochs = _ranges(events, lambda name: name.startswith(EPOCH_PREFIX))
     phases, phase_basis = rules.place_phases(events, _ranges(events, PHASES.__contains__))
     ranks = document.get("distributedInfo") or {}
+    span = _span(phases, epochs, computation + communication)
+    kernels, transfers = rules.work_by_name(events, span)
     return Trace(
         rank=ranks.get("rank", 0),
         basis=rules.BASIS,
@@ -78,13 +84,15 @@ def load_trace(path: str | Path) -> Trace:
         phases=phases,
         phase_basis=phase_basis,
         epochs=epochs,
-        span=_span(phases, epochs, computation + communication),
+        span=span,
         layers=rules.time_in(events, _ranges(events, lambda name: name.startswith(LAYER_PREFIXES))),
         collectives=rules.collectives(events),
         clock=_clock(document),
         gradients=rules.gradients(events),
         kinds=rules.kinds(events),
         configuration=document.get(CONFIGURATION, {}),
+        kernels=kernels,
+        transfers=transfers,
         group_sizes=frozenset(len(g.get("ranks") or ()) for g in ranks.get("pg_config") or ()),
     )
 

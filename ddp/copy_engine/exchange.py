@@ -18,6 +18,7 @@ class Exchange:
     def __init__(
         self, memory: PeerMemory, start: int, numel: int, dtype: torch.dtype, scratch: Tensor
     ):
+        self.numel = numel
         me, size = memory.rank, memory.world_size
         low, high = chunk_of(me, numel, size)
         # Each rank begins with another peer, so that no GPU serves all others at once.

@@ -42,13 +42,13 @@ ALIGNMENT_BYTES = 256
 class CopyEngineDDP(BucketedDDP):
     """Exchanges flat buckets in peer-to-peer memory with the GPUs' copy engines.
 
-    Half of its methods fill in what `BucketedDDP` leaves open, the others own the memory that ranks
-    share. It keeps the bytes of all gradients allocated, and at most `PIECE_BYTES` more for what it
-    pulls.
+    Half of its methods fill in what `BucketedDDP` leaves open, the others own the memory: that
+    of all gradients, and at most `PIECE_BYTES` more for what it pulls, stay allocated.
 
     Args:
         bucket_size_mb: a bucket's capacity in MiB, a larger gradient has its own; None for one
             bucket per dtype.
+        sparse_embeddings: exchange the used rows of an embedding's gradient alone.
 
     Raises:
         Unavailable: on every rank, without GPUs of one host that can read each other's memory.
@@ -81,29 +81,34 @@ class CopyEngineDDP(BucketedDDP):
         """Frees nothing: peers hold the addresses of this memory."""
 
     def launch(self, bucket: Bucket) -> torch.cuda.Event | None:
-        self.fill(bucket)
-        self.count(collectives=1, nbytes=bucket.nbytes)
+        buffer, nbytes = self.pack_or_fill(bucket)
+        self.count(collectives=1, nbytes=nbytes)
         scale = 1 / self.world_size if self.reduce == "mean" else 1.0
-        exchange = self._exchange_of.get(bucket) or self._prepare(bucket)
         with self.side_stream(), record_function("communication: copy engines"):
-            exchange.run(scale)
+            self._exchange(bucket, buffer).run(scale)
             return self.record_event()
 
     def wait(self, bucket: Bucket, handle: torch.cuda.Event | None) -> None:
         if handle is not None:
             torch.cuda.current_stream().wait_event(handle)
+        self.unpack(bucket)
 
     def allocate(self, bucket: Bucket) -> Tensor:
-        dtype = self.gradients.dtypes.of(bucket.members[0])
+        return self.allocate_rows(bucket, bucket.numel)
+
+    def allocate_rows(self, bucket: Bucket, numel: int) -> Tensor:
+        """Returns the beginning of the bucket's range: used rows need no memory of their own."""
         if self._memory is None:
             self._open()
-        memory = self._memory
-        return memory.view(memory.rank, self._start_of[bucket], bucket.numel, dtype)
+        memory, start = self._memory, self._start_of[bucket]
+        return memory.view(memory.rank, start, numel, self.gradients.dtypes.of(bucket.members[0]))
 
-    def _prepare(self, bucket: Bucket) -> Exchange:
-        dtype = self.gradients.dtypes.of(bucket.members[0])
-        exchange = Exchange(self._memory, self._start_of[bucket], bucket.numel, dtype, self._pulled)
-        self._exchange_of[bucket] = exchange
+    def _exchange(self, bucket: Bucket, buffer: Tensor) -> Exchange:
+        exchange, numel = self._exchange_of.get(bucket), buffer.numel()
+        if exchange is None or exchange.numel != numel:  # the first, or of other rows
+            start, memory = self._start_of[bucket], self._memory
+            exchange = Exchange(memory, start, numel, buffer.dtype, self._pulled)
+            self._exchange_of[bucket] = exchange
         return exchange
 
     # ---- memory and streams --------------------------------------------------------------------

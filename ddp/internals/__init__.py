@@ -4,6 +4,7 @@
 - gradients.py, dtypes.py: what each `.grad` holds, and in which dtype
 - hooks.py: how autograd reports gradients
 - step.py, unused.py: incomplete and failed steps, parameters without a gradient
+- lookups.py: which rows of an embedding's gradient can differ from zero
 - watch.py: parameters that change when they must not
 - ownership.py: several wrappers of one network
 - wrapper.py: copies, pickles, statistics

@@ -26,6 +26,7 @@ class Variant(Owner, Protocol):
     launches_in_backward: ClassVar[bool]
 
     def adopt_order(self, order: list[int]) -> None: ...
+    def agree(self) -> None: ...
     def launch_buckets(self, everything: bool = False) -> None: ...
     def wait_for(self, *buckets: Bucket) -> None: ...
 
@@ -41,12 +42,22 @@ class Launch:
 
 @dataclass
 class Record:
-    """Counts a step's collectives and bytes, and each launch with the gradients ready by then."""
+    """Counts a step's collectives and bytes, and each launch with the gradients ready by then.
+
+    Attributes:
+        noted: of the bytes, those that belong to a launch that was noted, or to none.
+    """
 
     collectives: int = 0
     nbytes: int = 0
+    noted: int = 0
     buckets: int = 0
-    launches: list[tuple[int, Bucket]] = field(default_factory=list)
+    launches: list[tuple[int, int, Bucket]] = field(default_factory=list)  # ready, bytes, bucket
+
+    def note_launch(self, ready: int, bucket: Bucket) -> None:
+        """Notes a launch; its bytes are those just counted, or the bucket's if none were."""
+        sent, self.noted = self.nbytes - self.noted, self.nbytes
+        self.launches.append((ready, sent or bucket.nbytes, bucket))
 
 
 class Step:
@@ -57,6 +68,7 @@ class Step:
 
     Attributes:
         unfinished: something has happened that `finish_gradient_synchronization` must complete.
+        by_hand: some gradients of this step did not come from autograd's hook.
         record, finished: what this step has sent, and what the last finished one had.
     """
 
@@ -73,7 +85,7 @@ class Step:
         self.record = Record()
         self._used: set[int] = set()  # got a local gradient, under no_sync() too
         self._reached: set[int] = set()  # the forwards of this step lead to these
-        self._by_hand = False  # some gradients of this step did not come from autograd's hook
+        self.by_hand = False
         self._backward_reduces: bool | None = None  # as the last forward decided
         self._awaits_backward = False  # a synchronising forward has had no backward yet
         self._gradients.begin_step()
@@ -126,7 +138,7 @@ class Step:
 
     def _complete_rounds(self, variant: Variant) -> None:
         """Issues the collectives that other ranks have issued, before buffers are broadcast."""
-        if variant.find_unused_parameters and not self._by_hand:
+        if variant.find_unused_parameters and not self.by_hand:
             # Others may have launched what this rank has not even begun.
             if self.unfinished and self._missing() and variant.launches_in_backward:
                 variant.launch_buckets(everything=True)
@@ -157,7 +169,7 @@ class Step:
                 self._schedule.begin_round()  # a second backward before finish
         self._watch.gradient_arrived(parameter)
         self.unfinished = True
-        self._by_hand |= not self.backward.running
+        self.by_hand |= not self.backward.running
         self._schedule.arrive(i)
         self._mark_unreached_ready(variant)
         return True
@@ -219,6 +231,7 @@ class Step:
         order = [*arrivals, *(i for i in self._schedule.order if i not in arrivals)]
         message = torch.tensor(order, device=self._gradients.parameters[0].device)
         dist.broadcast(message, group=variant.process_group, group_src=0)
+        variant.agree()
         variant.adopt_order(message.tolist())
         self._order_is_observed = True
 

@@ -88,6 +88,9 @@ class Wrapper(Replicated, Copyable):
     def register_hooks(self) -> None:
         enter(self, AutogradHooks(self, self.step.backward), self.gradients)
 
+    def agree(self) -> None:
+        """Called on all ranks at the end of the first step, before the plan is rebuilt."""
+
     def count(self, collectives: int, nbytes: int) -> None:
         """Adds to what `stats` returns; a variant calls it in `launch`."""
         self.step.record.collectives += collectives
@@ -107,8 +110,8 @@ class Wrapper(Replicated, Copyable):
     def launches(self) -> list[Launch]:
         """Returns the launches of the last finished step on this rank, in order."""
         return [
-            Launch(ready, bucket.nbytes, tuple(self.gradients.name(i) for i in bucket.members))
-            for ready, bucket in self.step.finished.launches
+            Launch(ready, nbytes, tuple(self.gradients.name(i) for i in bucket.members))
+            for ready, nbytes, bucket in self.step.finished.launches
         ]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from ddp.base import DataParallel
 from ddp.bucketed import BucketedDDP
 from ddp.buckets import Bucket, Gradient, plan_buckets
 from ddp.internals.gradients import Reduction
@@ -54,6 +55,7 @@ class Zero1DDP(Sharded, BucketedDDP):
             bucket per dtype.
     """
 
+    options = (*DataParallel.options, "bucket_size_mb")
     reduction_type: ClassVar[type[Reduction]] = ShardReduction
     reduction: ShardReduction
 

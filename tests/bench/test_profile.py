@@ -1,12 +1,13 @@
 """Profile mode on two gloo ranks: traces with named ranges, summaries, pictures."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from tests.support.benchmark_command import PLUGINS, ROOT, benchmark, forked_benchmark
 
-NAMES = ["ddp", "Minimal"]
+NAMES = ["none", "ddp", "Minimal"]
 ALWAYS = ["forward_pass", "backward_pass", "gradient_sync", "optimizer_step", "lr_scheduling"]
 
 
@@ -17,8 +18,8 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(place):
-    """Two implementations, one of them a plug-in, into the default folder."""
-    names = ["--implementations", "ddp", "ddp_copy_engine", f"{ROOT / PLUGINS}:Minimal"]
+    """Three implementations, one of them a plug-in, into the default folder."""
+    names = ["--implementations", "none", "ddp", "ddp_copy_engine", f"{ROOT / PLUGINS}:Minimal"]
     mode = ["--profile", "--profile-implementation", "all", "--dtype", "bfloat16"]
     return forked_benchmark(*mode, *names, cwd=place)
 
@@ -40,7 +41,7 @@ def ranges(folder, name: str, rank: int) -> dict[str, list[tuple[float, float]]]
 
 
 def test_files_are_named_by_implementation_and_rank(folder):
-    expected = {"all_timeline.png"}
+    expected = {"all_timeline.png", "budget.png"}
     for name in NAMES:
         expected |= {f"{name}_rank_{rank}_trace.json" for rank in range(2)}
         expected |= {f"{name}_summary.txt", f"{name}_timeline.png"}
@@ -86,10 +87,24 @@ def test_without_a_terminal_it_prints_a_line_each(run):
         assert lines[number].startswith(f"{name}: step ")
         assert "exposed" in lines[number]
         assert "waiting" in lines[number]
-    assert "ddp_copy_engine" in lines[3]
-    assert "unavailable: ddp_copy_engine needs" in lines[3]
+    assert "ddp_copy_engine" in lines[4]
+    assert "unavailable: ddp_copy_engine needs" in lines[4]
     assert lines[-1] == "traces, summaries and timelines: profiler_output"
     assert "[1/" not in run.stderr
+
+
+def test_the_budget_is_printed_and_in_the_summaries(run, folder):
+    """Of all, and in each summary beside the floor, which has none of its own."""
+    table = run.stdout.partition("Budget of a step, ms")[2].splitlines()
+    assert table[1].split()[:3] == ["step", "computation", "contention"]
+    assert [line.split()[0] for line in table[3:6]] == NAMES
+    assert "Basis: CPU operators (a proxy)" in run.stdout
+    assert f"picture of the budgets: {Path('profiler_output') / 'budget.png'}" in run.stdout
+    for name in NAMES[1:]:
+        section = (folder / f"{name}_summary.txt").read_text().partition("Budget of a step, ms")[2]
+        row = next(line for line in section.splitlines() if line.startswith(name)).split()
+        assert float(row[1]) == pytest.approx(sum(map(float, row[2:-1])), abs=0.01)
+    assert "Budget of a step" not in (folder / "none_summary.txt").read_text()
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ MUTANTS = [
         "no dtype split",
         (
             ("buckets.py", BY_DTYPE, "for dtype in [None]"),
-            ("buckets.py", "[i for i in order if gradients[i].dtype == dtype]", "list(order)"),
+            ("buckets.py", "[i for i in batched if gradients[i].dtype == dtype]", "batched"),
         ),
         ("tests/ddp/test_models.py", "mixed_types"),
     ),
@@ -342,6 +342,34 @@ MUTANTS = [
         "all buckets wait for the end of backward",
         (("sharded/zero2.py", "self.wait_for(*list(self.schedule.in_flight)[:-1])", "pass"),),
         ("tests/ddp/sharded/test_zero2.py", "freed"),
+    ),
+    Mutant(
+        "the rows of one rank are forgotten",
+        (("sparse_embeddings.py", "torch.cat(list(masks.values()))",
+          "torch.cat(list(masks.values())) * (dist.get_rank(group) == 0)"),),
+        ("tests/ddp/test_sparse_embeddings.py", "by_rows"),
+    ),
+    Mutant(
+        "the rows of earlier microbatches are forgotten",
+        (("internals/lookups.py", "            _mark(self._mask, lookup)\n", ""),),
+        ("tests/ddp/test_sparse_embeddings.py", "accumulation"),
+    ),
+    Mutant(
+        "a further use of an embedding's weight is not seen",
+        (("internals/lookups.py", "len(ran) != 1 or not ran[0][0].is_of(arrived)", "not ran"),),
+        ("tests/ddp/test_sparse_embeddings.py", "whole_for_good or loss or later"),
+    ),
+    Mutant(
+        "what a hook adds to an embedding's gradient is not seen",
+        (("internals/lookups.py", "x.data_ptr() == memory[1] and version_of(x) == version",
+          "True"),),
+        ("tests/ddp/test_sparse_embeddings.py", "hooks"),
+    ),
+    Mutant(
+        "each rank decides alone whether rows are exchanged",
+        (("sparse_embeddings.py", "self._flat, op=dist.ReduceOp.MAX",
+          "self._flat.clone(), op=dist.ReduceOp.MAX"),),
+        ("tests/ddp/test_sparse_embeddings.py", "by_rows or differs"),
     ),
 ]  # fmt: skip
 

@@ -20,6 +20,7 @@ from tracing import (
     slowest_operators,
     write_summary,
 )
+from tracing.gpu_rules import Work
 from tracing.timeline import COMPUTATION, EXPOSED, HIDDEN, representative_step, timeline_figure
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -158,6 +159,24 @@ def test_summary_holds_the_figures(tmp_path):
         assert expected in text
     assert max(len(line) for line in text.splitlines()) <= 110
     assert [p.name for p in tmp_path.iterdir()] == ["ddp_summary.txt"]
+
+
+def test_summary_says_which_engines_communicated(tmp_path):
+    """Per step; a trace without kernels has no such section."""
+    copies = Work("Memcpy PtoP (Device -> Device)", True, 6, 3000.0, 6 << 20)
+    sums = Work("_combine_kernel", False, 3, 600.0, 0)
+    trace = replace(made_up_trace(), transfers=[sums, copies])
+    path = tmp_path / "ddp_summary.txt"
+    write_summary(path, {}, [trace], [], [], budget=["a line"])
+    text = path.read_text()
+    assert re.search(r"copy engines +Memcpy PtoP \(Device -> Device\) +2\.0 +1\.000 +2\.0\n", text)
+    assert re.search(r"multiprocessors +_combine_kernel +1\.0 +0\.200 +-\n", text)
+    assert "Copy engines moved 2.0 MiB in 1.000 ms per step" in text
+    assert "multiprocessors for 0.200 ms" in text
+    assert re.search(r"Budget of a step, ms\n-+\na line\n", text)
+    write_summary(path, {}, [made_up_trace()], [], [])
+    assert "engine" not in path.read_text()
+    assert "Budget" not in path.read_text()
 
 
 def test_profile_writes_a_trace_that_loads(tmp_path):

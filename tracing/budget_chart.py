@@ -1,0 +1,137 @@
+"""The picture of the budgets: one bar per implementation, cut into what its time went into."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dp_clipping.files import replacing
+
+from .budget import NOT_TOLD_APART, Budget, tells_added
+from .timeline import COMPUTATION, DOTS_PER_INCH, EXPOSED, INK, QUIET, WAITING, WIDTH
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+STYLES = {  # part: colour, hatch, what it is, colour of a number in it
+    "computation": (COMPUTATION, "", "computation", "white"),
+    "contention": ("#E69F00", "", "contention: the same kernels take longer", INK),
+    "added": ("#F0E442", "", "added kernels, as copies into buckets", INK),
+    "exposed": (EXPOSED, "/////", "exposed communication", "white"),
+    "waiting": (WAITING, "....", "waiting for a slower rank", INK),
+    "idle": ("#F1F1F1", "", "idle: nothing runs", INK),
+}
+ROW, HEAD, FOOT = 0.42, 0.98, 1.08  # inches
+SMALLEST_LABEL = 0.032  # of the axis: a narrower part has no number in it
+
+
+def draw_budgets(found: Mapping[str, Budget], path: str | Path, title: str, basis: str) -> None:
+    """Draws the budgets, from the top in their order, on one axis."""
+    figure = budget_figure(found, title, basis)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
+
+
+def budget_figure(found: Mapping[str, Budget], title: str, basis: str) -> Figure:
+    """Returns the figure of `draw_budgets`, not saved.
+
+    Raises:
+        ValueError: if there is nothing to draw.
+    """
+    if not found:
+        raise ValueError("draw_budgets: no budget; profile none beside the others")
+    from matplotlib.figure import Figure
+
+    height = HEAD + ROW * len(found) + FOOT
+    figure = Figure(figsize=(WIDTH, height), facecolor="white")
+    area = (0.2, FOOT / height, 0.655, ROW * len(found) / height)
+    axes = figure.add_axes(area)
+    longest = max(one.step for one in found.values()) / 1000
+    shown = _shown(found, basis)
+    for row, one in enumerate(found.values()):
+        _draw_bar(axes, -row, one, shown, longest)
+    _finish(axes, found, longest)
+    _write_words(figure, found, shown, title, basis)
+    return figure
+
+
+def _shown(found: Mapping[str, Budget], basis: str) -> list[str]:
+    """Lists the parts that occur: a key to what is not there would be searched for."""
+    return [
+        part
+        for part in STYLES
+        if any(one.parts()[part] > 0 for one in found.values())
+        and (part != "added" or tells_added(basis))
+    ]
+
+
+def _draw_bar(axes: Axes, y: float, one: Budget, shown: list[str], longest: float) -> None:
+    left = 0.0
+    for part in shown:
+        width = one.parts()[part] / 1000
+        colour, hatch, _, ink = STYLES[part]
+        axes.barh(
+            y, width, 0.72, left, color=colour, hatch=hatch, edgecolor="white",
+            linewidth=0.0 if hatch else 0.6,
+        )  # fmt: skip
+        if width > SMALLEST_LABEL * longest:
+            text = axes.text(
+                left + width / 2, y, f"{width:.1f}", ha="center", va="center", fontsize=8,
+                color=ink,
+            )  # fmt: skip
+            if hatch:
+                text.set_bbox({"facecolor": colour, "edgecolor": "none", "pad": 1.2})
+        left += width
+
+
+def _finish(axes: Axes, found: Mapping[str, Budget], longest: float) -> None:
+    for row, one in enumerate(found.values()):
+        ratio = "floor" if one.is_floor else f"{one.step / one.floor:.3f} ×"
+        axes.annotate(
+            f"{one.step / 1000:.1f} ms   {ratio}",
+            (1, -row), xytext=(6, 0), xycoords=("axes fraction", "data"),
+            textcoords="offset points", va="center", fontsize=9, color=INK,
+        )  # fmt: skip
+    for floor in {one.floor for one in found.values()}:
+        axes.axvline(floor / 1000, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
+    axes.set_xlim(0, longest * 1.005)
+    axes.set_ylim(-len(found) + 0.5, 0.5)
+    axes.set_yticks([-row for row in range(len(found))], [_broken(name) for name in found])
+    axes.tick_params(labelsize=9, length=0, axis="y")
+    axes.tick_params(labelsize=9, axis="x")
+    axes.set_xlabel("milliseconds per step", fontsize=9)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _broken(name: str) -> str:
+    """Breaks a long name before its option: `ddp_bucketed+sparse_embeddings`."""
+    return name.replace("+", "\n+") if len(name) > 20 else name
+
+
+def _write_words(
+    figure: Figure, found: Mapping[str, Budget], shown: list[str], title: str, basis: str
+) -> None:
+    from matplotlib.patches import Patch
+
+    inches = figure.get_figheight()
+    figure.text(0.012, 1 - 0.08 / inches, title, fontsize=13, weight="bold", va="top", color=INK)
+    handles = [
+        Patch(facecolor=STYLES[p][0], hatch=STYLES[p][1], edgecolor="white", label=STYLES[p][2])
+        for p in shown
+    ]
+    figure.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(0.004, 1 - 0.34 / inches), ncols=3,
+        fontsize=9, frameon=False, handlelength=1.4, columnspacing=1.4,
+    )  # fmt: skip
+    note = (
+        "A bar is a step. Computation: as long as that of the same step without communication, the "
+        "floor. Contention: what kernels take beyond that. The dashed line is the floor's step."
+        + ("" if tells_added(basis) else f" Here {NOT_TOLD_APART}.")
+        + f" Measured from {basis} under the profiler, means over ranks and steps; for step times "
+        "use the benchmark's table."
+    )
+    note = "\n".join(textwrap.wrap(note, 128))
+    figure.text(0.012, 0.06 / inches, note, fontsize=8, va="bottom", color=QUIET)
