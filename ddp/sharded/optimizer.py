@@ -3,15 +3,15 @@
 Adam keeps two float32 numbers per parameter, on every rank the same. If each rank steps its slice
 only, it keeps its slice's state only: 1/W of the memory and of the work.
 
-For each unit there is an ordinary optimizer over this rank's pieces of it. Unit by unit it steps
-and the model publishes the new values, so that the transfer of one unit runs beside the step of
-the next one. To the outside it is one optimizer over the network's parameters: learning-rate
+Ordinary optimizers step this rank's pieces, one for each of a few groups of units. Group by group
+the model publishes the new values, so that the transfer of one runs beside the step of the next
+one. One for each unit would take the host longer than the GPU. To the outside it is one optimizer over the network's parameters: learning-rate
 schedulers change its `param_groups`, and `state_dict` is that of the optimizer on one process.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +49,12 @@ def refuse_plain(optimizer: Optimizer, *_arguments: Any) -> None:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     if not isinstance(optimizer, ShardedOptimizer) and has_stand_in(parameters):
         raise RuntimeError(PLAIN.format(name=type(optimizer).__name__))
+
+
+Part = tuple[FlatUnit, list[tuple[Piece, Parameter]], Optimizer]
+"""A unit, this rank's pieces of it with the parameter that is stepped for each, and by which."""
+
+GROUPS = 4  # of units, each stepped at once
 
 
 class ShardedModel(Protocol):
@@ -92,15 +98,19 @@ class ShardedOptimizer(Optimizer):
         trained = {p for unit in model.units for p in unit.parameters}
         if unknown := [list(p.shape) for p in group_of if p not in trained]:
             raise ValueError(f"the wrapped network does not train parameters of shapes {unknown}")
-        self._parts: list[tuple[FlatUnit, list[tuple[Piece, Parameter]], Optimizer]] = []
-        for unit in model.units:
-            own = [(piece, _own(unit, piece)) for piece in unit.pieces]
+        self._stepped_together: list[list[Part]] = []
+        for units in _in_groups(model.units):
+            owned = [[(piece, _own(unit, piece)) for piece in unit.pieces] for unit in units]
             groups = [{**settings, "params": []} for settings in self._settings()]
-            for piece, parameter in own:
-                if (number := group_of.get(unit.parameters[piece.member])) is not None:
-                    groups[number]["params"].append(parameter)
-            self._parts.append((unit, own, cls(groups, **options)))
-            self._share_state(self._parts[-1])
+            for unit, own in zip(units, owned, strict=True):
+                for piece, parameter in own:
+                    if (number := group_of.get(unit.parameters[piece.member])) is not None:
+                        groups[number]["params"].append(parameter)
+            inner = cls(groups, **options)
+            parts = [(unit, own, inner) for unit, own in zip(units, owned, strict=True)]
+            self._stepped_together.append(parts)
+        self._parts = [part for parts in self._stepped_together for part in parts]
+        self._share_state(self._parts)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Steps this rank's slices, and returns when all parameters have their new values.
@@ -115,20 +125,26 @@ class ShardedOptimizer(Optimizer):
         with torch.no_grad():
             self._raise_if_not_reduced()
             self.model.begin_step()
-            for part in self._parts:
-                unit, own, inner = part
-                for piece, parameter in own:
-                    gradient = unit.gradient_of(piece)
-                    parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-                for group, settings in zip(inner.param_groups, self._settings(), strict=True):
-                    group.update(settings)
-                inner.step()
-                self._share_state(part)
-                for _, parameter in own:
-                    parameter.grad = None
-                self.model.publish(unit)
+            for parts in self._stepped_together:
+                self._step(parts)
             self.model.end_step()
         return loss
+
+    def _step(self, parts: list[Part]) -> None:
+        inner, known = parts[0][2], len(parts[0][2].state)
+        for unit, own, _ in parts:
+            for piece, parameter in own:
+                gradient = unit.gradient_of(piece)
+                parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+        for group, settings in zip(inner.param_groups, self._settings(), strict=True):
+            group.update(settings)
+        inner.step()
+        if len(inner.state) != known:
+            self._share_state(parts)
+        for unit, own, _ in parts:
+            for _, parameter in own:
+                parameter.grad = None
+            self.model.publish(unit)
 
     def _raise_if_not_reduced(self) -> None:
         for unit in self.model.units:
@@ -168,8 +184,9 @@ class ShardedOptimizer(Optimizer):
             if parameter in piece_of:
                 state[number] = cut
         super().load_state_dict({**state_dict, "state": state})
-        for unit, own, inner in self._parts:
+        for _, _, inner in self._parts:
             inner.state.clear()
+        for unit, own, inner in self._parts:
             for piece, parameter in own:
                 if (loaded := self.state.get(unit.parameters[piece.member])) is not None:
                     inner.state[parameter] = loaded
@@ -188,12 +205,12 @@ class ShardedOptimizer(Optimizer):
             for group in self.param_groups
         ]
 
-    def _share_state(self, part: tuple[FlatUnit, list[tuple[Piece, Parameter]], Optimizer]) -> None:
+    def _share_state(self, parts: list[Part]) -> None:
         """Shows the state of this rank's pieces under the network's parameters."""
-        unit, own, inner = part
-        for piece, parameter in own:
-            if parameter in inner.state:
-                self.state[unit.parameters[piece.member]] = inner.state[parameter]
+        for unit, own, inner in parts:
+            for piece, parameter in own:
+                if parameter in inner.state:
+                    self.state[unit.parameters[piece.member]] = inner.state[parameter]
 
     def _whole_state(self) -> defaultdict[Tensor, Any]:
         whole: defaultdict[Tensor, Any] = defaultdict(dict)
@@ -227,6 +244,16 @@ class ShardedOptimizer(Optimizer):
                     if found.get(member, {}).get(key) == dtype:
                         whole[unit.parameters[member]][key] = values.to("cpu", copy=True)
         return whole
+
+
+def _in_groups(units: list[FlatUnit]) -> list[list[FlatUnit]]:
+    """Returns the units in order, in at most `GROUPS` groups of about as many elements."""
+    ends = list(accumulate(unit.shard.numel() for unit in units))
+    size = max(1, -(-ends[-1] // GROUPS))
+    groups: dict[int, list[FlatUnit]] = {}
+    for unit, end in zip(units, ends, strict=True):
+        groups.setdefault(max(0, end - 1) // size, []).append(unit)
+    return list(groups.values())
 
 
 def treats_elements_alone(cls: Callable[..., Optimizer], options: dict[str, Any]) -> bool:
