@@ -28,7 +28,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import Parameter
 
 from ddp.base import DataParallel
@@ -38,7 +37,13 @@ from ddp.internals.unused import tensors_in
 from ddp.sharded.call_order import CallOrder
 from ddp.sharded.interface import Sharded
 from ddp.sharded.layout import FlatUnit
-from ddp.sharded.units import Block, BlockHooks, GatheredUnit, parameters_by_block
+from ddp.sharded.units import (
+    Block,
+    BlockHooks,
+    GatheredUnit,
+    at_last_gradient,
+    parameters_by_block,
+)
 from ddp.sharded.whole import WholeOnDemand
 from ddp.torch_compat import at_end_of_backward, copy_, in_backward, reduce_scatter
 
@@ -125,8 +130,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
             self.start(next_block)
         if block is not self.root and torch.is_grad_enabled():
             computed = [x for x in tensors_in(inputs) if x.grad_fn is not None]
-            if computed:  # when their gradients are there, backward has left the block
-                register_multi_grad_hook(computed, lambda _gradients: block.free())
+            at_last_gradient(computed, block.free)  # backward has left the block then
 
     def leave(self, block: Block, output: Any) -> None:
         """Ends a block's forward: its parameters are freed until its backward begins."""

@@ -5,8 +5,9 @@ only, it keeps its slice's state only: 1/W of the memory and of the work.
 
 Ordinary optimizers step this rank's pieces, one for each of a few groups of units. Group by group
 the model publishes the new values, so that the transfer of one runs beside the step of the next
-one. One for each unit would take the host longer than the GPU. To the outside it is one optimizer over the network's parameters: learning-rate
-schedulers change its `param_groups`, and `state_dict` is that of the optimizer on one process.
+one. One for each unit would take the host longer than the GPU. To the outside it is one optimizer
+over the network's parameters: learning-rate schedulers change its `param_groups`, and `state_dict`
+is that of the optimizer on one process.
 """
 
 from collections import defaultdict

@@ -195,6 +195,25 @@ def _remove(handles: list) -> None:
         handle.remove()
 
 
+def at_last_gradient(tensors: Sequence[Tensor], call: Callable[[], None]) -> None:
+    """Calls `call` in backward when the gradients of all these tensors are complete.
+
+    PyTorch's `register_multi_grad_hook` keeps the nodes of the graph in its hooks, and with them
+    the network: the garbage collector does not see such a cycle.
+    """
+    count = len(tensors)  # a hook that held the tensors would be such a cycle too
+    left = [count]
+
+    def one_less(_gradient: Tensor) -> None:
+        left[0] -= 1
+        if not left[0]:
+            left[0] = count  # of another backward through a kept graph
+            call()
+
+    for x in tensors:
+        x.register_hook(one_less)
+
+
 def parameters_by_block(
     network: nn.Module, classes: tuple[type[nn.Module], ...] | None
 ) -> dict[str, dict[Parameter, str]]:

@@ -1,6 +1,8 @@
 """`fsdp`: values, memory, and what is on the wire when."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -304,3 +306,20 @@ def by_hand(context: Context) -> None:
 
 def test_gradients_by_hand(cpu_ranks):
     cpu_ranks.run(2, by_hand)
+
+
+def is_freed(context: Context) -> None:
+    """The network goes with its wrapper, also after steps whose graphs had hooks."""
+    pair = Pair(context, Network())
+    for step in range(2):
+        pair.backward(step)
+        pair.finish()
+        pair.step()
+    network = weakref.ref(pair.model.module)
+    del pair
+    gc.collect()
+    assert network() is None
+
+
+def test_a_network_is_freed_with_its_wrapper(cpu_ranks):
+    cpu_ranks.run(2, is_freed)
