@@ -18,6 +18,9 @@ EXERCISES: dict[str, str] = {
     "unused": "ex7_unused",
     "ring": "ex8_ring",
     "flat": "ex9_flat",
+    "zero1": "ex10_zero1",
+    "zero2": "ex11_zero2",
+    "fsdp": "ex12_fsdp",
     "predict": "ex13_predict",
 }
 """Name on the command line -> folder, in order of difficulty."""

@@ -1,9 +1,10 @@
 """Records the calls of torch.distributed, in order, while a solution runs.
 
-Every public call is recorded once, with the size of its first tensor, its peer and whether it was
+Every public call is recorded once, with the size of its largest tensor, its peer and whether it was
 asynchronous; a call that torch makes on behalf of another is not. `wait()` on what an asynchronous
 call returned is recorded too, and a check adds marks of its own, such as "this gradient has been
-accumulated". So one list gives the order of events.
+accumulated". So one list gives the order of events. A reduce-scatter and an all-gather into one
+tensor deliver at `wait()` (transfer.py), which records whether their tensors were left alone.
 
 The calls also go into a file, one line each, written before the call is made: if the rank never
 returns, the file still says where it stopped.
@@ -21,19 +22,26 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from exercises.transfer import GATHERS, SCATTERS, Transfer
 
 POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 COLLECTIVES = (
-    "all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "all_gather",
-    "all_gather_into_tensor", "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor",
-    "all_to_all", "all_to_all_single", "barrier", "all_gather_object", "gather_object",
+    "all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "all_gather", *GATHERS,
+    "gather", "scatter", "reduce_scatter", *SCATTERS, "all_to_all", "all_to_all_single",
+    "barrier", "all_gather_object", "gather_object",
     "broadcast_object_list", "scatter_object_list",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Event:
-    """One event: `what` is the name of a call, `"wait"`, or a check's mark with its `detail`."""
+    """One event: `what` is the name of a call, or a mark with its `detail`.
+
+    Marks are `"wait"` with the name of the call as its detail, `"freed"` and `"overwritten"` with
+    the call's size, and those of a check.
+    """
 
     what: str
     numel: int = 0
@@ -42,6 +50,7 @@ class Event:
     peer: int | None = None
     asynchronous: bool = False
     detail: Any = None
+    storage: StorageWeakRef | None = None
 
 
 class Record:
@@ -85,19 +94,35 @@ class Record:
 
         @wraps(function)
         def call(*args, **kwargs):
+            bound, transfer = signature.bind(*args, **kwargs), None
             if self._depth == 0:
-                self._write_down(name, signature.bind(*args, **kwargs).arguments)
+                self._write_down(name, bound.arguments)
+                if name in SCATTERS + GATHERS:
+                    transfer = self._copied(name, bound.arguments)
             self._depth += 1
             try:
-                answer = function(*args, **kwargs)
+                answer = function(*bound.args, **bound.kwargs)
             finally:
                 self._depth -= 1
-            return RecordedWork(answer, self) if isinstance(answer, dist.Work) else answer
+            if isinstance(answer, dist.Work):
+                return RecordedWork(answer, self, name, transfer)
+            if transfer is not None:
+                transfer.deliver()
+            return answer
 
         return call
 
+    @staticmethod
+    def _copied(name: str, arguments: dict[str, Any]) -> Transfer:
+        """Puts copies in the place of output and source, the first two arguments."""
+        to, source = list(arguments)[:2]
+        transfer = Transfer(name, arguments[to], arguments[source])
+        arguments[to], arguments[source] = transfer.received, transfer.sent
+        return transfer
+
     def _write_down(self, name: str, arguments: dict[str, Any]) -> None:
-        tensor = next((v for v in arguments.values() if isinstance(v, Tensor)), None)
+        tensors = [v for v in arguments.values() if isinstance(v, Tensor)]
+        tensor = max(tensors, key=Tensor.numel, default=None)
         event = Event(
             name,
             numel=0 if tensor is None else tensor.numel(),
@@ -105,6 +130,7 @@ class Record:
             data_ptr=0 if tensor is None else tensor.data_ptr(),
             peer=peer_of(arguments) if name in POINT_TO_POINT else None,
             asynchronous=name in ("isend", "irecv") or bool(arguments.get("async_op")),
+            storage=None if tensor is None else StorageWeakRef(tensor.untyped_storage()),
         )
         self.events.append(event)
         with self._file.open("a") as file:
@@ -120,16 +146,35 @@ def peer_of(arguments: dict[str, Any]) -> int | None:
 class RecordedWork:
     """Wraps what an asynchronous call returned; waiting for it is recorded as an event."""
 
-    def __init__(self, work: dist.Work, record: Record):
-        self._work, self._record = work, record
+    def __init__(
+        self, work: dist.Work, record: Record, name: str = "", transfer: Transfer | None = None
+    ):
+        self._work, self._record, self._name, self._transfer = work, record, name, transfer
 
     def wait(self, *arguments: Any) -> bool:
-        self._record.mark("wait")
-        return self._work.wait(*arguments)
+        answer = self._work.wait(*arguments)
+        self._ended()
+        return answer
 
     def get_future(self) -> Any:
-        self._record.mark("wait")  # a future is another way of waiting
+        if self._transfer is not None:
+            self._work.wait()
+        self._ended()  # a future is another way of waiting
         return self._work.get_future()
+
+    def is_completed(self) -> bool:
+        completed = self._work.is_completed()
+        if completed and self._transfer is not None:
+            self._ended()
+        return completed
+
+    def _ended(self) -> None:
+        """Records a wait. A transfer ends once, however often it is waited for."""
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None or self._name not in SCATTERS + GATHERS:
+            self._record.mark("wait", self._name)
+        if transfer is not None and (fault := transfer.deliver()):
+            self._record.mark(fault, max(transfer.sent.numel(), transfer.received.numel()))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)

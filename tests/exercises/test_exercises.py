@@ -14,6 +14,7 @@ from exercises import EXERCISES
 from exercises.attempt import Verdict
 from exercises.check import main
 from exercises.judge import Ranks, Result, explain, explain_stall, judge, load_check
+from tests.exercises import fsdp_mistakes, sharded_mistakes  # noqa: F401 - add to MISTAKES
 from tests.exercises.mistakes import MISTAKES
 
 HERE = Path(__file__).parent
@@ -25,6 +26,9 @@ CLASSES = {
     "no_sync": "AccumulatingDDP",
     "unused": "UnusedDDP",
     "flat": "FlatDDP",
+    "zero1": "StateShardedDDP",
+    "zero2": "GradientShardedDDP",
+    "fsdp": "FullyShardedDDP",
 }
 
 FUNCTIONS = {"measure": "measure", "plan": "plan_buckets", "ring": "ring_all_reduce"}
@@ -34,6 +38,7 @@ PREDICT = {  # of the exercise with three functions: first argument -> function
     "step_on": "last_that_pays",
 }
 SOLUTIONS = HERE / "solutions.py"
+SHARDED_SOLUTIONS = HERE / "sharded_solutions.py"  # of exercises 10 to 12
 FAST_PER_EXERCISE = 2
 
 
@@ -42,6 +47,10 @@ def ranks():
     pool = Ranks(3)
     yield pool
     pool.close()
+
+
+def solution_of(name: str) -> Path:
+    return SHARDED_SOLUTIONS if name in ("zero1", "zero2", "fsdp") else SOLUTIONS
 
 
 def write_mistake(name: str, folder: Path) -> Path:
@@ -53,7 +62,7 @@ def write_mistake(name: str, folder: Path) -> Path:
         next(iter(inspect.signature(code).parameters))
     ]
     path.write_text(
-        f"{right}from tests.exercises.mistakes import *\n\n\n{inspect.getsource(code)}\n\n"
+        f"{right}from {code.__module__} import *\n\n\n{inspect.getsource(code)}\n\n"
         f"{replaced} = {name}\n"
     )
     return path
@@ -75,7 +84,7 @@ def first_wrong(results) -> Result:
 
 @pytest.mark.parametrize("name", EXERCISES)
 def test_solution_is_right(ranks, name):
-    results = list(judge(EXERCISES[name], SOLUTIONS, ranks, patience_s=60))
+    results = list(judge(EXERCISES[name], solution_of(name), ranks, patience_s=60))
     assert [r for r in results if r.verdict != "right"] == []
 
 
@@ -216,13 +225,13 @@ def test_texts_name_the_commands():
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_class_fits_the_benchmark(name):
-    implementation(f"{SOLUTIONS}:{CLASSES[name]}")
+    implementation(f"{solution_of(name)}:{CLASSES[name]}")
 
 
 @pytest.mark.slow
 def test_classes_run_in_the_benchmark(tmp_path):
     """Each passes the benchmark's own gate and is timed; its fast sibling loads it."""
-    names = [f"{SOLUTIONS}:{CLASSES[name]}" for name in CLASSES]
+    names = [f"{solution_of(name)}:{CLASSES[name]}" for name in CLASSES]
     options = (
         "--d-model 16 --num-layers 1 --num-heads 2 --d-ff 32 --context-length 16 --batch-size 2 "
         f"--rounds 1 --steps-per-epoch 2 --device cpu --data synthetic --output-dir {tmp_path}"

@@ -1,0 +1,160 @@
+"""The properties of exercise 11. The network has six layers, and a bucket holds one of them."""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from exercises.attempt import Rank, Wrong
+from exercises.expect import Branches, branches_loss, during_backward, mark_gradients
+from exercises.sliced import (
+    Reference,
+    expect_left_alone,
+    expect_unit_gradients,
+    expect_values_of_units,
+    names_of,
+    on_all_ranks,
+)
+from exercises.transfer import SCATTERS, has_memory
+
+WORLD_SIZES = (2,)
+LAYERS = 6
+BUCKET_SIZE_MB = 80 / (1 << 20)  # the bytes of a layer
+ON_THE_WIRE = 2
+
+
+def network(seed: int) -> Branches:
+    return Branches(seed, count=LAYERS - 1)
+
+
+def wrapped(rank: Rank) -> nn.Module:
+    module = network(rank.rank)
+    mark_gradients(rank, module)
+    model = rank.solution.GradientShardedDDP(module, bucket_size_mb=BUCKET_SIZE_MB)
+    rank.record.clear()
+    return model
+
+
+def step(rank: Rank, model: nn.Module, seed: int) -> None:
+    branches_loss(seed)(model, rank.rank).backward()
+    model.finish_gradient_synchronization()
+
+
+def buckets_in_memory(rank: Rank) -> int:
+    """Returns how many of the flat tensors that were reduced are still allocated."""
+    return len({e.storage.cdata for e in rank.record.calls(*SCATTERS) if has_memory(e.storage)})
+
+
+def gradients(rank: Rank) -> None:
+    """After finish each own.grad is this rank's slice of the mean."""
+    model = wrapped(rank)
+    step(rank, model, 1)
+    expect_unit_gradients(rank, model, network(0), branches_loss(1))
+
+
+def traffic(rank: Rank) -> None:
+    """Each bucket is reduce-scattered once, and nothing else is sent."""
+    model = wrapped(rank)
+    step(rank, model, 1)
+    scattered = rank.record.calls(*SCATTERS)
+    others = [e for e in rank.record.calls() if e.what not in SCATTERS]
+    if others:
+        raise Wrong(
+            f"{others[0].what} of {others[0].numel} numbers: a reduce-scatter sends half of an "
+            "all-reduce, and each rank steps its slice only"
+        )
+    if len(scattered) != len(model.units):
+        raise Wrong(f"{len(scattered)} reduce-scatters for {len(model.units)} buckets")
+
+
+def early(rank: Rank) -> None:
+    """The first bucket starts during backward, and is not waited for where it starts."""
+    model = wrapped(rank)
+    step(rank, model, 1)
+    under_way = starts = 0
+    for event in during_backward(rank):
+        if event.what in SCATTERS:
+            under_way, starts = under_way + event.asynchronous, starts + 1
+        elif event.what == "wait":
+            under_way -= 1
+        elif event.what == "gradient" and starts and not under_way:
+            raise Wrong(
+                f"nothing is on the wire while backward computes {event.detail}: the bucket before "
+                "it was waited for where it started; wait for the last but one only"
+            )
+    if not starts:
+        raise Wrong("no bucket was started during backward: start it in gradient_ready")
+
+
+def what_stays(rank: Rank) -> None:
+    """After finish a rank has its slices of the gradients, and nothing of the rest."""
+    model = wrapped(rank)
+    step(rank, model, 1)
+    for name, parameter in model.module.named_parameters():
+        if parameter.grad is not None:
+            raise Wrong(f"{name}.grad is still there: set it to None when it is in the flat tensor")
+    for unit in model.units:
+        held = unit.own.grad.untyped_storage().nbytes()
+        if held > unit.own.nbytes:
+            raise Wrong(
+                f"own.grad of {names_of(model, unit.trained)[0]} is a view of {held} bytes, the "
+                f"whole bucket: receive the slice in a tensor of its own, {unit.own.nbytes} bytes"
+            )
+    if count := buckets_in_memory(rank):
+        raise Wrong(f"{count} flat tensors are in memory after finish: what refers to them?")
+
+
+def memory(rank: Rank) -> None:
+    """During backward at most two buckets are in memory besides the one that fills."""
+    module, most = network(rank.rank), 0
+
+    def count(_parameter: nn.Parameter) -> None:
+        nonlocal most
+        most = max(most, buckets_in_memory(rank))
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(count)
+    model = rank.solution.GradientShardedDDP(module, bucket_size_mb=BUCKET_SIZE_MB)
+    rank.record.clear()
+    step(rank, model, 1)
+    expect_left_alone(rank)
+    if most > ON_THE_WIRE:
+        raise Wrong(
+            f"{most} of {LAYERS} flat tensors at once: wait for the last but one before another is "
+            "made, and let go of its flat tensor"
+        )
+
+
+def different_orders(rank: Rank) -> None:
+    """When each rank's gradients become ready in its own order, buckets are not mixed."""
+    model = wrapped(rank)
+    loss = branches_loss(1, lambda r: [0, 1, 2, 3, 4] if r == 0 else [4, 2, 0, 1, 3])
+    loss(model, rank.rank).backward()
+    model.finish_gradient_synchronization()
+    hint = "do the buckets start in the order of self.units on every rank?"
+    expect_unit_gradients(rank, model, network(0), loss, hint)
+
+
+def later_steps(rank: Rank) -> None:
+    """Three steps of an optimizer are those of one process."""
+    model = wrapped(rank)
+    reference = Reference(rank, network(0), torch.optim.SGD, lr=0.1)
+    optimizer = model.make_optimizer(torch.optim.SGD, lr=0.1)
+    for seed in range(3):
+        optimizer.zero_grad()
+        step(rank, model, seed)
+        optimizer.step()
+        reference.step(branches_loss(seed))
+        hint = f"wrong in step {seed + 1}: what is left over from the one before?"
+        on_all_ranks(rank, partial(expect_values_of_units, rank, model, reference, hint))
+
+
+PROPERTIES = [
+    gradients,
+    traffic,
+    early,
+    what_stays,
+    memory,
+    different_orders,
+    later_steps,
+]

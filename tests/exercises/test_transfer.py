@@ -1,0 +1,103 @@
+"""A recorded reduce-scatter or all-gather delivers at `wait()`, and watches its tensors."""
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from exercises.record import Record, RecordedWork
+from exercises.transfer import Transfer, has_memory
+
+
+class Finished:
+    """A collective that has ended before anything waits for it."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> None:
+        return None
+
+
+def gather() -> tuple[torch.Tensor, Transfer]:
+    """An all-gather in place, to [0, 1, 2, 3] on rank 1, which sends [2, 3]."""
+    flat = torch.tensor([7.0, 7.0, 2.0, 3.0])
+    transfer = Transfer("all_gather_single", flat, flat[2:])
+    transfer.received.copy_(torch.arange(4.0))
+    return flat, transfer
+
+
+def test_output_is_nan_until_it_is_delivered_and_what_is_sent_stays():
+    flat, transfer = gather()
+    assert flat[:2].isnan().all()
+    assert flat[2:].tolist() == transfer.sent.tolist() == [2, 3]
+    assert transfer.deliver() == ""
+    assert flat.tolist() == [0, 1, 2, 3]
+
+
+def test_slice_of_a_reduction_in_place_is_nan_too():
+    flat = torch.arange(4.0)
+    transfer = Transfer("reduce_scatter_single", flat[2:], flat)
+    assert flat.isnan().tolist() == [False, False, True, True]
+    assert transfer.sent.tolist() == [0, 1, 2, 3]
+    assert transfer.deliver() == ""
+
+
+def test_a_tensor_that_was_freed_or_overwritten_is_told():
+    flat, transfer = gather()
+    flat[2] = 5.0
+    assert transfer.deliver() == "overwritten"
+    flat, transfer = gather()
+    flat.untyped_storage().resize_(0)
+    assert transfer.deliver() == "freed"
+
+
+def test_a_tensor_without_memory_is_refused_and_not_written_to():
+    flat = torch.zeros(4)
+    own = flat[:2].clone()
+    flat.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="all_gather_single of a tensor whose memory was freed"):
+        Transfer("all_gather_single", flat, own)
+
+
+def test_every_way_of_waiting_delivers_once(tmp_path):
+    record = Record(tmp_path / "log")
+    for wait in (RecordedWork.wait, RecordedWork.get_future, RecordedWork.is_completed):
+        flat, transfer = gather()
+        work = RecordedWork(Finished(), record, "all_gather_single", transfer)
+        wait(work)
+        assert flat.tolist() == [0, 1, 2, 3], wait.__name__
+        flat.zero_()
+        work.wait()
+        assert not flat.any()
+    assert [e.what for e in record.events] == ["wait"] * 3
+
+
+def test_each_wait_for_another_collective_is_recorded(tmp_path):
+    record = Record(tmp_path / "log")
+    work = RecordedWork(Finished(), record, "all_reduce")
+    assert work.is_completed()
+    assert work.wait()
+    work.get_future()
+    assert [e.detail for e in record.events] == ["all_reduce"] * 2
+
+
+def test_tensors_are_held_until_they_are_delivered(tmp_path):
+    flat, transfer = gather()
+    storage = StorageWeakRef(flat.untyped_storage())
+    work = RecordedWork(Finished(), Record(tmp_path / "log"), "all_gather_single", transfer)
+    del flat, transfer
+    assert has_memory(storage)
+    work.wait()
+    assert not has_memory(storage)
+
+
+def test_memory_is_gone_when_a_storage_is_resized_to_nothing():
+    tensor = torch.zeros(4)
+    storage = StorageWeakRef(tensor.untyped_storage())
+    assert has_memory(storage)
+    tensor.untyped_storage().resize_(0)
+    assert not has_memory(storage)
+    assert not has_memory(None)
