@@ -17,6 +17,7 @@ from exercises.expect import (
     same,
     scaled,
 )
+from exercises.transfer import SCATTERS, has_memory
 
 
 def network_loss(width: int) -> Callable[[int], Loss]:
@@ -98,6 +99,27 @@ def expect_unit_gradients(
             expect_slice(rank, unit.own, unit.trained, network, loss, names)
         except Wrong as wrong:
             raise Wrong(f"unit {number}: {wrong}" + (f"; {hint}" if hint else "")) from None
+
+
+def expect_slices_only(rank: Rank, model: nn.Module) -> None:
+    """Raises `Wrong` if more of the gradients than this rank's slices is in memory."""
+    for name, parameter in model.module.named_parameters():
+        if parameter.grad is not None:
+            raise Wrong(f"{name}.grad is still there: set it to None when it is in the flat tensor")
+    for unit in model.units:
+        held = unit.own.grad.untyped_storage().nbytes()
+        if held > unit.own.nbytes:
+            raise Wrong(
+                f"own.grad of {names_of(model, unit.trained)[0]} is a view of {held} bytes, all of "
+                f"the flat tensor: receive {unit.own.nbytes} bytes in a tensor of their own"
+            )
+    if count := flats_in_memory(rank):
+        raise Wrong(f"{count} flat tensors are in memory after finish: what refers to them?")
+
+
+def flats_in_memory(rank: Rank) -> int:
+    """Returns how many of the flat tensors that were reduced are still allocated."""
+    return len({e.storage.cdata for e in rank.record.calls(*SCATTERS) if has_memory(e.storage)})
 
 
 def names_of(model: nn.Module, parameters: list[nn.Parameter]) -> list[str]:

@@ -10,12 +10,13 @@ from exercises.expect import Branches, branches_loss, during_backward, mark_grad
 from exercises.sliced import (
     Reference,
     expect_left_alone,
+    expect_slices_only,
     expect_unit_gradients,
     expect_values_of_units,
-    names_of,
+    flats_in_memory,
     on_all_ranks,
 )
-from exercises.transfer import SCATTERS, has_memory
+from exercises.transfer import SCATTERS
 
 WORLD_SIZES = (2,)
 LAYERS = 6
@@ -38,11 +39,6 @@ def wrapped(rank: Rank) -> nn.Module:
 def step(rank: Rank, model: nn.Module, seed: int) -> None:
     branches_loss(seed)(model, rank.rank).backward()
     model.finish_gradient_synchronization()
-
-
-def buckets_in_memory(rank: Rank) -> int:
-    """Returns how many of the flat tensors that were reduced are still allocated."""
-    return len({e.storage.cdata for e in rank.record.calls(*SCATTERS) if has_memory(e.storage)})
 
 
 def gradients(rank: Rank) -> None:
@@ -90,18 +86,7 @@ def what_stays(rank: Rank) -> None:
     """After finish a rank has its slices of the gradients, and nothing of the rest."""
     model = wrapped(rank)
     step(rank, model, 1)
-    for name, parameter in model.module.named_parameters():
-        if parameter.grad is not None:
-            raise Wrong(f"{name}.grad is still there: set it to None when it is in the flat tensor")
-    for unit in model.units:
-        held = unit.own.grad.untyped_storage().nbytes()
-        if held > unit.own.nbytes:
-            raise Wrong(
-                f"own.grad of {names_of(model, unit.trained)[0]} is a view of {held} bytes, the "
-                f"whole bucket: receive the slice in a tensor of its own, {unit.own.nbytes} bytes"
-            )
-    if count := buckets_in_memory(rank):
-        raise Wrong(f"{count} flat tensors are in memory after finish: what refers to them?")
+    expect_slices_only(rank, model)
 
 
 def memory(rank: Rank) -> None:
@@ -110,7 +95,7 @@ def memory(rank: Rank) -> None:
 
     def count(_parameter: nn.Parameter) -> None:
         nonlocal most
-        most = max(most, buckets_in_memory(rank))
+        most = max(most, flats_in_memory(rank))
 
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(count)

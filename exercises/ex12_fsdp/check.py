@@ -17,6 +17,7 @@ from exercises.record import Event
 from exercises.sliced import (
     Reference,
     expect_left_alone,
+    expect_slices_only,
     expect_unit_gradients,
     expect_values_of_units,
     network_loss,
@@ -179,9 +180,13 @@ def gradients(rank: Rank) -> None:
     model = wrapped(rank)
     step(rank, model, 1)
     expect_unit_gradients(rank, model, Network(0), LOSS(1))
-    for name, parameter in model.module.named_parameters():
-        if parameter.grad is not None:
-            raise Wrong(f"{name}.grad is still there: set it to None when it is in the flat tensor")
+
+
+def what_stays(rank: Rank) -> None:
+    """After finish a rank has its slices of the gradients, and nothing of the rest."""
+    model = wrapped(rank)
+    step(rank, model, 1)
+    expect_slices_only(rank, model)
 
 
 def memory_in_backward(rank: Rank) -> None:
@@ -292,6 +297,7 @@ PROPERTIES = [
     forward,
     memory_in_forward,
     gradients,
+    what_stays,
     memory_in_backward,
     prefetch,
     traffic,

@@ -23,8 +23,8 @@ Rules
     - Nothing that was started is read, written, or freed before it was waited for.
     - The blocks are the members of nn.ModuleLists, called in order. What is in no block, as the
       embedding, is the unit `root`: whole from forward to finish, which reduces and frees it.
-    - After finish each unit.own.grad is a mean, and every parameter.grad is None. All parameters
-      get gradients in this exercise.
+    - After finish each unit.own.grad is a mean, in a tensor of the slice's size, and every
+      parameter.grad is None. All parameters get gradients in this exercise.
 
 You need
     tensor.untyped_storage().resize_(nbytes)         .size() is what it has now

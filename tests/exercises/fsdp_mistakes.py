@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from ddp.torch_compat import all_gather
+from ddp.torch_compat import all_gather, reduce_scatter
 from tests.exercises.mistakes import mistake
 from tests.exercises.sharded_solutions import FullyShardedDDP, MyUnit
 
@@ -203,6 +203,19 @@ class ShardedReducedInFinish(FullyShardedDDP):
         for unit in self.blocks:
             self.reduce(unit)
         super().finish_gradient_synchronization()
+
+
+@mistake("fsdp", "After finish a rank has its slices", "all of the flat tensor")
+class ShardedGradientsWhole(FullyShardedDDP):
+    """The slice is received in place, and keeps the whole flat tensor."""
+
+    def reduce(self, unit):
+        flat = unit.flatten([p.grad for p in unit.trained])
+        for parameter in unit.trained:
+            parameter.grad = None
+        unit.own.grad = unit.slice_of(flat)
+        handle = reduce_scatter(unit.own.grad, flat, dist.ReduceOp.SUM, dist.group.WORLD)
+        self.in_flight.append((handle, unit))
 
 
 @mistake("fsdp", "Each block is gathered twice", "block 0 was gathered 3 times")

@@ -206,7 +206,9 @@ class GradientsOneBuffer(GradientShardedDDP):
         return self.buffer.copy_(flat)
 
 
-@mistake("zero2", "After finish a rank has its slices", "is a view of 80 bytes, the whole bucket")
+@mistake(
+    "zero2", "After finish a rank has its slices", "is a view of 80 bytes, all of the flat tensor"
+)
 class GradientsWholeBucket(GradientShardedDDP):
     """The slice is received in place, and keeps the whole bucket."""
 

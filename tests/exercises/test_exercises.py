@@ -88,6 +88,13 @@ def test_solution_is_right(ranks, name):
     assert [r for r in results if r.verdict != "right"] == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp"])
+def test_another_solution_is_right_too(ranks, name):
+    results = list(judge(EXERCISES[name], HERE / "other_solutions.py", ranks, patience_s=60))
+    assert [r for r in results if r.verdict != "right"] == []
+
+
 @pytest.mark.parametrize("name", EXERCISES)
 def test_starter_is_told_what_to_fill_in(ranks, name):
     starter = ROOT / "exercises" / EXERCISES[name] / "starter.py"
