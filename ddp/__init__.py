@@ -11,8 +11,7 @@ The steps, in the order of reading:
 The second part, sharded/: what every rank holds in common is divided among the ranks.
 
 sparse_embeddings.py is an option of steps 3 to 5: the last gradient, in fewer bytes.
-none.py is the floor of every comparison, torch_ddp.py is PyTorch's own, and torch_zero1.py and
-torch_fsdp.py its sharding.
+none.py is the floor of every comparison, torch_ddp.py is PyTorch's own.
 
 Skip at the first reading: internals/ (robustness, one object per concern), torch_compat.py (PyTorch
 interfaces without a public name), and buckets.py before step 3.
@@ -33,12 +32,12 @@ from ddp.individual import IndividualDDP
 from ddp.individual_v2 import IndividualV2DDP
 from ddp.none import NoCommunication
 from ddp.sharded.fsdp import HandBuiltFSDP
+from ddp.sharded.torch_fsdp import TorchFSDP
+from ddp.sharded.torch_zero1 import TorchZero1
 from ddp.sharded.zero1 import Zero1DDP
 from ddp.sharded.zero2 import Zero2DDP
 from ddp.synchronous import SynchronousDDP
 from ddp.torch_ddp import TorchDDP, TunedTorchDDP
-from ddp.torch_fsdp import TorchFSDP
-from ddp.torch_zero1 import TorchZero1
 
 __all__ = ["IMPLEMENTATIONS", "DataParallel", "Unavailable", "implementation", "wrap"]
 

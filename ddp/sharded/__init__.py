@@ -19,4 +19,7 @@ What `fsdp` has beside, with units.py to be read first:
 - units.py: the memory of a block's parameters, which comes and goes
 - call_order.py: blocks are called in one order, in every forward and on every rank
 - whole.py: whole parameters on demand, for evaluation and checkpoints
+
+Beside them, what PyTorch has: torch_zero1.py (ZeroRedundancyOptimizer) and torch_fsdp.py
+(fully_shard).
 """
