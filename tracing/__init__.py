@@ -9,7 +9,7 @@ aligned tables only, which are in `dp_clipping`.
 
 from .overlap import Overlap, overlap, steps
 from .phases import PHASES, phase
-from .pieces import StepPieces, Work, pieces
+from .pieces import StepPieces, Work, collective_seconds, pieces, undisturbed
 from .profiler import profile
 from .summary import OperatorRow, slowest_operators, write_summary
 from .timeline import draw_timeline
@@ -23,6 +23,7 @@ __all__ = [
     "StepPieces",
     "Trace",
     "Work",
+    "collective_seconds",
     "draw_timeline",
     "load_trace",
     "load_traces",
@@ -32,5 +33,6 @@ __all__ = [
     "profile",
     "slowest_operators",
     "steps",
+    "undisturbed",
     "write_summary",
 ]

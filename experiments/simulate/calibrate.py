@@ -16,19 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
-from experiments.simulate.step import (
-    VARIANTS,
-    Contention,
-    Network,
-    Outcome,
-    Times,
-    kind_of,
-    plan,
-    program_of,
-    run,
-)
+from experiments.simulate.step import VARIANTS, Contention, Network, Outcome, Times, plan, simulate
 from lm.shape import Counts, Shape
-from tracing import StepPieces, Trace, Work, load_traces, pieces
+from tracing import StepPieces, Trace, Work, collective_seconds, load_traces, undisturbed
 
 LIKE = {"torch_ddp_tuned": "torch_ddp", "ddp_individual_v2": "ddp_individual"}
 SLOWEST = 10.0  # a factor of contention that is larger is a fault of measurement
@@ -70,8 +60,7 @@ class Calibration:
         """Returns a step; a variant not traced has the contention of its like or `ddp_bucketed`."""
         likes = (variant, LIKE.get(variant), "ddp_bucketed", "ddp")
         known = next(self.contention[v] for v in likes if v in self.contention)
-        times = self.times(shape)
-        return run(program_of(times, self.network, variant, shape, ranks, known.launch), known)
+        return simulate(self.times(shape), self.network, known, variant, shape, ranks)
 
 
 def calibrate(folder: Path, network: Network) -> Calibration:
@@ -92,10 +81,12 @@ def calibrate(folder: Path, network: Network) -> Calibration:
             f"--profile-output-dir {folder}"
         )
     shape, ranks = Shape.of(runs["none"][0].configuration), len(runs["ddp"])
-    steps = {name: [s for trace in own for s in _undisturbed(trace)] for name, own in runs.items()}
+    steps = {name: [s for trace in own for s in undisturbed(trace)] for name, own in runs.items()}
     floor, names = steps["none"], list(shape.gradients)
     if not floor or any(len(step.backward) != len(names) for step in floor):
         raise ValueError(f"{folder}: a step of none has not {len(names)} gradients; profile again")
+    sizes = [shape.width * numel for numel in shape.gradients.values()]
+    lasted = collective_seconds(runs["ddp"], len(sizes))  # one all-reduce after another
     rates = defaultdict(list)
     for name, *works in zip(names, *(step.backward for step in floor), strict=True):
         rates[_in_block(name)].append(_rate(_over(median, works), shape.backward_counts(name)))
@@ -104,40 +95,18 @@ def calibrate(folder: Path, network: Network) -> Calibration:
         _rate(_over(median, [step.forward for step in floor]), _over(sum, shape.forward_counts())),
         {name: _over(fmean, own) for name, own in rates.items()},
         median(step.optimizer for step in floor), median(step.rest for step in floor),
-        network.fitted(_all_reduces(runs["ddp"], shape), ranks), contention={},
+        network.fitted(list(zip(sizes, lasted, strict=True)), ranks), contention={},
     )  # fmt: skip
     contention = {v: _contention(found, v, own, floor) for v, own in steps.items() if v != "none"}
     return replace(found, contention=contention)
-
-
-def _undisturbed(trace: Trace) -> list[StepPieces]:
-    """Returns the faster half of the steps without clipping: other programs only slow one down."""
-    found = sorted((s for s in pieces(trace) if not s.clipped), key=lambda step: step.seconds)
-    return found[: (len(found) + 1) // 2]
-
-
-def _all_reduces(traces: list[Trace], shape: Shape) -> list[tuple[float, float]]:
-    """Returns (bytes, seconds) of each all-reduce of `ddp`: one per gradient, one after another.
-
-    Each lasts from when the last rank joins to its end, in the mean over ranks. The faster half of
-    the steps counts.
-    """
-    sizes = [shape.width * numel for numel in shape.gradients.values()]
-    calls = [sorted(i for own in trace.collectives.values() for i in own) for trace in traces]
-    if len(set(map(len, calls))) > 1 or len(calls[0]) % len(sizes):
-        raise ValueError(f"the traces of ddp have not {len(sizes)} all-reduces per step")
-    lasted = [fmean(max(1.0, end - max(start for start, _ in ranks)) for _, end in ranks)
-              for ranks in zip(*calls, strict=True)]  # fmt: skip
-    steps = [sorted(lasted[i :: len(sizes)]) for i in range(len(sizes))]
-    return [(n, 1e-6 * median(s[: (len(s) + 1) // 2])) for n, s in zip(sizes, steps, strict=True)]
 
 
 def _contention(
     found: Calibration, variant: str, own: list[StepPieces], floor: list[StepPieces]
 ) -> Contention:
     """Compares a variant's backward and synchronisation with those of `none`."""
-    layout, kind = plan(variant, found.shape), kind_of(variant)
-    alone = sum(found.network.seconds(kind, nbytes, found.ranks) for nbytes in layout.nbytes)
+    layout = plan(variant, found.shape)
+    alone = sum(found.network.seconds(layout.kind, n, found.ranks) for n in layout.nbytes)
     copies = layout.copies * found.optimizer * 2 / 7
 
     def time(steps: list[StepPieces], name: str) -> float:

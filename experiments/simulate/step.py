@@ -72,8 +72,9 @@ class Network:
 
 
 class Plan(NamedTuple):
-    """Buckets of gradients, by place in the order of arrival; their bytes; copies of each byte."""
+    """A kind of collective, of which buckets of gradients, of how many bytes; copies per byte."""
 
+    kind: str
     buckets: list[tuple[int, ...]]
     nbytes: list[int]
     copies: int
@@ -93,11 +94,8 @@ def plan(variant: str, shape: Shape) -> Plan:
         units = [tuple(i for i, b in enumerate(block_of) if b == block) for block in set(block_of)]
         buckets = sorted(units, key=max)
     nbytes = [sum(gradients[i].nbytes for i in bucket) for bucket in buckets]
-    return Plan(buckets, nbytes, {"torch_ddp": 2, "ddp_individual_v2": 0}.get(variant, 1))
-
-
-def kind_of(variant: str) -> str:
-    return "reduce_scatter" if variant in SHARDED else "all_reduce"
+    kind = "reduce_scatter" if variant in SHARDED else "all_reduce"
+    return Plan(kind, buckets, nbytes, {"torch_ddp": 2, "ddp_individual_v2": 0}.get(variant, 1))
 
 
 class Contention(NamedTuple):
@@ -157,10 +155,15 @@ def run(program: Program, contention: Contention) -> Outcome:
     return Outcome(now, computed, exposed)
 
 
-def program_of(
-    times: Times, network: Network, variant: str, shape: Shape, ranks: int, launch: float
-) -> Program:
-    """Writes the program of a variant; on one rank nothing is sent."""
+def simulate(
+    times: Times, network: Network, contention: Contention, variant: str, shape: Shape, ranks: int
+) -> Outcome:
+    """Returns a step; on one rank nothing is sent."""
+    launch = contention.launch
+    return run(program_of(times, network, variant, shape, ranks, launch), contention)
+
+
+def program_of(times, network, variant: str, shape: Shape, ranks: int, launch: float) -> Program:
     layout, shards = plan(variant, shape), variant in SHARDED
     update = ("compute", times.optimizer / (ranks if shards else 1) + times.rest)
     program: Program = [("compute", sum(times.forward))]
@@ -181,7 +184,7 @@ def program_of(
         return [*program, update]
     late = variant in SINGLE  # what is divided, after the wait
     for piece, nbytes, copying in zip(pieces, layout.nbytes, copies, strict=True):
-        program += [("compute", piece + (0 if late else copying)), *send(kind_of(variant), nbytes)]
+        program += [("compute", piece + (0 if late else copying)), *send(layout.kind, nbytes)]
     program += [("wait", len(copies)), ("compute", sum(copies) if late else 0.0)]
     if not shards:
         return [*program, update]

@@ -5,12 +5,13 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from experiments.simulate.__main__ import COUNTS, last_that_pays, main
+from experiments.simulate.__main__ import main
 from experiments.simulate.calibrate import calibrate
 from experiments.simulate.step import VARIANTS, Contention, Network, plan, program_of, run
 from lm.model import ModelConfig
 from lm.shape import Shape
 from measure import OK, Results
+from measure.curves import COUNTS, last_that_pays
 from measure.picture import read_picture
 
 SHAPE = Shape(ModelConfig(num_layers=2, d_model=32, d_ff=64, num_heads=2), 4, "float32", 0.02)
