@@ -1,10 +1,31 @@
-"""The predicted memory of a run, for `--dry-run`."""
+"""The predicted memory of a run: the table of `--dry-run`, and `memory.png`."""
+
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
+from bench.options import NOT_PRIVATE
 from bench.settings import Settings
 from lm.memory import KINDS, MIB, VARIANTS, largest_model, predict_memory, total_parameters
-from measure import Column, format_table
+from measure import OK, Column, describe_failure, draw_memory, format_table
+
+COMPILED = "memory is not predicted with --compile, which changes what blocks keep for backward"
+
+
+def predictions(settings: Settings, world_size: int, on_gpu: bool) -> dict[str, dict[str, float]]:
+    """Returns implementation -> kind -> MiB on a rank at the predicted peak of an ordinary step.
+
+    What is not in `lm.memory.VARIANTS` is left out, and everything with `--compile`.
+    """
+    return {
+        name: {kind: size / MIB for kind, size in kinds.items()}
+        for name in settings.implementations
+        if name in VARIANTS and not settings.compile
+        for kinds in [
+            predict_memory(name, settings.model, **_run(settings, world_size, on_gpu)),
+        ]
+    }
 
 
 def describe_memory(settings: Settings, world_size: int, device_type: str) -> list[str]:
@@ -14,23 +35,69 @@ def describe_memory(settings: Settings, world_size: int, device_type: str) -> li
     """
     on_gpu = device_type == "cuda"
     capacity = torch.cuda.get_device_properties(0).total_memory if on_gpu else None
-    run = {
-        "ranks": world_size, "batch_size": settings.batch_size, "dtype": settings.dtype,
-        "bucket_size_mb": settings.bucket_size_mb, "fused_norm": on_gpu,
-    }  # fmt: skip
     rows = []
-    for name in [name for name in settings.implementations if name in VARIANTS]:
-        kinds = predict_memory(name, settings.model, **run)
-        row = {kind: size / MIB for kind, size in kinds.items()}
-        rows.append({"name": name, **row, "peak": sum(row.values())})
+    for name, kinds in predictions(settings, world_size, on_gpu).items():
+        rows.append({"name": name, **kinds, "peak": sum(kinds.values())})
         if capacity:
-            rows[-1]["largest"] = _largest(name, settings, capacity, run)
+            rows[-1]["largest"] = _largest(
+                name, settings, capacity, _run(settings, world_size, True)
+            )
+    if not rows:
+        return ["", COMPILED] if settings.compile else []
     columns = [Column("name", "implementation"), *(Column(kind, None, ",.1f") for kind in KINDS),
                Column("peak", None, ",.1f")]  # fmt: skip
     if capacity:
         columns.append(Column("largest", "largest that fits", right=True))
     title = f"predicted memory at the peak of a step on {world_size} ranks, MiB per rank"
-    return ["", format_table(columns, rows, title)] if rows else []
+    return ["", format_table(columns, rows, title)]
+
+
+def draw_predicted(
+    settings: Settings,
+    rows: Sequence[dict],
+    world_size: int,
+    on_gpu: bool,
+    subtitle: str,
+    path: Path,
+) -> bool:
+    """Draws each implementation's predicted memory, and on a GPU the measured peak beside it.
+
+    Args:
+        rows: those of the benchmark's table.
+
+    Returns:
+        Whether there was something to draw.
+    """
+    known = predictions(settings, world_size, on_gpu)
+    shown = [row for row in rows if row["clipping"] == NOT_PRIVATE and row["label"] in known]
+    if not shown:
+        return False
+    notes = [subtitle]
+    if not on_gpu:
+        notes.append(
+            "Predicted only: on a CPU the peak that is measured is the process's memory, with "
+            "Python and libraries."
+        )
+    if missing := sorted({row["name"] for row in rows} - {row["name"] for row in shown}):
+        notes.append(f"Left out, since it is not predicted: {', '.join(missing)}.")
+    bars = [
+        {
+            "label": row["name"],
+            "kinds": known[row["label"]],
+            "measured": row.get("peak_memory_mb") if on_gpu else None,
+            "reason": None if row["status"] == OK else describe_failure(row),
+        }
+        for row in shown
+    ]
+    draw_memory(bars, path, "Memory of a rank at the peak of a step, by kind", notes)
+    return True
+
+
+def _run(settings: Settings, world_size: int, on_gpu: bool) -> dict:
+    return {
+        "ranks": world_size, "batch_size": settings.batch_size, "dtype": settings.dtype,
+        "bucket_size_mb": settings.bucket_size_mb, "on_gpu": on_gpu,
+    }  # fmt: skip
 
 
 def _largest(name: str, settings: Settings, capacity: int, run: dict) -> str:

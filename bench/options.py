@@ -144,8 +144,8 @@ class Options:
         "others"))
 
     output_dir: Path | None = option(None, group="output", metavar="FOLDER", help=(
-        "receives results.jsonl, comparison.png and report.html; an existing one is resumed "
-        "(default: results_ddp/ and the time)"))
+        "receives results.jsonl, comparison.png, memory.png and report.html; an existing one is "
+        "resumed (default: results_ddp/ and the time)"))
     dry_run: bool = option(False,
         help=(
         "check the options, print the plan and the predicted memory, start and write nothing "

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.gate import FLOOR, TOLERANCE, tolerance
+from bench.memory import draw_predicted, predictions
 from bench.options import NOT_PRIVATE
 from bench.settings import Settings, Subject
 from bench.sharded import SPLIT
@@ -33,7 +34,7 @@ MIB = 1 << 20
 def report(
     settings: Settings, world_size: int, device: str, unwritten: Sequence[dict] = ()
 ) -> tuple[str, int]:
-    """Print the comparison, then draw it: a picture that cannot be written costs no table.
+    """Print the comparison, then draw it and memory: a picture that fails costs no table.
 
     Returns what was printed, and the exit status: 1 if a gradient was wrong, a cell failed, or
     something could not be written.
@@ -55,17 +56,23 @@ def report(
     text = "\n\n".join([*parts, f"results: {Results(settings.output_dir).path}"])
     print(text, flush=True)
     status = int(any(_is_bad(row) for row in rows) or bool(unwritten))
-    picture = settings.output_dir / "comparison.png"
-    try:
-        _draw(settings, rows, title, picture)
-        print(f"picture: {picture}", flush=True)
-    except OSError as error:
-        say_unwritten(picture, error)
-        status = 1
+
+    def draw_peaks(path: Path) -> bool:
+        return draw_predicted(settings, rows, world_size, device != "cpu", title, path)
+
+    pictures = {"comparison": lambda path: _draw(settings, rows, title, path), "memory": draw_peaks}
+    for name, draw in pictures.items():
+        picture = settings.output_dir / f"{name}.png"
+        try:
+            if draw(picture):
+                print(f"picture: {picture}", flush=True)
+        except OSError as error:
+            say_unwritten(picture, error)
+            status = 1
     return text, status
 
 
-def _draw(settings: Settings, rows: list[dict], subtitle: str, picture: Path) -> None:
+def _draw(settings: Settings, rows: list[dict], subtitle: str, picture: Path) -> bool:
     has_overhead = any(row.get("ratio_to_ordinary") for row in rows)
     labels = {row["label"] for row in rows}
     reference = WITHOUT_PRIVACY if has_overhead else REFERENCE if REFERENCE in labels else None
@@ -80,6 +87,7 @@ def _draw(settings: Settings, rows: list[dict], subtitle: str, picture: Path) ->
         baseline=FLOOR if FLOOR in labels else None,
         reference=reference,
     )
+    return True
 
 
 def columns(rows: list[dict]) -> list[Column]:
@@ -92,6 +100,8 @@ def columns(rows: list[dict]) -> list[Column]:
     clipping = [Column("clipping")] if private else []
     has_overhead = any(row.get("overhead") for row in rows)
     overhead = [Column("overhead", "overhead [95 %]", right=True)] if has_overhead else []
+    is_predicted = any(row.get("predicted") for row in rows)
+    predicted = [Column("predicted", "predicted MiB", right=True)] if is_predicted else []
     return [
         Column("label", "implementation"),
         *clipping,
@@ -105,6 +115,7 @@ def columns(rows: list[dict]) -> list[Column]:
         Column("collectives", "calls", ",d"),
         Column("sent_mb", "MiB sent", ",.1f"),
         Column("peak_memory_mb", "peak MiB", ",.0f"),
+        *predicted,
         *mfu,
     ]
 
@@ -125,9 +136,15 @@ def comparison(
         }
         for subject, rows in cells.items()
     }
-    return [
+    found = [
         _row(subject, cells[subject], rounds, settings, world_size, device) for subject in cells
     ]
+    known = {} if device == "cpu" else predictions(settings, world_size, on_gpu=True)
+    for row in found:
+        if row["clipping"] == NOT_PRIVATE and row["label"] in known and row.get("peak_memory_mb"):
+            expected = sum(known[row["label"]].values())
+            row["predicted"] = f"{expected:,.0f} ({expected / row['peak_memory_mb'] - 1:+.1%})"
+    return found
 
 
 def _row(
@@ -301,6 +318,11 @@ def _legend(rows: list[dict], device: str, settings: Settings) -> str:
         "the implementation has no stats()",
         f"peak          of {memory}, the largest over ranks and rounds",
     ]
+    if any(row.get("predicted") for row in rows):
+        lines.append(
+            "predicted     the peak as it follows from the model's shape (by kind in memory.png), "
+            "and how far off that is"
+        )
     if split := [name for name in SPLIT if name in settings.implementations]:
         lines.append(
             f"{', '.join(split):<13} ranks of the tensor axis share a batch and its work: no step "

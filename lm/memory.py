@@ -1,10 +1,13 @@
 """Predicts the peak memory of a training step of each variant from the model's shape.
 
-Three kinds last the whole step, W ranks sharing some of them (Rajbhandari et al. 2020, "ZeRO",
-arXiv 1910.02054, section 3): parameters, optimizer state (two of the parameters' size for AdamW),
-and buffers. Activations grow through forward and shrink through backward, in which gradients grow.
-So the peak is at the start of backward, where the loss has copies of the logits [B, T, V], or after
-one of the blocks: `predict_memory` walks through both and returns the kinds at the peak.
+W ranks share some of the kinds (Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054, section 3).
+Parameters and optimizer state (two of the parameters' size for AdamW) last the whole step.
+Activations grow through forward and shrink through backward, in which gradients grow. Buffers are
+what a variant allocates beside them: parts of buckets that are not filled yet, gradients on the
+wire, whole parameters that `fsdp` has gathered. The peak is at the start of backward, where the
+loss has copies of the logits [B, T, V], where a gradient arrives, in the optimizer's step, or where
+the network is built. `predict_memory` walks through all these moments and returns the kinds at the
+peak.
 
 What a block keeps for backward, in bytes per token, is counted from `lm.model.Block` (D = d_model,
 F = d_ff, H heads; a = bytes of a number in arithmetic, r = of one in the residual stream):
@@ -19,21 +22,38 @@ Under autocast every matrix also leaves its bfloat16 copy, 2 bytes a weight, unt
 Tokens, positions and the libraries' workspaces are not counted, nor the allocator's unused blocks.
 """
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
+from ddp.buckets import Gradient, plan_buckets
+from ddp.internals.replicas import MESSAGE_BYTES
 from lm.model import ModelConfig
 
 MIB = 1 << 20
-KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 REPLICATED = (
     "none", "ddp", "ddp_individual", "ddp_individual_v2", "ddp_bucketed", "ddp_copy_engine",
     "torch_ddp", "torch_ddp_tuned",
 )  # fmt: skip
 SHARDED = ("zero1", "zero2", "fsdp")
-VARIANTS = REPLICATED + SHARDED
+VARIANTS = (*REPLICATED, *SHARDED, "torch_zero1", "torch_fsdp")
 BUCKET_MB = {"torch_ddp": 25.0, "torch_ddp_tuned": 100.0, "ddp_copy_engine": 100.0}
 DEFAULT_BUCKET_MB = 200.0  # of the other variants that batch
 PULLED_BYTES = 64 * MIB  # what the copy engine's variant pulls at a time, at most
+
+
+class Kinds(NamedTuple):
+    """Bytes on one rank at one moment of a step."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+
+
+KINDS = Kinds._fields
 
 
 def bucket_mb(variant: str, given: float | None = None) -> float:
@@ -52,25 +72,25 @@ def total_parameters(model: ModelConfig) -> int:
     return model.num_layers * block_parameters(model) + tables + model.d_model
 
 
-def block_activations(model: ModelConfig, tokens: int, dtype: str, fused_norm: bool = True) -> int:
+def block_activations(model: ModelConfig, tokens: int, dtype: str, on_gpu: bool = True) -> int:
     """Returns the bytes that one block keeps from forward to backward, for `tokens` on a rank."""
     arithmetic, residual = (4 if dtype == "float32" else 2), (2 if dtype == "bfloat16" else 4)
     casts = 5 if dtype == "mixed" else 2
     per_width = 2 * residual + (casts + 5) * arithmetic
-    if not fused_norm:  # RMSNorm computes in float32, and autograd keeps input and normed input
+    if not on_gpu:  # RMSNorm computes in float32, and autograd keeps input and normed input
         per_width += 8 + 2 * (4 - residual)
     kept = per_width * model.d_model + 4 * arithmetic * model.d_ff + 8 + 4 * model.num_heads
     copies = 2 * (block_parameters(model) - 2 * model.d_model) if dtype == "mixed" else 0
     return tokens * kept + copies
 
 
-def loss_activations(model: ModelConfig, tokens: int, dtype: str, fused_norm: bool = True) -> int:
+def loss_activations(model: ModelConfig, tokens: int, dtype: str, on_gpu: bool = True) -> int:
     """Returns what final norm, head and loss keep, with the loss's copies at its backward.
 
     Those are the log-probabilities, their gradient and that of the logits, all float32.
     """
     arithmetic, residual = (4 if dtype == "float32" else 2), (2 if dtype == "bfloat16" else 4)
-    width = residual + arithmetic + (0 if fused_norm else 4 + 4 - residual)
+    width = residual + arithmetic + (0 if on_gpu else 4 + 4 - residual)
     copies = 2 * model.vocab_size * model.d_model if dtype == "mixed" else 0
     return tokens * (width * model.d_model + 12 * model.vocab_size + 4) + copies
 
@@ -83,72 +103,172 @@ def predict_memory(
     batch_size: int,
     dtype: str = "float32",
     bucket_size_mb: float | None = None,
-    fused_norm: bool = True,
-    activation_scale: float = 1.0,
+    on_gpu: bool = True,
 ) -> dict[str, int]:
-    """Returns kind -> bytes on one rank at the peak of a training step with AdamW.
+    """Returns kind -> bytes on the fullest rank at the peak of a training step with AdamW.
 
     Args:
         variant: one of `VARIANTS`.
         batch_size: sequences of `model.context_length` tokens per rank.
         dtype: `float32`, `mixed` (float32 under bfloat16 autocast) or `bfloat16`.
-        fused_norm: whether RMSNorm is one kernel, as on GPUs.
-        activation_scale: a factor on activations, from a measured peak.
+        on_gpu: RMSNorm is one kernel, and PyTorch's DDP has its old buckets while it has new ones.
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant {variant!r} is unknown: choose from {', '.join(VARIANTS)}")
-    width = 2 if dtype == "bfloat16" else 4
-    tokens, whole = batch_size * model.context_length, total_parameters(model) * width
-    table = model.vocab_size * model.d_model * width
-    block = block_parameters(model) * width
-    per_block = activation_scale * block_activations(model, tokens, dtype, fused_norm)
-    loss = activation_scale * loss_activations(model, tokens, dtype, fused_norm)
-    parts = {kind: (ranks if variant in shards else 1) for kind, shards in _SHARDED_KINDS.items()}
-    bucket = min(bucket_mb(variant, bucket_size_mb) * MIB, whole)
-    kept_always, in_backward = _buffers(
-        variant, whole, bucket, block, outside=whole - model.num_layers * block
-    )
-    moments = [(model.num_layers * per_block + loss, 0, kept_always)]
-    for done in range(model.num_layers + 1):  # blocks whose gradients are there, the head's too
-        reduced = (table + done * block) / parts["gradients"]
-        kept = (model.num_layers - done) * per_block
-        moments.append((kept, reduced, kept_always + in_backward))
-    if not model.tie_embeddings:  # the token embedding's gradient comes last
-        moments.append((0, whole / parts["gradients"], kept_always + in_backward))
-    kept, reduced, buffers = max(moments, key=sum)
-    sizes = (whole / parts["parameters"], reduced, 2 * whole / parts["optimizer"], kept, buffers)
-    return {kind: round(size) for kind, size in zip(KINDS, sizes, strict=True)}
+    capacity = int(bucket_mb(variant, bucket_size_mb) * MIB)
+    step = _Step(variant, model, ranks, batch_size * model.context_length, dtype, capacity, on_gpu)
+    peak = max(step.moments(), key=sum)
+    return {kind: round(size) for kind, size in peak._asdict().items()}
 
 
-_SHARDED_KINDS = {
-    "parameters": ("fsdp",),
-    "gradients": ("zero2", "fsdp"),
-    "optimizer": SHARDED,
-}
+@dataclass(frozen=True)
+class _Step:
+    """Walks through the moments of a step; `width` is the bytes of a number that a rank keeps."""
 
+    variant: str
+    model: ModelConfig
+    ranks: int
+    tokens: int
+    dtype: str
+    capacity: int
+    on_gpu: bool
 
-def _buffers(
-    variant: str, gradients: int, bucket: float, block: int, outside: int
-) -> tuple[float, float]:
-    """Returns what a variant allocates beside the gradients: always, and in backward, in bytes.
+    @property
+    def width(self) -> int:
+        """Returns 4 also for FSDP in bfloat16, which keeps and reduces float32 slices."""
+        return 2 if self.dtype == "bfloat16" and "fsdp" not in self.variant else 4
 
-    PyTorch's DDP keeps its buckets, and has twice as many while it rebuilds them after its first
-    backward. Shared memory of the copy engine stays through forward. A flat bucket exists whole as
-    soon as its first gradient is ready; a sharded one until its slice has been reduced. FSDP holds
-    what is in no block whole until its gradients are there, two blocks, and the gradients of two.
-    """
-    return {
-        "torch_ddp": (2 * gradients, 0),
-        "torch_ddp_tuned": (2 * gradients, 0),
-        "ddp_copy_engine": (
-            gradients + min(PULLED_BYTES, gradients),
-            -gradients,
-        ),  # where the gradients then lie
-        "ddp_bucketed": (0, bucket),
-        "zero1": (0, bucket),
-        "zero2": (0, 2 * bucket),  # one is filled while the one before is reduced
-        "fsdp": (outside + 2 * block, outside + 2 * block),
-    }.get(variant, (0, 0))
+    @cached_property
+    def whole(self) -> int:
+        return self.width * total_parameters(self.model)
+
+    @cached_property
+    def per_block(self) -> int:
+        return block_activations(self.model, self.tokens, self.dtype, self.on_gpu)
+
+    @cached_property
+    def loss(self) -> int:
+        return loss_activations(self.model, self.tokens, self.dtype, self.on_gpu)
+
+    def moments(self) -> Iterator[Kinds]:
+        """Yields what is allocated at every moment that can be the peak."""
+        by_variant = {"fsdp": self._fsdp, "torch_fsdp": self._torch_fsdp}
+        parameters = self.whole / (self.ranks if self.variant in by_variant else 1)
+        optimizer = 2 * self._stepped()
+        for kept, gradients, buffers in by_variant.get(self.variant, self._whole_parameters)():
+            yield Kinds(parameters, gradients, optimizer, kept, buffers)
+        table = self.width * self.model.vocab_size * self.model.d_model
+        copied = {"fsdp": 2 * table, "zero1": self.capacity, "zero2": self.capacity}
+        building = max(MESSAGE_BYTES, copied.get(self.variant, 0))  # broadcast, or divided
+        yield Kinds(self.whole, 0, 0, 0, min(building, self.whole))
+
+    def _stepped(self) -> float:
+        """Returns the bytes of parameters that a rank steps.
+
+        ZeroRedundancyOptimizer gives whole parameters, the largest first, to the emptiest rank.
+        """
+        if self.variant in (*SHARDED, "torch_fsdp"):
+            return self.whole / self.ranks
+        if self.variant != "torch_zero1":
+            return self.whole
+        loads = [0] * self.ranks
+        for nbytes in sorted(self._gradients(), reverse=True):
+            loads[loads.index(min(loads))] += nbytes
+        return max(loads)
+
+    def _gradients(self) -> list[int]:
+        """Returns the bytes of each gradient, in the order of backward."""
+        d, f = self.model.d_model, self.model.d_ff
+        table = [self.model.vocab_size * d]
+        blocks = self.model.num_layers * [f * d, f * d, f * d, d, d * d, d * d, d * d, d * d, d]
+        head = [] if self.model.tie_embeddings else table
+        return [self.width * numel for numel in (*head, d, *blocks, *table)]
+
+    def _kept(self, arrived: int) -> float:
+        """Returns the activations that are left when one more gradient than `arrived` is there."""
+        layers, before = self.model.num_layers, 1 if self.model.tie_embeddings else 2
+        if arrived < before - 1:  # the head's: of the loss, the gradient of the logits is left
+            gone = 12 - (4 if self.dtype == "float32" else 2)
+            return layers * self.per_block + self.loss - gone * self.tokens * self.model.vocab_size
+        return self.per_block * min(layers, max(0.0, layers - (arrived - before + 1) / 9))
+
+    def _whole_parameters(self) -> Iterator[tuple[float, float, float]]:
+        """Yields activations, gradients and buffers of variants with whole parameters.
+
+        A flat bucket is allocated when its first gradient arrives, which is copied into it. zero2
+        frees a bucket when the next but one is sent. PyTorch's DDP keeps its buckets; when it has
+        planned them anew, on a GPU the old ones are freed late. Memory that copy engines share
+        stays through forward.
+        """
+        shared = self.whole if self.variant == "ddp_copy_engine" else 0
+        always = min(PULLED_BYTES, shared)
+        if self.variant.startswith("torch"):
+            always = self.whole * (2 if self.on_gpu else 1)
+        yield self.model.num_layers * self.per_block + self.loss, 0, shared + always
+        sizes, arrived, sent, own = self._gradients(), 0, [], 0.0
+        is_flat = self.variant in ("ddp_bucketed", "ddp_copy_engine", "zero1", "zero2")
+        described = [Gradient(nbytes // self.width, "", self.width) for nbytes in sizes]
+        order = list(range(len(sizes)))
+        for bucket in plan_buckets(described, order, self.capacity if is_flat else 0):
+            begun = arrived + bucket.nbytes
+            for i in bucket.members:
+                kept, arrived = self._kept(i), arrived + sizes[i]
+                copied = sizes[i] if is_flat else 0
+                if self.variant == "zero2":
+                    yield kept, own, sum(sent) + bucket.nbytes + copied
+                else:
+                    yield kept, arrived, max(begun, shared) - arrived + copied + always
+            sent, own = [*sent[-1:], bucket.nbytes], own + bucket.nbytes / self.ranks
+
+    def _fsdp(self) -> Iterator[tuple[float, float, float]]:
+        """Yields the same of `fsdp`, where at most two blocks are whole, and gradients of two.
+
+        A block's gradients are copied to a flat buffer, which is on the wire until the next block's
+        are copied. What is in no block is whole from forward until its gradients are there.
+        """
+        model, slices = self.model, self.width / self.ranks
+        width = 2 if self.dtype == "bfloat16" else 4  # of what is gathered, and its gradients
+        table, block = model.vocab_size * model.d_model, block_parameters(model)
+        outside = total_parameters(model) - model.num_layers * block
+        yield model.num_layers * self.per_block + self.loss, 0, width * outside
+        flat = 0 if model.tie_embeddings else self.width * table
+        held = width * (outside + table)  # with the head's gradient
+        yield self._kept(0), 0, held + flat + width * block
+        if not model.tie_embeddings:
+            held -= 2 * width * table
+        reduced = 0 if model.tie_embeddings else table
+        for left in range(model.num_layers, 0, -1):
+            blocks = width * min(2, left) * block
+            yield left * self.per_block, slices * reduced, held + blocks + flat
+            grown = held + blocks + width * block
+            yield (left - 1) * self.per_block, slices * reduced, grown + flat
+            reduced, flat = reduced + block, self.width * block
+            yield (left - 1) * self.per_block, slices * reduced, grown + flat
+        last = 0 if model.tie_embeddings else width * table
+        yield 0, self.whole / self.ranks, held + last + self.width * table
+        yield 0, self.whole / self.ranks, width * (outside + block)  # the optimizer's step
+
+    def _torch_fsdp(self) -> Iterator[tuple[float, float, float]]:
+        """Yields the same of `fully_shard`, which keeps what is in no block whole to the end.
+
+        So does it the head's gradient. It frees a block before it copies its gradients.
+        """
+        model, slices = self.model, self.width / self.ranks
+        width = 2 if self.dtype == "bfloat16" else 4
+        table, block = model.vocab_size * model.d_model, block_parameters(model)
+        outside = total_parameters(model) - model.num_layers * block
+        yield model.num_layers * self.per_block + self.loss, 0, width * outside
+        held, flat, reduced = width * (outside + table), 0, 0
+        yield self._kept(0), 0, held + width * block
+        for left in range(model.num_layers, 0, -1):
+            blocks = width * min(2, left) * block
+            yield left * self.per_block, slices * reduced, held + blocks + flat
+            kept = (left - 1) * self.per_block
+            yield kept, slices * reduced, held + blocks + width * block + flat
+            reduced, flat = reduced + block, self.width * block
+            yield kept, slices * reduced, held + blocks + flat
+        yield 0, slices * reduced, 2 * width * outside + flat
+        yield 0, self.whole / self.ranks, (width + self.width) * outside
 
 
 def largest_model(variant: str, model: ModelConfig, capacity_bytes: float, **run) -> ModelConfig:

@@ -9,6 +9,7 @@ from measure.cells import plan_rounds
 from measure.chart import draw_comparison
 from measure.environment import environment, git_state, peak_flops
 from measure.files import append_line, read_lines, replacing, write_atomically
+from measure.memory_bars import draw_memory
 from measure.progress import Progress, duration
 from measure.results import (
     ERROR,
@@ -43,6 +44,7 @@ __all__ = [
     "cell_key",
     "describe_failure",
     "draw_comparison",
+    "draw_memory",
     "duration",
     "environment",
     "format_table",

@@ -53,7 +53,7 @@ def draw_comparison(
     `peak_memory_mb` (or None). `baseline` and `reference` are labels of rows; the baseline's
     median is drawn as a line behind all bars. Memory is in MiB.
     """
-    lines = _wrap(subtitle, _SUBTITLE_LENGTH, lines=3)
+    lines = wrap(subtitle, _SUBTITLE_LENGTH, lines=3)
     figure, times, memory = _layout(rows, _HEAD + _LINE * max(0, len(lines) - 1))
     limit = _time_limit(rows)
     for position, row in enumerate(rows):
@@ -116,7 +116,7 @@ def _draw_bar(axes, position: int, row: dict, limit: float) -> None:
 
 def _write_failure(axes, position: int, row: dict, limit: float) -> None:
     """Writes status and reason where the bar would be."""
-    text = "\n".join(_wrap(describe_failure(row)))
+    text = "\n".join(wrap(describe_failure(row)))
     axes.text(
         0.012 * limit,
         position,
@@ -178,7 +178,7 @@ def _finish_times(axes, rows: Sequence[dict], limit: float, spread: str) -> None
     axes.set_xlim(0, _TEXT_ROOM * limit)
     measured = any(_is_ok(row) for row in rows)
     axes.set_xticks([tick for tick in axes.get_xticks() if measured and 0 <= tick <= limit])
-    axes.set_yticks(range(len(rows)), [_label(row["label"]) for row in rows])
+    axes.set_yticks(range(len(rows)), [label_of(row["label"]) for row in rows])
     for tick in axes.get_yticklabels():
         tick.set(size=9, parse_math=False)
     axes.tick_params(axis="y", length=0)
@@ -283,7 +283,7 @@ def _name(label: str) -> str:
     return label.rpartition(":")[2] or label
 
 
-def _label(label: str) -> str:
+def label_of(label: str) -> str:
     """Breaks `file.py:Name` after a colon and `NAME+OPTION` before a plus.
 
     Each line is shortened in its middle.
@@ -305,5 +305,6 @@ def _shorten(text: str, length: int) -> str:
     return f"{text[: length - tail - 1]}…{text[-tail:]}"
 
 
-def _wrap(text: str, length: int = 84, lines: int = 2) -> list[str]:
+def wrap(text: str, length: int = 84, lines: int = 2) -> list[str]:
+    """Breaks a text into at most so many lines of so many characters."""
     return textwrap.wrap(text, length, max_lines=lines, placeholder=" …")

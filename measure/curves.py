@@ -1,6 +1,6 @@
 """Draws the efficiency of each variant from 1 to 1,024 GPUs, and where each stops paying."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from measure.picture import save_picture
@@ -9,21 +9,36 @@ from measure.picture import save_picture
 COLOURS = ("#999999", "#D55E00", "#E69F00", "#CC79A7", "#0072B2", "#009E73", "#56B4E9", "#444444",
            "#B0A000", "#7A5195", "#8B4513")  # fmt: skip
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+COUNTS = tuple(2**i for i in range(11))  # GPUs
+PAYS = 0.8  # the least efficiency that does
 TOP = 1.02  # of the axis
 GAP = 0.042  # of the axis' height, between two labels
 
 
+def last_that_pays(curve: Sequence[float]) -> str:
+    """Returns up to which number of GPUs a curve of efficiencies is high enough."""
+    paying = [n for n, value in zip(COUNTS, curve, strict=True) if value >= PAYS]
+    return "pays throughout" if curve[-1] >= PAYS else f"up to {max(paying, default=0):,}"
+
+
 def draw_efficiency(
-    curves: dict[str, Sequence[float]],
-    counts: Sequence[int],
-    stops: dict[str, str],
-    limit: float,
-    title: str,
+    step_of: Callable[[str, int], float],
+    variants: Sequence[str],
     subtitle: str,
     hosts_from: int,
     path: Path,
 ) -> None:
-    """Writes the picture: variant -> efficiency at each of `counts` GPUs; `stops` are labels."""
+    """Writes the picture.
+
+    Args:
+        step_of: (variant, number of GPUs) -> seconds.
+        variants: the first is the one without communication.
+    """
+    floor, *others = variants
+    alone = step_of(floor, 1)
+    curves = {name: [alone / step_of(name, n) for n in COUNTS] for name in others}
+    counts, limit = COUNTS, PAYS
+    title = "Efficiency of each variant, and the last number of GPUs at which it pays"
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 5.8), dpi=160, facecolor="white")
@@ -59,7 +74,7 @@ def draw_efficiency(
         end = (curves[name][-1] - bottom) / (TOP - bottom)
         axes.plot([1.005, 1.03], [end, height], lw=0.8, color=style["color"], clip_on=False,
                   transform=axes.transAxes)  # fmt: skip
-        label = f"{curves[name][-1]:.0%} {together[name]}: {stops[name]}"
+        label = f"{curves[name][-1]:.0%} {together[name]}: {last_that_pays(curves[name])}"
         axes.text(1.035, height, label, va="center",
                   fontsize=8.8, color=style["color"], transform=axes.transAxes)  # fmt: skip
     figure.text(0.07, 0.945, title, fontsize=13, weight="bold")

@@ -12,7 +12,7 @@ from .budget import Budget, basis_of, budget, budgets, describe_budgets
 from .budget_chart import draw_budgets
 from .overlap import Overlap, overlap, steps
 from .phases import PHASES, phase
-from .pieces import StepPieces, Work, pieces
+from .pieces import StepPieces, Work, collective_seconds, pieces, undisturbed
 from .profiler import profile
 from .summary import OperatorRow, slowest_operators, write_summary
 from .timeline import draw_timeline
@@ -30,6 +30,7 @@ __all__ = [
     "basis_of",
     "budget",
     "budgets",
+    "collective_seconds",
     "describe_budgets",
     "draw_budgets",
     "draw_timeline",
@@ -41,5 +42,6 @@ __all__ = [
     "profile",
     "slowest_operators",
     "steps",
+    "undisturbed",
     "write_summary",
 ]

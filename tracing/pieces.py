@@ -9,8 +9,10 @@ attention, other computation, and gaps in which nothing computed.
 """
 
 from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean, median
 
 from .intervals import Interval, difference, intersection, total, union
 from .overlap import Overlap, overlap, steps
@@ -46,6 +48,32 @@ class StepPieces:
 def pieces(trace: Trace) -> list[StepPieces]:
     """Returns the trace's whole steps: those with one forward, backward and optimizer step."""
     return [step for window in steps(trace) if (step := _cut(trace, window))]
+
+
+def undisturbed(trace: Trace) -> list[StepPieces]:
+    """Returns the faster half of the steps without clipping: other programs only slow one down."""
+    return faster_half((s for s in pieces(trace) if not s.clipped), lambda step: step.seconds)
+
+
+def faster_half(values: Iterable, key: Callable | None = None) -> list:
+    found = sorted(values, key=key)
+    return found[: (len(found) + 1) // 2]
+
+
+def collective_seconds(traces: Sequence[Trace], number: int) -> list[float]:
+    """Returns how long each of `number` collectives of a step lasts, in the faster half of steps.
+
+    That is from when the last rank joins to its end, in the mean over the ranks, whose traces are
+    given. Raises ValueError if a step has another number of collectives.
+    """
+    calls = [sorted(i for own in trace.collectives.values() for i in own) for trace in traces]
+    if len(set(map(len, calls))) > 1 or len(calls[0]) % number:
+        raise ValueError(f"the traces have not {number} collectives per step")
+    lasted = [
+        SECONDS * fmean(max(1.0, end - max(start for start, _ in ranks)) for _, end in ranks)
+        for ranks in zip(*calls, strict=True)
+    ]
+    return [median(faster_half(lasted[i::number])) for i in range(number)]
 
 
 def _cut(trace: Trace, window: Interval) -> StepPieces | None:

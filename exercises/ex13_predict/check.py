@@ -4,9 +4,7 @@ import random
 from math import isclose
 
 from exercises.attempt import Rank, Wrong
-from experiments.simulate.calibrate import Contention
-from experiments.simulate.cost import Network
-from experiments.simulate.step import run
+from experiments.simulate.step import Contention, Network, run
 
 WORLD_SIZES = (1,)
 

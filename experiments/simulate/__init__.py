@@ -1,4 +1,1 @@
-"""Predicts steps on other numbers of GPUs from traces.
-
-In the order of reading: `calibrate`, `cost`, `plan`, `step`, `validate`.
-"""
+"""Predicts steps on other numbers of GPUs from traces: read `calibrate`, then `step`."""

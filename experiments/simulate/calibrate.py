@@ -11,42 +11,25 @@ computation lasts E longer than that of `none`, and its communication X longer t
 alone. So s = O / (O - E) and c = O / (O - X) are the factors by which they slow each other.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
-from experiments.simulate.cost import Network
-from experiments.simulate.plan import kind_of, plan
-from lm.memory import VARIANTS
-from lm.shape import Shape
-from tracing import StepPieces, Trace, Work, load_traces, pieces
+from experiments.simulate.step import VARIANTS, Contention, Network, Outcome, Times, plan, simulate
+from lm.shape import Counts, Shape
+from tracing import StepPieces, Trace, Work, collective_seconds, load_traces, undisturbed
 
+LIKE = {"torch_ddp_tuned": "torch_ddp", "ddp_individual_v2": "ddp_individual"}
 SLOWEST = 10.0  # a factor of contention that is larger is a fault of measurement
 
 
 @dataclass(frozen=True)
-class Contention:
-    """Factors by which computation and communication slow each other; host seconds per launch."""
-
-    computation: float
-    communication: float
-    launch: float
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one step: forward per unit, backward per gradient; `copy` is per byte."""
-
-    forward: list[float]
-    backward: list[float]
-    optimizer: float
-    rest: float
-    copy: float
-
-
-@dataclass(frozen=True)
 class Calibration:
-    """What was measured on one shape; `slower` is an unprofiled step over the profiled one."""
+    """What was measured on one shape: rates (seconds per operation of each kind) and seconds.
+
+    `slower` is an unprofiled step over the profiled one.
+    """
 
     shape: Shape
     ranks: int
@@ -60,30 +43,24 @@ class Calibration:
 
     def times(self, shape: Shape) -> Times:
         """Scales the computation to another shape, by its counts of operations."""
-        rates: dict[str, list[Work]] = {}
-        for name, work in self.backward.items():
-            rate = _rate(work, self.shape.backward_counts(name))
-            rates.setdefault(_in_block(name), []).append(rate)
-        mean = {name: tuple(map(fmean, zip(*own, strict=True))) for name, own in rates.items()}
-        whole = tuple(map(sum, zip(*self.shape.forward_counts(), strict=True)))
-        forward = _rate(self.forward, whole)
-        size = self.slower * shape.gradient_bytes / self.shape.gradient_bytes
+        optimizer = self.slower * self.optimizer * shape.gradient_bytes / self.shape.gradient_bytes
         return Times(
-            [self.slower * _product(forward, counts) for counts in shape.forward_counts()],
-            [
-                self.slower * _product(mean[_in_block(name)], shape.backward_counts(name))
-                for name in shape.gradients
-            ],
-            optimizer=size * self.optimizer,
-            rest=self.slower * self.rest,
-            copy=2 / 7 * size * self.optimizer / shape.gradient_bytes,
-        )
+            [self.slower * _product(self.forward, counts) for counts in shape.forward_counts()],
+            [self.slower * _product(self.backward[_in_block(name)], shape.backward_counts(name))
+             for name in shape.gradients],
+            optimizer, self.slower * self.rest, copy=2 / 7 * optimizer / shape.gradient_bytes,
+        )  # fmt: skip
 
     def matched(self, step: float) -> "Calibration":
         """Returns this with times as of an unprofiled step of `none`, of so many seconds."""
-        times = replace(self, slower=1.0).times(self.shape)
-        traced = sum(times.forward) + sum(times.backward) + times.optimizer + times.rest
-        return replace(self, slower=step / traced)
+        traced = self.simulate("none", self.shape, 1).step
+        return replace(self, slower=self.slower * step / traced)
+
+    def simulate(self, variant: str, shape: Shape, ranks: int) -> Outcome:
+        """Returns a step; a variant not traced has the contention of its like or `ddp_bucketed`."""
+        likes = (variant, LIKE.get(variant), "ddp_bucketed", "ddp")
+        known = next(self.contention[v] for v in likes if v in self.contention)
+        return simulate(self.times(shape), self.network, known, variant, shape, ranks)
 
 
 def calibrate(folder: Path, network: Network) -> Calibration:
@@ -103,46 +80,25 @@ def calibrate(folder: Path, network: Network) -> Calibration:
             f"{', '.join(runs) or 'no trace'}; run benchmark_ddp.py --profile "
             f"--profile-output-dir {folder}"
         )
-    shape = Shape.of(runs["none"][0].configuration)
-    steps = {name: [s for trace in own for s in _undisturbed(trace)] for name, own in runs.items()}
-    floor, sizes = steps["none"], [shape.width * numel for numel in shape.gradients.values()]
-    if not floor or any(len(step.backward) != len(sizes) for step in floor):
-        raise ValueError(f"{folder}: a step of none has not {len(sizes)} gradients; profile again")
-    backward = [_median([step.backward[i] for step in floor]) for i in range(len(sizes))]
+    shape, ranks = Shape.of(runs["none"][0].configuration), len(runs["ddp"])
+    steps = {name: [s for trace in own for s in undisturbed(trace)] for name, own in runs.items()}
+    floor, names = steps["none"], list(shape.gradients)
+    if not floor or any(len(step.backward) != len(names) for step in floor):
+        raise ValueError(f"{folder}: a step of none has not {len(names)} gradients; profile again")
+    sizes = [shape.width * numel for numel in shape.gradients.values()]
+    lasted = collective_seconds(runs["ddp"], len(sizes))  # one all-reduce after another
+    rates = defaultdict(list)
+    for name, *works in zip(names, *(step.backward for step in floor), strict=True):
+        rates[_in_block(name)].append(_rate(_over(median, works), shape.backward_counts(name)))
     found = Calibration(
-        shape, len(runs["ddp"]), _median([step.forward for step in floor]),
-        dict(zip(shape.gradients, backward, strict=True)),
-        optimizer=median(step.optimizer for step in floor),
-        rest=median(step.rest for step in floor),
-        network=network.fitted(_all_reduces(runs["ddp"], sizes), len(runs["ddp"])), contention={},
+        shape, ranks,
+        _rate(_over(median, [step.forward for step in floor]), _over(sum, shape.forward_counts())),
+        {name: _over(fmean, own) for name, own in rates.items()},
+        median(step.optimizer for step in floor), median(step.rest for step in floor),
+        network.fitted(list(zip(sizes, lasted, strict=True)), ranks), contention={},
     )  # fmt: skip
     contention = {v: _contention(found, v, own, floor) for v, own in steps.items() if v != "none"}
     return replace(found, contention=contention)
-
-
-def _undisturbed(trace: Trace) -> list[StepPieces]:
-    """Returns the faster half of the steps without clipping: other programs only slow one down."""
-    return _lower_half([step for step in pieces(trace) if not step.clipped], lambda s: s.seconds)
-
-
-def _lower_half(values: list, key=None) -> list:
-    return sorted(values, key=key)[: (len(values) + 1) // 2]
-
-
-def _all_reduces(traces: list[Trace], sizes: list[int]) -> list[tuple[float, float]]:
-    """Returns (bytes, seconds) of each all-reduce of `ddp`: one per gradient, one after another.
-
-    Each lasts from when the last rank joins to its end, in the mean over ranks.
-    """
-    calls = [sorted(i for own in trace.collectives.values() for i in own) for trace in traces]
-    if len(set(map(len, calls))) > 1 or len(calls[0]) % len(sizes):
-        raise ValueError(f"the traces of ddp have not {len(sizes)} all-reduces per step")
-    lasted = [
-        fmean(max(1.0, end - max(start for start, _ in ranks)) for _, end in ranks)
-        for ranks in zip(*calls, strict=True)
-    ]
-    number = len(sizes)
-    return [(size, 1e-6 * median(_lower_half(lasted[i::number]))) for i, size in enumerate(sizes)]
 
 
 def _contention(
@@ -150,47 +106,41 @@ def _contention(
 ) -> Contention:
     """Compares a variant's backward and synchronisation with those of `none`."""
     layout = plan(variant, found.shape)
-    kind = kind_of(variant)
-    alone = sum(found.network.seconds(kind, nbytes, found.ranks) for nbytes in layout.nbytes)
+    alone = sum(found.network.seconds(layout.kind, n, found.ranks) for n in layout.nbytes)
     copies = layout.copies * found.optimizer * 2 / 7
 
     def time(steps: list[StepPieces], name: str) -> float:
         return 1e-6 * median(getattr(step.during, name) for step in steps)
 
-    def gaps(steps: list[StepPieces]) -> float:
-        return median(sum(work[3] for work in step.backward) for step in steps)
+    def slower(extra: float) -> float:  # O / (O - extra), at least 1; 1 where nothing was beside
+        return beside / max(beside - max(extra, 0.0), beside / SLOWEST) if beside else 1.0
 
     beside = time(own, "overlapped")
-    more = time(own, "computation") - time(floor, "computation") - copies
-    host = gaps(own) - gaps(floor)
+    gaps, of_floor = (median(sum(work[3] for work in step.backward) for step in steps)
+                      for steps in (own, floor))  # fmt: skip
+    host = gaps - of_floor
     if variant == "ddp":  # it waits for each collective: what is left of the synchronisation
         host = median(step.synchronising for step in own) - alone - copies
-    longer = time(own, "communication") - alone
     return Contention(
-        *(_slower(beside, extra) for extra in (more, longer)),
-        launch=max(0.0, host / max(1, len(layout.nbytes))),
-    )
-
-
-def _slower(beside: float, extra: float) -> float:
-    """Returns O / (O - extra), at least 1; 1 where nothing was beside."""
-    return beside / max(beside - max(extra, 0.0), beside / SLOWEST) if beside else 1.0
+        slower(time(own, "computation") - time(floor, "computation") - copies),
+        slower(time(own, "communication") - alone), max(0.0, host / max(1, len(layout.nbytes))),
+    )  # fmt: skip
 
 
 def _in_block(name: str) -> str:
     return name.split(".", 2)[2] if name.startswith("blocks.") else name
 
 
-def _median(works: list[Work]) -> Work:
-    return tuple(map(median, zip(*works, strict=True)))
+def _over(function, works: list) -> tuple:
+    return tuple(map(function, zip(*works, strict=True)))
 
 
-def _rate(work: Work, counts: tuple) -> Work:
+def _rate(work: Work, counts: Counts) -> Work:
     """Returns seconds per operation. Time of a kind that should have none counts as other work."""
     unexpected = sum(w for w, c in zip(work, counts, strict=True) if not c)
     whole = (*work[:2], work[2] + unexpected, work[3])
     return tuple(w / c if c else 0.0 for w, c in zip(whole, counts, strict=True))
 
 
-def _product(rates: Work, counts: tuple) -> float:
+def _product(rates: Work, counts: Counts) -> float:
     return sum(r * c for r, c in zip(rates, counts, strict=True))

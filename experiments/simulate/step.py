@@ -1,4 +1,15 @@
-"""Simulates one step: computation and communication, each in order, at each other's expense.
+"""Simulates one step: what a variant sends when, what that costs, and what it costs computation.
+
+A collective costs latency and bandwidth (Hockney 1994). Of n bytes over W ranks in a ring (Thakur,
+Rabenseifner and Gropp 2005), with α seconds per hop and β bytes/s through each rank:
+
+    reduce-scatter, all-gather    (W - 1) α + (W - 1)/W · n / β
+    all-reduce                    one after the other: twice that
+
+On H hosts of G GPUs the ring has H hops over the network, with its α. NCCL builds G rings, each
+through another network card, so β = min(β in a host, G · β of a card). NCCL also has double trees
+for all-reduces (Sanders, Speck and Träff 2009), whose α is 2 ((G - 1) α + log2 H α between hosts).
+The lower latency counts.
 
 A program is a list of instructions of the computing stream: ("compute", seconds), ("send", seconds)
 and ("wait", n). A send joins the queue of the communicating stream, which carries out one
@@ -7,22 +18,105 @@ of a computation or of a collective. While both streams work, computation advanc
 communication at 1/c of its speed (`Contention`); alone, each at full speed.
 """
 
-from dataclasses import dataclass
-from functools import partial
-from math import inf
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil, inf, log2
+from typing import NamedTuple
 
-from experiments.simulate.calibrate import Calibration, Contention, Times
-from experiments.simulate.plan import SINGLE, Plan, kind_of, plan
-from lm.memory import SHARDED
+import numpy as np
+
+from ddp.buckets import Gradient, plan_buckets
+from lm.memory import MIB, REPLICATED, SHARDED, bucket_mb
 from lm.shape import Shape
 
-Program = list[tuple[str, float]]
-LIKE = {"torch_ddp_tuned": "torch_ddp", "ddp_individual_v2": "ddp_individual"}
+VARIANTS = (*REPLICATED, *SHARDED)
+SINGLE = ("ddp", "ddp_individual")  # each gradient travels alone, and is divided afterwards
+PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 NOTHING = 1e-12  # seconds; what arithmetic leaves of a finished piece
+Program = list[tuple[str, float]]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Network:
+    """Links: α in seconds, β in bytes/s per GPU, inside a host and between hosts."""
+
+    latency: float
+    bandwidth: float
+    gpus_per_host: int
+    host_latency: float
+    host_bandwidth: float
+
+    def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
+        """Returns what a collective takes with nothing beside it; 0 for one rank."""
+        hosts, local = ceil(ranks / self.gpus_per_host), min(ranks, self.gpus_per_host)
+        hops, rate = (ranks - 1) * self.latency, self.bandwidth
+        if hosts > 1:
+            hops = (ranks - hosts) * self.latency + hosts * self.host_latency
+            rate = min(rate, local * self.host_bandwidth)
+            if kind == "all_reduce":
+                hops = min(hops, (local - 1) * self.latency + log2(hosts) * self.host_latency)
+        return PASSES[kind] * (hops + (ranks - 1) / ranks * nbytes / rate)
+
+    def fitted(self, samples: Sequence[tuple[float, float]], ranks: int) -> "Network":
+        """Returns these links with α ≥ 0 and β in a host as all-reduces of (bytes, seconds) tell.
+
+        Least squares of relative errors of t = a + b n.
+        """
+        n, t = np.array(samples).T
+        b, a = np.polyfit(n, t, 1, w=1 / t)
+        if a < 0 or b <= 0:
+            a, b = 0.0, sum(n / t) / sum((n / t) ** 2)
+        passes = 2 * (ranks - 1)
+        return replace(self, latency=a / passes, bandwidth=passes / ranks / b)
+
+
+class Plan(NamedTuple):
+    """A kind of collective, of which buckets of gradients, of how many bytes; copies per byte."""
+
+    kind: str
+    buckets: list[tuple[int, ...]]
+    nbytes: list[int]
+    copies: int
+
+
+def plan(variant: str, shape: Shape) -> Plan:
+    """Returns what a variant sends. A bucket of `fsdp` is a block, or all in no block.
+
+    The others are planned as the hand-built ones are, PyTorch's DDP too, whose rule is similar.
+    """
+    capacity = 0 if variant in SINGLE else int(bucket_mb(variant, shape.bucket_size_mb) * MIB)
+    gradients = [Gradient(numel, "", shape.width) for numel in shape.gradients.values()]
+    planned = plan_buckets(gradients, list(range(len(gradients))), capacity)
+    buckets = [] if variant == "none" else [bucket.members for bucket in planned]
+    if variant == "fsdp":
+        block_of = [n.split(".")[1] * n.startswith("blocks.") for n in shape.gradients]
+        units = [tuple(i for i, b in enumerate(block_of) if b == block) for block in set(block_of)]
+        buckets = sorted(units, key=max)
+    nbytes = [sum(gradients[i].nbytes for i in bucket) for bucket in buckets]
+    kind = "reduce_scatter" if variant in SHARDED else "all_reduce"
+    return Plan(kind, buckets, nbytes, {"torch_ddp": 2, "ddp_individual_v2": 0}.get(variant, 1))
+
+
+class Contention(NamedTuple):
+    """Factors by which computation and communication slow each other; host seconds per launch."""
+
+    computation: float
+    communication: float
+    launch: float
+
+
+class Times(NamedTuple):
+    """Seconds of one step: forward per unit, backward per gradient; `copy` is per byte."""
+
+    forward: list[float]
+    backward: list[float]
+    optimizer: float
+    rest: float
+    copy: float
+
+
+class Outcome(NamedTuple):
     """One step, in seconds: all of it, what is computed, and how long computation waited."""
 
     step: float
@@ -30,8 +124,7 @@ class Outcome:
     exposed: float
 
     @property
-    def contention(self) -> float:
-        """Returns what computation lost while communication worked beside it."""
+    def contention(self) -> float:  # what computation lost while communication worked beside it
         return self.step - self.computed - self.exposed
 
 
@@ -62,85 +155,71 @@ def run(program: Program, contention: Contention) -> Outcome:
     return Outcome(now, computed, exposed)
 
 
-def simulate(found: Calibration, variant: str, shape: Shape, ranks: int) -> Outcome:
-    """Returns the step of a variant on a number of ranks.
-
-    A variant that was not traced has the contention of its like, or of `ddp_bucketed`.
-    """
-    known = found.contention
-    like = next((v for v in (variant, LIKE.get(variant), "ddp_bucketed") if v in known), "ddp")
-    return run(program_of(found, variant, shape, ranks, known[like]), known[like])
+def simulate(
+    times: Times, network: Network, contention: Contention, variant: str, shape: Shape, ranks: int
+) -> Outcome:
+    """Returns a step; on one rank nothing is sent."""
+    launch = contention.launch
+    return run(program_of(times, network, variant, shape, ranks, launch), contention)
 
 
-def program_of(
-    found: Calibration, variant: str, shape: Shape, ranks: int, contention: Contention
-) -> Program:
-    """Writes the program of a variant; on one rank nothing is sent."""
-    times, layout, shards = found.times(shape), plan(variant, shape), variant in SHARDED
+def program_of(times, network, variant: str, shape: Shape, ranks: int, launch: float) -> Program:
+    layout, shards = plan(variant, shape), variant in SHARDED
     update = ("compute", times.optimizer / (ranks if shards else 1) + times.rest)
-    if ranks == 1 or variant == "none":
-        return [("compute", sum(times.forward) + sum(times.backward)), update]
-    send = partial(_send, found, ranks, contention.launch)
-    copy = [layout.copies * times.copy * nbytes for nbytes in layout.nbytes]
-    if variant == "fsdp":
-        return _gathered(times, layout, copy, send, update)
     program: Program = [("compute", sum(times.forward))]
+    if ranks == 1 or variant == "none":
+        return [*program, ("compute", sum(times.backward)), update]
+
+    def send(kind: str, nbytes: float) -> Program:
+        return [("compute", launch), ("send", network.seconds(kind, nbytes, ranks))]
+
+    copies = [layout.copies * times.copy * nbytes for nbytes in layout.nbytes]
+    pieces = [sum(times.backward[i] for i in members) for members in layout.buckets]
+    if variant == "fsdp":
+        return _gathered(times, layout, pieces, copies, send, update)
     if variant == "ddp":
-        program.append(("compute", sum(times.backward)))
-        for number, nbytes in enumerate(layout.nbytes):
-            program += [
-                *send("all_reduce", nbytes),
-                ("wait", number + 1),
-                ("compute", copy[number]),
-            ]
+        program.append(("compute", sum(pieces)))
+        for number, (nbytes, copying) in enumerate(zip(layout.nbytes, copies, strict=True)):
+            program += [*send("all_reduce", nbytes), ("wait", number + 1), ("compute", copying)]
         return [*program, update]
     late = variant in SINGLE  # what is divided, after the wait
-    for members, nbytes, copying in zip(layout.buckets, layout.nbytes, copy, strict=True):
-        seconds = sum(times.backward[i] for i in members)
-        program += [
-            ("compute", seconds + (0 if late else copying)),
-            *send(kind_of(variant), nbytes),
-        ]
-    program += [("wait", len(copy)), ("compute", sum(copy) if late else 0.0)]
+    for piece, nbytes, copying in zip(pieces, layout.nbytes, copies, strict=True):
+        program += [("compute", piece + (0 if late else copying)), *send(layout.kind, nbytes)]
+    program += [("wait", len(copies)), ("compute", sum(copies) if late else 0.0)]
     if not shards:
         return [*program, update]
     for nbytes in layout.nbytes:  # the parameters of a bucket travel while the next one is stepped
         share = times.optimizer / ranks * nbytes / sum(layout.nbytes)
         program += [("compute", share), *send("all_gather", nbytes)]
-    return [*program, ("compute", times.rest), ("wait", 2 * len(copy))]
+    return [*program, ("compute", times.rest), ("wait", 2 * len(copies))]
 
 
-def _send(found: Calibration, ranks: int, launch: float, kind: str, nbytes: float) -> Program:
-    return [("compute", launch), ("send", found.network.seconds(kind, nbytes, ranks))]
-
-
-def _gathered(times: Times, layout: Plan, copy: list[float], send, update) -> Program:
+def _gathered(times: Times, layout: Plan, pieces, copies, send: Callable, update) -> Program:
     """Gathers each block before its use, the next one meanwhile; what is in no block comes first.
 
     That stays whole until its gradients are there, which are the first ones and the last one. The
     first gathers of a step run beside the optimizer.
     """
-    *blocks, root = range(len(layout.nbytes))  # in the order of backward
-    program = [*send("all_gather", layout.nbytes[root]),
-               *send("all_gather", layout.nbytes[blocks[-1]]), update, ("wait", 1),
+    *blocks, root = range(len(pieces))  # in the order of backward
+    last = times.backward[layout.buckets[root][-1]]
+    gathers = [send("all_gather", nbytes) for nbytes in layout.nbytes]
+    program = [*gathers[root], *gathers[blocks[-1]], update, ("wait", 1),
                ("compute", times.forward[0])]  # fmt: skip
     sent = gathered = 2  # how many must be finished for the next block to be whole
-    uses = [*blocks[::-1], *blocks]
-    for place, block in enumerate(uses):
-        needed, forward = gathered, place < len(blocks)
-        following = uses[place + 1 : place + 2]
-        if following and following != [block]:  # the last one is whole at once in backward
-            program += send("all_gather", layout.nbytes[following[0]])
+    uses = [*blocks[::-1], *blocks, None]
+    for place, (block, following) in enumerate(pairwise(uses)):
+        needed = gathered
+        if following not in (None, block):  # the last one is whole at once in backward
+            program += gathers[following]
             gathered = sent = sent + 1
         program.append(("wait", needed))
-        if forward:
-            program.append(("compute", times.forward[len(blocks) - block]))
+        if place < len(blocks):
+            program.append(("compute", times.forward[place + 1]))
             continue
         if place == len(blocks):
-            first = sum(times.backward[i] for i in layout.buckets[root][:-1])
-            program.append(("compute", times.forward[-1] + first))
-        seconds = sum(times.backward[i] for i in layout.buckets[block]) + copy[block]
-        program += [("compute", seconds), *send("reduce_scatter", layout.nbytes[block])]
+            program.append(("compute", times.forward[-1] + pieces[root] - last))
+        program.append(("compute", pieces[block] + copies[block]))
+        program += send("reduce_scatter", layout.nbytes[block])
         sent += 1
-    program.append(("compute", times.backward[layout.buckets[root][-1]] + copy[root]))
+    program.append(("compute", last + copies[root]))
     return [*program, *send("reduce_scatter", layout.nbytes[root]), ("wait", sent + 1)]

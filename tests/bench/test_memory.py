@@ -1,9 +1,15 @@
-"""The table of predicted memory that --dry-run prints."""
+"""Predicted memory: the table that --dry-run prints, and the picture beside what was measured."""
 
 import re
 
 import pytest
 
+from bench.memory import draw_predicted, predictions
+from bench.options import parse
+from bench.report import columns, comparison
+from bench.settings import settings_from
+from bench.worker import GATE, plan
+from measure import Results
 from tests.support.benchmark_command import benchmark
 
 
@@ -28,3 +34,61 @@ def test_dry_run_prints_each_kind_and_the_peak():
 def test_private_runs_have_no_table():
     run = benchmark("--dry-run", "--implementations", "none", "--clipping", "bookkeeping")
     assert "predicted memory" not in run.stdout
+
+
+def test_compiled_blocks_are_not_predicted():
+    run = benchmark("--dry-run", "--implementations", "none", "--compile")
+    assert "memory is not predicted with --compile" in run.stdout
+
+
+NAMES = ("none", "zero1", "torch_fsdp", "fsdp2")
+
+
+@pytest.fixture
+def drawn(tmp_path, monkeypatch):
+    """Bars and notes of the picture, for a run in which zero1 used 5 % more than predicted."""
+    found = {}
+
+    def draw(rows, path, title, notes):
+        found.update({row["label"]: row for row in rows}, notes=" ".join(notes))
+
+    monkeypatch.setattr("bench.memory.draw_memory", draw)
+    settings = settings_from(parse(["--implementations", *NAMES]), "cuda", tmp_path)
+    known = predictions(settings, 2, on_gpu=True)
+    assert list(known) == ["none", "zero1", "torch_fsdp"]
+    for cell in plan(settings):
+        name = cell.implementation
+        peak = sum(known.get(name, {}).values()) * (1.05 if name == "zero1" else 1.0)
+        row = {**cell.row(settings, 2, "NVIDIA H200"), "status": "ok", "invocation": "x"}
+        row |= {"gradient_error": 1e-7} if cell.kind == GATE else {
+            "step_ms": [1.0] * 6, "peak_memory_bytes": int(peak * 2**20)}  # fmt: skip
+        if name == "torch_fsdp":
+            row |= {"status": "oom", "reason": "rank 1: why"}
+        Results(tmp_path).record(row)
+    rows = comparison(settings, 2, "NVIDIA H200")
+
+    def bars(on_gpu):
+        assert draw_predicted(settings, rows, 2, on_gpu, "subtitle", tmp_path / "memory.png")
+        return found, rows
+
+    return bars
+
+
+def test_measured_peaks_are_beside_what_was_predicted(drawn):
+    bars, rows = drawn(on_gpu=True)
+    zero1 = bars["zero1"]
+    assert zero1["measured"] == pytest.approx(1.05 * sum(zero1["kinds"].values()), abs=0.01)
+    assert bars["torch_fsdp"]["measured"] is None
+    assert bars["torch_fsdp"]["reason"] == "oom: rank 1: why"
+    assert "fsdp2" not in bars
+    assert "Left out, since it is not predicted: fsdp2." in bars["notes"]
+    told = {row["label"]: row.get("predicted") for row in rows}
+    assert told["zero1"].endswith("(-4.8%)")
+    assert told["torch_fsdp"] is told["fsdp2"] is None
+    assert "predicted" in [column.key for column in columns(rows)]
+
+
+def test_memory_of_a_process_is_no_peak_of_a_step(drawn):
+    bars, _ = drawn(on_gpu=False)
+    assert bars["zero1"]["measured"] is None
+    assert "on a CPU the peak that is measured is the process's memory" in bars["notes"]

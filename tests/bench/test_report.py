@@ -23,6 +23,7 @@ def settings(tmp_path):
 @pytest.fixture
 def pictures(monkeypatch):
     drawn = []
+    monkeypatch.setattr("bench.memory.draw_memory", lambda *_, **__: None)
     monkeypatch.setattr("bench.report.draw_comparison", lambda rows, *_, **__: drawn.append(rows))
     return drawn
 
@@ -122,7 +123,10 @@ def test_the_table_is_printed_before_a_picture_that_cannot_be_written(
     record(settings)
     assert report(settings, 2, "cpu")[1] == 1
     path = settings.output_dir / "comparison.png"
-    assert capsys.readouterr() == ("", f"{path}: cannot be written (No space left on device)\n")
+    memory = f"picture: {settings.output_dir / 'memory.png'}\n"
+    assert capsys.readouterr() == (
+        memory, f"{path}: cannot be written (No space left on device)\n"
+    )  # fmt: skip
 
 
 def test_rows_that_no_file_has_are_in_the_table_and_in_the_exit_status(settings, pictures):

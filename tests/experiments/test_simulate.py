@@ -5,15 +5,13 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from experiments.simulate.__main__ import COUNTS, last_that_pays, main
-from experiments.simulate.calibrate import Contention, calibrate
-from experiments.simulate.cost import Network
-from experiments.simulate.plan import plan
-from experiments.simulate.step import run, simulate
-from lm.memory import VARIANTS
+from experiments.simulate.__main__ import main
+from experiments.simulate.calibrate import calibrate
+from experiments.simulate.step import VARIANTS, Contention, Network, plan, program_of, run
 from lm.model import ModelConfig
 from lm.shape import Shape
 from measure import OK, Results
+from measure.curves import COUNTS, last_that_pays
 from measure.picture import read_picture
 
 SHAPE = Shape(ModelConfig(num_layers=2, d_model=32, d_ff=64, num_heads=2), 4, "float32", 0.02)
@@ -160,39 +158,37 @@ def test_computation_scales_by_operations(traces):
     deep = replace(SHAPE, model=replace(SHAPE.model, num_layers=4))
     assert len(found.times(deep).backward) == len(deep.gradients)
     assert found.times(deep).backward[1:10] == pytest.approx([PIECE * 1e-6] * 9, rel=0.01)
-    matched = found.matched(2 * simulate(found, "none", SHAPE, 1).step)
-    assert simulate(matched, "none", SHAPE, 1).step == pytest.approx(
-        2 * simulate(found, "none", SHAPE, 1).step
+    matched = found.matched(2 * found.simulate("none", SHAPE, 1).step)
+    assert matched.simulate("none", SHAPE, 1).step == pytest.approx(
+        2 * found.simulate("none", SHAPE, 1).step
     )
 
 
 def test_variants_have_the_order_that_their_ideas_imply(traces):
     found = calibrate(traces, LINKS)
-    alone = simulate(found, "none", SHAPE, 1).step
+    alone = found.simulate("none", SHAPE, 1).step
     for variant in VARIANTS:
-        assert simulate(found, variant, SHAPE, 1).step == pytest.approx(alone)
-        steps = [simulate(found, variant, SHAPE, n).step for n in (2, 8, 64, 1024)]
+        assert found.simulate(variant, SHAPE, 1).step == pytest.approx(alone)
+        steps = [found.simulate(variant, SHAPE, n).step for n in (2, 8, 64, 1024)]
         assert steps == sorted(steps)
         if variant != "none":
             assert steps[0] > alone
-    overlapped, blocking = (simulate(found, v, SHAPE, 8) for v in ("ddp_individual", "ddp"))
+    overlapped, blocking = (found.simulate(v, SHAPE, 8) for v in ("ddp_individual", "ddp"))
     assert overlapped.exposed < blocking.exposed
     # zero2 sends what zero1 sends; ZeRO's update is the part of one rank.
-    assert simulate(found, "zero1", SHAPE, 8) == simulate(found, "zero2", SHAPE, 8)
+    assert found.simulate("zero1", SHAPE, 8) == found.simulate("zero2", SHAPE, 8)
 
 
 def test_fsdp_gathers_and_scatters_each_unit(traces):
-    from experiments.simulate.step import program_of
-
-    program = program_of(calibrate(traces, LINKS), "fsdp", SHAPE, 4, Contention(1, 1, 0))
+    found = calibrate(traces, LINKS)
+    times = found.times(SHAPE)
+    program = program_of(times, found.network, "fsdp", SHAPE, 4, launch=0)
     blocks = SHAPE.model.num_layers
     sends = (blocks + 1) + (blocks - 1) + (blocks + 1)  # forward, backward, gradients
     assert sum(what == "send" for what, _ in program) == sends
     # Two blocks: the next one's gather is not waited for, nor the gradients sent before it.
     assert [amount for what, amount in program if what == "wait"] == [1, 2, 3, 3, 4, 7]
     assert program[-1] == ("wait", sends)
-    found = calibrate(traces, LINKS)
-    times = found.times(SHAPE)
     computed = sum(amount for what, amount in program if what == "compute")
     copied = times.copy * SHAPE.gradient_bytes
     assert computed == pytest.approx(
@@ -202,8 +198,8 @@ def test_fsdp_gathers_and_scatters_each_unit(traces):
 
 def test_last_that_pays():
     curve = [1.0, 0.9, 0.85, 0.7] + [0.6] * (len(COUNTS) - 4)
-    assert last_that_pays(curve, 0.8) == "up to 4"
-    assert last_that_pays(curve, 0.5) == "pays throughout"
+    assert last_that_pays(curve) == "up to 4"
+    assert last_that_pays([0.9] * len(COUNTS)) == "pays throughout"
 
 
 def test_the_command_predicts_draws_and_says_how_far_off_it_was(traces, tmp_path, capsys):

@@ -1,14 +1,23 @@
 """Predicted memory against what autograd keeps, and against peaks that were measured on GPUs."""
 
-from contextlib import nullcontext
+import json
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
+from ddp import implementation, options_of, wrap
+from ddp.internals import replicas
 from lm.memory import (
     KINDS,
     VARIANTS,
+    _Step,
     block_activations,
     largest_model,
     loss_activations,
@@ -16,10 +25,15 @@ from lm.memory import (
     total_parameters,
 )
 from lm.model import PRESETS, ModelConfig, Transformer, forward_loss
+from lm.shape import arrivals
 
 GIB = 1 << 30
 SMALL = ModelConfig(
     vocab_size=500, d_model=192, num_heads=6, d_ff=512, context_length=32, num_layers=3
+)
+
+WIDE = ModelConfig(
+    vocab_size=2000, d_model=256, num_heads=4, d_ff=704, context_length=128, num_layers=5
 )
 
 
@@ -48,8 +62,8 @@ def kept_by_autograd(model: ModelConfig, batch_size: int, dtype: str) -> int:
 @pytest.mark.parametrize("model", [SMALL, replace(SMALL, num_layers=1, d_ff=320)])
 def test_activations_are_what_autograd_keeps(model, dtype):
     tokens = 2 * model.context_length
-    predicted = model.num_layers * block_activations(model, tokens, dtype, fused_norm=False)
-    predicted += loss_activations(model, tokens, dtype, fused_norm=False)
+    predicted = model.num_layers * block_activations(model, tokens, dtype, on_gpu=False)
+    predicted += loss_activations(model, tokens, dtype, on_gpu=False)
     predicted -= 8 * tokens * model.vocab_size  # gradients of logits come with backward
     assert predicted == pytest.approx(kept_by_autograd(model, 2, dtype), rel=0.02)
 
@@ -83,17 +97,112 @@ def test_what_is_sharded_shrinks_with_the_ranks():
         return predict_memory(variant, model, ranks=ranks, batch_size=1, bucket_size_mb=1)
 
     whole = 4 * total_parameters(SMALL)
-    sharded = {"zero1": {"optimizer"}, "zero2": {"optimizer", "gradients"},
-               "fsdp": {"optimizer", "gradients", "parameters"}}  # fmt: skip
+    everything = {"optimizer", "gradients", "parameters"}
+    sharded = {
+        "zero1": {"optimizer"},
+        "torch_zero1": {"optimizer"},
+        "zero2": everything - {"parameters"},
+        "fsdp": everything,
+        "torch_fsdp": everything,
+    }
     for variant in VARIANTS:
-        one, eight = kinds(variant, 1), kinds(variant, 8)
+        one, two = kinds(variant, 1), kinds(variant, 2)
         assert tuple(one) == KINDS
         assert one["parameters"] == whole
         assert one["optimizer"] == 2 * whole
         for kind in ("parameters", "gradients", "optimizer"):
-            ranks = 8 if kind in sharded.get(variant, ()) else 1
-            if one[kind] and eight[kind]:
-                assert eight[kind] == pytest.approx(one[kind] / ranks, rel=1e-6)
+            ranks = 2 if kind in sharded.get(variant, ()) else 1
+            if one[kind] and two[kind]:
+                assert two[kind] == pytest.approx(one[kind] / ranks, rel=2e-2), (variant, kind)
+    many = kinds("fsdp", 64)
+    assert (many["parameters"], many["optimizer"]) == (whole, 0)  # where the network is built
+
+
+class Done:
+    def wait(self) -> None:
+        """Everything is there at once."""
+
+
+def reduce_scatter(output, input, **_) -> Done:  # the names of PyTorch's own
+    output.copy_(input.view(-1)[: output.numel()].view_as(output))
+    return Done()
+
+
+def all_gather(output, input, **_) -> Done:
+    for part in output.view(-1).split(input.numel()):
+        if part.data_ptr() != input.data_ptr():
+            part.copy_(input.view(-1))
+    return Done()
+
+
+def peak_of(variant: str, batch: tuple, group: dist.ProcessGroup, trace: str) -> float:
+    """Returns the most bytes that PyTorch's allocator had in two steps, on this rank.
+
+    gloo's threads copy buffers, which NCCL does not, and free them where no profiler looks. So
+    tensors are not broadcast together, and the other collectives have stand-ins.
+    """
+    replaced = {
+        (dist, f"{name}_{ending}"): stand_in
+        for name, stand_in in (("reduce_scatter", reduce_scatter), ("all_gather", all_gather))
+        for ending in ("single", "tensor", "into_tensor")
+        if hasattr(dist, f"{name}_{ending}")
+    } | {(replicas, "MESSAGE_BYTES"): 0}
+    with ExitStack() as stack:
+        for (place, name), value in replaced.items():
+            stack.enter_context(mock.patch.object(place, name, value))
+        profiler = stack.enter_context(
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        )
+        options = options_of(implementation(variant))
+        sizes = {"bucket_size_mb": 1.5} if "bucket_size_mb" in options else {}
+        model = wrap(variant, Transformer(WIDE), process_group=group, **sizes)
+        optimizer = model.make_optimizer(torch.optim.AdamW, lr=1e-3, fused=True)
+        for _ in range(2):
+            forward_loss(model, batch).backward()
+            model.finish_gradient_synchronization()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    profiler.export_chrome_trace(trace)
+    events = json.loads(Path(trace).read_text())["traceEvents"]
+    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
+    return max(accumulate(nbytes for _, nbytes in changes))
+
+
+def peaks(context, variants: tuple, batch_size: int, folder: str) -> dict[str, float]:
+    tokens = torch.randint(WIDE.vocab_size, (batch_size, WIDE.context_length))
+    return {
+        variant: peak_of(
+            variant, (tokens, tokens), context.group, f"{folder}/{variant}_{context.rank}.json"
+        )
+        for variant in variants
+    }
+
+
+EVERY = ("none", "ddp_bucketed", "zero1", "zero2", "fsdp", "torch_fsdp")
+
+
+@pytest.mark.parametrize(
+    ("variants", "batch_size"),
+    [
+        (("zero2", "fsdp"), 1),
+        pytest.param(EVERY, 1, marks=pytest.mark.slow),
+        pytest.param(EVERY, 6, marks=pytest.mark.slow),
+    ],
+)
+def test_peaks_that_the_allocator_counts(cpu_ranks, tmp_path, variants, batch_size):
+    """With many tokens the peak is at the loss, with few where gradients arrive."""
+    for found in cpu_ranks.run(2, peaks, variants, batch_size, str(tmp_path)):
+        for variant, measured in found.items():
+            kinds = predict_memory(
+                variant, WIDE, ranks=2, batch_size=batch_size, bucket_size_mb=1.5, on_gpu=False
+            )
+            assert sum(kinds.values()) == pytest.approx(measured, rel=0.03), variant
+
+
+def test_gradients_are_those_of_the_network():
+    for model in (SMALL, replace(SMALL, tie_embeddings=True)):
+        step = _Step("none", model, 1, 32, "float32", 0, on_gpu=True)
+        assert step._gradients() == [4 * numel for numel in arrivals(model).values()]
 
 
 def test_largest_model_is_the_last_that_fits():

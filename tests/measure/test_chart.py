@@ -65,10 +65,10 @@ def test_every_row_is_labelled_in_order_from_the_top(drawn):
     assert labels[0] == "floor"
     assert labels[1].endswith("file.py:\nMyVariant")
     assert max(len(line) for label in labels for line in label.split("\n")) <= 23
-    mode = chart._label("ddp_individual_v2:flash_bookkeeping:input_length")
+    mode = chart.label_of("ddp_individual_v2:flash_bookkeeping:input_length")
     assert mode == "ddp_individual_v2:\nflash_bookkeeping:\ninput_length"
-    assert chart._label("ddp:flash:width") == "ddp:flash:width"
-    option = chart._label("ddp_copy_engine+sparse_embeddings")
+    assert chart.label_of("ddp:flash:width") == "ddp:flash:width"
+    option = chart.label_of("ddp_copy_engine+sparse_embeddings")
     assert option == "ddp_copy_engine\n+sparse_embeddings"
     bottom, top = times.get_ylim()
     assert bottom > len(ROWS) - 1 > 0 > top

@@ -1,0 +1,102 @@
+"""The memory picture: one stacked horizontal bar per variant, by kind, and what was measured.
+
+How to read it: a bar is the predicted peak of a rank, cut into what is allocated at that moment.
+The dark line across its end is the measured peak. Behind it stand the measured peak and how far
+the prediction is off. Without a measured peak there stands the predicted one, in grey.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from measure.chart import label_of, wrap
+from measure.picture import save_picture
+
+# Okabe and Ito's colour-blind safe palette; neighbours differ in lightness
+COLOURS = {
+    "parameters": "#0072B2", "gradients": "#56B4E9", "optimizer": "#00664B",
+    "activations": "#F0C05A", "buffers": "#CC79A7",
+}  # fmt: skip
+_NAMES = {
+    "optimizer": "optimizer state",
+    "buffers": "buffers: buckets, what is gathered or on the wire",
+}
+_INK, _FAINT = "#222222", "#6B6B6B"
+_WIDTH, _DPI = 9.0, 200  # inches; 1800 pixels, shown at 900 in a README
+_ROW, _HEAD, _FOOT, _LINE = 0.46, 1.0, 0.6, 0.16  # inches
+_TEXT_ROOM = 1.5  # width of the axes in widths of the longest bar
+
+
+def draw_memory(rows: Sequence[dict], path: Path, title: str, notes: Sequence[str]) -> None:
+    """Writes the picture of `rows`, in their order from the top, as a PNG to `path`, atomically.
+
+    A row has `label`, `kinds` (kind -> predicted MiB), `measured` (MiB or None) and `reason`, which
+    says why nothing was measured (or None). `notes` are the lines below the title.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    lines = [line for note in notes for line in wrap(note, 112, lines=3)]
+    head = _HEAD + _LINE * max(0, len(lines) - 1)
+    height = head + _ROW * len(rows) + _FOOT
+    figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor="white")
+    axes = figure.add_axes((0.2, _FOOT / height, 0.785, (height - head - _FOOT) / height))
+    ends = [max(sum(row["kinds"].values()), row["measured"] or 0.0) for row in rows]
+    scale, unit = (1024, "GiB") if max(ends) >= 1024 else (1, "MiB")
+    limit = max(ends) / scale
+    for position, (row, end) in enumerate(zip(rows, ends, strict=True)):
+        left = 0.0
+        for kind, colour in COLOURS.items():
+            size = row["kinds"][kind] / scale
+            axes.barh(position, size, left=left, height=0.66, color=colour, ec="white", lw=0.4)
+            left += size
+        measured = row["measured"]
+        if measured is not None:
+            axes.plot([measured / scale] * 2, [position - 0.43, position + 0.43], color=_INK, lw=2)
+        text, weight = _beside(left, measured, scale, unit, row["reason"])
+        axes.text(end / scale + 0.012 * limit, position, text, size=8.8, va="center", weight=weight,
+                  color=_FAINT if measured is None else _INK, parse_math=False)  # fmt: skip
+    axes.set(xlim=(0, _TEXT_ROOM * limit), ylim=(len(rows) - 0.5, -0.5))
+    axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= limit])
+    axes.set_yticks(range(len(rows)), [label_of(row["label"]) for row in rows])
+    for tick in axes.get_yticklabels():
+        tick.set(size=9, parse_math=False)
+    axes.tick_params(labelsize=9, color=_FAINT, labelcolor=_INK)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_FAINT)
+    axes.set_xlabel(
+        f"{unit} on a rank: bar = predicted; in grey: predicted, not measured",
+        size=8.5,
+        color=_FAINT,
+        loc="left",
+    )
+    style = {"x": 0.012, "ha": "left", "va": "top", "parse_math": False}
+    figure.text(y=1 - 0.1 / height, s=title, size=13, weight="bold", color=_INK, **style)
+    figure.text(y=1 - 0.38 / height, s="\n".join(lines), size=9, color=_FAINT, **style)
+    handles = [Patch(color=c, label=_NAMES.get(kind, kind)) for kind, c in COLOURS.items()]
+    is_measured = any(row["measured"] is not None for row in rows)
+    if is_measured:
+        handles.append(Line2D([], [], color=_INK, lw=2, label="measured"))
+    figure.legend(handles=handles, loc="upper left", ncols=6, frameon=False, fontsize=8.8,
+                  bbox_to_anchor=(0.004, 1 - (head - 0.4) / height), handlelength=1.1,
+                  columnspacing=1.2, handletextpad=0.5)  # fmt: skip
+    sentence = "A bar is what is allocated at the predicted peak of a step; sharding shortens it"
+    if is_measured:
+        sentence += "; it should end at the dark line, which is the measured peak"
+    save_picture(figure, path, f"{sentence}.")
+
+
+def _beside(
+    predicted: float, measured: float | None, scale: float, unit: str, reason: str | None
+) -> tuple[str, str]:
+    """Returns the text behind a bar and its weight."""
+    if measured is None:
+        because = "" if reason is None else f", {wrap(reason, 24, lines=1)[0]}"
+        return f"{_number(predicted)} {unit}{because}", "normal"
+    off = predicted * scale / measured - 1
+    return f"measured {_number(measured / scale)} {unit}, predicted {off:+.1%}", "bold"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"

@@ -1,0 +1,60 @@
+"""The memory picture: stacked bars of predicted kinds, and a line where the peak was measured."""
+
+import pytest
+
+from measure import memory_bars
+from measure.memory_bars import COLOURS, draw_memory
+from measure.picture import read_picture
+
+KINDS = dict(zip(COLOURS, (1024.0, 0.0, 2048.0, 4096.0, 512.0), strict=True))
+ROWS = [
+    {"label": "none", "kinds": KINDS, "measured": 8000.0, "reason": None},
+    {"label": "file.py:Mine", "kinds": KINDS, "measured": None, "reason": "oom: rank 1: $2^30$"},
+]
+
+
+@pytest.fixture
+def drawn(tmp_path, monkeypatch):
+    figures = []
+    save = memory_bars.save_picture
+
+    def keep(figure, *rest):
+        figures.append(figure)
+        save(figure, *rest)
+
+    monkeypatch.setattr(memory_bars, "save_picture", keep)
+
+    def draw(rows):
+        draw_memory(rows, tmp_path / "memory.png", "Title $1", ["4 x device_x", "a note " * 30])
+        return figures[-1], read_picture(tmp_path / "memory.png").description
+
+    return draw
+
+
+def test_bars_are_stacked_and_the_line_is_where_the_peak_was(drawn):
+    figure, sentence = drawn(ROWS)
+    (axes,) = figure.axes
+    parts = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
+    assert parts[:5] == [(0, 1), (1, 0), (1, 2), (3, 4), (7, 0.5)]  # GiB
+    assert [list(line.get_xdata()) for line in axes.lines] == [[8000 / 1024] * 2]
+    assert [text.get_text() for text in axes.texts] == [
+        "measured 7.8 GiB, predicted -4.0%", "7.5 GiB, oom: rank 1: $2^30$",
+    ]  # fmt: skip
+    assert "dark line" in sentence
+
+
+def test_without_a_measured_peak_there_is_no_line(drawn):
+    figure, sentence = drawn([{**ROWS[0], "measured": None}])
+    assert not figure.axes[0].lines
+    assert figure.axes[0].texts[0].get_text() == "7.5 GiB"
+    assert "dark line" not in sentence
+
+
+def test_text_stays_inside_the_picture(drawn):
+    figure, _ = drawn(ROWS)
+    width, height = figure.canvas.get_width_height()
+    for text in [*figure.texts, *figure.axes[0].texts, *figure.legends[0].get_texts()]:
+        box = text.get_window_extent()
+        assert 0 <= box.x0 <= box.x1 <= width, text.get_text()
+        assert 0 <= box.y0 <= box.y1 <= height, text.get_text()
+    assert figure.texts[1].get_window_extent().y0 >= figure.legends[0].get_window_extent().y1 - 3
