@@ -89,3 +89,23 @@ def arrivals(model: ModelConfig) -> dict[str, int]:
         )
     forward_loss(network, (tokens, tokens)).backward()
     return found
+
+
+def in_block(name: str) -> str:
+    """Returns a parameter's name inside its block, which is the same in all blocks."""
+    return name.split(".", 2)[2] if name.startswith("blocks.") else name
+
+
+def rates(work: Counts, counts: Counts) -> Counts:
+    """Returns seconds per operation of each kind, of work that took so many seconds.
+
+    Time of a kind that should have no operations counts as other work.
+    """
+    unexpected = sum(w for w, c in zip(work, counts, strict=True) if not c)
+    whole = (*work[:2], work[2] + unexpected, work[3])
+    return tuple(w / c if c else 0.0 for w, c in zip(whole, counts, strict=True))
+
+
+def seconds(rates: Counts, counts: Counts) -> float:
+    """Returns what so many operations take."""
+    return sum(r * c for r, c in zip(rates, counts, strict=True))

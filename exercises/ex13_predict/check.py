@@ -4,7 +4,8 @@ import random
 from math import isclose
 
 from exercises.attempt import Rank, Wrong
-from experiments.simulate.step import Contention, Network, run
+from experiments.simulate.step import Contention, run
+from lm.exchange import Network
 
 WORLD_SIZES = (1,)
 

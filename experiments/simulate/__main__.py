@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Predicts the step time and memory of every variant on other numbers of GPUs, from traces.
 
     python benchmark_ddp.py --profile --profile-output-dir traces     what is read
@@ -17,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from experiments.simulate.calibrate import Calibration, calibrate
-from experiments.simulate.step import VARIANTS, Network
+from lm.exchange import VARIANTS, Network
 from lm.memory import predict_memory
 from lm.model import PRESETS
 from lm.shape import Shape
@@ -26,8 +25,6 @@ from measure.command_line import check_file, ending_quietly, is_alone, refuse
 from measure.curves import draw_efficiency
 from measure.options import option, parse_options, positive
 
-PROGRAM = "experiments.simulate"
-
 
 # fmt: off
 @dataclass(frozen=True)
@@ -35,8 +32,7 @@ class Options:
     traces: Path = option(help="folder that benchmark_ddp.py --profile wrote, with none and ddp")
     gpus: int = option(8, "ranks that the table is for", metavar="N", check=positive)
     results: Path | None = option(None, metavar="FOLDER", help=(
-        "results of the benchmark at the traces' sizes: the time of none is taken from them, since "
-        "the profiler slows a step down (default: the traces' own time)"))
+        "results of the benchmark at the traces' sizes, for the time of none (default: traces)"))
     validate: tuple[Path, ...] = option((), metavar="FOLDER", help=(
         "folders of results of the benchmark: print how far predictions are off (default: none)"))
     gpus_per_host: int = option(8, "GPUs that share fast links", metavar="N", check=positive)
@@ -44,7 +40,7 @@ class Options:
     host_latency: float = option(15.0, "between hosts, in microseconds", check=positive)
     preset: str | None = option(None, "model size (default: the traces')", choices=tuple(PRESETS))
     context_length: int | None = option(None, "tokens (default: the model's)", check=positive)
-    batch_size: int | None = option(None, "sequences per rank (default: the traces')")
+    batch_size: int | None = option(None, "per rank (default: the traces')", check=positive)
     bucket_size_mb: float | None = option(None, "in MiB (default: each variant's)", check=positive)
     output: Path = option(Path("simulation.png"), "the picture", metavar="FILE")
 # fmt: on
@@ -52,7 +48,7 @@ class Options:
 
 @ending_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
+    options = parse_options(Options, arguments, prog="experiments.simulate", description=__doc__)
     bandwidth = options.host_bandwidth * 1e9
     links = Network(0, 0, options.gpus_per_host, options.host_latency / 1e6, bandwidth)
     try:
@@ -63,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for folder in options.validate:
             print(validation(found, folder), end="\n\n")
     except (ValueError, OSError) as error:
-        return refuse(PROGRAM, error, speaks=is_alone())
+        return refuse("experiments.simulate", error, speaks=is_alone())
     model = PRESETS[options.preset] if options.preset else found.shape.model
     model = replace(model, context_length=options.context_length or model.context_length)
     given = {n: x for n in ("batch_size", "bucket_size_mb") if (x := getattr(options, n))}
@@ -98,7 +94,7 @@ def table(found: Calibration, shape: Shape, gpus: int) -> str:
 
 
 def measured_steps(folder: Path, shape: Shape) -> dict[str, float]:
-    """Returns variant -> seconds of a step: the median of the fastest round, the others slowed."""
+    """Returns variant -> seconds of a step: the median of the fastest, least disturbed round."""
     found: dict[str, float] = {}
     for row in Results(folder).rows():
         if row["kind"] == "timing" and row["status"] == OK and Shape.of(row["config"]) == shape:
@@ -111,10 +107,10 @@ def measured_steps(folder: Path, shape: Shape) -> dict[str, float]:
 
 def validation(found: Calibration, folder: Path) -> str:
     """Compares with results, also of other shapes: the step, and what it is relative to `none`."""
-    configs = [row["config"] for row in Results(folder).rows() if row["kind"] == "timing"]
-    if not configs:
+    config = next((row["config"] for row in Results(folder).rows() if row["kind"] == "timing"), 0)
+    if not config:
         raise ValueError(f"{folder}: holds no results of the benchmark")
-    shape, ranks, rows = Shape.of(configs[0]), configs[0]["world_size"], []
+    shape, ranks, rows = Shape.of(config), config["world_size"], []
     steps = measured_steps(folder, shape)
     none = found.simulate("none", shape, ranks).step / steps["none"]
     for name in (name for name in steps if name in VARIANTS):
@@ -124,8 +120,7 @@ def validation(found: Calibration, folder: Path) -> str:
             "error": step / steps[name] - 1, "error of × none": step / steps[name] / none - 1,
         })  # fmt: skip
     columns = [Column(key, None, "+.1%" if "error" in key else ".2f") for key in list(rows[0])[1:]]
-    title = f"{folder}: {ranks} ranks, {shape}"
-    return format_table([Column("variant"), *columns], rows, title)
+    return format_table(["variant", *columns], rows, f"{folder}: {ranks} ranks, {shape}")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
-from experiments.simulate.step import VARIANTS, Contention, Network, Outcome, Times, plan, simulate
-from lm.shape import Counts, Shape
+from experiments.simulate.step import Contention, Outcome, Times, program_of, run
+from lm.exchange import VARIANTS, Network, plan
+from lm.shape import Shape, in_block, rates, seconds
 from tracing import StepPieces, Trace, Work, collective_seconds, load_traces, undisturbed
 
 LIKE = {"torch_ddp_tuned": "torch_ddp", "ddp_individual_v2": "ddp_individual"}
@@ -45,8 +46,8 @@ class Calibration:
         """Scales the computation to another shape, by its counts of operations."""
         optimizer = self.slower * self.optimizer * shape.gradient_bytes / self.shape.gradient_bytes
         return Times(
-            [self.slower * _product(self.forward, counts) for counts in shape.forward_counts()],
-            [self.slower * _product(self.backward[_in_block(name)], shape.backward_counts(name))
+            [self.slower * seconds(self.forward, counts) for counts in shape.forward_counts()],
+            [self.slower * seconds(self.backward[in_block(name)], shape.backward_counts(name))
              for name in shape.gradients],
             optimizer, self.slower * self.rest, copy=2 / 7 * optimizer / shape.gradient_bytes,
         )  # fmt: skip
@@ -60,7 +61,8 @@ class Calibration:
         """Returns a step; a variant not traced has the contention of its like or `ddp_bucketed`."""
         likes = (variant, LIKE.get(variant), "ddp_bucketed", "ddp")
         known = next(self.contention[v] for v in likes if v in self.contention)
-        return simulate(self.times(shape), self.network, known, variant, shape, ranks)
+        times = self.times(shape)
+        return run(program_of(times, self.network, variant, shape, ranks, known.launch), known)
 
 
 def calibrate(folder: Path, network: Network) -> Calibration:
@@ -85,17 +87,17 @@ def calibrate(folder: Path, network: Network) -> Calibration:
     floor, names = steps["none"], list(shape.gradients)
     if not floor or any(len(step.backward) != len(names) for step in floor):
         raise ValueError(f"{folder}: a step of none has not {len(names)} gradients; profile again")
-    sizes = [shape.width * numel for numel in shape.gradients.values()]
-    lasted = collective_seconds(runs["ddp"], len(sizes))  # one all-reduce after another
-    rates = defaultdict(list)
+    lasted = collective_seconds(runs["ddp"], len(names))  # one all-reduce after another
+    samples = [(shape.width * n, s) for n, s in zip(shape.gradients.values(), lasted, strict=True)]
+    measured = defaultdict(list)
     for name, *works in zip(names, *(step.backward for step in floor), strict=True):
-        rates[_in_block(name)].append(_rate(_over(median, works), shape.backward_counts(name)))
+        measured[in_block(name)].append(rates(_over(median, works), shape.backward_counts(name)))
     found = Calibration(
         shape, ranks,
-        _rate(_over(median, [step.forward for step in floor]), _over(sum, shape.forward_counts())),
-        {name: _over(fmean, own) for name, own in rates.items()},
+        rates(_over(median, [step.forward for step in floor]), _over(sum, shape.forward_counts())),
+        {name: _over(fmean, own) for name, own in measured.items()},
         median(step.optimizer for step in floor), median(step.rest for step in floor),
-        network.fitted(list(zip(sizes, lasted, strict=True)), ranks), contention={},
+        network.fitted(samples, ranks), {},
     )  # fmt: skip
     contention = {v: _contention(found, v, own, floor) for v, own in steps.items() if v != "none"}
     return replace(found, contention=contention)
@@ -116,9 +118,8 @@ def _contention(
         return beside / max(beside - max(extra, 0.0), beside / SLOWEST) if beside else 1.0
 
     beside = time(own, "overlapped")
-    gaps, of_floor = (median(sum(work[3] for work in step.backward) for step in steps)
-                      for steps in (own, floor))  # fmt: skip
-    host = gaps - of_floor
+    gaps = [median(sum(work[3] for work in s.backward) for s in steps) for steps in (own, floor)]
+    host = gaps[0] - gaps[1]
     if variant == "ddp":  # it waits for each collective: what is left of the synchronisation
         host = median(step.synchronising for step in own) - alone - copies
     return Contention(
@@ -127,20 +128,5 @@ def _contention(
     )  # fmt: skip
 
 
-def _in_block(name: str) -> str:
-    return name.split(".", 2)[2] if name.startswith("blocks.") else name
-
-
 def _over(function, works: list) -> tuple:
     return tuple(map(function, zip(*works, strict=True)))
-
-
-def _rate(work: Work, counts: Counts) -> Work:
-    """Returns seconds per operation. Time of a kind that should have none counts as other work."""
-    unexpected = sum(w for w, c in zip(work, counts, strict=True) if not c)
-    whole = (*work[:2], work[2] + unexpected, work[3])
-    return tuple(w / c if c else 0.0 for w, c in zip(whole, counts, strict=True))
-
-
-def _product(rates: Work, counts: Counts) -> float:
-    return sum(r * c for r, c in zip(rates, counts, strict=True))

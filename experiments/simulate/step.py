@@ -1,15 +1,4 @@
-"""Simulates one step: what a variant sends when, what that costs, and what it costs computation.
-
-A collective costs latency and bandwidth (Hockney 1994). Of n bytes over W ranks in a ring (Thakur,
-Rabenseifner and Gropp 2005), with α seconds per hop and β bytes/s through each rank:
-
-    reduce-scatter, all-gather    (W - 1) α + (W - 1)/W · n / β
-    all-reduce                    one after the other: twice that
-
-On H hosts of G GPUs the ring has H hops over the network, with its α. NCCL builds G rings, each
-through another network card, so β = min(β in a host, G · β of a card). NCCL also has double trees
-for all-reduces (Sanders, Speck and Träff 2009), whose α is 2 ((G - 1) α + log2 H α between hosts).
-The lower latency counts.
+"""Simulates one step: what is sent when, and what that costs computation.
 
 A program is a list of instructions of the computing stream: ("compute", seconds), ("send", seconds)
 and ("wait", n). A send joins the queue of the communicating stream, which carries out one
@@ -18,84 +7,17 @@ of a computation or of a collective. While both streams work, computation advanc
 communication at 1/c of its speed (`Contention`); alone, each at full speed.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from itertools import pairwise
-from math import ceil, inf, log2
+from math import inf
 from typing import NamedTuple
 
-import numpy as np
-
-from ddp.buckets import Gradient, plan_buckets
-from lm.memory import MIB, REPLICATED, SHARDED, bucket_mb
+from lm.exchange import SINGLE, Network, Plan, plan
+from lm.memory import SHARDED
 from lm.shape import Shape
 
-VARIANTS = (*REPLICATED, *SHARDED)
-SINGLE = ("ddp", "ddp_individual")  # each gradient travels alone, and is divided afterwards
-PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 NOTHING = 1e-12  # seconds; what arithmetic leaves of a finished piece
 Program = list[tuple[str, float]]
-
-
-@dataclass(frozen=True)
-class Network:
-    """Links: α in seconds, β in bytes/s per GPU, inside a host and between hosts."""
-
-    latency: float
-    bandwidth: float
-    gpus_per_host: int
-    host_latency: float
-    host_bandwidth: float
-
-    def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
-        """Returns what a collective takes with nothing beside it; 0 for one rank."""
-        hosts, local = ceil(ranks / self.gpus_per_host), min(ranks, self.gpus_per_host)
-        hops, rate = (ranks - 1) * self.latency, self.bandwidth
-        if hosts > 1:
-            hops = (ranks - hosts) * self.latency + hosts * self.host_latency
-            rate = min(rate, local * self.host_bandwidth)
-            if kind == "all_reduce":
-                hops = min(hops, (local - 1) * self.latency + log2(hosts) * self.host_latency)
-        return PASSES[kind] * (hops + (ranks - 1) / ranks * nbytes / rate)
-
-    def fitted(self, samples: Sequence[tuple[float, float]], ranks: int) -> "Network":
-        """Returns these links with α ≥ 0 and β in a host as all-reduces of (bytes, seconds) tell.
-
-        Least squares of relative errors of t = a + b n.
-        """
-        n, t = np.array(samples).T
-        b, a = np.polyfit(n, t, 1, w=1 / t)
-        if a < 0 or b <= 0:
-            a, b = 0.0, sum(n / t) / sum((n / t) ** 2)
-        passes = 2 * (ranks - 1)
-        return replace(self, latency=a / passes, bandwidth=passes / ranks / b)
-
-
-class Plan(NamedTuple):
-    """A kind of collective, of which buckets of gradients, of how many bytes; copies per byte."""
-
-    kind: str
-    buckets: list[tuple[int, ...]]
-    nbytes: list[int]
-    copies: int
-
-
-def plan(variant: str, shape: Shape) -> Plan:
-    """Returns what a variant sends. A bucket of `fsdp` is a block, or all in no block.
-
-    The others are planned as the hand-built ones are, PyTorch's DDP too, whose rule is similar.
-    """
-    capacity = 0 if variant in SINGLE else int(bucket_mb(variant, shape.bucket_size_mb) * MIB)
-    gradients = [Gradient(numel, "", shape.width) for numel in shape.gradients.values()]
-    planned = plan_buckets(gradients, list(range(len(gradients))), capacity)
-    buckets = [] if variant == "none" else [bucket.members for bucket in planned]
-    if variant == "fsdp":
-        block_of = [n.split(".")[1] * n.startswith("blocks.") for n in shape.gradients]
-        units = [tuple(i for i, b in enumerate(block_of) if b == block) for block in set(block_of)]
-        buckets = sorted(units, key=max)
-    nbytes = [sum(gradients[i].nbytes for i in bucket) for bucket in buckets]
-    kind = "reduce_scatter" if variant in SHARDED else "all_reduce"
-    return Plan(kind, buckets, nbytes, {"torch_ddp": 2, "ddp_individual_v2": 0}.get(variant, 1))
 
 
 class Contention(NamedTuple):
@@ -155,15 +77,10 @@ def run(program: Program, contention: Contention) -> Outcome:
     return Outcome(now, computed, exposed)
 
 
-def simulate(
-    times: Times, network: Network, contention: Contention, variant: str, shape: Shape, ranks: int
-) -> Outcome:
-    """Returns a step; on one rank nothing is sent."""
-    launch = contention.launch
-    return run(program_of(times, network, variant, shape, ranks, launch), contention)
-
-
-def program_of(times, network, variant: str, shape: Shape, ranks: int, launch: float) -> Program:
+def program_of(
+    times: Times, network: Network, variant: str, shape: Shape, ranks: int, launch: float
+) -> Program:
+    """Writes the program of a variant; on one rank nothing is sent."""
     layout, shards = plan(variant, shape), variant in SHARDED
     update = ("compute", times.optimizer / (ranks if shards else 1) + times.rest)
     program: Program = [("compute", sum(times.forward))]
@@ -206,8 +123,7 @@ def _gathered(times: Times, layout: Plan, pieces, copies, send: Callable, update
     program = [*gathers[root], *gathers[blocks[-1]], update, ("wait", 1),
                ("compute", times.forward[0])]  # fmt: skip
     sent = gathered = 2  # how many must be finished for the next block to be whole
-    uses = [*blocks[::-1], *blocks, None]
-    for place, (block, following) in enumerate(pairwise(uses)):
+    for place, (block, following) in enumerate(pairwise([*blocks[::-1], *blocks, None])):
         needed = gathered
         if following not in (None, block):  # the last one is whole at once in backward
             program += gathers[following]
@@ -216,9 +132,8 @@ def _gathered(times: Times, layout: Plan, pieces, copies, send: Callable, update
         if place < len(blocks):
             program.append(("compute", times.forward[place + 1]))
             continue
-        if place == len(blocks):
-            program.append(("compute", times.forward[-1] + pieces[root] - last))
-        program.append(("compute", pieces[block] + copies[block]))
+        of_loss = times.forward[-1] + pieces[root] - last if place == len(blocks) else 0.0
+        program.append(("compute", of_loss + pieces[block] + copies[block]))
         program += send("reduce_scatter", layout.nbytes[block])
         sent += 1
     program.append(("compute", last + copies[root]))

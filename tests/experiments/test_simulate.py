@@ -7,7 +7,8 @@ import pytest
 
 from experiments.simulate.__main__ import main
 from experiments.simulate.calibrate import calibrate
-from experiments.simulate.step import VARIANTS, Contention, Network, plan, program_of, run
+from experiments.simulate.step import Contention, program_of, run
+from lm.exchange import VARIANTS, Network, plan
 from lm.model import ModelConfig
 from lm.shape import Shape
 from measure import OK, Results
