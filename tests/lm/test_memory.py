@@ -33,7 +33,7 @@ SMALL = ModelConfig(
 )
 
 WIDE = ModelConfig(
-    vocab_size=2000, d_model=256, num_heads=4, d_ff=704, context_length=128, num_layers=5
+    vocab_size=2000, d_model=256, num_heads=4, d_ff=704, context_length=64, num_layers=5
 )
 
 
@@ -196,7 +196,8 @@ def test_peaks_that_the_allocator_counts(cpu_ranks, tmp_path, variants, batch_si
             kinds = predict_memory(
                 variant, WIDE, ranks=2, batch_size=batch_size, bucket_size_mb=1.5, on_gpu=False
             )
-            assert sum(kinds.values()) == pytest.approx(measured, rel=0.03), variant
+            near = 0.025 if "fsdp" in variant else 0.01  # of FSDP a block's activations weigh more
+            assert sum(kinds.values()) == pytest.approx(measured, rel=near), variant
 
 
 def test_gradients_are_those_of_the_network():
