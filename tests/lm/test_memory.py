@@ -138,15 +138,15 @@ def all_gather(output, input, **_) -> Done:
 def peak_of(variant: str, batch: tuple, group: dist.ProcessGroup, trace: str) -> float:
     """Returns the most bytes that PyTorch's allocator had in two steps, on this rank.
 
-    gloo's threads copy buffers, which NCCL does not, and free them where no profiler looks. So
-    tensors are not broadcast together, and the other collectives have stand-ins.
+    gloo's threads copy and hold buffers, and free them where no profiler looks. So tensors are not
+    broadcast, and the other collectives have stand-ins.
     """
     replaced = {
         (dist, f"{name}_{ending}"): stand_in
         for name, stand_in in (("reduce_scatter", reduce_scatter), ("all_gather", all_gather))
         for ending in ("single", "tensor", "into_tensor")
         if hasattr(dist, f"{name}_{ending}")
-    } | {(replicas, "MESSAGE_BYTES"): 0}
+    } | {(replicas, "MESSAGE_BYTES"): 0, (dist, "broadcast"): lambda *_, **__: None}
     with ExitStack() as stack:
         for (place, name), value in replaced.items():
             stack.enter_context(mock.patch.object(place, name, value))
