@@ -176,6 +176,8 @@ def settings_from(options: Options, device_type: str, default_folder: Path) -> S
     if options.enable_profiling and not (options.profile and set(clippings) != {NOT_PRIVATE}):
         raise ValueError("--enable-profiling: give --profile and a private --clipping mode too")
     _check_sharded(options, names)
+    if options.implementations == tuple(IMPLEMENTATIONS) and set(clippings) != {NOT_PRIVATE}:
+        names = [name for name in names if not _lacking(name)]  # of the default, those that can
     for name in names:
         _check_can_clip(name, clippings)
     if options.warmup_epochs > options.num_epochs:
@@ -353,16 +355,21 @@ def _check_can_clip(name: str, clippings: list[str]) -> None:
     Private training hands its clipped sums to the plug-in, which must sum them over ranks.
     """
     private = [mode for mode in clippings if mode != NOT_PRIVATE]
-    if not private or name in SHARDED:
-        return
-    cls = implementation(plain(name))
-    lacking = [f"method {m}" for m in SEAM if not hasattr(cls, m)]
-    lacking += [f"option {o}" for o in ("reduce", "process_group") if o not in options_of(cls)]
-    if lacking:
+    if private and (lacking := _lacking(name)):
         raise ValueError(
             f"--clipping {private[0]}: {name} lacks {', '.join(lacking)}, which private training "
             f"needs: make it a subclass of ddp.DataParallel, or give --clipping {NOT_PRIVATE}"
         )
+
+
+def _lacking(name: str) -> list[str]:
+    if name in SHARDED:
+        return []
+    cls = implementation(plain(name))
+    lacking = [f"method {m}" for m in SEAM if not hasattr(cls, m)]
+    return lacking + [
+        f"option {o}" for o in ("reduce", "process_group") if o not in options_of(cls)
+    ]
 
 
 def _model(options: Options, device_type: str) -> ModelConfig:

@@ -155,9 +155,13 @@ class FlatUnit:
         self.gradient, self._marks = self.gradient.to(dtype), self._marks.to(dtype)
         return self._expanded_marks()
 
+    def addresses(self) -> set[int]:
+        """Returns where the memory of the last stand-ins is."""
+        return {self._marks.data_ptr()}
+
     def is_stand_in(self, gradient: Tensor) -> bool:
         """Returns whether a `.grad` is one of the last `stand_ins`."""
-        return gradient.untyped_storage().data_ptr() == self._marks.data_ptr() != 0
+        return gradient.untyped_storage().data_ptr() in self.addresses() - {0}
 
     def own_gradient_behind(self, stand_in: Tensor, member: int) -> Tensor:
         """Returns the gradient of one parameter, zero outside of what this rank owns of it."""
@@ -178,10 +182,10 @@ class FlatUnit:
 
 def has_stand_in(parameters: Iterable[Tensor]) -> bool:
     """Returns whether some parameter's `.grad` is a stand-in of any unit."""
-    known = {unit._marks.data_ptr() for unit in _units} - {0}
+    known = {address for unit in _units for address in unit.addresses()} - {0}
     return bool(known) and any(
-        p.grad is not None and p.grad.untyped_storage().data_ptr() in known for p in parameters
-    )
+        type(p.grad) is Tensor and p.grad.untyped_storage().data_ptr() in known for p in parameters
+    )  # a DTensor has no address
 
 
 def _round_up(numel: int, unit: int) -> int:

@@ -85,9 +85,8 @@ class GatheredUnit(FlatUnit):
             known = self._stand_ins[member] = one.expand(parameter.shape)
         return known
 
-    def is_stand_in(self, gradient: Tensor) -> bool:
-        storages = (known.untyped_storage().data_ptr() for known in self._stand_ins.values())
-        return gradient.untyped_storage().data_ptr() in storages
+    def addresses(self) -> set[int]:
+        return {one.untyped_storage().data_ptr() for one in self._stand_ins.values()}
 
     def take_away(self, gradient: Tensor | None, member: int) -> bool:
         """Returns whether a `.grad` is a stand-in; notes whether what it stands for is kept."""

@@ -69,7 +69,10 @@ def test_norm_reduction_is_a_setting_of_split_models_alone():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--implementations fsdp", "'fsdp' is unknown, choose from none, .*fsdp2, .*fsdp2_tp, or"),
+        (
+            "--implementations fsdp3",
+            "'fsdp3' is unknown, choose from none, .*fsdp2, .*fsdp2_tp, or",
+        ),
         ("--implementations fsdp2_tp", "fsdp2_tp on 2 ranks: .*start 4 ranks or another multiple"),
         ("--implementations fsdp2_tp --num-processes 5", "fsdp2_tp on 5 ranks: .*multiple of 2"),
         (

@@ -323,3 +323,18 @@ def is_freed(context: Context) -> None:
 
 def test_a_network_is_freed_with_its_wrapper(cpu_ranks):
     cpu_ranks.run(2, is_freed)
+
+
+def refuses_a_plain_optimizer(context: Context) -> None:
+    pair = Pair(context, Network())
+    pair.backward(0)
+    pair.finish()
+    before = [unit.shard.clone() for unit in pair.model.units]
+    with pytest.raises(RuntimeError, match=r"build it by model\.make_optimizer\(SGD"):
+        torch.optim.SGD(pair.model.parameters(), lr=0.1).step()
+    assert all(map(torch.equal, before, [unit.shard for unit in pair.model.units]))
+    pair.step()
+
+
+def test_a_plain_optimizer_is_refused(cpu_ranks):
+    cpu_ranks.run(2, refuses_a_plain_optimizer)
