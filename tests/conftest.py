@@ -100,6 +100,8 @@ class GpuPools:
         self._pools = {n: RankPool(n, "cuda") for n in range(1, size + 1)}
 
     def run(self, world_size: int, *arguments):
+        if world_size > self.size:
+            pytest.skip(f"needs {world_size} GPUs")
         return self._pools[world_size].run(world_size, *arguments)
 
     def close(self) -> None:
