@@ -6,7 +6,7 @@ from torch import nn
 
 from ddp import wrap
 from lm.rank_pool import Context
-from tests.support.beside import assert_same_gradients, make_optimizer
+from tests.support.beside import assert_same_gradients, make_optimizer, whole_values
 
 
 class OddModel(nn.Module):
@@ -63,8 +63,9 @@ def train_beside_reference(context: Context, name: str, optimizer_name: str, red
 
 
 def compare(model: nn.Module, reference: nn.Module) -> None:
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p, q, msg=lambda m, name=name: f"{name}: {m}")
+    names = [name for name, _ in model.named_parameters()]
+    for name, p, q in zip(names, whole_values(model), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q.detach(), msg=lambda m, name=name: f"{name}: {m}")
     assert_same_gradients(model, reference)
 
 

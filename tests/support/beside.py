@@ -64,6 +64,12 @@ def whole_gradients(model: nn.Module) -> list[Tensor | None]:
     return [p.grad for p in model.parameters()]
 
 
+def whole_values(model: nn.Module) -> list[Tensor]:
+    """Returns the values of each parameter; of a divided network, by a collective call."""
+    with getattr(model, "whole_parameters", nullcontext)():
+        return [p.detach().clone() for p in model.parameters()]
+
+
 def make_optimizer(
     model: nn.Module, cls: type[torch.optim.Optimizer], **options
 ) -> torch.optim.Optimizer:
