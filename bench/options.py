@@ -66,8 +66,8 @@ class Options:
         "(ddp_bucketed and ddp_individual_v2 have this option too)"))
     bucket_size_mb: float | None = option(None, metavar="MIB", check=positive, help=(
         "gradient bytes reduced together, in MiB, for every implementation that batches "
-        "(default: each one's own: 200 for ddp_individual_v2 and ddp_bucketed, 100 for "
-        "ddp_copy_engine and torch_ddp_tuned, 25 for torch_ddp)"))
+        "(default: each one's own: 200 for ddp_individual_v2, ddp_bucketed, zero1 and zero2, 100 "
+        "for ddp_copy_engine and torch_ddp_tuned, 25 for torch_ddp and torch_zero1)"))
 
     clipping: tuple[str, ...] = option((NOT_PRIVATE,),
         group="privacy (what --clipping MODE adds to every step)", metavar="MODE", help=(

@@ -1,6 +1,7 @@
 """Shared by the checks of exercises 10 to 12: what a rank's slice of gradients should be."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -163,6 +164,29 @@ def on_all_ranks(rank: Rank, check: Callable[[], None]) -> None:
     dist.all_gather_object(everyone, why)
     if any(everyone):
         raise Wrong(next(filter(None, everyone)))
+
+
+def expect_steps_of_units(
+    rank: Rank, model: nn.Module, network: nn.Module, loss: Callable[[int], Loss],
+    step: Callable[[Rank, nn.Module, int], object], question: str,
+) -> None:  # fmt: skip
+    """Raises `Wrong` unless three steps of an optimizer are those of one process.
+
+    Args:
+        network: an equal one, for the process alone.
+        loss: the loss of each seed.
+        step: runs forward, backward and finish of `model` with a seed.
+        question: hint at what may be wrong.
+    """
+    reference = Reference(rank, network, torch.optim.SGD, lr=0.1)
+    optimizer = model.make_optimizer(torch.optim.SGD, lr=0.1)
+    for seed in range(3):
+        optimizer.zero_grad()
+        step(rank, model, seed)
+        optimizer.step()
+        reference.step(loss(seed))
+        hint = f"wrong in step {seed + 1}: {question}"
+        on_all_ranks(rank, partial(expect_values_of_units, rank, model, reference, hint))
 
 
 def expect_values_of_units(rank: Rank, model: nn.Module, reference: Reference, hint: str) -> None:

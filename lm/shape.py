@@ -1,4 +1,4 @@
-"""What is trained, and how many operations that takes: the counts by which times are scaled."""
+"""Counts the operations of a training step, by which measured times are scaled to other sizes."""
 
 import functools
 from collections.abc import Mapping

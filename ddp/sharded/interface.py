@@ -1,6 +1,6 @@
-"""What every sharded variant offers to a training loop, in terms of its units.
+"""Gives every sharded variant its methods for a training loop, in terms of its units.
 
-The same three methods as `ddp.internals.optimizer.Replicated`, and `gradient_pieces` for code that
+They are the three of `ddp.internals.optimizer.Replicated`, and `gradient_pieces` for code that
 works on gradients element by element.
 """
 

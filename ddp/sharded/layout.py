@@ -43,7 +43,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where each parameter lies in the flat buffer.
+    """Maps parameters to their places in a flat buffer.
 
     Attributes:
         shapes, offsets: of each parameter, its shape and its first element in the buffer.

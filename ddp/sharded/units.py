@@ -1,4 +1,4 @@
-"""What `fsdp` gathers together, and the memory that comes and goes.
+"""Gathers and frees the parameters of a block, and calls `fsdp` around each block.
 
 A parameter is the same object for the whole of training. Where nothing computes with it, it is NaN
 and has the memory of one element. While a module computes with it, it is a view of a flat buffer

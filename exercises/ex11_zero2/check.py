@@ -1,20 +1,15 @@
 """The properties of exercise 11. The network has six layers, and a bucket holds one of them."""
 
-from functools import partial
-
-import torch
 from torch import nn
 
 from exercises.attempt import Rank, Wrong
 from exercises.expect import Branches, branches_loss, during_backward, mark_gradients
 from exercises.sliced import (
-    Reference,
     expect_left_alone,
     expect_slices_only,
+    expect_steps_of_units,
     expect_unit_gradients,
-    expect_values_of_units,
     flats_in_memory,
-    on_all_ranks,
 )
 from exercises.transfer import SCATTERS
 
@@ -122,16 +117,8 @@ def different_orders(rank: Rank) -> None:
 
 def later_steps(rank: Rank) -> None:
     """Three steps of an optimizer are those of one process."""
-    model = wrapped(rank)
-    reference = Reference(rank, network(0), torch.optim.SGD, lr=0.1)
-    optimizer = model.make_optimizer(torch.optim.SGD, lr=0.1)
-    for seed in range(3):
-        optimizer.zero_grad()
-        step(rank, model, seed)
-        optimizer.step()
-        reference.step(branches_loss(seed))
-        hint = f"wrong in step {seed + 1}: what is left over from the one before?"
-        on_all_ranks(rank, partial(expect_values_of_units, rank, model, reference, hint))
+    question = "what is left over from the one before?"
+    expect_steps_of_units(rank, wrapped(rank), network(0), branches_loss, step, question)
 
 
 PROPERTIES = [

@@ -4,7 +4,6 @@ Each block of the network has another number of parameters, which says what is g
 """
 
 from contextlib import AbstractContextManager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +14,11 @@ from exercises.attempt import Rank, Wrong
 from exercises.expect import difference, same
 from exercises.record import Event
 from exercises.sliced import (
-    Reference,
     expect_left_alone,
     expect_slices_only,
+    expect_steps_of_units,
     expect_unit_gradients,
-    expect_values_of_units,
     network_loss,
-    on_all_ranks,
 )
 from exercises.transfer import GATHERS, SCATTERS, has_memory
 
@@ -281,16 +278,8 @@ def early(rank: Rank) -> None:
 
 def later_steps(rank: Rank) -> None:
     """Three steps of an optimizer are those of one process."""
-    model = wrapped(rank)
-    reference = Reference(rank, Network(0), torch.optim.SGD, lr=0.1)
-    optimizer = model.make_optimizer(torch.optim.SGD, lr=0.1)
-    for seed in range(3):
-        optimizer.zero_grad()
-        step(rank, model, seed)
-        optimizer.step()
-        reference.step(LOSS(seed))
-        hint = f"wrong in step {seed + 1}: does every forward gather anew what was stepped?"
-        on_all_ranks(rank, partial(expect_values_of_units, rank, model, reference, hint))
+    question = "does every forward gather anew what was stepped?"
+    expect_steps_of_units(rank, wrapped(rank), Network(0), LOSS, step, question)
 
 
 PROPERTIES = [

@@ -27,7 +27,7 @@ SLOWEST = 10.0  # a factor of contention that is larger is a fault of measuremen
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured on one shape: rates (seconds per operation of each kind) and seconds.
+    """Holds the measurements of one shape: seconds, and seconds per operation of each kind.
 
     `slower` is an unprofiled step over the profiled one.
     """

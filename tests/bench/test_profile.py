@@ -94,7 +94,7 @@ def test_without_a_terminal_it_prints_a_line_each(run):
 
 
 def test_the_budget_is_printed_and_in_the_summaries(run, folder):
-    """Of all, and in each summary beside the floor, which has none of its own."""
+    """The table has all variants; each summary has its own row and the floor's."""
     table = run.stdout.partition("Budget of a step, ms")[2].splitlines()
     assert table[1].split()[:3] == ["step", "computation", "contention"]
     assert [line.split()[0] for line in table[3:6]] == NAMES

@@ -1,4 +1,4 @@
-"""What is proven of an embedding's gradient, without ranks."""
+"""Proofs of which rows of an embedding's gradient are not zero, without ranks."""
 
 import gc
 

@@ -49,7 +49,7 @@ def test_buckets_are_freed_while_backward_runs(cpu_ranks):
 
 
 def bodies(context: Context) -> None:
-    """What is most likely to differ from `zero1`; all behaviour tests run in the slow set."""
+    """Runs the tests most likely to differ from `zero1`; the slow set has all of them."""
     test_gradients.train_beside_reference(context, "zero2", "adamw", "mean")
     for body in (
         test_accumulation.two_synchronising_backwards,
