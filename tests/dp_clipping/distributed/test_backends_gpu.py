@@ -8,7 +8,9 @@ from lm.rank_pool import Context
 from tests.ddp.conftest import CPU_COPY_ENGINE
 from tests.support.replicas import SPLITS, Beside, alone, applied, build, on_gpus, parameters, train
 
-VARIANTS = ["ddp_bucketed", "ddp_individual_v2", CPU_COPY_ENGINE, "torch_ddp"]
+VARIANTS = [
+    "ddp_bucketed", "ddp_individual_v2", CPU_COPY_ENGINE, "torch_ddp", "zero1", "zero2", "fsdp"
+]  # fmt: skip
 MODES = ["bookkeeping", "ghost"]
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
 
