@@ -124,7 +124,7 @@ class DataParallel(ManualGradients, Wrapper, nn.Module):
 
     def launch_buckets(self, everything: bool = False) -> None:
         """Launches the buckets that are complete, in the order of the plan."""
-        for bucket in self.schedule.to_launch(everything):
+        for bucket in self.schedule.to_launch(everything, self.may_launch):
             for i in bucket.members:
                 self.gradients.make_local(i)
             self.schedule.in_flight[bucket] = self.launch(bucket)

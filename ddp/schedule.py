@@ -5,7 +5,7 @@ gradients of different parameters would be summed without any error. So a comple
 back until its predecessors in the plan are launched; the plan is the same on every rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ddp.buckets import Bucket
@@ -38,11 +38,12 @@ class Schedule:
         self.arrivals[i] = self.arrivals.get(i, 0) + 1
         self.ready.add(i)
 
-    def to_launch(self, everything: bool = False) -> Iterator[Bucket]:
+    def to_launch(self, everything: bool, may_launch: Callable[[Bucket], bool]) -> Iterator[Bucket]:
         """Yields the next buckets of the plan while they are complete; `everything`: all."""
         while self.launched < len(self.buckets):
             bucket = self.buckets[self.launched]
-            if not (everything or self.ready.issuperset(bucket.members)):
+            is_complete = self.ready.issuperset(bucket.members) and may_launch(bucket)
+            if not (everything or is_complete):
                 return
             yield bucket
             self.launched += 1

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import nn
 
+from ddp.buckets import Bucket
 from ddp.internals.dtypes import give_back
 from ddp.internals.gradients import Gradients, Reduction
 from ddp.internals.hooks import AutogradHooks
@@ -87,6 +88,10 @@ class Wrapper(Replicated, Copyable):
 
     def register_hooks(self) -> None:
         enter(self, AutogradHooks(self, self.step.backward), self.gradients)
+
+    def may_launch(self, bucket: Bucket) -> bool:
+        """Returns whether a complete bucket is launched now, or by a later `launch_buckets`."""
+        return True
 
     def agree(self) -> None:
         """Called on all ranks at the end of the first step, before the plan is rebuilt."""

@@ -1,8 +1,10 @@
-"""Checks that blocks are called in one order: in every forward, and on every rank.
+"""Keeps the gathers and reductions of all ranks in one order, in forward and in backward.
 
 Collectives match by call order alone. If two ranks gathered different blocks at the same time, they
 would compute with a mixture of both, without any error.
 """
+
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -29,9 +31,16 @@ class CallOrder:
         return next(iter(self._expected()), None)
 
     def call(self, block: Block) -> None:
-        """Notes a call; raises RuntimeError if another one was to come."""
-        if self.blocks is not None and self.next_block() is not block:
-            then = self.next_block()
+        """Notes a call. In the first forward the ranks compare it before they gather the block.
+
+        Raises:
+            RuntimeError: if another one was to come (on this rank), or if ranks call different
+                ones in the first forward (on every rank).
+        """
+        then = self.next_block()
+        if self.blocks is None:
+            self._compare(block.name)
+        elif then is not block:
             raise RuntimeError(
                 f"{block.name} is called where in the first forward "
                 f"{'the forward ended' if then is None else then.name + ' was'}: ranks gather "
@@ -41,29 +50,81 @@ class CallOrder:
         self._calls.append(block)
 
     def end(self) -> None:
-        """Ends a forward. The first one is compared among ranks, a collective call.
+        """Ends a forward.
 
         Raises:
-            RuntimeError: if a block was not called, or the ranks called them in different orders.
+            RuntimeError: if a block was not called.
         """
-        if self.blocks is not None:
-            if missing := [block.name for block in self._expected()]:
-                raise RuntimeError(
-                    f"this forward has not called {', '.join(missing)}, as the first one did: "
-                    "every forward must call the same units in the same order"
-                )
-            return
-        names = [block.name for block in self._calls]
-        everyone: list[list[str]] = [[]] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, names, group=self._group)
-        for rank, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                raise RuntimeError(
-                    "the ranks called units in different orders, and gathered different ones "
-                    f"together: {', '.join(everyone[0])} on rank 0, {', '.join(theirs)} on rank "
-                    f"{rank}"
-                )
-        self.blocks = self._calls
+        if missing := [block.name for block in self._expected()]:
+            raise RuntimeError(
+                f"this forward has not called {', '.join(missing)}, as the first one did: "
+                "every forward must call the same units in the same order"
+            )
+        if self.blocks is None:
+            self._compare("the end of the forward")
+            self.blocks = self._calls
 
     def _expected(self) -> list[Block]:
         return [] if self.blocks is None else self.blocks[len(self._calls) :]
+
+    def _compare(self, mine: str) -> None:
+        everyone = [mine] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, mine, group=self._group)
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                raise RuntimeError(
+                    f"the ranks call units in different orders: {everyone[0]} on rank 0, {theirs} "
+                    f"on rank {rank}; ranks gather units together, so give units= only modules "
+                    'that all ranks call in one order, or use wrap("zero2", module)'
+                )
+
+
+class WayBack:
+    """The blocks that a forward has left; its backward enters them in reverse.
+
+    All ranks gather and reduce in that order. So a rank whose backward has failed, or has not
+    begun, knows what the others still wait for.
+
+    Attributes:
+        blocks: those blocks, one that is called twice in two places.
+        ahead: how many of them backward has not entered.
+        is_over: a backward has come to its end; another one may follow, through a kept graph.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.ahead, self.is_over = 0, False
+
+    def add(self, block: Block) -> int:
+        """Adds a block that forward has left; returns its place."""
+        self.blocks.append(block)
+        self.ahead += 1
+        return self.ahead - 1
+
+    def begin(self) -> None:
+        if self.is_over:
+            self.ahead, self.is_over = len(self.blocks), False
+
+    def has_entered(self, name: str) -> bool:
+        """Returns whether backward has entered all calls of a block; "": of all blocks."""
+        names = [block.name for block in self.blocks]
+        if name and name not in names:
+            return True
+        return self.ahead <= (names.index(name) if name else 0)
+
+    def go_on(self, start: Callable[[Block], None]) -> None:
+        """Enters a block: frees those that backward has left, starts this one and the next."""
+        self.ahead -= 1
+        needed = self.blocks[max(0, self.ahead - 1) : self.ahead + 1]
+        for block in (
+            self.blocks[self.ahead + 1].around if self.ahead + 1 < len(self.blocks) else ()
+        ):
+            if block not in (*needed, *needed[-1].around):
+                block.free()
+        for block in reversed(needed):
+            start(block)
+
+    def complete(self, start: Callable[[Block], None]) -> None:
+        """Goes on to the end after a backward that has failed: others may have come further."""
+        while not self.is_over and 0 < self.ahead < len(self.blocks):
+            self.go_on(start)

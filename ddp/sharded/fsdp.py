@@ -11,7 +11,7 @@ are reduce-scattered once the last of them is there, and a rank keeps its slice:
 optimizer needs.
 
     forward    wait for block k, start k + 1, compute k, free k
-    backward   wait for block k, start k - 1, compute k, free k, reduce-scatter its gradients
+    backward   free k + 1, wait for block k, start k - 1, compute k, reduce-scatter its gradients
 
 At most two blocks are whole at a time, and the gradients of two. The parameters that are in no
 block (embedding, last norm, head) are whole from the begin of a forward until their gradients have
@@ -28,24 +28,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from ddp.base import DataParallel
 from ddp.buckets import Bucket, Gradient
 from ddp.internals.gradients import Gradients
 from ddp.internals.unused import tensors_in
-from ddp.sharded.call_order import CallOrder
+from ddp.sharded.call_order import CallOrder, WayBack
 from ddp.sharded.interface import Sharded
 from ddp.sharded.layout import FlatUnit
-from ddp.sharded.units import (
-    Block,
-    BlockHooks,
-    GatheredUnit,
-    at_last_gradient,
-    parameters_by_block,
-)
+from ddp.sharded.units import Block, GatheredUnit, blocks_of
 from ddp.sharded.whole import WholeOnDemand
-from ddp.torch_compat import at_end_of_backward, copy_, in_backward, reduce_scatter
+from ddp.torch_compat import at_end_of_backward, in_backward
 
 
 class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
@@ -78,46 +71,39 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
     ):
         if param_dtype is not None and not param_dtype.is_floating_point:
             raise ValueError(f"param_dtype: {param_dtype} is not a floating type")
-        self._classes, self._param_dtype = None if units is None else tuple(units), param_dtype
+        self._classes, self._param_dtype = units, param_dtype
         super().__init__(module, **options)
         self.reduction.contributors = 1  # `.grad` never holds a reduced gradient, see GatheredUnit
-        BlockHooks(self)
+        for block in self.blocks:
+            block.call(self.enter, self.leave)
 
     def describe_gradients(self) -> Gradients:
         """Divides the parameters among the ranks, block by block."""
-        self.blocks: list[Block] = []
-        self.place_of: dict[Parameter, tuple[GatheredUnit, int]] = {}
-        for name, names in parameters_by_block(self.module, self._classes).items():
-            groups: dict[tuple, list[Parameter]] = {}
-            for p, full_name in names.items():  # of no block: by child, so that the head goes early
-                child = "" if name else full_name.partition(".")[0]
-                groups.setdefault((p.dtype, p.requires_grad, child), []).append(p)
-            units = [self._unit(parameters) for parameters in groups.values()]
-            self.blocks.append(Block(name, self.module.get_submodule(name), units))
-            for unit in units:
-                self.place_of |= {p: (unit, member) for member, p in enumerate(unit.parameters)}
+        self.blocks = blocks_of(self.module, self._classes, self.process_group, self._param_dtype)
         self.root = self.blocks[0]
-        self.units = [u for block in self.blocks for u in block.units if u.is_trainable]
+        units = [unit for block in self.blocks for unit in block.units if unit.is_trainable]
+        self.place_of = {p: (u, member) for u in units for member, p in enumerate(u.parameters)}
+        self.units = [*units]
         self.order = CallOrder(self.process_group)
-        self._is_ahead = False
-        self._before: Block | None = None  # whose forward was the last with gradients
+        self._new_way = self.way_back = WayBack()  # of the last forward; of the last backward
+        self._is_ahead = False  # the optimizer has started the gathers of the next forward
         return super().describe_gradients()
-
-    def _unit(self, parameters: list[Parameter]) -> GatheredUnit:
-        dtype = parameters[0].dtype
-        if self._param_dtype is not None and dtype.is_floating_point:
-            dtype = self._param_dtype
-        return GatheredUnit(parameters, self.process_group, dtype)
 
     # ---- parameters ----------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_whole:
+            return self.module(*args, **kwargs)
+        if self.step.backward.running and not in_backward():  # it has failed
+            self.step.discard(self)
         dtype = self._param_dtype
         args = tuple(_cast(x, dtype) for x in args)
         return super().forward(*args, **{key: _cast(x, dtype) for key, x in kwargs.items()})
 
-    def enter(self, block: Block, inputs: Any) -> None:
+    def enter(self, block: Block) -> None:
         """Begins a block's forward: its parameters become whole, the next block's gather starts."""
+        if self.is_whole:
+            return
         if in_backward():  # activation checkpointing computes the block again
             self.gather(block)
             return
@@ -128,30 +114,33 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         self.gather(block)
         if (next_block := self.order.next_block()) is not None:
             self.start(next_block)
-        if block is not self.root and torch.is_grad_enabled():
-            computed = [x for x in tensors_in(inputs) if x.grad_fn is not None]
-            at_last_gradient(computed, block.free)  # backward has left the block then
 
     def leave(self, block: Block, output: Any) -> None:
         """Ends a block's forward: its parameters are freed until its backward begins."""
-        if in_backward():
+        if self.is_whole or in_backward():
             return
         outputs = [x for x in tensors_in(output) if x.requires_grad]
         if outputs:
-            before, self._before = self._before, block
+            way = self._new_way
+            place = way.add(block)
             for x in outputs:
-                x.register_hook(lambda _gradient: self.enter_backward(block, before))
+                x.register_hook(lambda _gradient: self.enter_backward(way, place))
         if block is self.root:
             self.order.end()
+            self.way_back = way if outputs else self.way_back
         if block is not self.root or not outputs:
             block.free()
 
-    def enter_backward(self, block: Block, before: Block | None) -> None:
-        """Begins a block's backward; that of `before` comes next."""
-        at_end_of_backward(self.free)
-        self.gather(block)
-        if before is not None:
-            self.start(before)
+    @torch.no_grad()
+    def enter_backward(self, way: WayBack, place: int) -> None:
+        """Begins the backward of the block at a place of the way back."""
+        at_end_of_backward(self._end_backward)
+        way.begin()
+        self.way_back = way
+        while way.ahead > place:  # several, if the loss does not depend on some of them
+            way.go_on(self.start)
+            self.launch_buckets()
+        self.gather(way.blocks[place])
 
     def gather(self, block: Block) -> None:
         self.start(block)
@@ -167,80 +156,74 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         self._is_ahead = False
 
     def _begin_forward(self) -> None:
+        self.way_back.complete(self.start)
         if not self._is_ahead:
-            self.free()  # of a forward without a backward, or a backward that failed
-        self._is_ahead, self._before = False, None
+            self.free()
+        self._is_ahead, self._new_way = False, WayBack()
         self.order.begin()
-        for unit in self.units:
-            if all(p.grad is None for p in unit.parameters):
-                unit.gradient = None
+
+    def _end_backward(self) -> None:
+        self.way_back.is_over = True
+        self.free()
 
     # ---- gradients -----------------------------------------------------------------------------
 
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
         """Returns a bucket for each unit, in the order in which the last gradients of each come."""
-        trainable = [p for p in self.module.parameters() if p.requires_grad]
-        index = {p: i for i, p in enumerate(trainable)}
-        position = {i: place for place, i in enumerate(order)}
-        buckets = []
-        for unit in self.units:
-            members = tuple(index[p] for p in unit.parameters)
-            nbytes = sum(gradients[i].numel for i in members) * self._dtype_of(unit).itemsize
-            buckets.append(Bucket(members, unit.layout.offsets, unit.layout.numel, nbytes))
-        return sorted(buckets, key=lambda bucket: max(position[i] for i in bucket.members))
+        place = {i: place for place, i in enumerate(order)}
+        self.unit_of: dict[Bucket, GatheredUnit] = {}
+        for unit in dict.fromkeys(unit for unit, _ in self.place_of.values()):
+            members = tuple(self.gradients.index[p] for p in unit.parameters)
+            nbytes = (
+                sum(p.numel() for p in unit.parameters) * unit.dtype_of(self.gradients).itemsize
+            )
+            self.unit_of[Bucket(members, unit.layout.offsets, unit.layout.numel, nbytes)] = unit
+        return sorted(self.unit_of, key=lambda bucket: max(place[i] for i in bucket.members))
+
+    def may_launch(self, _bucket: Bucket) -> bool:
+        """Returns whether the gathers have started that come before this bucket on every rank.
+
+        A bucket waits until backward has entered its block; one of no block, the next one's.
+        """
+        return not in_backward() or self._is_next()
+
+    def _is_next(self) -> bool:
+        names = (self.unit_of[b].name for b in self.schedule.buckets[self.schedule.launched :])
+        return self.way_back.has_entered(next(filter(None, names), ""))
+
+    def before_forward(self) -> None:
+        super().before_forward()
+        self.free_cleared_gradients()
 
     def before_accumulation(self, i: int) -> None:
         self.wait_for(self.schedule.bucket_of[i])
-        self._take_stand_in_away(i)
+        unit, member = self.place_of[self.gradients.parameters[i]]
+        unit.take_stand_in_away(self.gradients, member)
         super().before_accumulation(i)
 
     def after_accumulation(self, i: int) -> None:
-        super().after_accumulation(i)
         unit, member = self.place_of[self.gradients.parameters[i]]
+        unit.put_stand_in_back(self.gradients, member)
+        super().after_accumulation(i)
         unit.awaited.discard(member)
         if not unit.awaited:  # backward uses a parameter no more once its gradient is there
             unit.free()
 
     def launch(self, bucket: Bucket) -> tuple[dist.Work, Tensor, Tensor]:
+        while not self._is_next():  # backward has failed, or not begun
+            self.way_back.go_on(self.start)
         self.wait_for(*self.schedule.in_flight)  # one on the wire at a time bounds the memory
-        for i in bucket.members:
-            self._take_stand_in_away(i)
-        unit, _ = self.place_of[self.gradients.parameters[bucket.members[0]]]
-        flat = unit.shard.new_empty(unit.layout.numel, dtype=self._dtype_of(unit))
-        copy_(unit.layout.views(flat), [self.gradient(i) for i in bucket.members])
-        for member, i in enumerate(bucket.members):
-            if i in self.gradients.stand_ins:  # no gradient on this rank
-                self.gradients.stand_ins[i] = unit.stand_in(member)
-            else:
-                unit.parameters[member].grad = unit.stand_in(member)
+        unit = self.unit_of[bucket]
+        flat = unit.collect(self.gradients, bucket.members)
         own = flat.new_empty(unit.layout.slice_numel)
         self.count(collectives=1, nbytes=flat.nbytes)
-        op = self.reduction.op if self._averages else dist.ReduceOp.SUM
-        return reduce_scatter(own, flat, op, self.process_group), own, flat
+        return self.reduce_slices(own, flat), own, flat
 
     def wait(self, bucket: Bucket, handle: tuple[dist.Work, Tensor, Tensor]) -> None:
         work, own, _ = handle
-        work.wait()
-        if self.reduce == "mean" and not self._averages:
-            own.div_(self.world_size)
-        self.place_of[self.gradients.parameters[bucket.members[0]]][0].add_reduced(own)
-
-    def _take_stand_in_away(self, i: int) -> None:
-        parameter = self.gradients.parameters[i]
-        unit, member = self.place_of[parameter]
-        if unit.take_away(self.gradients.stand_ins.get(i, parameter.grad), member):
-            self.gradients.stand_ins.pop(i, None)
-            parameter.grad = None
-
-    def _dtype_of(self, unit: FlatUnit) -> torch.dtype:
-        """Returns the dtype in which a unit's gradients are reduced."""
-        wide = self.gradients.dtypes.least or unit.shard.dtype
-        return torch.promote_types(wide, unit.shard.dtype)
-
-    @property
-    def _averages(self) -> bool:
-        """Returns whether the backend's reduce-scatter can average. That of gloo only sums."""
-        return dist.get_backend(self.process_group) == dist.Backend.NCCL
+        self.unit_of[bucket].wait_for(work, "reduction")
+        self.average(own)
+        self.unit_of[bucket].add_reduced(own)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ddp.internals.gradients import Gradients, Reduction
 from ddp.internals.optimizer import trainable
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.optimizer import ShardedOptimizer
+from ddp.torch_compat import reduce_scatter
 
 
 class Sharded:
@@ -24,6 +26,30 @@ class Sharded:
     module: nn.Module
     process_group: dist.ProcessGroup
     units: list[FlatUnit]
+    gradients: Gradients
+    reduction: Reduction
+
+    def reduce_slices(self, own: Tensor, flat: Tensor) -> dist.Work:
+        """Starts to reduce `flat` over ranks; `own` gets this rank's slice, see `average`."""
+        op = self.reduction.op if self._can_average else dist.ReduceOp.SUM
+        return reduce_scatter(own, flat, op, self.process_group)
+
+    def average(self, own: Tensor | None) -> None:
+        """Divides a reduced slice, where a mean is wanted and the backend can only add."""
+        if own is not None and self.reduction.name == "mean" and not self._can_average:
+            own.div_(dist.get_world_size(self.process_group))
+
+    @property
+    def _can_average(self) -> bool:
+        """Returns whether the backend's reduce-scatter can average. That of gloo only sums."""
+        return dist.get_backend(self.process_group) == dist.Backend.NCCL
+
+    def free_cleared_gradients(self) -> None:
+        """Frees the slices of gradients that `zero_grad(set_to_none=True)` has cleared."""
+        absent = {self.gradients.parameters[i] for i in self.gradients.stand_ins}  # but reduced
+        for unit in self.units:
+            if all(p.grad is None and p not in absent for p in unit.parameters):
+                unit.gradient = None
 
     def begin_step(self) -> None:
         """Called by the optimizer before it steps the first unit."""

@@ -16,15 +16,24 @@ back. So no other stream has to be told about it.
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from functools import reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from ddp.internals.gradients import Gradients
 from ddp.sharded.layout import FlatUnit
-from ddp.torch_compat import all_gather, own_parameters, version_of
+from ddp.torch_compat import all_gather, copy_, own_parameters, version_of
+
+NOT_TOGETHER = (
+    "the {what} of {name} has failed. With fsdp each forward and backward is a call of all ranks, "
+    "and another rank has ended, has failed in its forward, or evaluates alone. To evaluate on one "
+    "rank, let all enter `with model.whole_parameters():`. After an error start all ranks again, "
+    "from a checkpoint"
+)
 
 
 class GatheredUnit(FlatUnit):
@@ -32,14 +41,20 @@ class GatheredUnit(FlatUnit):
 
     Attributes:
         shard: this rank's slice of the values, in the dtype that the parameters had.
+        name: that of its block; "" if it belongs to none.
         awaited: positions of the parameters that got no gradient since the last gather.
         kept: positions of those whose reduced gradient the next one is added to.
     """
 
     def __init__(
-        self, parameters: Sequence[Parameter], group: dist.ProcessGroup, dtype: torch.dtype
+        self,
+        parameters: Sequence[Parameter],
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        name: str = "",
     ):
         super().__init__(parameters, group, itemsize=dtype.itemsize)
+        self.name = name
         flat = self.flatten()
         self.is_trainable = self.parameters[0].requires_grad
         self.shard = self.layout.slice_of(flat, self.rank).clone()
@@ -51,6 +66,7 @@ class GatheredUnit(FlatUnit):
         self._stand_ins: dict[int, Tensor] = {}
         self.awaited: set[int] = set()
         self.kept: set[int] = set()
+        self._absent = False  # the stand-in that was taken away was not in `.grad`
         for parameter in self.parameters:
             parameter.grad = None
         self.free()
@@ -72,9 +88,10 @@ class GatheredUnit(FlatUnit):
 
     def free(self) -> None:
         """Makes the parameters NaN and gives the memory back."""
-        self._wait_for_values()
-        self._show(self._freed)
-        self.values.untyped_storage().resize_(0)
+        if self.values.untyped_storage().size():
+            self._wait_for_values()
+            self._show(self._freed)
+            self.values.untyped_storage().resize_(0)
 
     def stand_in(self, member: int) -> Tensor:
         """Returns a `.grad` that says: this rank has its slice of the reduced gradient."""
@@ -88,16 +105,51 @@ class GatheredUnit(FlatUnit):
     def addresses(self) -> set[int]:
         return {one.untyped_storage().data_ptr() for one in self._stand_ins.values()}
 
-    def take_away(self, gradient: Tensor | None, member: int) -> bool:
-        """Returns whether a `.grad` is a stand-in; notes whether what it stands for is kept."""
+    def dtype_of(self, gradients: Gradients) -> torch.dtype:
+        """Returns the dtype of a reduction, the widest of the slices' and of those of `.grad`."""
+        members = [gradients.index[p] for p in self.parameters]
+        return reduce(torch.promote_types, map(gradients.dtypes.of, members), self.shard.dtype)
+
+    def collect(self, gradients: Gradients, members: Sequence[int]) -> Tensor:
+        """Returns this rank's gradients as a flat tensor, [layout.numel].
+
+        A stand-in takes the place of each, also where this rank has none.
+        """
+        is_absent = [p.grad is None for p in self.parameters]
+        for member in range(len(members)):
+            self.take_stand_in_away(gradients, member)
+        flat = self.shard.new_empty(self.layout.numel, dtype=self.dtype_of(gradients))
+        copy_(self.layout.views(flat), [gradients.local(i) for i in members])
+        for member, i in enumerate(members):
+            if is_absent[member]:
+                gradients.stand_ins[i] = self.stand_in(member)
+            else:
+                gradients.stand_ins.pop(i, None)  # of what was reduced before, and no more
+                self.parameters[member].grad = self.stand_in(member)
+        return flat
+
+    def take_stand_in_away(self, gradients: Gradients, member: int) -> None:
+        """Takes a stand-in out of `.grad`, and notes whether what it stands for is kept."""
+        parameter = self.parameters[member]
+        i = gradients.index[parameter]
+        self._absent = i in gradients.stand_ins
+        gradient = gradients.stand_ins.get(i, parameter.grad)
         if gradient is None:
             self.kept.discard(member)
-            return False
-        if not self.is_stand_in(gradient):
-            return False
-        was_zeroed = version_of(gradient) > 0  # by zero_grad(set_to_none=False)
-        (self.kept.discard if was_zeroed else self.kept.add)(member)
-        return True
+        elif self.is_stand_in(gradient):
+            was_zeroed = version_of(gradient) > 0  # by zero_grad(set_to_none=False)
+            (self.kept.discard if was_zeroed else self.kept.add)(member)
+            gradients.stand_ins.pop(i, None)
+            parameter.grad = None
+
+    def put_stand_in_back(self, gradients: Gradients, member: int) -> None:
+        """Undoes `take_stand_in_away`, if backward has brought None."""
+        parameter = self.parameters[member]
+        if parameter.grad is None and member in self.kept:
+            if self._absent:
+                gradients.stand_ins[gradients.index[parameter]] = self.stand_in(member)
+            else:
+                parameter.grad = self.stand_in(member)
 
     def add_reduced(self, own: Tensor) -> None:
         """Makes `own` the reduced gradient, added to what was reduced before and is kept."""
@@ -108,10 +160,18 @@ class GatheredUnit(FlatUnit):
                     part.add_(self.gradient.narrow(0, piece.start, piece.numel))
         self.gradient, self.kept = own, set()
 
+    def wait_for(self, work: dist.Work, what: str) -> None:
+        """Waits for a collective; an error of it says in a note what may have happened."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            error.add_note(NOT_TOGETHER.format(what=what, name=self.name or "what is in no block"))
+            raise
+
     def _wait_for_values(self) -> None:
         if self._work is not None:
-            self._work.wait()
-            self._work = None
+            work, self._work = self._work, None
+            self.wait_for(work, "gather")
 
     def _show(self, values: Iterable[Tensor]) -> None:
         for parameter, value in zip(self.parameters, values, strict=True):
@@ -124,10 +184,12 @@ class Block:
     Attributes:
         name: its name in the network; "" is the network itself, which has the rest.
         units: its parameters, by dtype and whether they are trained.
+        around: the block itself and those that contain it, but not the network.
     """
 
     def __init__(self, name: str, module: nn.Module, units: list[GatheredUnit]):
         self.name, self.module, self.units = name, module, units
+        self.around: list[Block] = []
 
     def start(self) -> list[int]:
         """Starts to gather what has no memory. Returns the bytes of each collective."""
@@ -141,80 +203,56 @@ class Block:
         for unit in self.units:
             unit.free()
 
+    def call(self, enter: Callable[["Block"], None], leave: Callable[["Block", Any], None]) -> None:
+        """Calls two methods of a wrapper around each forward of this module.
 
-class BlockCaller(Protocol):
-    """The interface that the hooks call; `HandBuiltFSDP` implements it."""
+        The hooks hold the wrapper weakly and go with it. `torch.compile` does not trace them, where
+        it was in use when the network was wrapped.
+        """
+        weak_enter, weak_leave = weakref.WeakMethod(enter), weakref.WeakMethod(leave)
 
-    blocks: list[Block]
-    is_whole: bool
+        def before(module: nn.Module, _inputs: tuple) -> None:
+            if (method := weak_enter()) is not None and module is self.module:
+                method(self)  # a deep copy of the network has these hooks too
 
-    def enter(self, block: Block, inputs: Any) -> None: ...
-    def leave(self, block: Block, output: Any) -> None: ...
+        def after(module: nn.Module, _inputs: tuple, output: Any) -> None:
+            if (method := weak_leave()) is not None and module is self.module:
+                method(self, output)
 
-
-class BlockHooks:
-    """Calls `enter` and `leave` around each block's forward, unless the parameters are whole.
-
-    The hooks hold the wrapper weakly and go with it. `torch.compile` does not trace them, where it
-    was in use when the network was wrapped.
-    """
-
-    def __init__(self, wrapper: BlockCaller):
-        self._wrapper = weakref.ref(wrapper)
-        handles = []
-        for block in wrapper.blocks:
-            enter, leave = self._hooks_of(block)
-            if "torch._dynamo" in sys.modules:
-                enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
-            handles += [
-                block.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-                block.module.register_forward_hook(leave),
-            ]
-        weakref.finalize(wrapper, _remove, handles).atexit = False
-
-    def _hooks_of(self, block: Block) -> tuple[Callable, Callable]:
-        def caller(module: nn.Module) -> BlockCaller | None:
-            wrapper = self._wrapper()
-            is_copy = module is not block.module  # a deep copy of the network has its hooks
-            return None if wrapper is None or wrapper.is_whole or is_copy else wrapper
-
-        def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if (wrapper := caller(module)) is not None:
-                wrapper.enter(block, (args, kwargs))
-
-        def leave(module: nn.Module, _args: tuple, output: Any) -> None:
-            if (wrapper := caller(module)) is not None:
-                wrapper.leave(block, output)
-
-        return enter, leave
+        if "torch._dynamo" in sys.modules:
+            before, after = torch.compiler.disable(before), torch.compiler.disable(after)
+        for handle in (
+            self.module.register_forward_pre_hook(before, prepend=True),
+            self.module.register_forward_hook(after),
+        ):
+            weakref.finalize(enter.__self__, handle.remove).atexit = False  # type: ignore[attr-defined]
 
 
-def _remove(handles: list) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-def at_last_gradient(tensors: Sequence[Tensor], call: Callable[[], None]) -> None:
-    """Calls `call` in backward when the gradients of all these tensors are complete.
-
-    PyTorch's `register_multi_grad_hook` keeps the nodes of the graph in its hooks, and with them
-    the network: the garbage collector does not see such a cycle.
-    """
-    count = len(tensors)  # a hook that held the tensors would be such a cycle too
-    left = [count]
-
-    def one_less(_gradient: Tensor) -> None:
-        left[0] -= 1
-        if not left[0]:
-            left[0] = count  # of another backward through a kept graph
-            call()
-
-    for x in tensors:
-        x.register_hook(one_less)
+def blocks_of(
+    network: nn.Module,
+    classes: Sequence[type[nn.Module]] | None,
+    group: dist.ProcessGroup,
+    param_dtype: torch.dtype | None,
+) -> list[Block]:
+    """Divides a network's parameters among the ranks of a group. The first block has the rest."""
+    blocks = []
+    for name, names in parameters_by_block(network, classes).items():
+        groups: dict[tuple, list[Parameter]] = {}
+        for p, full_name in names.items():  # of no block: by child, so that the head goes early
+            child = "" if name else full_name.partition(".")[0]
+            groups.setdefault((p.dtype, p.requires_grad, child), []).append(p)
+        units = []
+        for (dtype, *_), parameters in groups.items():
+            narrow = param_dtype if dtype.is_floating_point else None
+            units.append(GatheredUnit(parameters, group, narrow or dtype, name))
+        blocks.append(Block(name, network.get_submodule(name), units))
+    for block in blocks[1:]:
+        block.around = [b for b in blocks[1:] if f"{block.name}.".startswith(f"{b.name}.")]
+    return blocks
 
 
 def parameters_by_block(
-    network: nn.Module, classes: tuple[type[nn.Module], ...] | None
+    network: nn.Module, classes: Sequence[type[nn.Module]] | None
 ) -> dict[str, dict[Parameter, str]]:
     """Returns the name of each block -> its parameters and their names; "" is the network itself.
 
@@ -225,7 +263,7 @@ def parameters_by_block(
     lists = [m for m in modules.values() if isinstance(m, nn.ModuleList)]
     chosen = {id(member) for members in lists for member in members}
     if classes is not None:
-        chosen = {id(m) for m in modules.values() if isinstance(m, classes)}
+        chosen = {id(m) for m in modules.values() if isinstance(m, tuple(classes))}
     chosen.discard(id(network))
     block_of = {"": ""}
     owner: dict[Parameter, str] = {}

@@ -29,7 +29,7 @@ from ddp.buckets import Bucket, Gradient, plan_buckets
 from ddp.internals.gradients import Reduction
 from ddp.sharded.interface import Sharded
 from ddp.sharded.layout import FlatUnit
-from ddp.torch_compat import all_gather, reduce_scatter
+from ddp.torch_compat import all_gather
 
 
 class ShardReduction(Reduction):
@@ -79,28 +79,20 @@ class Zero1DDP(Sharded, BucketedDDP):
         return sorted(buckets, key=lambda bucket: max(position[i] for i in bucket.members))
 
     def before_forward(self) -> None:
-        """Frees the gradients of buckets that `zero_grad(set_to_none=True)` has cleared."""
         super().before_forward()
-        stand_ins = self.gradients.stand_ins  # reduced already, and absent on this rank
-        for members, unit in self._unit_of.items():
-            if stand_ins.keys().isdisjoint(members) and all(
-                p.grad is None for p in unit.parameters
-            ):
-                unit.gradient = None
+        self.free_cleared_gradients()
 
     def launch(self, bucket: Bucket) -> dist.Work:
         buffer, unit = self.fill(bucket), self._unit_of[bucket.members]
         own = self.receiver(unit.layout.slice_of(buffer, unit.rank))
-        op = self.reduction.op if self._averages else dist.ReduceOp.SUM
         self.count(collectives=1, nbytes=bucket.nbytes)
         unit.gradient = own  # once the collective has finished
-        return reduce_scatter(own, buffer, op, self.process_group)
+        return self.reduce_slices(own, buffer)
 
     def wait(self, bucket: Bucket, handle: dist.Work) -> None:
         handle.wait()
         unit = self._unit_of[bucket.members]
-        if self.reduce == "mean" and not self._averages:
-            unit.gradient.div_(self.world_size)
+        self.average(unit.gradient)
         for i, stand_in in zip(bucket.members, unit.stand_ins(), strict=True):
             if i in self.gradients.stand_ins:
                 self.gradients.stand_ins[i] = stand_in
@@ -135,11 +127,6 @@ class Zero1DDP(Sharded, BucketedDDP):
             increment_version(unit.parameters)  # a graph that has saved old values is refused
 
     # ---- how the network is divided ------------------------------------------------------------
-
-    @property
-    def _averages(self) -> bool:
-        """Returns whether the backend's reduce-scatter can average. That of gloo only sums."""
-        return dist.get_backend(self.process_group) == dist.Backend.NCCL
 
     def _divide(self, gradients: list[Gradient], order: list[int]) -> None:
         parameters = self.gradients.parameters

@@ -8,7 +8,7 @@ from ddp import IMPLEMENTATIONS
 HAND_BUILT = ["ddp", "ddp_individual", "ddp_individual_v2", "ddp_bucketed"]
 COPY_ENGINE = "ddp_copy_engine"
 CPU_COPY_ENGINE = "tests/support/cpu_copy_engine.py:CpuCopyEngineDDP"
-SHARDED = ["zero1", "zero2"]
+SHARDED = ["zero1", "zero2", "fsdp"]
 SLOW = ["zero2"]  # differs from zero1 in what sharded/test_zero2.py tests
 BUILT_IN = [*HAND_BUILT, CPU_COPY_ENGINE, *SHARDED, "torch_ddp"]
 

@@ -127,7 +127,7 @@ def initial_values(context: Context, name: str) -> None:
     torch.manual_seed(0)
     expected = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
     for (key, ours), theirs in zip(
-        model.module.state_dict().items(), expected.state_dict().values(), strict=True
+        model.state_dict().items(), expected.state_dict().values(), strict=True
     ):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, msg=f"{key} is not rank 0's")
 

@@ -14,11 +14,13 @@ from tests.support.beside import (
     Branches,
     branches_loss,
     chain_loss,
+    is_divided,
     is_sharded,
     is_torch,
     make_optimizer,
     numbers,
     small_buckets,
+    whole_values,
 )
 
 
@@ -40,7 +42,7 @@ def strides_of_the_parameter(context: Context, name: str) -> None:
         for optimizer in optimizers:
             optimizer.step()
         pair.zero_grad(set_to_none=True)
-    for p, q in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
+    for p, q in zip(whole_values(pair.model), pair.reference.parameters(), strict=True):
         torch.testing.assert_close(p, q)
 
 
@@ -70,6 +72,12 @@ def test_failed_microbatch_under_no_sync(ranks, implementation):
     ranks.run(2, failed_microbatch, implementation)
 
 
+def reduced_here(model: nn.Module) -> list[torch.Tensor]:
+    if is_sharded(model):
+        return [gradient for *_, gradient in model.gradient_pieces()]
+    return [p.grad for p in model.parameters()]
+
+
 def one_rank_discards(context: Context, name: str) -> bool:
     """Rank 0 fails and skips its batch. Is what rank 1 gets visibly no mean?"""
     model = wrap(name, FailingChain().to(context.device), process_group=context.group,
@@ -89,10 +97,12 @@ def one_rank_discards(context: Context, name: str) -> bool:
         return True
     loss.backward()
     model.finish_gradient_synchronization()
-    return any(p.grad.isnan().any().item() for p in model.parameters())
+    if is_divided(name):
+        chain_loss(8)(model, context.rank)  # a call of all ranks
+    return any(g.isnan().any().item() for g in reduced_here(model))
 
 
-@pytest.mark.parametrize("name", ["ddp_individual", "ddp_individual_v2", "ddp_bucketed"])
+@pytest.mark.parametrize("name", ["ddp_individual", "ddp_individual_v2", "ddp_bucketed", "fsdp"])
 def test_a_rank_that_discards_does_not_pass_for_zeros(cpu_ranks, name):
     assert cpu_ranks.run(2, one_rank_discards, name) == [True, True]
 

@@ -16,6 +16,7 @@ from tests.support.beside import (
     numbers,
     small_buckets,
     whole_gradients,
+    whole_parameters,
 )
 
 
@@ -54,7 +55,8 @@ def register(network: nn.Module, hook: Callable) -> None:
 
 
 def check(context: Context, model: nn.Module, step: int, hook: Callable) -> None:
-    reference = copy.deepcopy(model.module)
+    with whole_parameters(model):
+        reference = copy.deepcopy(model.module)
     for rank in range(context.world_size):
         loss = chain_loss(step)(reference, rank)
         gradients = torch.autograd.grad(loss, list(reference.parameters()))

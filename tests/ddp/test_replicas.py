@@ -9,7 +9,7 @@ from torch import nn
 
 from ddp import wrap
 from lm.rank_pool import Context
-from tests.support.beside import whole_gradients
+from tests.support.beside import whole_gradients, whole_parameters
 
 
 class Noted(nn.Module):
@@ -98,11 +98,12 @@ def one_rank_evaluates(context: Context, name: str) -> None:
         model(data(context)).sum().backward()
         model.finish_gradient_synchronization()
         model.eval()
-        if context.rank == 1:
-            with torch.no_grad():
-                for _ in range(3):
-                    model(data(context))
-            model(data(context))
+        with whole_parameters(model):  # where the network is divided, a call of all ranks
+            if context.rank == 1:
+                with torch.no_grad():
+                    for _ in range(3):
+                        model(data(context))
+                model(data(context))
         model.train()
     before = {n: of_rank_0(context, b) for n, b in model.module.named_buffers()}
     model(data(context)).sum().backward()
@@ -152,7 +153,8 @@ def two_forwards_and_one_backward(context: Context, name: str, centre: bool) -> 
     model = wrap(name, Siamese(centre).to(context.device), process_group=context.group)
     for _ in range(3):
         start = [of_rank_0(context, b) for b in model.module.buffers()]
-        own = copy.deepcopy(model.module)
+        with whole_parameters(model):
+            own = copy.deepcopy(model.module)
         x, y = data(context), data(context)
         (model(x).square().mean() + model(y).mean()).backward()
         model.finish_gradient_synchronization()

@@ -10,7 +10,14 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddp import implementation, wrap
 from lm.rank_pool import Context
-from tests.support.beside import Beside, Chain, chain_loss, small_buckets
+from tests.support.beside import (
+    NOT_COPIED,
+    Beside,
+    Chain,
+    chain_loss,
+    is_divided,
+    small_buckets,
+)
 
 
 def goes_on(context: Context, name: str, model: nn.Module, reference: nn.Module) -> None:
@@ -29,6 +36,11 @@ def deep_copies(context: Context, name: str) -> None:
     pair.model.reduce = "sum"
     pair.scale = 1
     pair.backward(chain_loss(0))
+    if is_divided(name):
+        with pytest.raises(RuntimeError, match=NOT_COPIED):
+            copy.deepcopy(pair.model)
+        pair.finish()
+        return
     twin = copy.deepcopy(pair.model)
     if context.rank == 0:
         copy.deepcopy(pair.model)
@@ -50,6 +62,10 @@ def averaged(context: Context, name: str) -> None:
     """An average of the weights, as `torch.optim.swa_utils` keeps it; copied when it is frozen."""
     cls = implementation(name)
     model = cls(module=Chain().to(context.device), process_group=context.group)
+    if is_divided(name):
+        with pytest.raises(RuntimeError, match=NOT_COPIED):
+            AveragedModel(model)
+        return
     average = AveragedModel(model)
     average.update_parameters(model)
     with torch.no_grad():
@@ -69,6 +85,10 @@ def through_a_file(context: Context, name: str) -> None:
     model = wrap(name, Chain().to(context.device), **small_buckets(name))
     chain_loss(0)(model, context.rank).backward()
     file = io.BytesIO()
+    if is_divided(name):
+        with pytest.raises(RuntimeError, match=NOT_COPIED):
+            torch.save(model, file)
+        return
     torch.save(model, file)
     model.finish_gradient_synchronization()
     file.seek(0)
@@ -79,7 +99,10 @@ def through_a_file(context: Context, name: str) -> None:
 
 def not_in_a_file(context: Context, name: str) -> None:
     model = wrap(name, Chain().to(context.device), process_group=context.group)
-    with pytest.raises(RuntimeError, match=r"process_group .* save model\.module or model\.state"):
+    says = (
+        NOT_COPIED if is_divided(name) else r"process_group .* save model\.module or model\.state"
+    )
+    with pytest.raises(RuntimeError, match=says):
         torch.save(model, io.BytesIO())
 
 

@@ -35,7 +35,8 @@ class Mutant:
 
 
 LAUNCH = """            bucket = self.buckets[self.launched]
-            if not (everything or self.ready.issuperset(bucket.members)):
+            is_complete = self.ready.issuperset(bucket.members) and may_launch(bucket)
+            if not (everything or is_complete):
                 return
 """
 LAUNCH_AS_READY = """            rest = self.buckets[self.launched :]

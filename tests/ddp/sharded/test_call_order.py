@@ -35,7 +35,7 @@ def one_order(context: Context) -> None:
 
 def another_order_on_each_rank(context: Context) -> None:
     order = CallOrder(context.group)
-    with pytest.raises(RuntimeError, match=r"blocks\.0, blocks\.1 on rank 0, .* on rank 1"):
+    with pytest.raises(RuntimeError, match=r"blocks\.0 on rank 0, blocks\.1 on rank 1"):
         forward(order, context.rank, 1 - context.rank)
 
 

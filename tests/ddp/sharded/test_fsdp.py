@@ -190,17 +190,17 @@ class Watched(HandBuiltFSDP):
         ]
         self.most = max(self.most, len(whole))
 
-    def enter(self, block, inputs):
-        super().enter(block, inputs)
+    def enter(self, block):
+        super().enter(block)
         self.note("forward", block)
 
     def leave(self, block, output):
         self.note("forward ends", block)
         super().leave(block, output)
 
-    def enter_backward(self, block, before):
-        super().enter_backward(block, before)
-        self.note("backward", block)
+    def enter_backward(self, way, place):
+        super().enter_backward(way, place)
+        self.note("backward", way.blocks[place])
         self.head_is_freed = not self.root.units[-1].values.untyped_storage().size()
 
     def start(self, block):

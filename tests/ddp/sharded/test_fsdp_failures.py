@@ -1,0 +1,117 @@
+"""`fsdp`: steps that fail, on all ranks, in different places, or on one rank alone."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ddp.sharded.fsdp import HandBuiltFSDP
+from lm.rank_pool import Context
+from tests.ddp.sharded.test_fsdp import Network, Pair, loss_of, tokens
+from tests.ddp.test_step import Failing
+
+
+class FailingNetwork(Network):
+    """Fails before block `at`, or before the head; in `phase`."""
+
+    phase = "backward"
+    at: int | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for k, block in enumerate(self.blocks):
+            x = self.fail(x, k)
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x))
+        return self.head(self.fail(x, len(self.blocks)))
+
+    def fail(self, x: Tensor, k: int) -> Tensor:
+        if k != self.at:
+            return x
+        if self.phase == "forward":
+            raise ArithmeticError("forward failed on purpose")
+        return Failing.apply(x)
+
+
+def fail(pair: Pair, step: int, places: list[int], phase: str = "backward") -> None:
+    network = pair.model.module
+    network.at, network.phase = places[pair.rank], phase
+    with pytest.raises(ArithmeticError):
+        loss_of(pair.model, 50 + step, pair.rank).backward()
+    network.at = None
+
+
+def backward_fails(context: Context, places: list[int], options: dict) -> None:
+    """In the first step, in later ones, and under `no_sync`; evaluation or a step comes next."""
+    pair = Pair(context, FailingNetwork(checkpointed=places[0] == 2), **options)
+    for step in range(4):
+        fail(pair, step, places)
+        if step == 2:
+            with torch.no_grad():
+                loss_of(pair.model, 70, context.rank)
+        if step % 2:
+            pair.model.zero_grad()
+        with pair.model.no_sync():
+            fail(pair, step, places)
+            pair.backward(step)
+        pair.backward(10 + step)
+        pair.finish()
+        pair.step()
+
+
+@pytest.mark.parametrize("places", [[3, 0], [0, 2], [1, 1], [2, 1]])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
+def test_a_backward_fails_in_another_place_on_each_rank(cpu_ranks, places, options):
+    cpu_ranks.run(2, backward_fails, places, options)
+
+
+def forward_fails(context: Context) -> None:
+    """On all ranks in the same place, before the first step and behind it."""
+    pair = Pair(context, FailingNetwork())
+    for step, place in enumerate((1, 0, 3)):
+        fail(pair, step, [place, place], "forward")
+        pair.backward(step)
+        pair.finish()
+        pair.step()
+
+
+def test_a_forward_fails(cpu_ranks):
+    cpu_ranks.run(2, forward_fails)
+
+
+def alone(context: Context) -> None:
+    """Rank 0 evaluates alone: the timeout says what may have happened, and what to do."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = HandBuiltFSDP(Network(), process_group=group)
+    if context.rank == 0:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="imed out") as error:
+            model(tokens(0, 0))
+        (note,) = error.value.__notes__
+        assert note.startswith("the gather of what is in no block has failed")
+        assert "`with model.whole_parameters():`" in note
+
+
+def test_the_timeout_says_what_happened(cpu_ranks):
+    cpu_ranks.run(cpu_ranks.size, alone)
+
+
+def one_rank_fails(context: Context) -> None:
+    """It goes on with its next batch; the others step with gradients that are visibly no mean."""
+    pair = Pair(context, FailingNetwork())
+    pair.backward(0)
+    pair.finish()
+    pair.step()
+    if context.rank == 0:
+        fail(pair, 1, [1, 1])
+    else:
+        loss_of(pair.model, 1, context.rank).backward()
+        pair.model.finish_gradient_synchronization()
+        assert any(gradient.isnan().any() for *_, gradient in pair.model.gradient_pieces())
+        pair.optimizer.step()
+    assert loss_of(pair.model, 2, context.rank).isnan()
+
+
+def test_a_backward_fails_on_one_rank_alone(cpu_ranks):
+    cpu_ranks.run(2, one_rank_fails)

@@ -1,0 +1,282 @@
+"""`fsdp`: networks and steps of other kinds than a chain of blocks, each beside one process."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ddp.sharded.fsdp import HandBuiltFSDP
+from lm.rank_pool import Context
+from tests.ddp.sharded.test_fsdp import Network, Pair, loss_of, tokens
+
+
+class Part(nn.Module):
+    """A block of which a part is used where it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.extra = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        x = torch.tanh(self.always(x))
+        return self.extra(x) if uses else x
+
+
+class Partly(Network):
+    """`uses[rank]` is set before each forward: are the extra parts of blocks, and one between?"""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Part() for _ in range(3))
+        self.adapter = nn.Linear(6, 6)
+        self.uses = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for k, block in enumerate(self.blocks):
+            x = x + block(x, self.uses)
+            if k == 1 and self.uses:
+                x = x + self.adapter(x)
+        return self.head(x)
+
+
+def unused(context: Context) -> None:
+    """On some ranks, on all, on none; two backwards in a step, the second with less or more."""
+    pair = Pair(context, Partly(), find_unused_parameters=True)
+    plans = [
+        [(1, 0)],
+        [(0, 1)],
+        [(0, 0)],
+        [(1, 1)],
+        [(0, 1), (1, 0)],
+        [(1, 1), (0, 0)],
+        [(0, 0), (1, 0)],
+    ]
+    for step, plan in enumerate(plans):
+        for turn, uses in enumerate(plan):
+            pair.model.module.uses = bool(uses[context.rank])
+            loss_of(pair.model, 10 * step + turn, context.rank).backward()
+            for rank in range(2):
+                pair.reference.uses = bool(uses[rank])
+                (pair.scale * loss_of(pair.reference, 10 * step + turn, rank)).backward()
+        pair.finish()
+        pair.step()
+
+
+def test_parts_of_blocks_and_between_blocks_are_unused(cpu_ranks):
+    cpu_ranks.run(2, unused)
+
+
+class Experts(nn.Module):
+    """Blocks inside of a block, whose own layers compute before and behind them."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.behind = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.before(x))
+        for expert in self.experts:
+            x = x + torch.tanh(expert(x))
+        return self.behind(x)
+
+
+def nested() -> nn.Module:
+    network = Network()
+    network.blocks = nn.ModuleList([Experts(), nn.Linear(6, 6), Experts()])
+    return network
+
+
+def nested_and_frozen() -> nn.Module:
+    """The outer blocks have frozen layers, which backward uses behind their inner blocks."""
+    network = nested()
+    for k in (0, 2):
+        network.blocks[k].before.requires_grad_(False)
+        network.blocks[k].experts[1].requires_grad_(False)
+    return network
+
+
+def tied_blocks() -> nn.Module:
+    """Two blocks share a weight, which is then in no block."""
+    network = Network()
+    network.blocks[2][0].weight = network.blocks[0][0].weight
+    return network
+
+
+class Low(nn.Module):
+    """A frozen layer with a trained update of rank 1."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(1, layer.in_features))
+        self.b = nn.Parameter(torch.randn(layer.out_features, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.a.t() @ self.b.t()
+
+
+def low_rank() -> nn.Module:
+    network = Network(checkpointed=True).requires_grad_(False)
+    for block in network.blocks:
+        block[0], block[2] = Low(block[0]), Low(block[2])
+    return network
+
+
+class Repeated(Network):
+    """Each block computes twice, in turn and one behind the other."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for k in (0, 1, 0, 1, 2, 2):
+            x = x + self.blocks[k](x)
+        return self.head(x)
+
+
+class Reentrant(Network):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=True)
+        return self.head(x)
+
+
+def steps(context: Context, make: Callable[[], nn.Module], options: dict) -> None:
+    torch.manual_seed(0)
+    pair = Pair(context, make(), **options)
+    for step in range(3):
+        pair.backward(step)
+        with torch.no_grad():  # evaluation before the step, and behind it
+            loss_of(pair.model.eval(), 70, context.rank)
+        pair.model.train()
+        pair.finish()
+        pair.step()
+        loss_of(pair.model, 71, context.rank)  # with a graph, and no backward
+        assert_freed_but_root(pair.model)
+
+
+def assert_freed_but_root(model: HandBuiltFSDP) -> None:
+    for block in model.blocks[1:]:
+        assert not any(unit.values.untyped_storage().size() for unit in block.units), block.name
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (nested, {}),
+        (nested_and_frozen, {}),
+        (nested, {"units": (Experts, nn.Linear)}),
+        (tied_blocks, {}),
+        (low_rank, {}),
+        (Repeated, {}),
+        (Reentrant, {}),
+        (Network, {"units": ()}),
+    ],
+)
+def test_networks(cpu_ranks, make, options):
+    cpu_ranks.run(2, steps, make, options)
+
+
+def several_forwards(context: Context) -> None:
+    """Two forwards and one backward, one backward for each, and two through one graph."""
+    pair = Pair(context, Network())
+    for step in range(2):
+        both = loss_of(pair.model, step, context.rank) + loss_of(
+            pair.model, 20 + step, context.rank
+        )
+        both.backward()
+        for seed in (step, 20 + step):
+            pair.reference_backward(seed)
+        pair.finish()
+        pair.step()
+        losses = [loss_of(pair.model, seed, context.rank) for seed in (30 + step, 40 + step)]
+        for seed, loss in zip((30 + step, 40 + step), losses, strict=True):
+            loss.backward(retain_graph=seed < 40)
+            pair.reference_backward(seed)
+        losses[0].backward()
+        pair.reference_backward(30 + step)
+        pair.finish()
+        pair.step()
+
+
+def test_several_forwards(cpu_ranks):
+    cpu_ranks.run(2, several_forwards)
+
+
+def gradients_of(
+    context: Context, network: nn.Module, autocast: bool = False, **options
+) -> list[Tensor]:
+    model = HandBuiltFSDP(copy.deepcopy(network), process_group=context.group, **options)
+    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        loss = loss_of(model, 0, context.rank)
+    loss.backward()
+    model.finish_gradient_synchronization()
+    return model.whole_gradients()
+
+
+def checkpointing_in_16_bit(context: Context) -> None:
+    """What is recomputed is the same, bit for bit, in each kind of mixed precision."""
+    torch.manual_seed(0)
+    network = Network()
+    kinds = [Network(checkpointed=True), Reentrant()]
+    for precision in ({"param_dtype": torch.bfloat16}, {"autocast": True}):
+        expected = gradients_of(context, network, **precision)
+        for other in kinds:
+            other.load_state_dict(network.state_dict())
+            for g, e in zip(gradients_of(context, other, **precision), expected, strict=True):
+                assert g.dtype == torch.float32
+                assert torch.equal(g, e)
+        coarse = network.bfloat16() if "param_dtype" in precision else network
+        for p in coarse.parameters():
+            p.grad = None
+        for rank in range(2):
+            with (
+                torch.autocast("cpu", torch.bfloat16) if "autocast" in precision else nullcontext()
+            ):
+                loss = loss_of(coarse, 0, rank) / 2
+            loss.backward()
+        for p, e in zip(coarse.parameters(), expected, strict=True):
+            torch.testing.assert_close(e, p.grad.float(), rtol=2e-2, atol=2e-3)
+        network.float()
+
+
+def test_checkpointing_in_16_bit(cpu_ranks):
+    cpu_ranks.run(2, checkpointing_in_16_bit)
+
+
+def refuses_another_order(context: Context) -> None:
+    """In the first forward on every rank, before anything is gathered; later, where it differs."""
+
+    class Chosen(Network):
+        order = (0, 1, 2)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embedding(tokens)
+            for k in self.order:
+                x = self.blocks[k](x)
+            return self.head(x)
+
+    model = HandBuiltFSDP(Chosen(), process_group=context.group)
+    for order, says in (((0, 2), r"blocks\.1 on rank 0, blocks\.2"), ((0,), "end of the forward")):
+        model.module.order = order if context.rank else (0, 1, 2)
+        with pytest.raises(RuntimeError, match=rf"in different orders: .*{says}"):
+            model(tokens(0, 0))
+    model.module.order = (0, 1, 2)
+    loss_of(model, 0, context.rank).backward()
+    model.finish_gradient_synchronization()
+    model.module.order = (0, 2, 1)
+    with pytest.raises(RuntimeError, match=r"blocks\.2 is called where .* blocks\.1 was"):
+        model(tokens(0, 0))
+    model.module.order = (0, 1, 2)
+    loss_of(model, 0, context.rank).backward()
+    model.finish_gradient_synchronization()
+    assert not any(g.isnan().any() for g in model.whole_gradients())
+
+
+def test_another_order_is_refused(cpu_ranks):
+    cpu_ranks.run(2, refuses_another_order)
