@@ -257,20 +257,21 @@ def parameters_by_block(
     """Returns the name of each block -> its parameters and their names; "" is the network itself.
 
     A block is a member of an `nn.ModuleList`, or a module of one of `classes`. A parameter belongs
-    to the innermost block around it. One that two blocks share belongs to the network itself.
+    to the innermost block around it. One that two blocks share, itself or with its module, belongs
+    to the network itself.
     """
-    modules = dict(network.named_modules())
-    lists = [m for m in modules.values() if isinstance(m, nn.ModuleList)]
-    chosen = {id(member) for members in lists for member in members}
+    lists = [m for m in network.modules() if isinstance(m, nn.ModuleList)]
+    chosen = {member for members in lists for member in members}
     if classes is not None:
-        chosen = {id(m) for m in modules.values() if isinstance(m, tuple(classes))}
-    chosen.discard(id(network))
+        chosen = {m for m in network.modules() if isinstance(m, tuple(classes))}
     block_of = {"": ""}
+    first: dict[nn.Module, str] = {network: ""}
     owner: dict[Parameter, str] = {}
     names: dict[Parameter, str] = {}
-    for path, module in modules.items():
+    for path, module in network.named_modules(remove_duplicate=False):
         around = block_of[path.rpartition(".")[0]]
-        block_of[path] = block = path if id(module) in chosen else around
+        block = first.setdefault(module, path) if module in chosen else around
+        block_of[path] = block
         for name, parameter in own_parameters(module).items():
             if parameter is not None:
                 owner[parameter] = block if owner.get(parameter, block) == block else ""

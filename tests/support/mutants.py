@@ -288,7 +288,7 @@ MUTANTS = [
     ),
     Mutant(
         "gloo's reduce-scatter does not average",
-        (("sharded/zero1.py", "unit.gradient.div_(self.world_size)", "pass"),),
+        (("sharded/interface.py", "own.div_(dist.get_world_size(self.process_group))", "pass"),),
         ("tests/ddp/sharded/test_interface.py",),
     ),
     Mutant(
@@ -371,6 +371,97 @@ MUTANTS = [
         (("sparse_embeddings.py", "self._flat, op=dist.ReduceOp.MAX",
           "self._flat.clone(), op=dist.ReduceOp.MAX"),),
         ("tests/ddp/test_sparse_embeddings.py", "by_rows or differs"),
+    ),
+    Mutant(
+        "fsdp's gradients are not averaged",
+        (("sharded/fsdp.py", "self.average(own)", "pass"),),
+        ("tests/ddp/sharded/test_fsdp.py", "one_process"),
+    ),
+    Mutant(
+        "a rank keeps the slice of another one",
+        (("sharded/units.py", "self.layout.slice_of(flat, self.rank).clone()",
+          "self.layout.slice_of(flat, self.rank - 1).clone()"),),
+        ("tests/ddp/sharded/test_fsdp.py", "one_process"),
+    ),
+    Mutant(
+        "a block computes before its gather has finished",
+        (("sharded/units.py", """        self._wait_for_values()
+        self.awaited""", """        self.awaited"""),),
+        ("tests/ddp/sharded/test_fsdp.py", "one_process"),
+    ),
+    Mutant(
+        "a block is freed before its last gradient",
+        (("sharded/fsdp.py", "if not unit.awaited:", "if True:"),),
+        ("tests/ddp/sharded/test_fsdp.py", "one_process"),
+    ),
+    Mutant(
+        "a block that contains the next one is freed",
+        (("sharded/call_order.py", "not in (*needed, *needed[-1].around)", "not in needed"),),
+        ("tests/ddp/sharded/test_fsdp_networks.py", "nested_and_frozen"),
+    ),
+    Mutant(
+        "blocks stay whole behind their forward",
+        (("sharded/fsdp.py", "if block is not self.root or not outputs:", "if False:"),),
+        ("tests/ddp/sharded/test_fsdp.py", "overlap"),
+    ),
+    Mutant(
+        "blocks stay whole behind their backward",
+        (("sharded/call_order.py", "                block.free()", "                pass"),),
+        ("tests/ddp/sharded/test_fsdp_networks.py", "freed_in_backward"),
+    ),
+    Mutant(
+        "the next forward computes with the values of before the step",
+        (("sharded/fsdp.py", """    def begin_step(self) -> None:
+        self.free()""", """    def begin_step(self) -> None:
+        pass"""),),
+        ("tests/ddp/sharded/test_fsdp_networks.py", "gathered_before_the_step"),
+    ),
+    Mutant(
+        "backward does not start the next gather",
+        (("sharded/call_order.py", "            start(block)\n", "            pass\n"),),
+        ("tests/ddp/sharded/test_fsdp.py", "overlap"),
+    ),
+    Mutant(
+        "reduced slices of earlier backwards are lost",
+        (("sharded/units.py", "part.add_(self.gradient.narrow(0, piece.start, piece.numel))",
+          "pass"),),
+        ("tests/ddp/sharded/test_fsdp.py", "accumulation"),
+    ),
+    Mutant(
+        "gradients that were zeroed come back",
+        (("sharded/units.py", "(self.kept.discard if was_zeroed else self.kept.add)(member)",
+          "self.kept.add(member)"),),
+        ("tests/ddp/sharded/test_fsdp.py", "accumulation"),
+    ),
+    Mutant(
+        "a slice is freed that stands for what other ranks have used",
+        (("sharded/interface.py", "p.grad is None and p not in absent", "p.grad is None"),),
+        ("tests/ddp/test_unused.py", "fsdp"),
+    ),
+    Mutant(
+        "a backward without a gradient forgets what was reduced",
+        (("sharded/fsdp.py", "unit.put_stand_in_back(self.gradients, member)", "pass"),),
+        ("tests/ddp/test_hooks.py", "fsdp and none"),
+    ),
+    Mutant(
+        "a failed backward leaves the others in their gathers",
+        (("sharded/fsdp.py", "while not self._is_next():", "while False:"),),
+        ("tests/ddp/sharded/test_fsdp_failures.py", "another_place"),
+    ),
+    Mutant(
+        "a backward that fails under no_sync leaves the others in their gathers",
+        (("sharded/fsdp.py", "self.way_back.complete(self.start)", "pass"),),
+        ("tests/ddp/sharded/test_fsdp_failures.py", "another_place"),
+    ),
+    Mutant(
+        "a reduction frees a block that backward is still in",
+        (("sharded/fsdp.py", "return not in_backward() or self._is_next()", "return True"),),
+        ("tests/ddp/sharded/test_fsdp_networks.py", "order_of_the_wire"),
+    ),
+    Mutant(
+        "the ranks' first calls are not compared",
+        (("sharded/call_order.py", "self._compare(block.name)", "pass"),),
+        ("tests/ddp/sharded/test_call_order.py",),
     ),
 ]  # fmt: skip
 

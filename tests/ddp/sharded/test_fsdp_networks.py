@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -280,3 +281,79 @@ def refuses_another_order(context: Context) -> None:
 
 def test_another_order_is_refused(cpu_ranks):
     cpu_ranks.run(2, refuses_another_order)
+
+
+def freed_in_backward(context: Context) -> None:
+    """Frozen blocks, and those of a backward by `autograd.grad`, are freed when the next begins."""
+    whole: list[int] = []
+
+    class Counting(HandBuiltFSDP):
+        def enter_backward(self, way, place):
+            super().enter_backward(way, place)
+            units = [block.units for block in self.blocks[1:]]
+            whole.append(sum(any(u.values.untyped_storage().size() for u in us) for us in units))
+
+    network = Network(depth=5)
+    network.blocks.requires_grad_(False)
+    network.blocks[1].requires_grad_(True)
+    model = Counting(network, process_group=context.group)
+    loss_of(model, 0, context.rank).backward()
+    torch.autograd.grad(
+        loss_of(model, 0, context.rank), [model.module.head.weight, model.module.embedding.weight]
+    )
+    assert len(whole) == 12
+    assert max(whole) == 2
+
+
+def gathered_before_the_step(context: Context) -> None:
+    """A gather that a forward has started for itself is not that of the next step."""
+    pair = Pair(context, Network())
+    pair.backward(0)
+    pair.finish()
+    model = pair.model
+    model.gather(model.root)
+    for optimizer in (pair.optimizer, pair.other):
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.backward(1)
+    pair.finish()
+
+
+def order_of_the_wire(context: Context) -> None:
+    """A weight of no block is used inside of one on rank 0, and known to be unused on rank 1.
+
+    There its reduction must wait, because backward still needs the frozen layer of a block before.
+    """
+    order: list[str] = []
+
+    class Noting(HandBuiltFSDP):
+        def start(self, block):
+            order.extend(
+                f"gather {block.name}" for u in block.units if not u.values.untyped_storage().size()
+            )
+            super().start(block)
+
+        def launch(self, bucket):
+            work = super().launch(bucket)
+            order.append(f"reduce {self.gradients.show(bucket.members)}")
+            return work
+
+    network = Partly()
+    network.blocks[1].extra = network.adapter
+    frozen = nn.Linear(6, 6).requires_grad_(False)
+    network.blocks[2].always = nn.Sequential(frozen, nn.Linear(6, 6))
+    model = Noting(network, process_group=context.group, find_unused_parameters=True)
+    for step in range(3):
+        network.uses = context.rank == 0
+        loss_of(model, step, context.rank).backward()
+        model.finish_gradient_synchronization()
+        assert not any(g.isnan().any() for *_, g in model.gradient_pieces())
+        model.zero_grad()
+    everyone: list[list[str]] = [[]] * 2
+    dist.all_gather_object(everyone, order, group=context.group)
+    assert everyone[0] == everyone[1]
+
+
+@pytest.mark.parametrize("body", [freed_in_backward, gathered_before_the_step, order_of_the_wire])
+def test_order_and_memory(cpu_ranks, body):
+    cpu_ranks.run(2, body)

@@ -29,6 +29,19 @@ def test_shared_parameters_belong_to_the_network():
     assert names_by_block(tied())[""] == ["embedding.weight"]
 
 
+def test_a_module_in_two_places():
+    network = Network(depth=3)
+    network.blocks[1][0] = network.blocks[0][0]  # in two blocks
+    network.extra = network.blocks[1][3]  # in a block and outside
+    network.blocks[2] = network.blocks[0]  # a block that is called twice
+    network.last = network.blocks[0]
+    found = names_by_block(network)
+    assert list(found) == ["", "blocks.0", "blocks.1"]
+    assert [name for name in found[""] if name.startswith("blocks")] == [
+        "blocks.0.0.weight", "blocks.0.0.bias", "blocks.1.3.weight", "blocks.1.3.bias"
+    ]  # fmt: skip
+
+
 def test_chosen_classes_and_blocks_in_blocks():
     assert list(names_by_block(Network(depth=1), (nn.Linear,))) == [
         "", "blocks.0.0", "blocks.0.2", "head"
