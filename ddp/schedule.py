@@ -38,11 +38,11 @@ class Schedule:
         self.arrivals[i] = self.arrivals.get(i, 0) + 1
         self.ready.add(i)
 
-    def to_launch(self, everything: bool, may_launch: Callable[[Bucket], bool]) -> Iterator[Bucket]:
+    def to_launch(self, everything: bool, may_launch: Callable[[], bool]) -> Iterator[Bucket]:
         """Yields the next buckets of the plan while they are complete; `everything`: all."""
         while self.launched < len(self.buckets):
             bucket = self.buckets[self.launched]
-            is_complete = self.ready.issuperset(bucket.members) and may_launch(bucket)
+            is_complete = self.ready.issuperset(bucket.members) and may_launch()
             if not (everything or is_complete):
                 return
             yield bucket

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import nn
 
-from ddp.buckets import Bucket
 from ddp.internals.dtypes import give_back
 from ddp.internals.gradients import Gradients, Reduction
 from ddp.internals.hooks import AutogradHooks
@@ -89,8 +88,8 @@ class Wrapper(Replicated, Copyable):
     def register_hooks(self) -> None:
         enter(self, AutogradHooks(self, self.step.backward), self.gradients)
 
-    def may_launch(self, bucket: Bucket) -> bool:
-        """Returns whether a complete bucket is launched now, or by a later `launch_buckets`."""
+    def may_launch(self) -> bool:
+        """Returns whether the next bucket, once complete, is launched now; or later, if not."""
         return True
 
     def agree(self) -> None:

@@ -16,8 +16,9 @@ What the variants have in common:
 
 What `fsdp` has beside, with units.py to be read first:
 
-- units.py: the memory of a block's parameters, which comes and goes
-- call_order.py: blocks are called in one order, in every forward and on every rank
+- units.py: the memory of a block's parameters, which comes and goes, and its gradients
+- call_order.py: blocks are called in one order, and backward goes through them in its reverse, on
+  every rank, also where it has failed
 - whole.py: whole parameters on demand, for evaluation and checkpoints
 
 Beside them, what PyTorch has: torch_zero1.py (ZeroRedundancyOptimizer) and torch_fsdp.py

@@ -47,7 +47,8 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
     While nothing computes with it, a parameter is NaN and has the memory of one element;
     `model.whole_parameters()` and `model.state_dict()` gather all. Every forward must call the same
     blocks in the same order, on all ranks. With `find_unused_parameters`, what may be unused is a
-    part of a block. Under `no_sync()` gradients add up whole, in float32 or wider.
+    part of a block, or what is in no block. Under `no_sync()` gradients add up whole, in float32 or
+    wider.
 
     Args:
         units: the classes of modules that are blocks; default: each member of an `nn.ModuleList`.
@@ -170,17 +171,12 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
 
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
         """Returns a bucket for each unit, in the order in which the last gradients of each come."""
+        units = dict.fromkeys(unit for unit, _ in self.place_of.values())
+        self.unit_of = {unit.bucket(self.gradients): unit for unit in units}
         place = {i: place for place, i in enumerate(order)}
-        self.unit_of: dict[Bucket, GatheredUnit] = {}
-        for unit in dict.fromkeys(unit for unit, _ in self.place_of.values()):
-            members = tuple(self.gradients.index[p] for p in unit.parameters)
-            nbytes = (
-                sum(p.numel() for p in unit.parameters) * unit.dtype_of(self.gradients).itemsize
-            )
-            self.unit_of[Bucket(members, unit.layout.offsets, unit.layout.numel, nbytes)] = unit
         return sorted(self.unit_of, key=lambda bucket: max(place[i] for i in bucket.members))
 
-    def may_launch(self, _bucket: Bucket) -> bool:
+    def may_launch(self) -> bool:
         """Returns whether the gathers have started that come before this bucket on every rank.
 
         A bucket waits until backward has entered its block; one of no block, the next one's.

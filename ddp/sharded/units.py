@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from ddp.buckets import Bucket
 from ddp.internals.gradients import Gradients
 from ddp.sharded.layout import FlatUnit
 from ddp.torch_compat import all_gather, copy_, own_parameters, version_of
@@ -109,6 +110,12 @@ class GatheredUnit(FlatUnit):
         """Returns the dtype of a reduction, the widest of the slices' and of those of `.grad`."""
         members = [gradients.index[p] for p in self.parameters]
         return reduce(torch.promote_types, map(gradients.dtypes.of, members), self.shard.dtype)
+
+    def bucket(self, gradients: Gradients) -> Bucket:
+        """Returns the bucket of this unit's gradients."""
+        members = tuple(gradients.index[p] for p in self.parameters)
+        nbytes = sum(p.numel() for p in self.parameters) * self.dtype_of(gradients).itemsize
+        return Bucket(members, self.layout.offsets, self.layout.numel, nbytes)
 
     def collect(self, gradients: Gradients, members: Sequence[int]) -> Tensor:
         """Returns this rank's gradients as a flat tensor, [layout.numel].

@@ -35,7 +35,7 @@ class Mutant:
 
 
 LAUNCH = """            bucket = self.buckets[self.launched]
-            is_complete = self.ready.issuperset(bucket.members) and may_launch(bucket)
+            is_complete = self.ready.issuperset(bucket.members) and may_launch()
             if not (everything or is_complete):
                 return
 """
