@@ -5,6 +5,7 @@ works on gradients element by element.
 """
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -15,9 +16,15 @@ from torch.optim import Optimizer
 
 from ddp.internals.gradients import Gradients, Reduction
 from ddp.internals.optimizer import trainable
+from ddp.internals.step import Step
 from ddp.sharded.layout import FlatUnit
-from ddp.sharded.optimizer import ShardedOptimizer
+from ddp.sharded.optimizer import ShardedOptimizer, refuse_not_reduced
 from ddp.torch_compat import reduce_scatter
+
+UNFINISHED = (
+    "gradients are on their way to other ranks: call finish_gradient_synchronization() after "
+    "backward()"
+)
 
 
 class Sharded:
@@ -28,6 +35,7 @@ class Sharded:
     units: list[FlatUnit]
     gradients: Gradients
     reduction: Reduction
+    step: Step
 
     def reduce_slices(self, own: Tensor, flat: Tensor) -> dist.Work:
         """Starts to reduce `flat` over ranks; `own` gets this rank's slice, see `average`."""
@@ -80,8 +88,10 @@ class Sharded:
         A collective call, between `finish_gradient_synchronization()` and `optimizer.step()`.
         """
         own = [gradient for *_, gradient in self.gradient_pieces()]
-        norm = torch.nn.utils.get_total_norm(own).to(self.units[0].shard.device)
-        square = norm.to(torch.promote_types(norm.dtype, torch.float32)).square()
+        shards = [unit.shard for unit in self.units]
+        dtypes = [shard.dtype.to_real() for shard in shards]
+        wide = reduce(torch.promote_types, dtypes, torch.float32)  # on ranks without pieces too
+        square = torch.nn.utils.get_total_norm(own).to(shards[0].device, wide).square()
         dist.all_reduce(square, group=self.process_group)
         norm = square.sqrt()
         coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -94,9 +104,15 @@ class Sharded:
         """Returns what this rank owns of the reduced gradients.
 
         For each piece: the parameter, the first element in it (flattened), the number of elements,
-        and a view of their gradient [numel], which `optimizer.step()` uses. Valid after
-        `finish_gradient_synchronization()`; pieces without a gradient are left out.
+        and a view of their gradient [numel], which `optimizer.step()` uses. Pieces without a
+        gradient are left out.
+
+        Raises:
+            RuntimeError: before `finish_gradient_synchronization()`.
         """
+        refuse_not_reduced(self.units)
+        if self.step.is_in_the_middle():  # `fsdp` has stand-ins for what is on the wire, too
+            raise RuntimeError(UNFINISHED)
         return [
             (unit.parameters[piece.member], piece.offset, piece.numel, gradient)
             for unit in self.units
@@ -114,6 +130,8 @@ class Sharded:
         for unit in self.units:
             if unit.gradient is None:
                 continue
+            for piece in unit.pieces:
+                unit.gradient_of(piece)  # which makes it zero if the stand-in is
             for parameter, gradient in zip(
                 unit.parameters, unit.gather(unit.gradient), strict=True
             ):

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp.buckets import ALIGNMENT_BYTES
-from ddp.torch_compat import all_gather
+from ddp.torch_compat import all_gather, version_of
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,15 @@ class FlatUnit:
         return flat
 
     def gradient_of(self, piece: Piece) -> Tensor | None:
-        """Returns the reduced gradient of what this rank owns of a parameter, a view [numel]."""
-        if self.gradient is None or self.parameters[piece.member].grad is None:
+        """Returns the reduced gradient of what this rank owns of a parameter, a view [numel].
+
+        It is zero where the stand-in was set to zero.
+        """
+        stand_in = self.parameters[piece.member].grad
+        if self.gradient is None or stand_in is None:
             return None
+        if version_of(stand_in):  # that one or another of the unit was written to
+            return self._cleared(piece, stand_in[(0,) * stand_in.dim()])
         return self.gradient.narrow(0, piece.start, piece.numel)
 
     def gather(self, own: Tensor) -> list[Tensor]:
@@ -152,6 +158,8 @@ class FlatUnit:
     def cast_gradient(self, dtype: torch.dtype) -> list[Tensor]:
         """Converts this rank's slice of the gradients; returns stand-ins that say the same."""
         assert self.gradient is not None
+        for piece in self.pieces:  # versions do not last
+            self._cleared(piece, self._marks[piece.member])
         self.gradient, self._marks = self.gradient.to(dtype), self._marks.to(dtype)
         return self._expanded_marks()
 
@@ -169,11 +177,15 @@ class FlatUnit:
         whole = stand_in.new_zeros(stand_in.shape)
         for piece in self.pieces:
             if piece.member == member:
-                own = self.gradient.narrow(0, piece.start, piece.numel)
-                cleared = self._marks[member] == 0  # by zero_grad(set_to_none=False)
                 part = whole.view(-1).narrow(0, piece.offset, piece.numel)
-                part.copy_(torch.where(cleared, torch.zeros_like(own), own))
+                part.copy_(self._cleared(piece, self._marks[member]))
         return whole
+
+    def _cleared(self, piece: Piece, mark: Tensor) -> Tensor:
+        """Returns a piece of the gradient, made zero by `zero_grad(set_to_none=False)` or not."""
+        assert self.gradient is not None
+        own = self.gradient.narrow(0, piece.start, piece.numel)
+        return own.masked_fill_(mark == 0, 0)  # without waiting for a GPU
 
     def _expanded_marks(self) -> list[Tensor]:
         shapes = self.layout.shapes

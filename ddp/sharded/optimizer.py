@@ -13,7 +13,7 @@ is that of the optimizer on one process.
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import accumulate, chain
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,14 @@ class ShardedModel(Protocol):
     def begin_step(self) -> None: ...
     def publish(self, unit: FlatUnit) -> None: ...
     def end_step(self) -> None: ...
+
+
+def refuse_not_reduced(units: list[FlatUnit]) -> None:
+    """Raises RuntimeError if some parameter's `.grad` is neither None nor a stand-in."""
+    for unit in units:
+        for parameter in unit.parameters:
+            if parameter.grad is not None and not unit.is_stand_in(parameter.grad):
+                raise RuntimeError(NOT_REDUCED.format(shape=list(parameter.shape)))
 
 
 class ShardedOptimizer(Optimizer):
@@ -124,7 +132,7 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._raise_if_not_reduced()
+            refuse_not_reduced(self.model.units)
             self.model.begin_step()
             for parts in self._stepped_together:
                 self._step(parts)
@@ -146,12 +154,6 @@ class ShardedOptimizer(Optimizer):
             for _, parameter in own:
                 parameter.grad = None
             self.model.publish(unit)
-
-    def _raise_if_not_reduced(self) -> None:
-        for unit in self.model.units:
-            for parameter in unit.parameters:
-                if parameter.grad is not None and not unit.is_stand_in(parameter.grad):
-                    raise RuntimeError(NOT_REDUCED.format(shape=list(parameter.shape)))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all ranks, in the format of `cls` on one process, on the CPU.
@@ -183,14 +185,30 @@ class ShardedOptimizer(Optimizer):
                 continue
             cut = {k: _cut(k, v, parameter, piece_of.get(parameter)) for k, v in values.items()}
             if parameter in piece_of:
-                state[number] = cut
-        super().load_state_dict({**state_dict, "state": state})
-        for _, _, inner in self._parts:
-            inner.state.clear()
-        for unit, own, inner in self._parts:
-            for piece, parameter in own:
-                if (loaded := self.state.get(unit.parameters[piece.member])) is not None:
-                    inner.state[parameter] = loaded
+                state[parameter] = cut
+        super().load_state_dict({**state_dict, "state": {}})
+        for parts in self._stepped_together:
+            self._load(parts, state)
+
+    def _load(self, parts: list[Part], state: dict[Parameter, dict[str, Any]]) -> None:
+        """Loads this rank's parts of a state, each in the dtype of the slice that is stepped.
+
+        That of the network's parameter may be another one, as with `fsdp`'s `param_dtype`.
+        """
+        inner = parts[0][2]
+        number = {p: i for i, p in enumerate(p for g in inner.param_groups for p in g["params"])}
+        groups = [
+            {**settings, "params": [number[p] for p in group["params"]]}
+            for group, settings in zip(inner.param_groups, self._settings(), strict=True)
+        ]
+        loaded = {
+            number[own_parameter]: state[parameter]
+            for unit, own, _ in parts
+            for piece, own_parameter in own
+            if (parameter := unit.parameters[piece.member]) in state
+        }
+        inner.load_state_dict({"state": loaded, "param_groups": groups})
+        self._share_state(parts)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._is_built:
@@ -199,6 +217,12 @@ class ShardedOptimizer(Optimizer):
                 "model.make_optimizer(cls, params=[...])"
             )
         super().add_param_group(param_group)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a sharded optimizer cannot be copied or pickled, because it steps slices of a model: "
+            "build another one by make_optimizer() and load this one's state_dict()"
+        )
 
     def _settings(self) -> list[dict[str, Any]]:
         return [

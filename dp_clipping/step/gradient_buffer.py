@@ -155,7 +155,7 @@ class GradientBuffer:
         """Runs the wrapper's own finish, which a user has called."""
         self.watch.refuse_unclipped(is_noisy=not self.state.is_open)
         self._finish_wrapper()
-        self.watch.note(self.pieces())
+        self.watch.note(None if self.state.held_back else self.pieces())
 
     def _send(self) -> None:
         if not _sends(self.wrapper):

@@ -1,9 +1,11 @@
 """Norms, pieces and whole gradients of a sharded network are those of one process."""
 
+import pytest
 import torch
+from torch import nn
 
 from lm.rank_pool import Context
-from tests.support.beside import Beside, Chain, chain_loss, small_buckets
+from tests.support.beside import Beside, Chain, chain_loss, numbers, small_buckets
 
 
 def clipped(context: Context, name: str) -> None:
@@ -19,6 +21,87 @@ def clipped(context: Context, name: str) -> None:
 def test_clipping_takes_the_norm_over_all_ranks(cpu_ranks):
     for world_size, name in ((3, "zero1"), (2, "zero2")):
         cpu_ranks.run(world_size, clipped, name)
+
+
+class OfSeveralDtypes(nn.Module):
+    """So small that a rank may own nothing, or only what is float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.phase = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+        self.none = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x):
+        return (self.weight * x).sum() * self.scale + self.phase.abs().sum() + self.none.sum()
+
+
+def clipped_in_several_dtypes(context: Context, name: str) -> None:
+    pair = Beside(context, name, OfSeveralDtypes(), bucket_size_mb=None)
+    pair.backward(lambda model, rank: model(numbers(5, seed=0, rank=rank, like=model)).square())
+    pair.finish()
+    expected = torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), 0.1)
+    norm = pair.model.clip_grad_norm_(0.1)
+    torch.testing.assert_close(norm, expected, check_dtype=False)
+    pair.compare()
+
+
+def test_ranks_without_pieces_take_part_in_the_norm(cpu_ranks):
+    for world_size, name in ((4, "zero1"), (2, "zero2")):
+        cpu_ranks.run(world_size, clipped_in_several_dtypes, name)
+
+
+def set_to_zero(context: Context, name: str) -> None:
+    """A `.grad` that is set to zero is zero for the norm, the optimizer and the next reduction."""
+    pair = Beside(context, name, Chain(), **small_buckets(name))
+    optimizer = pair.model.make_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    plain = torch.optim.SGD(pair.reference.parameters(), lr=0.1, momentum=0.9)
+    pair.backward(chain_loss(0))
+    pair.finish()
+    for model in (pair.model, pair.reference):
+        list(model.parameters())[1].grad.zero_()
+    expected = torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), 0.1)
+    torch.testing.assert_close(pair.model.clip_grad_norm_(0.1), expected)
+    pair.compare()
+    for _ in range(2):  # the second one without a backward: of the momentum alone
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad(set_to_none=False)
+        for p, q in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+    pair.model.gradient_dtype = torch.float64
+    assert all(not gradient.any() for gradient in pair.model.whole_gradients())
+
+
+def test_a_gradient_that_is_set_to_zero(cpu_ranks):
+    for name in ("zero1", "zero2"):
+        cpu_ranks.run(2, set_to_zero, name)
+
+
+def too_early(context: Context, name: str) -> None:
+    """Pieces of an earlier step, or of memory that a collective is writing to, are not returned."""
+    pair = Beside(context, name, Chain(), **small_buckets(name))
+    pair.backward(chain_loss(0))
+    pair.finish()
+    for unit in pair.model.units:
+        unit.gradient.fill_(7)
+    pair.zero_grad(set_to_none=True)
+    with pair.model.no_sync():
+        chain_loss(1)(pair.model, context.rank).backward()
+    for backward in (False, True):
+        if backward:
+            chain_loss(2)(pair.model, context.rank).backward()
+        for call in (pair.model.gradient_pieces, lambda: pair.model.clip_grad_norm_(1.0)):
+            with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\)"):
+                call()
+    pair.model.finish_gradient_synchronization()
+    assert pair.model.clip_grad_norm_(1.0) > 0
+
+
+def test_gradients_that_are_not_reduced_are_refused(cpu_ranks):
+    for name in ("zero1", "zero2", "fsdp"):
+        cpu_ranks.run(2, too_early, name)
 
 
 def pieces(context: Context) -> None:

@@ -80,6 +80,26 @@ def test_a_checkpoint_moves_between_numbers_of_ranks(cpu_ranks):
         cpu_ranks.run(world_size, resumed, model_state, state)
 
 
+def narrow_parameters(context: Context) -> None:
+    """The state keeps the dtype of the slices where the network computes in another one."""
+    model = wrap("fsdp", Chain(), process_group=context.group, param_dtype=torch.bfloat16)
+    optimizer = model.make_optimizer(torch.optim.AdamW, fused=True)
+    for step in range(2):
+        chain_loss(step)(model, context.rank).backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        for number, values in optimizer.state_dict()["state"].items():
+            for key, value in values.items():
+                assert value.dtype == torch.float32
+                assert torch.equal(value, state["state"][number][key])
+
+
+def test_a_loaded_state_is_of_the_slices_dtype(cpu_ranks):
+    cpu_ranks.run(2, narrow_parameters)
+
+
 def other_optimizers(context: Context) -> None:
     for cls, options in (
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
@@ -133,6 +153,8 @@ def refusals(context: Context) -> None:
     optimizer = model.make_optimizer(torch.optim.Adam)
     with pytest.raises(RuntimeError, match=r"params=\[\.\.\.\]"):
         optimizer.add_param_group({"params": []})
+    with pytest.raises(TypeError, match=r"another one by make_optimizer\(\)"):
+        copy.deepcopy(optimizer)
     before = [p.detach().clone() for p in model.parameters()]
     chain_loss(0)(model, context.rank).backward()
     with pytest.raises(RuntimeError, match=r"this rank's alone: call finish_gradient_sync"):
