@@ -25,6 +25,7 @@ from lm.shape import Shape
 
 VARIANTS = (*REPLICATED, *SHARDED)
 SINGLE = ("ddp", "ddp_individual")  # each gradient travels alone, and is divided afterwards
+SLOWEST = 10.0  # a factor of contention that is larger is a fault of measurement
 PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
 
@@ -40,7 +41,7 @@ class Network:
 
     def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
         """Returns what a collective takes with nothing beside it; 0 for one rank."""
-        hosts, local = ceil(ranks / self.gpus_per_host), min(ranks, self.gpus_per_host)
+        hosts, local = ceil(ranks / self.gpus_per_host), self.local(ranks)
         hops, rate = (ranks - 1) * self.latency, self.bandwidth
         if hosts > 1:
             hops = (ranks - hosts) * self.latency + hosts * self.host_latency
@@ -48,6 +49,10 @@ class Network:
             if kind == "all_reduce":
                 hops = min(hops, (local - 1) * self.latency + log2(hosts) * self.host_latency)
         return PASSES[kind] * (hops + (ranks - 1) / ranks * nbytes / rate)
+
+    def local(self, ranks: int) -> int:
+        """Returns how many of the ranks share a host."""
+        return min(ranks, self.gpus_per_host)
 
     def fitted(self, samples: Sequence[tuple[float, float]], ranks: int) -> "Network":
         """Returns these links with α ≥ 0 and β in a host as all-reduces of (bytes, seconds) tell.
@@ -62,13 +67,40 @@ class Network:
         return replace(self, latency=a / passes, bandwidth=passes / ranks / b)
 
 
+class Contention(NamedTuple):
+    """Factors by which computation and communication slow each other; host seconds per launch."""
+
+    computation: float
+    communication: float
+    launch: float
+
+    def at(self, part: float) -> "Contention":
+        """Returns a part of the costs: 0 none, 1 the slowdown, 2 launches too, beyond more of both.
+
+        The order is that in which traces are to be trusted: the profiler slows the host, and so
+        makes launches late, but not kernels.
+        """
+        slow, launched = min(part, 1.0) + max(part - 2.0, 0.0), max(part - 1.0, 0.0)
+        s, c = (1 + slow * (factor - 1) for factor in self[:2])
+        return Contention(s, c, launched * self.launch)
+
+
+def factor(seconds: float, longer: float) -> float:
+    """Returns by what work is slowed that took so many seconds, so much longer than alone."""
+    return max(1.0, seconds / max(seconds - longer, seconds / SLOWEST)) if seconds else 1.0
+
+
 class Plan(NamedTuple):
-    """A kind of collective, of which buckets of gradients, of how many bytes; copies per byte."""
+    """A kind of collective, of which buckets of gradients, of how many bytes; copies per byte.
+
+    `fsdp` reduces and steps float32 numbers. It copies gradients, and slices that it gathers, from
+    or to the dtype of the arithmetic: not both sides of these copies are then 4 bytes wide.
+    """
 
     kind: str
     buckets: list[tuple[int, ...]]
     nbytes: list[int]
-    copies: int
+    copies: float
 
 
 def plan(variant: str, shape: Shape) -> Plan:
@@ -84,6 +116,8 @@ def plan(variant: str, shape: Shape) -> Plan:
         block_of = [n.split(".")[1] * n.startswith("blocks.") for n in shape.gradients]
         units = [tuple(i for i, b in enumerate(block_of) if b == block) for block in set(block_of)]
         buckets = sorted(units, key=max)
-    nbytes = [sum(gradients[i].nbytes for i in bucket) for bucket in buckets]
+    width = 4 if variant == "fsdp" else shape.width
+    nbytes = [width * sum(gradients[i].numel for i in bucket) for bucket in buckets]
     kind = "reduce_scatter" if variant in SHARDED else "all_reduce"
-    return Plan(kind, buckets, nbytes, {"torch_ddp": 2, "ddp_individual_v2": 0}.get(variant, 1))
+    copies = {"torch_ddp": 2, "ddp_individual_v2": 0, "fsdp": (shape.arithmetic + 4) / 8}
+    return Plan(kind, buckets, nbytes, copies.get(variant, 1))

@@ -9,7 +9,9 @@ again gets a new row, and the newest one counts.
 import hashlib
 import json
 import math
+from collections.abc import Callable, Hashable
 from pathlib import Path
+from statistics import median
 
 from measure.files import append_line, read_lines
 from measure.row_fields import TEXT, check_kind
@@ -68,6 +70,18 @@ class Results:
     def rows(self) -> list[dict]:
         """Returns the newest row of every cell, in the order in which cells first appeared."""
         return newest_rows(self.path)
+
+    def fastest_rounds(self, kind: str, of: Callable[[dict], Hashable]) -> dict:
+        """Returns what `of` a row's config -> implementation -> the median step in milliseconds.
+
+        That is of the fastest round, because other programs only slow a round down.
+        """
+        found: dict[Hashable, dict[str, float]] = {}
+        for row in self.rows():
+            if row.get("kind") == kind and row["status"] == OK:
+                own, name = found.setdefault(of(row["config"]), {}), row["implementation"]
+                own[name] = min(median(row["step_ms"]), own.get(name, math.inf))
+        return found
 
 
 def newest_rows(path: str | Path) -> list[dict]:

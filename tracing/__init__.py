@@ -12,18 +12,27 @@ from .budget import Budget, basis_of, budget, budgets, describe_budgets
 from .budget_chart import draw_budgets
 from .overlap import Overlap, overlap, steps
 from .phases import PHASES, phase
-from .pieces import StepPieces, Work, collective_seconds, pieces, undisturbed
+from .pieces import (
+    Slowdown,
+    StepPieces,
+    Work,
+    collective_seconds,
+    pieces,
+    slowdown,
+    undisturbed,
+)
 from .profiler import profile
 from .summary import OperatorRow, slowest_operators, write_summary
 from .timeline import draw_timeline
 from .trace import Trace, load_trace
-from .waiting import load_traces
+from .waiting import load_runs, load_traces
 
 __all__ = [
     "PHASES",
     "Budget",
     "OperatorRow",
     "Overlap",
+    "Slowdown",
     "StepPieces",
     "Trace",
     "Work",
@@ -34,12 +43,14 @@ __all__ = [
     "describe_budgets",
     "draw_budgets",
     "draw_timeline",
+    "load_runs",
     "load_trace",
     "load_traces",
     "overlap",
     "phase",
     "pieces",
     "profile",
+    "slowdown",
     "slowest_operators",
     "steps",
     "undisturbed",

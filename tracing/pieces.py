@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
+from typing import NamedTuple
 
 from .intervals import Interval, difference, intersection, total, union
 from .overlap import Overlap, overlap, steps
@@ -28,21 +29,22 @@ class StepPieces:
 
     backward        work until each gradient was final, one piece per gradient; the work after the
                     last one is part of the last piece
-    synchronising   from the end of backward to the end of `gradient_sync`
-    rest            the step without forward, backward, synchronising and the optimizer
+    beside          work of forward and backward while a collective was under way. On a GPU, also
+                    while it waited for a rank: its kernel holds multiprocessors meanwhile. On a CPU
+                    a thread that waits leaves the core to others.
+    rest            the step without forward, backward, `gradient_sync` and the optimizer
     clipped         whether the step clipped gradients
-    during          computation and communication from the start of backward to the end of
-                    `gradient_sync`, in microseconds
+    whole           computation and communication of the step, in microseconds
     """
 
     forward: Work
     backward: list[Work]
-    synchronising: float
+    beside: Work
     optimizer: float
     rest: float
     clipped: bool
     seconds: float
-    during: Overlap
+    whole: Overlap
 
 
 def pieces(trace: Trace) -> list[StepPieces]:
@@ -58,6 +60,42 @@ def undisturbed(trace: Trace) -> list[StepPieces]:
 def faster_half(values: Iterable, key: Callable | None = None) -> list:
     found = sorted(values, key=key)
     return found[: (len(found) + 1) // 2]
+
+
+class Slowdown(NamedTuple):
+    """What a variant's steps have and those of the floor, which does not communicate, have not.
+
+    beside          products and attention of forward and backward beside communication
+    longer          how much longer all products and attention took
+    communicating   collectives, without waiting for a rank, and the part beside computation:
+    overlapped      the latter
+    idle            how much longer nothing was done, or a rank was waited for
+    """
+
+    beside: float
+    longer: float
+    communicating: float
+    overlapped: float
+    idle: float
+
+
+def slowdown(own: Sequence[StepPieces], floor: Sequence[StepPieces]) -> Slowdown:
+    """Compares medians of steps, in seconds."""
+
+    def same(step: StepPieces) -> float:
+        return sum(sum(work[:2]) for work in (step.forward, *step.backward))
+
+    def idle(step: StepPieces) -> float:
+        return SECONDS * (step.whole.idle + step.whole.waiting)
+
+    def longer(time: Callable[[StepPieces], float]) -> float:
+        return median(map(time, own)) - median(map(time, floor))
+
+    return Slowdown(
+        median(sum(step.beside[:2]) for step in own), longer(same),
+        SECONDS * median(step.whole.communication for step in own),
+        SECONDS * median(step.whole.overlapped for step in own), longer(idle),
+    )  # fmt: skip
 
 
 def collective_seconds(traces: Sequence[Trace], number: int) -> list[float]:
@@ -89,17 +127,18 @@ def _cut(trace: Trace, window: Interval) -> StepPieces | None:
     final = [time for time in trace.gradients if backward[0] < time <= backward[1]]
     edges = [backward[0], *final[:-1], backward[1]]
     until = max(backward[1], sync[0][1])
-    synchronising = until - backward[1]
     busy = forward[1] - forward[0] + until - backward[0] + optimizer[1] - optimizer[0]
+    held = trace.communication + (trace.waiting if trace.kernels else [])
+    beside = [_work(trace, piece) for piece in intersection(held, [forward, backward])]
     return StepPieces(
         forward=_work(trace, forward),
         backward=[_work(trace, piece) for piece in pairwise(edges)],
-        synchronising=synchronising * SECONDS,
+        beside=tuple(map(sum, zip((0.0,) * 4, *beside, strict=True))),
         optimizer=(optimizer[1] - optimizer[0]) * SECONDS,
         rest=max(0.0, window[1] - window[0] - busy) * SECONDS,
         clipped=bool(inside("gradient_clipping_warmup")),
         seconds=(window[1] - window[0]) * SECONDS,
-        during=overlap(trace, (backward[0], until)),
+        whole=overlap(trace, window),
     )
 
 

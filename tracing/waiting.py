@@ -27,6 +27,21 @@ def load_traces(paths: Sequence[str | Path]) -> list[Trace]:
     return tell_waiting([load_trace(path) for path in paths])
 
 
+def load_runs(folders: Sequence[Path]) -> dict[tuple[str, int], list[Trace]]:
+    """Loads what `benchmark_ddp.py --profile` wrote, without private steps.
+
+    Returns (implementation, number of ranks) -> traces of the ranks.
+    """
+    runs: dict[tuple[str, int], list[Trace]] = {}
+    for path in sorted(p for folder in folders for p in folder.glob("*_rank_0_trace.json*")):
+        pattern = path.name.replace("_rank_0_", "_rank_*_")
+        traces = load_traces(sorted(path.parent.glob(pattern)))
+        of = traces[0].configuration
+        if "implementation" in of and "clipping" not in of:
+            runs[of["implementation"], of.get("world_size", len(traces))] = traces
+    return runs
+
+
 def tell_waiting(traces: list[Trace]) -> list[Trace]:
     """Moves waiting from each trace's `communication` to its `waiting`.
 

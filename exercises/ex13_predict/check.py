@@ -4,8 +4,8 @@ import random
 from math import isclose
 
 from exercises.attempt import Rank, Wrong
-from experiments.simulate.step import Contention, run
-from lm.exchange import Network
+from experiments.simulate.step import run
+from lm.exchange import Contention, Network
 
 WORLD_SIZES = (1,)
 

@@ -3,7 +3,7 @@
     python benchmark_ddp.py --profile --profile-output-dir traces     what is read
     python -m experiments.simulate traces --gpus 64                   a table and simulation.png
     python -m experiments.simulate traces --gpus 64 --preset 1.2b --context-length 1024
-    python -m experiments.simulate traces --validate results_ddp/*    how far off it was
+    python -m experiments.simulate traces --results timed --validate others*   how far off it was
 
 Not modelled: ranks that are slow by chance, links shared with other jobs, and matrix products whose
 rate depends on their size. docs/simulate.md says what is.
@@ -13,14 +13,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
 from experiments.simulate.calibrate import Calibration, calibrate
 from lm.exchange import VARIANTS, Network
 from lm.memory import predict_memory
 from lm.model import PRESETS
 from lm.shape import Shape
-from measure import OK, Column, Results, format_table
+from measure import Column, Results, format_table
 from measure.command_line import check_file, ending_quietly, is_alone, refuse
 from measure.curves import draw_efficiency
 from measure.options import option, parse_options, positive
@@ -29,10 +28,10 @@ from measure.options import option, parse_options, positive
 # fmt: off
 @dataclass(frozen=True)
 class Options:
-    traces: Path = option(help="folder that benchmark_ddp.py --profile wrote, with none and ddp")
+    traces: tuple[Path, ...] = option(help="folders that benchmark_ddp.py --profile wrote")
     gpus: int = option(8, "ranks that the table is for", metavar="N", check=positive)
-    results: Path | None = option(None, metavar="FOLDER", help=(
-        "results of the benchmark at the traces' sizes, for the time of none (default: traces)"))
+    results: tuple[Path, ...] = option((), metavar="FOLDER", help=(
+        "results of the benchmark at the traces' sizes, for times without the profiler"))
     validate: tuple[Path, ...] = option((), metavar="FOLDER", help=(
         "folders of results of the benchmark: print how far predictions are off (default: none)"))
     gpus_per_host: int = option(8, "GPUs that share fast links", metavar="N", check=positive)
@@ -54,8 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check_file("--output", options.output)
         found = calibrate(options.traces, links)
-        if options.results:
-            found = found.matched(measured_steps(options.results, found.shape)["none"])
+        timed = {run: own for folder in options.results for run, own in measured(folder).items()}
+        if timed:
+            found = found.matched({n: s for (shape, n), s in timed.items() if shape == found.shape})
         for folder in options.validate:
             print(validation(found, folder), end="\n\n")
     except (ValueError, OSError) as error:
@@ -86,41 +86,39 @@ def table(found: Calibration, shape: Shape, gpus: int) -> str:
             "contention ms": 1e3 * o.contention, "tokens/s": gpus * shape.tokens / o.step,
             "efficiency": found.simulate("none", shape, 1).step / o.step,
             "GiB": sum(memory.values()) / 2**30,
-            "traced": "yes" if name in ("none", *found.contention) else "–",
+            "known": "yes" if name in ("none", *found.contention) else "–",
         })  # fmt: skip
-    formats = {"variant": None, "efficiency": ".1%", "tokens/s": ",.0f", "traced": None}
+    formats = {"variant": None, "efficiency": ".1%", "tokens/s": ",.0f", "known": None}
     columns = [Column(key, None, formats.get(key, ".2f")) for key in rows[0]]
     return format_table(columns, rows, f"Predicted for {gpus} ranks")
 
 
-def measured_steps(folder: Path, shape: Shape) -> dict[str, float]:
-    """Returns variant -> seconds of a step: the median of the fastest, least disturbed round."""
-    found: dict[str, float] = {}
-    for row in Results(folder).rows():
-        if row["kind"] == "timing" and row["status"] == OK and Shape.of(row["config"]) == shape:
-            step = median(row["step_ms"]) / 1e3
-            found[row["implementation"]] = min(step, found.get(row["implementation"], step))
-    if "none" not in found:
-        raise ValueError(f"{folder}: has no result of none at these sizes; measure it too")
+def measured(folder: Path) -> dict[tuple[Shape, int], dict[str, float]]:
+    """Returns (shape, ranks) -> variant -> seconds of a step, of results with `none`."""
+
+    def size(config: dict) -> tuple[Shape, int] | None:
+        return None if "clipping" in config else (Shape.of(config), config["world_size"])
+
+    found = Results(folder).fastest_rounds("timing", size)
+    found = {run: {v: ms / 1e3 for v, ms in own.items()} for run, own in found.items() if run}
+    if not all("none" in own for own in found.values()) or not found:
+        raise ValueError(f"{folder}: has no results of none, which computation is told from")
     return found
 
 
 def validation(found: Calibration, folder: Path) -> str:
     """Compares with results, also of other shapes: the step, and what it is relative to `none`."""
-    config = next((row["config"] for row in Results(folder).rows() if row["kind"] == "timing"), 0)
-    if not config:
-        raise ValueError(f"{folder}: holds no results of the benchmark")
-    shape, ranks, rows = Shape.of(config), config["world_size"], []
-    steps = measured_steps(folder, shape)
-    none = found.simulate("none", shape, ranks).step / steps["none"]
-    for name in (name for name in steps if name in VARIANTS):
-        step = found.simulate(name, shape, ranks).step
-        rows.append({
+    tables = []
+    for (shape, ranks), steps in measured(folder).items():
+        predicted = {v: found.simulate(v, shape, ranks).step for v in VARIANTS if v in steps}
+        rows = [{
             "variant": name, "measured ms": 1e3 * steps[name], "predicted ms": 1e3 * step,
-            "error": step / steps[name] - 1, "error of × none": step / steps[name] / none - 1,
-        })  # fmt: skip
-    columns = [Column(key, None, "+.1%" if "error" in key else ".2f") for key in list(rows[0])[1:]]
-    return format_table(["variant", *columns], rows, f"{folder}: {ranks} ranks, {shape}")
+            "error": step / steps[name] - 1,
+            "error of × none": step / steps[name] / (predicted["none"] / steps["none"]) - 1,
+        } for name, step in predicted.items()]  # fmt: skip
+        columns = [Column(k, None, "+.1%" if "error" in k else ".2f") for k in [*rows[0]][1:]]
+        tables.append(format_table(["variant", *columns], rows, f"{folder}: {ranks} × {shape}"))
+    return "\n\n".join(tables)
 
 
 if __name__ == "__main__":

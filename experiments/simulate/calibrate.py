@@ -1,132 +1,149 @@
 """Reads from traces what a step computes, and what communication costs it.
 
-Computation is that of `none`, cut where each gradient is final (`tracing.pieces`). Products,
-attention, other work and gaps of a piece are scaled to another shape by counts of operations
-(`lm.shape`), at the rates that were measured. AdamW passes 7 times over memory of the parameters'
-size: it reads gradient, parameter and two moments, and writes the last three. A copy, or a
-division, is 2 passes.
+Computation is that of `none`, cut where each gradient is final (`tracing.pieces`), and scaled to
+another shape (`lm.shape`). In a mixed run `fsdp` casts no weights, and its residual stream is
+narrower: its other work is `lean` times that of `none`.
 
-Contention is what is left. While a variant communicates for O seconds beside computation, its
-computation lasts E longer than that of `none`, and its communication X longer than its collectives
-alone. So s = O / (O - E) and c = O / (O - X) are the factors by which they slow each other.
+Products and attention are the same kernels in every variant. While those of a variant ran beside
+communication for P seconds, they took E longer than in `none`. Its collectives took X longer than
+alone, O seconds of them beside computation. So s = P / (P - E) and c = O / (O - X) are the factors
+by which computation and communication slow each other. Time in which a rank did nothing, or waited
+for another, and which `none` has not, is the host's: it is divided among the collectives.
+
+The profiler slows the host. Steps measured without it correct that, see `Calibration.matched`.
 """
 
-from collections import defaultdict
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
-from experiments.simulate.step import Contention, Outcome, Times, program_of, run
-from lm.exchange import VARIANTS, Network, plan
-from lm.shape import Shape, in_block, rates, seconds
-from tracing import StepPieces, Trace, Work, collective_seconds, load_traces, undisturbed
+import numpy as np
 
-LIKE = {"torch_ddp_tuned": "torch_ddp", "ddp_individual_v2": "ddp_individual"}
-SLOWEST = 10.0  # a factor of contention that is larger is a fault of measurement
+from experiments.simulate.step import Outcome, program_of, run
+from lm.exchange import VARIANTS, Contention, Network, factor, plan
+from lm.shape import Computation, Shape, Times
+from tracing import StepPieces, collective_seconds, load_runs, slowdown, undisturbed
+
+LIKE = {"torch_ddp_tuned": "torch_ddp", "ddp_individual_v2": "ddp_individual", "zero2": "zero1"}
 
 
 @dataclass(frozen=True)
 class Calibration:
     """Holds the measurements of one shape: seconds, and seconds per operation of each kind.
 
-    `slower` is an unprofiled step over the profiled one.
+    `slower` is an unprofiled step over the profiled one, `shared` the part by which each further
+    rank of a host slows computation, and `lean` the other work of `fsdp` over that of `none`.
     """
 
-    shape: Shape
     ranks: int
-    forward: Work
-    backward: dict[str, Work]
-    optimizer: float
-    rest: float
+    computation: Computation
     network: Network
-    contention: dict[str, Contention]
+    contention: dict[str, Contention]  # of the variants that are known
     slower: float = 1.0
+    shared: float = 0.0
+    lean: float = 1.0
 
-    def times(self, shape: Shape) -> Times:
-        """Scales the computation to another shape, by its counts of operations."""
-        optimizer = self.slower * self.optimizer * shape.gradient_bytes / self.shape.gradient_bytes
-        return Times(
-            [self.slower * seconds(self.forward, counts) for counts in shape.forward_counts()],
-            [self.slower * seconds(self.backward[in_block(name)], shape.backward_counts(name))
-             for name in shape.gradients],
-            optimizer, self.slower * self.rest, copy=2 / 7 * optimizer / shape.gradient_bytes,
-        )  # fmt: skip
+    @property
+    def shape(self) -> Shape:
+        return self.computation.shape
 
-    def matched(self, step: float) -> "Calibration":
-        """Returns this with times as of an unprofiled step of `none`, of so many seconds."""
-        traced = self.simulate("none", self.shape, 1).step
-        return replace(self, slower=self.slower * step / traced)
+    def times(self, variant: str, shape: Shape, ranks: int) -> Times:
+        """Returns what a variant computes in a step."""
+        lean = self.lean if variant == "fsdp" else None
+        factor = self.slower * (1 + self.shared * (self.network.local(ranks) - 1))
+        return self.computation.scaled(shape, lean).times(factor)
 
     def simulate(self, variant: str, shape: Shape, ranks: int) -> Outcome:
-        """Returns a step; a variant not traced has the contention of its like or `ddp_bucketed`."""
-        likes = (variant, LIKE.get(variant), "ddp_bucketed", "ddp")
-        known = next(self.contention[v] for v in likes if v in self.contention)
-        times = self.times(shape)
+        """Returns a step of so many ranks."""
+        times, known = self.times(variant, shape, ranks), self.contention_of(variant)
         return run(program_of(times, self.network, variant, shape, ranks, known.launch), known)
 
+    def contention_of(self, variant: str) -> Contention:
+        """Returns that of a variant that is known, otherwise of its like or of `ddp_bucketed`."""
+        likes = (variant, LIKE.get(variant), "ddp_bucketed", "ddp")
+        return next(self.contention[v] for v in likes if v in self.contention)
 
-def calibrate(folder: Path, network: Network) -> Calibration:
-    """Reads the traces that `benchmark_ddp.py --profile` wrote into a folder.
+    def matched(self, measured: Mapping[int, Mapping[str, float]]) -> "Calibration":
+        """Returns this as of unprofiled steps at its shape: ranks -> variant -> seconds.
 
-    Raises ValueError unless `none` and `ddp` are there, on two ranks or more.
+        `none` tells computation: t(n) = t(1) (1 + `shared` (n - 1)) with n ranks on a host. Each
+        other variant gets that part of its costs at which its step is the measured one.
+        """
+        if not measured:
+            raise ValueError(f"--results: none is of the traces' shape, {self.shape}")
+        few, many = (self.network.local(n) for n in (min(measured), max(measured)))
+        first, more = measured[min(measured)]["none"], few < many
+        ratio = measured[max(measured)]["none"] / first
+        shared = max(0.0, ratio - 1) / (many - 1 - ratio * (few - 1)) if more else self.shared
+        alone = first / (1 + shared * (few - 1))
+        traced = replace(self, slower=1.0, shared=0.0).simulate("none", self.shape, 1).step
+        found = replace(self, slower=alone / traced, shared=shared)
+
+        def is_late(part: int, variant: str, step: float) -> bool:
+            known = {variant: self.contention_of(variant).at(part / 100)}
+            there = replace(found, contention=known)
+            return there.simulate(variant, self.shape, self.ranks).step >= step
+
+        steps = {v: s for v, s in measured.get(self.ranks, {}).items() if v in VARIANTS[1:]}
+        parts = {v: bisect_left(range(1000), True, key=lambda part, v=v, s=s: is_late(part, v, s))
+                 for v, s in steps.items()}  # fmt: skip
+        known = {v: self.contention_of(v).at(part / 100) for v, part in parts.items()}
+        return replace(found, contention=self.contention | known)
+
+
+def calibrate(folders: Sequence[Path], network: Network) -> Calibration:
+    """Reads the traces that `benchmark_ddp.py --profile` wrote into folders, of one shape.
+
+    Raises ValueError unless `none` is there, and `ddp` on two ranks or more. If `none` was traced
+    on fewer ranks too, the difference tells how ranks slow each other on a host.
     """
-    runs: dict[str, list[Trace]] = {}
-    for path in sorted(folder.glob("*_rank_0_trace.json*")):
-        traces = load_traces(sorted(folder.glob(path.name.replace("_rank_0_", "_rank_*_"))))
-        name = traces[0].configuration.get("implementation")
-        if name in VARIANTS and "clipping" not in traces[0].configuration:  # not a private step
-            runs[name] = traces
-    if not {"none", "ddp"} <= runs.keys() or len(runs["ddp"]) < 2:
+    runs = load_runs(folders)
+    ranks = max((n for name, n in runs if name == "ddp"), default=0)
+    alone = {n: own for (name, n), own in runs.items() if name == "none"}
+    shapes = {Shape.of(own[0].configuration) for own in runs.values()}
+    if not alone or ranks < 2 or len(shapes) > 1:
         raise ValueError(
-            f"{folder}: needs traces of none and ddp on two ranks or more, has "
-            f"{', '.join(runs) or 'no trace'}; run benchmark_ddp.py --profile "
-            f"--profile-output-dir {folder}"
+            f"{' '.join(map(str, folders))}: needs traces of one shape: of none, for computation, "
+            "and of ddp on two ranks or more, for collectives. Found are, of "
+            f"{len(shapes)} shapes, {', '.join(f'{v} on {n}' for v, n in runs) or 'no traces'}. "
+            "Run benchmark_ddp.py --profile --implementations none ddp, and give its folder too"
         )
-    shape, ranks = Shape.of(runs["none"][0].configuration), len(runs["ddp"])
-    steps = {name: [s for trace in own for s in undisturbed(trace)] for name, own in runs.items()}
-    floor, names = steps["none"], list(shape.gradients)
-    if not floor or any(len(step.backward) != len(names) for step in floor):
-        raise ValueError(f"{folder}: a step of none has not {len(names)} gradients; profile again")
-    lasted = collective_seconds(runs["ddp"], len(names))  # one all-reduce after another
-    samples = [(shape.width * n, s) for n, s in zip(shape.gradients.values(), lasted, strict=True)]
-    measured = defaultdict(list)
-    for name, *works in zip(names, *(step.backward for step in floor), strict=True):
-        measured[in_block(name)].append(rates(_over(median, works), shape.backward_counts(name)))
-    found = Calibration(
-        shape, ranks,
-        rates(_over(median, [step.forward for step in floor]), _over(sum, shape.forward_counts())),
-        {name: _over(fmean, own) for name, own in measured.items()},
-        median(step.optimizer for step in floor), median(step.rest for step in floor),
-        network.fitted(samples, ranks), {},
-    )  # fmt: skip
-    contention = {v: _contention(found, v, own, floor) for v, own in steps.items() if v != "none"}
-    return replace(found, contention=contention)
+    (shape,) = shapes
+    steps = {run: [s for trace in own for s in undisturbed(trace)] for run, own in runs.items()}
+    floor, sizes = steps["none", ranks if ranks in alone else min(alone)], shape.gradients.values()
+    if not floor or any(len(step.backward) != len(sizes) for step in floor):
+        raise ValueError(f"{folders[0]}: a step of none has not {len(sizes)} gradients")
+    lasted = collective_seconds(runs["ddp", ranks], len(sizes))  # one all-reduce after another
+    samples = [(shape.width * n, s) for n, s in zip(sizes, lasted, strict=True)]
+    works = (np.median([getattr(s, part) for s in floor], axis=0).tolist()
+             for part in ("forward", "backward", "optimizer", "rest"))  # fmt: skip
+    found = Calibration(ranks, Computation(shape, *works), network.fitted(samples, ranks), {})
+    own = {name: s for (name, n), s in steps.items() if n == ranks and name != "none"}
+    found = replace(found, contention={v: _contention(found, v, s, floor) for v, s in own.items()})
+    if "fsdp" in own:
+        found = replace(found, lean=_lean(found, own["fsdp"]))
+    profiled = {n: {"none": median(s.seconds for s in steps["none", n])} for n in alone}
+    return found.matched(profiled) if len(profiled) > 1 else found
 
 
 def _contention(
     found: Calibration, variant: str, own: list[StepPieces], floor: list[StepPieces]
 ) -> Contention:
-    """Compares a variant's backward and synchronisation with those of `none`."""
-    layout = plan(variant, found.shape)
-    alone = sum(found.network.seconds(layout.kind, n, found.ranks) for n in layout.nbytes)
-    copies = layout.copies * found.optimizer * 2 / 7
+    times, seen = found.times(variant, found.shape, found.ranks), slowdown(own, floor)
+    program = program_of(times, found.network, variant, found.shape, found.ranks, launch=0.0)
+    sends = [amount for what, amount in program if what == "send"]
 
-    def time(steps: list[StepPieces], name: str) -> float:
-        return 1e-6 * median(getattr(step.during, name) for step in steps)
-
-    def slower(extra: float) -> float:  # O / (O - extra), at least 1; 1 where nothing was beside
-        return beside / max(beside - max(extra, 0.0), beside / SLOWEST) if beside else 1.0
-
-    beside = time(own, "overlapped")
-    gaps = [median(sum(work[3] for work in s.backward) for s in steps) for steps in (own, floor)]
-    host = gaps[0] - gaps[1]
-    if variant == "ddp":  # it waits for each collective: what is left of the synchronisation
-        host = median(step.synchronising for step in own) - alone - copies
     return Contention(
-        slower(time(own, "computation") - time(floor, "computation") - copies),
-        slower(time(own, "communication") - alone), max(0.0, host / max(1, len(layout.nbytes))),
+        factor(seen.beside, seen.longer), factor(seen.overlapped, seen.communicating - sum(sends)),
+        max(0.0, seen.idle / len(sends)),
     )  # fmt: skip
 
 
-def _over(function, works: list) -> tuple:
-    return tuple(map(function, zip(*works, strict=True)))
+def _lean(found: Calibration, own: list[StepPieces]) -> float:
+    """Compares other work of `fsdp`, without what contention added, with that of `none`."""
+    layout, slowed = plan("fsdp", found.shape), 1 - 1 / found.contention["fsdp"].computation
+    work = median(s.forward[2] + sum(w[2] for w in s.backward) - slowed * s.beside[2] for s in own)
+    copied = layout.copies * sum(layout.nbytes) * (1 + 2 / found.ranks)  # slices, gathered twice
+    return found.computation.leanness(work, 2 * copied)

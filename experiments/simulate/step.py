@@ -7,35 +7,16 @@ of a computation or of a collective. While both streams work, computation advanc
 communication at 1/c of its speed (`Contention`); alone, each at full speed.
 """
 
-from collections.abc import Callable
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
-from lm.exchange import SINGLE, Network, Plan, plan
+from lm.exchange import SINGLE, Contention, Network, Plan, plan
 from lm.memory import SHARDED
-from lm.shape import Shape
+from lm.shape import Shape, Times
 
 NOTHING = 1e-12  # seconds; what arithmetic leaves of a finished piece
 Program = list[tuple[str, float]]
-
-
-class Contention(NamedTuple):
-    """Factors by which computation and communication slow each other; host seconds per launch."""
-
-    computation: float
-    communication: float
-    launch: float
-
-
-class Times(NamedTuple):
-    """Seconds of one step: forward per unit, backward per gradient; `copy` is per byte."""
-
-    forward: list[float]
-    backward: list[float]
-    optimizer: float
-    rest: float
-    copy: float
 
 
 class Outcome(NamedTuple):
@@ -82,7 +63,8 @@ def program_of(
 ) -> Program:
     """Writes the program of a variant; on one rank nothing is sent."""
     layout, shards = plan(variant, shape), variant in SHARDED
-    update = ("compute", times.optimizer / (ranks if shards else 1) + times.rest)
+    stepped = sum(layout.nbytes) / shape.gradient_bytes / ranks if shards else 1
+    update = ("compute", times.optimizer * stepped + times.rest)
     program: Program = [("compute", sum(times.forward))]
     if ranks == 1 or variant == "none":
         return [*program, ("compute", sum(times.backward)), update]
@@ -93,7 +75,11 @@ def program_of(
     copies = [layout.copies * times.copy * nbytes for nbytes in layout.nbytes]
     pieces = [sum(times.backward[i] for i in members) for members in layout.buckets]
     if variant == "fsdp":
-        return _gathered(times, layout, pieces, copies, send, update)
+        gathers = [
+            [("compute", copying / ranks), *send("all_gather", nbytes * shape.arithmetic / 4)]
+            for nbytes, copying in zip(layout.nbytes, copies, strict=True)
+        ]
+        return _gathered(times, layout, pieces, copies, send, update, gathers)
     if variant == "ddp":
         program.append(("compute", sum(pieces)))
         for number, (nbytes, copying) in enumerate(zip(layout.nbytes, copies, strict=True)):
@@ -111,7 +97,7 @@ def program_of(
     return [*program, ("compute", times.rest), ("wait", 2 * len(copies))]
 
 
-def _gathered(times: Times, layout: Plan, pieces, copies, send: Callable, update) -> Program:
+def _gathered(times: Times, layout: Plan, pieces, copies, send, update, gathers) -> Program:
     """Gathers each block before its use, the next one meanwhile; what is in no block comes first.
 
     That stays whole until its gradients are there, which are the first ones and the last one. The
@@ -119,7 +105,6 @@ def _gathered(times: Times, layout: Plan, pieces, copies, send: Callable, update
     """
     *blocks, root = range(len(pieces))  # in the order of backward
     last = times.backward[layout.buckets[root][-1]]
-    gathers = [send("all_gather", nbytes) for nbytes in layout.nbytes]
     program = [*gathers[root], *gathers[blocks[-1]], update, ("wait", 1),
                ("compute", times.forward[0])]  # fmt: skip
     sent = gathered = 2  # how many must be finished for the next block to be whole

@@ -7,8 +7,8 @@ import pytest
 
 from experiments.simulate.__main__ import main
 from experiments.simulate.calibrate import calibrate
-from experiments.simulate.step import Contention, program_of, run
-from lm.exchange import VARIANTS, Network, plan
+from experiments.simulate.step import program_of, run
+from lm.exchange import VARIANTS, Contention, Network, plan
 from lm.model import ModelConfig
 from lm.shape import Shape
 from measure import OK, Results
@@ -72,13 +72,17 @@ def test_every_gradient_is_in_one_bucket():
     assert plan("none", SHAPE).buckets == []
 
 
-def events_of(variant: str, late: float = 0.0, slow: float = 1.0) -> list[dict]:
+def events_of(
+    variant: str, late: float = 0.0, slow: float = 1.0, other: float = 0.0, shape: Shape = SHAPE
+) -> list[dict]:
     """Two steps of a rank whose every duration is known; `late`: it joins collectives later.
 
-    Of `ddp_bucketed`, computation beside communication takes `slow` times as long.
+    Of `ddp_bucketed` and `fsdp`, computation beside communication takes `slow` times as long.
+    Forward and each gradient have `other` microseconds more of work that is no product, and that of
+    the embedding has nothing else.
     """
     events, now = [], 0.0
-    sizes = [4 * numel for numel in SHAPE.gradients.values()]
+    sizes = [4 * numel for numel in shape.gradients.values()]
     truth = replace(LINKS, latency=ALPHA, bandwidth=BETA)
 
     def add(name: str, start: float, duration: float, category: str, thread: int = 1) -> None:
@@ -90,15 +94,19 @@ def events_of(variant: str, late: float = 0.0, slow: float = 1.0) -> list[dict]:
 
     for _ in range(2):
         add("aten::mm", now, FORWARD, "cpu_op")
-        phase("forward_pass", now, now + FORWARD)
-        start = now = now + FORWARD
-        for _ in sizes:
-            length = PIECE * (slow if variant == "ddp_bucketed" else 1.0)
-            add("aten::mm", now, length, "cpu_op")
-            now += length
+        add("aten::mul", now + FORWARD, other, "cpu_op")
+        phase("forward_pass", now, now + FORWARD + other)
+        start = now = now + FORWARD + other
+        for name in shape.gradients:
+            slower = slow if variant in ("ddp_bucketed", "fsdp") else 1.0
+            length, more = PIECE * slower, other * slower
+            is_look_up = name.startswith("token_embedding")
+            add("aten::mul" if is_look_up else "aten::mm", now, length, "cpu_op")
+            add("aten::mul", now + length, more, "cpu_op")
+            now += length + more
             add("torch::autograd::AccumulateGrad", now - 1e-3, 1.0, "cpu_op")
         phase("backward_pass", start, now)
-        if variant == "ddp_bucketed":
+        if variant in ("ddp_bucketed", "fsdp"):
             add("gloo:all_reduce", start, now - start, "cpu_op", 2)
         start = now
         for nbytes in sizes if variant == "ddp" else []:
@@ -114,59 +122,150 @@ def events_of(variant: str, late: float = 0.0, slow: float = 1.0) -> list[dict]:
     return events
 
 
+def write(folder, variant: str, ranks: int = 2, shape: Shape = SHAPE, **events) -> None:
+    folder.mkdir(exist_ok=True)
+    for rank in range(ranks):
+        document = {
+            "traceEvents": events_of(variant, late=7.0 * rank, shape=shape, **events),
+            "configuration": config(variant, shape, ranks),
+            "distributedInfo": {"rank": rank, "world_size": ranks},
+            "boot_id": "one",
+        }
+        (folder / f"{variant}_rank_{rank}_trace.json").write_text(json.dumps(document))
+
+
 @pytest.fixture
 def traces(tmp_path):
     """A folder as the benchmark writes it, of `none`, `ddp` and `ddp_bucketed` on two ranks."""
-    folder = tmp_path / "traces"
-    folder.mkdir()
     for variant in ("none", "ddp", "ddp_bucketed"):
-        for rank in (0, 1):
-            document = {
-                "traceEvents": events_of(variant, late=7.0 * rank, slow=1.5),
-                "configuration": config(variant),
-                "distributedInfo": {"rank": rank, "world_size": 2},
-                "boot_id": "one",
-            }
-            (folder / f"{variant}_rank_{rank}_trace.json").write_text(json.dumps(document))
-    return folder
+        write(tmp_path / "traces", variant, slow=1.5)
+    return tmp_path / "traces"
 
 
-def config(variant: str, shape: Shape = SHAPE) -> dict:
-    return {**asdict(shape), "implementation": variant, "world_size": 2, "device": "cpu"}
+def config(variant: str, shape: Shape = SHAPE, ranks: int = 2) -> dict:
+    return {**asdict(shape), "implementation": variant, "world_size": ranks, "device": "cpu"}
 
 
 def test_traces_give_back_what_they_were_made_of(traces):
-    found = calibrate(traces, LINKS)
+    found = calibrate([traces], LINKS)
     assert found.network.latency == pytest.approx(ALPHA, rel=1e-3)
     assert found.network.bandwidth == pytest.approx(BETA, rel=1e-3)
-    times = found.times(SHAPE)
+    times = found.times("none", SHAPE, 1)
     assert sum(times.forward) == pytest.approx(FORWARD * 1e-6)
     assert times.backward == pytest.approx([PIECE * 1e-6] * len(SHAPE.gradients), rel=0.01)
     assert times.optimizer == pytest.approx(OPTIMIZER * 1e-6)
-    # All of backward is beside communication and takes 1.5 times as long, copies included.
-    backward = PIECE * len(SHAPE.gradients)
-    extra = 0.5 * backward - 2 / 7 * OPTIMIZER
-    assert found.contention["ddp_bucketed"].computation == pytest.approx(
-        1.5 * backward / (1.5 * backward - extra), rel=0.01
-    )
-    assert found.contention["ddp"].computation == 1.0
+    # All of backward is beside communication and takes 1.5 times as long.
+    assert found.contention["ddp_bucketed"].computation == pytest.approx(1.5, rel=0.01)
+    # Each collective of ddp begins 7 us after the one before: a rank waits, or does nothing.
+    assert found.contention["ddp"] == pytest.approx((1.0, 1.0, 7e-6), rel=0.01)
 
 
 def test_computation_scales_by_operations(traces):
-    found = calibrate(traces, LINKS)
+    found = calibrate([traces], LINKS)
     wide = replace(SHAPE, batch_size=8)
-    assert sum(found.times(wide).forward) == pytest.approx(2 * FORWARD * 1e-6)
+    assert sum(found.times("none", wide, 1).forward) == pytest.approx(2 * FORWARD * 1e-6)
     deep = replace(SHAPE, model=replace(SHAPE.model, num_layers=4))
-    assert len(found.times(deep).backward) == len(deep.gradients)
-    assert found.times(deep).backward[1:10] == pytest.approx([PIECE * 1e-6] * 9, rel=0.01)
-    matched = found.matched(2 * found.simulate("none", SHAPE, 1).step)
-    assert matched.simulate("none", SHAPE, 1).step == pytest.approx(
-        2 * found.simulate("none", SHAPE, 1).step
+    times = found.times("none", deep, 1)
+    assert len(times.backward) == len(deep.gradients)
+    assert times.backward[1:10] == pytest.approx([PIECE * 1e-6] * 9, rel=0.01)
+
+
+def test_steps_without_the_profiler_tell_how_much_of_the_costs_counts(traces):
+    """A profiled host is late: launches are reduced first, then the slowdown."""
+    found = calibrate([traces], LINKS)
+    alone = found.simulate("none", SHAPE, 1).step
+    traced = found.contention["ddp_bucketed"]._replace(launch=1e-3)
+    found = replace(found, contention=found.contention | {"ddp_bucketed": traced})
+    step = found.simulate("ddp_bucketed", SHAPE, 2).step
+    for part in (0.5, 1.5, 2.5):
+        there = replace(found, contention={"ddp_bucketed": traced.at(part)})
+        wanted = there.simulate("ddp_bucketed", SHAPE, 2).step
+        assert (wanted > step) == (part > 2)
+        matched = found.matched({2: {"none": alone, "ddp_bucketed": wanted}})
+        assert matched.contention["ddp_bucketed"] == pytest.approx(traced.at(part), rel=0.05)
+        assert matched.simulate("ddp_bucketed", SHAPE, 2).step == pytest.approx(wanted, rel=0.01)
+    assert traced.at(1) == (*traced[:2], 0.0)
+    twice = found.matched({2: {"none": 2 * alone}})
+    assert twice.simulate("none", SHAPE, 1).step == pytest.approx(2 * alone)
+    assert twice.contention == found.contention
+
+
+def test_ranks_of_a_host_slow_each_other_as_was_measured(traces, tmp_path):
+    """Each further rank adds the same, up to a full host."""
+    found = calibrate([traces], LINKS).matched({1: {"none": 1.0}, 2: {"none": 1.1}})
+    steps = [found.simulate("none", SHAPE, n).step for n in (1, 2, 4, 8, 16)]
+    assert steps == pytest.approx([1.0, 1.1, 1.3, 1.7, 1.7])
+    write(tmp_path / "alone", "none", ranks=1)
+    both = calibrate([traces, tmp_path / "alone"], LINKS)
+    assert both.shared == pytest.approx(0.0, abs=1e-6)  # these are as fast
+    assert both.matched({2: {"none": 1.0}}).simulate("none", SHAPE, 2).step == pytest.approx(1.0)
+
+
+def test_computation_of_one_process_and_collectives_of_two(traces, tmp_path):
+    write(tmp_path / "alone", "none", ranks=1)
+    for path in traces.glob("none_*"):
+        path.unlink()
+    with pytest.raises(
+        ValueError, match=r"none, for computation, .* ddp_bucketed on 2, ddp on 2\."
+    ):
+        calibrate([traces], LINKS)
+    with pytest.raises(
+        ValueError, match=r"ddp on two ranks or more, for collectives.* none on 1\."
+    ):
+        calibrate([tmp_path / "alone"], LINKS)
+    found = calibrate([tmp_path / "alone", traces], LINKS)
+    assert sum(found.times("none", SHAPE, 1).forward) == pytest.approx(FORWARD * 1e-6)
+    assert found.network.bandwidth == pytest.approx(BETA, rel=1e-3)
+    write(tmp_path / "other", "none", ranks=1, shape=replace(SHAPE, batch_size=8))
+    with pytest.raises(ValueError, match="of 2 shapes"):
+        calibrate([tmp_path / "other", traces], LINKS)
+
+
+def test_fsdp_computes_as_its_own_trace_shows(tmp_path):
+    """In a mixed run it casts no weights, and has 0.6 times the other work here."""
+    shape, folder, other, lean = replace(SHAPE, dtype="mixed"), tmp_path / "traces", 200.0, 0.6
+    for variant in ("none", "ddp"):
+        write(folder, variant, shape=shape, other=other)
+    number, per_byte = len(shape.gradients) + 1, OPTIMIZER / 7 / shape.gradient_bytes
+    counts = [*shape.forward_counts(), *map(shape.backward_counts, shape.gradients)]
+    plain = number * other + PIECE - per_byte * sum(each[4] for each in counts)
+    copied = 0.75 * 2 * shape.gradient_bytes * 2 * per_byte  # gradients, and two slices of a half
+    own = (lean * plain + copied - PIECE) / number
+    write(folder, "fsdp", shape=shape, slow=1.25, other=own)
+    found = calibrate([folder], LINKS)
+    assert found.lean == pytest.approx(lean, rel=1e-3)
+    times = found.times("fsdp", shape, 2)
+    products = FORWARD + PIECE * (len(shape.gradients) - 1)
+    assert sum(times.forward + times.backward) == pytest.approx(
+        1e-6 * (products + lean * plain), rel=1e-3
     )
+    (folder / "fsdp_rank_0_trace.json").unlink()
+    times = calibrate([folder], LINKS).times("fsdp", shape, 2)  # not traced: without the casts
+    assert sum(times.forward + times.backward) == pytest.approx(1e-6 * (products + plain), rel=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "gathered", "reduced"), [
+    ("float32", 4, 4), ("mixed", 2, 4), ("bfloat16", 2, 4),
+])  # fmt: skip
+def test_fsdp_gathers_what_it_computes_with_and_reduces_float32(traces, dtype, gathered, reduced):
+    shape, sizes = replace(SHAPE, dtype=dtype), {}
+
+    class Noting(Network):
+        def seconds(self, kind, nbytes, ranks):
+            sizes.setdefault(kind, []).append(nbytes)
+            return 1.0
+
+    times = calibrate([traces], LINKS).times("fsdp", SHAPE, 2)
+    program = program_of(times, Noting(0, 1, 8, 0, 1), "fsdp", shape, 2, launch=0)
+    whole = sum(shape.gradients.values())
+    assert sum(sizes["reduce_scatter"]) == reduced * whole
+    assert set(sizes["all_gather"]) == {n * gathered / reduced for n in sizes["reduce_scatter"]}
+    update = times.optimizer * 4 / shape.width / 2 + times.rest
+    assert pytest.approx(update) in [amount for what, amount in program if what == "compute"]
 
 
 def test_variants_have_the_order_that_their_ideas_imply(traces):
-    found = calibrate(traces, LINKS)
+    found = calibrate([traces], LINKS)
     alone = found.simulate("none", SHAPE, 1).step
     for variant in VARIANTS:
         assert found.simulate(variant, SHAPE, 1).step == pytest.approx(alone)
@@ -181,8 +280,8 @@ def test_variants_have_the_order_that_their_ideas_imply(traces):
 
 
 def test_fsdp_gathers_and_scatters_each_unit(traces):
-    found = calibrate(traces, LINKS)
-    times = found.times(SHAPE)
+    found = calibrate([traces], LINKS)
+    times = found.times("fsdp", SHAPE, 4)
     program = program_of(times, found.network, "fsdp", SHAPE, 4, launch=0)
     blocks = SHAPE.model.num_layers
     sends = (blocks + 1) + (blocks - 1) + (blocks + 1)  # forward, backward, gradients
@@ -191,7 +290,9 @@ def test_fsdp_gathers_and_scatters_each_unit(traces):
     assert [amount for what, amount in program if what == "wait"] == [1, 2, 3, 3, 4, 7]
     assert program[-1] == ("wait", sends)
     computed = sum(amount for what, amount in program if what == "compute")
-    copied = times.copy * SHAPE.gradient_bytes
+    *of_blocks, root = (times.copy * n for n in plan("fsdp", SHAPE).nbytes)
+    slices = sum(of_blocks[:-1] * 2 + of_blocks[-1:] + [root]) / 4  # once: the root, the last block
+    copied = times.copy * SHAPE.gradient_bytes + slices
     assert computed == pytest.approx(
         sum(times.forward) + sum(times.backward) + times.optimizer / 4 + times.rest + copied
     )
@@ -228,6 +329,7 @@ def test_the_command_predicts_draws_and_says_how_far_off_it_was(traces, tmp_path
     assert none.split()[1:3] == ["12.00", "12.00"]  # the fastest round, matched
     bucketed = next(line for line in validated.splitlines() if line.startswith("ddp_bucketed "))
     assert bucketed.split()[1] == "15.00"
+    assert bucketed.split()[2] == "15.00"  # measured at the traces' shape
     assert "torch_zero1" not in text  # of which there is no model
     assert {line.split()[0] for line in predicted.splitlines()[4:15]} == set(VARIANTS)
     assert read_picture(picture).description.startswith("Efficiency of each variant")
@@ -237,4 +339,5 @@ def test_a_folder_without_traces_is_refused_in_one_line(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "needs traces of none and ddp on two ranks or more, has no trace" in error
+    assert "needs traces of one shape: of none, for computation" in error
+    assert "of 0 shapes, no traces" in error

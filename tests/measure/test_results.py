@@ -95,3 +95,17 @@ def test_row_cut_by_a_kill_is_tried_again(tmp_path):
     assert not Results(tmp_path).finished("b")
     results.record(_row("ok", "b"))
     assert results.path.read_bytes() == whole
+
+
+def test_the_fastest_round_counts(tmp_path):
+    """Of those that were measured, by what is asked of the configuration."""
+    results = Results(tmp_path)
+    for key, status, size, steps in [
+        ("a", "ok", 1, [5.0, 9.0, 7.0]), ("b", "ok", 1, [6.0, 6.0, 8.0]), ("c", "ok", 2, [3.0]),
+        ("d", "oom", 1, None),
+    ]:  # fmt: skip
+        results.record(_row(status, key, kind="timing", implementation="none", step_ms=steps,
+                            config={"size": size}))  # fmt: skip
+    results.record(_row("ok", "e", kind="gate", implementation="none", config={"size": 1}))
+    found = results.fastest_rounds("timing", lambda config: config["size"])
+    assert found == {1: {"none": 6.0}, 2: {"none": 3.0}}

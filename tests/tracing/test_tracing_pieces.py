@@ -1,10 +1,11 @@
 """Steps cut at each gradient, of operators on a CPU and of kernels on a GPU."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from tracing import load_trace, pieces
+from tracing import load_trace, load_traces, pieces, slowdown
 
 MS = 1000.0
 
@@ -21,6 +22,47 @@ def phases(*ranges):
 def write(path, events):
     path.write_text(json.dumps({"traceEvents": events, "configuration": {"batch_size": 4}}))
     return load_trace(path)
+
+
+def two_ranks(folder, kernels: bool, late: float):
+    """Steps of 30 ms of products; a collective that rank 1 joins `late` ms after rank 0."""
+    paths = []
+    for rank in (0, 1):
+        start = 12 * MS + rank * late * MS
+        category, name = ("kernel", "nccl_all_reduce") if kernels else ("cpu_op", "gloo:all_reduce")
+        product = "nvjet_gemm" if kernels else "aten::mm"
+        device = "kernel" if kernels else "cpu_op"
+        document = {
+            "traceEvents": [
+                *phases(("forward_pass", 0, 10 * MS), ("backward_pass", 10 * MS, 30 * MS),
+                        ("optimizer_step", 30 * MS, 32 * MS)),
+                event(product, 0, 10 * MS, device), event(product, 10 * MS, 20 * MS, device),
+                event("torch::autograd::AccumulateGrad", 29 * MS, 1),
+                event(name, start, 22 * MS - start, category, tid=2),
+                event("adamw", 30 * MS, 2 * MS, device),
+            ],
+            "distributedInfo": {"rank": rank}, "boot_id": "one",
+        }  # fmt: skip
+        paths.append(folder / f"{kernels}_{late}_{rank}.json")
+        paths[-1].write_text(json.dumps(document))
+    return load_traces(paths)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_kernel_that_waits_is_beside_computation_and_a_thread_is_not(tmp_path, kernels):
+    (step,) = pieces(two_ranks(tmp_path, kernels, late=4.0)[0])
+    assert step.beside[0] == pytest.approx(10e-3 if kernels else 6e-3)
+    assert step.whole.communication == 6 * MS
+
+
+def test_slowdown_compares_products_and_idle_time(tmp_path):
+    (own,) = pieces(two_ranks(tmp_path, True, late=4.0)[0])
+    faster = replace(own, forward=(8e-3, 0, 5e-3, 0), whole=replace(own.whole, idle=-1 * MS))
+    found = slowdown([own], [faster])
+    assert found.beside == pytest.approx(10e-3)
+    assert found.longer == pytest.approx(2e-3)
+    assert (found.communicating, found.overlapped) == pytest.approx((6e-3, 6e-3))
+    assert found.idle == pytest.approx(1e-3)
 
 
 def test_operators_are_told_apart_and_cut_at_each_gradient(tmp_path):
@@ -45,12 +87,12 @@ def test_operators_are_told_apart_and_cut_at_each_gradient(tmp_path):
     first, last = step.backward
     assert first == pytest.approx((6e-3, 0, 0, 2e-3), abs=1e-5)
     assert last == pytest.approx((0, 0, 5e-3, 7e-3), abs=1e-5)  # to the end of backward
-    assert step.synchronising == pytest.approx(3e-3)
     assert step.optimizer == pytest.approx(5e-3)
     assert step.rest == pytest.approx(2e-3)
     assert step.seconds == pytest.approx(40e-3)
     assert not step.clipped
-    assert (step.during.overlapped, step.during.exposed) == (1 * MS, 7 * MS)
+    assert (step.whole.overlapped, step.whole.exposed) == (1 * MS, 7 * MS)
+    assert step.beside == pytest.approx((0, 0, 1e-3, 5e-3))  # 24 to 30 ms, of backward
 
 
 def launched(name, at, start, duration, number):
