@@ -11,6 +11,10 @@ from lm.memory import KINDS, MIB, VARIANTS, largest_model, predict_memory, total
 from measure import OK, Column, describe_failure, draw_memory, format_table
 
 COMPILED = "memory is not predicted with --compile, which changes what blocks keep for backward"
+AT_THE_PEAK = (
+    "kinds at the moment of the peak: no activations if it lies in the optimizer's step, few "
+    "gradients if it lies early in backward"
+)
 
 
 def predictions(settings: Settings, world_size: int, on_gpu: bool) -> dict[str, dict[str, float]]:
@@ -49,7 +53,7 @@ def describe_memory(settings: Settings, world_size: int, device_type: str) -> li
     if capacity:
         columns.append(Column("largest", "largest that fits", right=True))
     title = f"predicted memory at the peak of a step on {world_size} ranks, MiB per rank"
-    return ["", format_table(columns, rows, title)]
+    return ["", format_table(columns, rows, title), "", AT_THE_PEAK]
 
 
 def draw_predicted(

@@ -314,8 +314,8 @@ def _legend(rows: list[dict], device: str, settings: Settings) -> str:
         "PROFILING.md, Exposed communication)",
         "×             ratio of step times, below 1 is faster; [95 %]: confidence interval over "
         "the rounds",
-        "calls, sent   collectives that a step starts, and bytes of gradients handed to them; –: "
-        "the implementation has no stats()",
+        "calls, sent   collectives that a step starts, and bytes of gradients, and of "
+        "gathered parameters, handed to them; –: the implementation has no stats()",
         f"peak          of {memory}, the largest over ranks and rounds",
     ]
     if any(row.get("predicted") for row in rows):

@@ -23,7 +23,7 @@ from exercises.attempt import Try, Verdict, attempt
 from exercises.record import POINT_TO_POINT
 from lm.rank_pool import Context, RankPool
 
-PATIENCE_S = 6.0  # for one collective
+PATIENCE_S = 6.0  # for one collective, on a machine with a core for each program
 KILL_AFTER_S = 3.0  # beyond that, a rank is taken for lost
 START_S = 120.0  # a loaded machine may need long to import torch
 
@@ -84,15 +84,23 @@ def _get_ready(context: Context) -> None:
         os.dup2(nowhere.fileno(), 2)
 
 
+def patience() -> float:
+    """Returns seconds for one collective: a busy machine makes a rank slow, which is no stall."""
+    return PATIENCE_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def load_check(name: str) -> ModuleType:
     """Returns the check of an exercise: a module with `WORLD_SIZES` and `PROPERTIES`."""
     return import_module(f"exercises.{name}.check")
 
 
 def judge(
-    exercise: str, solution: Path, ranks: Ranks, patience_s: float = PATIENCE_S
+    exercise: str, solution: Path, ranks: Ranks, patience_s: float | None = None
 ) -> Iterator[Result]:
-    """Yields one result per property; after a stall the others are skipped."""
+    """Yields one result per property; after a stall the others are skipped.
+
+    `patience_s`: default `patience()`, anew for each property.
+    """
     check = load_check(exercise)
     stalled = False
     for number, body in enumerate(check.PROPERTIES):
@@ -102,7 +110,8 @@ def judge(
             continue
         why = ""
         for world_size in check.WORLD_SIZES:
-            why, stalled = _try(exercise, number, solution.resolve(), ranks, world_size, patience_s)
+            limit = patience() if patience_s is None else patience_s
+            why, stalled = _try(exercise, number, solution.resolve(), ranks, world_size, limit)
             if why:
                 several = f"with {world_size} ranks, " if len(check.WORLD_SIZES) > 1 else ""
                 why = several + why
@@ -162,7 +171,10 @@ def explain_stall(stuck: list[int], calls: list[list[dict]]) -> str:
             f"a collective was not matched on rank {other}: call {number + 1} of rank {waiting} "
             f"is {show(nth[waiting])}, and rank {other} {theirs}"
         )
-    return f"rank {stuck[0]} gave no answer: does it loop for ever, or has its process died?"
+    return (
+        f"rank {stuck[0]} gave no answer: does it loop for ever, or has its process died? If the "
+        "machine is busy, try again"
+    )
 
 
 def show(call: dict) -> str:

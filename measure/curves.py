@@ -1,6 +1,7 @@
 """Draws the efficiency of each variant from 1 to 1,024 GPUs, and where each stops paying."""
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from measure.picture import save_picture
@@ -16,9 +17,11 @@ GAP = 0.042  # of the axis' height, between two labels
 
 
 def last_that_pays(curve: Sequence[float]) -> str:
-    """Returns up to which number of GPUs a curve of efficiencies is high enough."""
-    paying = [n for n, value in zip(COUNTS, curve, strict=True) if value >= PAYS]
-    return "pays throughout" if curve[-1] >= PAYS else f"up to {max(paying, default=0):,}"
+    """Returns the number of GPUs before the first one whose efficiency is too low."""
+    paying = len(list(takewhile(lambda value: value >= PAYS, curve)))
+    if paying == len(COUNTS):
+        return "pays throughout"
+    return f"up to {COUNTS[paying - 1] if paying else 0:,}"
 
 
 def draw_efficiency(
@@ -61,20 +64,21 @@ def draw_efficiency(
     if counts[0] < hosts_from < counts[-1]:
         axes.axvspan(hosts_from, counts[-1], color="#F4F6FA", zorder=0)
         axes.text(hosts_from * 1.06, 1.006, "more than one host →", **note)
-    same: dict[tuple, list[str]] = {}  # variants with one curve have one label
-    for name, curve in curves.items():
-        same.setdefault(tuple(round(value, 3) for value in curve), []).append(name)
-    order = sorted((own[0] for own in same.values()), key=lambda name: -curves[name][-1])
-    together = {own[0]: ", ".join(own) for own in same.values()}
+    first: dict[tuple, str] = {}  # of variants with one curve; the others have its colour
+    look = {
+        name: first.setdefault(tuple(round(value, 3) for value in curve), name)
+        for name, curve in curves.items()
+    }
+    order = sorted(curves, key=lambda name: -curves[look[name]][-1])
     heights = _spread([(curves[name][-1] - bottom) / (TOP - bottom) for name in order])
     for name, height in zip(order, heights, strict=True):
-        place = list(curves).index(name)
+        place = list(curves).index(look[name])
         style = {"color": COLOURS[place % len(COLOURS)], "ls": DASHES[place % len(DASHES)]}
         axes.plot(counts, curves[name], lw=2, marker="o", ms=3, **style)
         end = (curves[name][-1] - bottom) / (TOP - bottom)
         axes.plot([1.005, 1.03], [end, height], lw=0.8, color=style["color"], clip_on=False,
                   transform=axes.transAxes)  # fmt: skip
-        label = f"{curves[name][-1]:.0%} {together[name]}: {last_that_pays(curves[name])}"
+        label = f"{curves[name][-1]:.0%} {name}: {last_that_pays(curves[name])}"
         axes.text(1.035, height, label, va="center",
                   fontsize=8.8, color=style["color"], transform=axes.transAxes)  # fmt: skip
     figure.text(0.07, 0.945, title, fontsize=13, weight="bold")

@@ -25,9 +25,10 @@ class Picture:
 
 
 def save_picture(figure: Any, path: str | Path, description: str) -> None:
-    """Writes a matplotlib figure as a PNG with its sentence, atomically."""
+    """Writes a matplotlib figure as a PNG with its sentence, atomically; makes missing folders."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={_ENTRY: description})
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, buffer.getvalue())
 
 

@@ -22,7 +22,9 @@ PEAK_LEGEND = (
     "Peak of the largest rank and round: on a GPU what PyTorch has allocated, on a CPU the "
     "process's resident memory, Python and libraries included."
 )
-EXCHANGE_LEGEND = "Collectives that a step starts, bytes of gradients handed to them."
+EXCHANGE_LEGEND = (
+    "Collectives that a step starts, bytes of gradients and gathered parameters handed to them."
+)
 ERROR_LEGEND = (
     "Gradient error: the largest relative one of a float32 gradient, against one process on the "
     "whole batch."

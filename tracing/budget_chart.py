@@ -25,7 +25,8 @@ STYLES = {  # part: colour, hatch, what it is, colour of a number in it
     "idle": ("#F1F1F1", "", "idle: nothing runs", INK),
 }
 ROW, HEAD, FOOT = 0.42, 0.98, 1.08  # inches
-SMALLEST_LABEL = 0.032  # of the axis: a narrower part has no number in it
+AXIS = 0.655  # of the figure's width
+CHARACTER, MARGIN = 5.1, 3.0  # points: a number that is wider than its part is left out
 
 
 def draw_budgets(found: Mapping[str, Budget], path: str | Path, title: str, basis: str) -> None:
@@ -47,7 +48,7 @@ def budget_figure(found: Mapping[str, Budget], title: str, basis: str) -> Figure
 
     height = HEAD + ROW * len(found) + FOOT
     figure = Figure(figsize=(WIDTH, height), facecolor="white")
-    area = (0.2, FOOT / height, 0.655, ROW * len(found) / height)
+    area = (0.2, FOOT / height, AXIS, ROW * len(found) / height)
     axes = figure.add_axes(area)
     longest = max(one.step for one in found.values()) / 1000
     shown = _shown(found, basis)
@@ -77,9 +78,11 @@ def _draw_bar(axes: Axes, y: float, one: Budget, shown: list[str], longest: floa
             y, width, 0.72, left, color=colour, hatch=hatch, edgecolor="white",
             linewidth=0.0 if hatch else 0.6,
         )  # fmt: skip
-        if width > SMALLEST_LABEL * longest:
+        number = f"{width:.1f}"
+        room = width / longest * AXIS * WIDTH * 72  # points
+        if room > CHARACTER * len(number) + MARGIN:
             text = axes.text(
-                left + width / 2, y, f"{width:.1f}", ha="center", va="center", fontsize=8,
+                left + width / 2, y, number, ha="center", va="center", fontsize=8,
                 color=ink,
             )  # fmt: skip
             if hatch:

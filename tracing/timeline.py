@@ -140,7 +140,7 @@ def _empty_figure(lane_counts: list[int]) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure
 
     heights = [HEADER + LANE * max(count, 2) for count in lane_counts]
-    top, bottom, gap = 0.78, 0.98, 0.12
+    top, bottom, gap = 0.78, 1.12, 0.12
     height = top + bottom + sum(heights) + gap * (len(heights) - 1)
     figure = Figure(figsize=(WIDTH, height))
     all_axes, y = [], height - top
@@ -264,8 +264,10 @@ def _draw_frame(figure: Figure, title: str, traces: dict[str, list[Trace]]) -> N
     clock = "all ranks on one clock" if one_clock else "each rank from its own start"
     note = (
         "Each rank has two bars, computation above and communication below. Hidden: the rank "
-        "computes at the same time.\nExposed: it computes nothing. Waiting: nothing, and a slower "
-        f"rank has not begun the collective.\nMeasured from {', '.join(bases)}. The step of median "
+        "computes at the same time.\nExposed: it computes nothing meanwhile. Waiting: it computes "
+        "nothing, and a slower rank has not begun the collective.\nBackgrounds: forward blue, "
+        "backward green, synchronization (sync) yellow, clipping grey, optimizer lilac.\n"
+        f"Measured from {', '.join(bases)}. The step of median "
         f"length, {clock}; numbers are means over ranks."
     )
     figure.text(0.012, 0.06 / inches, note, fontsize=8, va="bottom", color="#555555")

@@ -103,8 +103,9 @@ class Wrapper(Replicated, Copyable):
     def stats(self) -> dict[str, int]:
         """Returns the collectives and bytes of this rank's last finished step.
 
-        `collectives` started for gradients, `bytes` of gradients handed to them (a ring moves
-        2(W-1)/W times as many over each link), and `buckets` in the plan.
+        `collectives` started, `bytes` of gradients handed to them (an all-reduce in a ring moves
+        2(W-1)/W times as many over each link) and of gathered parameters, and `buckets` in the
+        plan.
         """
         record = self.step.finished
         return {

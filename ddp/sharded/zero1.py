@@ -118,6 +118,7 @@ class Zero1DDP(Sharded, BucketedDDP):
 
     def publish(self, unit: FlatUnit) -> None:
         self.step.finished.collectives += 1
+        self.step.finished.nbytes += unit.values.nbytes
         self._gathers.append(all_gather(unit.values, unit.shard, self.process_group))
 
     def end_step(self) -> None:

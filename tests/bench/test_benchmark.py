@@ -128,8 +128,10 @@ def test_counts_tell_the_implementations_apart(rows):
     assert timed["none"]["collectives"] == timed["none"]["bytes"] == 0
     assert timed["ddp"]["collectives"] == timed["ddp_individual"]["collectives"] == 21
     assert timed["ddp_bucketed"]["collectives"] < 21
-    others = [name for name in MEASURED if "Min" not in name and name not in ("none", "fsdp")]
+    apart = ("none", "zero1", "fsdp")
+    others = [name for name in MEASURED if "Min" not in name and name not in apart]
     assert {timed[name]["bytes"] for name in others} == {53_568}  # every parameter, in float32
+    assert 2 * 53_568 <= timed["zero1"]["bytes"] < 2.01 * 53_568  # reduced, gathered, padded
     assert 2 * 53_568 < timed["fsdp"]["bytes"] < 3 * 53_568  # gathered twice, but for the root
 
 

@@ -22,6 +22,7 @@ def test_dry_run_prints_each_kind_and_the_peak():
         line.split()[0]: line.split()[1:] for line in table.splitlines() if len(line.split()) > 5
     }
     assert cells["implementation"][0] == "parameters"
+    assert "kinds at the moment of the peak: no activations if" in table
     *kinds, peak = map(float, cells["none"])
     parameters = int(re.search(r"model: ([\d,]+) parameters", run.stdout)[1].replace(",", ""))
     mebibytes = 4 * parameters / 2**20

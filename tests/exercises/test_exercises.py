@@ -13,7 +13,16 @@ from ddp import implementation
 from exercises import EXERCISES
 from exercises.attempt import Verdict
 from exercises.check import main
-from exercises.judge import Ranks, Result, explain, explain_stall, judge, load_check
+from exercises.judge import (
+    PATIENCE_S,
+    Ranks,
+    Result,
+    explain,
+    explain_stall,
+    judge,
+    load_check,
+    patience,
+)
 from tests.exercises import fsdp_mistakes, sharded_mistakes  # noqa: F401 - add to MISTAKES
 from tests.exercises.mistakes import MISTAKES
 
@@ -127,6 +136,14 @@ def test_after_a_stall_the_rest_is_skipped_and_the_pool_still_works(ranks, tmp_p
     line = 1 + next(i for i, text in enumerate(lines) if "dist.all_reduce(" in text)
     assert f"; rank 0 waits (UnusedSkipped.py, line {line})" in results[1].why
     assert next(judge("ex4_plan", SOLUTIONS, ranks)).verdict == "right"
+
+
+def test_a_busy_machine_has_more_patience(monkeypatch):
+    cores = os.cpu_count()
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.5 * cores, 0, 0))
+    assert patience() == PATIENCE_S
+    monkeypatch.setattr(os, "getloadavg", lambda: (4 * cores, 0, 0))
+    assert patience() == 4 * PATIENCE_S
 
 
 @pytest.mark.slow

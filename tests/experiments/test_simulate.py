@@ -302,6 +302,8 @@ def test_last_that_pays():
     curve = [1.0, 0.9, 0.85, 0.7] + [0.6] * (len(COUNTS) - 4)
     assert last_that_pays(curve) == "up to 4"
     assert last_that_pays([0.9] * len(COUNTS)) == "pays throughout"
+    assert last_that_pays([1.0, 0.7, *[0.9] * (len(COUNTS) - 2)]) == "up to 1"  # the first below
+    assert last_that_pays([0.7] * len(COUNTS)) == "up to 0"
 
 
 def test_the_command_predicts_draws_and_says_how_far_off_it_was(traces, tmp_path, capsys):

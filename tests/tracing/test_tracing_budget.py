@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 
 from tests.tracing.test_tracing_gpu import SIDE, kernel, load, on_device, one_step
@@ -109,6 +110,24 @@ def test_bars_are_as_long_as_the_numbers(tmp_path):
     assert "floor" in texts(axes)
     longer = {"ddp": replace(found["ddp"], floor=280)}
     assert "1.250 ×" in texts(budget_figure(longer, "t", "GPU kernels").axes[0])
+
+
+def test_numbers_lie_in_their_parts(tmp_path):
+    one = budget([slowed(tmp_path)], [floor(tmp_path)])
+    one = replace(one, computation=300_000)
+    narrow = {f"n{k}": replace(one, exposed=1000 * k, idle=1100 * k) for k in range(1, 40)}
+    figure = budget_figure(narrow, "title", "GPU kernels")
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    axes = figure.axes[0]
+    bars = [bar.get_window_extent(renderer) for bar in axes.patches]
+    numbers = [text for text in axes.texts if text.get_text().replace(".", "").isdigit()]
+    assert 0 < len(numbers) < len(bars)
+    for text in numbers:
+        own = text.get_window_extent(renderer)
+        assert any(
+            bar.x0 <= own.x0 and own.x1 <= bar.x1 and bar.y0 <= own.y0 and own.y1 <= bar.y1
+            for bar in bars
+        ), text
 
 
 def test_the_file_and_nothing_to_draw(tmp_path):

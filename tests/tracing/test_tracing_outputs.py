@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 
 from tracing import (
@@ -206,3 +207,13 @@ def test_failed_profile_leaves_no_file(tmp_path):
     ):
         raise RuntimeError("step failed")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_note_below_names_the_backgrounds_and_lies_below_the_axis():
+    figure = timeline_figure({"overlapped": [fixture("overlapped")]}, "title")
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    (note,) = (text for text in figure.texts if "Backgrounds: forward blue" in text.get_text())
+    label = figure.axes[-1].xaxis.label.get_window_extent(renderer)
+    own = note.get_window_extent(renderer)
+    assert 0 <= own.y0 < own.y1 < label.y0
+    assert own.x1 < figure.bbox.x1

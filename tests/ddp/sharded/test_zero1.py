@@ -31,6 +31,9 @@ def what_is_sent(context: Context) -> None:
             events = [e.what for e in recorder.events]
             assert events == ["all_gather"] * len(model.units) + ["wait"] * len(model.units)
             assert model.stats()["collectives"] == 2 * len(model.units)
+            reduced = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+            gathered = sum(unit.values.nbytes for unit in model.units)
+            assert model.stats()["bytes"] == reduced + gathered
             optimizer.zero_grad()
 
 

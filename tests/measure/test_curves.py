@@ -1,0 +1,27 @@
+"""The picture of efficiencies: each variant is named, and no name is cut off."""
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from lm.exchange import VARIANTS
+from measure import curves
+from measure.curves import draw_efficiency
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.01, 1.0])
+def test_names_of_variants_lie_in_the_picture(tmp_path, monkeypatch, loss):
+    drawn = []
+    monkeypatch.setattr(curves, "save_picture", lambda figure, *_: drawn.append(figure))
+    # pairs of variants share a curve
+    draw_efficiency(
+        lambda name, gpus: 1.0 + loss * (VARIANTS.index(name) // 2) * (gpus - 1) / 1000,
+        VARIANTS, "from two", 8, tmp_path / "a.png",
+    )  # fmt: skip
+    (figure,) = drawn
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    labels = [text for text in figure.axes[0].texts if "% " in text.get_text()]
+    for name in VARIANTS[1:]:
+        (label,) = (one for one in labels if f"% {name}: " in one.get_text())
+        extent = label.get_window_extent(renderer)
+        assert 0 <= extent.x0 < extent.x1 <= figure.bbox.x1
+        assert 0 <= extent.y0 < extent.y1 <= figure.bbox.y1
