@@ -110,11 +110,14 @@ def predict_memory(
     Args:
         variant: one of `VARIANTS`.
         batch_size: sequences of `model.context_length` tokens per rank.
-        dtype: `float32`, `mixed` (float32 under bfloat16 autocast) or `bfloat16`.
+        dtype: `float32`, `mixed` (float32 under bfloat16 autocast) or `bfloat16`. In a mixed run
+            FSDP gathers bfloat16 parameters, so that nothing is cast: it takes the same in both.
         on_gpu: RMSNorm is one kernel, and PyTorch's DDP has its old buckets while it has new ones.
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant {variant!r} is unknown: choose from {', '.join(VARIANTS)}")
+    if dtype == "mixed" and variant in ("fsdp", "torch_fsdp"):
+        dtype = "bfloat16"
     capacity = int(bucket_mb(variant, bucket_size_mb) * MIB)
     step = _Step(variant, model, ranks, batch_size * model.context_length, dtype, capacity, on_gpu)
     peak = max(step.moments(), key=sum)

@@ -84,6 +84,18 @@ def test_peaks_that_were_measured_on_four_gpus(preset, length, dtype, gib):
         assert sum(kinds.values()) / GIB == pytest.approx(measured, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("d_model", "d_ff", "batch_size", "mib"),
+    [(2048, 5504, 8, 15_235), (2048, 5504, 12, 20_602), (2560, 6880, 8, 19_381)],
+)
+def test_fsdp_in_a_mixed_run_keeps_no_casts(d_model, d_ff, batch_size, mib):
+    """Peaks of two H100, MiB: parameters are gathered in bfloat16."""
+    model = replace(PRESETS["730m"], d_model=d_model, d_ff=d_ff, num_heads=d_model // 128,
+                    context_length=1024)  # fmt: skip
+    found = predict_memory("fsdp", model, ranks=2, batch_size=batch_size, dtype="mixed")
+    assert sum(found.values()) / 2**20 == pytest.approx(mib, rel=0.02)
+
+
 def test_parameters_are_those_of_the_network():
     for model in (SMALL, replace(SMALL, tie_embeddings=True)):
         count = sum(p.numel() for p in Transformer(model).parameters())
