@@ -263,7 +263,7 @@ def early(rank: Rank) -> None:
     """A block's gradients are on the wire when the backward of the block before it begins."""
     model = wrapped(rank)
     step(rank, model, 1)
-    started, blocks = set(), block_of_size(rank, model)
+    started, waits, blocks = set(), 0, block_of_size(rank, model)
     for event in rank.record.events:
         if event.what in SCATTERS:
             started.add(blocks.get(event.numel))
@@ -274,6 +274,13 @@ def early(rank: Rank) -> None:
                 f"backward of block {event.detail} begins, and the gradients of block "
                 f"{event.detail + 1} are complete and not on the wire: start in gradient_ready"
             )
+        elif event.what == "backward" and started and waits == len(started):
+            raise Wrong(
+                f"backward of block {event.detail} begins, and the gradients of block "
+                f"{event.detail + 1} were waited for where they were started: wait in finish"
+            )
+        elif event.what == "wait" and event.detail in SCATTERS:
+            waits += 1
 
 
 def later_steps(rank: Rank) -> None:

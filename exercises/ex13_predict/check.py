@@ -74,10 +74,12 @@ def stops(rank: Rank) -> None:
         ({1: 1.0, 2: 1.1, 4: 1.2, 8: 1.24}, 0.8, 8),
         ({1: 1.0, 2: 2.0, 4: 1.1}, 0.8, 1),
         ({1: 2.0, 2: 2.5, 4: 3.0}, 0.8, 2),
+        ({1: 1.0, 8: 1.5, 16: 1.6}, 0.8, 0),
     ]
     for steps, limit, right in cases:
-        found = rank.solution.last_that_pays(steps.__getitem__, list(steps), limit)
-        what = f"last_that_pays for steps {steps} and the limit {limit}"
+        counts = list(steps)[not right :]
+        found = rank.solution.last_that_pays(steps.__getitem__, counts, limit)
+        what = f"last_that_pays for steps {steps}, counts {counts} and the limit {limit}"
         expect(found, right, what, "efficiency is step_on(1) / step_on(W)")
 
 

@@ -135,6 +135,15 @@ class ShardedNotWaited(FullyShardedDDP):
         self.begin_step()
 
 
+@mistake("fsdp", "A block's gradients are on the wire", "waited for where they were started")
+class ShardedWaitedAtOnce(FullyShardedDDP):
+    """Each reduction ends before backward goes on."""
+
+    def reduce(self, unit):
+        super().reduce(unit)
+        self.in_flight[-1][0].wait()
+
+
 @mistake("fsdp", AFTER_FINISH, "is the sum over the ranks: divide it")
 class ShardedSum(FullyShardedDDP):
     """The sums of the blocks are not divided."""

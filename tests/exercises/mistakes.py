@@ -487,6 +487,12 @@ def predict_all_slower(pieces, sends, slowdown):
     return solutions.step_seconds([slowdown * piece for piece in pieces], sends, 1.0)
 
 
+@mistake("predict", "A variant pays until", "is 1 and should be 0")
+def predict_one_always_pays(step_on, counts, limit):
+    """One rank is taken to pay, also where it is not asked for."""
+    return solutions.last_that_pays(step_on, counts, limit) or 1
+
+
 @mistake("predict", "A variant pays until", "step_on(1) / step_on(W)")
 def predict_best_of_all(step_on, counts, limit):
     """The largest number that pays, also behind one that does not."""

@@ -212,6 +212,7 @@ def test_failed_profile_leaves_no_file(tmp_path):
 def test_the_note_below_names_the_backgrounds_and_lies_below_the_axis():
     figure = timeline_figure({"overlapped": [fixture("overlapped")]}, "title")
     renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
     (note,) = (text for text in figure.texts if "Backgrounds: forward blue" in text.get_text())
     label = figure.axes[-1].xaxis.label.get_window_extent(renderer)
     own = note.get_window_extent(renderer)
