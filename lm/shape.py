@@ -122,7 +122,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Computation:
-    """What was measured of a step without communication, at one shape.
+    """Holds what was measured of a step without communication, at one shape.
 
     `forward` is of all units together, `backward` has an element per gradient; both have seconds of
     products, attention, other work and gaps. AdamW passes 7 times over memory of the parameters'

@@ -12,7 +12,7 @@ COLOURS = ("#999999", "#D55E00", "#E69F00", "#CC79A7", "#0072B2", "#009E73", "#5
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 COUNTS = tuple(2**i for i in range(11))  # GPUs
 PAYS = 0.8  # the least efficiency that does
-TOP = 1.02  # of the axis
+ROOM = 0.04  # of the axis, above 100 % or the highest curve
 GAP = 0.042  # of the axis' height, between two labels
 
 
@@ -47,35 +47,33 @@ def draw_efficiency(
     figure = Figure(figsize=(10, 5.8), dpi=160, facecolor="white")
     axes = figure.add_axes((0.085, 0.115, 0.585, 0.735))
     low = min(limit, *(min(curve) for curve in curves.values()))
-    bottom = max(0.0, low - 0.06)
+    bottom, top = max(0.0, low - 0.06), max(1.0, *(max(c) for c in curves.values())) + ROOM
     axes.set_xscale("log", base=2)
-    axes.set(xlim=(counts[0], counts[-1]), ylim=(bottom, TOP), xticks=counts)
+    axes.set(xlim=(counts[0], counts[-1]), ylim=(bottom, top), xticks=counts)
     axes.set_xticklabels([f"{n:,}" for n in counts], fontsize=9)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.grid(axis="y", color="#E6E6E6", lw=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("GPUs (the batch per GPU stays the same)")
-    axes.set_ylabel("a step of one GPU / a step of all")
+    axes.set_ylabel(f"a step of {floor} on one GPU / a step")
     axes.axhline(limit, color="#222222", lw=0.9, ls=":")
     note = {"fontsize": 8.5, "color": "#555555"}
-    axes.text(
-        counts[-1], limit, f"below {limit:.0%} it no longer pays ", va="top", ha="right", **note
-    )
+    axes.text(counts[0], limit - 0.008, f"  below {limit:.0%} it no longer pays", va="top", **note)
     if counts[0] < hosts_from < counts[-1]:
         axes.axvspan(hosts_from, counts[-1], color="#F4F6FA", zorder=0)
-        axes.text(hosts_from * 1.06, 1.006, "more than one host →", **note)
+        axes.text(hosts_from * 1.06, bottom + 0.01, "more than one host →", **note)
     first: dict[tuple, str] = {}  # of variants with one curve; the others have its colour
     look = {
         name: first.setdefault(tuple(round(value, 3) for value in curve), name)
         for name, curve in curves.items()
     }
     order = sorted(curves, key=lambda name: -curves[look[name]][-1])
-    heights = _spread([(curves[name][-1] - bottom) / (TOP - bottom) for name in order])
+    heights = _spread([(curves[name][-1] - bottom) / (top - bottom) for name in order])
     for name, height in zip(order, heights, strict=True):
         place = list(curves).index(look[name])
         style = {"color": COLOURS[place % len(COLOURS)], "ls": DASHES[place % len(DASHES)]}
         axes.plot(counts, curves[name], lw=2, marker="o", ms=3, **style)
-        end = (curves[name][-1] - bottom) / (TOP - bottom)
+        end = (curves[name][-1] - bottom) / (top - bottom)
         axes.plot([1.005, 1.03], [end, height], lw=0.8, color=style["color"], clip_on=False,
                   transform=axes.transAxes)  # fmt: skip
         label = f"{curves[name][-1]:.0%} {name}: {last_that_pays(curves[name])}"

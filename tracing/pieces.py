@@ -63,12 +63,12 @@ def faster_half(values: Iterable, key: Callable | None = None) -> list:
 
 
 class Slowdown(NamedTuple):
-    """What a variant's steps have and those of the floor, which does not communicate, have not.
+    """Holds what a variant's steps have beyond those of the floor, which does not communicate.
 
     beside          products and attention of forward and backward beside communication
     longer          how much longer all products and attention took
-    communicating   collectives, without waiting for a rank, and the part beside computation:
-    overlapped      the latter
+    communicating   collectives, without waiting for a rank
+    overlapped      the part of them beside computation
     idle            how much longer nothing was done, or a rank was waited for
     """
 

@@ -116,9 +116,8 @@ class WayBack:
         """Enters a block: frees those that backward has left, starts this one and the next."""
         self.ahead -= 1
         needed = self.blocks[max(0, self.ahead - 1) : self.ahead + 1]
-        for block in (
-            self.blocks[self.ahead + 1].around if self.ahead + 1 < len(self.blocks) else ()
-        ):
+        left = self.blocks[self.ahead + 1].around if self.ahead + 1 < len(self.blocks) else []
+        for block in left:
             if block not in (*needed, *needed[-1].around):
                 block.free()
         for block in reversed(needed):

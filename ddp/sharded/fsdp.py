@@ -84,7 +84,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         self.root = self.blocks[0]
         units = [unit for block in self.blocks for unit in block.units if unit.is_trainable]
         self.place_of = {p: (u, member) for u in units for member, p in enumerate(u.parameters)}
-        self.units = [*units]
+        self.units: list[FlatUnit] = [*units]
         self.order = CallOrder(self.process_group)
         self._new_way = self.way_back = WayBack()  # of the last forward; of the last backward
         self._is_ahead = False  # the optimizer has started the gathers of the next forward
@@ -231,6 +231,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 
     def begin_step(self) -> None:
+        super().begin_step()
         self.free()
 
     def publish(self, unit: FlatUnit) -> None:

@@ -60,7 +60,17 @@ class Sharded:
                 unit.gradient = None
 
     def begin_step(self) -> None:
-        """Called by the optimizer before it steps the first unit."""
+        """Called by the optimizer before it steps the first unit.
+
+        Raises:
+            RuntimeError: before `finish_gradient_synchronization()`.
+        """
+        self.refuse_unfinished()
+
+    def refuse_unfinished(self) -> None:
+        """Raises RuntimeError while gradients are on their way; `fsdp` has stand-ins for them."""
+        if self.step.is_in_the_middle():
+            raise RuntimeError(UNFINISHED)
 
     def publish(self, unit: FlatUnit) -> None:
         """Called by the optimizer when `unit.shard` holds its new values."""
@@ -111,8 +121,7 @@ class Sharded:
             RuntimeError: before `finish_gradient_synchronization()`.
         """
         refuse_not_reduced(self.units)
-        if self.step.is_in_the_middle():  # `fsdp` has stand-ins for what is on the wire, too
-            raise RuntimeError(UNFINISHED)
+        self.refuse_unfinished()
         return [
             (unit.parameters[piece.member], piece.offset, piece.numel, gradient)
             for unit in self.units

@@ -113,6 +113,7 @@ class Zero1DDP(Sharded, BucketedDDP):
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 
     def begin_step(self) -> None:
+        super().begin_step()
         for unit in self.units:
             self._bind(unit)  # another wrapper of the same network may have moved them
 

@@ -52,8 +52,8 @@ class Calibration:
     def times(self, variant: str, shape: Shape, ranks: int) -> Times:
         """Returns what a variant computes in a step."""
         lean = self.lean if variant == "fsdp" else None
-        factor = self.slower * (1 + self.shared * (self.network.local(ranks) - 1))
-        return self.computation.scaled(shape, lean).times(factor)
+        slower = self.slower * (1 + self.shared * (self.network.local(ranks) - 1))
+        return self.computation.scaled(shape, lean).times(slower)
 
     def simulate(self, variant: str, shape: Shape, ranks: int) -> Outcome:
         """Returns a step of so many ranks."""
@@ -134,7 +134,6 @@ def _contention(
     times, seen = found.times(variant, found.shape, found.ranks), slowdown(own, floor)
     program = program_of(times, found.network, variant, found.shape, found.ranks, launch=0.0)
     sends = [amount for what, amount in program if what == "send"]
-
     return Contention(
         factor(seen.beside, seen.longer), factor(seen.overlapped, seen.communicating - sum(sends)),
         max(0.0, seen.idle / len(sends)),

@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
 
     @property
     def contention(self) -> float:  # what computation lost while communication worked beside it
-        return self.step - self.computed - self.exposed
+        return max(0.0, self.step - self.computed - self.exposed)
 
 
 def run(program: Program, contention: Contention) -> Outcome:

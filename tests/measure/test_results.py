@@ -98,7 +98,7 @@ def test_row_cut_by_a_kill_is_tried_again(tmp_path):
 
 
 def test_the_fastest_round_counts(tmp_path):
-    """Of those that were measured, by what is asked of the configuration."""
+    """Groups rounds by what is asked of the configuration, and takes the fastest of each."""
     results = Results(tmp_path)
     for key, status, size, steps in [
         ("a", "ok", 1, [5.0, 9.0, 7.0]), ("b", "ok", 1, [6.0, 6.0, 8.0]), ("c", "ok", 2, [3.0]),

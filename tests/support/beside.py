@@ -122,9 +122,9 @@ def is_divided(name: str) -> bool:
     return hasattr(implementation(name), "whole_parameters")
 
 
+# Messages of such a variant: another wrapper of its network is refused, and so are copies.
 DIVIDED = r"fsdp has divided among ranks: build a new network and load"
 NOT_COPIED = r"fsdp has divided cannot be copied or pickled.*save model\.state_dict\(\)"
-"""What such a variant says about another wrapper of its network, and about copies."""
 
 
 class Chain(nn.Module):

@@ -304,8 +304,7 @@ MUTANTS = [
     ),
     Mutant(
         "cleared gradients come back in the next backward",
-        (("sharded/layout.py", "cleared = self._marks[member] == 0",
-          "cleared = self._marks[member] == 1"),),
+        (("sharded/layout.py", "own.masked_fill_(mark == 0, 0)", "own"),),
         ("tests/ddp/sharded/test_layout.py",),
     ),
     Mutant(
@@ -411,9 +410,8 @@ MUTANTS = [
     ),
     Mutant(
         "the next forward computes with the values of before the step",
-        (("sharded/fsdp.py", """    def begin_step(self) -> None:
-        self.free()""", """    def begin_step(self) -> None:
-        pass"""),),
+        (("sharded/fsdp.py", """        super().begin_step()
+        self.free()""", "        super().begin_step()"),),
         ("tests/ddp/sharded/test_fsdp_networks.py", "gathered_before_the_step"),
     ),
     Mutant(

@@ -221,7 +221,7 @@ def gradients_of(
 
 
 def checkpointing_in_16_bit(context: Context) -> None:
-    """What is recomputed is the same, bit for bit, in each kind of mixed precision."""
+    """Recomputing gives the same, bit for bit, in each kind of mixed precision."""
     torch.manual_seed(0)
     network = Network()
     kinds = [Network(checkpointed=True), Reentrant()]

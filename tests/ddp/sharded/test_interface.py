@@ -80,8 +80,9 @@ def test_a_gradient_that_is_set_to_zero(cpu_ranks):
 
 
 def too_early(context: Context, name: str) -> None:
-    """Pieces of an earlier step, or of memory that a collective is writing to, are not returned."""
+    """Pieces of an earlier step, or of memory that a collective is writing to, are not used."""
     pair = Beside(context, name, Chain(), **small_buckets(name))
+    optimizer = pair.model.make_optimizer(torch.optim.SGD, lr=0.1)
     pair.backward(chain_loss(0))
     pair.finish()
     for unit in pair.model.units:
@@ -92,9 +93,14 @@ def too_early(context: Context, name: str) -> None:
     for backward in (False, True):
         if backward:
             chain_loss(2)(pair.model, context.rank).backward()
-        for call in (pair.model.gradient_pieces, lambda: pair.model.clip_grad_norm_(1.0)):
+        before = [unit.shard.clone() for unit in pair.model.units]
+        for call in (
+            pair.model.gradient_pieces, lambda: pair.model.clip_grad_norm_(1.0), optimizer.step
+        ):  # fmt: skip
             with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\)"):
                 call()
+        for unit, values in zip(pair.model.units, before, strict=True):
+            assert torch.equal(unit.shard, values)
     pair.model.finish_gradient_synchronization()
     assert pair.model.clip_grad_norm_(1.0) > 0
 
