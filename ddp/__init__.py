@@ -21,6 +21,7 @@ import importlib.util
 import inspect
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -109,18 +110,25 @@ def options_of(cls: type[nn.Module]) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
 
 
+# Plug-ins by file and what is in it: a class is the same one at every call, for pickle.
+_loaded: dict[tuple[Path, bytes], ModuleType] = {}
+
+
 def _load_class(path: Path, class_name: str) -> type[nn.Module]:
     if not path.is_file():
         raise ValueError(f"implementation {path}:{class_name}: there is no file {path}")
     spec = importlib.util.spec_from_file_location(f"plugin_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"implementation {path}:{class_name}: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
+    version = path.resolve(), path.read_bytes()
+    module = _loaded.get(version) or importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
     try:
-        spec.loader.exec_module(module)
+        if version not in _loaded:
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ValueError(f"implementation {path}:{class_name}: {path} fails: {error!r}") from error
+    _loaded[version] = module
     cls = getattr(module, class_name, None)
     if not (inspect.isclass(cls) and issubclass(cls, nn.Module)):
         raise ValueError(

@@ -194,6 +194,15 @@ def test_gradients_outlive_the_wrapper(ranks, implementation):
     ranks.run(2, gradients_outlive_the_wrapper, implementation)
 
 
+def test_a_plugin_is_loaded_again_only_if_its_file_has_changed(tmp_path):
+    path = tmp_path / "plugin.py"
+    for base in ("NoCommunication", "SynchronousDDP"):
+        path.write_text(f"from ddp import {base}\nclass Mine({base}): pass\n")
+        cls = implementation(f"{path}:Mine")
+        assert cls.__base__.__name__ == base
+        assert implementation(f"{path}:Mine") is cls
+
+
 def test_plugin_with_a_dataclass(tmp_path):
     path = tmp_path / "plugin.py"
     path.write_text(
