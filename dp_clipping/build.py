@@ -21,7 +21,7 @@ from dp_clipping.distributed.dtensor import shard_again
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.model import PrivateModel, is_private
 from dp_clipping.noise.keys import Keys, fixed_keys, fresh_keys
-from dp_clipping.noise.mechanisms import values_of
+from dp_clipping.noise.sources import source_of
 from dp_clipping.optimizer import Hook, PrivateOptimizer
 from dp_clipping.sampling.loader import PoissonLoader, batch_size_of
 from dp_clipping.sampling.memory_manager import MicrobatchLoader
@@ -218,7 +218,7 @@ def build_optimizer(
         count=count,
         agreement=agreement,
         cuda_graph=settings.cuda_graph,
-        noise_values=values_of(settings.noise_mechanism),
+        noise_source=source_of(settings.noise_mechanism),
     )
 
 

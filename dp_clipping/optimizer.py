@@ -16,7 +16,7 @@ from dp_clipping.cuda_graph import GraphedStep
 from dp_clipping.distributed.agreement import Agreement
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from dp_clipping.noise.gaussian import GAUSSIAN, Values
+from dp_clipping.noise.sources import NoiseSource
 from dp_clipping.profiling.profile import ranged
 from dp_clipping.sampling.loader import PREPARED
 from dp_clipping.step.fixed_settings import FixedSettings
@@ -76,7 +76,7 @@ class PrivateOptimizer(Optimizer):
     Args:
         count: counts a step in an account, before its noise is generated. No hook takes its place.
         agreement: compares settings with other ranks; None: there are none.
-        noise_values: how random words become noise.
+        noise_source: where the noise comes from; default: independent Gaussian noise.
         cuda_graph: whether `graphed` is what the user has asked for.
 
     Attributes:
@@ -101,7 +101,7 @@ class PrivateOptimizer(Optimizer):
         count: Hook | None = None,
         agreement: Agreement | None = None,
         cuda_graph: bool = False,
-        noise_values: Values = GAUSSIAN,
+        noise_source: NoiseSource | None = None,
     ):
         self.original_optimizer = optimizer
         self.model, self.profile = model, model.profile
@@ -112,7 +112,7 @@ class PrivateOptimizer(Optimizer):
         self.hooks, self._count = StepHooks(model), count
         self.listeners: list[Hook] = []
         self._cuda_graph = cuda_graph
-        self.noise = GradientNoise(model, noise_key, adaptive_threshold, noise_values)
+        self.noise = GradientNoise(model, noise_key, adaptive_threshold, noise_source)
         self.fixed_settings = FixedSettings(model, self.noise, self._current, agreement)
         self._held: list[Any] = []  # parameters, when they were looked at last
         self._not_trained: list[Any] = []  # those of them that are not the model's

@@ -6,6 +6,7 @@ Files:
     kernel                the same in one Triton kernel
     mechanisms            noise of other distributions, that users register with their account
     add_noise             adds it to clipped sums, by the kernel or its reference
+    sources               where the noise of a step comes from: what `noise_mechanism` chooses
     keys                  the secret key of noise and sampling
     adaptive_threshold    a clipping threshold that follows a quantile of the norms
 """

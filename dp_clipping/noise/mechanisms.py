@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.accounting.ledger import History
-from dp_clipping.noise.gaussian import GAUSSIAN, Values, uniform
+from dp_clipping.noise.gaussian import Values, uniform
 
 Quantile = Callable[[Tensor], Tensor]
 Epsilon = Callable[[History, float], float]
@@ -107,12 +107,6 @@ def mechanism_of(name: str) -> NoiseMechanism | None:
             f"or call dp_clipping.{EXAMPLE} first"
         )
     return _REGISTERED[name]
-
-
-def values_of(name: str) -> Values:
-    """Returns the conversion of random words to a mechanism's noise."""
-    mechanism = mechanism_of(name)
-    return GAUSSIAN if mechanism is None else mechanism.values
 
 
 def described(name: str) -> str:

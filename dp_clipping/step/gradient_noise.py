@@ -9,9 +9,9 @@ import torch
 from dp_clipping.distributed.dtensor import local
 from dp_clipping.distributed.placement import Piece, Place, Span, places_of
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from dp_clipping.noise.add_noise import add_noise_to_all
-from dp_clipping.noise.gaussian import GAUSSIAN, NoiseStream, Values
+from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.noise.kernel import StreamTable
+from dp_clipping.noise.sources import IndependentNoise, NoiseSource
 from dp_clipping.step.steppable import Steppable
 
 
@@ -22,7 +22,7 @@ class GradientNoise:
         model: whose `.grad` gets it.
         key: the key of the noise; a load replaces it.
         adaptive: lets C follow a quantile of the norms, whose counts need noise too; or None.
-        values: how random words become noise.
+        source: where the noise comes from; default: independent Gaussian noise in each step.
 
     Attributes:
         table: where the CUDA graph that is being captured reads the streams of its steps.
@@ -30,9 +30,10 @@ class GradientNoise:
 
     def __init__(
         self, model: Steppable, key: bytes, adaptive: AdaptiveThreshold | None,
-        values: Values = GAUSSIAN,
+        source: NoiseSource | None = None,
     ):  # fmt: skip
-        self.model, self.key, self.adaptive, self.values = model, key, adaptive, values
+        self.model, self.key, self.adaptive = model, key, adaptive
+        self.source = source or IndependentNoise()
         self.table: StreamTable | None = None
         self._process = os.getpid()
         self._names: list[str] = []
@@ -64,7 +65,7 @@ class GradientNoise:
             )
 
     def streams(self, step: int) -> list[NoiseStream]:
-        """Returns the noise stream of each parameter."""
+        """Returns the stream of each parameter that `IndependentNoise` takes, for a CUDA graph."""
         return NoiseStream.derive_all(self.key, step=step, parameters=self._names, share=0)
 
     def add(self, step: int) -> None:
@@ -96,13 +97,13 @@ class GradientNoise:
     def _add_to_gradients(self, step: int) -> None:
         parameters, buffer = self.model.capture.parameters, self.model.gradient_buffer
         gradients: list[Any] = [p.grad for p in parameters]
-        noisy = add_noise_to_all(
+        noisy = self.source.add(
             gradients if self._places is None else list(map(local, gradients)),
-            self.streams(step),
+            self._names,
             dtypes=[p.dtype for p in parameters],
             places=self._places,
             table=self.table,
-            **self._how(),
+            **self._how(step),
         )
         for parameter, before, gradient in zip(parameters, gradients, noisy, strict=True):
             if gradient is not before:  # else it was changed in place
@@ -110,23 +111,24 @@ class GradientNoise:
 
     def _add_to_pieces(self, pieces: list[Piece], step: int) -> None:
         """Adds noise to the runs of elements that this rank's optimizer steps, in place."""
-        stream_of = dict(zip(self.model.capture.parameters, self.streams(step), strict=True))
+        names = self.model.capture.names
         sums = [total for *_, total in pieces]
-        noisy = add_noise_to_all(
+        noisy = self.source.add(
             sums,
-            [stream_of[parameter] for parameter, *_ in pieces],
+            [names[parameter] for parameter, *_ in pieces],
             dtypes=[total.dtype for total in sums],
             places=[(Span(0, offset, n, n, 1),) for _, offset, n, _ in pieces],
-            **self._how(),
+            **self._how(step),
         )
         for total, result in zip(sums, noisy, strict=True):
             if result is not total:
                 total.copy_(result)
 
-    def _how(self) -> dict[str, Any]:
+    def _how(self, step: int) -> dict[str, Any]:
         settings = self.model.step_state.settings
         return {
+            "key": self.key,
+            "step": step,
             "std": self.std_multiplier() * self.model.step_state.sensitivity,
             "divisor": settings.expected_batch_size if settings.loss_reduction == "mean" else 1.0,
-            "values": self.values,
         }

@@ -19,8 +19,9 @@ from dp_clipping.clipping.norms import Norms
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.gradient_reduce import ShardedSums
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS, NormReducer
+from dp_clipping.noise import sources
 from dp_clipping.profiling.profile import SWITCH
-from dp_clipping.step import gradient_noise, plain_backend, private_step
+from dp_clipping.step import plain_backend, private_step
 from experiments.verify_correctness import __main__ as command
 from experiments.verify_correctness import cases as cases_module
 from experiments.verify_correctness import findings as findings_module
@@ -156,12 +157,12 @@ def forget_half_of_a_sum(monkeypatch):
 
 
 def divide_by_something_else(monkeypatch):
-    right = gradient_noise.add_noise_to_all
+    right = sources.add_noise_to_all
 
     def wrong(*arguments, divisor, **rest):
         return right(*arguments, divisor=1.01 * divisor, **rest)
 
-    monkeypatch.setattr(gradient_noise, "add_noise_to_all", wrong)
+    monkeypatch.setattr(sources, "add_noise_to_all", wrong)
     return "is off by 9.9e-03"
 
 

@@ -142,7 +142,7 @@ def test_ranks_and_checkpoints_tell_mechanisms_of_one_name_apart(monkeypatch):
 
 
 def noise(numel: int, offset: int = 0, **options) -> torch.Tensor:
-    values = mechanisms.values_of("logistic")
+    values = mechanisms.mechanism_of("logistic").values
     return add_noise(torch.zeros(numel), STREAM, std=1.0, offset=offset, values=values, **options)
 
 
@@ -163,7 +163,7 @@ def test_every_number_has_an_address():
         assert torch.equal(noise(300, offset), whole[offset : offset + 300])
     table = noise(48).view(6, 8)
     place = spans_of(((2, 3), (3, 5)), (6, 8))
-    values = mechanisms.values_of("logistic")
+    values = mechanisms.mechanism_of("logistic").values
     part = add_noise(torch.zeros(3, 5), STREAM, std=1.0, place=place, values=values)
     assert torch.equal(part, table[2:5, 3:8])
 
