@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ddp.sharded.layout import FlatUnit, Piece, has_stand_in
+from ddp.sharded.layout import FlatUnit, Piece, not_whole
 
 NOT_ELEMENTWISE = (
     "{name} looks at whole tensors, and here each rank steps a slice of every tensor: use SGD, "
@@ -32,8 +32,9 @@ NOT_ELEMENTWISE = (
 
 
 PLAIN = (
-    "{name} steps whole parameters, and each rank has the gradient of its own slices only: build "
-    "it by model.make_optimizer({name}, lr=...), with the wrapper that reduced the gradients"
+    "{name} steps whole parameters, and of one of shape {shape} this rank has its own slice only, "
+    "or the gradient of that: build it by model.make_optimizer({name}, lr=...), with the wrapper "
+    "that reduced the gradients; if that was deleted, wrap the network and run a backward again"
 )
 
 
@@ -46,10 +47,13 @@ NOT_REDUCED = (
 
 @register_optimizer_step_pre_hook
 def refuse_plain(optimizer: Optimizer, *_arguments: Any) -> None:
-    """Raises RuntimeError before a plain optimizer steps a parameter with a stand-in gradient."""
+    """Raises RuntimeError before a plain optimizer steps what is not whole, gradient or value."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    if not isinstance(optimizer, ShardedOptimizer) and has_stand_in(parameters):
-        raise RuntimeError(PLAIN.format(name=type(optimizer).__name__))
+    if (p := not_whole(parameters)) is not None:
+        name, shape = type(optimizer).__name__, list(p.shape)
+        raise RuntimeError(PLAIN.format(name=name, shape=shape))
 
 
 Part = tuple[FlatUnit, list[tuple[Piece, Parameter]], Optimizer]

@@ -26,7 +26,7 @@ from torch.nn import Parameter
 
 from ddp.buckets import Bucket
 from ddp.internals.gradients import Gradients
-from ddp.sharded.layout import FlatUnit
+from ddp.sharded.layout import FlatUnit, note_not_whole
 from ddp.torch_compat import all_gather, copy_, own_parameters, version_of
 
 NOT_TOGETHER = (
@@ -62,7 +62,10 @@ class GatheredUnit(FlatUnit):
         self.values = torch.empty_like(flat, dtype=dtype)
         self._views = self.layout.views(self.values)
         nothing = torch.full((), torch.nan if dtype.is_floating_point else 0, device=flat.device)
-        self._freed = [nothing.to(dtype).expand(p.shape) for p in self.parameters]
+        nothing = nothing.to(dtype)
+        for memory in (self.values, nothing):
+            note_not_whole(memory)
+        self._freed = [nothing.expand(p.shape) for p in self.parameters]
         self._work: dist.Work | None = None
         self._stand_ins: dict[int, Tensor] = {}
         self.awaited: set[int] = set()
@@ -101,6 +104,7 @@ class GatheredUnit(FlatUnit):
         if known is None or known.dtype != dtype or version_of(known):
             one = torch.full((), torch.nan, dtype=dtype, device=parameter.device)
             known = self._stand_ins[member] = one.expand(parameter.shape)
+            note_not_whole(one)
         return known
 
     def addresses(self) -> set[int]:
