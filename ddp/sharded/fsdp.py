@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from ddp.base import DataParallel
 from ddp.buckets import Bucket, Gradient
@@ -230,9 +231,13 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
 
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 
-    def begin_step(self) -> None:
-        super().begin_step()
-        self.free()
+    def begin_step(self, units: list[FlatUnit]) -> None:
+        super().begin_step(units)
+        if not self._is_ahead:
+            self.free()
+        for unit in units:  # what another optimizer has gathered remains
+            if isinstance(unit, GatheredUnit):
+                unit.free()
 
     def publish(self, unit: FlatUnit) -> None:
         """Starts to gather what the next forward needs first, while other slices are stepped."""
@@ -240,7 +245,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         if isinstance(unit, GatheredUnit) and any(unit in block.units for block in first):
             self.count(collectives=1, nbytes=unit.start())
 
-    def end_step(self) -> None:
+    def end_step(self, parameters: list[Parameter]) -> None:
         self._is_ahead = True
 
 

@@ -59,8 +59,8 @@ class Sharded:
             if all(p.grad is None and p not in absent for p in unit.parameters):
                 unit.gradient = None
 
-    def begin_step(self) -> None:
-        """Called by the optimizer before it steps the first unit.
+    def begin_step(self, units: list[FlatUnit]) -> None:
+        """Called by an optimizer before it steps the first of `units`.
 
         Raises:
             RuntimeError: before `finish_gradient_synchronization()`.
@@ -75,8 +75,8 @@ class Sharded:
     def publish(self, unit: FlatUnit) -> None:
         """Called by the optimizer when `unit.shard` holds its new values."""
 
-    def end_step(self) -> None:
-        """Called by the optimizer at the end: every reader of a parameter sees its new value."""
+    def end_step(self, parameters: list[Parameter]) -> None:
+        """Called by the optimizer at the end: every reader of `parameters` sees the new values."""
 
     def make_optimizer(
         self, cls: Callable[..., Optimizer], params: Any = None, **options: Any

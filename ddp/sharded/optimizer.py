@@ -68,9 +68,9 @@ class ShardedModel(Protocol):
     process_group: dist.ProcessGroup
     units: list[FlatUnit]
 
-    def begin_step(self) -> None: ...
+    def begin_step(self, units: list[FlatUnit]) -> None: ...
     def publish(self, unit: FlatUnit) -> None: ...
-    def end_step(self) -> None: ...
+    def end_step(self, parameters: list[Parameter]) -> None: ...
 
 
 def refuse_not_reduced(units: list[FlatUnit]) -> None:
@@ -83,6 +83,9 @@ def refuse_not_reduced(units: list[FlatUnit]) -> None:
 
 class ShardedOptimizer(Optimizer):
     """Steps this rank's slices of a sharded model; other ranks step the rest.
+
+    Several optimizers may each have some of the parameters, the same ones on every rank. A unit
+    is gathered by each optimizer that has a parameter of it.
 
     Args:
         model: the wrapper that owns the slices.
@@ -112,7 +115,9 @@ class ShardedOptimizer(Optimizer):
         if unknown := [list(p.shape) for p in group_of if p not in trained]:
             raise ValueError(f"the wrapped network does not train parameters of shapes {unknown}")
         self._stepped_together: list[list[Part]] = []
-        for units in _in_groups(model.units):
+        self._units = [unit for unit in model.units if any(p in group_of for p in unit.parameters)]
+        self._held = [p for unit in self._units for p in unit.parameters if p in group_of]
+        for units in _in_groups(self._units):
             owned = [[(piece, _own(unit, piece)) for piece in unit.pieces] for unit in units]
             groups = [{**settings, "params": []} for settings in self._settings()]
             for unit, own in zip(units, owned, strict=True):
@@ -137,10 +142,10 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         with torch.no_grad():
             refuse_not_reduced(self.model.units)
-            self.model.begin_step()
+            self.model.begin_step(self._units)
             for parts in self._stepped_together:
                 self._step(parts)
-            self.model.end_step()
+            self.model.end_step(self._held)
         return loss
 
     def _step(self, parts: list[Part]) -> None:
