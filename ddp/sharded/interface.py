@@ -126,7 +126,7 @@ class Sharded:
             (unit.parameters[piece.member], piece.offset, piece.numel, gradient)
             for unit in self.units
             for piece in unit.pieces
-            if (gradient := unit.gradient_of(piece)) is not None
+            if piece.numel and (gradient := unit.gradient_of(piece)) is not None
         ]
 
     @torch.no_grad()

@@ -71,12 +71,16 @@ class FlatLayout:
         ]
 
     def pieces(self, rank: int) -> list[Piece]:
-        """Returns what `rank` owns, in the order of the buffer."""
+        """Returns what `rank` owns, in the order of the buffer.
+
+        A parameter without elements belongs to one rank too, which has its state.
+        """
         low, high = rank * self.slice_numel, (rank + 1) * self.slice_numel
         found = []
         for member, (offset, shape) in enumerate(zip(self.offsets, self.shapes, strict=True)):
             begin, end = max(low, offset), min(high, offset + shape.numel())
-            if begin < end:
+            is_here = min(offset // self.slice_numel, self.world_size - 1) == rank
+            if begin < end or (is_here and not shape.numel()):
                 found.append(Piece(member, begin - offset, end - begin, begin - low))
         return found
 
@@ -135,7 +139,7 @@ class FlatUnit:
         if self.gradient is None or stand_in is None:
             return None
         if version_of(stand_in):  # that one or another of the unit was written to
-            return self._cleared(piece, stand_in[(0,) * stand_in.dim()])
+            return self._cleared(piece, stand_in.as_strided((), ()))
         return self.gradient.narrow(0, piece.start, piece.numel)
 
     def gather(self, own: Tensor) -> list[Tensor]:

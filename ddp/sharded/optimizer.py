@@ -10,19 +10,20 @@ over the network's parameters: learning-rate schedulers change its `param_groups
 is that of the optimizer on one process.
 """
 
-from collections import defaultdict
 from collections.abc import Callable
-from itertools import accumulate, chain
+from functools import partial
+from itertools import accumulate
 from typing import Any, NoReturn, Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ddp.internals.gradients import full_names
 from ddp.sharded.layout import FlatUnit, Piece, not_whole
+from ddp.sharded.state import IMPLEMENTATIONS, Part, cut, entries, gather
 
 NOT_ELEMENTWISE = (
     "{name} looks at whole tensors, and here each rank steps a slice of every tensor: use SGD, "
@@ -56,16 +57,13 @@ def refuse_plain(optimizer: Optimizer, *_arguments: Any) -> None:
         raise RuntimeError(PLAIN.format(name=name, shape=shape))
 
 
-Part = tuple[FlatUnit, list[tuple[Piece, Parameter]], Optimizer]
-"""A unit, this rank's pieces of it with the parameter that is stepped for each, and by which."""
-
 GROUPS = 4  # of units, each stepped at once
 
 
 class ShardedModel(Protocol):
     """The interface that the optimizer calls; `ddp.sharded.interface.Sharded` describes it."""
 
-    process_group: dist.ProcessGroup
+    module: nn.Module
     units: list[FlatUnit]
 
     def begin_step(self, units: list[FlatUnit]) -> None: ...
@@ -110,6 +108,7 @@ class ShardedOptimizer(Optimizer):
         self._is_built = False
         super().__init__(params, template.defaults)
         self.model, self.cls, self._is_built = model, type(template), True
+        self._make = partial(cls, **options)
         group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         trained = {p for unit in model.units for p in unit.parameters}
         if unknown := [list(p.shape) for p in group_of if p not in trained]:
@@ -124,7 +123,7 @@ class ShardedOptimizer(Optimizer):
                 for piece, parameter in own:
                     if (number := group_of.get(unit.parameters[piece.member])) is not None:
                         groups[number]["params"].append(parameter)
-            inner = cls(groups, **options)
+            inner = self._make(groups)
             parts = [(unit, own, inner) for unit, own in zip(units, owned, strict=True)]
             self._stepped_together.append(parts)
         self._parts = [part for parts in self._stepped_together for part in parts]
@@ -169,7 +168,7 @@ class ShardedOptimizer(Optimizer):
 
         A collective call: every rank must take part, and every rank gets the whole.
         """
-        own, self.state = self.state, self._whole_state()
+        own, self.state = self.state, gather(self._parts)
         try:
             return super().state_dict()
         finally:
@@ -182,19 +181,16 @@ class ShardedOptimizer(Optimizer):
         Raises:
             ValueError: if it is that of another network; nothing is changed then.
         """
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        mine = chain.from_iterable(group["params"] for group in self.param_groups)
-        parameter_of = dict(zip(saved, mine, strict=False))  # numbers are compared below
+        names = full_names(self.model.module)
+        found = entries(state_dict, self.param_groups, names, self._make)
         piece_of = {
             unit.parameters[piece.member]: piece for unit, own, _ in self._parts for piece, _ in own
         }
         state = {}
-        for number, values in state_dict["state"].items():
-            if (parameter := parameter_of.get(number)) is None:
-                continue
-            cut = {k: _cut(k, v, parameter, piece_of.get(parameter)) for k, v in values.items()}
+        for parameter, values in found.values():
+            own = {k: cut(k, v, parameter, piece_of.get(parameter)) for k, v in values.items()}
             if parameter in piece_of:
-                state[parameter] = cut
+                state[parameter] = own
         super().load_state_dict({**state_dict, "state": {}})
         for parts in self._stepped_together:
             self._load(parts, state)
@@ -246,39 +242,6 @@ class ShardedOptimizer(Optimizer):
                 if parameter in inner.state:
                     self.state[unit.parameters[piece.member]] = inner.state[parameter]
 
-    def _whole_state(self) -> defaultdict[Tensor, Any]:
-        whole: defaultdict[Tensor, Any] = defaultdict(dict)
-        for unit, own, inner in self._parts:
-            mine = {
-                piece.member: {
-                    key: value.dtype if _is_elementwise(key, value, parameter) else _on_cpu(value)
-                    for key, value in inner.state[parameter].items()
-                }
-                for piece, parameter in own
-                if parameter in inner.state
-            }
-            everyone: list[dict[int, dict[str, Any]]] = [{}] * unit.layout.world_size
-            dist.all_gather_object(everyone, mine, group=unit.group)
-            found = {member: values for theirs in everyone for member, values in theirs.items()}
-            for member in sorted(found):
-                whole[unit.parameters[member]] = dict(found[member])
-            kinds = {
-                (key, value)
-                for values in found.values()
-                for key, value in values.items()
-                if isinstance(value, torch.dtype)
-            }
-            for key, dtype in sorted(kinds, key=str):
-                flat = torch.zeros_like(unit.shard, dtype=dtype)
-                for piece, parameter in own:
-                    value = inner.state.get(parameter, {}).get(key)
-                    if value is not None and value.dtype == dtype:
-                        flat.narrow(0, piece.start, piece.numel).copy_(value)
-                for member, values in enumerate(unit.gather(flat)):
-                    if found.get(member, {}).get(key) == dtype:
-                        whole[unit.parameters[member]][key] = values.to("cpu", copy=True)
-        return whole
-
 
 def _in_groups(units: list[FlatUnit]) -> list[list[FlatUnit]]:
     """Returns the units in order, in at most `GROUPS` groups of about as many elements."""
@@ -292,8 +255,7 @@ def _in_groups(units: list[FlatUnit]) -> list[list[FlatUnit]]:
 
 def treats_elements_alone(cls: Callable[..., Optimizer], options: dict[str, Any]) -> bool:
     """Returns whether stepping a matrix and stepping parts of it give the same, by trying it."""
-    implementations = ("capturable", "foreach", "fused")
-    options = {key: value for key, value in options.items() if key not in implementations}
+    options = {key: value for key, value in options.items() if key not in IMPLEMENTATIONS}
     start = torch.linspace(-1.0, 1.0, 16)
 
     def stepped(parts: list[Tensor]) -> Tensor:
@@ -318,38 +280,3 @@ def _own(unit: FlatUnit, piece: Piece) -> Parameter:
     own = Parameter(unit.shard.narrow(0, piece.start, piece.numel))
     own.grad_dtype = None
     return own
-
-
-def _is_elementwise(key: str, value: Any, piece: Tensor) -> bool:
-    """Returns whether a value of the state has one element for each of the parameter's.
-
-    Raises:
-        TypeError: if it has neither that nor a single one.
-    """
-    if not isinstance(value, Tensor) or key == "step" or value.dim() == 0:
-        return False
-    if value.shape != piece.shape:
-        raise TypeError(
-            f"the optimizer's {key} is {list(value.shape)} for {piece.numel()} elements"
-        )
-    return True
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-
-def _cut(key: str, value: Any, parameter: Parameter, piece: Piece | None) -> Any:
-    """Returns a piece's part of a whole value of a parameter's state, a copy."""
-    if not isinstance(value, Tensor):
-        return value
-    if key == "step" or (value.dim() == 0 and parameter.dim() > 0):
-        return value.clone()
-    if value.shape != parameter.shape:
-        raise ValueError(
-            f"the optimizer's state is of another network: {key} is {list(value.shape)} for a "
-            f"parameter {list(parameter.shape)}"
-        )
-    if piece is None:
-        return None
-    return value.reshape(-1).narrow(0, piece.offset, piece.numel).clone()
