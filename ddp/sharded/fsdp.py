@@ -23,6 +23,7 @@ all-reduce, and the last reduce-scatter, which nothing hides.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from ddp.internals.unused import tensors_in
 from ddp.sharded.call_order import CallOrder, WayBack
 from ddp.sharded.interface import Sharded
 from ddp.sharded.layout import FlatUnit
-from ddp.sharded.units import Block, GatheredUnit, blocks_of
+from ddp.sharded.units import Block, GatheredUnit, blocks_of, wait_for
 from ddp.sharded.whole import WholeOnDemand
 from ddp.torch_compat import at_end_of_backward, in_backward
 
@@ -161,6 +162,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         self.way_back.complete(self.start)
         if not self._is_ahead:
             self.free()
+            self.exchange("", partial(wait_for, what="gather"))  # others may be stepping
         self._is_ahead, self._new_way = False, WayBack()
         self.order.begin()
 
@@ -218,7 +220,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
 
     def wait(self, bucket: Bucket, handle: tuple[dist.Work, Tensor, Tensor]) -> None:
         work, own, _ = handle
-        self.unit_of[bucket].wait_for(work, "reduction")
+        wait_for(work, "reduction", self.unit_of[bucket].name)
         self.average(own)
         self.unit_of[bucket].add_reduced(own)
 
@@ -232,7 +234,6 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 
     def begin_step(self, units: list[FlatUnit]) -> None:
-        super().begin_step(units)
         if not self._is_ahead:
             self.free()
         for unit in units:  # what another optimizer has gathered remains

@@ -19,12 +19,14 @@ from ddp.internals.optimizer import trainable
 from ddp.internals.step import Step
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.optimizer import ShardedOptimizer, refuse_not_reduced
-from ddp.torch_compat import reduce_scatter
+from ddp.torch_compat import all_gather, reduce_scatter
 
 UNFINISHED = (
     "gradients are on their way to other ranks: call finish_gradient_synchronization() after "
     "backward()"
 )
+
+STATUS_BYTES = 400  # of a message to other ranks
 
 
 class Sharded:
@@ -59,13 +61,32 @@ class Sharded:
             if all(p.grad is None and p not in absent for p in unit.parameters):
                 unit.gradient = None
 
-    def begin_step(self, units: list[FlatUnit]) -> None:
-        """Called by an optimizer before it steps the first of `units`.
+    def exchange(
+        self, status: str, wait: Callable[[dist.Work], object] = dist.Work.wait
+    ) -> Callable[[], list[str]]:
+        """Tells all ranks the status of this one, "" or its first bytes; a collective call.
 
-        Raises:
-            RuntimeError: before `finish_gradient_synchronization()`.
+        Returns a function that returns the status of each rank; only that waits for a GPU.
         """
-        self.refuse_unfinished()
+        world_size = dist.get_world_size(self.process_group)
+        if world_size == 1:
+            return lambda: [status]
+        on_cpu = "cpu:" in dist.get_backend_config(self.process_group)
+        device = torch.device("cpu") if on_cpu else self.units[0].shard.device
+        own = torch.zeros(STATUS_BYTES, dtype=torch.uint8, device=device)
+        if text := status.encode()[:STATUS_BYTES]:
+            own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        everyone = own.new_empty(world_size, STATUS_BYTES)
+        wait(all_gather(everyone.view(-1), own, self.process_group))
+
+        def read() -> list[str]:
+            rows = everyone.tolist() if everyone.any() else [[]] * world_size
+            return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+        return read
+
+    def begin_step(self, units: list[FlatUnit]) -> None:
+        """Called by an optimizer before it steps the first of `units`, on all ranks."""
 
     def refuse_unfinished(self) -> None:
         """Raises RuntimeError while gradients are on their way; `fsdp` has stand-ins for them."""

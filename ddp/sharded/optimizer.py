@@ -11,7 +11,7 @@ is that of the optimizer on one process.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from itertools import accumulate
 from typing import Any, NoReturn, Protocol
 
@@ -46,6 +46,15 @@ NOT_REDUCED = (
 )
 
 
+FAILED = (  # the error comes last: messages between ranks are cut
+    "optimizer.step() has failed on rank {rank}, and nothing has changed on any rank: {error}"
+)
+BROKEN = (
+    "a step was applied in part, for it has failed on rank {rank} and other ranks have stepped "
+    "their slices: load a checkpoint on all ranks, by optimizer.load_state_dict() too: {error}"
+)
+
+
 @register_optimizer_step_pre_hook
 def refuse_plain(optimizer: Optimizer, *_arguments: Any) -> None:
     """Raises RuntimeError before a plain optimizer steps what is not whole, gradient or value."""
@@ -66,6 +75,8 @@ class ShardedModel(Protocol):
     module: nn.Module
     units: list[FlatUnit]
 
+    def exchange(self, status: str) -> Callable[[], list[str]]: ...
+    def refuse_unfinished(self) -> None: ...
     def begin_step(self, units: list[FlatUnit]) -> None: ...
     def publish(self, unit: FlatUnit) -> None: ...
     def end_step(self, parameters: list[Parameter]) -> None: ...
@@ -79,8 +90,31 @@ def refuse_not_reduced(units: list[FlatUnit]) -> None:
                 raise RuntimeError(NOT_REDUCED.format(shape=list(parameter.shape)))
 
 
+def together(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a `step` one in which a rank that fails before it has changed anything tells all.
+
+    It may fail in a hook, which PyTorch calls around `step`, in the closure, or be refused.
+    """
+    with_hooks = Optimizer.profile_hook_step(step)
+
+    @wraps(step)
+    def begin(self: "ShardedOptimizer", *args: Any, **kwargs: Any) -> Any:
+        self._has_agreed = False
+        try:
+            return with_hooks(self, *args, **kwargs)
+        except Exception as error:
+            if not self._has_agreed:
+                self.model.exchange(self._tell(FAILED, error))
+            raise
+
+    begin.hooked = True  # type: ignore[attr-defined]  # PyTorch adds no hooks of its own
+    return begin
+
+
 class ShardedOptimizer(Optimizer):
     """Steps this rank's slices of a sharded model; other ranks step the rest.
+
+    `step` is a collective call. If a rank fails before it has changed anything, all ranks raise.
 
     Several optimizers may each have some of the parameters, the same ones on every rank. A unit
     is gathered by each optimizer that has a parameter of it.
@@ -109,6 +143,7 @@ class ShardedOptimizer(Optimizer):
         super().__init__(params, template.defaults)
         self.model, self.cls, self._is_built = model, type(template), True
         self._make = partial(cls, **options)
+        self._broken = ""  # why the last step was applied in part
         group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         trained = {p for unit in model.units for p in unit.parameters}
         if unknown := [list(p.shape) for p in group_of if p not in trained]:
@@ -129,11 +164,13 @@ class ShardedOptimizer(Optimizer):
         self._parts = [part for parts in self._stepped_together for part in parts]
         self._share_state(self._parts)
 
+    @together
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Steps this rank's slices, and returns when all parameters have their new values.
 
         Raises:
-            RuntimeError: if gradients were not reduced; nothing is changed.
+            RuntimeError: if gradients were not reduced, or if another rank has failed before it
+                has stepped; nothing is changed. If one fails later, the next step raises on all.
         """
         loss = None
         if closure is not None:
@@ -141,11 +178,36 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         with torch.no_grad():
             refuse_not_reduced(self.model.units)
+            self.model.refuse_unfinished()
+            self._agree()
             self.model.begin_step(self._units)
+            failure = None
             for parts in self._stepped_together:
-                self._step(parts)
+                try:
+                    if failure is None:
+                        self._step(parts)
+                except Exception as error:  # other ranks wait for this one's slices
+                    failure, self._broken = error, self._tell(BROKEN, error)
+                for unit, *_ in parts:
+                    self.model.publish(unit)
             self.model.end_step(self._held)
+            if failure is not None:
+                raise failure
         return loss
+
+    def _agree(self) -> None:
+        """Returns once all ranks are about to step.
+
+        Raises:
+            RuntimeError: if one has failed, here or in its last step.
+        """
+        self._has_agreed = True
+        if message := next(filter(None, self.model.exchange(self._broken)()), ""):
+            raise RuntimeError(message)
+
+    def _tell(self, message: str, error: Exception) -> str:
+        text = f"{type(error).__name__}: {error}"
+        return message.format(rank=self.model.units[0].rank, error=text)
 
     def _step(self, parts: list[Part]) -> None:
         inner, known = parts[0][2], len(parts[0][2].state)
@@ -158,10 +220,9 @@ class ShardedOptimizer(Optimizer):
         inner.step()
         if len(inner.state) != known:
             self._share_state(parts)
-        for unit, own, _ in parts:
+        for _, own, _ in parts:
             for _, parameter in own:
                 parameter.grad = None
-            self.model.publish(unit)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all ranks, in the format of `cls` on one process, on the CPU.
@@ -192,6 +253,7 @@ class ShardedOptimizer(Optimizer):
             if parameter in piece_of:
                 state[parameter] = own
         super().load_state_dict({**state_dict, "state": {}})
+        self._broken = ""
         for parts in self._stepped_together:
             self._load(parts, state)
 

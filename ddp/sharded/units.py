@@ -37,6 +37,15 @@ NOT_TOGETHER = (
 )
 
 
+def wait_for(work: dist.Work, what: str, block: str = "") -> None:
+    """Waits for a collective of a block; an error of it says in a note what may have happened."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        error.add_note(NOT_TOGETHER.format(what=what, name=block or "what is in no block"))
+        raise
+
+
 class GatheredUnit(FlatUnit):
     """Parameters that lie in one flat buffer, which has memory while a module computes with them.
 
@@ -171,18 +180,10 @@ class GatheredUnit(FlatUnit):
                     part.add_(self.gradient.narrow(0, piece.start, piece.numel))
         self.gradient, self.kept = own, set()
 
-    def wait_for(self, work: dist.Work, what: str) -> None:
-        """Waits for a collective; an error of it says in a note what may have happened."""
-        try:
-            work.wait()
-        except RuntimeError as error:
-            error.add_note(NOT_TOGETHER.format(what=what, name=self.name or "what is in no block"))
-            raise
-
     def _wait_for_values(self) -> None:
         if self._work is not None:
             work, self._work = self._work, None
-            self.wait_for(work, "gather")
+            wait_for(work, "gather", self.name)
 
     def _show(self, values: Iterable[Tensor]) -> None:
         for parameter, value in zip(self.parameters, values, strict=True):

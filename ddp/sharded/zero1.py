@@ -114,7 +114,6 @@ class Zero1DDP(Sharded, BucketedDDP):
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 
     def begin_step(self, units: list[FlatUnit]) -> None:
-        super().begin_step(units)
         for unit in units:
             self._bind(unit)  # another wrapper of the same network may have moved them
 
