@@ -97,7 +97,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_whole:
             return self.module(*args, **kwargs)
-        if self.step.backward.running and not in_backward():  # it has failed
+        if self.step.backward.has_failed() and not in_backward():
             self.step.discard(self)
         dtype = self._param_dtype
         args = tuple(_cast(x, dtype) for x in args)
