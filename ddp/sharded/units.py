@@ -72,8 +72,8 @@ class GatheredUnit(FlatUnit):
         self._views = self.layout.views(self.values)
         nothing = torch.full((), torch.nan if dtype.is_floating_point else 0, device=flat.device)
         nothing = nothing.to(dtype)
-        for memory in (self.values, nothing):
-            note_not_whole(memory)
+        note_not_whole(nothing)
+        weakref.finalize(self, note_not_whole, self.values).atexit = False  # stale from then on
         self._freed = [nothing.expand(p.shape) for p in self.parameters]
         self._work: dist.Work | None = None
         self._stand_ins: dict[int, Tensor] = {}

@@ -145,6 +145,24 @@ def test_a_plain_optimizer_is_refused_without_the_wrapper_too(cpu_ranks):
         cpu_ranks.run(2, wrapper_has_gone, name)
 
 
+def gathered_when_it_went(context: Context) -> None:
+    """What `fsdp` had gathered is stale, and a gradient of one's own does not change that."""
+    module = nn.Sequential(nn.Linear(3, 3))
+    model = wrap("fsdp", module, process_group=context.group)
+    output = model(torch.ones(3))
+    assert not module[0].weight.isnan().any()
+    del model, output
+    gc.collect()
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match="SGD steps whole parameters"):
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+
+
+def test_a_plain_optimizer_is_refused_on_stale_parameters(cpu_ranks):
+    cpu_ranks.run(2, gathered_when_it_went)
+
+
 def pieces(context: Context) -> None:
     """They tile the gradient over ranks, and the optimizer uses what is written to them."""
     pair = Beside(context, "zero2", Chain(), **small_buckets("zero2"))
