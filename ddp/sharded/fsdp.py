@@ -19,11 +19,14 @@ arrived. Their gather, and the first block's, start while the optimizer steps th
 
 What remains: three transfers of the parameters' size in a step, in place of the two halves of an
 all-reduce, and the last reduce-scatter, which nothing hides.
+
+Read `start`, `wait`, `free` and `add_reduced` of `GatheredUnit` in units.py first, then this class.
+Skip at first what is there for steps that fail, or that go another way: call_order.py, `may_launch`
+and `_is_next`, the stand-ins for gradients in units.py, whole.py.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +41,7 @@ from ddp.internals.unused import tensors_in
 from ddp.sharded.call_order import CallOrder, WayBack
 from ddp.sharded.interface import Sharded
 from ddp.sharded.layout import FlatUnit
-from ddp.sharded.units import Block, GatheredUnit, blocks_of, wait_for
+from ddp.sharded.units import Block, GatheredUnit, blocks_of, cast, wait_for
 from ddp.sharded.whole import WholeOnDemand
 from ddp.torch_compat import at_end_of_backward, in_backward
 
@@ -100,8 +103,8 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         if self.step.backward.has_failed() and not in_backward():
             self.step.discard(self)
         dtype = self._param_dtype
-        args = tuple(_cast(x, dtype) for x in args)
-        return super().forward(*args, **{key: _cast(x, dtype) for key, x in kwargs.items()})
+        args = tuple(cast(x, dtype) for x in args)
+        return super().forward(*args, **{key: cast(x, dtype) for key, x in kwargs.items()})
 
     def enter(self, block: Block) -> None:
         """Begins a block's forward: its parameters become whole, the next block's gather starts."""
@@ -162,7 +165,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         self.way_back.complete(self.start)
         if not self._is_ahead:
             self.free()
-            self.exchange("", partial(wait_for, what="gather"))  # others may be stepping
+            self.exchange("", wait_for)  # other ranks may be about to step
         self._is_ahead, self._new_way = False, WayBack()
         self.order.begin()
 
@@ -189,10 +192,6 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
     def _is_next(self) -> bool:
         names = (self.unit_of[b].name for b in self.schedule.buckets[self.schedule.launched :])
         return self.way_back.has_entered(next(filter(None, names), ""))
-
-    def before_forward(self) -> None:
-        super().before_forward()
-        self.free_cleared_gradients()
 
     def before_accumulation(self, i: int) -> None:
         self.wait_for(self.schedule.bucket_of[i])
@@ -248,8 +247,3 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
 
     def end_step(self, parameters: list[Parameter]) -> None:
         self._is_ahead = True
-
-
-def _cast(x: Any, dtype: torch.dtype | None) -> Any:
-    floats = dtype is not None and isinstance(x, Tensor) and x.is_floating_point()
-    return x.to(dtype) if floats else x

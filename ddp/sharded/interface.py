@@ -54,8 +54,9 @@ class Sharded:
         """Returns whether the backend's reduce-scatter can average. That of gloo only sums."""
         return dist.get_backend(self.process_group) == dist.Backend.NCCL
 
-    def free_cleared_gradients(self) -> None:
+    def before_forward(self) -> None:
         """Frees the slices of gradients that `zero_grad(set_to_none=True)` has cleared."""
+        super().before_forward()  # type: ignore[misc]  # of the variant
         absent = {self.gradients.parameters[i] for i in self.gradients.stand_ins}  # but reduced
         for unit in self.units:
             if all(p.grad is None and p not in absent for p in unit.parameters):

@@ -37,7 +37,13 @@ NOT_TOGETHER = (
 )
 
 
-def wait_for(work: dist.Work, what: str, block: str = "") -> None:
+def cast(x: Any, dtype: torch.dtype | None) -> Any:
+    """Returns an argument of a forward, converted if it is a tensor of floating-point numbers."""
+    floats = dtype is not None and isinstance(x, Tensor) and x.is_floating_point()
+    return x.to(dtype) if floats else x
+
+
+def wait_for(work: dist.Work, what: str = "gather", block: str = "") -> None:
     """Waits for a collective of a block; an error of it says in a note what may have happened."""
     try:
         work.wait()

@@ -79,10 +79,6 @@ class Zero1DDP(Sharded, BucketedDDP):
             buckets.append(Bucket(members, unit.layout.offsets, unit.layout.numel, nbytes))
         return sorted(buckets, key=lambda bucket: max(position[i] for i in bucket.members))
 
-    def before_forward(self) -> None:
-        super().before_forward()
-        self.free_cleared_gradients()
-
     def launch(self, bucket: Bucket) -> dist.Work:
         buffer, unit = self.fill(bucket), self._unit_of[bucket.members]
         own = self.receiver(unit.layout.slice_of(buffer, unit.rank))
