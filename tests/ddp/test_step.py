@@ -71,6 +71,26 @@ def test_a_failed_backward_does_not_poison_the_next_step(ranks, hand_built, plac
     ranks.run(2, failed_backward, hand_built, places)
 
 
+def fails_at_once(context: Context) -> None:
+    """It is seen, until the next training forward discards it; one that ends well is none."""
+    model = wrap("ddp_bucketed", FailingChain(), process_group=context.group)
+    for place in (4, None, 4):
+        model.module.fails_at = place
+        loss = chain_loss(0)(model, context.rank)
+        assert not model.step.backward.has_failed()
+        if place is None:
+            loss.backward()
+            model.finish_gradient_synchronization()
+        else:
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+        assert model.step.backward.has_failed() is (place is not None)
+
+
+def test_a_backward_that_fails_before_its_first_gradient_is_seen(cpu_ranks):
+    cpu_ranks.run(1, fails_at_once)
+
+
 def failed_backward_in_torch(context: Context, name: str) -> None:
     model = wrap(name, FailingChain().to(context.device), process_group=context.group)
     model.module.fails_at = 2

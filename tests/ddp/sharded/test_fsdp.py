@@ -159,6 +159,28 @@ def test_two_optimizers(cpu_ranks):
         cpu_ranks.run(2, two_optimizers, turn)
 
 
+def two_optimizers_of_one_unit(context: Context) -> None:
+    """Both step a part of it, and what the first one has gathered is not whole."""
+    torch.manual_seed(0)
+    pair = Pair(context, Network())
+    ours, others = (list(model.parameters()) for model in (pair.model, pair.reference))
+    parts = [slice(0, 3), slice(3, None)]  # of block 0 each has a part
+    pair.optimizer = _All([pair.model.make_optimizer(torch.optim.AdamW, ours[p]) for p in parts])
+    pair.other = _All([torch.optim.AdamW(others[p]) for p in parts])
+    for step in range(3):
+        pair.backward(step)
+        pair.finish()
+        for both in (pair.optimizer, pair.other):
+            both.step()
+            both.zero_grad()
+    pair.backward(9)
+    pair.finish()
+
+
+def test_two_optimizers_of_one_unit(cpu_ranks):
+    cpu_ranks.run(2, two_optimizers_of_one_unit)
+
+
 def frozen() -> nn.Module:
     network = Network()
     network.embedding.weight.requires_grad_(False)
