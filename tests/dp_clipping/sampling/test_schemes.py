@@ -1,0 +1,160 @@
+"""Sampling schemes: what their accounts assume of them, in tests that reject wrong ones."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from dp_clipping.sampling.poisson import PoissonSampler
+from dp_clipping.sampling.schemes import Cyclic, scheme_of
+from dp_clipping.sampling.words import words
+from tests.support.draws import KEY, OTHER_KEY, joined
+
+UNITS, BATCHES = 60, 8
+
+
+def keys(count):
+    return [bytes([i % 256, i // 256]) + bytes(30) for i in range(count)]
+
+
+def members(scheme, key, numbers, units=UNITS):
+    """Returns which units batches have, bool [batches, units]."""
+    found = torch.zeros(len(numbers), units, dtype=torch.bool)
+    for row, number in zip(found, numbers, strict=True):
+        row[scheme.batch(key, number)] = True
+    return found
+
+
+def chi_squared_is_small(counts, expected):
+    """Returns whether counts of independent events are near a common expectation."""
+    counts = np.asarray(counts, dtype=float)
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return abs(statistic - counts.size) < 6 * math.sqrt(2 * counts.size)
+
+
+# ---- what each scheme has to be ------------------------------------------------------------------
+
+
+def is_cyclic(scheme, units=UNITS, batches=BATCHES):
+    """Each unit in one batch of each epoch, the same one; sizes as equal as can be."""
+    epochs = members(scheme, KEY, range(3 * batches), units).view(3, batches, units)
+    sizes = epochs[0].sum(1)
+    return bool(
+        (epochs.sum(1) == 1).all()
+        and torch.equal(epochs[0], epochs[1])
+        and torch.equal(epochs[0], epochs[2])
+        and sizes.max() - sizes.min() <= 1
+    )
+
+
+def splits_at_random(scheme, batches=BATCHES, count=400):
+    """Over keys, each unit is in each batch alike often, and no two units go together."""
+    seen = torch.stack([members(scheme, key, range(batches)) for key in keys(count)]).double()
+    per_place = seen.sum(0)  # [batches, units]
+    expected = seen.mean(2).sum(0)[:, None].expand_as(per_place)
+    if not chi_squared_is_small(per_place, expected.numpy()):
+        return False
+    together = torch.einsum("kbu,kbv->uv", seen, seen)
+    pairs = together[~torch.eye(len(together), dtype=torch.bool)]
+    sizes = seen.sum(2)
+    likely = float((sizes * (sizes - 1)).sum(1).mean() / (UNITS * (UNITS - 1)))
+    bound = 6 * math.sqrt(count * likely * (1 - likely))
+    return bool(((pairs - count * likely).abs() < bound).all())
+
+
+class Reshuffled(Cyclic):
+    """A wrong one: splits the data anew in each epoch, as `shuffle=True` does."""
+
+    def batch(self, key, number):
+        epoch, place = divmod(number, self.batches)
+        order = np.argsort(words(key, b"cyclic", epoch, self.units))
+        start, stop = (self.units * i // self.batches for i in (place, place + 1))
+        return torch.from_numpy(np.sort(order[start:stop]))
+
+
+class InOrderOfIndex(Cyclic):
+    """A wrong one: neighbours in the data set are in the same batch, whatever the key."""
+
+    def batch(self, key, number):
+        return torch.arange(self.units)[number % self.batches :: self.batches]
+
+
+class LeavesOut(Cyclic):
+    """A wrong one: drops the last units, as `drop_last=True` does."""
+
+    def batch(self, key, number):
+        return super().batch(key, number)[: self.units // self.batches]
+
+
+class AnyPlace(Cyclic):
+    """A wrong one: each unit chooses its batch by itself, so sizes vary."""
+
+    def batch(self, key, number):
+        places = words(key, b"cyclic", 0, self.units) % self.batches
+        return torch.from_numpy(np.nonzero(places == number % self.batches)[0])
+
+
+class TestCyclic:
+    def test_each_unit_is_once_in_an_epoch_at_its_place(self):
+        assert is_cyclic(Cyclic(UNITS, BATCHES))
+
+    @pytest.mark.parametrize("wrong", [Reshuffled, LeavesOut, AnyPlace])
+    def test_a_wrong_one_is_rejected(self, wrong):
+        assert not is_cyclic(wrong(UNITS, BATCHES))
+
+    def test_the_split_is_random(self):
+        assert splits_at_random(Cyclic(UNITS, BATCHES))
+        assert not splits_at_random(InOrderOfIndex(UNITS, BATCHES))
+
+    @pytest.mark.parametrize(("units", "batches"), [(1, 1), (3, 7), (1003, 10), (64, 64)])
+    def test_any_number_of_units_and_batches(self, units, batches):
+        assert is_cyclic(Cyclic(units, batches), units, batches)
+
+    def test_is_a_pure_function_and_stays_the_same(self):
+        # Written down once: a checkpoint of an earlier version must have the same batches.
+        assert Cyclic(60, 8).batch(KEY, 5).tolist() == FROZEN
+        scheme = Cyclic(60, 8)
+        for key, number in ((KEY, 5), (OTHER_KEY, 5), (KEY, 13)):  # whatever was asked for before
+            assert torch.equal(scheme.batch(key, number), Cyclic(60, 8).batch(key, number))
+
+
+FROZEN = [1, 5, 10, 13, 18, 22, 54, 55]
+
+
+# ---- of all schemes ------------------------------------------------------------------------------
+
+SCHEMES = ["cyclic"]
+
+
+@pytest.mark.parametrize("sampling", SCHEMES)
+class TestSampler:
+    def sampler(self, sampling, **changes):
+        scheme = scheme_of(sampling, units=103, sample_rate=1 / 6)
+        options = dict(num_samples=103, sample_rate=1 / 6, steps=6, key=KEY, scheme=scheme)
+        return PoissonSampler(**options | changes)
+
+    @pytest.mark.parametrize("world_size", [2, 3, 5])
+    def test_ranks_are_disjoint_alike_and_together_one_process(self, sampling, world_size):
+        alone = self.sampler(sampling)
+        for number in range(12):
+            shares = self.sampler(sampling, world_size=world_size).shares(number)
+            (whole,) = alone.shares(number)
+            assert sorted(joined(shares)) == whole
+            assert len(set(whole)) == len(whole)
+            sizes = list(map(len, shares))
+            assert max(sizes) - min(sizes) <= 1
+
+    def test_nothing_depends_on_other_randomness(self, sampling):
+        before = self.sampler(sampling).shares(3)
+        torch.manual_seed(1)
+        np.random.seed(1)
+        assert self.sampler(sampling).shares(3) == before
+        assert self.sampler(sampling, key=OTHER_KEY).shares(3) != before
+
+    def test_numbers_count_from_where_the_key_came_into_use(self, sampling):
+        sampler = self.sampler(sampling)
+        first = [sampler.shares(number) for number in range(6)]
+        sampler.rekey(KEY, start=4)
+        later = [sampler.shares(number) for number in range(4, 10)]
+        assert (later == first) == sampler.scheme.in_order
