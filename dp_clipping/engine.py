@@ -195,8 +195,9 @@ class PrivacyEngine(Checkpoints):
             unit_ids: the unit of each example of the data set, at most k examples of each.
                 Default: k consecutive examples of the data set are a unit.
             sampling: how the units of a batch are chosen, each with an account of its own:
-                `"poisson"`, or `"cyclic"` (every unit once an epoch, in the same batch of each; ε
-                is for replacing a unit by an empty one). See docs/mechanisms.md.
+                `"poisson"`, `"balls_in_bins"` (every unit in one batch of each epoch, which it
+                chooses at random), or `"cyclic"` (every unit in the same batch of each epoch; ε is
+                for replacing a unit by an empty one). See docs/mechanisms.md.
 
         Raises:
             ValueError: for an argument that is out of range or differs between ranks, for an

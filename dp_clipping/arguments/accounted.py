@@ -3,9 +3,15 @@
 from functools import reduce
 from typing import Any
 
-from dp_clipping.accounting import cyclic
+from dp_clipping.accounting import balls_in_bins, cyclic
 from dp_clipping.accounting.ledger import History, joined
-from dp_clipping.accounting.mechanism import DEFAULT, ZERO_OUT, Mechanism, dp_accounting
+from dp_clipping.accounting.mechanism import (
+    ADD_OR_REMOVE,
+    DEFAULT,
+    ZERO_OUT,
+    Mechanism,
+    dp_accounting,
+)
 from dp_clipping.kinds import check_type
 from dp_clipping.noise.mechanisms import NoiseMechanism, mechanism_of
 from dp_clipping.sampling.schemes import FIXED, SAMPLINGS
@@ -44,8 +50,15 @@ def accounted(noise_mechanism: str, sampling: str) -> Mechanism:
         ValueError: no account is known of both together.
     """
     check_sampling(sampling, noise_mechanism=noise_mechanism)
+    if sampling != "poisson":
+        dp_accounting(f'sampling="{sampling}"')
+    if sampling == "balls_in_bins":
+        return Mechanism(
+            "gaussian, balls_in_bins", "balls_in_bins", ADD_OR_REMOVE,
+            "privacy loss distribution of random allocation (dp-accounting)",
+            balls_in_bins.epsilon, in_order=True,
+        )  # fmt: skip
     if sampling == "cyclic":
-        dp_accounting('sampling="cyclic"')
         return Mechanism(
             "gaussian, cyclic", "cyclic", ZERO_OUT,
             "Gaussian mechanism of the steps that use one unit (dp-accounting)",

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dp_clipping import BatchMemoryManager, PrivacyEngine
-from dp_clipping.accounting import cyclic
+from dp_clipping.accounting import balls_in_bins, cyclic
 from dp_clipping.accounting.mechanism import ADD_OR_REMOVE, ZERO_OUT
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from tests.dp_clipping.noise import test_mechanisms
@@ -23,8 +23,8 @@ from tests.support.saved_runs import BATCH, SAMPLES, data, load, save, state, tr
 DELTA = 1e-3
 EPOCH = SAMPLES // BATCH
 
-SAMPLINGS = {"cyclic": {"sampling": "cyclic"}}
-IN_ORDER = ["cyclic"]
+IN_ORDER = ["balls_in_bins", "cyclic"]
+SAMPLINGS = {name: {"sampling": name} for name in IN_ORDER}
 every_sampling = pytest.mark.parametrize("name", SAMPLINGS)
 every_order = pytest.mark.parametrize("name", IN_ORDER)
 
@@ -73,6 +73,17 @@ def test_cyclic_steps_cost_a_unit_once_in_an_epoch():
     assert "Gaussian mechanism" in statement.accountant
     assert "zero-out" in str(statement)
     assert (statement.steps, statement.sample_rate) == (EPOCH + 1, 1 / EPOCH)
+
+
+def test_balls_in_bins_cost_less_than_poisson():
+    run, poisson = build("balls_in_bins"), saved_runs.build(accountant="prv")
+    for one in (run, poisson):
+        train(one, 2 * EPOCH)
+    assert 0.5 * epsilon(poisson) < epsilon(run) < epsilon(poisson)
+    assert epsilon(run) == balls_in_bins.epsilon([[(0.8, 1 / EPOCH, 2 * EPOCH)]], DELTA)
+    statement = run.engine.privacy_statement(DELTA)
+    assert (statement.sampler, statement.relation) == ("balls_in_bins", ADD_OR_REMOVE)
+    assert "privacy loss distribution" in statement.accountant
 
 
 def test_poisson_is_what_it_was():
@@ -232,7 +243,7 @@ def test_a_batch_left_half_way_comes_again(name):
             loader.leave()
     assert run.optimizer.steps == 0
     batches = train(run, EPOCH)
-    assert sorted(map(len, batches)) == [BATCH] * EPOCH
+    assert sorted(joined(batches)) == sorted(data().tensors[0][:, 0].tolist())
 
 
 @every_order

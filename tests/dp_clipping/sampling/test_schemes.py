@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from dp_clipping.sampling.poisson import PoissonSampler
-from dp_clipping.sampling.schemes import Cyclic, scheme_of
+from dp_clipping.sampling.poisson import Poisson, PoissonSampler
+from dp_clipping.sampling.schemes import BallsInBins, Cyclic, scheme_of
 from dp_clipping.sampling.words import words
 from tests.support.draws import KEY, OTHER_KEY, joined
 
@@ -122,9 +122,99 @@ class TestCyclic:
 FROZEN = [1, 5, 10, 13, 18, 22, 54, 55]
 
 
+def is_balls_in_bins(scheme, batches=BATCHES, epochs=1500):
+    """Each unit in one batch of each epoch, any of them alike often, whatever all others do."""
+    seen = members(scheme, KEY, range(epochs * batches)).view(epochs, batches, UNITS)
+    if not (seen.sum(1) == 1).all():
+        return False
+    places = seen.to(torch.int8).argmax(1)  # [epochs, units]
+    expected = epochs / batches
+    counts = seen.sum(0).numpy()  # [batches, units]
+    if not chi_squared_is_small(counts.sum(1), UNITS * expected):
+        return False
+    if not all(chi_squared_is_small(unit, expected) for unit in counts.T):
+        return False
+    variance = UNITS / batches * (1 - 1 / batches)  # of a size; that of a variance is about 2σ⁴/n
+    if abs(seen.sum(2)[:, 0].double().var() / variance - 1) > 5 * math.sqrt(2 / epochs):
+        return False
+    same = (places[:, :, None] == places[:, None]).sum(0)  # epochs in which two units are together
+    pairs = same[~torch.eye(UNITS, dtype=torch.bool)]
+    bound = 6 * math.sqrt(epochs / batches * (1 - 1 / batches))
+    if ((pairs - expected).abs() > bound).any():
+        return False
+    stays = (places[1:] == places[:-1]).sum(0)  # in the same batch as in the epoch before
+    return bool(((stays - expected).abs() < bound).all())
+
+
+class EqualBins(Cyclic):
+    """A wrong one: a new permutation in each epoch, so that the batches have equal sizes."""
+
+    batch = Reshuffled.batch
+
+
+class Pairs(BallsInBins):
+    """A wrong one: neighbours in the data set choose together."""
+
+    def places(self, words):
+        return np.repeat(super().places(words)[::2], 2)[: len(words)]
+
+
+class Uneven(BallsInBins):
+    """A wrong one: the first batch has an eighth more than its part."""
+
+    def places(self, words):
+        places = super().places(words)
+        return np.where((places == 1) & (words % 8 == 0), 0, places)
+
+
+class Skips(BallsInBins):
+    """A wrong one: some units are in no batch of an epoch."""
+
+    def places(self, words):
+        return np.where(words % 16 == 0, self.batches, super().places(words))
+
+
+class Once(BallsInBins):
+    """A wrong one: each unit chooses once for all epochs."""
+
+    def batch(self, key, number):
+        return super().batch(key, number % self.batches)
+
+
+class TestBallsInBins:
+    def test_each_unit_chooses_one_batch_of_each_epoch(self):
+        assert is_balls_in_bins(BallsInBins(UNITS, BATCHES))
+
+    @pytest.mark.parametrize("wrong", [EqualBins, Pairs, Uneven, Skips, Once, Cyclic, AnyPlace])
+    def test_a_wrong_one_is_rejected(self, wrong):
+        assert not is_balls_in_bins(wrong(UNITS, BATCHES))
+
+    def test_poisson_batches_are_rejected(self):
+        assert not is_balls_in_bins(Poisson(UNITS, 1 / BATCHES))
+
+    @pytest.mark.parametrize("batches", [1, 2, 3, 7, 2**20])
+    def test_no_batch_is_likelier_than_its_part(self, batches):
+        part = 2**64 // batches
+        edges = [0, part - 1, part, 2 * part - 1, batches * part - 1, batches * part, 2**64 - 1]
+        edges = np.array([edge for edge in edges if edge < 2**64], dtype=np.uint64)
+        found = BallsInBins(1, batches).places(edges)
+        expected = [min(int(edge) // part, batches) for edge in edges] if batches > 1 else 0 * edges
+        assert found.tolist() == list(expected)
+
+    def test_is_a_pure_function_and_stays_the_same(self):
+        # Written down once: a checkpoint of an earlier version must have the same batches.
+        assert BallsInBins(60, 8).batch(KEY, 13).tolist() == FROZEN_BINS
+        scheme = BallsInBins(60, 8)
+        for key, number in ((KEY, 5), (OTHER_KEY, 5), (KEY, 13), (KEY, 5)):
+            assert torch.equal(scheme.batch(key, number), BallsInBins(60, 8).batch(key, number))
+
+
+FROZEN_BINS = [4, 24, 26, 39, 40, 48]
+
+
 # ---- of all schemes ------------------------------------------------------------------------------
 
-SCHEMES = ["cyclic"]
+SCHEMES = ["balls_in_bins", "cyclic"]
 
 
 @pytest.mark.parametrize("sampling", SCHEMES)
